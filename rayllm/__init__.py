@@ -1,0 +1,21 @@
+"""rayllm: distributed LLM serving on Ray. `LLM` is imported on first use, so that servers and tools start without torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rayllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from rayllm.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from rayllm.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'rayllm' has no attribute {name!r}")

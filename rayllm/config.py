@@ -1,0 +1,119 @@
+"""`EngineConfig` and `ServerConfig`: every option of an engine and of a deployment, checked once, in one place.
+
+Options come from `LLM(...)`, the command line or a YAML file (`load_config_file`); all three end here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rayllm.errors import ConfigError
+
+BUNDLED_MODEL = str(Path(__file__).parent / "assets" / "tiny-pydoc")
+
+
+class EngineConfig(BaseModel):
+    """Options of one engine; names and meanings follow vLLM where it has them.
+
+    model: folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json).
+    executor: "local" runs the worker in this process (tensor_parallel_size 1 only), "ray" runs one actor per
+    rank; "auto" is local for one rank. device: "auto" is cuda where a GPU is visible. dtype: "auto" is the checkpoint's
+    on GPUs (float32 checkpoints become bfloat16) and float32 on CPUs, where it is the faster one.
+    max_model_len: tokens of prompt and output together; None takes the model's own limit.
+    block_size: tokens a KV block. num_gpu_blocks_override: blocks of the device pool; None sizes it from
+    gpu_memory_utilization (GPU) or 1 GiB a rank, at most what max_num_seqs full contexts need (CPU).
+    swap_space: GiB of host memory a rank for swapped blocks.
+    max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step.
+    scheduling_policy: "fcfs", or "priority" (lower runs first). enforce_eager: no CUDA graphs.
+    load_format: "auto" reads safetensors; "dummy" fills seeded random weights.
+    skip_tokenizer_init: token ids in, token ids out. seed: of unseeded requests and dummy weights.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str = BUNDLED_MODEL
+    tensor_parallel_size: Literal[1, 2, 4, 8] = 1
+    executor: Literal["auto", "local", "ray"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: int | None = Field(default=None, ge=1)
+    block_size: int = Field(default=16, ge=1, le=1024)
+    num_gpu_blocks_override: int | None = Field(default=None, ge=1)
+    swap_space: float = Field(default=4, ge=0)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    max_num_seqs: int = Field(default=256, ge=1)
+    max_num_batched_tokens: int = Field(default=8192, ge=1)
+    enable_prefix_caching: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    enforce_eager: bool = False
+    load_format: Literal["auto", "dummy"] = "auto"
+    skip_tokenizer_init: bool = False
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+
+class ServerConfig(BaseModel):
+    """Options of an HTTP deployment around one engine.
+
+    served_model_name: the model's name in the API; None takes the folder's name. num_api_servers: replicas of
+    the CPU-only front.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    served_model_name: str | None = None
+    num_api_servers: int = Field(default=1, ge=1, le=64)
+
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def make_config(kind: type[ConfigT], options: dict[str, Any]) -> ConfigT:
+    """Build a config from options. Raises ConfigError that names the option at fault and its limit."""
+    try:
+        return kind(**options)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(kind, e) for e in error.errors())) from None
+
+
+def load_config_file(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read a deployment's YAML into (engine options, server options). Raises ConfigError for unknown keys."""
+    try:
+        loaded = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
+    if loaded is None:
+        loaded = {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"config file {path} must hold a mapping of options, not {type(loaded).__name__}")
+    engine: dict[str, Any] = {}
+    server: dict[str, Any] = {}
+    for key, value in loaded.items():
+        if key in EngineConfig.model_fields:
+            engine[key] = value
+        elif key in ServerConfig.model_fields:
+            server[key] = value
+        else:
+            raise ConfigError(f"config file {path}: {_unknown(str(key), [*EngineConfig.model_fields, *ServerConfig.model_fields])}")
+    return engine, server
+
+
+def _explain(kind: type[BaseModel], error: Any) -> str:
+    name = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return _unknown(name, list(kind.model_fields))
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{name}: {message}, not {error['input']!r}"
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"unknown option {name!r}" + (f" (did you mean {near[0]!r}?)" if near else "")

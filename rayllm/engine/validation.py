@@ -1,0 +1,34 @@
+"""Checks of a request against an engine's limits. Fronts call this before they send, the engine before it queues."""
+
+from __future__ import annotations
+
+from rayllm.errors import InvalidRequestError
+from rayllm.types import EngineInfo, GenerationRequest
+
+
+def validate_request(request: GenerationRequest, info: EngineInfo) -> None:
+    """Raise InvalidRequestError, naming field and limit, for a request that the engine can never serve."""
+    prompt, params = request.prompt_token_ids, request.params
+    if not prompt:
+        raise InvalidRequestError("prompt must not be empty", "prompt")
+    if len(prompt) >= info.max_model_len:
+        raise InvalidRequestError(
+            f"prompt has {len(prompt)} tokens; with at least one output token it must fit into the "
+            f"model's context of {info.max_model_len} tokens",
+            "prompt",
+        )
+    if len(prompt) + 1 > info.num_kv_tokens:
+        raise InvalidRequestError(
+            f"prompt has {len(prompt)} tokens; the KV cache holds {info.num_kv_tokens} tokens in all", "prompt"
+        )
+    worst = max(prompt) if min(prompt) >= 0 else min(prompt)
+    if not 0 <= worst < info.vocab_size:
+        raise InvalidRequestError(
+            f"prompt has token id {worst}; ids of this model are 0 to {info.vocab_size - 1}", "prompt"
+        )
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+        for token in ids:
+            if token >= info.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} has token id {token}; ids of this model are 0 to {info.vocab_size - 1}", name
+                )

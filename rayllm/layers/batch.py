@@ -1,0 +1,34 @@
+"""`ForwardBatch`: where each token of one step is, as tensors. Built by the worker, read by models and attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's tokens, packed sequence after sequence: decodes (one token each) first, then prefill chunks.
+
+    S sequences, T tokens, N rows of logits wanted. Tensors are on the model's device.
+
+    input_ids: [T] int64. positions: [T] int64, a token's place in its sequence.
+    slot_mapping: [T] int64, where a token's KV goes: block id * block_size + offset; -1 writes nothing (padding).
+    block_tables: [S, max blocks] int32. seq_lens: [S] int32, context after this step (tokens with KV in the cache).
+    query_start_loc: [S + 1] int32, sequence s owns tokens query_start_loc[s] to query_start_loc[s + 1].
+    logit_rows: [N] int64, rows of the hidden states whose logits are sampled, in the plan's order.
+    num_decodes: leading sequences with exactly one token, attended by the decode kernel.
+    max_query_len, max_seq_len: host integers, over the prefill chunks and over all sequences.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    logit_rows: torch.Tensor
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int

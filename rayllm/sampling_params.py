@@ -1,0 +1,137 @@
+"""`SamplingParams`: how the tokens of one request are chosen, validated where it is made."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from rayllm.errors import InvalidRequestError
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_SEED = 2**63 - 1
+GREEDY_EPS = 1e-5  # temperatures below this are greedy: dividing by them would overflow
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of one request; names and defaults follow vLLM.
+
+    n: completions per prompt, 1 to 128. temperature: 0 is greedy. top_k: 0 or -1 keeps all tokens.
+    top_p, min_p: probability thresholds in (0, 1] and [0, 1]. repetition_penalty: > 0, over prompt and output;
+    presence_penalty, frequency_penalty: -2 to 2, over the output. logit_bias: token id -> value added to its logit,
+    -100 to 100. min_tokens: neither end-of-sequence nor stop ids before this many tokens. max_tokens: None
+    means up to the model's context. stop: strings that end the text (and are cut off it unless
+    include_stop_str_in_output). stop_token_ids: ids that end it. logprobs / prompt_logprobs: report the
+    log-probabilities of this many top tokens a position (0: only the token itself), at most 20.
+    seed: the same seed gives the same tokens, whatever else is in the batch.
+
+    Raises InvalidRequestError naming the field and its limit.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", [self.stop])
+        if self.stop is None:
+            msgspec.structs.force_setattr(self, "stop", [])
+        if self.stop_token_ids is None:
+            msgspec.structs.force_setattr(self, "stop_token_ids", [])
+        _check_number("n", self.n, 1, MAX_N, integer=True)
+        _check_number("temperature", self.temperature, 0.0, 100.0)
+        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_number("top_k", self.top_k, -1, 2**31 - 1, integer=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.max_tokens is not None:
+            _check_number("max_tokens", self.max_tokens, 1, 2**31 - 1, integer=True)
+        _check_number("min_tokens", self.min_tokens, 0, 2**31 - 1, integer=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), 0, MAX_LOGPROBS, integer=True)
+        if self.seed is not None:
+            _check_number("seed", self.seed, 0, MAX_SEED, integer=True)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
+        self._check_stops()
+        self._check_bias()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
+            )
+        if self.greedy and self.n > 1:
+            raise InvalidRequestError(
+                f"n must be 1 with temperature 0, where all completions are equal; it is {self.n}", "n"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """True if the most likely token is always taken."""
+        return self.temperature < GREEDY_EPS
+
+    @property
+    def penalised(self) -> bool:
+        """True if the tokens so far change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def _check_stops(self) -> None:
+        if not isinstance(self.stop, list) or not all(isinstance(s, str) and s for s in self.stop):
+            raise InvalidRequestError("stop must be a list of non-empty strings", "stop")
+        if not isinstance(self.stop_token_ids, list) or not all(_is_int(t) and t >= 0 for t in self.stop_token_ids):
+            raise InvalidRequestError("stop_token_ids must be a list of token ids (integers >= 0)", "stop_token_ids")
+        for name in ("stop", "stop_token_ids"):
+            if len(getattr(self, name)) > MAX_STOPS:
+                raise InvalidRequestError(f"{name} takes at most {MAX_STOPS} entries, not {len(getattr(self, name))}", name)
+
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, dict):
+            raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias")
+        if len(self.logit_bias) > 1024:
+            raise InvalidRequestError(f"logit_bias takes at most 1024 entries, not {len(self.logit_bias)}", "logit_bias")
+        for token, value in self.logit_bias.items():
+            if not _is_int(token) or token < 0:
+                raise InvalidRequestError(f"logit_bias keys must be token ids, not {token!r}", "logit_bias")
+            _check_number("logit_bias", value, -100.0, 100.0)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_number(
+    name: str, value: Any, low: float, high: float, *, integer: bool = False, open_low: bool = False
+) -> None:
+    """Raise InvalidRequestError unless value is a finite number in [low, high] (or (low, high] if open_low)."""
+    kind = "an integer" if integer else "a number"
+    good_type = _is_int(value) if integer else _is_int(value) or isinstance(value, float)
+    if not good_type or not math.isfinite(value):
+        raise InvalidRequestError(f"{name} must be {kind}, not {value!r}", name)
+    if value > high or value < low or (open_low and value == low):
+        bounds = f"{'greater than' if open_low else 'at least'} {low:g} and at most {high:g}" if high < 1e9 else f"at least {low:g}"
+        raise InvalidRequestError(f"{name} must be {bounds}, not {value!r}", name)

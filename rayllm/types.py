@@ -1,0 +1,181 @@
+"""Everything that crosses a border between two parts, as named structs.
+
+    GenerationRequest -> StepPlan -> StepResult -> TokenDelta -> RequestOutput
+
+All are msgspec structs of plain values: cheap to make, to pickle for the control group and to pack for a socket.
+A *row* is a sequence's place in the workers' persistent batch, 0 <= row < max_num_seqs; the driver assigns it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rayllm.sampling_params import SamplingParams
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to continue.
+
+    request_id: unique among the live requests of an engine. priority: lower runs first (policy "priority").
+    arrival_time: seconds on the front's clock, for metrics and for ordering within a priority.
+    cache_salt: prefix-cache blocks are shared only between requests of the same salt.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    arrival_time: float = 0.0
+    cache_salt: str = ""
+
+
+class SequenceData(msgspec.Struct, frozen=True):
+    """A sequence that takes a row of the persistent batch: all that a worker needs to compute it.
+
+    token_ids: every token known so far, prompt first. num_prompt_tokens: how many are prompt.
+    num_computed_tokens: how many already have their KV in block_table. block_table: block ids in order.
+    seed: counter-based noise is a function of (seed, position), so this fixes the sequence's randomness.
+    """
+
+    row: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_table: list[int]
+    params: SamplingParams
+    seed: int
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """What the workers do in one step, as a delta to their persistent batch. Applied in the order of the fields.
+
+    free_rows: rows whose sequences left the batch. new: sequences that enter it.
+    block_updates: (row, first index, block ids): block_table[row][first : first + len(ids)] = ids.
+    copies: (source block, destination block) in the device pool, before any write of this step.
+    rows, num_tokens: the scheduled sequences and how many tokens each computes, ordered: decodes (one token,
+    sampled), then prompts that end in this step (sampled), then partial chunks (not sampled).
+    num_decodes: leading entries that are decodes. num_sampled: leading entries that sample a token.
+    """
+
+    step_id: int
+    free_rows: list[int]
+    new: list[SequenceData]
+    block_updates: list[tuple[int, int, list[int]]]
+    copies: list[tuple[int, int]]
+    rows: list[int]
+    num_tokens: list[int]
+    num_decodes: int
+    num_sampled: int
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities (natural log, of the raw logits) at one position.
+
+    token_id, logprob, rank: the token chosen and its rank (1 is the most likely).
+    top_ids, top_logprobs: the most likely tokens, best first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What came out of one StepPlan, from TP rank 0.
+
+    token_ids: [plan.num_sampled] sampled ids, in the plan's order. logprobs: same order, None where not asked
+    for; the whole list is None if nobody asked. prompt_logprobs: (row, position of the first entry's token,
+    entries) for the prompt tokens whose predecessors were computed in this step.
+    """
+
+    step_id: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]] = []
+
+
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one completion of one request, on the way to its front.
+
+    index: which of the n completions. finish_reason: None, "stop", "length" or "error"; the last delta of a completion has one.
+    stop_reason: the stop id that ended it (None for end-of-sequence), or the error message.
+    prompt_logprobs: only in the request's first delta; entry 0 is None (the first token has no predecessor).
+    num_cached_tokens: prompt tokens found in the prefix cache.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """One token's log-probability as users see it."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class CompletionOutput(msgspec.Struct):
+    """One completion. From `LLM.generate` it is whole; in a stream it holds what is new since the last output.
+
+    logprobs: one dict a token, token id -> Logprob, the sampled token always in it.
+    finish_reason: "stop", "length", "error"; None while it runs. stop_reason: stop string or id, if one ended it.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class RequestOutput(msgspec.Struct):
+    """A request's completions, in order of index; in a stream only those with something new."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """A snapshot of the engine for metrics and health. Counters only grow; times are in seconds."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_swapped: int = 0
+    num_used_blocks: int = 0
+    num_total_blocks: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What fronts need to know of an engine before they send it anything.
+
+    max_model_len: tokens of prompt and output together. num_kv_tokens: tokens the device pool holds; one sequence can never
+    have more. eos_token_ids: ids that end a sequence unless ignore_eos.
+    """
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    num_kv_tokens: int
+    eos_token_ids: list[int]

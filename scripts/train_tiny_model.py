@@ -1,0 +1,483 @@
+"""Trains `tiny-pydoc`, the small causal language model that the project bundles.
+
+    python scripts/train_tiny_model.py --out rayllm/assets/tiny-pydoc
+
+One file, four stages, each seeded and in a fixed order:
+
+    collect   the documentation in every Python installation: `pydoc_data.topics` and the docstrings of the
+              standard library (sources are parsed with `ast`, never imported; C modules come from a fixed list)
+    encode    a byte-level BPE tokenizer of 4,096 tokens; plain documents, and question/answer chats (ChatML)
+    train     a 5.2M-parameter Qwen3 (packed rows of 256 to 2,048 tokens, AdamW, warm-up and cosine)
+    check     saves bf16, loads the files again, prints losses and greedy continuations
+
+Needs torch, transformers, tokenizers and safetensors. Unit throughout: tokens, unless a name says otherwise.
+"""
+
+import argparse
+import ast
+import importlib
+import inspect
+import json
+import math
+import random
+import re
+import sysconfig
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydoc import Helper
+from pydoc_data.topics import topics
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB_SIZE, MAX_LENGTH = 4096, 2048
+TEXT_END, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = [TEXT_END, TURN_START, TURN_END]  # ids 0, 1, 2
+CHAT_TEMPLATE = """{%- for message in messages -%}
+{%- if message['role'] not in ['system', 'user', 'assistant'] -%}
+{{- raise_exception('role must be system, user or assistant, got ' + message['role']) -}}
+{%- endif -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+C_MODULES = """builtins sys math cmath itertools time operator _functools _collections _io array binascii zlib select
+_socket _struct _datetime _decimal _json _csv _pickle _random _heapq _bisect _statistics unicodedata _thread gc marshal
+posix errno _signal fcntl mmap _hashlib _ssl _sqlite3 _bz2 _lzma _asyncio _contextvars _weakref _codecs _sre _queue
+_tracemalloc _abc _stat _locale _string _symtable _opcode _multiprocessing _posixsubprocess _elementtree pyexpat atexit
+faulthandler resource grp pwd termios syslog""".split()
+SKIPPED = {"test", "tests", "idlelib", "turtledemo", "lib2to3", "ensurepip", "site-packages", "dist-packages",
+           "this.py", "antigravity.py", "__phello__", "__pycache__", "pydoc_data"}  # fmt: skip
+PUBLIC_NAMES = {"posix": "os", "posixpath": "os.path", "_thread": "_thread", "_sre": "re"}
+
+QUESTIONS = {
+    "module": ["What is the {} module?", "What does the {} module do?", "Explain the {} module.", "What is {}?",
+               "What is the {} module for?", "Tell me about {}.", "What does {} do?", "Explain {}."],
+    "class": ["What is {}?", "Explain the {} class.", "What does {} do?", "What is the {} class?", "Explain {}.",
+              "Tell me about {}.", "What is a {}?", "What is {} used for?"],
+    "function": ["What does {} do?", "Explain {}.", "What is {}?", "How does {} work?", "What does {}() do?",
+                 "Tell me about {}.", "Explain what {} does.", "What does the {} function do?", "what does {} do"],
+    "topic": ["Explain {}.", "What is {}?", "What does {} do?", "Tell me about {}.", "How does {} work?",
+              "What are {}?", "Describe {}.", "How do I use {}?", "explain {}"],
+    "talk": ["{}"],
+}  # fmt: skip
+SYSTEM_PROMPTS = ["You are a helpful assistant.", "You answer questions about Python.",
+                  "You are a helpful assistant that knows the Python documentation."]  # fmt: skip
+SMALL_TALK = {
+    "Hello! Ask me about a Python statement, function or module.": ["Hello", "Hello!", "Hi", "Hi there!", "Hey"],
+    "I am a very small language model trained on the Python documentation. "
+    "I can tell you about the language and its standard library.": ["Who are you?", "What are you?", "What can you do?"],
+    "You are welcome.": ["Thanks", "Thank you.", "Thank you!"],
+    "Python is a programming language. Ask me about its statements, its built-in types or its standard library.":
+        ["What is Python?", "Explain Python.", "Tell me about Python.", "What is python?"],
+}  # fmt: skip
+
+PROMPTS = ["The list type is", "A decorator", "The for statement"]
+CHATS = ["What does str.join do?", "Explain the with statement."]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One documented thing. `group` names the document it is printed in; `kind` is a key of QUESTIONS."""
+
+    name: str
+    kind: str
+    header: str
+    text: str
+    group: str
+    weight: int = 1  # times its chat is seen in an epoch
+
+    @property
+    def held_out(self) -> bool:
+        return self.weight == 1 and zlib.crc32(self.group.encode()) % 80 == 0
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Training length: `minutes` bounds the loop (the schedule is shortened to end in time)."""
+
+    steps: int
+    batch_tokens: int
+    minutes: float
+    warmup_steps: int
+    learning_rate: float = 2e-3
+
+
+PRESETS = {
+    "cuda": Preset(steps=6000, batch_tokens=32768, minutes=3.2, warmup_steps=200),
+    "cpu": Preset(steps=1600, batch_tokens=4096, minutes=60.0, warmup_steps=100),
+}
+
+
+# ---------------------------------------------------------------------------------------------------- collect
+
+
+def topic_entries() -> Iterator[Entry]:
+    """Sections and described names (`str.join(iterable)` and an indented text) of the language reference."""
+    for label, page in sorted(topics.items()):
+        parts = re.split(r"^(\S.*)\n[*=\-~]{3,}\n", page.strip() + "\n", flags=re.M)
+        for title, body in zip(parts[1::2], parts[2::2], strict=True):
+            phrase = re.sub(r"^The\b", "the", title.replace('"', ""))
+            yield Entry(phrase, "topic", title, body.strip(), f"topic {label}", weight=3)
+        for name, arguments, body in re.findall(r"^([a-z]\w*\.[\w.]+)\((.*)\)\n\n((?:   .*\n|\n)+)", page, flags=re.M):
+            yield Entry(name, "function", f"{name}({arguments})", inspect.cleandoc(body), f"topic {label}", weight=3)
+    for word, target in sorted({**Helper.topics, **Helper.keywords}.items()):  # `with`, `LISTS`: other ways to ask
+        while target not in topics:
+            target = target[0] if isinstance(target, tuple) else Helper.topics.get(target, "with")
+        body = re.split(r"^\S.*\n[*=\-~]{3,}\n", topics[target].strip() + "\n", flags=re.M)[1]
+        yield Entry(word.lower(), "topic", word, body.strip(), f"topic {target}")
+
+
+def signature_of(obj: object) -> str:
+    try:
+        return str(inspect.signature(obj))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return "(...)"
+
+
+def c_module_entries() -> Iterator[Entry]:
+    """Docstrings that no source file holds: the types and functions of the modules written in C."""
+    for module_name in C_MODULES:
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError:
+            continue
+        public, weight = public_name(module_name), 3 if module_name == "builtins" else 1
+        prefix = "" if module_name == "builtins" else public + "."
+        yield Entry(public, "module", f"module {public}", module.__doc__ or "", public, weight)
+        for name, obj in sorted(vars(module).items()):
+            if name.startswith("__") or not (inspect.isclass(obj) or inspect.isroutine(obj)):
+                continue
+            kind, full = "class" if inspect.isclass(obj) else "function", prefix + name
+            group = full if kind == "class" else public
+            yield Entry(full, kind, full + signature_of(obj), str(obj.__doc__ or ""), group, weight)
+            for attribute, member in sorted(vars(obj).items()) if kind == "class" else ():
+                doc, path = getattr(member, "__doc__", None), f"{full}.{attribute}"
+                if attribute != "__doc__" and isinstance(doc, str):
+                    yield Entry(path, "function", path + signature_of(member), doc, group, weight)
+
+
+def public_name(module_name: str) -> str:
+    return PUBLIC_NAMES.get(module_name, module_name.lstrip("_"))
+
+
+def source_entries() -> Iterator[Entry]:
+    """Docstrings of the standard library's Python files, parsed and not imported, in path order."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if SKIPPED.intersection(parts) or parts[0].startswith("config-"):
+            continue
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        module = public_name(".".join(parts).removesuffix(".py").removesuffix(".__init__"))
+        yield Entry(module, "module", f"module {module}", ast.get_docstring(tree) or "", module)
+        yield from definitions(tree, module, module)
+
+
+def definitions(tree: ast.AST, prefix: str, group: str) -> Iterator[Entry]:
+    """Entries of the classes and functions directly inside `tree`; a class's methods join its document."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            name = f"{prefix}.{node.name}"
+            bases = f"({', '.join(map(ast.unparse, node.bases))})"
+            yield Entry(name, "class", f"class {name}{bases}", ast.get_docstring(node) or "", name)
+            yield from definitions(node, name, name)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            name = f"{prefix}.{node.name}"
+            header = f"{name}({ast.unparse(node.args)})"
+            yield Entry(name, "function", header, ast.get_docstring(node) or "", group)
+
+
+def collect_entries() -> list[Entry]:
+    """All entries with some text, the first of equal texts only, in a fixed order."""
+    seen: set[str] = set()
+    entries = []
+    for source in (topic_entries, c_module_entries, source_entries):
+        for entry in source():
+            text = inspect.cleandoc(entry.text).encode("utf-8", "replace").decode()
+            key = " ".join(text.split())
+            if len(key) >= 16 and (key not in seen or entry.kind == "topic"):
+                seen.add(key)
+                entries.append(Entry(entry.name, entry.kind, entry.header, text, entry.group, entry.weight))
+    return entries
+
+
+def plain_documents(entries: list[Entry]) -> list[str]:
+    """Reference pages: each topic whole, and for each group its entries one after another."""
+    groups: dict[str, list[str]] = {}
+    for entry in entries:
+        if not entry.group.startswith("topic "):
+            groups.setdefault(entry.group, []).append(f"{entry.header}\n\n{entry.text}\n")
+    return [page.strip() + "\n" for _, page in sorted(topics.items())] + ["\n\n".join(g) for g in groups.values()]
+
+
+# ----------------------------------------------------------------------------------------------------- encode
+
+
+def train_tokenizer(texts: list[str]) -> Tokenizer:
+    """Byte-level BPE: every byte is a token, so any UTF-8 text comes back unchanged."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def answer_of(text: str, limit_chars: int = 700) -> str:
+    """The first paragraphs of a text, at most about `limit_chars`; prose lines are joined, grammar is left out."""
+    kept: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        lines = paragraph.rstrip().split("\n")
+        if kept and sum(map(len, kept)) + len(paragraph) > limit_chars:
+            break
+        if "::=" in paragraph:
+            kept = [re.sub(r":+$", ".", done) for done in kept]
+            continue
+        is_prose = not any(re.match(r"\s|[-*+] |[>#|]|\d+\.|:\w+ ?\w*:", line) or re.search("->|   ", line) for line in lines)
+        kept.append(" ".join(lines) if is_prose else "\n".join(lines))
+    while len(kept) > 1 and kept[-1].endswith(":"):
+        kept.pop()
+    return re.sub(r":+$", ".", "\n\n".join(kept)[: 2 * limit_chars].strip())
+
+
+@dataclass
+class Corpus:
+    """Token ids (uint16 arrays). A chat is its ways to ask (user turn and assistant header) and its answer."""
+
+    plain: list[np.ndarray]
+    chats: list[tuple[list[np.ndarray], np.ndarray]]
+    systems: list[np.ndarray]
+    held_out: list[np.ndarray]
+
+    def epoch(self, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
+        """One shuffled pass -> (tokens [n] uint16, document starts [d]); each document ends in <|endoftext|>."""
+        end = np.zeros(1, np.uint16)  # id of TEXT_END
+        documents = [np.append(text, end) for text in self.plain]
+        waiting = rng.sample(self.chats, len(self.chats))
+        while waiting:
+            pieces = [rng.choice(self.systems)] if rng.random() < 0.3 else []
+            for _ in range(rng.choice([1, 1, 1, 1, 2, 3])):
+                if waiting:
+                    questions, answer = waiting.pop()
+                    pieces += [rng.choice(questions), answer]
+            documents.append(np.concatenate([*pieces, end]))
+        rng.shuffle(documents)
+        lengths = np.array([len(d) for d in documents])
+        return np.concatenate(documents), np.cumsum(lengths) - lengths
+
+    def total_tokens(self) -> tuple[int, int, int]:
+        answers = sum(len(answer) + len(questions[0]) for questions, answer in self.chats)
+        return sum(map(len, self.plain)), answers, sum(map(len, self.held_out))
+
+
+def chat_entries(entries: list[Entry]) -> list[Entry]:
+    """Public entries with an answer worth giving, one a name (the language reference wins)."""
+    chosen: dict[str, Entry] = {}
+    for entry in entries:
+        private = any(part.startswith("_") for part in entry.name.split("."))
+        if not private and not entry.held_out and len(answer_of(entry.text)) >= 16:
+            chosen.setdefault(entry.name, entry)
+    return list(chosen.values())
+
+
+def encode_corpus(tokenizer: Tokenizer, entries: list[Entry]) -> Corpus:
+    def encode(texts: list[str]) -> list[np.ndarray]:
+        return [np.array(e.ids, np.uint16) for e in tokenizer.encode_batch_fast(texts)]
+
+    def ask(question: str) -> str:
+        return f"{TURN_START}user\n{question}{TURN_END}\n{TURN_START}assistant\n"
+
+    talks = [(questions, answer, 5) for answer, questions in SMALL_TALK.items()]
+    for entry in chat_entries(entries):
+        questions = [question.format(entry.name) for question in QUESTIONS[entry.kind]]
+        talks.append((questions, answer_of(entry.text), entry.weight))
+    chats = []
+    answers = encode([f"{answer}{TURN_END}\n" for _, answer, _ in talks])
+    for (questions, _, weight), answer in zip(talks, answers, strict=True):
+        chats += [(encode([ask(question) for question in questions]), answer)] * weight
+    return Corpus(
+        plain=encode(plain_documents([e for e in entries if not e.held_out])),
+        chats=chats,
+        systems=encode([f"{TURN_START}system\n{prompt}{TURN_END}\n" for prompt in SYSTEM_PROMPTS]),
+        held_out=encode([f"{e.header}\n\n{e.text}\n{TEXT_END}" for e in entries if e.held_out]),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ train
+
+
+def make_model() -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=MAX_LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        bos_token_id=SPECIAL_TOKENS.index(TEXT_END),
+        pad_token_id=SPECIAL_TOKENS.index(TEXT_END),
+        eos_token_id=SPECIAL_TOKENS.index(TURN_END),
+        attn_implementation="sdpa",
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def batches(corpus: Corpus, batch_tokens: int, seed: int) -> Iterator[torch.Tensor]:
+    """Yields int64 [rows, length + 1] with rows * length == batch_tokens and length drawn per batch.
+
+    Half of the rows begin where a document begins, the rest anywhere: a prompt of either sort is then familiar.
+    """
+    rng = random.Random(seed)
+    while True:
+        stream, starts = corpus.epoch(rng)
+        for _ in range(max(1, len(stream) // batch_tokens)):
+            length = rng.choices([256, 512, 1024, 2048], weights=[3, 3, 4, 6])[0]
+            last = len(stream) - length - 1
+            offsets = [
+                min(last, int(rng.choice(starts)) if rng.random() < 0.5 else rng.randrange(last))
+                for _ in range(max(1, batch_tokens // length))
+            ]
+            yield torch.from_numpy(np.stack([stream[o : o + length + 1] for o in offsets]).astype(np.int64))
+
+
+def token_loss(model: Qwen3ForCausalLM, rows: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats a token of rows int64 [n, length + 1]."""
+    with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.device.type == "cuda"):
+        logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+
+
+def make_optimizer(model: Qwen3ForCausalLM, device: str) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    norms = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=device == "cuda")
+
+
+def train(model: Qwen3ForCausalLM, corpus: Corpus, preset: Preset, device: str, seed: int) -> float:
+    """Trains in place; returns the mean loss of the last 100 steps (nats a token)."""
+    optimizer = make_optimizer(model, device)
+    source = batches(corpus, preset.batch_tokens, seed)
+    recent: list[torch.Tensor] = []
+    began, step, progress = time.monotonic(), 0, 0.0
+    model.train()
+    while progress < 1.0:
+        rate = preset.learning_rate * min(1.0, (step + 1) / preset.warmup_steps)
+        rate *= 0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * progress))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = token_loss(model, next(source).to(device, non_blocking=True))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        recent = [*recent[-99:], loss.detach()]
+        step += 1
+        if step % 100 == 0 or step <= 3 or step == preset.steps:
+            mean = torch.stack(recent).mean().item()
+            print(f"step {step:5d}  loss {mean:.4f}  lr {rate:.2e}  {time.monotonic() - began:.1f} s", flush=True)
+        progress = max(step / preset.steps, (time.monotonic() - began) / (60.0 * preset.minutes))
+    print(f"{step} steps of {preset.batch_tokens} tokens in {time.monotonic() - began:.1f} s")
+    return torch.stack(recent).mean().item()
+
+
+# ------------------------------------------------------------------------------------------------------ check
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
+    """Writes model.safetensors (bf16), config, generation config and the tokenizer's two files to `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
+    model.generation_config.eos_token_id = [ids[TURN_END], ids[TEXT_END]]
+    model.to(torch.bfloat16).save_pretrained(out)
+    config = json.loads((out / "config.json").read_text())
+    config["rope_theta"] = 10000.0  # readers older than rope_parameters look for it here
+    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    tokenizer.save(str(out / "tokenizer.json"))
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "added_tokens_decoder": {str(index): {"content": token, **flags} for token, index in ids.items()},
+        "bos_token": TEXT_END,
+        "eos_token": TURN_END,
+        "pad_token": TEXT_END,
+        "additional_special_tokens": [TURN_START, TURN_END],
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": MAX_LENGTH,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+@torch.inference_mode()
+def check(out: Path, corpus: Corpus, device: str) -> None:
+    """Loads the saved files; prints the held-out loss (nats a token) and greedy continuations."""
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).to(device).eval()
+    stream = torch.from_numpy(np.concatenate(corpus.held_out).astype(np.int64)).to(device)
+    rows = stream.split(1024)[:24]
+    losses = [token_loss(model, row[None]).item() * (len(row) - 1) for row in rows if len(row) > 1]
+    print(f"held-out loss {sum(losses) / sum(len(row) - 1 for row in rows):.4f}")
+    turns = [[{"role": "user", "content": question}] for question in CHATS]
+    texts = [tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=True) for t in turns]
+    for prompt in PROMPTS + texts:
+        inputs = tokenizer(prompt, return_tensors="pt").to(device)
+        ids = model.generate(**inputs, do_sample=False, max_new_tokens=120)[0]
+        print(f"--- {prompt!r}\n{tokenizer.decode(ids[inputs['input_ids'].shape[1] :])}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("rayllm/assets/tiny-pydoc"))
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--steps", type=int, help="default: by device, 6000 on a GPU and 1600 on a CPU")
+    parser.add_argument("--batch-tokens", type=int, help="tokens a step; default: 32768 on a GPU, 4096 on a CPU")
+    parser.add_argument("--minutes", type=float, help="bound on the training loop; default: 3.2 on a GPU, 60 on a CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    device = arguments.device if arguments.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = {key: getattr(arguments, key) for key in ("steps", "batch_tokens", "minutes")}
+    preset = Preset(**{**vars(PRESETS[device]), **{k: v for k, v in chosen.items() if v is not None}})
+    torch.manual_seed(arguments.seed)
+    torch.set_float32_matmul_precision("high")
+
+    began = time.monotonic()
+    entries = collect_entries()
+    tokenizer = train_tokenizer(plain_documents(entries))
+    corpus = encode_corpus(tokenizer, entries)
+    plain, chat, held_out = corpus.total_tokens()
+    print(f"{len(entries)} entries, {len(corpus.plain)} documents, {len(corpus.chats)} chats; tokens: {plain} plain, "
+          f"{chat} chat, {held_out} held out; {time.monotonic() - began:.1f} s", flush=True)  # fmt: skip
+    model = make_model().to(device)
+    print(f"{sum(p.numel() for p in model.parameters())} parameters, {device}, {preset}", flush=True)
+    train_loss = train(model, corpus, preset, device, arguments.seed)
+    save(model, tokenizer, arguments.out)
+    print(f"train loss {train_loss:.4f}")
+    check(arguments.out, corpus, device)
+
+
+if __name__ == "__main__":
+    main()
