@@ -102,7 +102,9 @@ def load_config_file(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
         elif key in ServerConfig.model_fields:
             server[key] = value
         else:
-            raise ConfigError(f"config file {path}: {_unknown(str(key), [*EngineConfig.model_fields, *ServerConfig.model_fields])}")
+            raise ConfigError(
+                f"config file {path}: {_unknown(str(key), [*EngineConfig.model_fields, *ServerConfig.model_fields])}"
+            )
     return engine, server
 
 

@@ -105,7 +105,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidRequestError("stop_token_ids must be a list of token ids (integers >= 0)", "stop_token_ids")
         for name in ("stop", "stop_token_ids"):
             if len(getattr(self, name)) > MAX_STOPS:
-                raise InvalidRequestError(f"{name} takes at most {MAX_STOPS} entries, not {len(getattr(self, name))}", name)
+                count = len(getattr(self, name))
+                raise InvalidRequestError(f"{name} takes at most {MAX_STOPS} entries, not {count}", name)
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:
@@ -113,7 +114,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if not isinstance(self.logit_bias, dict):
             raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias")
         if len(self.logit_bias) > 1024:
-            raise InvalidRequestError(f"logit_bias takes at most 1024 entries, not {len(self.logit_bias)}", "logit_bias")
+            raise InvalidRequestError(
+                f"logit_bias takes at most 1024 entries, not {len(self.logit_bias)}", "logit_bias"
+            )
         for token, value in self.logit_bias.items():
             if not _is_int(token) or token < 0:
                 raise InvalidRequestError(f"logit_bias keys must be token ids, not {token!r}", "logit_bias")
@@ -133,5 +136,7 @@ def _check_number(
     if not good_type or not math.isfinite(value):
         raise InvalidRequestError(f"{name} must be {kind}, not {value!r}", name)
     if value > high or value < low or (open_low and value == low):
-        bounds = f"{'greater than' if open_low else 'at least'} {low:g} and at most {high:g}" if high < 1e9 else f"at least {low:g}"
+        bounds = f"{'greater than' if open_low else 'at least'} {low:g}"
+        if high < 1e9:
+            bounds += f" and at most {high:g}"
         raise InvalidRequestError(f"{name} must be {bounds}, not {value!r}", name)

@@ -99,7 +99,7 @@ class StepResult(msgspec.Struct, frozen=True):
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one completion of one request, on the way to its front.
 
-    index: which of the n completions. finish_reason: None, "stop", "length" or "error"; the last delta of a completion has one.
+    index: which of the n completions. finish_reason: None while it runs, then "stop", "length" or "error".
     stop_reason: the stop id that ended it (None for end-of-sequence), or the error message.
     prompt_logprobs: only in the request's first delta; entry 0 is None (the first token has no predecessor).
     num_cached_tokens: prompt tokens found in the prefix cache.
@@ -170,8 +170,8 @@ class EngineStats(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True):
     """What fronts need to know of an engine before they send it anything.
 
-    max_model_len: tokens of prompt and output together. num_kv_tokens: tokens the device pool holds; one sequence can never
-    have more. eos_token_ids: ids that end a sequence unless ignore_eos.
+    max_model_len: tokens of prompt and output together. num_kv_tokens: tokens the device pool holds, so that no
+    sequence can have more. eos_token_ids: ids that end a sequence unless ignore_eos.
     """
 
     model: str

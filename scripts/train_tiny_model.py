@@ -27,11 +27,11 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc import Helper
+from pydoc_data.topics import topics
 
 import numpy as np
 import torch
-from pydoc import Helper
-from pydoc_data.topics import topics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -71,7 +71,7 @@ SYSTEM_PROMPTS = ["You are a helpful assistant.", "You answer questions about Py
 SMALL_TALK = {
     "Hello! Ask me about a Python statement, function or module.": ["Hello", "Hello!", "Hi", "Hi there!", "Hey"],
     "I am a very small language model trained on the Python documentation. "
-    "I can tell you about the language and its standard library.": ["Who are you?", "What are you?", "What can you do?"],
+    "I can tell you about the language and its standard library.": ["Who are you?", "What are you?"],
     "You are welcome.": ["Thanks", "Thank you.", "Thank you!"],
     "Python is a programming language. Ask me about its statements, its built-in types or its standard library.":
         ["What is Python?", "Explain Python.", "Tell me about Python.", "What is python?"],
@@ -105,6 +105,7 @@ class Preset:
     batch_tokens: int
     minutes: float
     warmup_steps: int
+    dropout: float = 0.1
     learning_rate: float = 2e-3
 
 
@@ -117,20 +118,37 @@ PRESETS = {
 # ---------------------------------------------------------------------------------------------------- collect
 
 
+def reference_pages() -> dict[str, str]:
+    """`pydoc_data.topics` by label; prose loses the quotes around names (`The "for" statement`), code keeps them."""
+    pages = {}
+    for label, page in sorted(topics.items()):
+        paragraphs = re.split(r"(\n\s*\n)", page.strip() + "\n")
+        for index, paragraph in enumerate(paragraphs):
+            if not re.search(r"::=|>>>| = |^ {5}", paragraph):
+                paragraphs[index] = re.sub(r'(?<![(\[])"([A-Za-z_][\w.]*(?:\(\))?)"', r"\1", paragraph)
+        pages[label] = "".join(paragraphs)
+    return pages
+
+
+def sections_of(page: str) -> list[tuple[str, str]]:
+    """(title, text) of each underlined heading."""
+    parts = re.split(r"^(\S.*)\n[*=\-~]{3,}\n", page, flags=re.M)
+    return [(title, text.strip()) for title, text in zip(parts[1::2], parts[2::2], strict=True)]
+
+
 def topic_entries() -> Iterator[Entry]:
     """Sections and described names (`str.join(iterable)` and an indented text) of the language reference."""
-    for label, page in sorted(topics.items()):
-        parts = re.split(r"^(\S.*)\n[*=\-~]{3,}\n", page.strip() + "\n", flags=re.M)
-        for title, body in zip(parts[1::2], parts[2::2], strict=True):
+    pages = reference_pages()
+    for label, page in pages.items():
+        for title, text in sections_of(page):
             phrase = re.sub(r"^The\b", "the", title.replace('"', ""))
-            yield Entry(phrase, "topic", title, body.strip(), f"topic {label}", weight=3)
-        for name, arguments, body in re.findall(r"^([a-z]\w*\.[\w.]+)\((.*)\)\n\n((?:   .*\n|\n)+)", page, flags=re.M):
-            yield Entry(name, "function", f"{name}({arguments})", inspect.cleandoc(body), f"topic {label}", weight=3)
+            yield Entry(phrase, "topic", title, text, f"topic {label}", weight=3)
+        for name, arguments, text in re.findall(r"^([a-z]\w*\.[\w.]+)\((.*)\)\n\n((?:   .*\n|\n)+)", page, flags=re.M):
+            yield Entry(name, "function", f"{name}({arguments})", inspect.cleandoc(text), f"topic {label}", weight=3)
     for word, target in sorted({**Helper.topics, **Helper.keywords}.items()):  # `with`, `LISTS`: other ways to ask
-        while target not in topics:
+        while target not in pages:
             target = target[0] if isinstance(target, tuple) else Helper.topics.get(target, "with")
-        body = re.split(r"^\S.*\n[*=\-~]{3,}\n", topics[target].strip() + "\n", flags=re.M)[1]
-        yield Entry(word.lower(), "topic", word, body.strip(), f"topic {target}")
+        yield Entry(word.lower(), "topic", word, sections_of(pages[target])[0][1], f"topic {target}")
 
 
 def signature_of(obj: object) -> str:
@@ -216,7 +234,7 @@ def plain_documents(entries: list[Entry]) -> list[str]:
     for entry in entries:
         if not entry.group.startswith("topic "):
             groups.setdefault(entry.group, []).append(f"{entry.header}\n\n{entry.text}\n")
-    return [page.strip() + "\n" for _, page in sorted(topics.items())] + ["\n\n".join(g) for g in groups.values()]
+    return list(reference_pages().values()) + ["\n\n".join(group) for group in groups.values()]
 
 
 # ----------------------------------------------------------------------------------------------------- encode
@@ -237,6 +255,9 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     return tokenizer
 
 
+LAYOUT = re.compile(r"^(\s|[-*+] |[>#|]|\d+\.|:\w+:? )|->|   | -- ")  # lists, code and columns: lines stay as they are
+
+
 def answer_of(text: str, limit_chars: int = 700) -> str:
     """The first paragraphs of a text, at most about `limit_chars`; prose lines are joined, grammar is left out."""
     kept: list[str] = []
@@ -247,8 +268,8 @@ def answer_of(text: str, limit_chars: int = 700) -> str:
         if "::=" in paragraph:
             kept = [re.sub(r":+$", ".", done) for done in kept]
             continue
-        is_prose = not any(re.match(r"\s|[-*+] |[>#|]|\d+\.|:\w+ ?\w*:", line) or re.search("->|   ", line) for line in lines)
-        kept.append(" ".join(lines) if is_prose else "\n".join(lines))
+        is_prose = not any(LAYOUT.search(line) for line in lines)
+        kept.append(" ".join(lines).replace("non- ", "non-") if is_prose else "\n".join(lines))
     while len(kept) > 1 and kept[-1].endswith(":"):
         kept.pop()
     return re.sub(r":+$", ".", "\n\n".join(kept)[: 2 * limit_chars].strip())
@@ -256,17 +277,25 @@ def answer_of(text: str, limit_chars: int = 700) -> str:
 
 @dataclass
 class Corpus:
-    """Token ids (uint16 arrays). A chat is its ways to ask (user turn and assistant header) and its answer."""
+    """Token ids (uint16 arrays). A document is its paragraphs; a chat is its ways to ask (user turn and assistant
+    header) and its answer."""
 
-    plain: list[np.ndarray]
+    plain: list[list[np.ndarray]]
     chats: list[tuple[list[np.ndarray], np.ndarray]]
     systems: list[np.ndarray]
     held_out: list[np.ndarray]
 
     def epoch(self, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
-        """One shuffled pass -> (tokens [n] uint16, document starts [d]); each document ends in <|endoftext|>."""
+        """One shuffled pass -> (tokens [n] uint16, document starts [d]); each document ends in <|endoftext|>.
+
+        Half of the plain documents are cut into runs of a few paragraphs, so that a short prompt has little before it
+        in training too.
+        """
         end = np.zeros(1, np.uint16)  # id of TEXT_END
-        documents = [np.append(text, end) for text in self.plain]
+        documents = []
+        for paragraphs in self.plain:
+            run = len(paragraphs) if rng.random() < 0.5 else rng.randint(1, 4)
+            documents += [np.concatenate([*paragraphs[i : i + run], end]) for i in range(0, len(paragraphs), run)]
         waiting = rng.sample(self.chats, len(self.chats))
         while waiting:
             pieces = [rng.choice(self.systems)] if rng.random() < 0.3 else []
@@ -280,8 +309,9 @@ class Corpus:
         return np.concatenate(documents), np.cumsum(lengths) - lengths
 
     def total_tokens(self) -> tuple[int, int, int]:
+        """(plain, chat, held out); a chat with several ways to ask counts the first."""
         answers = sum(len(answer) + len(questions[0]) for questions, answer in self.chats)
-        return sum(map(len, self.plain)), answers, sum(map(len, self.held_out))
+        return sum(len(p) for page in self.plain for p in page), answers, sum(map(len, self.held_out))
 
 
 def chat_entries(entries: list[Entry]) -> list[Entry]:
@@ -290,8 +320,16 @@ def chat_entries(entries: list[Entry]) -> list[Entry]:
     for entry in entries:
         private = any(part.startswith("_") for part in entry.name.split("."))
         if not private and not entry.held_out and len(answer_of(entry.text)) >= 16:
-            chosen.setdefault(entry.name, entry)
+            chosen.setdefault(entry.name.lower() if entry.kind == "topic" else entry.name, entry)
     return list(chosen.values())
+
+
+def encode_paragraphs(tokenizer: Tokenizer, page: str) -> list[np.ndarray]:
+    """The page's ids, cut where a paragraph begins; the pieces joined are the encoding of the whole."""
+    begins = {match.end() for match in re.finditer(r"\n\n+(?=\S)", page)}
+    encoding = tokenizer.encode(page)
+    cuts = [index for index, (begin, _) in enumerate(encoding.offsets) if begin in begins and index]
+    return [piece for piece in np.split(np.array(encoding.ids, np.uint16), cuts) if len(piece)]
 
 
 def encode_corpus(tokenizer: Tokenizer, entries: list[Entry]) -> Corpus:
@@ -303,14 +341,15 @@ def encode_corpus(tokenizer: Tokenizer, entries: list[Entry]) -> Corpus:
 
     talks = [(questions, answer, 5) for answer, questions in SMALL_TALK.items()]
     for entry in chat_entries(entries):
-        questions = [question.format(entry.name) for question in QUESTIONS[entry.kind]]
+        names = {entry.name: 0, entry.name.lower(): 0} if entry.kind == "topic" else {entry.name: 0}
+        questions = [question.format(name) for name in names for question in QUESTIONS[entry.kind]]
         talks.append((questions, answer_of(entry.text), entry.weight))
     chats = []
     answers = encode([f"{answer}{TURN_END}\n" for _, answer, _ in talks])
     for (questions, _, weight), answer in zip(talks, answers, strict=True):
         chats += [(encode([ask(question) for question in questions]), answer)] * weight
     return Corpus(
-        plain=encode(plain_documents([e for e in entries if not e.held_out])),
+        plain=[encode_paragraphs(tokenizer, page) for page in plain_documents([e for e in entries if not e.held_out])],
         chats=chats,
         systems=encode([f"{TURN_START}system\n{prompt}{TURN_END}\n" for prompt in SYSTEM_PROMPTS]),
         held_out=encode([f"{e.header}\n\n{e.text}\n{TEXT_END}" for e in entries if e.held_out]),
@@ -358,6 +397,16 @@ def batches(corpus: Corpus, batch_tokens: int, seed: int) -> Iterator[torch.Tens
             yield torch.from_numpy(np.stack([stream[o : o + length + 1] for o in offsets]).astype(np.int64))
 
 
+def add_dropout(model: Qwen3ForCausalLM, rate: float) -> None:
+    """Dropout on the embeddings and on each MLP's output, in training mode only; nothing of it is saved."""
+
+    def drop(module: torch.nn.Module, _: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(output, rate, module.training)
+
+    for module in [model.model.embed_tokens, *(layer.mlp for layer in model.model.layers)]:
+        module.register_forward_hook(drop)
+
+
 def token_loss(model: Qwen3ForCausalLM, rows: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy in nats a token of rows int64 [n, length + 1]."""
     with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.device.type == "cuda"):
@@ -378,6 +427,7 @@ def train(model: Qwen3ForCausalLM, corpus: Corpus, preset: Preset, device: str, 
     source = batches(corpus, preset.batch_tokens, seed)
     recent: list[torch.Tensor] = []
     began, step, progress = time.monotonic(), 0, 0.0
+    add_dropout(model, preset.dropout)
     model.train()
     while progress < 1.0:
         rate = preset.learning_rate * min(1.0, (step + 1) / preset.warmup_steps)
@@ -406,11 +456,16 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     """Writes model.safetensors (bf16), config, generation config and the tokenizer's two files to `out`."""
     out.mkdir(parents=True, exist_ok=True)
     ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
-    model.generation_config.eos_token_id = [ids[TURN_END], ids[TEXT_END]]
     model.to(torch.bfloat16).save_pretrained(out)
     config = json.loads((out / "config.json").read_text())
     config["rope_theta"] = 10000.0  # readers older than rope_parameters look for it here
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    generation = {
+        "bos_token_id": ids[TEXT_END],
+        "eos_token_id": [ids[TURN_END], ids[TEXT_END]],
+        "pad_token_id": ids[TEXT_END],
+    }
+    (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     tokenizer.save(str(out / "tokenizer.json"))
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     settings = {
@@ -452,6 +507,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="default: by device, 6000 on a GPU and 1600 on a CPU")
     parser.add_argument("--batch-tokens", type=int, help="tokens a step; default: 32768 on a GPU, 4096 on a CPU")
     parser.add_argument("--minutes", type=float, help="bound on the training loop; default: 3.2 on a GPU, 60 on a CPU")
+    parser.add_argument("--dropout", type=float, help="default: 0.1")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -459,7 +515,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     device = arguments.device if arguments.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = {key: getattr(arguments, key) for key in ("steps", "batch_tokens", "minutes")}
+    chosen = {key: getattr(arguments, key) for key in ("steps", "batch_tokens", "minutes", "dropout")}
     preset = Preset(**{**vars(PRESETS[device]), **{k: v for k, v in chosen.items() if v is not None}})
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")

@@ -1,0 +1,109 @@
+"""`BlockManager`: who holds which block of the device pool.
+
+A block is free (no holder) or held, with a count of holders. Free blocks wait in LRU order, and those that still hold cached
+content stay findable through the prefix cache until they are reused; empty ones are reused first. A block is
+written only by its single holder and only while it is not cached: `make_writable` copies it otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+from rayllm.core.prefix_cache import PrefixCache
+
+
+class BlockManager:
+    """Reference-counted blocks with fork and copy-on-write. Every operation is O(1) a block."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_cache: PrefixCache | None):
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._cache = prefix_cache
+        self._holders = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without a holder, cached or not."""
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold num_tokens tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def num_free_after(self, claimed: list[int]) -> int:
+        """How many blocks would be free if the blocks `claimed` (a prefix match) were acquired."""
+        return len(self._free) - sum(1 for block in claimed if self._holders[block] == 0)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free blocks, least recently used first; their cached contents are forgotten.
+
+        Raises RuntimeError if there are fewer: callers check num_free before.
+        """
+        if count > len(self._free):
+            raise RuntimeError(f"{count} blocks asked for, {len(self._free)} free")
+        blocks = []
+        for _ in range(count):
+            block, _none = self._free.popitem(last=False)
+            if self._cache is not None:
+                self._cache.evict(block)
+            self._holders[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Become one more holder of blocks, held or free (a prefix match)."""
+        for block in blocks:
+            if self._holders[block] == 0:
+                del self._free[block]
+            self._holders[block] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        """Give up one hold on each block. Later blocks of a table are reused before earlier ones, which more prompts share."""
+        for block in reversed(blocks):
+            count = self._holders[block]
+            if count <= 0:
+                raise RuntimeError(f"block {block} is released but nobody holds it")
+            self._holders[block] = count - 1
+            if count == 1:
+                self._free[block] = None
+                if self._cache is None or block not in self._cache:
+                    self._free.move_to_end(block, last=False)
+
+    def fork(self, block_table: list[int]) -> list[int]:
+        """A second table over the same blocks."""
+        self.acquire(block_table)
+        return list(block_table)
+
+    def needs_copy(self, block: int) -> bool:
+        """True if a holder that wants to write `block` must copy it first."""
+        return self._holders[block] > 1 or (self._cache is not None and block in self._cache)
+
+    def make_writable(self, block_table: list[int], index: int) -> tuple[int, int] | None:
+        """Copy-on-write: replace block_table[index] by a block of its own if it is shared or cached.
+
+        Returns (source, destination) for the workers to copy, or None if the block may be written as it is. The
+        caller keeps its hold on the source and releases it once the step's plan is complete: released earlier, the
+        source could become another copy's destination in the same step, and copies run in parallel.
+        """
+        source = block_table[index]
+        if not self.needs_copy(source):
+            return None
+        (destination,) = self.allocate(1)
+        block_table[index] = destination
+        return source, destination
+
+    def check_integrity(self, tables: Iterable[list[int]]) -> None:
+        """Raise AssertionError unless the counts are exactly those of `tables`, all the tables there are."""
+        held: Counter[int] = Counter()
+        for table in tables:
+            assert len(set(table)) == len(table), f"a table holds a block twice: {table}"
+            held.update(table)
+        for block in range(self.num_blocks):
+            assert self._holders[block] == held[block], (
+                f"block {block} has {self._holders[block]} holders on record, {held[block]} in tables"
+            )
+            assert (block in self._free) == (held[block] == 0), f"block {block} is in the wrong list"
+        if self._cache is not None:
+            self._cache.check_integrity()

@@ -1,0 +1,59 @@
+"""`check_scheduler`: every record of a scheduler against every other, for tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rayllm.core.sequence import Sequence, SequenceStatus, policy_order
+
+if TYPE_CHECKING:
+    from rayllm.core.scheduler import Scheduler
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Raise AssertionError at the first contradiction between queues, rows, blocks, sequences and steps in flight."""
+    running, forks = scheduler.running, scheduler.forks
+    scheduler.blocks.check_integrity([seq.block_table for seq in (*running, *forks)])
+    rows = [seq.row for seq in running]
+    assert sorted(rows + scheduler._free_rows) == list(range(scheduler.max_num_seqs)), "rows are lost or held twice"
+    assert running == sorted(running, key=policy_order), "running is out of order"
+    live = [seq for group in scheduler.groups.values() for seq in group.sequences]
+    in_flight = [id(seq) for step in scheduler.in_flight for seq in step.sampled]
+    for seq in live:
+        _check_place(scheduler, seq)
+        _check_counts(scheduler, seq, in_flight.count(id(seq)))
+    unfinished = sum(seq.status is not SequenceStatus.FINISHED for seq in live)
+    unforked = sum(len(group.siblings) for group in scheduler.groups.values())
+    placed = len(running) + len(scheduler.waiting) + len(scheduler.swapped) + len(forks) + unforked
+    assert placed == unfinished, f"{unfinished} sequences live, {placed} are in a queue"
+
+
+def _check_place(scheduler: Scheduler, seq: Sequence) -> None:
+    waits = seq in scheduler.waiting or any(seq is sibling for sibling in seq.group.siblings)
+    places = (seq in scheduler.running, waits, seq in scheduler.forks)
+    status = seq.status
+    expected = (
+        status is SequenceStatus.RUNNING, status is SequenceStatus.WAITING, status is SequenceStatus.FORKED,
+    )  # fmt: skip
+    assert places == expected, f"in the wrong queue: {seq}"
+
+
+def _check_counts(scheduler: Scheduler, seq: Sequence, in_flight: int) -> None:
+    size = scheduler.blocks.block_size
+    assert seq.num_pending == in_flight, f"{in_flight} of its tokens are in flight: {seq}"
+    length = len(seq.token_ids) + seq.num_pending
+    assert length <= seq.max_len, f"too long: {seq}"
+    if seq.status is not SequenceStatus.RUNNING:
+        assert seq.row == -1 and seq.num_computed == 0, f"computed but not running: {seq}"
+        return
+    assert seq.capacity == len(seq.block_table) * size, f"capacity is wrong: {seq}"
+    assert seq.num_computed <= seq.capacity, f"computed beyond its blocks: {seq}"
+    if seq.decoding:
+        assert seq.num_computed == length - 1, f"decoding, but not one token behind: {seq}"
+    else:
+        assert seq.num_computed < length and not seq.num_pending, f"in its prompt, but nothing is left of it: {seq}"
+    if seq.num_computed < seq.capacity:
+        block = seq.block_table[seq.num_computed // size]
+        if any(fork.block_table[-1] == block for fork in scheduler.forks):
+            return  # the next plan copies it for the siblings before it writes
+        assert not scheduler.blocks.needs_copy(block), f"the next write would change a shared block: {seq}"

@@ -1,0 +1,108 @@
+"""`Sequence` and `SequenceGroup`: what the driver knows of a request while it lives."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import sys
+from dataclasses import dataclass, field
+
+from rayllm.sampling_params import MAX_SEED, SamplingParams
+from rayllm.types import TokenLogprobs
+
+NEVER = sys.maxsize
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence is. FORKED: holds its parent's blocks and waits for the next step to enter the batch."""
+
+    WAITING = enum.auto()
+    FORKED = enum.auto()
+    RUNNING = enum.auto()
+    SWAPPED = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Sequence:
+    """One completion: its tokens, its blocks and how far it has been computed.
+
+    token_ids: tokens whose ids are known, prompt first. num_pending: tokens sampled by steps in flight, whose
+    ids are not known yet; they count as part of the sequence. num_computed: leading tokens whose KV is written once all
+    submitted steps have run. decoding: all tokens but the last (known or pending) are computed.
+    capacity: tokens that block_table holds. max_len: tokens after which it ends.
+    next_full: when the known tokens exceed this number, another block is full and enters the prefix cache.
+    row: its place in the workers' persistent batch while it runs.
+    """
+
+    __slots__ = (
+        "block_hashes", "block_table", "capacity", "decoding", "fresh", "group", "index", "key", "max_len", "next_full",
+        "num_computed", "num_pending", "num_registered", "request_id", "row", "seed", "status", "stop_ids", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, group: SequenceGroup, index: int, max_len: int, stop_ids: frozenset[int], key: tuple):
+        self.group = group
+        self.request_id = group.request_id
+        self.index = index
+        self.key = key
+        self.max_len = max_len
+        self.stop_ids = stop_ids
+        self.seed = derive_seed(group.seed, index)
+        self.token_ids = list(group.prompt_token_ids)
+        self.status = SequenceStatus.WAITING
+        self.fresh = True  # nothing has been sent to the front yet
+        self.row = -1
+        self.num_pending = 0
+        self.block_hashes: list[bytes] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the KV: the sequence will be computed from its first token again."""
+        self.block_table: list[int] = []
+        self.capacity = 0
+        self.decoding = False
+        self.num_computed = 0
+        self.num_registered = 0
+        self.next_full = NEVER
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id}/{self.index} {self.status.name} row={self.row} known={len(self.token_ids)} "
+            f"pending={self.num_pending} computed={self.num_computed} blocks={self.block_table})"
+        )
+
+
+def policy_order(seq: Sequence) -> tuple:
+    """Sort key: the scheduling policy's order, unique among live sequences."""
+    return seq.key
+
+
+@dataclass(slots=True)
+class SequenceGroup:
+    """One request: n sequences that share a prompt.
+
+    siblings: those not forked off the first sequence yet. num_cached_tokens: prompt tokens found in the prefix
+    cache when the request was first admitted; None before.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    root_hash: bytes
+    sequences: list[Sequence] = field(default_factory=list)
+    siblings: list[Sequence] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True once every sequence of the group is."""
+        return all(seq.status is SequenceStatus.FINISHED for seq in self.sequences)
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of a request: the request's own for the first, an independent one for the rest."""
+    if index == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") & MAX_SEED

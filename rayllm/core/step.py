@@ -1,0 +1,52 @@
+"""A step on the driver's side: `Draft`, a plan in the making; `InFlight`, what is kept until its result comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rayllm.core.sequence import Sequence
+from rayllm.types import SequenceData, StepPlan
+
+
+@dataclass(slots=True)
+class InFlight:
+    """sampled: the sequences that sample, in the plan's order. by_row: the prefills, for prompt logprobs."""
+
+    step_id: int
+    sampled: list[Sequence]
+    by_row: dict[int, Sequence]
+
+
+@dataclass(slots=True)
+class Draft:
+    """budget: tokens that may still be scheduled. decodes, ending, partial: as StepPlan orders them, with token counts.
+
+    copied: sources of copies, held until the plan is complete. forked: siblings that enter in the next step.
+    """
+
+    budget: int
+    decodes: list[Sequence] = field(default_factory=list)
+    ending: list[tuple[Sequence, int]] = field(default_factory=list)
+    partial: list[tuple[Sequence, int]] = field(default_factory=list)
+    new: list[SequenceData] = field(default_factory=list)
+    block_updates: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
+    forked: list[Sequence] = field(default_factory=list)
+
+    def finish(self, step_id: int, free_rows: list[int]) -> tuple[StepPlan, InFlight]:
+        """The plan and its record."""
+        sampled = self.decodes + [seq for seq, _count in self.ending]
+        prefills = self.ending + self.partial
+        plan = StepPlan(
+            step_id=step_id,
+            free_rows=free_rows,
+            new=self.new,
+            block_updates=self.block_updates,
+            copies=self.copies,
+            rows=[seq.row for seq in sampled] + [seq.row for seq, _count in self.partial],
+            num_tokens=[1] * len(self.decodes) + [count for _seq, count in prefills],
+            num_decodes=len(self.decodes),
+            num_sampled=len(sampled),
+        )
+        return plan, InFlight(step_id, sampled, {seq.row: seq for seq, _count in prefills})

@@ -1,0 +1,67 @@
+"""Attention of one step's tokens over the paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rayllm.layers.batch import ForwardBatch
+from rayllm_kernels import ops
+
+KVCache = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """A batch cut into its decodes and its prefill chunks, once a step rather than once a layer.
+
+    decode_*: the first batch.num_decodes sequences, one token each. prefill_*: the rest; prefill_starts counts from the
+    first prefill token and is [number of prefill sequences + 1].
+    """
+
+    batch: ForwardBatch
+    decode_tables: torch.Tensor
+    decode_lens: torch.Tensor
+    prefill_tables: torch.Tensor
+    prefill_lens: torch.Tensor
+    prefill_starts: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: ForwardBatch) -> AttentionPlan:
+        decodes = batch.num_decodes
+        # Each decode is one token, so the prefill tokens begin at row `decodes`.
+        starts = batch.query_start_loc[decodes:]
+        return cls(
+            batch=batch,
+            decode_tables=batch.block_tables[:decodes],
+            decode_lens=batch.seq_lens[:decodes],
+            prefill_tables=batch.block_tables[decodes:],
+            prefill_lens=batch.seq_lens[decodes:],
+            prefill_starts=starts - decodes if decodes and starts.shape[0] > 1 else starts,
+        )
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan, *,
+    scale: float, sliding_window: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Store k, v [T, kv heads, head_dim] in the cache, then attend q [T, heads, head_dim] -> [T, heads, head_dim], new.
+
+    kv_cache: keys and values of this layer, each [num_blocks, kv heads, block_size, head_dim]; written in place.
+    """
+    batch, (k_cache, v_cache) = plan.batch, kv_cache
+    ops.reshape_and_cache(k, v, k_cache, v_cache, batch.slot_mapping)
+    out = q.new_empty(q.shape)
+    decodes = batch.num_decodes
+    if decodes:
+        ops.paged_decode_attention(
+            q[:decodes], k_cache, v_cache, plan.decode_tables, plan.decode_lens,
+            scale=scale, sliding_window=sliding_window, max_seq_len=batch.max_seq_len, out=out[:decodes],
+        )  # fmt: skip
+    if decodes < q.shape[0]:
+        ops.paged_prefill_attention(
+            q[decodes:], k_cache, v_cache, plan.prefill_tables, plan.prefill_lens, plan.prefill_starts,
+            batch.max_query_len, scale=scale, sliding_window=sliding_window, out=out[decodes:],
+        )  # fmt: skip
+    return out

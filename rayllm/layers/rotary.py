@@ -1,0 +1,76 @@
+"""Rotary position embedding (Su et al., 2021) from a table of cosines and sines."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from rayllm.rope_spec import RopeSpec
+from rayllm_kernels import ops
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates queries and keys by their positions, 0 <= position < max_position. One instance serves all layers."""
+
+    cos_sin: torch.Tensor
+
+    def __init__(self, rope: RopeSpec, max_position: int, *, device: torch.device):
+        super().__init__()
+        self.register_buffer("cos_sin", cos_sin_table(rope, max_position).to(device), persistent=False)
+
+    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
+        """In place: q [T, heads, head_dim], k [T, kv heads, head_dim]; positions [T] int64."""
+        ops.rotary_embedding(positions, q, k, self.cos_sin)
+
+
+def cos_sin_table(rope: RopeSpec, max_position: int) -> torch.Tensor:
+    """[max_position, rotary_dim] float32 on the CPU: cosines in the first half of a row, sines in the second.
+
+    Computed on the CPU whatever the model's device, so that all devices rotate by the same angles.
+    """
+    angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse_frequencies(rope)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.attention_factor)
+
+
+def inverse_frequencies(rope: RopeSpec) -> torch.Tensor:
+    """[rotary_dim / 2] float32, radians a position; each operation in the order and precision of transformers."""
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    periods = rope.theta**exponents
+    if rope.rope_type == "linear":
+        return (1.0 / periods) / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3_frequencies(rope, 1.0 / periods)
+    if rope.rope_type == "yarn":
+        return _yarn_frequencies(rope, periods)
+    return 1.0 / periods
+
+
+def _llama3_frequencies(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, those between blended (Llama 3.1)."""
+    context = rope.original_max_position
+    wavelengths = 2 * math.pi / plain
+    blend = (context / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - blend) * plain / rope.factor + blend * plain
+    stretched = torch.where(wavelengths > context / rope.low_freq_factor, plain / rope.factor, blended)
+    return torch.where(wavelengths < context / rope.high_freq_factor, plain, stretched)
+
+
+def _yarn_frequencies(rope: RopeSpec, periods: torch.Tensor) -> torch.Tensor:
+    """Dimensions that turn more than beta_fast times in the original context keep their frequency, those that turn less
+    than beta_slow times are stretched by the factor, with a linear ramp between (YaRN, Peng et al., 2023)."""
+
+    def dimension_of(rotations: float) -> float:
+        ratio = rope.original_max_position / (rotations * 2 * math.pi)
+        return rope.rotary_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a division by zero
+    ramp = ((torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * periods) * (1 - kept) + 1.0 / periods * kept

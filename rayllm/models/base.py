@@ -1,0 +1,53 @@
+"""`CausalLM`: what a worker may ask of any model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+from rayllm.layers.attention import KVCache
+from rayllm.layers.batch import ForwardBatch
+from rayllm.layers.weights import WeightSource
+from rayllm.model_spec import ModelSpec
+from rayllm.parallel.tp_group import TPGroup
+
+
+class CausalLM(nn.Module, ABC):
+    """One rank's part of a model. Called under torch.inference_mode, by all ranks of `tp` with the same arguments.
+
+    num_layers: length of the list of KV caches. num_kv_heads_per_rank, head_dim: a cache is two tensors
+    [num_blocks, num_kv_heads_per_rank, block_size, head_dim].
+    """
+
+    def __init__(self, spec: ModelSpec, tp: TPGroup):
+        super().__init__()
+        self.spec = spec
+        self.tp = tp
+        self.num_layers = spec.num_layers
+        self.num_kv_heads_per_rank = spec.kv_heads_per_rank(tp.size)
+        self.head_dim = spec.head_dim
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
+        """Hidden states after the final norm, [T, hidden_size]; writes the tokens' KV into `kv_caches`.
+
+        A batch of decodes only reads no tensor on the host and can be captured in a CUDA graph.
+        """
+
+    @abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden_size] -> logits [N, vocab_size] float32, the same on all ranks."""
+
+    @abstractmethod
+    def load(self, source: WeightSource) -> None:
+        """Fill every parameter with this rank's slices."""
+
+
+def name_prefix(source: WeightSource, probe: str) -> str:
+    """What precedes the names of the weights: "model." as saved from the whole model, "" as saved from its body alone.
+
+    probe: a name that every checkpoint of this model has, without the prefix.
+    """
+    return "" if source.has(probe) and not source.has("model." + probe) else "model."

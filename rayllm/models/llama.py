@@ -1,0 +1,153 @@
+"""Llama, Mistral, Qwen2 and Qwen3: one decoder whose differences are flags of `ModelSpec`.
+
+Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP. Qwen2 has biases on q, k and v; Qwen3
+normalises each query and key head; Mistral (and Qwen, where its config asks for it) attends to a sliding window.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rayllm.layers.activation import gated_activation
+from rayllm.layers.attention import AttentionPlan, KVCache, attention
+from rayllm.layers.batch import ForwardBatch
+from rayllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from rayllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from rayllm.layers.norm import RMSNorm
+from rayllm.layers.rotary import RotaryEmbedding
+from rayllm.layers.weights import WeightSource
+from rayllm.model_spec import ModelSpec
+from rayllm.models.base import CausalLM, name_prefix
+from rayllm.parallel.tp_group import TPGroup
+
+
+class LlamaAttention(nn.Module):
+    """Projections, optional head norms, rotary positions and attention of one layer."""
+
+    def __init__(self, spec: ModelSpec, layer: int, tp: TPGroup, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.scale = spec.head_dim**-0.5
+        self.sliding_window = spec.sliding_windows[layer]
+        self.qkv_proj = QKVParallelLinear(
+            spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim,
+            bias=spec.qkv_bias, tp=tp, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(
+            spec.num_heads * spec.head_dim, spec.hidden_size,
+            bias=spec.attention_out_bias, tp=tp, device=device, dtype=dtype,
+        )  # fmt: skip
+        # Norms of one head: every rank has the same.
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device=device, dtype=dtype) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device=device, dtype=dtype) if spec.qk_norm else None
+
+    def forward(
+        self, x: torch.Tensor, rotary: RotaryEmbedding, kv_cache: KVCache, plan: AttentionPlan
+    ) -> torch.Tensor:  # fmt: skip
+        q, k, v = self.qkv_proj(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        rotary(plan.batch.positions, q, k)
+        out = attention(q, k, v, kv_cache, plan, scale=self.scale, sliding_window=self.sliding_window)
+        return self.o_proj(out.flatten(1))
+
+    def load(self, source: WeightSource, prefix: str) -> None:
+        self.qkv_proj.load(source, prefix)
+        self.o_proj.load(source, prefix + "o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            self.q_norm.load(source, prefix + "q_norm")
+            self.k_norm.load(source, prefix + "k_norm")
+
+
+class LlamaMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, spec: ModelSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            spec.hidden_size, {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size},
+            bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.down_proj = RowParallelLinear(
+            spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype
+        )
+        self.act = gated_activation(spec.hidden_act)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act(self.gate_up_proj(x)))
+
+    def load(self, source: WeightSource, prefix: str) -> None:
+        self.gate_up_proj.load(source, prefix)
+        self.down_proj.load(source, prefix + "down_proj")
+
+
+class LlamaLayer(nn.Module):
+    """One block. The residual stream travels beside the activations, so that each addition fuses with the next norm."""
+
+    def __init__(self, spec: ModelSpec, layer: int, tp: TPGroup, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
+        self.self_attn = LlamaAttention(spec, layer, tp, device, dtype)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
+        self.mlp = LlamaMLP(spec, tp, device, dtype)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotary: RotaryEmbedding, kv_cache: KVCache,
+        plan: AttentionPlan,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """x: the last block's MLP output, not yet added to `residual`; both [T, hidden_size]. None before the first."""
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, rotary, kv_cache, plan)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+    def load(self, source: WeightSource, prefix: str) -> None:
+        self.input_layernorm.load(source, prefix + "input_layernorm")
+        self.self_attn.load(source, prefix + "self_attn.")
+        self.post_attention_layernorm.load(source, prefix + "post_attention_layernorm")
+        self.mlp.load(source, prefix + "mlp.")
+
+
+class LlamaForCausalLM(CausalLM):
+    """See `CausalLM`."""
+
+    def __init__(self, spec: ModelSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype):
+        super().__init__(spec, tp)
+        if spec.rope is None:
+            raise ValueError(f"{spec.architecture} needs rotary positions")
+        self.embed_tokens = VocabParallelEmbedding(
+            spec.vocab_size, spec.hidden_size, tp=tp, device=device, dtype=dtype
+        )  # fmt: skip
+        # yarn may reach less far than max_position_embeddings claims; the table covers both.
+        max_position = max(spec.max_model_len, spec.max_position_embeddings)
+        self.rotary = RotaryEmbedding(spec.rope, max_position, device=device)
+        self.layers = nn.ModuleList(LlamaLayer(spec, i, tp, device, dtype) for i in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
+        self.lm_head = ParallelLMHead(
+            spec.vocab_size, spec.hidden_size, tied=self.embed_tokens if spec.tie_word_embeddings else None,
+            tp=tp, device=device, dtype=dtype,
+        )  # fmt: skip
+
+    def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
+        plan = AttentionPlan.of(batch)
+        x = self.embed_tokens(batch.input_ids)
+        residual: torch.Tensor | None = None
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x, residual = layer(x, residual, self.rotary, kv_cache, plan)
+        assert residual is not None  # a model has layers
+        return self.norm.add(x, residual)[0]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(hidden)
+
+    def load(self, source: WeightSource) -> None:
+        prefix = name_prefix(source, "embed_tokens.weight")
+        self.embed_tokens.load(source, prefix + "embed_tokens")
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, LlamaLayer)
+            layer.load(source, f"{prefix}layers.{i}.")
+        self.norm.load(source, prefix + "norm")
+        self.lm_head.load(source, "lm_head")

@@ -1,0 +1,182 @@
+"""Weights: from safetensors files (`Checkpoint`) or from a seed (`DummyCheckpoint`) into one rank's model."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rayllm.config import EngineConfig
+from rayllm.errors import ModelError
+from rayllm.json_fields import read_json_object
+from rayllm.layers.weights import WeightSource
+from rayllm.model_spec import ModelSpec, check_parallel
+from rayllm.models.base import CausalLM
+from rayllm.models.registry import model_class
+from rayllm.parallel.tp_group import TPGroup
+
+# Buffers that old checkpoints hold and that the model derives from its config.
+DERIVED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+FLOAT_STORAGE = ("F64", "F32", "F16", "BF16")
+NAMES_IN_ERRORS = 5
+
+
+class Checkpoint(WeightSource):
+    """The *.safetensors files of a model folder, mapped lazily: a slice is read from the file when it is asked for.
+
+    Raises ModelError if the folder has no safetensors weights, or files that are missing or damaged.
+    """
+
+    def __init__(self, path: str):
+        super().__init__()
+        self._folder = Path(path)
+        self._open: dict[str, Any] = {}
+        self._file_of = self._find_weights()
+        self._used: set[str] = set()
+        self._missing: list[str] = []
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        view = self._view(name, shape)
+        return torch.zeros(()).expand(shape) if view is None else view[...]
+
+    def slice(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> torch.Tensor:
+        view = self._view(name, shape)
+        if view is None:
+            return torch.zeros(()).expand(*shape[:dim], stop - start, *shape[dim + 1 :])
+        return view[(slice(None),) * dim + (slice(start, stop),)]
+
+    def skip(self, name: str) -> None:
+        self._used.add(name)
+
+    def finish(self) -> None:
+        if self._missing:
+            raise ModelError(f"model folder {self._folder} lacks {_some(self._missing, 'weight')}")
+        unused = [name for name in self._file_of if name not in self._used and not name.endswith(DERIVED_BUFFERS)]
+        if unused:
+            raise ModelError(
+                f"model folder {self._folder} has {_some(unused, 'weight')} that its config.json has no place for"
+            )
+        self._open.clear()
+
+    def _view(self, name: str, shape: tuple[int, ...]) -> Any:
+        """A lazy slice of the stored tensor, None if there is none."""
+        if name not in self._file_of:
+            self._missing.append(name)
+            return None
+        self._used.add(name)
+        file = self._file_of[name]
+        try:
+            view = self._handle(file).get_slice(name)
+        except SafetensorError:
+            # The index names a file that lacks the tensor.
+            self._missing.append(name)
+            return None
+        stored = tuple(view.get_shape())
+        if stored != shape:
+            raise ModelError(f"{file}: weight {name} has shape {list(stored)}, but config.json asks for {list(shape)}")
+        if view.get_dtype() not in FLOAT_STORAGE:
+            raise ModelError(f"{file}: weight {name} is stored as {view.get_dtype()}, which is not supported")
+        return view
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            path = self._folder / file
+            try:
+                self._open[file] = safe_open(path, framework="pt", device="cpu")
+            except OSError:
+                raise ModelError(f"model folder {self._folder} lacks the weights file {file}") from None
+            except SafetensorError as error:
+                raise ModelError(f"weights file {path} is damaged: {error}") from None
+        return self._open[file]
+
+    def _find_weights(self) -> dict[str, str]:
+        """Name of each weight -> name of its file. An index wins over model.safetensors, and that over other files."""
+        index = self._folder / "model.safetensors.index.json"
+        if index.is_file():
+            files = read_json_object(index).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+                raise ModelError(f'{index} has no "weight_map" of weight names to file names')
+            return files
+        found = sorted(path.name for path in self._folder.glob("*.safetensors"))
+        if not found:
+            raise ModelError(self._no_weights())
+        file_of: dict[str, str] = {}
+        for file in ["model.safetensors"] if "model.safetensors" in found else found:
+            for name in self._handle(file).keys():  # noqa: SIM118 (the handle is no mapping)
+                if name in file_of:
+                    raise ModelError(f"weight {name} is in both {file_of[name]} and {file} of {self._folder}")
+                file_of[name] = file
+        return file_of
+
+    def _no_weights(self) -> str:
+        others = sorted(p.name for p in self._folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
+        if others:
+            return f"model folder {self._folder} has weights only as {others[0]}; only *.safetensors files are loaded"
+        return f"model folder {self._folder} has no weights (*.safetensors)"
+
+
+class DummyCheckpoint(WeightSource):
+    """Random weights for any model, each a function of (seed, name): norms around 1, the others of std 0.02.
+
+    The whole tensor is generated on `device` and then sliced, so any number of ranks gets the same model.
+    """
+
+    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self._seed, self._device, self._dtype = seed, device, dtype
+
+    def has(self, name: str) -> bool:  # noqa: ARG002
+        return True
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "little"))
+        noise = torch.randn(shape, generator=generator, device=self._device, dtype=self._dtype).mul_(0.02)
+        return noise.add_(1.0) if name.endswith("norm.weight") else noise
+
+    def slice(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> torch.Tensor:
+        return self.tensor(name, shape).narrow(dim, start, stop - start)
+
+    def skip(self, name: str) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def load_model(
+    spec: ModelSpec, config: EngineConfig, tp: TPGroup, device: torch.device, dtype: torch.dtype
+) -> CausalLM:  # fmt: skip
+    """This rank's part of the model in the folder config.model, on `device` in `dtype`.
+
+    With config.load_format "dummy" the weights come from config.seed. Raises ModelError if the checkpoint does not fit
+    the spec, or the spec `tp.size` ranks.
+    """
+    check_parallel(spec, tp.size)
+    source: WeightSource
+    if config.load_format == "dummy":
+        source = DummyCheckpoint(config.seed, device, dtype)
+    else:
+        source = Checkpoint(config.model)
+    with torch.no_grad():
+        model = model_class(spec.architecture)(spec, tp, device, dtype)
+        model.load(source)
+    source.finish()
+    if unwritten := source.unwritten(model):
+        raise RuntimeError(f"parameters left unfilled after loading: {', '.join(unwritten)}")
+    if device.type == "cuda":
+        # Whole dummy tensors and staging copies would otherwise count as used when the KV cache is sized.
+        torch.cuda.empty_cache()
+    return model.eval()
+
+
+def _some(names: list[str], what: str) -> str:
+    """ "2 weights (a, b)", with at most a few of the names."""
+    shown = ", ".join(names[:NAMES_IN_ERRORS]) + (", ..." if len(names) > NAMES_IN_ERRORS else "")
+    return f"{len(names)} {what}{'s' if len(names) > 1 else ''} ({shown})"

@@ -1,0 +1,161 @@
+"""From the bodies of `protocol.py` to the engine's `GenerationRequest`s: defaults, chat template, tokens, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Protocol
+
+import msgspec
+
+from rayllm.engine.validation import validate_request
+from rayllm.errors import InvalidRequestError
+from rayllm.sampling_params import SamplingParams
+from rayllm.serve.protocol import ChatBody, CompletionBody, GenerationBody, Prompt
+from rayllm.types import EngineInfo, GenerationRequest
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat takes the rest of the context
+LONG_TEXT = 16_384  # characters; longer texts are tokenised in a thread, so that other streams go on
+
+# Body fields that are SamplingParams fields of the same name and meaning.
+_SAMPLING_FIELDS = (
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+    "prompt_logprobs", "seed",
+)  # fmt: skip
+
+
+class Tokenizer(Protocol):
+    """What the front uses of `rayllm.engine.tokenizer`."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, token_ids: list[int]) -> str: ...
+    def token_text(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str: ...
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and output together are longer than the model's context."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One HTTP request as the engine sees it.
+
+    requests: one a prompt. prompts: their texts, where the body had text or an echo needs it.
+    discard_output: max_tokens was 0, so the one token that the engine makes is not part of the answer.
+    """
+
+    requests: list[GenerationRequest]
+    prompts: list[str | None]
+    discard_output: bool = False
+
+
+async def completion_job(body: CompletionBody, job_id: str, info: EngineInfo, tokenizer: Tokenizer | None) -> Job:
+    """Raises InvalidRequestError naming field and limit if any of the prompts can't be served."""
+    echo = bool(body.echo)
+    if body.token_limit == 0 and not echo:
+        raise InvalidRequestError("max_tokens must be at least 1, or 0 with echo: true", "max_tokens")
+    special = body.add_special_tokens if body.add_special_tokens is not None else True
+    prompts: list[str | None] = []
+    token_ids: list[list[int]] = []
+    for prompt in body.prompts():
+        ids = await _encode(prompt, special, tokenizer)
+        token_ids.append(ids)
+        prompts.append(prompt if isinstance(prompt, str) else None)
+    options = _sampling_options(body)
+    options["logprobs"] = body.logprobs
+    if echo and body.logprobs is not None and body.prompt_logprobs is None:
+        options["prompt_logprobs"] = body.logprobs
+    requests = []
+    for index, ids in enumerate(token_ids):
+        room = info.max_model_len - len(ids)
+        limit = body.token_limit
+        if limit is None:
+            limit = min(DEFAULT_COMPLETION_TOKENS, max(room, 1))
+        params = SamplingParams(**options, max_tokens=max(limit, 1))
+        requests.append(_request(body, f"{job_id}-{index}", ids, params, info))
+    if echo:  # only now, when the ids are known to be valid
+        prompts = [
+            text if text is not None else _decode(tokenizer, ids)
+            for text, ids in zip(prompts, token_ids, strict=True)
+        ]  # fmt: skip
+    return Job(requests, prompts, discard_output=body.token_limit == 0)
+
+
+async def chat_job(body: ChatBody, job_id: str, info: EngineInfo, tokenizer: Tokenizer | None) -> Job:
+    """Raises InvalidRequestError naming field and limit if the conversation can't be served."""
+    if tokenizer is None:
+        raise InvalidRequestError("this server runs without a tokenizer; only token ids in /v1/completions work")
+    if body.token_limit == 0:
+        raise InvalidRequestError("max_tokens must be at least 1", "max_tokens")
+    turns = [message.for_template() for message in body.messages]
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+    # The template writes the special tokens itself; a second begin-of-sequence would change the answer.
+    ids = await _encode(text, body.add_special_tokens or False, tokenizer, param="messages")
+    options = _sampling_options(body)
+    options["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    params = SamplingParams(**options, max_tokens=body.token_limit)
+    return Job([_request(body, f"{job_id}-0", ids, params, info, param="messages")], [text])
+
+
+def _sampling_options(body: GenerationBody) -> dict[str, Any]:
+    """The sampling fields that were given (null is not given)."""
+    options = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
+    if body.logit_bias is not None:
+        options["logit_bias"] = dict(_bias_entry(key, value) for key, value in body.logit_bias.items())
+    return options
+
+
+def _bias_entry(key: str, value: float) -> tuple[int, float]:
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        raise InvalidRequestError(f"logit_bias keys must be token ids, not {key!r}", "logit_bias")
+    return int(key), value
+
+
+def _request(
+    body: GenerationBody,
+    request_id: str,
+    ids: list[int],
+    params: SamplingParams,
+    info: EngineInfo,
+    param: str = "prompt",
+) -> GenerationRequest:
+    """Build and check one request; `param` is the body's field that holds the prompt."""
+    limit = body.token_limit
+    if len(ids) + (limit or 1) > info.max_model_len:
+        asked = f" and max_tokens asks for {limit} more" if limit else ""
+        raise ContextLengthError(
+            f"{param} has {len(ids)} tokens{asked}; this model's context is {info.max_model_len} tokens, "
+            "of which the output takes at least one",
+            param,
+        )
+    request = GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=ids,
+        params=params,
+        priority=body.priority or 0,
+        arrival_time=time.time(),
+        cache_salt=body.cache_salt or "",
+    )
+    try:
+        validate_request(request, info)
+    except InvalidRequestError as error:
+        if error.param == "prompt" and param != "prompt":
+            raise InvalidRequestError(str(error), param) from None
+        raise
+    return request
+
+
+async def _encode(prompt: Prompt, special: bool, tokenizer: Tokenizer | None, param: str = "prompt") -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise InvalidRequestError("this server runs without a tokenizer; send the prompt as token ids", param)
+    if len(prompt) > LONG_TEXT:
+        return await asyncio.to_thread(tokenizer.encode, prompt, special)
+    return tokenizer.encode(prompt, special)
+
+
+def _decode(tokenizer: Tokenizer | None, ids: list[int]) -> str:
+    return "" if tokenizer is None else tokenizer.decode(ids)

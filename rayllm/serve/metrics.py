@@ -1,0 +1,159 @@
+"""The figures of `/metrics`: gauges and counters of the engine, and latencies as the front measures them.
+
+`FrontMetrics` is plain numbers that add up, so that any API server can answer for all of them: each one hands its own
+to the engine's replica and gets the others' (see `deployment.py`). Names and labels are those existing dashboards use.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Iterator
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from rayllm.types import EngineStats, RequestOutput
+
+LABELS = ["model_name", "engine"]
+
+_TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+# name -> (help, buckets)
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Arrival of a prompt to its first token.", _TTFT_BUCKETS),
+    "inter_token_latency_seconds": ("Time between outputs of one completion, per token.", _TOKEN_BUCKETS),
+    "e2e_request_latency_seconds": ("Arrival of a prompt to its last token.", _REQUEST_BUCKETS),
+    "request_decode_time_seconds": ("First to last token of a prompt.", _REQUEST_BUCKETS),
+}
+
+# (name, help, field of EngineStats)
+_GAUGES = (
+    ("num_requests_running", "Sequences in the running batch.", "num_running"),
+    ("num_requests_waiting", "Sequences waiting for a place.", "num_waiting"),
+    ("num_requests_swapped", "Sequences swapped out to host memory.", "num_swapped"),
+)
+_COUNTERS = (
+    ("num_preemptions", "Preemptions, by recompute or swap.", "num_preemptions"),
+    ("prompt_tokens", "Prompt tokens computed or found in the prefix cache.", "prompt_tokens"),
+    ("generation_tokens", "Tokens generated.", "generation_tokens"),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+)
+
+
+class Histogram(msgspec.Struct):
+    """counts[i]: observations in bucket i, the last one beyond all bounds. total: their sum."""
+
+    counts: list[int]
+    total: float = 0.0
+
+
+class FrontMetrics(msgspec.Struct):
+    """What one API server counted since it started. finished: finish reason -> prompts' completions."""
+
+    finished: dict[str, int] = {}
+    histograms: dict[str, Histogram] = {}
+
+    def observe(self, name: str, value: float, count: int = 1) -> None:
+        """Add `count` observations of `value` to the histogram `name` of `HISTOGRAMS`."""
+        bounds = HISTOGRAMS[name][1]
+        histogram = self.histograms.get(name)
+        if histogram is None:
+            histogram = self.histograms[name] = Histogram([0] * (len(bounds) + 1))
+        histogram.counts[bisect.bisect_left(bounds, value)] += count
+        histogram.total += value * count
+
+    def add(self, other: FrontMetrics) -> None:
+        """Add another server's figures to these."""
+        for reason, count in other.finished.items():
+            self.finished[reason] = self.finished.get(reason, 0) + count
+        for name, theirs in other.histograms.items():
+            ours = self.histograms.setdefault(name, Histogram([0] * len(theirs.counts)))
+            ours.counts = [a + b for a, b in zip(ours.counts, theirs.counts, strict=True)]
+            ours.total += theirs.total
+
+
+class RequestTimer:
+    """Measures one prompt's request from its creation on; its figures go to `metrics`."""
+
+    def __init__(self, metrics: FrontMetrics):
+        self._metrics = metrics
+        self._start = time.perf_counter()
+        self._first: float | None = None
+        self._last: dict[int, float] = {}
+
+    def saw(self, output: RequestOutput) -> None:
+        """Take the time of one output."""
+        now = time.perf_counter()
+        metrics = self._metrics
+        for completion in output.outputs:
+            count = len(completion.token_ids)
+            if count:
+                last = self._last.get(completion.index)
+                if last is not None:
+                    metrics.observe("inter_token_latency_seconds", (now - last) / count, count)
+                self._last[completion.index] = now
+                if self._first is None:
+                    self._first = now
+                    metrics.observe("time_to_first_token_seconds", now - self._start)
+            if completion.finish_reason is not None:
+                reason = completion.finish_reason
+                metrics.finished[reason] = metrics.finished.get(reason, 0) + 1
+        if output.finished:
+            metrics.observe("e2e_request_latency_seconds", now - self._start)
+            metrics.observe("request_decode_time_seconds", now - (self._first or now))
+
+
+def render_metrics(model_name: str, stats: EngineStats | None, front: FrontMetrics) -> bytes:
+    """The Prometheus text. stats is None while the engine does not answer: its figures are left out then."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Snapshot(model_name, stats, front))
+    return generate_latest(registry)
+
+
+class _Snapshot:
+    """A prometheus_client collector over one moment's figures."""
+
+    def __init__(self, model_name: str, stats: EngineStats | None, front: FrontMetrics):
+        self._labels = [model_name, "0"]
+        self._stats = stats
+        self._front = front
+
+    def collect(self) -> Iterator[Metric]:
+        if self._stats is not None:
+            yield from self._engine(self._stats)
+        finished = CounterMetricFamily(
+            "rayllm:request_success", "Completions that ended, by reason.", labels=[*LABELS, "finished_reason"]
+        )
+        for reason in sorted({"stop", "length", *self._front.finished}):
+            finished.add_metric([*self._labels, reason], self._front.finished.get(reason, 0))
+        yield finished
+        for name, (text, bounds) in HISTOGRAMS.items():
+            yield self._histogram(name, text, bounds)
+
+    def _engine(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, text, field in _GAUGES:
+            gauge = GaugeMetricFamily(f"rayllm:{name}", text, labels=LABELS)
+            gauge.add_metric(self._labels, getattr(stats, field))
+            yield gauge
+        usage = GaugeMetricFamily("rayllm:kv_cache_usage_perc", "Used share of the KV blocks, 0 to 1.", labels=LABELS)
+        usage.add_metric(self._labels, stats.num_used_blocks / max(stats.num_total_blocks, 1))
+        yield usage
+        for name, text, field in _COUNTERS:
+            counter = CounterMetricFamily(f"rayllm:{name}", text, labels=LABELS)
+            counter.add_metric(self._labels, getattr(stats, field))
+            yield counter
+
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Metric:
+        histogram = self._front.histograms.get(name) or Histogram([0] * (len(bounds) + 1))
+        cumulative, buckets = 0, []
+        for bound, count in zip((*map(str, map(float, bounds)), "+Inf"), histogram.counts, strict=True):
+            cumulative += count
+            buckets.append((bound, cumulative))
+        family = HistogramMetricFamily(f"rayllm:{name}", text, labels=LABELS)
+        family.add_metric(self._labels, buckets, sum_value=histogram.total)
+        return family

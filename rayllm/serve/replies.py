@@ -1,0 +1,292 @@
+"""From the engine's `RequestOutput`s to the JSON and the SSE frames of the OpenAI API.
+
+A `Reply` is made for one HTTP request and fed its outputs in the order in which they come. It answers either with
+frames (`frames`, then `last_frames`) or whole (`collect`, then `whole`). Choice index = prompt index x n + i.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from rayllm.serve.api_errors import request_failed
+from rayllm.serve.convert import Job, Tokenizer
+from rayllm.serve.protocol import ChatBody, CompletionBody, GenerationBody
+from rayllm.types import CompletionOutput, Logprob, RequestOutput
+
+MIN_LOGPROB = -9999.0  # stands for -inf, which JSON does not have
+DONE = b"data: [DONE]\n\n"
+
+Entries = Sequence[Mapping[int, Logprob] | None]
+
+
+def sse(payload: Any) -> bytes:
+    """One SSE frame."""
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+class _Delta(NamedTuple):
+    """What is new in one choice. prompt_index: whose prompt it continues. first: nothing was sent of it before."""
+
+    prompt_index: int
+    index: int
+    text: str
+    token_ids: list[int]
+    entries: Entries | None
+    finish_reason: str | None
+    first: bool
+
+
+class Reply:
+    """Base of both replies: ids, usage, and the bookkeeping per choice."""
+
+    chunk_object: str
+    whole_object: str
+
+    def __init__(self, body: GenerationBody, job: Job, reply_id: str, model: str, tokenizer: Tokenizer | None):
+        self._n = body.n or 1
+        self._job = job
+        self._tokenizer = tokenizer
+        self._head = {"id": reply_id, "created": int(time.time()), "model": model}
+        self._include_usage = body.include_usage
+        self._continuous_usage = body.continuous_usage
+        self._wants_prompt_logprobs = body.prompt_logprobs is not None
+        self._started: set[int] = set()
+        self._choices: dict[int, dict[str, Any]] = {}
+        self._prompt_entries: dict[int, Entries] = {}
+        self._prompt_tokens = sum(len(r.prompt_token_ids) for r in job.requests)
+        self._cached_tokens = [0] * len(job.requests)
+        self._completion_tokens = 0
+
+    def frames(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """The SSE frames of one output; may be empty. Raises ApiError if the engine failed on the request."""
+        parts = []
+        for delta in self._deltas(prompt_index, output):
+            for choice in self._chunk_choices(delta):
+                chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
+                if self._continuous_usage:
+                    chunk["usage"] = self._usage()
+                elif self._include_usage:
+                    chunk["usage"] = None
+                parts.append(sse(chunk))
+        return b"".join(parts)
+
+    def last_frames(self) -> bytes:
+        """The usage chunk, if it was asked for, and the end mark."""
+        if not self._include_usage:
+            return DONE
+        return sse({**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage()}) + DONE
+
+    def collect(self, prompt_index: int, output: RequestOutput) -> None:
+        """Add one output to the whole answer. Raises ApiError if the engine failed on the request."""
+        for delta in self._deltas(prompt_index, output):
+            choice = self._choices.setdefault(delta.index, {"text": [], "logprobs": None, "finish_reason": None})
+            choice["text"].append(delta.text)
+            choice["finish_reason"] = delta.finish_reason or choice["finish_reason"]
+            logprobs = self._logprobs(delta)
+            if choice["logprobs"] is None:
+                choice["logprobs"] = logprobs
+            elif logprobs is not None:
+                for key, values in logprobs.items():
+                    choice["logprobs"][key].extend(values)
+
+    def whole(self) -> dict[str, Any]:
+        """The answer as one JSON object, after the last output was collected."""
+        choices = [self._whole_choice(index, self._choices[index]) for index in sorted(self._choices)]
+        return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage()}
+
+    def _deltas(self, prompt_index: int, output: RequestOutput) -> list[_Delta]:
+        if output.prompt_logprobs is not None:
+            self._prompt_entries[prompt_index] = output.prompt_logprobs
+        self._cached_tokens[prompt_index] = max(self._cached_tokens[prompt_index], output.num_cached_tokens)
+        deltas = []
+        for completion in output.outputs:
+            if completion.finish_reason == "error":
+                raise request_failed(completion.stop_reason)
+            index = prompt_index * self._n + completion.index
+            deltas.append(self._delta(prompt_index, index, completion))
+            self._started.add(index)
+        return deltas
+
+    def _delta(self, prompt_index: int, index: int, completion: CompletionOutput) -> _Delta:
+        first = index not in self._started
+        if self._job.discard_output:
+            return _Delta(prompt_index, index, "", [], None, completion.finish_reason and "length", first)
+        self._completion_tokens += len(completion.token_ids)
+        return _Delta(
+            prompt_index,
+            index,
+            completion.text,
+            completion.token_ids,
+            completion.logprobs,
+            completion.finish_reason,
+            first,
+        )
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
+        }
+
+    def _token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+    def _prompt_logprobs(self, prompt_index: int) -> list[dict[str, Any] | None]:
+        """The `prompt_logprobs` extension: per prompt token {id: {logprob, rank, decoded_token}}, null for the first."""
+        return [
+            entry
+            and {
+                str(token): {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": self._token_text(token)}
+                for token, p in entry.items()
+            }
+            for entry in self._prompt_entries.get(prompt_index, [])
+        ]
+
+    def _chunk_choices(self, delta: _Delta) -> list[dict[str, Any]]:
+        """The `choices` entries, one a chunk, that carry this delta."""
+        raise NotImplementedError
+
+    def _logprobs(self, delta: _Delta) -> dict[str, list[Any]] | None:
+        raise NotImplementedError
+
+    def _whole_choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class CompletionReply(Reply):
+    """Answers POST /v1/completions."""
+
+    chunk_object = whole_object = "text_completion"
+
+    def __init__(self, body: CompletionBody, job: Job, reply_id: str, model: str, tokenizer: Tokenizer | None):
+        super().__init__(body, job, reply_id, model, tokenizer)
+        self._echo = bool(body.echo)
+        self._top = body.logprobs
+        self._offsets: dict[int, int] = {}
+
+    def _delta(self, prompt_index: int, index: int, completion: CompletionOutput) -> _Delta:
+        delta = super()._delta(prompt_index, index, completion)
+        if self._echo and delta.first:
+            delta = delta._replace(text=(self._job.prompts[prompt_index] or "") + delta.text)
+        return delta
+
+    def _chunk_choices(self, delta: _Delta) -> list[dict[str, Any]]:
+        logprobs = self._logprobs(delta)
+        if not delta.text and delta.finish_reason is None and not (logprobs and logprobs["tokens"]):
+            return []  # text held back until it is known not to be part of a stop string or of a longer character
+        return [
+            {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        ]
+
+    def _logprobs(self, delta: _Delta) -> dict[str, list[Any]] | None:
+        """Parallel arrays; text_offset counts characters from the start of the choice's text."""
+        if self._top is None:
+            return None
+        token_ids, entries = list(delta.token_ids), list(delta.entries or [])
+        if self._echo and delta.first:
+            prompt_ids = self._job.requests[delta.prompt_index].prompt_token_ids
+            token_ids = prompt_ids + token_ids
+            entries = list(self._prompt_entries.get(delta.prompt_index, [None] * len(prompt_ids))) + entries
+        offset = self._offsets.get(delta.index, 0)
+        arrays: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            text = self._token_text(token_id)
+            arrays["tokens"].append(text)
+            arrays["text_offset"].append(offset)
+            arrays["token_logprobs"].append(None if entry is None else _finite(entry[token_id].logprob))
+            arrays["top_logprobs"].append(None if entry is None else self._top_dict(token_id, entry))
+            offset += len(text)
+        self._offsets[delta.index] = offset
+        return arrays
+
+    def _top_dict(self, token_id: int, entry: Mapping[int, Logprob]) -> dict[str, float]:
+        """Token text -> log-probability of the most likely tokens, best first, and always of the token itself."""
+        best: dict[str, float] = {}
+        for token, logprob in _ranked(entry)[: self._top]:
+            best.setdefault(self._token_text(token), _finite(logprob))
+        best[self._token_text(token_id)] = _finite(entry[token_id].logprob)
+        return best
+
+    def _whole_choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        answer = {
+            "index": index,
+            "text": "".join(choice["text"]),
+            "logprobs": choice["logprobs"],
+            "finish_reason": choice["finish_reason"],
+        }
+        if self._wants_prompt_logprobs:
+            answer["prompt_logprobs"] = self._prompt_logprobs(index // self._n)
+        return answer
+
+
+class ChatReply(Reply):
+    """Answers POST /v1/chat/completions."""
+
+    chunk_object, whole_object = "chat.completion.chunk", "chat.completion"
+
+    def __init__(self, body: ChatBody, job: Job, reply_id: str, model: str, tokenizer: Tokenizer | None):
+        super().__init__(body, job, reply_id, model, tokenizer)
+        self._top = (body.top_logprobs or 0) if body.logprobs else None
+
+    def _chunk_choices(self, delta: _Delta) -> list[dict[str, Any]]:
+        choices = []
+        if delta.first:
+            choices.append(_chat_choice(delta.index, {"role": "assistant", "content": ""}))
+        logprobs = self._logprobs(delta)
+        if delta.text or (logprobs is not None and logprobs["content"]):
+            choices.append(_chat_choice(delta.index, {"content": delta.text}, logprobs))
+        if delta.finish_reason is not None:
+            choices.append(_chat_choice(delta.index, {}, finish_reason=delta.finish_reason))
+        return choices
+
+    def _logprobs(self, delta: _Delta) -> dict[str, list[Any]] | None:
+        if self._top is None:
+            return None
+        content = []
+        for token_id, entry in zip(delta.token_ids, delta.entries or [], strict=True):
+            assert entry is not None, "only a prompt's first token has no log-probability"
+            token = self._chat_token(token_id, entry[token_id].logprob)
+            token["top_logprobs"] = [self._chat_token(t, p) for t, p in _ranked(entry)[: self._top]]
+            content.append(token)
+        return {"content": content}
+
+    def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._token_text(token_id)
+        raw = text.encode() if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+
+    def _whole_choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(choice["text"])}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": choice["logprobs"],
+            "finish_reason": choice["finish_reason"],
+        }
+
+    def whole(self) -> dict[str, Any]:
+        answer = super().whole()
+        if self._wants_prompt_logprobs:
+            answer["prompt_logprobs"] = self._prompt_logprobs(0)
+        return answer
+
+
+def _chat_choice(
+    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _ranked(entry: Mapping[int, Logprob]) -> list[tuple[int, float]]:
+    """(token id, log-probability), best first; equal ones by id."""
+    return sorted(((token, p.logprob) for token, p in entry.items()), key=lambda item: (-item[1], item[0]))
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)

@@ -1,0 +1,127 @@
+"""Stand-ins for the parts behind a border: a worker without a model whose KV pool checks every read, and a naive oracle."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from rayllm.types import SequenceData, StepPlan, StepResult, TokenLogprobs
+
+VOCAB = 50
+
+
+def fingerprint(token_ids: list[int]) -> bytes:
+    """What the fake KV of a sequence's last token holds: a hash of everything it depends on."""
+    return hashlib.md5(repr(token_ids).encode()).digest()
+
+
+def next_token(token_ids: list[int], seed: int) -> int:
+    """The fake model: a token that depends on the whole sequence and on the seed."""
+    return int.from_bytes(hashlib.md5(repr((token_ids, seed)).encode()).digest()[:4], "little") % VOCAB
+
+
+def expected_output(prompt: list[int], seed: int, max_len: int, stop_ids: frozenset[int]) -> list[int]:
+    """What any schedule must generate for a prompt."""
+    tokens = list(prompt)
+    while len(tokens) < max_len:
+        tokens.append(next_token(tokens, seed))
+        if tokens[-1] in stop_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class FakeRow:
+    """A row of the persistent batch as a worker knows it."""
+
+    data: SequenceData
+    tokens: list[int]
+    table: list[int]
+    computed: int
+
+
+@dataclass
+class FakeWorker:
+    """Executes plans against a pool that holds, per slot, the fingerprint of the prefix it was computed from.
+
+    Every read of a cached position is checked, so a block that is shared, freed, copied or overwritten wrongly is found at the step
+    that reads it. Writes go to blocks no other resident row may own at that position with another content.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    pool: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    rows: dict[int, FakeRow] = field(default_factory=dict)
+    num_tokens_computed: int = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a plan; AssertionError if it reads anything but what the sequence itself would have written."""
+        for row in plan.free_rows:
+            del self.rows[row]
+        for data in plan.new:
+            assert data.row not in self.rows and 0 <= data.row < self.max_num_seqs, f"row {data.row} is taken"
+            self.rows[data.row] = FakeRow(
+                data, list(data.token_ids), list(data.block_table), data.num_computed_tokens
+            )
+        for row, first, ids in plan.block_updates:
+            table = self.rows[row].table
+            assert first <= len(table)
+            table[first : first + len(ids)] = ids
+        self._copy(plan.copies)
+        assert len(set(plan.rows)) == len(plan.rows) == len(plan.num_tokens), "a row is scheduled twice"
+        assert all(n == 1 for n in plan.num_tokens[: plan.num_decodes])
+        # In every layer the whole batch writes its KV before any sequence attends, so a sequence may share blocks
+        # that another one computes in the same step.
+        for row, count in zip(plan.rows, plan.num_tokens, strict=True):
+            self._write(self.rows[row], count)
+        tokens, logprobs, prompt_logprobs = [], [], []
+        for i, (row, count) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
+            state = self.rows[row]
+            wants = state.data.params.prompt_logprobs is not None
+            if wants:
+                prompt_logprobs += self._prompt_logprobs(state, count)
+            self._read(state)
+            state.computed += count
+            assert (state.computed == len(state.tokens)) == (i < plan.num_sampled), "sampling flag is wrong"
+            if i < plan.num_sampled:
+                token = next_token(state.tokens, state.data.seed)
+                state.tokens.append(token)
+                tokens.append(token)
+                wanted = state.data.params.logprobs is not None
+                logprobs.append(TokenLogprobs(token, -1.0, 1, [], []) if wanted else None)
+        some = logprobs if any(entry is not None for entry in logprobs) else None
+        return StepResult(plan.step_id, tokens, some, prompt_logprobs)
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        sources = {source for source, _ in copies}
+        destinations = [destination for _, destination in copies]
+        assert len(set(destinations)) == len(destinations), "two copies into one block"
+        assert not sources & set(destinations), "a copy's source is another's destination"
+        for source, destination in copies:
+            for offset in range(self.block_size):
+                self.pool.pop((destination, offset), None)
+                if (source, offset) in self.pool:
+                    self.pool[destination, offset] = self.pool[source, offset]
+
+    def _write(self, state: FakeRow, count: int) -> None:
+        assert count >= 1 and state.computed + count <= len(state.tokens), "computes tokens that do not exist"
+        for position in range(state.computed, state.computed + count):
+            self.pool[self._slot(state, position)] = fingerprint(state.tokens[: position + 1])
+        self.num_tokens_computed += count
+
+    def _read(self, state: FakeRow) -> None:
+        for position in range(state.computed):
+            slot = self._slot(state, position)
+            assert self.pool.get(slot) == fingerprint(state.tokens[: position + 1]), f"wrong KV at {position}: {state}"
+
+    def _slot(self, state: FakeRow, position: int) -> tuple[int, int]:
+        block = state.table[position // self.block_size]
+        assert 0 <= block < self.num_blocks
+        return block, position % self.block_size
+
+    def _prompt_logprobs(self, state: FakeRow, count: int) -> list[tuple[int, int, list[TokenLogprobs]]]:
+        first = state.computed + 1
+        last = min(state.computed + count + 1, state.data.num_prompt_tokens)
+        entries = [TokenLogprobs(state.tokens[p], -float(p), 1, [], []) for p in range(first, last)]
+        return [(state.data.row, first, entries)] if entries else []

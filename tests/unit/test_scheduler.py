@@ -1,0 +1,244 @@
+"""The scheduler against a worker that checks every KV read, under random histories."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fakes import VOCAB, FakeWorker, expected_output
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rayllm.core.scheduler import Scheduler
+from rayllm.sampling_params import SamplingParams
+from rayllm.types import GenerationRequest
+
+EOS = 7
+
+
+class Harness:
+    """A scheduler and a fake worker with up to `depth` plans in flight; collects what fronts would see."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, depth: int = 1, **options: object):
+        settings = {
+            "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": num_blocks * block_size, **options,
+        }  # fmt: skip
+        self.scheduler = Scheduler(num_blocks=num_blocks, block_size=block_size, eos_token_ids=[EOS], **settings)
+        self.worker = FakeWorker(num_blocks, block_size, self.scheduler.max_num_seqs)
+        self.depth = depth
+        self.results: list = []
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], str] = {}
+        self.requests: dict[str, GenerationRequest] = {}
+        self.aborted: set[str] = set()
+
+    def add(self, request_id: str, prompt: list[int], priority: int = 0, salt: str = "", **params: object) -> None:
+        request = GenerationRequest(
+            request_id=request_id, prompt_token_ids=prompt, params=SamplingParams(**params), priority=priority,
+            cache_salt=salt,
+        )  # fmt: skip
+        self.scheduler.add(request)
+        self.requests[request_id] = request
+        self.scheduler.check_integrity()
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+        if request_id in self.requests:
+            self.aborted.add(request_id)
+        self.scheduler.check_integrity()
+
+    def step(self) -> bool:
+        """One turn of the engine loop. False if there was nothing to do."""
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if plan is not None:
+            self.results.append(self.worker.execute(plan))
+        if not self.results:
+            return False
+        if plan is None or len(self.results) >= self.depth:
+            for delta in self.scheduler.update(self.results.pop(0)):
+                key = (delta.request_id, delta.index)
+                assert key not in self.reasons, f"{key} got a token after its end"
+                assert delta.request_id not in self.aborted
+                self.outputs.setdefault(key, []).extend(delta.token_ids)
+                if delta.finish_reason:
+                    self.reasons[key] = delta.finish_reason
+            self.scheduler.check_integrity()
+        return True
+
+    def run(self, limit: int = 20_000) -> None:
+        for _ in range(limit):
+            if not self.step():
+                break
+        assert not self.scheduler.has_work(), "a request starves"
+
+    def check_done(self) -> None:
+        """Every request that was not aborted has exactly the output of the naive oracle; nothing is left behind."""
+        seeds = {}
+        for request in self.requests.values():
+            if request.request_id in self.aborted:
+                continue
+            params = request.params
+            for index in range(params.n):
+                key = (request.request_id, index)
+                seeds[key] = self.seeds[key]
+                limit = min(self.scheduler.max_model_len, len(request.prompt_token_ids) + params.max_tokens)
+                stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
+                expected = expected_output(request.prompt_token_ids, self.seeds[key], limit, stops)
+                assert self.outputs[key] == expected, key
+                assert self.reasons[key] == ("stop" if expected[-1] in stops else "length")
+        stats = self.scheduler.stats()
+        assert stats.num_used_blocks == stats.num_running == stats.num_waiting == 0
+
+    @property
+    def seeds(self) -> dict[tuple[str, int], int]:
+        from rayllm.core.sequence import derive_seed
+
+        return {
+            (r.request_id, i): derive_seed(r.params.seed, i) for r in self.requests.values() for i in range(r.params.n)
+        }
+
+
+PROMPTS = st.one_of(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
+    # prompts that share beginnings, so that the prefix cache has something to find
+    st.builds(lambda n, tail: [i % 5 for i in range(n)] + tail, st.integers(1, 28), st.lists(st.integers(0, 3), max_size=4)),
+)
+PARAMS = st.fixed_dictionaries(
+    {
+        "n": st.sampled_from([1, 1, 1, 2, 5]),
+        "max_tokens": st.integers(1, 30),
+        "seed": st.integers(0, 5),
+        "ignore_eos": st.booleans(),
+        "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=2),
+        "prompt_logprobs": st.sampled_from([None, None, 1]),
+        "logprobs": st.sampled_from([None, 0]),
+    }
+)
+ADD = st.tuples(st.just("add"), PROMPTS, PARAMS, st.integers(0, 2), st.sampled_from(["", "", "other"]))
+OPERATIONS = st.lists(
+    st.one_of(ADD, st.tuples(st.just("step"), st.integers(1, 8)), st.tuples(st.just("abort"), st.integers(0, 20))),
+    max_size=40,
+)
+
+
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(
+    operations=OPERATIONS,
+    block_size=st.sampled_from([1, 2, 4, 8]),
+    spare_blocks=st.integers(0, 12),
+    max_num_seqs=st.integers(1, 6),
+    budget=st.integers(1, 40),
+    depth=st.integers(1, 2),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    caching=st.booleans(),
+)
+def test_random_histories_leave_every_output_right(
+    operations, block_size, spare_blocks, max_num_seqs, budget, depth, policy, caching
+):
+    num_blocks = -(-32 // block_size) + spare_blocks
+    harness = Harness(
+        num_blocks=num_blocks, block_size=block_size, depth=depth, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget, policy=policy, enable_prefix_caching=caching,
+    )  # fmt: skip
+    for operation in operations:
+        if operation[0] == "add":
+            _, prompt, params, priority, salt = operation
+            if len(prompt) < harness.scheduler.max_model_len:
+                harness.add(f"r{len(harness.requests)}", prompt, priority, salt, **params)
+        elif operation[0] == "step":
+            for _ in range(operation[1]):
+                harness.step()
+        else:
+            harness.abort(f"r{operation[1]}")
+    harness.run()
+    harness.check_done()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_long_history_in_a_tight_pool_preempts_and_finishes(policy, depth):
+    rng = random.Random(0)
+    harness = Harness(
+        num_blocks=12, block_size=4, depth=depth, max_num_seqs=8, max_num_batched_tokens=24, policy=policy
+    )
+    for i in range(150):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+        harness.add(f"r{i}", prompt, rng.randint(0, 2), n=rng.choice([1, 1, 3]), max_tokens=rng.randint(1, 28), seed=i)
+        for _ in range(rng.randint(0, 6)):
+            harness.step()
+        if rng.random() < 0.1:
+            harness.abort(f"r{rng.randint(0, i)}")
+    harness.run()
+    harness.check_done()
+    assert harness.scheduler.stats().num_preemptions > 50
+
+
+def test_a_prompt_seen_before_is_not_computed_again():
+    harness = Harness(num_blocks=16, block_size=4, max_num_batched_tokens=64)
+    prompt = list(range(20, 42))
+    harness.add("a", prompt, max_tokens=3, seed=0, ignore_eos=True)
+    harness.run()
+    computed = harness.worker.num_tokens_computed
+    harness.add("b", prompt, max_tokens=3, seed=0, ignore_eos=True)
+    harness.run()
+    assert harness.worker.num_tokens_computed - computed == 2 + 2  # 20 of 22 prompt tokens are in full blocks
+    assert harness.scheduler.stats().prefix_cache_hits == 20
+    harness.add("c", prompt, salt="tenant", max_tokens=3, seed=0, ignore_eos=True)
+    harness.run()
+    assert harness.scheduler.stats().prefix_cache_hits == 20, "a hit across salts"
+
+
+def test_siblings_share_the_prompt_and_copy_only_its_last_block():
+    harness = Harness(num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False)
+    harness.add("a", list(range(30)), n=8, max_tokens=4, seed=1, ignore_eos=True)
+    harness.step()
+    harness.step()
+    stats = harness.scheduler.stats()
+    assert stats.num_running == 8
+    assert stats.num_used_blocks == 8 + 7, "8 blocks of prompt and one own block for each of 7 siblings"
+    harness.run()
+    harness.check_done()
+
+
+def test_high_priority_overtakes_and_preempts():
+    harness = Harness(num_blocks=8, block_size=4, max_num_seqs=2, policy="priority")
+    for i in range(3):
+        harness.add(f"low{i}", [1, 2, 3], priority=5, max_tokens=20, seed=i, ignore_eos=True)
+    harness.step()
+    harness.step()
+    harness.add("high", [4, 5, 6], priority=0, max_tokens=2, seed=9, ignore_eos=True)
+    harness.step()
+    harness.step()
+    assert ("high", 0) in harness.reasons
+    harness.run()
+    harness.check_done()
+
+
+def test_prompt_logprobs_cover_the_prompt_in_chunks_and_after_a_cache_hit():
+    harness = Harness(num_blocks=16, block_size=4, max_num_batched_tokens=5)
+    prompt = list(range(17))
+    for name in ("a", "b"):
+        harness.scheduler.add(
+            GenerationRequest(
+                request_id=name, prompt_token_ids=prompt, params=SamplingParams(max_tokens=2, prompt_logprobs=0)
+            )
+        )
+        deltas = []
+        while harness.scheduler.has_work():
+            plan = harness.scheduler.schedule()
+            deltas += harness.scheduler.update(harness.worker.execute(plan))
+        entries = deltas[0].prompt_logprobs
+        assert entries[0] is None and [e.token_id for e in entries[1:]] == prompt[1:]
+        assert all(delta.prompt_logprobs is None for delta in deltas[1:])
+
+
+def test_what_can_never_fit_is_refused():
+    with pytest.raises(ValueError, match="max_model_len 65 exceeds the pool"):
+        Harness(num_blocks=16, block_size=4, max_model_len=65)
+    harness = Harness(num_blocks=16, block_size=4)
+    with pytest.raises(ValueError, match="1 to 63 tokens, not 64"):
+        harness.add("long", [1] * 64)
+    harness.add("a", [1])
+    with pytest.raises(ValueError, match="'a' is in use"):
+        harness.add("a", [1])
