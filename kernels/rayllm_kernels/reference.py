@@ -72,8 +72,9 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Ten
     cos, sin = cos_sin_cache[positions].unsqueeze(1).split(half, dim=-1)
     for heads in (q, k):
         first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
-        heads[..., :half] = first * cos - second * sin
-        heads[..., half : 2 * half] = second * cos + first * sin
+        # Both results before either is stored: in fp32 `first` and `second` are views of `heads`.
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        heads[..., : 2 * half] = turned
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -27,14 +27,14 @@ class LogprobTensors:
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
 
-    def to_host(self) -> LogprobTensors:
-        """The same on the CPU. From CUDA the copies only start here: wait for an event recorded after them."""
+    def to_host(self, non_blocking: bool = True) -> LogprobTensors:
+        """The same on the CPU. If non_blocking, copies from CUDA only start: wait for an event recorded after them."""
         return LogprobTensors(
-            self.token_ids.to("cpu", non_blocking=True),
-            self.logprobs.to("cpu", non_blocking=True),
-            self.ranks.to("cpu", non_blocking=True),
-            self.top_ids.to("cpu", non_blocking=True),
-            self.top_logprobs.to("cpu", non_blocking=True),
+            self.token_ids.to("cpu", non_blocking=non_blocking),
+            self.logprobs.to("cpu", non_blocking=non_blocking),
+            self.ranks.to("cpu", non_blocking=non_blocking),
+            self.top_ids.to("cpu", non_blocking=non_blocking),
+            self.top_logprobs.to("cpu", non_blocking=non_blocking),
         )
 
 
@@ -81,15 +81,8 @@ def prompt_logprobs(logits: torch.Tensor, target_ids: torch.Tensor, num_top: int
     logits: [M, V]. target_ids: [M] int64, the tokens that follow. num_top: top tokens a position. The caller bounds
     memory (see `gather`) by calling this with pieces of the prompt.
     """
-    tensors = gather(logits.float(), target_ids, num_top)
-    host = LogprobTensors(
-        tensors.token_ids.cpu(),
-        tensors.logprobs.cpu(),
-        tensors.ranks.cpu(),
-        tensors.top_ids.cpu(),
-        tensors.top_logprobs.cpu(),
-    )
-    return to_entries(host, [num_top] * target_ids.shape[0])
+    tensors = gather(logits.float(), target_ids, num_top).to_host(non_blocking=False)
+    return to_entries(tensors, [num_top] * target_ids.shape[0])
 
 
 def _ordered_keys(logits: torch.Tensor) -> torch.Tensor:

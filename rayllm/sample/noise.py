@@ -40,7 +40,11 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, 
     token will have in its sequence. vocab_size: V, columns wanted; they are the vocab ids from vocab_start on.
     Returns [N, V] float32, every value finite, from -2.82 to 22.2.
     """
-    bits = random_bits(seeds, positions, vocab_size, vocab_start)
+    return gumbel_of_bits(random_bits(seeds, positions, vocab_size, vocab_start))
+
+
+def gumbel_of_bits(bits: torch.Tensor) -> torch.Tensor:
+    """The float part: integers in [0, 2^31) to float32 Gumbel values of the same shape; small bits, large noise."""
     uniform = bits.to(torch.float32).add_(0.5).mul_(_UNIFORM_STEP)
     exponential = uniform.neg_().log1p_().neg_()
     return exponential.log_().neg_()

@@ -33,7 +33,7 @@ def apply(
     ids = torch.where(known, history, vocab_size).long()
     output_ids = torch.where(output, ids, vocab_size)
     seen = torch.zeros(num_rows, vocab_size + 1, dtype=torch.bool, device=logits.device)
-    seen.scatter_(1, ids, torch.ones_like(ids, dtype=torch.bool))
+    seen.scatter_(1, ids, True)
     counts = torch.zeros(num_rows, vocab_size + 1, dtype=torch.int32, device=logits.device)
     counts.scatter_add_(1, output_ids, torch.ones_like(output_ids, dtype=torch.int32))
     seen, counts = seen[:, :vocab_size], counts[:, :vocab_size]

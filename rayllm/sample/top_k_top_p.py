@@ -20,20 +20,27 @@ _FIXED_POINT = 2.0**40  # 2^18 tokens of weight 2^40 still leave 5 bits of an in
 
 
 def cutoff(
-    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, log_min_p: torch.Tensor, num_candidates: int
+    scaled: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    log_min_p: torch.Tensor,
+    num_candidates: int,
+    any_top_p: bool,
 ) -> torch.Tensor:
     """The smallest entry of each row of `scaled` that is kept: [C] float32. It never exceeds the row's maximum.
 
     scaled: [C, V] float32, logits over temperature, less the row's maximum (so that the maximum is 0); -inf allowed.
     top_k: [C] int64, 1 to V, or 0 for all. top_p: [C] float32, 1 for all. log_min_p: [C] float32, -inf for all.
     num_candidates: how many of the highest logits have to be looked at: 0 if no row has top_k or top_p, the largest
-    top_k if every row with a top_p has a top_k as well, else V (a full sort).
+    top_k if every row with a top_p has a top_k as well, else V (a full sort). any_top_p: False if all top_p are 1.
     """
     if num_candidates == 0:
         return log_min_p
     candidates = _highest(scaled, num_candidates)
     kth = candidates.gather(1, (top_k - 1).clamp_(min=0, max=candidates.shape[1] - 1)[:, None])[:, 0]
     floor = torch.where(top_k > 0, torch.maximum(kth, log_min_p), log_min_p)
+    if not any_top_p:
+        return floor
 
     # The total is taken over the whole row: ties with the k-th may go on beyond the candidates.
     total = _weights(scaled, floor).sum(dim=1)

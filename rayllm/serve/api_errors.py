@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API has them: {"error": {"message", "type", "param", "code"}} and a status, for every exception."""
+"""Errors as the OpenAI API has them: a status and {"error": {message, type, param, code}} for every exception."""
 
 from __future__ import annotations
 

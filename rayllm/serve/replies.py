@@ -32,7 +32,7 @@ class _Delta(NamedTuple):
     """What is new in one choice. prompt_index: whose prompt it continues. first: nothing was sent of it before."""
 
     prompt_index: int
-    index: int
+    choice: int
     text: str
     token_ids: list[int]
     entries: Entries | None
@@ -83,7 +83,7 @@ class Reply:
     def collect(self, prompt_index: int, output: RequestOutput) -> None:
         """Add one output to the whole answer. Raises ApiError if the engine failed on the request."""
         for delta in self._deltas(prompt_index, output):
-            choice = self._choices.setdefault(delta.index, {"text": [], "logprobs": None, "finish_reason": None})
+            choice = self._choices.setdefault(delta.choice, {"text": [], "logprobs": None, "finish_reason": None})
             choice["text"].append(delta.text)
             choice["finish_reason"] = delta.finish_reason or choice["finish_reason"]
             logprobs = self._logprobs(delta)
@@ -138,15 +138,14 @@ class Reply:
         return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     def _prompt_logprobs(self, prompt_index: int) -> list[dict[str, Any] | None]:
-        """The `prompt_logprobs` extension: per prompt token {id: {logprob, rank, decoded_token}}, null for the first."""
-        return [
-            entry
-            and {
-                str(token): {"logprob": _finite(p.logprob), "rank": p.rank, "decoded_token": self._token_text(token)}
-                for token, p in entry.items()
-            }
-            for entry in self._prompt_entries.get(prompt_index, [])
-        ]
+        """The `prompt_logprobs` extension: {id: {logprob, rank, decoded_token}} a token, null for the first."""
+
+        def as_json(token: int, logprob: Logprob) -> dict[str, Any]:
+            text = self._token_text(token)
+            return {"logprob": _finite(logprob.logprob), "rank": logprob.rank, "decoded_token": text}
+
+        entries = self._prompt_entries.get(prompt_index, [])
+        return [None if e is None else {str(t): as_json(t, p) for t, p in e.items()} for e in entries]
 
     def _chunk_choices(self, delta: _Delta) -> list[dict[str, Any]]:
         """The `choices` entries, one a chunk, that carry this delta."""
@@ -180,9 +179,7 @@ class CompletionReply(Reply):
         logprobs = self._logprobs(delta)
         if not delta.text and delta.finish_reason is None and not (logprobs and logprobs["tokens"]):
             return []  # text held back until it is known not to be part of a stop string or of a longer character
-        return [
-            {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
-        ]
+        return [{"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}]
 
     def _logprobs(self, delta: _Delta) -> dict[str, list[Any]] | None:
         """Parallel arrays; text_offset counts characters from the start of the choice's text."""
@@ -193,7 +190,7 @@ class CompletionReply(Reply):
             prompt_ids = self._job.requests[delta.prompt_index].prompt_token_ids
             token_ids = prompt_ids + token_ids
             entries = list(self._prompt_entries.get(delta.prompt_index, [None] * len(prompt_ids))) + entries
-        offset = self._offsets.get(delta.index, 0)
+        offset = self._offsets.get(delta.choice, 0)
         arrays: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, entry in zip(token_ids, entries, strict=True):
             text = self._token_text(token_id)
@@ -202,7 +199,7 @@ class CompletionReply(Reply):
             arrays["token_logprobs"].append(None if entry is None else _finite(entry[token_id].logprob))
             arrays["top_logprobs"].append(None if entry is None else self._top_dict(token_id, entry))
             offset += len(text)
-        self._offsets[delta.index] = offset
+        self._offsets[delta.choice] = offset
         return arrays
 
     def _top_dict(self, token_id: int, entry: Mapping[int, Logprob]) -> dict[str, float]:
@@ -237,12 +234,12 @@ class ChatReply(Reply):
     def _chunk_choices(self, delta: _Delta) -> list[dict[str, Any]]:
         choices = []
         if delta.first:
-            choices.append(_chat_choice(delta.index, {"role": "assistant", "content": ""}))
+            choices.append(_chat_choice(delta.choice, {"role": "assistant", "content": ""}))
         logprobs = self._logprobs(delta)
         if delta.text or (logprobs is not None and logprobs["content"]):
-            choices.append(_chat_choice(delta.index, {"content": delta.text}, logprobs))
+            choices.append(_chat_choice(delta.choice, {"content": delta.text}, logprobs))
         if delta.finish_reason is not None:
-            choices.append(_chat_choice(delta.index, {}, finish_reason=delta.finish_reason))
+            choices.append(_chat_choice(delta.choice, {}, finish_reason=delta.finish_reason))
         return choices
 
     def _logprobs(self, delta: _Delta) -> dict[str, list[Any]] | None:

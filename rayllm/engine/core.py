@@ -1,0 +1,131 @@
+"""`EngineCore`: the engine loop. Requests go in, one step at a time runs, token deltas come out.
+
+    schedule() -> executor.submit(plan) ... executor.collect() -> update(result) -> deltas
+
+The same core runs behind the offline API, the HTTP deployment and any test; it is not thread-safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+from rayllm.config import EngineConfig
+from rayllm.core.scheduler import Scheduler
+from rayllm.engine.validation import validate_request
+from rayllm.errors import ConfigError, InvalidRequestError
+from rayllm.executor.base import Executor
+from rayllm.model_spec import ModelSpec, check_parallel, load_model_spec
+from rayllm.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """A scheduler and an executor that has been started with `num_blocks` blocks.
+
+    depth: plans in flight, 1 or 2. With 2, the next step is scheduled while one computes.
+    Raises ConfigError if max_model_len is configured but the pool cannot hold one such sequence; if it is not
+    configured, the pool limits it.
+    """
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, executor: Executor, num_blocks: int, depth: int):
+        pool_tokens = num_blocks * config.block_size
+        if config.max_model_len is not None and config.max_model_len > pool_tokens:
+            raise ConfigError(
+                f"max_model_len {config.max_model_len} does not fit into the KV cache of {pool_tokens} tokens "
+                f"({num_blocks} blocks of {config.block_size})"
+            )
+        max_model_len = min(config.max_model_len or spec.max_model_len, pool_tokens)
+        if config.max_model_len is None and max_model_len < spec.max_model_len:
+            logger.warning(
+                "the KV cache holds %d tokens: sequences are limited to that, not to the model's %d",
+                pool_tokens, spec.max_model_len,
+            )  # fmt: skip
+        self.info = EngineInfo(
+            model=config.model,
+            max_model_len=max_model_len,
+            vocab_size=spec.vocab_size,
+            num_kv_tokens=pool_tokens,
+            eos_token_ids=spec.eos_token_ids,
+        )
+        self.scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            eos_token_ids=spec.eos_token_ids,
+            policy=config.scheduling_policy,
+            enable_prefix_caching=config.enable_prefix_caching,
+            seed=config.seed,
+        )
+        self._executor = executor
+        self._depth = depth
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises InvalidRequestError if it can never be served or its id is in use."""
+        validate_request(request, self.info)
+        if request.request_id in self.scheduler.groups:
+            raise InvalidRequestError(f"request_id {request.request_id!r} is in use", "request_id")
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests at once; no more deltas come for them. Unknown ids are ignored."""
+        for request_id in request_ids:
+            self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        """True while a request lives or a step is in flight."""
+        return self.scheduler.has_work()
+
+    def step(self) -> list[TokenDelta]:
+        """Schedule and submit one plan, take in the oldest result if enough are in flight. Blocks for at most one step.
+
+        Raises EngineDeadError if a worker failed.
+        """
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._executor.submit(plan)
+        if plan is None or len(self.scheduler.in_flight) >= self._depth:
+            if self.scheduler.in_flight:
+                return self.scheduler.update(self._executor.collect())
+            if self.scheduler.has_work():
+                raise RuntimeError("requests wait, but none can be scheduled and none is in flight")
+        return []
+
+    def stats(self) -> EngineStats:
+        """A snapshot for metrics and health."""
+        return self.scheduler.stats()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the driver's records contradict each other."""
+        self.scheduler.check_integrity()
+
+    def shutdown(self) -> None:
+        """Stop the workers; idempotent."""
+        self._executor.shutdown()
+
+
+def build_engine_core(config: EngineConfig) -> EngineCore:
+    """Read the model's config, start the workers and return a core ready for requests.
+
+    Raises ConfigError or ModelError for what cannot work as configured, StartupError if the workers don't come up.
+    """
+    from rayllm.executor import make_executor
+
+    spec = load_model_spec(config.model)
+    check_parallel(spec, config.tensor_parallel_size)
+    if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
+        raise ConfigError(f"max_model_len {config.max_model_len} exceeds the model's limit of {spec.max_model_len}")
+    started = time.monotonic()
+    executor = make_executor(config, spec)
+    try:
+        limits = executor.start()
+        core = EngineCore(config, spec, executor, limits.num_gpu_blocks, executor.max_in_flight)
+    except BaseException:
+        executor.shutdown()
+        raise
+    logger.info("engine ready in %.1f s, %d KV tokens", time.monotonic() - started, core.info.num_kv_tokens)
+    return core

@@ -1,0 +1,181 @@
+"""`LLM`: the offline API. Runs the engine core in the caller's process."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from rayllm.config import EngineConfig, make_config
+from rayllm.engine.core import EngineCore, build_engine_core
+from rayllm.engine.outputs import OutputProcessor, accumulate
+from rayllm.engine.tokenizer import Tokenizer, load_tokenizer
+from rayllm.errors import InvalidRequestError
+from rayllm.sampling_params import SamplingParams
+from rayllm.types import EngineStats, GenerationRequest, RequestOutput
+
+Prompt = str | list[int] | dict[str, list[int]]
+Message = dict[str, Any]
+
+
+class LLM:
+    """An engine for batches of prompts.
+
+        with LLM("path/to/model") as llm:
+            outputs = llm.generate(["Hello"], SamplingParams(max_tokens=32))
+
+    model: folder of a checkpoint; the bundled model if None. The other arguments are the fields of
+    `rayllm.config.EngineConfig`, which documents them. Raises ConfigError, ModelError or StartupError.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, tensor_parallel_size: int = 1, executor: str = "auto", device: str = "auto",
+        dtype: str = "auto", max_model_len: int | None = None, block_size: int = 16,
+        num_gpu_blocks_override: int | None = None, swap_space: float = 4, gpu_memory_utilization: float = 0.9,
+        max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
+        scheduling_policy: str = "fcfs", enforce_eager: bool = False, load_format: str = "auto",
+        skip_tokenizer_init: bool = False, seed: int = 0,
+    ):  # fmt: skip
+        options = {name: value for name, value in locals().items() if name != "self"}
+        if model is None:
+            del options["model"]
+        self.config = make_config(EngineConfig, options)
+        self._core: EngineCore | None = None
+        self.tokenizer: Tokenizer | None = None if skip_tokenizer_init else load_tokenizer(self.config.model)
+        self._core = build_engine_core(self.config)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts; the outputs are in the prompts' order.
+
+        prompts: a string, a list of strings, a list of token ids, a list of those, or {"prompt_token_ids": [...]}.
+        sampling_params: one for all, or one each. Raises InvalidRequestError, before anything runs, if a
+        prompt or a parameter cannot be served.
+        """
+        items = _prompt_list(prompts)
+        params = _params_list(sampling_params, len(items))
+        return self._run([self._request(item, p) for item, p in zip(items, params, strict=True)], use_tqdm)
+
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several: lists of {"role": ..., "content": ...}. Renders the model's chat template."""
+        if self.tokenizer is None:
+            raise InvalidRequestError("chat needs a tokenizer; the engine was made with skip_tokenizer_init", "messages")
+        tokenizer = self.tokenizer
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        texts = [tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        params = _params_list(sampling_params, len(texts))
+        # The template writes special tokens itself.
+        requests = [
+            (self._make(tokenizer.encode(text, add_special_tokens=False), p), text)
+            for text, p in zip(texts, params, strict=True)
+        ]
+        return self._run(requests, use_tqdm)
+
+    def stats(self) -> EngineStats:
+        """The engine's counters."""
+        return self._engine().stats()
+
+    def shutdown(self) -> None:
+        """Stop the workers and free their memory; idempotent."""
+        if self._core is not None:
+            self._core.shutdown()
+            self._core = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.shutdown()
+
+    def _engine(self) -> EngineCore:
+        if self._core is None:
+            raise RuntimeError("this LLM has been shut down")
+        return self._core
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> tuple[GenerationRequest, str | None]:
+        text: str | None = None
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequestError(
+                    "prompt must be token ids; the engine was made with skip_tokenizer_init", "prompt"
+                )
+            text, ids = prompt, self.tokenizer.encode(prompt)
+        elif isinstance(prompt, dict):
+            if set(prompt) != {"prompt_token_ids"}:
+                raise InvalidRequestError(f"a prompt dict has only prompt_token_ids, not {sorted(prompt)}", "prompt")
+            ids = list(prompt["prompt_token_ids"])
+        else:
+            ids = list(prompt)
+        return self._make(ids, params), text
+
+    def _make(self, ids: list[int], params: SamplingParams) -> GenerationRequest:
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise InvalidRequestError("prompt token ids must be integers", "prompt")
+        return GenerationRequest(
+            request_id=str(next(self._ids)), prompt_token_ids=ids, params=params, arrival_time=time.time()
+        )
+
+    def _run(self, requests: list[tuple[GenerationRequest, str | None]], use_tqdm: bool) -> list[RequestOutput]:
+        """Run requests to their end. An exception, Ctrl-C included, aborts what is left of them."""
+        core = self._engine()
+        processor = OutputProcessor(self.tokenizer)
+        totals: dict[str, RequestOutput | None] = {}
+        try:
+            for request, text in requests:
+                core.add(request)
+                totals[request.request_id] = None
+                processor.add(request, text)
+            with tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+                while core.has_work():
+                    outputs, to_abort = processor.process(core.step())
+                    core.abort(to_abort)
+                    for output in outputs:
+                        totals[output.request_id] = accumulate(totals[output.request_id], output)
+                        bar.update(output.finished)
+        except BaseException:
+            core.abort(totals)
+            raise
+        missing = [request_id for request_id, total in totals.items() if total is None or not total.finished]
+        if missing:
+            raise RuntimeError(f"requests {missing} ended without an answer")
+        return [total for total in totals.values() if total is not None]
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt (a string, a dict, a non-empty list of ids) from a list of prompts."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    for item in items:
+        if not isinstance(item, str | dict | list | tuple):
+            raise InvalidRequestError(
+                f"a prompt is a string, a list of token ids or a dict of them, not {type(item).__name__}", "prompt"
+            )
+    return items  # type: ignore[return-value]
+
+
+def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"sampling_params has {len(params)} entries for {count} prompts; give one, or one each", "sampling_params"
+        )
+    return list(params)

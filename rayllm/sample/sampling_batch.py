@@ -1,0 +1,165 @@
+"""`SamplingBatch`: what one sampling call has to do for each row, as device tensors and host flags.
+
+A feature that no row uses is None and costs nothing; one that a few rows use lists just these rows. All tensors are
+views of one buffer, so that a batch is one host-to-device copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRows:
+    """How each of the N rows is drawn. All [N].
+
+    seeds, positions: int64, what the noise is a function of. temperature: float32, > 0; 1 in greedy rows.
+    noise_scale: float32, 1, or 0 in greedy rows, for which the draw is thus an argmax.
+    """
+
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    temperature: torch.Tensor
+    noise_scale: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CutRows:
+    """The C rows that use top_k, top_p or min_p; arguments of `top_k_top_p.cutoff`. All [C].
+
+    num_candidates, any_top_p: on the host. rows: int64, ascending, indices into the batch. top_k: int64, 0 for all.
+    top_p, log_min_p: float32, 1 and -inf for all.
+    """
+
+    num_candidates: int
+    any_top_p: bool
+    rows: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    log_min_p: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyRows:
+    """The P rows with a penalty. All [P].
+
+    max_num_tokens: host integer, how much of the token table has to be read. rows: int64, ascending, indices into
+    the batch. table_rows: int64, their rows in the token table. num_prompt_tokens, num_tokens: int64, prompt and
+    prompt + output. repetition, presence, frequency: float32.
+    """
+
+    max_num_tokens: int
+    rows: torch.Tensor
+    table_rows: torch.Tensor
+    num_prompt_tokens: torch.Tensor
+    num_tokens: torch.Tensor
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BiasEntries:
+    """E user biases. rows (indices into the batch), token_ids: [E] int64. values: [E] float32."""
+
+    rows: torch.Tensor
+    token_ids: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BanEntries:
+    """E tokens that must not be drawn. rows (indices into the batch), token_ids: [E] int64."""
+
+    rows: torch.Tensor
+    token_ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """The M rows that report log-probabilities.
+
+    host_rows: indices into the batch, ascending. num_top: how many top tokens each asked for. rows: [M] int64,
+    host_rows on the device.
+    """
+
+    host_rows: list[int]
+    num_top: list[int]
+    rows: torch.Tensor
+
+    @property
+    def max_num_top(self) -> int:
+        """Top tokens to look for: the most that any row asked for."""
+        return max(self.num_top)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """One sampling call over num_rows rows of logits. Made by `SamplingTable.batch`.
+
+    packed: uint8, the buffer that every tensor here is a view of. Its layout depends only on num_rows while only
+    `draw` is in use, so a captured graph is fed by copying another batch's `packed` over the captured one's.
+    draw: None if all rows are greedy. The others: None if no row uses the feature in this step.
+    """
+
+    num_rows: int
+    packed: torch.Tensor
+    draw: DrawRows | None
+    cut: CutRows | None
+    penalties: PenaltyRows | None
+    bias: BiasEntries | None
+    bans: BanEntries | None
+    logprobs: LogprobRows | None
+
+    @property
+    def all_greedy(self) -> bool:
+        """True if no row needs noise."""
+        return self.draw is None
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if greedy rows too need more than the raw logits."""
+        return self.bias is not None or self.bans is not None or self.penalties is not None
+
+    @property
+    def simple(self) -> bool:
+        """True if this is a greedy or plain-temperature step: sampling it can be replayed as a captured graph."""
+        return self.cut is None and not self.changes_logits and self.logprobs is None
+
+
+class Packer:
+    """Collects host arrays and brings them to a device in one copy."""
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray] = []
+
+    def add(self, *arrays: np.ndarray) -> slice:
+        """Add C-contiguous arrays [fields, length]; the result says where `copy`'s list has their rows, in order."""
+        first = len(self._arrays)
+        self._arrays += arrays
+        return slice(first, len(self._arrays))
+
+    def copy(self, device: torch.device) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
+        """The buffer on the device (uint8), and for each array added the views of its rows ([length] each).
+
+        To CUDA the copy starts from pinned memory and is not waited for: the allocator of pinned memory does not
+        hand the source out again before the copy is done.
+        """
+        padded = [-(-array.nbytes // 8) * 8 for array in self._arrays]  # views need aligned starts
+        host = torch.empty(sum(padded), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        target = host.numpy()
+        start = 0
+        for array, size in zip(self._arrays, padded, strict=True):
+            target[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+            start += size
+        packed = host.to(device, non_blocking=True)
+        views = []
+        start = 0
+        for array, size in zip(self._arrays, padded, strict=True):
+            dtype = torch.float32 if array.dtype == np.float32 else torch.int64
+            views.append(packed[start : start + array.nbytes].view(dtype).view(array.shape).unbind(0))
+            start += size
+        return packed, views

@@ -1,0 +1,112 @@
+"""A model split over ranks, each a thread with a group of the same collectives, equals the whole model."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from rayllm.config import EngineConfig
+from rayllm.errors import ModelError
+from rayllm.model_spec import load_model_spec
+from rayllm.models.loader import load_model
+from rayllm.parallel.tp_group import TPGroup
+
+_location = importlib.util.spec_from_file_location("model_factory", Path(__file__).parents[1] / "model_factory.py")
+assert _location is not None
+assert _location.loader is not None
+factory = importlib.util.module_from_spec(_location)
+_location.loader.exec_module(factory)
+
+CPU = torch.device("cpu")
+
+
+class ThreadGroup:
+    """A TPGroup whose ranks are threads of this process."""
+
+    def __init__(self, rank, size, barrier, slots):
+        self.rank, self.size, self.barrier, self.slots = rank, size, barrier, slots
+
+    @classmethod
+    def make(cls, size):
+        barrier, slots = threading.Barrier(size, timeout=60), [None] * size
+        return [cls(rank, size, barrier, slots) for rank in range(size)]
+
+    def exchange(self, x):
+        self.slots[self.rank] = x.clone()
+        self.barrier.wait()
+        everyone = list(self.slots)
+        self.barrier.wait()
+        return everyone
+
+    def all_reduce(self, x):
+        return x.copy_(sum(self.exchange(x)))
+
+    def all_gather(self, x, dim=-1):
+        return torch.cat(self.exchange(x), dim=dim)
+
+
+def drive(folder, tp, load_format="auto"):
+    """Prefill, mixed and decode steps on one rank -> all logits [tokens, vocab]."""
+    torch.set_num_threads(1)
+    config = EngineConfig(model=folder, load_format=load_format, seed=7)
+    runner = factory.PagedRunner(load_model(load_model_spec(folder), config, tp, CPU, torch.float32))
+    prompt = torch.arange(3, 240, 8).tolist()
+    steps = [
+        runner.step([("a", prompt), ("b", prompt[:7])]),
+        runner.step([("a", [256]), ("c", prompt[::-1])], num_decodes=1),
+        runner.step([("c", [258]), ("b", [0]), ("a", [131])], num_decodes=3),
+    ]
+    return torch.cat([logits for step in steps for logits in step])
+
+
+def run_ranks(folder, size, load_format="auto"):
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(drive, folder, tp, load_format) for tp in ThreadGroup.make(size)]
+        return [future.result(timeout=120) for future in futures]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("llama", (2, 8)), ("mistral", (4,)), ("qwen2", (2,)), ("qwen3_tied", (4,)), ("opt", (4,)), ("opt_post", (2,))],
+)
+def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):
+    """Among them: more ranks than KV heads (llama at 8, mistral at 4) and a vocabulary of 259."""
+    folder = factory.make_model(tmp_path, kind, num_hidden_layers=2)
+    whole = drive(folder, TPGroup.single())
+    assert whole.shape[1] == factory.VOCAB_SIZE
+    for size in sizes:
+        ranks = run_ranks(folder, size)
+        for logits in ranks[1:]:
+            assert torch.equal(logits, ranks[0])
+        torch.testing.assert_close(ranks[0], whole, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "opt"])
+def test_dummy_weights_do_not_depend_on_ranks(tmp_path, kind):
+    folder = factory.make_model(tmp_path, kind, num_hidden_layers=2)
+    whole = drive(folder, TPGroup.single(), "dummy")
+    assert whole.std() > 1e-3
+    torch.testing.assert_close(run_ranks(folder, 2, "dummy")[1], whole, rtol=0, atol=1e-4)
+
+
+def test_biases_are_added_once(tmp_path):
+    folder = factory.make_model(tmp_path, "llama", attention_bias=True, mlp_bias=True, num_hidden_layers=2)
+    torch.testing.assert_close(run_ranks(folder, 4)[0], drive(folder, TPGroup.single()), rtol=0, atol=1e-4)
+
+
+def test_interface_of_a_rank(tmp_path):
+    folder = factory.make_model(tmp_path, "mistral", num_hidden_layers=2)
+    spec, config = load_model_spec(folder), EngineConfig(model=folder)
+    sizes = {}
+    for size in (1, 2, 4):
+        model = load_model(spec, config, ThreadGroup.make(size)[0], CPU, torch.float32)
+        assert (model.num_layers, model.head_dim) == (2, 16)
+        sizes[size] = model.num_kv_heads_per_rank
+    assert sizes == {1: 2, 2: 1, 4: 1}
+    with pytest.raises(ModelError, match="tensor_parallel_size 16 does not divide"):
+        load_model(spec, config, ThreadGroup.make(16)[0], CPU, torch.float32)
