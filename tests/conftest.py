@@ -6,6 +6,28 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full-matrix", action="store_true", help="every combination of the parity tests, in about an hour")
+
+
+@pytest.fixture(scope="session")
+def full_matrix(request) -> bool:
+    return request.config.getoption("--full-matrix")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """One local Ray for all tests that need one; engines join it and leave it running."""
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="warning")
+    yield
+    ray.shutdown()

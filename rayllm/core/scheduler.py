@@ -115,6 +115,7 @@ class Scheduler:
             group.sequences.append(Sequence(group, index, limit, stop_ids, (*order, arrival, index)))
         group.siblings = group.sequences[1:]
         self.groups[request.request_id] = group
+        self._prompt_tokens += len(prompt)
         self.waiting.push(group.sequences[0])
 
     def abort(self, request_id: str) -> None:

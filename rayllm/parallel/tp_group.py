@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+# The newer of two names of one function; the other warns where both exist.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True, slots=True)
 class TPGroup:
@@ -44,5 +47,5 @@ class TPGroup:
             return x
         gathered = x.new_empty(self.size, *x.shape)
         # Gloo wants the stacked result flattened to one leading dimension.
-        dist.all_gather_into_tensor(gathered.view(-1), x.contiguous().view(-1), group=self.group)
+        _all_gather(gathered.view(-1), x.contiguous().view(-1), group=self.group)
         return torch.cat(gathered.unbind(0), dim=dim)

@@ -60,5 +60,5 @@ class CacheEngine:
 
     @staticmethod
     def _indices(pairs: list[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        both = torch.tensor(pairs, dtype=torch.int64).to(device)
-        return both[:, 0], both[:, 1]
+        source, destination = torch.tensor(pairs, dtype=torch.int64).t().contiguous().to(device)
+        return source, destination

@@ -51,8 +51,9 @@ def test_rotary_table_is_that_of_transformers(tmp_path, rope, theta):
     assert spec.rope is not None
     table = cos_sin_table(spec.rope, 16384)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(16384)[None])
-    assert torch.equal(table[:, :64], cos[0, :, :64])
-    assert torch.equal(table[:, 64:], sin[0, :, :64])
+    # The angles are equal bit for bit; cos and sin of one angle may differ in the last bit by how loops vectorise.
+    torch.testing.assert_close(table[:, :64], cos[0, :, :64], rtol=0, atol=1e-6)
+    torch.testing.assert_close(table[:, 64:], sin[0, :, :64], rtol=0, atol=1e-6)
 
 
 def test_partial_rotary_leaves_the_rest():
@@ -145,21 +146,26 @@ def test_group_checks_its_arguments():
 GLOO = """
 import sys, torch, torch.distributed as dist
 from rayllm.parallel.tp_group import TPGroup
+
+def check(rank):
+    tp = TPGroup(rank, 2, dist.group.WORLD)
+    with torch.inference_mode():
+        x = torch.arange(6.0).view(2, 3) + 10 * rank
+        rows, columns = tp.all_gather(x, dim=0), tp.all_gather(x)
+        assert rows.tolist() == [[0, 1, 2], [3, 4, 5], [10, 11, 12], [13, 14, 15]], rows
+        assert columns.tolist() == [[0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15]], columns
+        assert tp.all_gather(x.t()).shape == (3, 4)
+        y = tp.all_reduce(x)
+        assert y is x and x.tolist() == [[10, 12, 14], [16, 18, 20]], x
+
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-tp = TPGroup(rank, 2, dist.group.WORLD)
-with torch.inference_mode():
-    x = torch.arange(6.0).view(2, 3) + 10 * rank
-    rows, columns = tp.all_gather(x, dim=0), tp.all_gather(x)
-    assert rows.tolist() == [[0, 1, 2], [3, 4, 5], [10, 11, 12], [13, 14, 15]], rows
-    assert columns.tolist() == [[0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15]], columns
-    assert tp.all_gather(x.t()).shape == (3, 4)
-    y = tp.all_reduce(x)
-    assert y is x and x.tolist() == [[10, 12, 14], [16, 18, 20]], x
+# In a function: a reference that outlives destroy_process_group keeps Gloo's threads, and those abort the exit.
+check(rank)
 dist.destroy_process_group()
 """
 
 
 def test_collectives_over_gloo(tmp_path):
-    ranks = [subprocess.Popen([sys.executable, "-c", GLOO, str(rank), str(tmp_path / "store")]) for rank in (0, 1)]
+    ranks = [subprocess.Popen([sys.executable, "-W", "error::FutureWarning", "-c", GLOO, str(rank), str(tmp_path / "store")]) for rank in (0, 1)]
     assert [process.wait(timeout=120) for process in ranks] == [0, 0]

@@ -106,7 +106,7 @@ def test_missing_weights_are_named(llama):
         del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
 
     edit(llama, drop)
-    with pytest.raises(ModelError, match=r"lacks 6 weights \(model\.layers\.0\.self_attn\.q_proj\.weight, .*, \.\.\.\)"):
+    with pytest.raises(ModelError, match=r"lacks 6 weights \(model\.layers\.0\.self_attn\.q_proj\.weight, .*\.\.\.\)"):
         load(llama)
 
 

@@ -83,9 +83,7 @@ def test_flags(tmp_path, architecture, qkv, out, mlp, norm):
 
 def test_both_styles_of_dtype_and_rope(tmp_path):
     old = spec_of(tmp_path, torch_dtype="float16", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
-    new = spec_of(
-        tmp_path, dtype="float16", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
-    )
+    new = spec_of(tmp_path, dtype="float16", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
     assert old == new
     assert (old.dtype, old.max_model_len) == ("float16", 1024)
 

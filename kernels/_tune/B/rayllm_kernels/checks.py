@@ -1,0 +1,206 @@
+"""Argument checks that the Triton launchers and the torch references share.
+
+Each raises ValueError whose message begins with the name of the offending argument. None of them reads tensor
+contents, so none synchronises with a device. They run before every launch: messages are built only on failure.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FLOAT_RULE = "must be float32, float16 or bfloat16"
+MAX_HEAD_DIM = 256
+
+
+def fail(argument: str, rule: str, got: object) -> NoReturn:
+    """Raise ValueError "<argument> <rule>, got <got>"; shapes and strides print as tuples."""
+    raise ValueError(f"{argument} {rule}, got {tuple(got) if isinstance(got, tuple) else got}")
+
+
+def check_like(tensor: Tensor, argument: str, other: Tensor, other_argument: str) -> None:
+    """`tensor` must share dtype and device with `other`."""
+    if tensor.dtype != other.dtype:
+        fail(argument, f"must have the dtype of {other_argument}, {other.dtype}", tensor.dtype)
+    if tensor.device != other.device:
+        fail(argument, f"must be on the device of {other_argument}, {other.device}", tensor.device)
+
+
+def check_last_dim(tensor: Tensor, argument: str) -> None:
+    """The last dimension of `tensor` must be contiguous; the others may have any stride."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        fail(argument, "must have stride 1 in its last dimension", tensor.stride())
+
+
+def check_vector(tensor: Tensor, argument: str, length: int, dtype: torch.dtype, device: torch.device) -> None:
+    """`tensor` must be a contiguous [length] tensor of this dtype and device."""
+    if tensor.dim() != 1 or tensor.shape[0] != length:
+        fail(argument, f"must have shape ({length},)", tensor.shape)
+    if tensor.dtype != dtype:
+        fail(argument, f"must be {dtype}", tensor.dtype)
+    if tensor.device != device:
+        fail(argument, f"must be on {device}", tensor.device)
+    if not tensor.is_contiguous():
+        fail(argument, "must be contiguous", tensor.stride())
+
+
+def check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Both caches must be [num_blocks, num_kv_heads, block_size, head_dim] with the same strides, the last of them 1.
+
+    Equal strides hold for two slices of one pool and for two contiguous tensors; they let a kernel compute one
+    offset for both.
+    """
+    if k_cache.dim() != 4:
+        fail("k_cache", "must be [num_blocks, num_kv_heads, block_size, head_dim]", k_cache.shape)
+    if k_cache.dtype not in FLOAT_DTYPES:
+        fail("k_cache", FLOAT_RULE, k_cache.dtype)
+    check_last_dim(k_cache, "k_cache")
+    if v_cache.shape != k_cache.shape:
+        fail("v_cache", f"must have the shape of k_cache, {tuple(k_cache.shape)}", v_cache.shape)
+    if v_cache.stride() != k_cache.stride():
+        fail("v_cache", f"must have the strides of k_cache, {k_cache.stride()}", v_cache.stride())
+    check_like(v_cache, "v_cache", k_cache, "k_cache")
+
+
+def check_paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
+    sliding_window: int | None, alibi_slopes: Tensor | None, soft_cap: float | None, out: Tensor | None,
+) -> None:  # fmt: skip
+    """What decode and prefill have in common; the batch size is taken from `seq_lens`."""
+    check_cache(k_cache, v_cache)
+    kv_heads, _, head_dim = k_cache.shape[1:]
+    if q.dim() != 3:
+        fail("q", "must have 3 dimensions", q.shape)
+    if q.shape[2] != head_dim:
+        fail("q", f"must have the head_dim of k_cache, {head_dim}", q.shape)
+    if head_dim > MAX_HEAD_DIM:
+        fail("q", f"must have a head_dim of at most {MAX_HEAD_DIM}", q.shape)
+    if q.shape[1] % kv_heads != 0:
+        fail("q", f"must have a multiple of {kv_heads} heads", q.shape)
+    check_like(q, "q", k_cache, "k_cache")
+    check_last_dim(q, "q")
+    check_vector(seq_lens, "seq_lens", seq_lens.numel(), torch.int32, q.device)
+    if block_tables.dim() != 2 or block_tables.shape[0] != seq_lens.shape[0]:
+        fail("block_tables", f"must be [{seq_lens.shape[0]}, max_blocks]", block_tables.shape)
+    if block_tables.dtype != torch.int32:
+        fail("block_tables", "must be torch.int32", block_tables.dtype)
+    if block_tables.device != q.device:
+        fail("block_tables", f"must be on {q.device}", block_tables.device)
+    check_last_dim(block_tables, "block_tables")
+    if sliding_window is not None and sliding_window < 1:
+        fail("sliding_window", "must be at least 1 or None", sliding_window)
+    if soft_cap is not None and soft_cap <= 0.0:
+        fail("soft_cap", "must be positive or None", soft_cap)
+    if alibi_slopes is not None:
+        check_vector(alibi_slopes, "alibi_slopes", q.shape[1], torch.float32, q.device)
+    if out is not None:
+        if out.shape != q.shape:
+            fail("out", f"must have the shape of q, {tuple(q.shape)}", out.shape)
+        check_like(out, "out", q, "q")
+        check_last_dim(out, "out")
+
+
+def check_paged_decode(q: Tensor, seq_lens: Tensor, num_splits: int | None, max_seq_len: int | None) -> None:
+    if q.shape[0] != seq_lens.shape[0]:
+        fail("q", f"must have one row per sequence, {seq_lens.shape[0]}", q.shape)
+    if num_splits is not None and num_splits < 1:
+        fail("num_splits", "must be at least 1 or None", num_splits)
+    if max_seq_len is not None and max_seq_len < 1:
+        fail("max_seq_len", "must be at least 1 or None", max_seq_len)
+
+
+def check_paged_prefill(q: Tensor, seq_lens: Tensor, query_start_loc: Tensor, max_query_len: int) -> None:
+    check_vector(query_start_loc, "query_start_loc", seq_lens.shape[0] + 1, torch.int32, q.device)
+    if max_query_len < 0:
+        fail("max_query_len", "must not be negative", max_query_len)
+
+
+def check_rows(x: Tensor, argument: str) -> None:
+    """`x` must be a floating tensor of 1 to 3 dimensions (more if contiguous), its last dimension contiguous."""
+    if x.dtype not in FLOAT_DTYPES:
+        fail(argument, FLOAT_RULE, x.dtype)
+    if x.dim() == 0:
+        fail(argument, "must have at least one dimension", x.shape)
+    if x.dim() > 3 and not x.is_contiguous():
+        fail(argument, "of more than 3 dimensions must be contiguous", x.stride())
+    check_last_dim(x, argument)
+
+
+def row_layout(x: Tensor) -> tuple[int, int, int, int]:
+    """The rows of a tensor that passed `check_rows`: (number of rows, rows per outer step, outer stride, inner stride).
+
+    Row r starts at (r // inner) * outer_stride + (r % inner) * inner_stride elements.
+    """
+    if x.dim() == 3:
+        return x.shape[0] * x.shape[1], max(x.shape[1], 1), x.stride(0), x.stride(1)
+    if x.dim() == 2:
+        return x.shape[0], max(x.shape[0], 1), 0, x.stride(0)
+    rows = x.numel() // max(x.shape[-1], 1)
+    return rows, max(rows, 1), 0, x.shape[-1]
+
+
+def check_rms_norm(x: Tensor, weight: Tensor) -> None:
+    check_rows(x, "x")
+    check_vector(weight, "weight", x.shape[-1], x.dtype, x.device)
+
+
+def check_residual(x: Tensor, residual: Tensor) -> None:
+    if residual.shape != x.shape:
+        fail("residual", f"must have the shape of x, {tuple(x.shape)}", residual.shape)
+    check_like(residual, "residual", x, "x")
+    check_rows(residual, "residual")
+
+
+def check_silu_and_mul(x: Tensor) -> None:
+    check_rows(x, "x")
+    if x.shape[-1] % 2 != 0:
+        fail("x", "must have an even last dimension", x.shape)
+
+
+def check_rotary(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor) -> None:
+    if q.dim() != 3:
+        fail("q", "must be [T, heads, head_dim]", q.shape)
+    if q.dtype not in FLOAT_DTYPES:
+        fail("q", FLOAT_RULE, q.dtype)
+    check_last_dim(q, "q")
+    tokens, _, head_dim = q.shape
+    if k.dim() != 3 or k.shape[0] != tokens or k.shape[2] != head_dim:
+        fail("k", f"must be [{tokens}, heads, {head_dim}]", k.shape)
+    check_like(k, "k", q, "q")
+    check_last_dim(k, "k")
+    check_vector(positions, "positions", tokens, torch.int64, q.device)
+    if cos_sin_cache.dim() != 2:
+        fail("cos_sin_cache", "must be [max_pos, rotary_dim]", cos_sin_cache.shape)
+    if cos_sin_cache.shape[1] % 2 != 0 or not 0 < cos_sin_cache.shape[1] <= head_dim:
+        fail("cos_sin_cache", f"must have an even rotary_dim of 2 to {head_dim}", cos_sin_cache.shape)
+    if cos_sin_cache.dtype != torch.float32:
+        fail("cos_sin_cache", "must be torch.float32", cos_sin_cache.dtype)
+    if cos_sin_cache.device != q.device:
+        fail("cos_sin_cache", f"must be on {q.device}", cos_sin_cache.device)
+    check_last_dim(cos_sin_cache, "cos_sin_cache")
+
+
+def check_reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    check_cache(k_cache, v_cache)
+    kv_heads, _, head_dim = k_cache.shape[1:]
+    if key.dim() != 3 or key.shape[1] != kv_heads or key.shape[2] != head_dim:
+        fail("key", f"must be [T, {kv_heads}, {head_dim}]", key.shape)
+    if value.shape != key.shape:
+        fail("value", f"must have the shape of key, {tuple(key.shape)}", value.shape)
+    check_like(key, "key", k_cache, "k_cache")
+    check_like(value, "value", k_cache, "k_cache")
+    check_last_dim(key, "key")
+    check_last_dim(value, "value")
+    check_vector(slot_mapping, "slot_mapping", key.shape[0], torch.int64, key.device)
+
+
+def check_copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
+    if pool.dim() < 2:
+        fail("pool", "must be [num_blocks, ...]", pool.shape)
+    if pool.shape[0] > 0 and not pool[0].is_contiguous():
+        fail("pool", "must be contiguous within a block", pool.stride())
+    check_vector(src, "src", src.numel(), torch.int64, pool.device)
+    check_vector(dst, "dst", src.shape[0], torch.int64, pool.device)

@@ -1,0 +1,41 @@
+"""Copy whole blocks inside one pool, all pairs in one launch (copy on write).
+
+    pool[dst[i]] = pool[src[i]]
+
+pool [num_blocks, ...] of any dtype, contiguous within a block; src, dst [N] int64. No block is both a source and a
+destination in one call, and no destination is named twice: the copies run in no order.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .checks import check_copy_blocks
+
+TILE_ELEMENTS = 8192
+
+
+@triton.jit
+def _copy_blocks_kernel(pool_ptr, src_ptr, dst_ptr, stride_block, block_elements, TILE: tl.constexpr):
+    pair = tl.program_id(1)
+    source = tl.load(src_ptr + pair) * stride_block
+    target = tl.load(dst_ptr + pair) * stride_block
+    element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = element < block_elements
+    tl.store(pool_ptr + target + element, tl.load(pool_ptr + source + element, mask=mask), mask=mask)
+
+
+def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Copy N blocks; see `ops.copy_blocks` for the contract."""
+    check_copy_blocks(pool, src, dst)
+    if pool.numel() == 0 or src.numel() == 0:
+        return
+    block_elements = pool.numel() // pool.shape[0]
+    tile = min(TILE_ELEMENTS, triton.next_power_of_2(block_elements))
+    _copy_blocks_kernel[(triton.cdiv(block_elements, tile), src.shape[0])](
+        pool, src, dst, pool.stride(0), block_elements, TILE=tile, num_warps=8
+    )

@@ -1,0 +1,128 @@
+"""The kernels as the engine calls them: CUDA tensors go to Triton, CPU tensors to the torch reference.
+
+Nothing falls back: on CUDA a missing or failing Triton is an error. Every function checks its arguments and raises
+ValueError naming the one at fault; none reads tensor contents on a CUDA device, so none synchronises with it and all
+can be captured in a CUDA graph.
+
+Names of dimensions: T tokens, B sequences, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), D head size (up to 256;
+sizes that are no power of two are padded on chip). The KV cache of a layer is two tensors
+[num_blocks, Hkv, block_size, D] of equal strides, usually slices of one pool; block_size is any positive integer.
+Dtypes are fp32, fp16 and bf16.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+from torch import Tensor
+
+from . import reference
+
+
+@cache
+def _triton_kernels() -> ModuleType:
+    # Not at the top: an install for CPUs has no triton.
+    return import_module(".triton_kernels", __package__)
+
+
+def _kernels_for(tensor: Tensor) -> ModuleType:
+    device = tensor.device.type
+    if device == "cuda":
+        return _triton_kernels()
+    if device == "cpu":
+        return reference
+    raise ValueError(f"no kernels for tensors on {tensor.device}")
+
+
+def reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write the keys and values of T tokens into their slots of the cache, in place.
+
+    key, value: [T, Hkv, D] in the cache's dtype, last dimension contiguous (slices of a fused qkv tensor will do).
+    slot_mapping: [T] int64, slot = block * block_size + offset; negative for a padding token, which is skipped. Two
+    tokens never name the same slot.
+    """
+    _kernels_for(key).reshape_and_cache(key, value, k_cache, v_cache, slot_mapping)
+
+
+def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
+    """pool[dst] = pool[src] for N whole blocks in one launch, in place.
+
+    pool: [num_blocks, ...] of any dtype, contiguous within a block. src, dst: [N] int64. No block may be both a
+    source and a destination of one call, nor a destination twice: the copies run in no order.
+    """
+    _kernels_for(pool).copy_blocks(pool, src, dst)
+
+
+def paged_decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
+    scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
+    soft_cap: float | None = None, num_splits: int | None = None, max_seq_len: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of one new token per sequence over its cached context -> [B, Hq, D] in q's dtype (`out` if given).
+
+    q: [B, Hq, D], last dimension contiguous. block_tables: [B, max_blocks] int32. seq_lens: [B] int32, context length
+    with the new token, whose key and value are already cached; 0 marks a padding row, whose output is zero.
+    scale: factor of the scores. sliding_window: the query at p attends to keys in (p - window, p]; table entries wholly
+    before that are not read. alibi_slopes: [Hq] fp32, adds slope * (key position - query position). soft_cap:
+    s -> cap * tanh(s / cap), after the scale, before ALiBi and mask.
+    num_splits: slices of each context that run in parallel; None chooses from shapes alone. max_seq_len: a bound on
+    seq_lens for that choice, where it is known to be below max_blocks * block_size. A bound too low costs speed only.
+    """
+    return _kernels_for(q).paged_decode_attention(
+        q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes, soft_cap=soft_cap, num_splits=num_splits, max_seq_len=max_seq_len, out=out,
+    )  # fmt: skip
+
+
+def paged_prefill_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
+    max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
+    soft_cap: float | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention of a chunk of new tokens per sequence over its context -> [T, Hq, D] in q's dtype.
+
+    q: [T, Hq, D], the chunks packed one after the other, last dimension contiguous. query_start_loc: [B + 1] int32,
+    chunk b is rows query_start_loc[b] to query_start_loc[b + 1]; chunks may have any length, 0 and 1 included.
+    max_query_len: int, at least the longest chunk's length (queries beyond it are not computed). seq_lens: [B] int32,
+    context length with the chunk, whose keys and values are already cached: query i of chunk b is at position
+    seq_lens[b] - chunk length + i. The rest as for `paged_decode_attention`. Rows of q outside every chunk are
+    not computed: they keep what `out` held, or are unspecified if `out` is not given.
+    """
+    return _kernels_for(q).paged_prefill_attention(
+        q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, max_query_len, scale=scale,
+        sliding_window=sliding_window, alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out,
+    )  # fmt: skip
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension -> a new contiguous tensor.
+
+    x: [..., D], last dimension contiguous; up to 3 dimensions of any stride, more if contiguous. weight: [D] in x's
+    dtype. fp32 inside; the quotient is rounded to x's dtype before the product with weight, as in transformers' Llama.
+    """
+    return _kernels_for(x).rms_norm(x, weight, eps)
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), two new tensors; neither argument is changed.
+
+    x, residual: [..., D] of one shape and dtype, strides as for `rms_norm`. The sum is rounded to x's dtype first.
+    """
+    return _kernels_for(x).fused_add_rms_norm(x, residual, weight, eps)
+
+
+def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor) -> None:
+    """Rotate the first rotary_dim entries of every query and key head by their position's angles, in place.
+
+    positions: [T] int64, each below max_pos (padding rows too). q: [T, Hq, D], k: [T, Hkv, D], last dimension
+    contiguous. cos_sin_cache: [max_pos, rotary_dim] fp32, cos in the first half, sin in the second; half-split pairs.
+    """
+    _kernels_for(q).rotary_embedding(positions, q, k, cos_sin_cache)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """silu(x[..., :d]) * x[..., d:] for x [..., 2d], strides as for `rms_norm` -> a new tensor [..., d]."""
+    return _kernels_for(x).silu_and_mul(x)

@@ -1,0 +1,133 @@
+"""Paged attention in plain torch: the statement of what the Triton kernels compute, and the CPU's production path.
+
+For one query at position p of a sequence, head h, its KV head g, and the keys j that p may see:
+
+    s_j = scale * <q, k_j>;  s_j = soft_cap * tanh(s_j / soft_cap);  s_j = s_j + slope_h * (j - p)
+    out = sum_j softmax(s)_j * v_j
+
+j runs over the sequence's cached positions with j <= p, and j > p - sliding_window when a window is set. The soft
+cap (Gemma 2) and the ALiBi slopes (Press et al., 2021) apply when given. All arithmetic is fp32; the result is
+rounded once, to q's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import check_paged_attention, check_paged_decode, check_paged_prefill
+
+# Prefill holds a score matrix of [heads, this many queries, context] in fp32 at a time.
+QUERY_CHUNK = 256
+
+
+def _gather(cache: Tensor, block_tables: Tensor) -> Tensor:
+    """[num_blocks, Hkv, block_size, D] through tables [B, blocks] -> a copy [B, Hkv, blocks * block_size, D]."""
+    batch, blocks = block_tables.shape
+    _, kv_heads, block_size, head_dim = cache.shape
+    heads = torch.arange(kv_heads, device=cache.device)
+    # Indexing blocks and heads at once yields the head-major layout in the one copy that the gather makes anyway.
+    return cache[block_tables[:, None, :], heads[None, :, None]].view(batch, kv_heads, blocks * block_size, head_dim)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, distance: Tensor, *,
+    scale: float, sliding_window: int | None, alibi_slopes: Tensor | None, soft_cap: float | None,
+) -> Tensor:  # fmt: skip
+    """Attention of q [N, Q, Hq, D] over k, v [N, Hkv, L, D] -> [N, Q, Hq, D] in fp32.
+
+    `distance` [N, Q, L] is key position minus query position. A query with no visible key yields NaN.
+    """
+    n, queries, heads, head_dim = q.shape
+    kv_heads, length = k.shape[1:3]
+    group = heads // kv_heads
+    # The heads of a group share their keys: stacked as rows they make one matrix product per KV head.
+    rows = q.float().mul(scale).reshape(n, queries, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    scores = torch.matmul(rows.reshape(n, kv_heads, group * queries, head_dim), k.float().transpose(2, 3))
+    scores = scores.view(n, kv_heads, group, queries, length)
+    if soft_cap is not None:
+        scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    if alibi_slopes is not None:
+        scores += alibi_slopes.view(kv_heads, group, 1, 1) * distance[:, None, None]
+    hidden = distance > 0
+    if sliding_window is not None:
+        hidden |= distance <= -sliding_window
+    scores.masked_fill_(hidden[:, None, None], float("-inf"))
+    weights = torch.softmax(scores, dim=-1).view(n, kv_heads, group * queries, length)
+    result = torch.matmul(weights, v.float()).view(n, kv_heads, group, queries, head_dim)
+    return result.permute(0, 3, 1, 2, 4).reshape(n, queries, heads, head_dim)
+
+
+def paged_decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
+    scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
+    soft_cap: float | None = None, num_splits: int | None = None, max_seq_len: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """One query per sequence against its paged context; see `ops.paged_decode_attention` for the contract.
+
+    Vectorised over the batch: keys are gathered padded to the longest sequence. `num_splits` and `max_seq_len` only
+    steer the Triton kernel and are ignored.
+    """
+    check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, sliding_window=sliding_window,
+                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out)  # fmt: skip
+    check_paged_decode(q, seq_lens, num_splits, max_seq_len)
+    longest = int(seq_lens.max()) if seq_lens.numel() else 0
+    if longest == 0:
+        return torch.zeros_like(q, memory_format=torch.contiguous_format) if out is None else out.zero_()
+    block_size = k_cache.shape[2]
+    blocks = -(-longest // block_size)
+    lengths = seq_lens.long()[:, None]
+    k_pos = torch.arange(blocks * block_size, device=q.device)[None]
+    unused = k_pos >= lengths
+    # Cache slots past the end hold anything, NaN included; table entries past the end or before the window, too.
+    dead_blocks = unused[:, ::block_size]
+    if sliding_window is not None:
+        unused = unused | (k_pos < lengths - sliding_window)
+        dead_blocks = dead_blocks | (k_pos[:, block_size - 1 :: block_size] < lengths - sliding_window)
+    tables = block_tables[:, :blocks].masked_fill(dead_blocks, 0)
+    k, v = _gather(k_cache, tables), _gather(v_cache, tables)
+    v.masked_fill_(unused[:, None, :, None], 0.0)
+    distance = (k_pos - (lengths - 1))[:, None]
+    result = _attend(q[:, None], k, v, distance, scale=scale, sliding_window=sliding_window,
+                     alibi_slopes=alibi_slopes, soft_cap=soft_cap)[:, 0]  # fmt: skip
+    result = result.masked_fill_(seq_lens[:, None, None] == 0, 0.0)
+    return result.to(q.dtype) if out is None else out.copy_(result)
+
+
+def paged_prefill_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
+    max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
+    soft_cap: float | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """A chunk of queries per sequence against its paged context; see `ops.paged_prefill_attention` for the contract.
+
+    Loops over sequences and over chunks of `QUERY_CHUNK` queries, each against only the keys that it may see.
+    """
+    check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, sliding_window=sliding_window,
+                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out)  # fmt: skip
+    check_paged_prefill(q, seq_lens, query_start_loc, max_query_len)
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    block_size = k_cache.shape[2]
+    starts = query_start_loc.tolist()
+    for sequence, seq_len in enumerate(seq_lens.tolist()):
+        first, last = starts[sequence], starts[sequence + 1]
+        if first == last:
+            continue
+        shift = seq_len - last  # position of a query = its row in q + shift
+        reach = seq_len if sliding_window is None else sliding_window
+        first_block = max(0, first + shift - reach + 1) // block_size
+        origin = first_block * block_size
+        table = block_tables[sequence : sequence + 1, first_block : -(-seq_len // block_size)]
+        k, v = _gather(k_cache, table), _gather(v_cache, table)
+        for begin in range(first, last, QUERY_CHUNK):
+            end = min(begin + QUERY_CHUNK, last)
+            low, high = max(0, begin + shift - reach + 1), end + shift
+            q_pos = torch.arange(begin + shift, high, device=q.device)
+            distance = torch.arange(low, high, device=q.device) - q_pos[:, None]
+            keys = slice(low - origin, high - origin)
+            out[begin:end] = _attend(q[None, begin:end], k[:, :, keys], v[:, :, keys], distance[None], scale=scale,
+                                     sliding_window=sliding_window, alibi_slopes=alibi_slopes,
+                                     soft_cap=soft_cap)[0]  # fmt: skip
+    return out

@@ -1,0 +1,52 @@
+"""Write new keys and values into their slots of the paged cache.
+
+    cache[slot // block_size, h, slot % block_size, :] = row[t, h, :]   where slot = slot_mapping[t] >= 0
+
+key, value [T, Hkv, D] of any token and head stride (slices of a fused qkv tensor), k_cache, v_cache
+[num_blocks, Hkv, block_size, D], all of one dtype; slot_mapping [T] int64, negative for padding.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .checks import check_reshape_and_cache
+
+TILE_ELEMENTS = 4096  # of one token, by one program
+
+
+@triton.jit
+def _reshape_and_cache_kernel(
+    key_ptr, value_ptr, k_ptr, v_ptr, slots_ptr,
+    stride_kt, stride_kh, stride_vt, stride_vh, stride_block, stride_cache_head, stride_slot, num_heads,
+    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    dims = tl.arange(0, HEAD_DIM_PADDED)[None, :]
+    mask = (head < num_heads) & (dims < HEAD_DIM)
+    target = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_slot + head * stride_cache_head + dims
+    key = tl.load(key_ptr + token * stride_kt + head * stride_kh + dims, mask=mask)
+    value = tl.load(value_ptr + token * stride_vt + head * stride_vh + dims, mask=mask)
+    tl.store(k_ptr + target, key, mask=mask)
+    tl.store(v_ptr + target, value, mask=mask)
+
+
+def reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store T rows; see `ops.reshape_and_cache` for the contract."""
+    check_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping)
+    tokens, num_heads, head_dim = key.shape
+    head_dim_padded = triton.next_power_of_2(head_dim)
+    heads = min(triton.next_power_of_2(num_heads), max(1, TILE_ELEMENTS // head_dim_padded))
+    _reshape_and_cache_kernel[(tokens, triton.cdiv(num_heads, heads))](
+        key, value, k_cache, v_cache, slot_mapping,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), *k_cache.stride()[:3], num_heads,
+        HEADS=heads, BLOCK_SIZE=k_cache.shape[2], HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,65 @@
+"""Rotary position embedding (Su et al., 2021) of queries and keys, in place, both in one launch.
+
+    a' = a cos - b sin,  b' = b cos + a sin,   a = row[:r/2], b = row[r/2:r]   (half-split, as in GPT-NeoX and Llama)
+
+positions [T] int64; q [T, Hq, D] and k [T, Hkv, D] of any token and head stride; cos_sin_cache [max_pos, r] fp32 holds
+cos in its first half and sin in its second. Entries past r are left alone. fp32 arithmetic, rounded once.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .checks import check_rotary
+
+TILE_ELEMENTS = 1024  # pairs of one token, by one program
+
+
+@triton.jit
+def _rotate(ptr, stride_head, first_head, num_heads, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr,
+            HALF_PADDED: tl.constexpr):  # fmt: skip
+    head = first_head + tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, HALF_PADDED)[None, :]
+    mask = (head < num_heads) & (pair < HALF)
+    first_ptr = ptr + head * stride_head + pair
+    first = tl.load(first_ptr, mask=mask, other=0.0)
+    second = tl.load(first_ptr + HALF, mask=mask, other=0.0)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    tl.store(first_ptr, (a * cos - b * sin).to(first.dtype), mask=mask)
+    tl.store(first_ptr + HALF, (b * cos + a * sin).to(first.dtype), mask=mask)
+
+
+@triton.jit
+def _rotary_kernel(
+    positions_ptr, q_ptr, k_ptr, cos_sin_ptr, stride_qt, stride_qh, stride_kt, stride_kh, stride_cos_sin,
+    q_heads, k_heads, q_programs,
+    HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1)
+    angle = cos_sin_ptr + tl.load(positions_ptr + token) * stride_cos_sin + tl.arange(0, HALF_PADDED)[None, :]
+    mask = tl.arange(0, HALF_PADDED)[None, :] < HALF
+    cos = tl.load(angle, mask=mask, other=0.0)
+    sin = tl.load(angle + HALF, mask=mask, other=0.0)
+    if program < q_programs:
+        _rotate(q_ptr + token * stride_qt, stride_qh, program * HEADS, q_heads, cos, sin, HEADS, HALF, HALF_PADDED)
+    else:
+        first_head = (program - q_programs) * HEADS
+        _rotate(k_ptr + token * stride_kt, stride_kh, first_head, k_heads, cos, sin, HEADS, HALF, HALF_PADDED)
+
+
+def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor) -> None:
+    """Rotate the heads of T tokens; see `ops.rotary_embedding` for the contract."""
+    check_rotary(positions, q, k, cos_sin_cache)
+    half = cos_sin_cache.shape[1] // 2
+    half_padded = triton.next_power_of_2(half)
+    heads = min(triton.next_power_of_2(max(q.shape[1], k.shape[1])), max(1, TILE_ELEMENTS // half_padded))
+    q_programs, k_programs = triton.cdiv(q.shape[1], heads), triton.cdiv(k.shape[1], heads)
+    _rotary_kernel[(q.shape[0], q_programs + k_programs)](
+        positions, q, k, cos_sin_cache, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin_cache.stride(0),
+        q.shape[1], k.shape[1], q_programs, HEADS=heads, HALF=half, HALF_PADDED=half_padded, num_warps=4,
+    )  # fmt: skip

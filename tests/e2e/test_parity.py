@@ -1,0 +1,105 @@
+"""Greedy tokens of the whole engine against `transformers.generate`: 16 prompts, 64 tokens each, float32 on the CPU.
+
+`pytest --full-matrix` runs every combination at every number of ranks; without it tp > 1 covers each option once a model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from model_factory import EOS, VOCAB_SIZE, make_model
+
+from rayllm import LLM, SamplingParams
+
+KINDS = ("llama3_rope", "mistral", "qwen2", "qwen3", "opt")
+BUDGETS, CACHING, BLOCK_SIZES = (16, 2048), (True, False), (1, 8, 16)
+NUM_TOKENS = 64
+OPTIONS = list(itertools.product(BUDGETS, CACHING, BLOCK_SIZES))
+
+
+@dataclass
+class Case:
+    folder: str
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    torch.set_num_threads(1)
+    return {kind: make_case(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
+def make_case(folder: Path, kind: str) -> Case:
+    from transformers import AutoModelForCausalLM
+
+    make_model(folder, kind)
+    rng = random.Random(kind)
+    shared = [rng.randrange(EOS - 1) for _ in range(90)]
+    prompts = [[rng.randrange(EOS - 1) for _ in range(rng.randint(1, 200))] for _ in range(12)]
+    prompts += [shared[:n] + [n] for n in (40, 64, 80, 90)]  # something for the prefix cache
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None,
+            pad_token_id=VOCAB_SIZE - 1,
+        )  # fmt: skip
+        expected.append(out[0, len(prompt) :].tolist())
+    assert len({tuple(tokens) for tokens in expected}) > 12, "the reference says the same to every prompt"
+    return Case(str(folder), prompts, expected)
+
+
+def check(case: Case, **options: object) -> LLM:
+    """Generate with an engine of these options and compare; returns the engine, shut down, for its counters."""
+    options = {"device": "cpu", "skip_tokenizer_init": True, **options}
+    with LLM(case.folder, **options) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        outputs = llm.generate(case.prompts, params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == case.expected
+        llm._engine().check_integrity()
+        assert llm.stats().num_used_blocks == 0
+        stats = llm.stats()
+    return stats
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("budget", "caching", "block_size"), OPTIONS)
+def test_tp1(cases, kind, budget, caching, block_size):
+    check(
+        cases[kind], max_num_batched_tokens=budget, enable_prefix_caching=caching, block_size=block_size,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
+def test_a_pool_so_small_that_sequences_are_preempted_many_times(cases, kind, tp, ray_cluster):
+    stats = check(
+        cases[kind], tensor_parallel_size=tp, block_size=8, num_gpu_blocks_override=45, max_num_batched_tokens=128,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    assert stats.num_preemptions >= 10
+
+
+def options_at(tp: int, kind: str, full: bool) -> list[tuple[int, bool, int]]:
+    """All combinations, or for each model a few that together cover every value of every option."""
+    if full:
+        return OPTIONS
+    shift = KINDS.index(kind) + tp
+    return [OPTIONS[(5 * i + shift) % len(OPTIONS)] for i in range(1 if tp == 4 else 2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_over_ray(cases, kind, tp, ray_cluster, full_matrix):
+    for budget, caching, block_size in options_at(tp, kind, full_matrix):
+        check(
+            cases[kind], tensor_parallel_size=tp, max_num_batched_tokens=budget, enable_prefix_caching=caching,
+            block_size=block_size,
+        )  # fmt: skip

@@ -1,0 +1,101 @@
+"""bf16 on CUDA: the engine's log-probabilities against transformers', at tp=1 and, with four GPUs, tp=4 over Ray and NCCL.
+
+The yardstick is transformers in float32 on the tokens that the engine chose. The engine's error against it must not exceed that
+of transformers' own bf16 run by more than half, so the tolerance follows the model instead of being guessed.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from model_factory import EOS, make_model
+
+from rayllm import LLM, SamplingParams
+from rayllm.config import BUNDLED_MODEL
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+FOUR_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+
+KINDS = ("llama3_rope", "mistral", "qwen2", "qwen3", "opt")
+NUM_TOKENS = 64
+
+
+@dataclass
+class Case:
+    folder: str
+    prompts: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    return {kind: make_case(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
+def make_case(folder: Path, kind: str) -> Case:
+    size = {"hidden_size": 512} if kind == "opt" else {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}
+    make_model(folder, kind, dtype="bfloat16", **size)
+    rng = random.Random(kind)
+    return Case(str(folder), [[rng.randrange(EOS - 1) for _ in range(rng.randint(1, 200))] for _ in range(16)])
+
+
+def generate(case: Case, **options: object) -> list[tuple[list[int], list[float]]]:
+    """(token ids, their logprobs) of each prompt, greedy."""
+    with LLM(case.folder, device="cuda", dtype="bfloat16", skip_tokenizer_init=True, **options) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+        outputs = [output.outputs[0] for output in llm.generate(case.prompts, params, use_tqdm=False)]
+        llm._engine().check_integrity()
+    return [
+        (out.token_ids, [entry[token].logprob for entry, token in zip(out.logprobs, out.token_ids, strict=True)])
+        for out in outputs
+    ]
+
+
+def reference(case: Case, generated: list[list[int]], dtype: torch.dtype) -> torch.Tensor:
+    """transformers' logprobs of the generated tokens, [prompts, NUM_TOKENS]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=dtype).cuda().eval()
+    rows = []
+    with torch.inference_mode():
+        for prompt, tokens in zip(case.prompts, generated, strict=True):
+            logits = model(torch.tensor([prompt + tokens], device="cuda")).logits[0].float()
+            logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+            rows.append(logprobs.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0].cpu())
+    return torch.stack(rows)
+
+
+def check(case: Case, **options: object) -> None:
+    results = generate(case, **options)
+    tokens = [token_ids for token_ids, _ in results]
+    ours = torch.tensor([logprobs for _, logprobs in results])
+    exact = reference(case, tokens, torch.float32)
+    own_error = (reference(case, tokens, torch.bfloat16) - exact).abs().mean().item()
+    error = (ours - exact).abs().mean().item()
+    print(f"{Path(case.folder).name} {options}: mean |dlogprob| {error:.4f}, transformers bf16 {own_error:.4f}")
+    assert error < 1.5 * own_error + 1e-3
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tp1(cases, kind, enforce_eager):
+    check(cases[kind], enforce_eager=enforce_eager, gpu_memory_utilization=0.3)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
+def test_small_chunks_and_preemption(cases, kind):
+    check(cases[kind], max_num_batched_tokens=64, num_gpu_blocks_override=60, block_size=8)
+
+
+def test_bundled_model():
+    rng = random.Random(0)
+    check(Case(BUNDLED_MODEL, [[rng.randrange(4, 4000) for _ in range(rng.randint(1, 200))] for _ in range(16)]))
+
+
+@FOUR_GPUS
+@pytest.mark.parametrize("kind", KINDS)
+def test_tp4_over_ray(cases, kind):
+    check(cases[kind], tensor_parallel_size=4, gpu_memory_utilization=0.3)

@@ -1,0 +1,224 @@
+"""`SamplingTable`: which features a batch reports, what it hands to the device, and what outlives a row."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rayllm.sample.sampler import sample
+from rayllm.sample.sampling_table import SamplingTable
+from rayllm.sampling_params import SamplingParams
+from rayllm.types import SequenceData
+
+VOCAB = 100
+ALL_FEATURES = {
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "presence_penalty": 1.0,
+    "logit_bias": {3: 1.0},
+    "min_tokens": 4,
+    "logprobs": 2,
+}
+
+
+def entering(row, seed=0, num_prompt=3, num_tokens=None, **params):
+    num_tokens = num_prompt if num_tokens is None else num_tokens
+    return SequenceData(row, [1] * num_tokens, num_prompt, 0, [], SamplingParams(max_tokens=50, **params), seed)
+
+
+def table_of(*sequences, size=8):
+    table = SamplingTable(size, VOCAB, [2])
+    for sequence in sequences:
+        table.set(sequence)
+    table.check_integrity()
+    return table
+
+
+def batch_of(table, rows, positions, device="cpu"):
+    return table.batch(np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64), device)
+
+
+def features_of(batch):
+    return {
+        name for name in ("draw", "cut", "penalties", "bias", "bans", "logprobs") if getattr(batch, name) is not None
+    }
+
+
+def test_rows_that_were_never_set_are_greedy():
+    batch = batch_of(table_of(), [0, 5], [1, 1])
+    assert features_of(batch) == set()
+    assert batch.all_greedy
+    assert batch.simple
+    assert batch.packed.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"temperature": 0.0}, set()),
+        ({"temperature": 1e-6, "top_k": 5, "top_p": 0.5, "min_p": 0.5}, set()),
+        ({}, {"draw"}),
+        ({"top_k": 5}, {"draw", "cut"}),
+        ({"top_p": 0.5}, {"draw", "cut"}),
+        ({"min_p": 0.5}, {"draw", "cut"}),
+        ({"top_k": -1}, {"draw"}),
+        ({"top_k": VOCAB, "top_p": 1.0, "min_p": 0.0}, {"draw"}),
+        ({"temperature": 0.0, "repetition_penalty": 1.1}, {"penalties"}),
+        ({"temperature": 0.0, "presence_penalty": 0.1}, {"penalties"}),
+        ({"temperature": 0.0, "frequency_penalty": -0.1}, {"penalties"}),
+        ({"temperature": 0.0, "logit_bias": {3: 1.0}}, {"bias"}),
+        ({"temperature": 0.0, "logit_bias": {}}, set()),
+        ({"temperature": 0.0, "logit_bias": {VOCAB: 1.0}}, set()),
+        ({"temperature": 0.0, "min_tokens": 1}, {"bans"}),
+        ({"temperature": 0.0, "min_tokens": 1, "ignore_eos": True}, set()),
+        ({"temperature": 0.0, "min_tokens": 1, "ignore_eos": True, "stop_token_ids": [4]}, {"bans"}),
+        ({"temperature": 0.0, "stop_token_ids": [4]}, set()),
+        ({"temperature": 0.0, "logprobs": 0}, {"logprobs"}),
+        (ALL_FEATURES, {"draw", "cut", "penalties", "bias", "bans", "logprobs"}),
+    ],
+    ids=str,
+)
+def test_a_batch_has_the_features_that_its_rows_use(params, expected):
+    table = table_of(entering(1, **params), entering(2, **ALL_FEATURES))
+    assert features_of(batch_of(table, [1], [3])) == expected
+    assert features_of(batch_of(table, [1, 0], [3, 9])) == expected
+    assert features_of(batch_of(table, [2, 1], [3, 3])) == features_of(batch_of(table, [2], [3]))
+    assert batch_of(table, [1], [3]).all_greedy == ("draw" not in expected)
+
+
+def test_rows_are_gathered_in_the_order_of_the_batch():
+    table = table_of(
+        entering(0, seed=2**63 - 1, temperature=0.5),
+        entering(3, seed=5, temperature=2.0, top_k=7),
+        entering(4, seed=6, temperature=0.0, frequency_penalty=0.5, num_prompt=2, num_tokens=9),
+        entering(6, seed=7, top_p=0.25, logprobs=4, presence_penalty=-1.0, repetition_penalty=1.5),
+    )
+    batch = batch_of(table, [6, 4, 0, 3], [30, 9, 10, 2**31 - 1])
+    assert batch.num_rows == 4
+    assert batch.draw.seeds.tolist() == [7, 6, 2**63 - 1, 5]
+    assert batch.draw.positions.tolist() == [30, 9, 10, 2**31 - 1]
+    assert batch.draw.temperature.tolist() == [1.0, 1.0, 0.5, 2.0]
+    assert batch.draw.noise_scale.tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert batch.cut.rows.tolist() == [0, 3]
+    assert batch.cut.top_k.tolist() == [0, 7]
+    assert batch.cut.top_p.tolist() == [0.25, 1.0]
+    assert batch.penalties.rows.tolist() == [0, 1]
+    assert batch.penalties.table_rows.tolist() == [6, 4]
+    assert batch.penalties.num_prompt_tokens.tolist() == [3, 2]
+    assert batch.penalties.num_tokens.tolist() == [30, 9]
+    assert batch.penalties.max_num_tokens == 30
+    assert batch.penalties.repetition.tolist() == [1.5, 1.0]
+    assert batch.penalties.presence.tolist() == [-1.0, 0.0]
+    assert batch.penalties.frequency.tolist() == [0.0, 0.5]
+    assert batch.logprobs.rows.tolist() == batch.logprobs.host_rows == [0]
+    assert batch.logprobs.num_top == [4]
+
+
+def test_candidates_are_bounded_only_when_every_nucleus_is():
+    table = table_of(
+        entering(0, top_k=7),
+        entering(1, top_k=30, top_p=0.5),
+        entering(2, top_p=0.5),
+        entering(3, min_p=0.1),
+        entering(4),
+    )
+    for rows, num_candidates, any_top_p in (
+        ([3], 0, False),
+        ([3, 4], 0, False),
+        ([0, 3, 4], 7, False),
+        ([0, 1, 3], 30, True),
+        ([0, 2], VOCAB, True),
+    ):
+        cut = batch_of(table, rows, [5] * len(rows)).cut
+        assert (cut.num_candidates, cut.any_top_p) == (num_candidates, any_top_p), rows
+
+
+def test_bias_and_bans_are_listed_entry_by_entry():
+    table = table_of(
+        entering(1, logit_bias={9: 1.5, 4: -2.0}),
+        entering(2, min_tokens=2, stop_token_ids=[7, 2]),
+        entering(3, logit_bias={0: 3.0, VOCAB + 5: 1.0}, min_tokens=5),
+    )
+    batch = batch_of(table, [0, 3, 2, 1], [3, 7, 4, 3])
+    biases = zip(batch.bias.rows.tolist(), batch.bias.token_ids.tolist(), batch.bias.values.tolist(), strict=True)
+    assert sorted(biases) == [(1, 0, 3.0), (3, 4, -2.0), (3, 9, 1.5)]
+    assert sorted(zip(batch.bans.rows.tolist(), batch.bans.token_ids.tolist(), strict=True)) == [(1, 2), (2, 2), (2, 7)]
+    assert batch_of(table, [0, 3, 2, 1], [3, 8, 5, 3]).bans is None
+
+
+def test_output_tokens_count_from_the_prompt_not_from_the_entry():
+    """A resumed sequence enters with output: what it has already counts towards min_tokens."""
+    table = table_of(entering(0, num_prompt=3, num_tokens=6, min_tokens=4))
+    assert batch_of(table, [0], [6]).bans is not None
+    assert batch_of(table, [0], [7]).bans is None
+
+
+def test_setting_and_clearing_leave_nothing_behind():
+    table = table_of(entering(0, seed=5, temperature=0.5, **ALL_FEATURES))
+    table.clear(0)
+    table.check_integrity()
+    assert features_of(batch_of(table, [0], [3])) == set()
+    table.set(entering(0, seed=5, temperature=0.5, **ALL_FEATURES))
+    table.set(entering(0, seed=6, num_prompt=1))
+    table.check_integrity()
+    batch = batch_of(table, [0], [3])
+    assert features_of(batch) == {"draw"}
+    fresh = batch_of(table_of(entering(0, seed=6, num_prompt=1)), [0], [3])
+    assert torch.equal(batch.packed, fresh.packed)
+    table.set(entering(0, temperature=0.0, logprobs=1))
+    assert features_of(batch_of(table, [0], [3])) == {"logprobs"}
+
+
+def test_integrity_check_sees_a_column_out_of_step():
+    table = table_of(entering(0, top_k=5), entering(1))
+    table._top_k[1] = 3
+    with pytest.raises(AssertionError, match=r"top_k.*\[1\]"):
+        table.check_integrity()
+
+
+def test_a_simple_batch_feeds_another_through_its_buffer():
+    """What a captured graph needs: the tensors it reads are views of `packed`."""
+    table = table_of(*(entering(row, seed=row, temperature=0.5 * (row % 3)) for row in range(8)))
+    captured = batch_of(table, [0, 1, 2, 3], [3, 3, 3, 3])
+    following = batch_of(table, [7, 0, 5, 4], [8, 9, 10, 11])
+    assert captured.simple
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+    nothing = torch.zeros(8, 1, dtype=torch.int32)
+    before = sample(logits, captured, nothing).token_ids
+    expected = sample(logits, following, nothing).token_ids
+    assert not torch.equal(before, expected)
+    captured.packed.copy_(following.packed)
+    assert torch.equal(sample(logits, captured, nothing).token_ids, expected)
+
+
+class CountCopies(TorchDispatchMode):
+    """Counts tensors that are copied to another device or type."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_batch_is_one_copy_and_sampling_never_looks_at_values():
+    """On the meta device tensors have no values: an operation that waits for one, or whose shape depends on one, fails."""
+    table = table_of(
+        *(entering(row, seed=row, **ALL_FEATURES) for row in range(4)), entering(4), entering(5, top_p=0.5)
+    )
+    for rows in ([0, 1, 2, 3], [0, 1, 4, 5], [4, 4], [6, 6]):
+        with CountCopies() as copies:
+            batch = batch_of(table, rows, [5] * len(rows), "meta")
+        assert copies.count == 1
+        output = sample(
+            torch.zeros(len(rows), VOCAB, device="meta"), batch, torch.zeros(8, 20, dtype=torch.int32, device="meta")
+        )
+        assert output.token_ids.shape == (len(rows),)
+        assert output.token_ids.dtype == torch.int64
+        assert (output.logprobs is None) == (0 not in rows)
+        if output.logprobs is not None:
+            asking = len([row for row in rows if row < 4])
+            assert output.logprobs.top_ids.shape == output.logprobs.top_logprobs.shape == (asking, 2)
