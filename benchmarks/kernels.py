@@ -2,9 +2,9 @@
 
     PYTHONPATH=kernels python benchmarks/kernels.py [name ...]
 
-A floor is the time that the fewest bytes (or operations) would take at the rates an H200 was seen to reach; the ratio is
-floor over measured time, 1.00 the limit. Inputs are random and bf16; each call takes the next of several copies that
-together exceed the L2 cache; calls are replayed from a CUDA graph, so launch overhead is not in the figures.
+A floor is the time that the fewest bytes (or operations) would take at the rates an H200 was seen to reach; the ratio
+is floor over measured time, 1.00 the limit. Inputs are random and bf16; each call takes the next of several copies
+that together exceed the L2 cache; calls are replayed from a CUDA graph, so launch overhead is not in the figures.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def token_ops(tokens: int) -> Iterator[Case]:
     )
     pairs = [(hidden[i], hidden[i - 1]) for i in range(n)]
     yield Case(f"fused_add_rms_norm {tokens} x {HIDDEN}",
-               [lambda x=x, r=r: ops.fused_add_rms_norm(x, r, weight, 1e-5) for x, r in pairs], bytes=4 * row)  # fmt: skip
+               [lambda x=x, r=r: ops.fused_add_rms_norm(x, r, weight, 1e-5) for x, r in pairs],
+               bytes=4 * row)  # fmt: skip
 
     gate_up = normal(copies(tokens * INTERMEDIATE * 4), tokens, 2 * INTERMEDIATE)
     yield Case(f"silu_and_mul {tokens} x {INTERMEDIATE}", [lambda x=x: ops.silu_and_mul(x) for x in gate_up],
@@ -142,7 +143,8 @@ def token_ops(tokens: int) -> Iterator[Case]:
                [lambda q=q, k=k: ops.rotary_embedding(positions, q, k, cos_sin) for q, k, _ in split],
                bytes=2 * head_row * (HEADS + KV_HEADS) + cos_sin.nbytes)  # fmt: skip
     head_weight = normal(HEAD_DIM)
-    yield Case(f"rms_norm of heads {tokens} x {HEADS}", [lambda q=q: ops.rms_norm(q, head_weight, 1e-5) for q, _, _ in split],
+    yield Case(f"rms_norm of heads {tokens} x {HEADS}",
+               [lambda q=q: ops.rms_norm(q, head_weight, 1e-5) for q, _, _ in split],
                bytes=2 * head_row * HEADS)  # fmt: skip
     blocks = -(-tokens // BLOCK_SIZE)
     pool = normal(blocks, len(split), 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)

@@ -1,6 +1,6 @@
 """Tiny random checkpoints in the Hugging Face format, and a harness that steps a rayllm model over a paged cache.
 
-Loaded by path (see `tests/`'s conftest), so it imports nothing of its neighbours.
+Importable as `model_factory` from every test; it imports nothing of its neighbours.
 """
 
 from __future__ import annotations
@@ -116,13 +116,14 @@ class PagedRunner:
         The first `num_decodes` items have one token each. padding: dummy decodes after the last item, as a captured
         graph has them; only if all items are decodes.
         """
-        batch = self._batch(work, num_decodes, padding)
+        batch = self.batch(work, num_decodes, padding)
         with torch.inference_mode():
             logits = self.model.compute_logits(self.model(batch, self.caches))
         sizes = [len(tokens) for _, tokens in work]
         return list(logits[: sum(sizes)].split(sizes))
 
-    def _batch(self, work: list[tuple[str, list[int]]], num_decodes: int, padding: int) -> Any:
+    def batch(self, work: list[tuple[str, list[int]]], num_decodes: int, padding: int) -> Any:
+        """The ForwardBatch of a step, whose tokens count as computed from here on."""
         from rayllm.layers.batch import ForwardBatch
 
         ids, positions, slots, starts = [], [], [], [0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# exp2 is one instruction, exp is two: scores are kept in units of log2(e).
+# exp2 is one instruction, exp is two: the softmax runs in powers of two, its scores in units of log2(e).
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -17,13 +17,12 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 @triton.jit
-def cache_offsets(table_ptr, positions, valid, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr):
-    """Element offsets int64 [N] of the slots at `positions` [N], through one sequence's block table.
+def slot_offsets(block, positions, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr):
+    """Element offsets int64 [N] of the slots at `positions` [N], whose block ids are `block` [N].
 
-    Where `valid` [N] is false the table is not read. Offsets are 64-bit: a pool exceeds 2^31 elements.
+    64-bit, because a pool exceeds 2^31 elements.
     """
-    block = tl.load(table_ptr + positions // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-    return block * stride_block + (positions % BLOCK_SIZE) * stride_slot
+    return block.to(tl.int64) * stride_block + (positions % BLOCK_SIZE) * stride_slot
 
 
 @triton.jit
@@ -51,16 +50,26 @@ def tanh(x):
 
 @triton.jit
 def finish_scores(products, distance, slopes, scale, soft_cap, USE_SOFT_CAP: tl.constexpr, USE_ALIBI: tl.constexpr):
-    """Scores in units of log2(e) from dot products [M, N]: scale, then soft cap, then ALiBi.
+    """Scores from dot products [M, N], short of `score_unit`: scale, then soft cap, then ALiBi.
 
     `distance` is key minus query position, [1, N] or [M, N]; `slopes` fp32 [M].
     """
     if USE_SOFT_CAP:
-        scores = soft_cap * tanh(products * (scale / soft_cap))
-        if USE_ALIBI:
-            scores += slopes[:, None] * distance
-        return scores * LOG2E
+        products = soft_cap * tanh(products * (scale / soft_cap))
     elif USE_ALIBI:
-        return (products * scale + slopes[:, None] * distance) * LOG2E
+        products = products * scale
+    if USE_ALIBI:
+        products += slopes[:, None] * distance
+    return products
+
+
+@triton.jit
+def score_unit(scale, USE_SOFT_CAP: tl.constexpr, USE_ALIBI: tl.constexpr):
+    """What `finish_scores` leaves to multiply: applied in the exponent, where it costs no instruction of its own.
+
+    It is positive, so that the greatest score stays the greatest.
+    """
+    if USE_SOFT_CAP or USE_ALIBI:
+        return LOG2E * 1.0
     else:
-        return products * (scale * LOG2E)
+        return scale * LOG2E

@@ -67,7 +67,7 @@ def check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
 
 def check_paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
-    sliding_window: int | None, alibi_slopes: Tensor | None, soft_cap: float | None, out: Tensor | None,
+    scale: float, sliding_window: int | None, alibi_slopes: Tensor | None, soft_cap: float | None, out: Tensor | None,
 ) -> None:  # fmt: skip
     """What decode and prefill have in common; the batch size is taken from `seq_lens`."""
     check_cache(k_cache, v_cache)
@@ -90,6 +90,8 @@ def check_paged_attention(
     if block_tables.device != q.device:
         fail("block_tables", f"must be on {q.device}", block_tables.device)
     check_last_dim(block_tables, "block_tables")
+    if scale <= 0.0:
+        fail("scale", "must be positive", scale)
     if sliding_window is not None and sliding_window < 1:
         fail("sliding_window", "must be at least 1 or None", sliding_window)
     if soft_cap is not None and soft_cap <= 0.0:

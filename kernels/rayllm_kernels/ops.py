@@ -65,7 +65,7 @@ def paged_decode_attention(
 
     q: [B, Hq, D], last dimension contiguous. block_tables: [B, max_blocks] int32. seq_lens: [B] int32, context length
     with the new token, whose key and value are already cached; 0 marks a padding row, whose output is zero.
-    scale: factor of the scores. sliding_window: the query at p attends to keys in (p - window, p]; table entries wholly
+    scale: factor of the scores, positive. sliding_window: the query at p attends to keys in (p - window, p]; table entries wholly
     before that are not read. alibi_slopes: [Hq] fp32, adds slope * (key position - query position). soft_cap:
     s -> cap * tanh(s / cap), after the scale, before ALiBi and mask.
     num_splits: slices of each context that run in parallel; None chooses from shapes alone. max_seq_len: a bound on

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_common import cache_offsets, finish_scores, load_tile, padded_head_dim
+from .attention_common import finish_scores, load_tile, padded_head_dim, score_unit, slot_offsets
 from .checks import check_paged_attention, check_paged_decode
 
 MAX_SPLITS = 128
@@ -91,6 +91,7 @@ def _decode_kernel(
     q = tl.load(q_ptr + sequence * stride_qb + head[:, None] * stride_qh + dims[None, :], mask=q_mask, other=0.0)
     slopes = tl.load(slopes_ptr + head, mask=row_valid, other=0.0) if USE_ALIBI else 0.0
 
+    unit = score_unit(scale, USE_SOFT_CAP, USE_ALIBI)
     table_ptr = tables_ptr + sequence * stride_table
     head_offset = kv_head.to(tl.int64) * stride_kv_head
     total = tl.zeros([ROWS], tl.float32)
@@ -99,15 +100,17 @@ def _decode_kernel(
     for tile in range(low, high):
         key = tile * KEYS + tl.arange(0, KEYS)
         valid = (key < seq_len) & (key >= first_key)
-        offsets = head_offset + cache_offsets(table_ptr, key, valid, stride_block, stride_slot, BLOCK_SIZE)
+        # Entries past the end, or before the window, hold no valid block.
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=valid, other=0)
+        offsets = head_offset + slot_offsets(block, key, stride_block, stride_slot, BLOCK_SIZE)
         k = load_tile(k_ptr, offsets, valid, dims, HEAD_DIM, HEAD_DIM_PADDED, True)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         distance = (key - (seq_len - 1))[None, :]
         scores = finish_scores(products, distance, slopes, scale, soft_cap, USE_SOFT_CAP, USE_ALIBI)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         # Every tile holds a visible key, so the peak is finite from the first one on.
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_peak[:, None])
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * unit)
+        weights = tl.exp2(scores * unit - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(weights, 1)
         peak = new_peak
@@ -157,7 +160,7 @@ def paged_decode_attention(
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """One query per sequence against its paged context; see `ops.paged_decode_attention` for the contract."""
-    check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, sliding_window=sliding_window,
+    check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
                           alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out)  # fmt: skip
     batch, heads, head_dim = q.shape
     check_paged_decode(q, seq_lens, num_splits, max_seq_len)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_common import cache_offsets, finish_scores, load_tile, padded_head_dim
+from .attention_common import finish_scores, load_tile, padded_head_dim, score_unit, slot_offsets
 from .checks import check_paged_attention, check_paged_prefill
 
 
@@ -53,10 +53,16 @@ def _attend_keys(
     MASKED: tl.constexpr, USE_WINDOW: tl.constexpr, USE_SOFT_CAP: tl.constexpr, USE_ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Fold key tiles low..high into the running (acc, total, peak); without MASKED every row sees all their keys."""
+    unit = score_unit(scale, USE_SOFT_CAP, USE_ALIBI)
+    # Block ids are loaded one tile ahead: with the load in the same step as the keys', the compiler pipelines both and
+    # halves the depth that shared memory buys for the keys.
+    first = low * KEYS + tl.arange(0, KEYS)
+    block = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < seq_len, other=0)
     for tile in range(low, high):
         key = tile * KEYS + tl.arange(0, KEYS)
         valid = (key < seq_len) & (key >= first_key) if MASKED else key >= 0
-        offsets = head_offset + cache_offsets(table_ptr, key, valid, stride_block, stride_slot, BLOCK_SIZE)
+        offsets = head_offset + slot_offsets(block, key, stride_block, stride_slot, BLOCK_SIZE)
+        block = tl.load(table_ptr + (key + KEYS) // BLOCK_SIZE, mask=key + KEYS < seq_len, other=0)
         k = load_tile(k_ptr, offsets, valid, dims, HEAD_DIM, HEAD_DIM_PADDED, MASKED)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         distance = key[None, :] - q_pos[:, None]
@@ -66,10 +72,10 @@ def _attend_keys(
             if USE_WINDOW:
                 visible = visible & (distance > -window)
             scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * unit)
         # A row may see nothing yet: subtracting an infinite peak would turn its zeros into NaN.
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-        weights = tl.exp2(scores - shift[:, None])
+        weights = tl.exp2(scores * unit - shift[:, None])
         decay = tl.exp2(peak - shift)
         total = total * decay + tl.sum(weights, 1)
         peak = new_peak
@@ -152,7 +158,7 @@ def paged_prefill_attention(
     soft_cap: float | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """A chunk of queries per sequence against its paged context; see `ops.paged_prefill_attention` for the contract."""
-    check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, sliding_window=sliding_window,
+    check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
                           alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out)  # fmt: skip
     batch, (_, heads, head_dim) = seq_lens.shape[0], q.shape
     check_paged_prefill(q, seq_lens, query_start_loc, max_query_len)

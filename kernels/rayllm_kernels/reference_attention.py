@@ -69,7 +69,7 @@ def paged_decode_attention(
     Vectorised over the batch: keys are gathered padded to the longest sequence. `num_splits` and `max_seq_len` only
     steer the Triton kernel and are ignored.
     """
-    check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, sliding_window=sliding_window,
+    check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
                           alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out)  # fmt: skip
     check_paged_decode(q, seq_lens, num_splits, max_seq_len)
     longest = int(seq_lens.max()) if seq_lens.numel() else 0
@@ -104,7 +104,7 @@ def paged_prefill_attention(
 
     Loops over sequences and over chunks of `QUERY_CHUNK` queries, each against only the keys that it may see.
     """
-    check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, sliding_window=sliding_window,
+    check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
                           alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out)  # fmt: skip
     check_paged_prefill(q, seq_lens, query_start_loc, max_query_len)
     if out is None:

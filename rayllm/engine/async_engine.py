@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from rayllm.config import EngineConfig
 from rayllm.engine.client import EngineClient, InProcessClient
@@ -19,6 +19,10 @@ from rayllm.errors import EngineDeadError
 from rayllm.types import EngineInfo, EngineStats, GenerationRequest, RequestOutput, TokenDelta
 
 logger = logging.getLogger(__name__)
+
+
+class _Aborted(Exception):
+    """Ends a stream whose request was aborted by its id."""
 
 
 class _Stream:
@@ -106,8 +110,8 @@ class AsyncEngine:
         """Run a request: an iterator of what is new, the last output with finished=True.
 
         A consumer that is slower than the engine gets several steps in one output. Leaving the iterator (aclose, a
-        cancelled task) aborts the request. prompt_text goes into the outputs. An output with finish_reason "error" means
-        that the engine refused or failed on this request alone.
+        cancelled task) aborts the request. prompt_text goes into the outputs. An output with finish_reason "error"
+        means that the engine refused or failed on this request alone.
 
         Raises InvalidRequestError, at once when the engine has been started; EngineDeadError, also in mid-stream.
         """
@@ -120,7 +124,7 @@ class AsyncEngine:
         stream = self._streams.pop(request_id, None)
         self._processor.remove(request_id)
         if stream is not None:
-            stream.end(StopAsyncIteration())
+            stream.end(_Aborted())
             self._client.abort([request_id])
 
     async def stats(self) -> EngineStats:
@@ -146,7 +150,7 @@ class AsyncEngine:
             while not finished:
                 try:
                     output = await stream.next()
-                except StopAsyncIteration:
+                except _Aborted:
                     return
                 finished = output.finished
                 yield output
@@ -172,3 +176,25 @@ class AsyncEngine:
 
     def _on_dead(self, reason: str) -> None:
         self._call_in_loop(lambda: self._die(reason))
+
+    def _call_in_loop(self, function: Callable[[], None]) -> None:
+        assert self._loop is not None  # the client calls only after `start`
+        self._loop.call_soon_threadsafe(function)
+
+    def _take_inbox(self) -> None:
+        self._wake_pending = False  # before the inbox is emptied, so that nothing put in now is overlooked
+        while self._inbox:
+            outputs, aborts = self._processor.process(self._inbox.popleft())
+            for output in outputs:
+                self._streams[output.request_id].put(output)
+            if aborts and self._dead is None:
+                self._client.abort(aborts)
+
+    def _die(self, reason: str) -> None:
+        if self._dead is not None:
+            return
+        self._dead = reason
+        self._take_inbox()  # what the engine still said
+        for request_id, stream in self._streams.items():
+            self._processor.remove(request_id)
+            stream.end(EngineDeadError(reason))

@@ -1,7 +1,7 @@
 """How a front talks to an engine: `EngineClient`, within the process or over a socket, and the messages of the latter.
 
-Messages are msgspec structs in msgpack, one a frame; nothing that comes over the socket is ever unpickled. An engine sends
-one `Deltas` a step and front. Both sides send something at least every HEARTBEAT_S, so silence means trouble.
+Messages are msgspec structs in msgpack, one a frame; nothing that comes over the socket is ever unpickled. An engine
+sends one `Deltas` a step and front. Both sides send something at least every HEARTBEAT_S, so silence means trouble.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import zmq
@@ -100,9 +100,9 @@ EngineMessage = Welcome | Deltas | Stats | Pong | Dead
 class EngineClient(Protocol):
     """A front's connection to one engine.
 
-    `on_deltas` and `on_dead` may be called from any thread and must return at once. After `on_dead(reason)` all requests of
-    the front are over and new ones are refused; error deltas for live requests may follow it. Every request gets
-    finish reasons for all its completions, or is ended by on_dead, unless the front aborted it.
+    `on_deltas` and `on_dead` may be called from any thread and must return at once. After `on_dead(reason)` all
+    requests of the front are over and new ones are refused; error deltas for live requests may follow it. Every
+    request gets finish reasons for all its completions, or is ended by on_dead, unless the front aborted it.
     """
 
     async def start(self, on_deltas: OnDeltas, on_dead: OnDead) -> None:
@@ -187,8 +187,8 @@ class ZmqClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._info: EngineInfo | None = None
         self._dead: str | None = None
-        self._on_deltas: OnDeltas = lambda deltas: None
-        self._on_dead: OnDead = lambda reason: None
+        self._on_deltas: OnDeltas | None = None
+        self._on_dead: OnDead | None = None
         self._stats: dict[int, asyncio.Future[EngineStats]] = {}
         self._serials = itertools.count()
         self._last_heard = 0.0
@@ -260,7 +260,8 @@ class ZmqClient:
         """Send at once, or in order as soon as the socket takes it."""
         if self._socket is None:
             raise EngineDeadError("the engine's client is not connected")
-        self._socket.send(self._encode(message)).add_done_callback(_ignore_result)
+        sent = self._socket.send(self._encode(message))
+        asyncio.ensure_future(sent).add_done_callback(_ignore_result)
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         try:
@@ -274,7 +275,7 @@ class ZmqClient:
 
     def _handle(self, message: EngineMessage) -> None:
         match message:
-            case Deltas(deltas):
+            case Deltas(deltas) if self._on_deltas is not None:
                 self._on_deltas(deltas)
             case Stats(serial, stats):
                 future = self._stats.get(serial)
@@ -307,11 +308,11 @@ class ZmqClient:
         for future in self._stats.values():
             if not future.done():
                 future.set_exception(EngineDeadError(reason))
-        if tell:
+        if tell and self._on_dead is not None:
             logger.error("%s", reason)
             self._on_dead(reason)
 
 
-def _ignore_result(future: asyncio.Future[None]) -> None:
+def _ignore_result(future: asyncio.Future[Any]) -> None:
     with contextlib.suppress(asyncio.CancelledError, zmq.ZMQError):
         future.result()

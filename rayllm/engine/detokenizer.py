@@ -1,8 +1,8 @@
 """Text out of token ids as they come, and the search for stop strings in it.
 
-Nearly all models' tokens are bytes: their decoders map each token to bytes, whatever stands beside it (byte-level BPE, or
-sentencepiece pieces with byte fallback). Then an incremental UTF-8 decoder does the whole work: exact, and constant time
-a token. Other decoders (WordPiece, Metaspace) spell a token by its neighbours and are run over a small window.
+Nearly all models' tokens are bytes: their decoders map each token to bytes, whatever stands beside it (byte-level
+BPE, or sentencepiece pieces with byte fallback). Then an incremental UTF-8 decoder does the whole work: exact, and in
+constant time a token. Other decoders (WordPiece, Metaspace) spell a token by its neighbours and run over small windows.
 
 `tokenizers.decoders.DecodeStream` does the window for all models, but raises on byte-fallback models that put out a
 broken character, and on a run of broken characters takes time in the square of its length.
@@ -101,9 +101,10 @@ class ByteVocabulary(dict[int, bytes]):
 class IncrementalDetokenizer:
     """Text of one sequence's new tokens, piece by piece, never half a character.
 
-    The pieces and `flush()` together are what decoding prompt and output at once gives after the prompt's text (on byte-fallback
-    vocabularies a broken character may come out as fewer U+FFFD). decode: ids -> text. vocabulary: the tokens'
-    bytes, None if they have none. skipped_ids: ids without text. prompt_token_ids: what stands before.
+    The pieces and `flush()` together are what decoding prompt and output at once gives after the prompt's text (on
+    byte-fallback vocabularies a run of bytes with a broken character may come out with fewer U+FFFD).
+    decode: ids -> text. vocabulary: the tokens' bytes, None if they have none. skipped_ids: ids without text.
+    prompt_token_ids: what stands before.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """`EngineDriver`: the thread that runs the engine, and the fronts that send it requests.
 
 The engine thread alone touches the core. Fronts put adds and aborts into its inbox and get deltas back through
-`Front.deliver`, on the engine thread, once a step and front. `serve_zmq` adds a second thread that polls the socket: a step may take
-seconds (compilation, a huge prefill), and hellos, heartbeats and requests for figures must be answered meanwhile.
+`Front.deliver`, on the engine thread, once a step and front. `serve_zmq` adds a second thread that polls the socket: a
+step may take seconds (compilation, a huge prefill), and hellos, heartbeats and GetStats must be answered meanwhile.
 """
 
 from __future__ import annotations
@@ -328,8 +328,8 @@ class _ZmqServer:
     def __init__(self, driver: EngineDriver, path: str | None, heartbeat_s: float, silence_s: float):
         self._driver = driver
         self._heartbeat_s, self._silence_s = heartbeat_s, silence_s
-        self._folder = Path(tempfile.mkdtemp(prefix="rayllm-")) if path is None else None
-        self._path = Path(path) if self._folder is None else self._folder / "engine.sock"
+        self._folder = Path(tempfile.mkdtemp(prefix="rayllm-")) if path is None else None  # mkdtemp's are 0700
+        self._path = Path(path) if path is not None else Path(str(self._folder)) / "engine.sock"
         self.address = f"ipc://{self._path}"
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(wire.FrontMessage).decode
@@ -376,7 +376,7 @@ class _ZmqServer:
         next_beat = 0.0
         try:
             while not self._closing or self._outbox:
-                events = dict(poller.poll(max(0.0, next_beat - time.monotonic()) * 1000))
+                events = dict(poller.poll(max(0, round((next_beat - time.monotonic()) * 1000))))
                 if self._wake_out.fileno() in events:
                     self._wake_out.recv(4096)
                 self._receive()
@@ -473,7 +473,9 @@ class _ZmqServer:
 def _check_private(path: Path) -> None:
     """Raise ConfigError unless a socket at this path can be made and only this user can reach it."""
     if len(os.fsencode(path)) > _MAX_IPC_PATH:
-        raise ConfigError(f"the engine's socket path {path} is longer than {_MAX_IPC_PATH} bytes; set TMPDIR to a shorter one")
+        raise ConfigError(
+            f"the engine's socket path {path} has over {_MAX_IPC_PATH} bytes; set TMPDIR to a shorter one"
+        )
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.parent.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077:

@@ -206,7 +206,9 @@ class _Completion:
         self._params = params
         self._num_tokens = 0
         self._cumulative_logprob = 0.0
-        self._detokenizer = tokenizer and tokenizer.detokenizer(request.prompt_token_ids, params.skip_special_tokens)
+        self._detokenizer = (
+            None if tokenizer is None else tokenizer.detokenizer(request.prompt_token_ids, params.skip_special_tokens)
+        )
         self._stops = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
 
     def advance(self, delta: TokenDelta) -> CompletionOutput:
@@ -236,7 +238,7 @@ class _Completion:
             return "", count, None
         spoken = delta.token_ids
         if delta.finish_reason == "stop" and not self._params.include_stop_str_in_output:
-            spoken = spoken[:-1]  # end-of-sequence or a stop id: a token, but not text
+            spoken = spoken[:-1]  # end-of-sequence or a stop id: a token, but no text
         if self._stops is None:
             text = detokenizer.step(spoken)
             return (text + detokenizer.flush() if delta.finish_reason is not None else text), count, None

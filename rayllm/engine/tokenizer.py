@@ -1,7 +1,7 @@
 """The tokenizer of a model folder: text to ids, ids to text, conversations to prompts.
 
-It is read straight from tokenizer.json by the `tokenizers` library, which takes a tenth of the time and memory of importing
-transformers; that one is imported only for folders without a tokenizer.json.
+It is read straight from tokenizer.json by the `tokenizers` library, in a fraction of the time and memory that importing
+transformers takes; that one is imported only for folders without a tokenizer.json.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from rayllm.engine.chat_template import ChatTemplate
 from rayllm.engine.detokenizer import ByteVocabulary, IncrementalDetokenizer, byte_rule
@@ -140,6 +139,8 @@ class Tokenizer:
 def load_tokenizer(model_path: str | Path) -> Tokenizer:
     """Read the tokenizer of a model folder. Code in the folder is never run.
 
+    What is put around a text (BOS, EOS) is tokenizer.json's post-processor alone; like transformers this ignores
+    add_bos_token and add_eos_token in tokenizer_config.json beside it.
     Raises ModelError if there is none, or none that can be read.
     """
     folder = Path(model_path)
@@ -151,14 +152,13 @@ def load_tokenizer(model_path: str | Path) -> Tokenizer:
         raise ModelError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from None
     config = _read_json(folder / "tokenizer_config.json")
     named = config
-    if "added_tokens_decoder" not in config:  # written before transformers 4.34: the names may be in a file of their own
+    if "added_tokens_decoder" not in config:  # before transformers 4.34 the names were in a file of their own
         named = config | _read_json(folder / "special_tokens_map.json")
     special = {name: text for name in _NAMED_TOKENS if (text := _token_text(named.get(name))) is not None}
     try:
         _add_missing_tokens(backend, config, special, named)
-        _set_bos_eos(backend, config, special)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ModelError(f"{folder / 'tokenizer_config.json'} has tokens that cannot be read: {error}") from None
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ModelError(f"{folder / 'tokenizer_config.json'} has tokens that cannot be read: {error!r}") from None
     return Tokenizer(backend, special, _read_templates(folder, config))
 
 
@@ -221,7 +221,8 @@ def _add_missing_tokens(
     for _, fields in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
         wanted.append(_added_token(fields))
     extra = named.get("extra_special_tokens") or named.get("additional_special_tokens") or []
-    texts = [*special.values(), *(_token_text(entry) for entry in (extra if isinstance(extra, list) else extra.values()))]
+    extra = extra if isinstance(extra, list) else list(extra.values())
+    texts = [*special.values(), *(_token_text(entry) for entry in extra)]
     wanted += [tokenizers.AddedToken(text, special=True) for text in texts if text is not None]
     for token in wanted:
         if token.content not in known:
@@ -229,22 +230,9 @@ def _add_missing_tokens(
             backend.add_tokens([token])
 
 
-def _set_bos_eos(backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
-    """Where tokenizer_config.json says add_bos_token or add_eos_token, that overrules tokenizer.json."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    before = [special["bos_token"]] if config.get("add_bos_token") and "bos_token" in special else []
-    after = [special["eos_token"]] if config.get("add_eos_token") and "eos_token" in special else []
-    backend.post_processor = TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)],
-        special_tokens=[(token, backend.token_to_id(token)) for token in {*before, *after}],
-    )
-
-
 def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Chat templates by name. Files come before the key in tokenizer_config.json, as the newer way to keep them."""
-    templates = {path.stem: path for path in sorted((folder / "chat_templates").glob("*.jinja"))}
+    templates = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         templates["default"] = folder / "chat_template.jinja"
     if templates:

@@ -34,6 +34,8 @@ _MIN_TOKENS = 64
 _LOGPROBS = 128
 _CUT = _TOP_K | _TOP_P | _MIN_P
 
+_LEAST_REPETITION = 1e-30  # dividing by less could make infinities of logits
+
 _NO_IDS = np.empty(0, dtype=np.int64)
 _NO_VALUES = np.empty(0, dtype=np.float32)
 
@@ -71,11 +73,12 @@ class SamplingTable:
         self._seed[row] = data.seed
         self._num_prompt_tokens[row] = data.num_prompt_tokens
         features = 0 if params.greedy else self._set_draw(data)
-        if params.penalised:
+        self._repetition[row] = max(params.repetition_penalty, _LEAST_REPETITION)
+        self._presence[row] = params.presence_penalty
+        self._frequency[row] = params.frequency_penalty
+        # The columns are asked, not the parameters: what float32 rounds to neutral is neutral.
+        if self._repetition[row] != 1.0 or self._presence[row] != 0.0 or self._frequency[row] != 0.0:
             features |= _PENALTY
-            self._repetition[row] = params.repetition_penalty
-            self._presence[row] = params.presence_penalty
-            self._frequency[row] = params.frequency_penalty
         # Ids that the model does not have cannot be drawn: nothing to bias, nothing to ban.
         if bias := {i: v for i, v in (params.logit_bias or {}).items() if i < self._vocab_size}:
             features |= _BIAS
@@ -101,9 +104,9 @@ class SamplingTable:
         if 0 < params.top_k < self._vocab_size:
             features |= _TOP_K
             self._top_k[row] = params.top_k
-        if params.top_p < 1.0:
+        self._top_p[row] = params.top_p
+        if self._top_p[row] < 1.0:
             features |= _TOP_P
-            self._top_p[row] = params.top_p
         if params.min_p > 0.0:
             features |= _MIN_P
             self._log_min_p[row] = math.log(params.min_p)
@@ -218,7 +221,7 @@ class SamplingTable:
         greedy = self._features & _DRAWN == 0
         assert not np.any(greedy & (self._features & _CUT != 0)), "a greedy row is cut"
         assert np.all(self._temperature[greedy] == 1), "a greedy row has a temperature"
-        assert np.all((self._temperature > 0) & (self._top_p > 0) & (self._seed >= 0)), "a parameter is out of range"
+        assert np.all((self._temperature > 0) & (self._top_p >= 0) & (self._seed >= 0)), "a parameter is out of range"
         lengths = zip(self._bias_ids, self._bias_values, strict=True)
         assert all(len(ids) == len(values) for ids, values in lengths), "biases without ids"
 

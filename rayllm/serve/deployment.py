@@ -117,7 +117,9 @@ class EngineReplica:
 class ApiServer:
     """The HTTP front: validation, chat template, tokens, text, SSE. Follows the engine when it is restarted."""
 
-    async def __init__(self, engine: DeploymentHandle, model: str, model_name: str, skip_tokenizer_init: bool = False):
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, engine: DeploymentHandle, model: str, model_name: str, skip_tokenizer_init: bool = False
+    ) -> None:
         self._handle = engine
         self._model = model
         self._skip_tokenizer_init = skip_tokenizer_init
@@ -143,13 +145,16 @@ class ApiServer:
     def engine(self) -> Engine:
         if self._engine is None:
             raise EngineDeadError(self._why_not)
+        if self._engine.dead is not None:
+            raise EngineDeadError(self._engine.dead)
         return self._engine
 
     async def unhealthy_reason(self) -> str | None:
-        if self._engine is None:
-            return self._why_not
         try:
+            self.engine()
             return await asyncio.wait_for(self._handle.unhealthy_reason.remote(), CALL_TIMEOUT_S)
+        except EngineDeadError as error:
+            return str(error)
         except Exception as error:
             return f"the engine does not answer: {error or type(error).__name__}"
 
@@ -187,7 +192,7 @@ class ApiServer:
             await asyncio.sleep(WATCH_S)
             try:
                 endpoint = await asyncio.wait_for(self._handle.endpoint.remote(), CALL_TIMEOUT_S)
-                if endpoint != self._endpoint or self._engine is None:
+                if endpoint != self._endpoint or self._engine is None or self._engine.dead is not None:
                     await self._disconnect("the engine was restarted")
                     await self._connect(endpoint)
                 await self.all_metrics()
@@ -272,7 +277,8 @@ def build_app(args: dict[str, Any]) -> serve.Application:
 
     from rayllm.model_spec import check_parallel, load_model_spec
 
-    engine_options, server_options = {}, {}
+    engine_options: dict[str, Any] = {}
+    server_options: dict[str, Any] = {}
     for key, value in args.items():
         options, kind = (
             (server_options, ServerConfig) if key in ServerConfig.model_fields else (engine_options, EngineConfig)

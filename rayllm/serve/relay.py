@@ -26,8 +26,8 @@ class RelayClient:
         self._info: EngineInfo | None = None
         self._dead: str | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._on_deltas: OnDeltas = lambda deltas: None
-        self._on_dead: OnDead = lambda reason: None
+        self._on_deltas: OnDeltas = lambda _: None
+        self._on_dead: OnDead = lambda _: None
 
     async def start(self, on_deltas: OnDeltas, on_dead: OnDead) -> None:
         self._on_deltas, self._on_dead = on_deltas, on_dead

@@ -82,6 +82,7 @@ def attention_errors(case):
         ({"block_tables": case.block_tables.long()}, "block_tables"),
         ({"block_tables": case.block_tables[:1]}, "block_tables"),
         ({"seq_lens": case.seq_lens.long()}, "seq_lens"),
+        ({"scale": 0.0}, "scale"),
         ({"sliding_window": 0}, "sliding_window"),
         ({"soft_cap": -1.0}, "soft_cap"),
         ({"alibi_slopes": torch.ones(3, device=case.q.device)}, "alibi_slopes"),
@@ -90,7 +91,7 @@ def attention_errors(case):
     ]
 
 
-@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize("number", range(17))
 def test_attention_errors(paged_case, kernels, number):
     case = paged_case([20, 3])
     change, name = attention_errors(case)[number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -22,6 +23,8 @@ OPTIONS = [
 
 def naive(case, *, sliding_window=None, soft_cap=None, alibi_slopes=None):
     """One query, one head, one key at a time, straight from the definition."""
+    tensors = {name: value.cpu() for name, value in vars(case).items() if isinstance(value, torch.Tensor)}
+    case = dataclasses.replace(case, **tensors)
     result = torch.zeros(case.q.shape, dtype=torch.float64)
     _, kv_heads, block_size, _ = case.k_cache.shape
     group = case.q.shape[1] // kv_heads

@@ -167,5 +167,8 @@ dist.destroy_process_group()
 
 
 def test_collectives_over_gloo(tmp_path):
-    ranks = [subprocess.Popen([sys.executable, "-W", "error::FutureWarning", "-c", GLOO, str(rank), str(tmp_path / "store")]) for rank in (0, 1)]
+    ranks = [
+        subprocess.Popen([sys.executable, "-W", "error::FutureWarning", "-c", GLOO, str(rank), str(tmp_path / "store")])
+        for rank in (0, 1)
+    ]
     assert [process.wait(timeout=120) for process in ranks] == [0, 0]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+import model_factory as factory
 import pytest
 import torch
 
@@ -15,12 +14,6 @@ from rayllm.errors import ModelError
 from rayllm.model_spec import load_model_spec
 from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
-
-_location = importlib.util.spec_from_file_location("model_factory", Path(__file__).parents[1] / "model_factory.py")
-assert _location is not None
-assert _location.loader is not None
-factory = importlib.util.module_from_spec(_location)
-_location.loader.exec_module(factory)
 
 CPU = torch.device("cpu")
 

@@ -63,6 +63,8 @@ def test_rows_that_were_never_set_are_greedy():
         ({"top_p": 0.5}, {"draw", "cut"}),
         ({"min_p": 0.5}, {"draw", "cut"}),
         ({"top_k": -1}, {"draw"}),
+        ({"top_p": 1 - 1e-12, "repetition_penalty": 1 + 1e-12, "presence_penalty": 1e-60}, {"draw"}),
+        ({"top_p": 1e-60}, {"draw", "cut"}),
         ({"top_k": VOCAB, "top_p": 1.0, "min_p": 0.0}, {"draw"}),
         ({"temperature": 0.0, "repetition_penalty": 1.1}, {"penalties"}),
         ({"temperature": 0.0, "presence_penalty": 0.1}, {"penalties"}),
@@ -199,13 +201,13 @@ class CountCopies(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func is torch.ops.aten._to_copy.default
         return func(*args, **(kwargs or {}))
 
 
 def test_a_batch_is_one_copy_and_sampling_never_looks_at_values():
-    """On the meta device tensors have no values: an operation that waits for one, or whose shape depends on one, fails."""
+    """On the meta device tensors have no values: operations that wait for one, or whose shape depends on one, fail."""
     table = table_of(
         *(entering(row, seed=row, **ALL_FEATURES) for row in range(4)), entering(4), entering(5, top_p=0.5)
     )
