@@ -65,9 +65,9 @@ def paged_decode_attention(
 
     q: [B, Hq, D], last dimension contiguous. block_tables: [B, max_blocks] int32. seq_lens: [B] int32, context length
     with the new token, whose key and value are already cached; 0 marks a padding row, whose output is zero.
-    scale: factor of the scores, positive. sliding_window: the query at p attends to keys in (p - window, p]; table entries wholly
-    before that are not read. alibi_slopes: [Hq] fp32, adds slope * (key position - query position). soft_cap:
-    s -> cap * tanh(s / cap), after the scale, before ALiBi and mask.
+    scale: factor of the scores, positive. sliding_window: the query at p attends to keys in (p - window, p]; blocks
+    wholly before that are not read, and their table entries may hold anything. alibi_slopes: [Hq] fp32, adds
+    slope * (key position - query position). soft_cap: s -> cap * tanh(s / cap), after the scale, before ALiBi and mask.
     num_splits: slices of each context that run in parallel; None chooses from shapes alone. max_seq_len: a bound on
     seq_lens for that choice, where it is known to be below max_blocks * block_size. A bound too low costs speed only.
     """

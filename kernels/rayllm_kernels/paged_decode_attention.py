@@ -27,8 +27,9 @@ from .attention_common import finish_scores, load_tile, padded_head_dim, score_u
 from .checks import check_paged_attention, check_paged_decode
 
 MAX_SPLITS = 128
-MIN_SPLIT_KEYS = 256  # below this a split costs more in the merge than it wins
-PROGRAMS_PER_MULTIPROCESSOR = 4
+MIN_SPLIT_KEYS = 128  # below this a split costs more in the merge than it wins
+PROGRAMS_PER_MULTIPROCESSOR = 2  # what splitting aims at
+CROWDED_PROGRAMS_PER_MULTIPROCESSOR = 3
 MAX_HEAD_TILE = 64  # query heads of one KV head that one program takes
 
 
@@ -38,11 +39,16 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(head_dim_padded: int, itemsize: int) -> Tiles:
-    """Keys per tile, warps and pipeline stages, as measured on H200."""
+def choose_tiles(head_dim_padded: int, itemsize: int, crowded: bool) -> Tiles:
+    """Keys per tile, warps and pipeline stages, as measured on H200.
+
+    Where programs crowd a multiprocessor, they hide each other's loads; where few run, each needs a deeper pipeline.
+    """
     if itemsize == 4:  # no tensor cores in exact fp32: larger tiles spill registers
         return Tiles(32 if head_dim_padded <= 128 else 16, 4, 2)
-    return Tiles(64, 4, 3) if head_dim_padded <= 128 else Tiles(32, 4, 3)
+    if head_dim_padded > 128:
+        return Tiles(32, 4, 3)
+    return Tiles(64, 4, 3) if crowded else Tiles(64, 2, 5)
 
 
 @cache
@@ -175,7 +181,8 @@ def paged_decode_attention(
         num_splits = choose_num_splits(programs * batch, longest, _multiprocessors(q.device))
 
     head_dim_padded = padded_head_dim(head_dim)
-    tiles = choose_tiles(head_dim_padded, q.element_size())
+    crowd = CROWDED_PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(q.device)
+    tiles = choose_tiles(head_dim_padded, q.element_size(), programs * batch * num_splits >= crowd)
     partial, lse = out, out
     strides: tuple[int, ...] = (out.stride(0), out.stride(1), 0)
     if num_splits > 1:

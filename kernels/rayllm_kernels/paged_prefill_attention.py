@@ -36,13 +36,13 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(head_dim_padded: int, itemsize: int, rows: int) -> Tiles:
-    """Rows and keys per tile, warps and pipeline stages, for the rows that the longest chunk fills."""
+    """Rows and keys per tile, warps and pipeline stages, measured on H200, for the rows that the longest chunk fills."""
     rows = min(max(16, triton.next_power_of_2(max(rows, 1))), 128)
     if itemsize == 4:  # no tensor cores in exact fp32: larger tiles spill registers
         return Tiles(min(rows, 32), 32 if head_dim_padded <= 64 else 16, 4 if head_dim_padded <= 128 else 8, 2)
     if rows <= 64:
         return Tiles(rows, 64 if head_dim_padded <= 128 else 32, 4, 3)
-    return Tiles(rows, 128, 8, 3) if head_dim_padded <= 128 else Tiles(rows, 64, 8, 2)
+    return Tiles(rows, 64, 8, 4 if head_dim_padded <= 128 else 2)
 
 
 @triton.jit

@@ -12,6 +12,8 @@ rounded once, to q's dtype.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,13 +23,19 @@ from .checks import check_paged_attention, check_paged_decode, check_paged_prefi
 QUERY_CHUNK = 256
 
 
-def _gather(cache: Tensor, block_tables: Tensor) -> Tensor:
-    """[num_blocks, Hkv, block_size, D] through tables [B, blocks] -> a copy [B, Hkv, blocks * block_size, D]."""
-    batch, blocks = block_tables.shape
+def _gather(cache: Tensor, block_tables: Tensor, positions: Tensor) -> Tensor:
+    """The cache's rows at `positions` int64 [N, L] through tables [N, blocks] -> a copy [N, Hkv, L, D]."""
     _, kv_heads, block_size, head_dim = cache.shape
-    heads = torch.arange(kv_heads, device=cache.device)
-    # Indexing blocks and heads at once yields the head-major layout in the one copy that the gather makes anyway.
-    return cache[block_tables[:, None, :], heads[None, :, None]].view(batch, kv_heads, blocks * block_size, head_dim)
+    stride_block, stride_head, stride_slot, _ = cache.stride()
+    # One index_select over the rows of the whole pool: several times faster than indexing by block and head.
+    unit = math.gcd(stride_block, stride_head, stride_slot)
+    last = sum((size - 1) * stride for size, stride in zip(cache.shape[:3], cache.stride()[:3], strict=True))
+    rows = cache.as_strided((last // unit + 1, head_dim), (unit, 1))
+    block = block_tables.gather(1, positions // block_size).long()
+    row = block * (stride_block // unit) + positions % block_size * (stride_slot // unit)
+    heads = torch.arange(kv_heads, device=cache.device) * (stride_head // unit)
+    index = row[:, None] + heads[:, None]
+    return rows.index_select(0, index.flatten()).view(*index.shape, head_dim)
 
 
 def _attend(
@@ -72,25 +80,19 @@ def paged_decode_attention(
     check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
                           alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out)  # fmt: skip
     check_paged_decode(q, seq_lens, num_splits, max_seq_len)
-    longest = int(seq_lens.max()) if seq_lens.numel() else 0
-    if longest == 0:
-        return torch.zeros_like(q, memory_format=torch.contiguous_format) if out is None else out.zero_()
-    block_size = k_cache.shape[2]
-    blocks = -(-longest // block_size)
     lengths = seq_lens.long()[:, None]
-    k_pos = torch.arange(blocks * block_size, device=q.device)[None]
-    unused = k_pos >= lengths
-    # Cache slots past the end hold anything, NaN included; table entries past the end or before the window, too.
-    dead_blocks = unused[:, ::block_size]
-    if sliding_window is not None:
-        unused = unused | (k_pos < lengths - sliding_window)
-        dead_blocks = dead_blocks | (k_pos[:, block_size - 1 :: block_size] < lengths - sliding_window)
-    tables = block_tables[:, :blocks].masked_fill(dead_blocks, 0)
-    k, v = _gather(k_cache, tables), _gather(v_cache, tables)
-    v.masked_fill_(unused[:, None, :, None], 0.0)
+    first = torch.zeros_like(lengths) if sliding_window is None else (lengths - sliding_window).clamp_min_(0)
+    widest = int((lengths - first).max()) if seq_lens.numel() else 0
+    if widest == 0:
+        return torch.zeros_like(q, memory_format=torch.contiguous_format) if out is None else out.zero_()
+    k_pos = first + torch.arange(widest, device=q.device)
+    # Past its end a sequence repeats its last key, at weight zero: what unwritten slots hold (NaN, say) is never read.
+    used = torch.minimum(k_pos, (lengths - 1).clamp_min_(0))
+    tables = block_tables.masked_fill(lengths == 0, 0)
+    k, v = _gather(k_cache, tables, used), _gather(v_cache, tables, used)
     distance = (k_pos - (lengths - 1))[:, None]
-    result = _attend(q[:, None], k, v, distance, scale=scale, sliding_window=sliding_window,
-                     alibi_slopes=alibi_slopes, soft_cap=soft_cap)[:, 0]  # fmt: skip
+    result = _attend(q[:, None], k, v, distance, scale=scale, sliding_window=None, alibi_slopes=alibi_slopes,
+                     soft_cap=soft_cap)[:, 0]  # fmt: skip
     result = result.masked_fill_(seq_lens[:, None, None] == 0, 0.0)
     return result.to(q.dtype) if out is None else out.copy_(result)
 
@@ -109,25 +111,23 @@ def paged_prefill_attention(
     check_paged_prefill(q, seq_lens, query_start_loc, max_query_len)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    block_size = k_cache.shape[2]
     starts = query_start_loc.tolist()
     for sequence, seq_len in enumerate(seq_lens.tolist()):
-        first, last = starts[sequence], starts[sequence + 1]
-        if first == last:
+        begin, end = starts[sequence], starts[sequence + 1]
+        if begin == end:
             continue
-        shift = seq_len - last  # position of a query = its row in q + shift
+        shift = seq_len - end  # position of a query = its row in q + shift
         reach = seq_len if sliding_window is None else sliding_window
-        first_block = max(0, first + shift - reach + 1) // block_size
-        origin = first_block * block_size
-        table = block_tables[sequence : sequence + 1, first_block : -(-seq_len // block_size)]
-        k, v = _gather(k_cache, table), _gather(v_cache, table)
-        for begin in range(first, last, QUERY_CHUNK):
-            end = min(begin + QUERY_CHUNK, last)
-            low, high = max(0, begin + shift - reach + 1), end + shift
-            q_pos = torch.arange(begin + shift, high, device=q.device)
-            distance = torch.arange(low, high, device=q.device) - q_pos[:, None]
-            keys = slice(low - origin, high - origin)
-            out[begin:end] = _attend(q[None, begin:end], k[:, :, keys], v[:, :, keys], distance[None], scale=scale,
-                                     sliding_window=sliding_window, alibi_slopes=alibi_slopes,
-                                     soft_cap=soft_cap)[0]  # fmt: skip
+        origin = max(0, begin + shift - reach + 1)
+        k_pos = torch.arange(origin, seq_len, device=q.device)
+        table = block_tables[sequence : sequence + 1]
+        k, v = _gather(k_cache, table, k_pos[None]), _gather(v_cache, table, k_pos[None])
+        for first in range(begin, end, QUERY_CHUNK):
+            last = min(first + QUERY_CHUNK, end)
+            keys = slice(max(0, first + shift - reach + 1) - origin, last + shift - origin)
+            q_pos = torch.arange(first + shift, last + shift, device=q.device)
+            distance = k_pos[keys] - q_pos[:, None]
+            out[first:last] = _attend(q[None, first:last], k[:, :, keys], v[:, :, keys], distance[None], scale=scale,
+                                      sliding_window=sliding_window, alibi_slopes=alibi_slopes,
+                                      soft_cap=soft_cap)[0]  # fmt: skip
     return out

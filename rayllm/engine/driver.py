@@ -366,7 +366,7 @@ class _ZmqServer:
         self._thread.join()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it wakes up anyway
+        with contextlib.suppress(OSError):  # full: it wakes up anyway; closed: it has no fronts any more
             self._wake_in.send(b".")
 
     def _run(self) -> None:

@@ -21,7 +21,7 @@ from rayllm.sample.sampling_batch import CutRows, DrawRows, PenaltyRows, Samplin
 from rayllm.sample.top_k_top_p import cutoff
 from rayllm.types import TokenLogprobs
 
-_LARGEST = torch.finfo(torch.float32).max
+_LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def _draw(scores: torch.Tensor, draw: DrawRows, cut: CutRows | None) -> torch.Te
     """
     # Less the maximum before the division: a tiny temperature then sends logits to -inf, never to +inf. Subtracting
     # leaves nothing else at 0, so greedy rows keep their argmax. A row of only -inf has no maximum to subtract.
-    highest = scores.amax(dim=1, keepdim=True).clamp_(-_LARGEST, _LARGEST)
+    highest = scores.amax(dim=1, keepdim=True).clamp_(min=_LOWEST)
     scaled = (scores - highest).div_(draw.temperature[:, None])
     if cut is not None:
         cutoffs = cutoff(

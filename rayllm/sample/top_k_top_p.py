@@ -46,10 +46,10 @@ def cutoff(
     total = _weights(scaled, floor).sum(dim=1)
     target = (top_p.double() * total.double()).ceil_().long()
     reached = _weights(candidates, floor).cumsum(dim=1)
-    # Entries before the one that reaches p; if only ties beyond the candidates reach it, the floor is the cutoff.
+    # Entries before the one that reaches p. If only ties beyond the candidates reach it, the last candidate is one too.
     before = (reached < target[:, None]).sum(dim=1).clamp_(max=candidates.shape[1] - 1)
     nucleus = candidates.gather(1, before[:, None])[:, 0]
-    return torch.where(top_p < 1.0, torch.maximum(nucleus, floor), floor)
+    return torch.where(top_p < 1.0, nucleus, floor)
 
 
 def _highest(scaled: torch.Tensor, count: int) -> torch.Tensor:

@@ -46,10 +46,14 @@ _LOGGING = LoggingConfig(enable_access_log=False)
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where an engine listens. address: of its Unix socket, different for each start. node_id: the socket's node."""
+    """Where an engine listens. address: of its Unix socket, different for each start. node_id: the socket's node.
+
+    draining: it is about to stop, and fronts must not send it more.
+    """
 
     address: str
     node_id: str
+    draining: bool = False
 
 
 class EngineReplica:
@@ -101,17 +105,19 @@ class EngineReplica:
         async for deltas in RelayFront(self._driver).run(request):
             yield deltas
 
-    async def __del__(self) -> None:
-        """Serve calls this before it stops the replica."""
-        if hasattr(self, "_driver"):  # the constructor may have failed
-            deadline = asyncio.get_running_loop().time() + DRAIN_S
-            while self._busy() and asyncio.get_running_loop().time() < deadline:
-                await asyncio.sleep(0.05)
-            await asyncio.to_thread(self._driver.shutdown)
+    async def stop(self) -> None:
+        """Let running requests go on for DRAIN_S seconds at most, then end the engine and its workers."""
+        self._endpoint = msgspec.structs.replace(self._endpoint, draining=True)
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + DRAIN_S
+        while _busy(self._driver.stats()) and clock() < deadline:
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(self._driver.shutdown)
 
-    def _busy(self) -> bool:
-        stats = self._driver.stats()
-        return stats.num_running + stats.num_waiting + stats.num_swapped > 0
+    async def __del__(self) -> None:
+        """Serve calls this before it ends the replica."""
+        if hasattr(self, "_driver"):  # the constructor may have failed
+            await self.stop()
 
 
 class ApiServer:
@@ -143,8 +149,10 @@ class ApiServer:
         return create_app(self)
 
     def engine(self) -> Engine:
-        if self._engine is None:
+        if self._engine is None or self._endpoint is None:
             raise EngineDeadError(self._why_not)
+        if self._endpoint.draining:
+            raise EngineDeadError("the server is shutting down")
         if self._engine.dead is not None:
             raise EngineDeadError(self._engine.dead)
         return self._engine
@@ -180,6 +188,17 @@ class ApiServer:
         await engine.start()
         self._engine, self._endpoint = engine, endpoint
 
+    async def _follow(self, endpoint: Endpoint) -> None:
+        """Connect anew if the engine is another one, or the connection is broken."""
+        if self._endpoint is not None and endpoint.address == self._endpoint.address and self._alive():
+            self._endpoint = endpoint
+        elif not endpoint.draining:
+            await self._disconnect("the engine was restarted")
+            await self._connect(endpoint)
+
+    def _alive(self) -> bool:
+        return self._engine is not None and self._engine.dead is None
+
     async def _disconnect(self, reason: str) -> None:
         engine, self._engine = self._engine, None
         self._why_not = reason
@@ -192,9 +211,7 @@ class ApiServer:
             await asyncio.sleep(WATCH_S)
             try:
                 endpoint = await asyncio.wait_for(self._handle.endpoint.remote(), CALL_TIMEOUT_S)
-                if endpoint != self._endpoint or self._engine is None or self._engine.dead is not None:
-                    await self._disconnect("the engine was restarted")
-                    await self._connect(endpoint)
+                await self._follow(endpoint)
                 await self.all_metrics()
             except Exception as error:
                 logger.warning("the engine cannot be reached: %s", error or type(error).__name__)
@@ -293,6 +310,10 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         config = resolve_device(config, ray.cluster_resources().get("GPU", 0))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     return make_application(config, server)
+
+
+def _busy(stats: EngineStats) -> bool:
+    return stats.num_running + stats.num_waiting + stats.num_swapped > 0
 
 
 def _node_id() -> str:

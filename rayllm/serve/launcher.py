@@ -23,8 +23,11 @@ APP_NAME = "rayllm"
 STARTUP_TIMEOUT_S = 1800.0
 _POLL_S = 0.1
 _WATCH_S = 2.0
+_STOP_S = 20.0
 
 Report = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
 
 
 class Ready(NamedTuple):
@@ -101,7 +104,7 @@ class _Cluster:
     def __init__(self, engine: EngineConfig):
         self._engine = engine
         self._owned = False
-        self._deployed = False
+        self._deployed = self._running = False
         self._serve_was_running = False
 
     def join(self) -> None:
@@ -156,6 +159,7 @@ class _Cluster:
             app = _applications().get(APP_NAME)
             if app is not None:
                 if app.status == "RUNNING":
+                    self._running = True
                     return
                 messages = [app.message, *(deployment.message for deployment in app.deployments.values())]
                 for message in messages:
@@ -186,19 +190,20 @@ class _Cluster:
                 report(f"the server is {last}")
 
     def leave(self) -> None:
-        """Remove the application, and Serve and Ray too if they were started here."""
+        """Remove the application; stop Ray too if it was started here, and Serve if it was not there before."""
         import ray
         from ray import serve
 
         if not ray.is_initialized():
             return
         try:
-            if self._deployed and self._serve_was_running:
-                serve.delete(APP_NAME)
-            elif self._deployed:
-                serve.shutdown()
+            if self._owned and self._running:
+                # Ray's end takes everything else with it; the engine is told first, so that running requests may end.
+                serve.get_deployment_handle("EngineReplica", APP_NAME).stop.remote().result(timeout_s=_STOP_S)
+            elif not self._owned and self._deployed:
+                serve.delete(APP_NAME) if self._serve_was_running else serve.shutdown()
         except Exception as error:  # what follows must happen all the same
-            logging.getLogger(__name__).warning("stopping Ray Serve: %s", _last_line(str(error)))
+            logger.warning("stopping the server: %s", _last_line(str(error)))
         ray.shutdown()
 
 

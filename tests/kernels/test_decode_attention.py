@@ -89,6 +89,7 @@ def test_split_heuristic():
     from rayllm_kernels.paged_decode_attention import MAX_SPLITS, choose_num_splits
 
     assert choose_num_splits(8, 100, 132) == 1
+    assert choose_num_splits(8, 1024, 132) == 8
     assert choose_num_splits(8, 8192, 132) > 8
     assert choose_num_splits(8, 1 << 20, 132) <= MAX_SPLITS
     assert choose_num_splits(4096, 1 << 20, 132) == 1

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayllm.sample.noise import gumbel_noise
 from rayllm.sample.sampler import logprob_entries, sample
@@ -338,6 +339,17 @@ def test_biases_cannot_undo_bans():
     assert rig.tokens(logits) == [8]
 
 
+class NoNans(TorchDispatchMode):
+    """Fails at the first operation that yields a NaN."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                assert not tensor.isnan().any(), f"{func} yields NaN"
+        return result
+
+
 EXTREMES = [
     {"temperature": 1e-5},
     {"temperature": 1e-5, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
@@ -360,7 +372,8 @@ def test_extremes_yield_tokens_that_exist(scale):
     logits[:, 30:] = -INF
     logits[:, 4] = scale
     rig = Rig([plain(seed, output=[4, 4, 7], **params) for seed, params in enumerate(EXTREMES)], 50)
-    output = rig.sample(logits)
+    with NoNans():
+        output = rig.sample(logits)
     assert (logits.gather(1, output.token_ids[:, None]) > -INF).all()
     assert rig.tokens(logits, [0]) == [logits[0].argmax()] or scale < 1
     for entry in logprob_entries(output, rig.batch()):
@@ -378,7 +391,8 @@ def test_a_row_without_any_token_harms_no_other():
     logits = torch.zeros(2, 50)
     logits[0] = -INF
     sequences = [plain(3, top_k=5, top_p=0.5, min_p=0.1), plain(4, top_k=40, top_p=0.5)]
-    tokens = Rig(sequences, 50).tokens(logits)
+    with NoNans():
+        tokens = Rig(sequences, 50).tokens(logits)
     assert 0 <= tokens[0] < 50
     assert tokens[1:] == Rig(sequences, 50).tokens(logits, [1])
 

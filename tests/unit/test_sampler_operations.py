@@ -219,7 +219,7 @@ def test_logprobs_are_log_softmax():
 
 
 def test_top_tokens_of_equal_logits_come_in_order_of_id():
-    logits = torch.tensor([[0.0, 2.0, -0.0, 2.0, -5.0, -INF, -1.0, 2.0, -5.0]])
+    logits = torch.tensor([[-0.0, 2.0, 0.0, 2.0, -5.0, -INF, -1.0, 2.0, -5.0]])
     result = logprobs.gather(logits, torch.tensor([3]), 9)
     assert result.top_ids.tolist() == [[1, 3, 7, 0, 2, 6, 4, 8, 5]]
     assert result.ranks.tolist() == [1]

@@ -1,0 +1,89 @@
+"""`Executor`: what the engine needs of its workers, wherever they run. One implementation a placement of the ranks."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from rayllm.errors import ConfigError
+from rayllm.types import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_IN_FLIGHT = 2  # one plan computes while the next is scheduled; more would only add latency
+
+
+class WorkerLimits(NamedTuple):
+    """KV blocks every rank can hold: the minimum over the ranks. gpu: of the device pool, cpu: of the host pool."""
+
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+
+
+class Executor(ABC):
+    """Runs StepPlans on the workers of one engine. Life: start, then submit and collect in turn, then shutdown.
+
+    Called from one thread, but for `check_health`. phases: (name, seconds) of each phase of the start, in order.
+    max_in_flight: plans that may be submitted before the oldest one's result is collected.
+    """
+
+    max_in_flight = MAX_IN_FLIGHT
+
+    def __init__(self) -> None:
+        self.phases: list[tuple[str, float]] = []
+
+    @abstractmethod
+    def start(self) -> WorkerLimits:
+        """Start the workers, load the model, size and allocate the KV pools, warm up. Once.
+
+        Raises ConfigError or ModelError as a worker raised it, and StartupError for everything else; what had been
+        started by then is taken down again.
+        """
+
+    @abstractmethod
+    def submit(self, plan: StepPlan) -> None:
+        """Hand a plan to the workers. It may be changed afterwards.
+
+        Raises RuntimeError if max_in_flight plans wait for `collect` already, EngineDeadError if a worker failed.
+        """
+
+    @abstractmethod
+    def collect(self) -> StepResult:
+        """The result of the oldest plan not yet collected; blocks until it is there.
+
+        Raises RuntimeError if no plan is in flight, EngineDeadError if a worker failed.
+        """
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the workers cannot go on. From any thread, at any time; cheap."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop the workers and free all they hold, in bounded time. Idempotent, safe after any error."""
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Record how long the body took; a body that raises is not recorded."""
+        started = time.monotonic()
+        yield
+        self.phases.append((name, time.monotonic() - started))
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of a worker in this process: "auto" is cuda where a GPU is visible.
+
+    Raises ConfigError if cuda is asked for and there is none.
+    """
+    import torch
+
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError('device "cuda" needs a GPU that PyTorch can use; there is none (device "cpu" works)')
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,183 @@
+"""Ray for an executor: a cluster to run in, and a place for each rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+import rayllm
+from rayllm.errors import ConfigError, StartupError
+
+CPUS_PER_RANK = 0.1  # a rank's own thread mostly waits for its GPU; CPU engines share what cores there are
+PLACEMENT_SECONDS = 6.0  # for resources that exist but are taken; an engine that just stopped frees its own in less
+
+_PASSED_ON = ("RLLM_", "NCCL_", "TORCH_SYMM_MEM", "TORCH_NCCL_", "GLOO_", "TRITON_")
+_DEFAULTS = {
+    # Each actor sees its GPU as device 0; symmetric memory takes that for one GPU used twice.
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    # NVLink multicast needs a fabric manager that works; where it does not, the first use can hang all GPUs of a host.
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+logger = logging.getLogger(__name__)
+
+
+def connect_to_ray() -> bool:
+    """Make sure that this process is connected to Ray. Returns whether Ray was started for it, and is its to stop.
+
+    Takes, in this order: the connection there is (always so inside actors and tasks), the cluster of RAY_ADDRESS, the
+    one that `ray start` left running on this machine, a new one on this machine. Raises StartupError.
+    """
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS", "")
+    if "://" in address:
+        raise StartupError(f"RAY_ADDRESS {address} is a Ray Client address; the engine must run inside the cluster")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:
+        raise StartupError(f"Ray cannot be started or reached: {error}") from error
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    return bool(getattr(ray._private.worker._global_node, "head", False))
+
+
+def cluster_device(device: str, resources: Mapping[str, float]) -> Literal["cpu", "cuda"]:
+    """The device of the ranks: "auto" is cuda if the cluster has a GPU. Raises ConfigError if cuda is not there."""
+    has_gpu = resources.get("GPU", 0) >= 1
+    if device == "cuda" and not has_gpu:
+        raise ConfigError('device "cuda" needs GPUs; the Ray cluster has none (device "cpu" works)')
+    return "cuda" if has_gpu and device != "cpu" else "cpu"
+
+
+def check_capacity(num_ranks: int, bundle: Mapping[str, float], resources: Mapping[str, float]) -> None:
+    """Raise StartupError if the cluster, empty, could not hold `num_ranks` times the bundle."""
+    for name, amount in bundle.items():
+        if resources.get(name, 0) < round(num_ranks * amount, 4):
+            raise StartupError(f"{_needs(num_ranks, name, amount)}; the cluster has {resources.get(name, 0):g}")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A bundle for each rank. nodes: (Ray's node id, address) by rank. owned: the group is ours to remove."""
+
+    group: PlacementGroup
+    owned: bool
+    bundles: tuple[int, ...]
+    bundle_resources: tuple[Mapping[str, float], ...]
+    nodes: tuple[tuple[str, str], ...]
+
+    def one_node(self) -> bool:
+        """Whether all ranks are on this process's node."""
+        here = ray.get_runtime_context().get_node_id()
+        return all(node_id == here for node_id, _ in self.nodes)
+
+    def actor_options(self, rank: int) -> dict[str, Any]:
+        """Options of the actor of a rank: all of its bundle's GPU, no restart, the driver's environment."""
+        resources = self.bundle_resources[rank]
+        return {
+            "num_cpus": min(CPUS_PER_RANK, resources.get("CPU", 0)),
+            "num_gpus": min(1, resources.get("GPU", 0)),
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundles[rank]),
+            "runtime_env": {"env_vars": actor_environment()},
+        }
+
+    def release(self) -> None:
+        """Give the bundles back. Idempotent; leaves a group that was there before alone."""
+        if self.owned:
+            remove_placement_group(self.group)
+
+
+def reserve(num_ranks: int, device: str) -> Placement:
+    """A place for each rank: in the current actor's placement group if that was made for it, else in a new one.
+
+    Raises StartupError that names what is needed, what is there and what is free.
+    """
+    bundle: dict[str, float] = {"CPU": CPUS_PER_RANK, **({"GPU": 1} if device == "cuda" else {})}
+    group = get_current_placement_group()
+    if group is not None and _made_for(group, num_ranks, device):
+        # Bundle 0 is the current actor's own (a Serve replica's), the others are its workers'.
+        return _place(group, False, range(1, num_ranks + 1))
+    check_capacity(num_ranks, bundle, ray.cluster_resources())
+    group = placement_group([bundle] * num_ranks, strategy="PACK")
+    try:
+        if not group.wait(PLACEMENT_SECONDS):
+            raise StartupError(_what_is_taken(num_ranks, bundle))
+        return _place(group, True, range(num_ranks))
+    except BaseException:
+        remove_placement_group(group)
+        raise
+
+
+def actor_environment() -> dict[str, str]:
+    """Environment variables of the actors: what users set for this process, safe defaults, the way to our modules."""
+    passed = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    return {**_DEFAULTS, **passed, "PYTHONPATH": os.pathsep.join(_module_folders())}
+
+
+def _module_folders() -> list[str]:
+    """Folders on this process's module path that no interpreter has by itself: a source tree's, those of PYTHONPATH.
+
+    Not the package's own folder, which is there if a script in it was run: its types.py would hide the library's.
+    """
+    package = Path(rayllm.__file__).resolve().parent
+    installed = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
+    folders: dict[str, None] = {}
+    for entry in sys.path:
+        folder = Path(entry or os.curdir).resolve()
+        if folder.is_dir() and folder != package and not installed & {folder, *folder.parents}:
+            folders[str(folder)] = None
+    return list(folders)
+
+
+def _made_for(group: PlacementGroup, num_ranks: int, device: str) -> bool:
+    needs_gpu = device == "cuda"
+    workers = group.bundle_specs[1 : num_ranks + 1]
+    return len(workers) == num_ranks and all(not needs_gpu or spec.get("GPU", 0) >= 1 for spec in workers)
+
+
+def _place(group: PlacementGroup, owned: bool, bundles: range) -> Placement:
+    """Give ranks to bundles, those of one node one after the other, this process's node first."""
+    node_ids: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    here = ray.get_runtime_context().get_node_id()
+    order = sorted(bundles, key=lambda index: (node_ids[index] != here, node_ids[index], index))
+    specs = group.bundle_specs
+    return Placement(
+        group=group,
+        owned=owned,
+        bundles=tuple(order),
+        bundle_resources=tuple(specs[index] for index in order),
+        nodes=tuple((node_ids[index], addresses.get(node_ids[index], node_ids[index])) for index in order),
+    )
+
+
+def _what_is_taken(num_ranks: int, bundle: Mapping[str, float]) -> str:
+    total, free = ray.cluster_resources(), ray.available_resources()
+    for name, amount in bundle.items():
+        if free.get(name, 0) < round(num_ranks * amount, 4):
+            return f"{_needs(num_ranks, name, amount)}; {free.get(name, 0):g} of {total.get(name, 0):g} are free"
+    return f"tensor_parallel_size={num_ranks} needs {num_ranks} bundles {dict(bundle)}; no nodes have room for them"
+
+
+def _needs(num_ranks: int, name: str, amount: float) -> str:
+    needed = round(num_ranks * amount, 4)
+    return f"tensor_parallel_size={num_ranks} needs {needed:g} {name}{'' if needed == 1 else 's'}"

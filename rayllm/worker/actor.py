@@ -1,0 +1,276 @@
+"""`WorkerActor`: one tensor-parallel rank in a process of its own, and the process groups it shares with the driver.
+
+Ranks of the control group: the driver is 0, TP rank r is r + 1. Plans travel on the control group, results on a group
+of ranks 0 and 1, the model's collectives on the device group of ranks 1..tp, so no two threads ever share a group.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Optional, Protocol, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from rayllm.config import EngineConfig
+from rayllm.parallel.tp_group import TPGroup
+from rayllm.types import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from rayllm.model_spec import ModelSpec
+
+CONNECT_TIMEOUT = timedelta(seconds=60)
+FOREVER = timedelta(days=3650)  # an idle engine waits this long for its next plan
+
+
+Message = TypeVar("Message", StepPlan, StepResult)
+
+
+class AnyWorker(Protocol):
+    """What a rank runs: `rayllm.worker.worker.Worker`, or a stand-in. `collect` may run on another thread than `submit`."""
+
+    def load_model(self) -> None: ...
+    def determine_num_blocks(self) -> tuple[int, int]: ...
+    def init_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None: ...
+    def warm_up(self) -> None: ...
+    def submit(self, plan: StepPlan) -> None: ...
+    def collect(self) -> StepResult: ...
+    def close(self) -> None: ...
+
+
+WorkerFactory = Callable[[EngineConfig, "ModelSpec", TPGroup, torch.device], AnyWorker]
+
+
+def default_worker(config: EngineConfig, spec: ModelSpec, tp: TPGroup, device: torch.device) -> AnyWorker:
+    """The `WorkerFactory` of real engines."""
+    from rayllm.worker.worker import Worker
+
+    return Worker(config, spec, tp, device)
+
+
+class Rendezvous(msgspec.Struct, frozen=True):
+    """Where the driver and its workers meet: host and port of the driver's TCPStore, the number of TP ranks.
+
+    device_backend: of the device group, "nccl" or "gloo".
+    """
+
+    host: str
+    port: int
+    num_ranks: int
+    device_backend: str
+
+
+class Groups(NamedTuple):
+    """One process's groups; None where it is no member. The device group is None also for a single rank."""
+
+    control: dist.ProcessGroup
+    results: dist.ProcessGroup | None
+    device: dist.ProcessGroup | None
+
+
+def interface_variables(host: str) -> dict[str, str]:
+    """Environment variables that keep gloo and NCCL on the network of the rendezvous, seen from this node.
+
+    Gloo would resolve the hostname, which need not lead to an address of this machine, or to any. Empty if no network
+    interface here owns the address: then they choose.
+    """
+    import ray
+    import psutil  # type: ignore[import-untyped]  # isort: skip  # Ray brings it along
+
+    own = host if ipaddress.ip_address(host).is_loopback else ray.util.get_node_ip_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == own for address in addresses):
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return {}
+
+
+def join_groups(meeting: Rendezvous, rank: int, store: dist.TCPStore | None, idle_timeout: timedelta) -> Groups:
+    """Create this process's groups; returns when all processes have. The control group becomes the process's default.
+
+    rank: in the control group. store: the driver's own; workers connect to it. idle_timeout: how long one wait on the
+    control group may take from now on. Raises RuntimeError if another process does not come within CONNECT_TIMEOUT.
+    """
+    if store is None:
+        store = dist.TCPStore(
+            meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT
+        )
+    size = meeting.num_ranks + 1
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=CONNECT_TIMEOUT)
+    control = dist.group.WORLD
+    # All processes create all groups, members or not: names are counted, and have to be the same everywhere.
+    results = dist.new_group([0, 1], backend="gloo", timeout=CONNECT_TIMEOUT)
+    device = None
+    if meeting.num_ranks > 1:
+        device = dist.new_group(list(range(1, size)), backend=meeting.device_backend)
+    # Only connecting has a short limit: gloo drops a connection whose wait times out, and engines may idle for days.
+    _set_pg_timeout(idle_timeout, control)
+    if rank <= 1:
+        _set_pg_timeout(FOREVER, results)
+    return Groups(control, results if rank <= 1 else None, device if rank >= 1 else None)
+
+
+def send(group: dist.ProcessGroup, source: int, message: StepPlan | StepResult | None) -> None:
+    """Send a message to the other members; `source` is this process's rank in the control group.
+
+    Blocks until they have it. Raises RuntimeError if one of them is gone.
+    """
+    dist.broadcast_object_list([msgspec.msgpack.encode(message)], src=source, group=group)
+
+
+class Receiver(Generic[Message]):
+    """The other end of `send`, for messages of one type; None is the end of the stream."""
+
+    def __init__(self, group: dist.ProcessGroup, source: int, kind: type[Message]):
+        self._group, self._source = group, source
+        self._decoder = msgspec.msgpack.Decoder(Optional[kind])
+
+    def receive(self) -> Message | None:
+        """Wait for the next message. Raises RuntimeError if a member of the group is gone."""
+        packed: list[Any] = [None]
+        dist.broadcast_object_list(packed, src=self._source, group=self._group)
+        return self._decoder.decode(packed[0])
+
+
+class WorkerActor:
+    """One rank. Public methods are Ray calls of the driver, each returning when this rank is done with it.
+
+    All of the worker's methods but `collect` run on one thread of ours, since PyTorch keeps streams, gradient mode and
+    the like by thread, and Ray's own thread has to stay free to report an error of either thread at once.
+    """
+
+    def __init__(
+        self, rank: int, config: EngineConfig, spec: ModelSpec, device: str, worker_factory: WorkerFactory | None
+    ):
+        self._rank, self._config, self._spec = rank, config, spec
+        self._device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        self._worker_factory = worker_factory or default_worker
+        self._thread = _CallThread()
+        self._groups: Groups | None = None
+        self._worker: AnyWorker | None = None
+
+    def process_id(self) -> int:
+        """This process, once everything it needs is imported."""
+        return os.getpid()
+
+    def connect(self, meeting: Rendezvous) -> None:
+        """Join the groups, and try the device group out."""
+        for name, value in interface_variables(meeting.host).items():
+            os.environ.setdefault(name, value)
+        self._thread.call(self._connect, meeting)
+
+    def _connect(self, meeting: Rendezvous) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // meeting.num_ranks))
+        self._groups = join_groups(meeting, self._rank + 1, None, FOREVER)
+        if self._groups.device is not None:
+            # NCCL connects at the first collective: better here than in the middle of loading.
+            present = torch.ones(1, device=self._device)
+            dist.all_reduce(present, group=self._groups.device)
+            if present.item() != meeting.num_ranks:
+                raise RuntimeError(f"the first all-reduce summed {present.item():g} ranks of {meeting.num_ranks}")
+
+    def load_model(self) -> None:
+        self._thread.call(self._load_model)
+
+    def _load_model(self) -> None:
+        assert self._groups is not None
+        tp = TPGroup(self._rank, self._config.tensor_parallel_size, self._groups.device)
+        self._worker = self._worker_factory(self._config, self._spec, tp, self._device)
+        self._worker.load_model()
+
+    def determine_num_blocks(self) -> tuple[int, int]:
+        assert self._worker is not None
+        return self._thread.call(self._worker.determine_num_blocks)
+
+    def init_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        assert self._worker is not None
+        self._thread.call(self._worker.init_cache, num_gpu_blocks, num_cpu_blocks)
+
+    def warm_up(self) -> None:
+        assert self._worker is not None
+        self._thread.call(self._worker.warm_up)
+
+    def run(self) -> None:
+        """The step loop: returns when the driver said stop and all plans before that are done.
+
+        Raises what the worker raised, at once and without waiting for the other thread; RuntimeError if the driver or
+        another rank is gone. The driver then ends this process.
+        """
+        assert self._worker is not None and self._groups is not None
+        loops = _StepLoops(self._worker, self._groups)
+        threading.Thread(target=loops.collect_results, name="collect", daemon=True).start()
+        self._thread.start(loops.submit_plans)
+        for _ in range(2):
+            if (error := loops.ended.get()) is not None:
+                raise error
+        self._thread.call(self._worker.close)
+
+
+class _StepLoops:
+    """The two loops of a rank that serves. `ended` gets one entry a loop: None, or the exception that ended it."""
+
+    def __init__(self, worker: AnyWorker, groups: Groups):
+        self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._worker, self._groups = worker, groups
+        self._submitted: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each plan, False at the end
+
+    def submit_plans(self) -> None:
+        try:
+            plans = Receiver(self._groups.control, 0, StepPlan)
+            while (plan := plans.receive()) is not None:
+                self._worker.submit(plan)
+                self._submitted.put(True)
+            self._submitted.put(False)
+        except BaseException as error:
+            self.ended.put(error)
+        else:
+            self.ended.put(None)
+
+    def collect_results(self) -> None:
+        """Every rank collects, to keep its worker in step; the first one sends."""
+        try:
+            while self._submitted.get():
+                result = self._worker.collect()
+                if self._groups.results is not None:
+                    send(self._groups.results, 1, result)
+            if self._groups.results is not None:
+                send(self._groups.results, 1, None)
+        except BaseException as error:
+            self.ended.put(error)
+        else:
+            self.ended.put(None)
+
+
+class _CallThread:
+    """A daemon thread that runs calls one after the other. An executor's threads would be joined at exit, and hang."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="worker", daemon=True).start()
+
+    def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.put((function, args, future))
+        return future
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run it there, wait, return its result or raise its exception."""
+        return self.start(function, *args).result()
+
+    def _run(self) -> None:
+        while True:
+            function, args, future = self._calls.get()
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
