@@ -1,4 +1,4 @@
-"""rayllm: distributed LLM serving on Ray. `LLM` is imported on first use, so that servers and tools start without torch."""
+"""rayllm: distributed LLM serving on Ray. `LLM` is imported on first use, so that servers start without torch."""
 
 from __future__ import annotations
 

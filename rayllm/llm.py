@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -15,7 +15,7 @@ from rayllm.engine.outputs import OutputProcessor, accumulate
 from rayllm.engine.tokenizer import Tokenizer, load_tokenizer
 from rayllm.errors import InvalidRequestError
 from rayllm.sampling_params import SamplingParams
-from rayllm.types import EngineStats, GenerationRequest, RequestOutput
+from rayllm.types import EngineStats, GenerationRequest, RequestOutput, TokenDelta
 
 Prompt = str | list[int] | dict[str, list[int]]
 Message = dict[str, Any]
@@ -70,15 +70,16 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several: lists of {"role": ..., "content": ...}. Renders the model's chat template."""
+        """Answer a conversation, a list of {"role": ..., "content": ...}, or several, by the model's chat template."""
         if self.tokenizer is None:
-            raise InvalidRequestError("chat needs a tokenizer; the engine was made with skip_tokenizer_init", "messages")
+            raise InvalidRequestError(
+                "chat needs a tokenizer; the engine was made with skip_tokenizer_init", "messages"
+            )
         tokenizer = self.tokenizer
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        texts = [tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        texts = [tokenizer.apply_chat_template(conversation) for conversation in _conversations(messages)]
         params = _params_list(sampling_params, len(texts))
         # The template writes special tokens itself.
-        requests = [
+        requests: list[tuple[GenerationRequest, str | None]] = [
             (self._make(tokenizer.encode(text, add_special_tokens=False), p), text)
             for text, p in zip(texts, params, strict=True)
         ]
@@ -132,15 +133,18 @@ class LLM:
         """Run requests to their end. An exception, Ctrl-C included, aborts what is left of them."""
         core = self._engine()
         processor = OutputProcessor(self.tokenizer)
+        buffer = DeltaBuffer()
         totals: dict[str, RequestOutput | None] = {}
         try:
             for request, text in requests:
                 core.add(request)
                 totals[request.request_id] = None
                 processor.add(request, text)
+                if request.params.stop:
+                    buffer.pass_through(request.request_id)
             with tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar:
                 while core.has_work():
-                    outputs, to_abort = processor.process(core.step())
+                    outputs, to_abort = processor.process(buffer.merge(core.step()))
                     core.abort(to_abort)
                     for output in outputs:
                         totals[output.request_id] = accumulate(totals[output.request_id], output)
@@ -154,19 +158,71 @@ class LLM:
         return [total for total in totals.values() if total is not None]
 
 
+class DeltaBuffer:
+    """Holds back a completion's deltas until it ends, and then passes them on as one.
+
+    Nobody reads offline completions while they grow, and turning tokens into text once costs a fraction of doing it a
+    token at a time. Requests with stop strings are passed through: their text decides when they end.
+    """
+
+    def __init__(self) -> None:
+        self._through: set[str] = set()
+        self._held: dict[tuple[str, int], list[TokenDelta]] = {}
+
+    def pass_through(self, request_id: str) -> None:
+        """Do not hold back this request."""
+        self._through.add(request_id)
+
+    def merge(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        """Take a step's deltas; return those to process now."""
+        ready = []
+        for delta in deltas:
+            if delta.request_id in self._through:
+                ready.append(delta)
+                continue
+            held = self._held.setdefault((delta.request_id, delta.index), [])
+            held.append(delta)
+            if delta.finish_reason is not None:
+                del self._held[delta.request_id, delta.index]
+                ready.append(_join(held))
+        return ready
+
+
+def _join(deltas: list[TokenDelta]) -> TokenDelta:
+    """One completion's deltas, first to last, as one."""
+    first, last = deltas[0], deltas[-1]
+    return TokenDelta(
+        first.request_id,
+        first.index,
+        [token for delta in deltas for token in delta.token_ids],
+        None if first.logprobs is None else [entry for delta in deltas for entry in delta.logprobs or []],
+        last.finish_reason,
+        last.stop_reason,
+        first.num_cached_tokens,
+        first.prompt_logprobs,
+    )
+
+
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Tell one prompt (a string, a dict, a non-empty list of ids) from a list of prompts."""
     if isinstance(prompts, str | dict):
         return [prompts]
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
+        return [cast(list[int], items)]
     for item in items:
         if not isinstance(item, str | dict | list | tuple):
             raise InvalidRequestError(
                 f"a prompt is a string, a list of token ids or a dict of them, not {type(item).__name__}", "prompt"
             )
-    return items  # type: ignore[return-value]
+    return cast(list[Prompt], items)
+
+
+def _conversations(messages: list[Message] | list[list[Message]]) -> list[list[Message]]:
+    """Tell one conversation from a list of them."""
+    if messages and isinstance(messages[0], dict):
+        return [cast(list[Message], messages)]
+    return cast(list[list[Message]], messages)
 
 
 def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

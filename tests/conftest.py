@@ -7,14 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, as transformers does
 sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_addoption(parser):
-    parser.addoption("--full-matrix", action="store_true", help="every combination of the parity tests, in about an hour")
+    parser.addoption(
+        "--full-matrix", action="store_true", help="every combination of the parity tests, in about an hour"
+    )
 
 
 @pytest.fixture(scope="session")

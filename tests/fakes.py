@@ -1,4 +1,4 @@
-"""Stand-ins for the parts behind a border: a worker without a model whose KV pool checks every read, and a naive oracle."""
+"""A worker without a model, whose KV pool checks every read, and a naive oracle of what it must generate."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class FakeRow:
 class FakeWorker:
     """Executes plans against a pool that holds, per slot, the fingerprint of the prefix it was computed from.
 
-    Every read of a cached position is checked, so a block that is shared, freed, copied or overwritten wrongly is found at the step
-    that reads it. Writes go to blocks no other resident row may own at that position with another content.
+    Every read of a cached position is checked, so a block that is shared, freed, copied or overwritten wrongly is found
+    at the step that reads it.
     """
 
     num_blocks: int
@@ -61,9 +61,7 @@ class FakeWorker:
             del self.rows[row]
         for data in plan.new:
             assert data.row not in self.rows and 0 <= data.row < self.max_num_seqs, f"row {data.row} is taken"
-            self.rows[data.row] = FakeRow(
-                data, list(data.token_ids), list(data.block_table), data.num_computed_tokens
-            )
+            self.rows[data.row] = FakeRow(data, list(data.token_ids), list(data.block_table), data.num_computed_tokens)
         for row, first, ids in plan.block_updates:
             table = self.rows[row].table
             assert first <= len(table)

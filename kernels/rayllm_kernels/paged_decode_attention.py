@@ -63,6 +63,16 @@ def choose_num_splits(programs: int, max_seq_len: int, multiprocessors: int) -> 
 
 
 @triton.jit
+def _split_tiles(first_key, end_key, split, num_splits, KEYS: tl.constexpr):
+    """The key tiles low..high of one split; the last splits of a short context are empty."""
+    first_tile = first_key // KEYS
+    end_tile = tl.cdiv(end_key, KEYS)
+    tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
+    low = first_tile + split * tiles_per_split
+    return low, tl.minimum(low + tiles_per_split, end_tile)
+
+
+@triton.jit
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, seq_lens_ptr, slopes_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_block, stride_kv_head, stride_slot, stride_table,
@@ -78,11 +88,7 @@ def _decode_kernel(
 
     seq_len = tl.load(seq_lens_ptr + sequence)
     first_key = tl.maximum(seq_len - window, 0) if USE_WINDOW else 0
-    first_tile = first_key // KEYS
-    end_tile = tl.cdiv(seq_len, KEYS)
-    tiles_per_split = tl.cdiv(end_tile - first_tile, num_splits)
-    low = first_tile + split * tiles_per_split
-    high = tl.minimum(low + tiles_per_split, end_tile)
+    low, high = _split_tiles(first_key, seq_len, split, num_splits, KEYS)
 
     in_group = (tl.program_id(0) % head_tiles) * HEAD_TILE + tl.arange(0, ROWS)
     row_valid = (tl.arange(0, ROWS) < HEAD_TILE) & (in_group < GROUP)

@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(head_dim_padded: int, itemsize: int, rows: int) -> Tiles:
-    """Rows and keys per tile, warps and pipeline stages, measured on H200, for the rows that the longest chunk fills."""
+    """Rows and keys per tile, warps and pipeline stages, measured on H200, for the rows of the longest chunk."""
     rows = min(max(16, triton.next_power_of_2(max(rows, 1))), 128)
     if itemsize == 4:  # no tensor cores in exact fp32: larger tiles spill registers
         return Tiles(min(rows, 32), 32 if head_dim_padded <= 64 else 16, 4 if head_dim_padded <= 128 else 8, 2)
@@ -85,6 +85,24 @@ def _attend_keys(
 
 
 @triton.jit
+def _key_tiles(first_pos, last_pos, window, KEYS: tl.constexpr, USE_WINDOW: tl.constexpr):
+    """The first key that queries at first_pos..last_pos see, and their tiles: low, whole_low, whole_high, high.
+
+    Every query sees all of tiles whole_low..whole_high; low..whole_low and whole_high..high need masks.
+    """
+    # Whole tiles end at the first query's diagonal and begin where the last query's window does.
+    whole_high = (first_pos + 1) // KEYS
+    high = tl.cdiv(last_pos + 1, KEYS)
+    if USE_WINDOW:
+        first_key = tl.maximum(first_pos - window + 1, 0)
+        whole_low = tl.minimum(tl.cdiv(tl.maximum(last_pos - window + 1, 0), KEYS), whole_high)
+    else:
+        first_key = 0
+        whole_low = 0
+    return first_key, first_key // KEYS, whole_low, whole_high, high
+
+
+@triton.jit
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, seq_lens_ptr, starts_ptr, slopes_ptr, out_ptr,
     stride_qt, stride_qh, stride_block, stride_kv_head, stride_slot, stride_table, stride_ot, stride_oh,
@@ -120,12 +138,7 @@ def _prefill_kernel(
     q_pos = seq_len - query_len + query
     first_pos = seq_len - query_len + first_query
     last_pos = tl.minimum(first_pos + queries, seq_len) - 1
-    first_key = tl.maximum(first_pos - window + 1, 0) if USE_WINDOW else 0
-    low = first_key // KEYS
-    # Whole tiles end at first_pos, the first row's diagonal, and begin where the last row's window does.
-    whole_high = (first_pos + 1) // KEYS
-    whole_low = tl.minimum(tl.cdiv(tl.maximum(last_pos - window + 1, 0), KEYS), whole_high) if USE_WINDOW else 0
-    high = tl.cdiv(last_pos + 1, KEYS)
+    first_key, low, whole_low, whole_high, high = _key_tiles(first_pos, last_pos, window, KEYS, USE_WINDOW)
 
     table_ptr = tables_ptr + sequence.to(tl.int64) * stride_table
     head_offset = kv_head.to(tl.int64) * stride_kv_head

@@ -1,7 +1,7 @@
 """`BlockManager`: who holds which block of the device pool.
 
-A block is free (no holder) or held, with a count of holders. Free blocks wait in LRU order, and those that still hold cached
-content stay findable through the prefix cache until they are reused; empty ones are reused first. A block is
+A block is free (no holder) or held, with a count of holders. Free blocks wait in LRU order, and those that still hold
+cached content stay findable through the prefix cache until they are reused; empty ones are reused first. A block is
 written only by its single holder and only while it is not cached: `make_writable` copies it otherwise.
 """
 
@@ -60,7 +60,7 @@ class BlockManager:
             self._holders[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Give up one hold on each block. Later blocks of a table are reused before earlier ones, which more prompts share."""
+        """Give up one hold on each block. A table's later blocks are reused before its earlier, more shared ones."""
         for block in reversed(blocks):
             count = self._holders[block]
             if count <= 0:

@@ -1,8 +1,9 @@
 """`PrefixCache`: finds blocks that already hold the KV of a prompt's beginning.
 
-A full block is identified by a chained hash: sha256 over the parent block's hash and its token ids; the chain starts
-at a root made of a per-process secret and the tenant's salt, so that equal prompts of different tenants never meet and nobody can aim at
-a collision. The cache only maps hashes to blocks; who may reuse a block is the block manager's business.
+A full block is identified by a chained hash: sha256 over the parent block's hash and its token ids. The chain starts at
+a root made of a per-process secret and the tenant's salt, so that equal prompts of different tenants never meet and
+nobody can aim at a collision. The cache only maps hashes to blocks; who may reuse a block is the block manager's
+business.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from rayllm.core.sequence import Sequence
 
 
 class WaitingQueue:
-    """A priority queue by `Sequence.key` (unique, lower first). Push and pop are O(log n); remove is O(1) now and paid later."""
+    """A priority queue by `Sequence.key` (unique, lower first). Push and peek are O(log n), remove is O(1)."""
 
     def __init__(self) -> None:
         # The counter breaks ties with a sequence's own stale entry: it may be pushed again after a removal.

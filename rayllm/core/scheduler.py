@@ -1,13 +1,13 @@
 """`Scheduler`: decides, step by step, which sequences compute how many tokens in which blocks.
 
-One mixed batch a step under a token budget: decodes first, then prompts already being computed (in chunks), then forked
-siblings, then sequences that wait. A step's plan may be made while earlier ones still run: sequences advance when they are
-*scheduled*, and the ids of tokens sampled in flight are filled in by `update`. Freed blocks may be handed out at
-once, because workers execute plans in order.
+One mixed batch a step under a token budget: decodes first, then prompts already being computed (in chunks), then
+forked siblings, then sequences that wait. A step's plan may be made while earlier ones still run: sequences advance
+when they are *scheduled*, and the ids of tokens sampled in flight are filled in by `update`. Freed blocks may be handed
+out at once, because workers execute plans in order.
 
-All prompt blocks are allocated on admission, so only decoding sequences ever run out of blocks; then the last sequence in
-policy order is preempted (its blocks are freed, and it waits to be recomputed), until the first in order
-alone remains, which always fits. Hence every sequence finishes.
+All prompt blocks are allocated on admission, so only decoding sequences ever run out of blocks; then the last sequence
+in policy order is preempted (its blocks are freed, and it waits to be recomputed), until the first in order alone
+remains, which always fits. Hence every sequence finishes.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class Scheduler:
         return prefilling
 
     def _grow(self, seq: Sequence, draft: Draft) -> bool:
-        """Give a running sequence one more block, preempting from the end of the order. False if it had to go itself."""
+        """Give a sequence one more block, preempting from the end of the order. False if it had to go itself."""
         while not self.blocks.num_free:
             if self.forks:
                 self._send_back(self.forks.pop())

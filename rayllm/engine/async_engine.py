@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
+from typing import NamedTuple
 
 from rayllm.config import EngineConfig
 from rayllm.engine.client import EngineClient, InProcessClient
@@ -19,6 +20,12 @@ from rayllm.errors import EngineDeadError
 from rayllm.types import EngineInfo, EngineStats, GenerationRequest, RequestOutput, TokenDelta
 
 logger = logging.getLogger(__name__)
+
+
+class _Death(NamedTuple):
+    """In the inbox: the engine is dead."""
+
+    reason: str
 
 
 class _Aborted(Exception):
@@ -64,7 +71,7 @@ class AsyncEngine:
         self._tokenizer = tokenizer
         self._processor = OutputProcessor(tokenizer)
         self._streams: dict[str, _Stream] = {}
-        self._inbox: deque[list[TokenDelta]] = deque()  # filled by the client's thread
+        self._inbox: deque[list[TokenDelta] | _Death] = deque()  # in the engine's order, filled by the client's thread
         self._wake_pending = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._start_lock = asyncio.Lock()
@@ -168,33 +175,36 @@ class AsyncEngine:
         self._processor.check(request)
 
     def _on_deltas(self, deltas: list[TokenDelta]) -> None:
-        """From the client, on any thread: one wake-up of the loop, however many steps it is behind."""
-        self._inbox.append(deltas)
-        if not self._wake_pending:
-            self._wake_pending = True
-            self._call_in_loop(self._take_inbox)
+        self._post(deltas)
 
     def _on_dead(self, reason: str) -> None:
-        self._call_in_loop(lambda: self._die(reason))
+        self._post(_Death(reason))
 
-    def _call_in_loop(self, function: Callable[[], None]) -> None:
-        assert self._loop is not None  # the client calls only after `start`
-        self._loop.call_soon_threadsafe(function)
+    def _post(self, item: list[TokenDelta] | _Death) -> None:
+        """From the client, on any thread: one wake-up of the loop, however many steps it is behind."""
+        self._inbox.append(item)
+        if not self._wake_pending:
+            self._wake_pending = True
+            assert self._loop is not None  # the client calls only after `start`
+            self._loop.call_soon_threadsafe(self._take_inbox)
 
     def _take_inbox(self) -> None:
         self._wake_pending = False  # before the inbox is emptied, so that nothing put in now is overlooked
         while self._inbox:
-            outputs, aborts = self._processor.process(self._inbox.popleft())
-            for output in outputs:
-                self._streams[output.request_id].put(output)
-            if aborts and self._dead is None:
-                self._client.abort(aborts)
+            item = self._inbox.popleft()
+            if isinstance(item, _Death):
+                self._die(item.reason)
+            elif self._dead is None:  # after the death come only error deltas, for streams that have ended with it
+                outputs, aborts = self._processor.process(item)
+                for output in outputs:
+                    self._streams[output.request_id].put(output)
+                if aborts:
+                    self._client.abort(aborts)
 
     def _die(self, reason: str) -> None:
         if self._dead is not None:
             return
         self._dead = reason
-        self._take_inbox()  # what the engine still said
         for request_id, stream in self._streams.items():
             self._processor.remove(request_id)
             stream.end(EngineDeadError(reason))

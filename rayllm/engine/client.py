@@ -194,7 +194,7 @@ class ZmqClient:
         self._last_heard = 0.0
 
     async def start(self, on_deltas: OnDeltas, on_dead: OnDead) -> None:
-        self._on_deltas, self._on_dead = on_deltas, on_dead
+        self._on_deltas, self._on_dead, self._dead = on_deltas, on_dead, None
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 200  # ms, for Bye

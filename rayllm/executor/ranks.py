@@ -1,4 +1,4 @@
-"""`RankActors`: the actors of one engine, what they are asked in parallel, and which of them is to blame for a failure."""
+"""`RankActors`: the actors of one engine, asked in parallel, and which of them is to blame for a failure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
@@ -21,28 +20,30 @@ if TYPE_CHECKING:
     from rayllm.model_spec import ModelSpec
 
 _POLL_SECONDS = 0.05
-_OF_A_LOST_PEER = re.compile(r"gloo|NCCL|connection (closed|reset)|broken pipe", re.IGNORECASE)
+_LOST_PEER = re.compile(r"gloo|NCCL|connection (closed|reset)|broken pipe", re.IGNORECASE)
+
+_DIED, _RAISED, _LOST_A_PEER = range(3)
+# How long to look for a better explanation than the one at hand: Ray needs a moment to notice a process's end.
+_PATIENCE_SECONDS = {_DIED: 0.0, _RAISED: 0.5, _LOST_A_PEER: 3.0}
 
 
 class Failure(NamedTuple):
-    """Why a rank failed. blame: 0 if its process is gone, 1 if it raised, 2 if it raised only for want of a peer."""
+    """A rank that failed. Of several the smallest is the cause: a dead process, then one that raised by itself."""
 
     blame: int
     rank: int
     error: Exception
 
 
-# How long to look for a better explanation: a peer's death takes Ray a moment to notice, and gloo none.
-_PATIENCE_SECONDS = (0.0, 0.5, 3.0)
-
-
 class RankActors:
-    """Actors in order of rank. `call` is for the start-up, `run` and `find_failure` for the step loops after it."""
+    """Actors in order of rank. `call` is for the start-up; `run`, `failure` and `wait_stopped` for the step loops."""
 
-    def __init__(self, placement: Placement, config: EngineConfig, spec: ModelSpec, device: str, factory: WorkerFactory | None):
+    def __init__(
+        self, placement: Placement, config: EngineConfig, spec: ModelSpec, device: str, factory: WorkerFactory | None
+    ):
         self._nodes = placement.nodes
-        actor = ray.remote(WorkerActor)
-        self._actors = [
+        actor: Any = ray.remote(WorkerActor)
+        self._actors: list[Any] = [
             actor.options(**placement.actor_options(rank)).remote(rank, config, spec, device, factory)
             for rank in range(len(placement.nodes))
         ]
@@ -50,9 +51,116 @@ class RankActors:
         self._loops: list[ray.ObjectRef] = []
 
     def wait_until_up(self, seconds: float) -> None:
-        """Wait for the processes. Raises StartupError."""
+        """Wait until all processes have started and imported what they need. Raises StartupError."""
         self._pids = self.call("start", "process_id", seconds=seconds)
 
-    def begin(self, method: str, *args: Any) -> list[ray.ObjectRef]:
-        """Call a method of all ranks; `finish` waits for it."""
-        return [getattr(actor, method).remote(*args) for actor in self._actors]
+    def call(self, purpose: str, method: str, *args: Any, seconds: float) -> list[Any]:
+        """Call a method of all ranks; their results in order. purpose: for messages, a verb.
+
+        The first rank that fails ends the wait: ConfigError and its subclasses come as raised there, everything else
+        as StartupError that names rank and cause.
+        """
+        calls = [getattr(actor, method).remote(*args) for actor in self._actors]
+        deadline = time.monotonic() + seconds
+        while True:
+            done, pending = ray.wait(calls, num_returns=len(calls), timeout=_POLL_SECONDS)
+            failure = _first_cause(calls) if done else None
+            if failure is not None:
+                cause = getattr(failure.error, "cause", None)
+                if isinstance(cause, ConfigError):
+                    raise cause from failure.error
+                reason = f"{self._name(failure.rank)} failed to {purpose}: {_explain(failure.error)}"
+                raise StartupError(reason) from failure.error
+            if not pending:
+                return ray.get(calls)
+            if time.monotonic() > deadline:
+                late = self._name(calls.index(pending[0]))
+                raise StartupError(f"{late} did not {purpose} within {seconds:g} s")
+
+    def run(self) -> None:
+        """Start the step loops of all ranks."""
+        self._loops = [actor.run.remote() for actor in self._actors]
+
+    def failure(self, wait_seconds: float = 0.0) -> tuple[str, Exception] | None:
+        """Which rank's step loop failed, where and why, and Ray's error; None if none did. Cheap while none did.
+
+        wait_seconds: how long a failure may take to show, if it is known that there is one.
+        """
+        found = _first_cause(self._loops, wait_seconds)
+        if found is None:
+            return None
+        return f"{self._name(found.rank)} failed: {_explain(found.error)}", found.error
+
+    def wait_stopped(self, seconds: float) -> bool:
+        """Wait until all step loops have ended, in whatever way. False if they have not."""
+        _, pending = ray.wait(self._loops, num_returns=len(self._loops), timeout=seconds)
+        return not pending
+
+    def kill(self, seconds: float) -> None:
+        """End the processes, and wait for that as far as it can be seen from here: on this node."""
+        for actor in self._actors:
+            with contextlib.suppress(Exception):  # it may be dead already, and Ray too
+                ray.kill(actor)
+        here = ray.get_runtime_context().get_node_id()
+        left = [pid for pid, (node_id, _) in zip(self._pids, self._nodes, strict=False) if node_id == here]
+        deadline = time.monotonic() + seconds
+        while left and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            left = [pid for pid in left if _is_running(pid)]
+
+    def _name(self, rank: int) -> str:
+        return f"worker rank {rank} on node {self._nodes[rank][1]}"
+
+
+def _first_cause(calls: list[ray.ObjectRef], wait_seconds: float = 0.0) -> Failure | None:
+    """The failure that explains the others, among the calls of all ranks in order; None if none failed in time."""
+    started = time.monotonic()
+    seen: float | None = None
+    while True:
+        done, pending = ray.wait(calls, num_returns=len(calls), timeout=0)
+        failures = [failure for rank, call in enumerate(calls) if call in done and (failure := _failure(rank, call))]
+        now = time.monotonic()
+        if failures:
+            seen = seen or now
+            cause = min(failures)
+            if not pending or now - seen >= _PATIENCE_SECONDS[cause.blame]:
+                return cause
+        elif not pending or now - started >= wait_seconds:
+            return None
+        time.sleep(_POLL_SECONDS)
+
+
+def _failure(rank: int, finished: ray.ObjectRef) -> Failure | None:
+    try:
+        ray.get(finished)
+    except RayTaskError as error:
+        return Failure(_LOST_A_PEER if _LOST_PEER.search(_explain(error)) else _RAISED, rank, error)
+    except Exception as error:  # RayError: the process, its node or Ray itself is gone
+        return Failure(_DIED, rank, error)
+    return None
+
+
+def _explain(error: Exception) -> str:
+    """What a user can make use of, without Ray's own words and traceback."""
+    text = str(error).strip()
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, RayllmError):
+            return str(cause)
+        if isinstance(cause, Exception) and not isinstance(cause, RayError):
+            return f"{type(cause).__name__}: {cause}"
+        return text.splitlines()[-1]  # an exception that cannot be pickled comes as a traceback only
+    if "creation task" in text:
+        return text.splitlines()[-1]
+    detail = text.partition("Worker exit detail: ")[2].partition(" Some common causes")[0]
+    if not detail or "connection error" in detail:
+        detail = "it was killed, ran out of memory or crashed" if detail else text.splitlines()[0]
+    return f"its process died: {detail}"
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True

@@ -23,7 +23,7 @@ def apply(
 
     logits: [P, V] float32. history: [P, L] integer token ids, prompt then output; entries from num_tokens on are
     ignored, as are ids >= V. num_prompt_tokens, num_tokens: [P] integers. The penalties: [P] float32; 1, 0 and 0
-    change nothing. Memory: about 9 bytes per logit beside the result.
+    change nothing. Results beyond float32 are its largest number, never +inf. Memory: about 9 bytes per logit beside the result.
     """
     num_rows, vocab_size = logits.shape
     place = torch.arange(history.shape[1], device=logits.device)
@@ -42,4 +42,4 @@ def apply(
     result = torch.where(logits > 0, logits / factor, logits * factor)
     result -= frequency[:, None] * counts
     result -= presence[:, None] * (counts > 0)
-    return result
+    return result.clamp_(max=torch.finfo(torch.float32).max)

@@ -34,7 +34,7 @@ _MIN_TOKENS = 64
 _LOGPROBS = 128
 _CUT = _TOP_K | _TOP_P | _MIN_P
 
-_LEAST_REPETITION = 1e-30  # dividing by less could make infinities of logits
+_LEAST_REPETITION = 1e-30  # 1e-60 is 0 in float32, and a banned token's -inf * 0 is NaN
 
 _NO_IDS = np.empty(0, dtype=np.int64)
 _NO_VALUES = np.empty(0, dtype=np.float32)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Optional, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -35,7 +35,7 @@ Message = TypeVar("Message", StepPlan, StepResult)
 
 
 class AnyWorker(Protocol):
-    """What a rank runs: `rayllm.worker.worker.Worker`, or a stand-in. `collect` may run on another thread than `submit`."""
+    """What a rank runs: `rayllm.worker.worker.Worker`, or a stand-in. `collect` runs on a thread of its own."""
 
     def load_model(self) -> None: ...
     def determine_num_blocks(self) -> tuple[int, int]: ...
@@ -114,15 +114,21 @@ def join_groups(meeting: Rendezvous, rank: int, store: dist.TCPStore | None, idl
     _set_pg_timeout(idle_timeout, control)
     if rank <= 1:
         _set_pg_timeout(FOREVER, results)
+    assert control is not None
     return Groups(control, results if rank <= 1 else None, device if rank >= 1 else None)
 
 
-def send(group: dist.ProcessGroup, source: int, message: StepPlan | StepResult | None) -> None:
-    """Send a message to the other members; `source` is this process's rank in the control group.
+def pack(message: StepPlan | StepResult | None) -> bytes:
+    """A message as `send` takes it; None is the end of the stream."""
+    return msgspec.msgpack.encode(message)
 
-    Blocks until they have it. Raises RuntimeError if one of them is gone.
+
+def send(group: dist.ProcessGroup, source: int, packed: bytes) -> None:
+    """Send a packed message to the other members; `source` is this process's rank in the control group.
+
+    Blocks until they take it. Raises RuntimeError if one of them is gone.
     """
-    dist.broadcast_object_list([msgspec.msgpack.encode(message)], src=source, group=group)
+    dist.broadcast_object_list([packed], src=source, group=group)
 
 
 class Receiver(Generic[Message]):
@@ -130,7 +136,7 @@ class Receiver(Generic[Message]):
 
     def __init__(self, group: dist.ProcessGroup, source: int, kind: type[Message]):
         self._group, self._source = group, source
-        self._decoder = msgspec.msgpack.Decoder(Optional[kind])
+        self._decoder = msgspec.msgpack.Decoder(kind | None)
 
     def receive(self) -> Message | None:
         """Wait for the next message. Raises RuntimeError if a member of the group is gone."""
@@ -206,7 +212,8 @@ class WorkerActor:
         Raises what the worker raised, at once and without waiting for the other thread; RuntimeError if the driver or
         another rank is gone. The driver then ends this process.
         """
-        assert self._worker is not None and self._groups is not None
+        assert self._worker is not None
+        assert self._groups is not None
         loops = _StepLoops(self._worker, self._groups)
         threading.Thread(target=loops.collect_results, name="collect", daemon=True).start()
         self._thread.start(loops.submit_plans)
@@ -242,9 +249,9 @@ class _StepLoops:
             while self._submitted.get():
                 result = self._worker.collect()
                 if self._groups.results is not None:
-                    send(self._groups.results, 1, result)
+                    send(self._groups.results, 1, pack(result))
             if self._groups.results is not None:
-                send(self._groups.results, 1, None)
+                send(self._groups.results, 1, pack(None))
         except BaseException as error:
             self.ended.put(error)
         else:

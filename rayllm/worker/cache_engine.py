@@ -12,9 +12,7 @@ from rayllm.layers.attention import KVCache
 from rayllm_kernels import ops
 
 
-def block_bytes(
-    num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
-) -> int:
+def block_bytes(num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes of one block of one rank, all layers."""
     return num_layers * 2 * num_kv_heads * block_size * head_dim * dtype.itemsize
 

@@ -1,7 +1,7 @@
 """`DecodeGraphs`: CUDA graphs of whole decode forward passes, one a batch size, from input gather to logits.
 
-A batch is padded to the next captured size. A padding row has sequence length 0 and slot -1, so it attends to nothing and writes
-nothing; its logits are cut off. Graphs share one memory pool, being captured largest first.
+A batch is padded to the next captured size. A padding row has sequence length 0 and slot -1, so it attends to nothing
+and writes nothing; its logits are cut off. Graphs share one memory pool, being captured largest first.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ class PersistentBatch:
     """What a worker knows of each row. Host arrays, and the tokens themselves on the device.
 
     num_tokens, num_computed, num_prompt: [max_num_seqs] int64. num_tokens counts sampled tokens whose ids only the
-    device knows yet. block_table: [max_num_seqs, max blocks] int32. token_table: [max_num_seqs, max_model_len] int32 on the
-    device, so that a sampled token is the next step's input without passing through the host.
+    device knows yet. block_table: [max_num_seqs, max blocks] int32. token_table: [max_num_seqs, max_model_len] int32 on
+    the device, so that a sampled token is the next step's input without passing through the host.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device):
@@ -35,10 +35,16 @@ class PersistentBatch:
             self.num_computed[row] = data.num_computed_tokens
             self.num_prompt[row] = data.num_prompt_tokens
             self.block_table[row, : len(data.block_table)] = data.block_table
-            ids = torch.tensor(data.token_ids, dtype=torch.int32)
-            self.token_table[row, :length] = ids.to(self.token_table.device)
+            tokens = torch.tensor(data.token_ids, dtype=torch.int32)
+            self.token_table[row, :length] = tokens.to(self.token_table.device)
         for row, first, ids in plan.block_updates:
             self.block_table[row, first : first + len(ids)] = ids
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every row's counts are possible."""
+        assert (self.num_computed <= self.num_tokens).all(), "a row has computed tokens that it does not have"
+        assert (self.num_prompt <= self.num_tokens).all(), "a row has lost prompt tokens"
+        assert (self.num_tokens <= self.token_table.shape[1]).all(), "a row is longer than max_model_len"
 
     def advance(self, inputs: StepInputs) -> None:
         """Count what the step computes and samples."""

@@ -97,17 +97,15 @@ class ModelRunner:
         entries = self._prompt_entries(inputs, hidden) if self._prompt_logprobs_of else []
         return self._model.compute_logits(hidden[batch.logit_rows]), entries
 
-    def _prompt_entries(
-        self, inputs: StepInputs, hidden: torch.Tensor
-    ) -> list[tuple[int, int, list[TokenLogprobs]]]:
+    def _prompt_entries(self, inputs: StepInputs, hidden: torch.Tensor) -> list[tuple[int, int, list[TokenLogprobs]]]:
         """Logprobs of the prompt tokens that follow the computed ones. hidden: [T, hidden_size] of the whole step."""
         entries = []
         first_token = 0
-        for row, count, start in zip(
-            inputs.rows.tolist(), inputs.counts.tolist(), inputs.starts.tolist(), strict=True
-        ):
+        for row, count, start in zip(inputs.rows.tolist(), inputs.counts.tolist(), inputs.starts.tolist(), strict=True):
             num_top = self._prompt_logprobs_of.get(row)
-            stop = min(start + count, int(self._state.num_prompt[row]) - 1)  # the last prompt token predicts no prompt token
+            stop = min(
+                start + count, int(self._state.num_prompt[row]) - 1
+            )  # the last prompt token predicts no prompt token
             if num_top is not None:
                 for begin in range(start, stop, PROMPT_LOGITS_ROWS):
                     end = min(begin + PROMPT_LOGITS_ROWS, stop)

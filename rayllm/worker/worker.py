@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """The model's dtype: as configured; "auto" is float32 on CPUs, on GPUs the checkpoint's, bfloat16 for float32 ones."""
-    name = config.dtype
+    """The model's dtype; "auto" is float32 on CPUs, on GPUs the checkpoint's, and bfloat16 for float32 ones."""
+    name: str = config.dtype
     if name == "auto":
         name = "float32" if device.type == "cpu" else "bfloat16" if spec.dtype == "float32" else spec.dtype
     return getattr(torch, name)
@@ -59,7 +59,7 @@ class Worker:
         self._model = load_model(self._spec, self._config, self._tp, self._device, self._dtype)
 
     def determine_num_blocks(self) -> tuple[int, int]:
-        """Blocks that fit on the device and in swap_space. On CUDA this runs the largest batch once to see its memory."""
+        """Blocks that fit on the device and in swap_space. On CUDA the largest batch runs once to see its memory."""
         num_cpu_blocks = int(self._config.swap_space * GIB) // self._block_bytes
         if self._config.num_gpu_blocks_override is not None:
             return self._config.num_gpu_blocks_override, num_cpu_blocks
@@ -75,9 +75,7 @@ class Worker:
             num_kv_heads=self._model.num_kv_heads_per_rank, block_size=self._config.block_size,
             head_dim=self._model.head_dim, dtype=self._dtype, device=self._device,
         )  # fmt: skip
-        state = PersistentBatch(
-            self._config.max_num_seqs, self._max_model_len, self._config.block_size, self._device
-        )
+        state = PersistentBatch(self._config.max_num_seqs, self._max_model_len, self._config.block_size, self._device)
         table = SamplingTable(self._config.max_num_seqs, self._spec.vocab_size, self._spec.eos_token_ids)
         self._runner = ModelRunner(self._model, self._cache.layers, state, table, self._device)
 
@@ -109,7 +107,7 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _measure_blocks(self) -> int:
-        """Blocks in gpu_memory_utilization of the device, less everything else that the engine and others use at most."""
+        """Blocks in gpu_memory_utilization of the device, less all else that the engine and others use at most."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -1,6 +1,7 @@
 """Greedy tokens of the whole engine against `transformers.generate`: 16 prompts, 64 tokens each, float32 on the CPU.
 
-`pytest --full-matrix` runs every combination at every number of ranks; without it tp > 1 covers each option once a model.
+`pytest --full-matrix` runs every combination at every number of ranks; without it tp > 1 covers each option of each
+model at least once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def make_case(folder: Path, kind: str) -> Case:
     rng = random.Random(kind)
     shared = [rng.randrange(EOS - 1) for _ in range(90)]
     prompts = [[rng.randrange(EOS - 1) for _ in range(rng.randint(1, 200))] for _ in range(12)]
-    prompts += [shared[:n] + [n] for n in (40, 64, 80, 90)]  # something for the prefix cache
+    prompts += [[*shared[:n], n] for n in (40, 64, 80, 90)]  # something for the prefix cache
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
     expected = []
     for prompt in prompts:

@@ -31,7 +31,7 @@ def byte_level() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(SPECIAL)
-    backend.add_tokens([AddedToken("<think>", special=False), AddedToken("né ä", special=False), AddedToken("ÿ", special=False)])
+    backend.add_tokens([AddedToken(text, special=False) for text in ("<think>", "né ä", "ÿ")])
     return Tokenizer(backend)
 
 
@@ -52,7 +52,8 @@ def fallback_decoder(*more):
 
 
 def word_piece() -> Tokenizer:
-    vocab = {token: i for i, token in enumerate(["[UNK]", *SPECIAL, "un", "##able", "##s", "word", ".", "can", "'", "t"])}
+    tokens = ["[UNK]", *SPECIAL, "un", "##able", "##s", "word", ".", "can", "'", "t"]
+    vocab = {token: i for i, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece(cleanup=False)
     backend.add_special_tokens(SPECIAL)
@@ -76,7 +77,8 @@ def pieces_of(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = N
 def test_the_tokenizers_take_the_path_they_are_meant_for():
     all_five = (BYTE_LEVEL, LLAMA_LIKE, GEMMA_LIKE, METASPACE, WORD_PIECE)
     rules = [byte_rule(json.loads(tokenizer.backend.to_str())["decoder"]) for tokenizer in all_five]
-    assert [rule and (rule.byte_level, rule.strip_left) for rule in rules] == [(True, 0), (False, 1), (False, 0), None, None]
+    found = [rule and (rule.byte_level, rule.strip_left) for rule in rules]
+    assert found == [(True, 0), (False, 1), (False, 0), None, None]
     assert byte_rule(None) is None
     assert byte_rule({"type": "Sequence", "decoders": [{"type": "ByteLevel"}]}) == byte_rule({"type": "ByteLevel"})
 
@@ -126,9 +128,10 @@ def test_sentencepiece_text(name, prompt, text, bos, cut):
 @settings(max_examples=300, deadline=None)
 @given(ids=st.lists(st.integers(0, LLAMA_LIKE.vocab_size - 1), max_size=20))
 def test_byte_fallback_random_ids(name, ids):
-    # A run of bytes with one broken character is all U+FFFD for the library, even what was shown long ago; we keep the rest.
+    # A run of bytes with one broken character is all U+FFFD for the library, even what was shown long ago.
     tokenizer = SENTENCEPIECE[name]
-    expected = b"".join(tokenizer.token_bytes(i) for i in ids if i not in tokenizer.special_ids).decode(errors="replace")
+    shown = [tokenizer.token_bytes(i) for i in ids if i not in tokenizer.special_ids]
+    expected = b"".join(shown).decode(errors="replace")
     if name == "llama" and expected.startswith(" "):
         expected = expected[1:]
     assert "".join(pieces_of(tokenizer, ids)) == expected

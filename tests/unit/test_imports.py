@@ -42,7 +42,13 @@ def test_imports_point_downward(package):
         for name in imports_of(path):
             parts = name.split(".")
             assert parts[0] not in FOREIGN.get(package, set()), f"{path.name} imports {name}"
-            target = parts[1] if parts[0] == "rayllm" and len(parts) > 1 else "kernels" if parts[0] == "rayllm_kernels" else ""
+            target = (
+                parts[1]
+                if parts[0] == "rayllm" and len(parts) > 1
+                else "kernels"
+                if parts[0] == "rayllm_kernels"
+                else ""
+            )
             if target and target not in BASE:
                 assert target == package or target in ALLOWED[package], f"{path.name} imports {name}"
 

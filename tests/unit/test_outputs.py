@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -175,7 +177,7 @@ def test_cut_into_any_deltas_the_text_is_the_same(text, stops, cuts, min_tokens)
     bounds = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
     params = {"stop": stops, "min_tokens": min_tokens}
     whole, _, _ = run(processor_for(make_request(**params)), TokenDelta("r", 0, tokens, finish_reason="length"))
-    parts = [TokenDelta("r", 0, tokens[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [TokenDelta("r", 0, tokens[a:b]) for a, b in itertools.pairwise(bounds)]
     cut, _, _ = run(processor_for(make_request(**params)), *parts, TokenDelta("r", 0, [], finish_reason="length"))
     ours, theirs = cut["r"].outputs[0], whole["r"].outputs[0]
     assert (ours.text, ours.token_ids, ours.finish_reason, ours.stop_reason) == (
@@ -198,7 +200,8 @@ def test_completions_stop_one_by_one():
 
 def test_no_abort_when_the_engine_ended_what_the_user_had_ended():
     processor = processor_for(make_request(n=2, stop=["!"]))
-    _, aborts, _ = run(processor, delta("!", 0), delta("x", 0, finish_reason="length"), delta("y", 1, finish_reason="stop"))
+    ends = delta("x", 0, finish_reason="length"), delta("y", 1, finish_reason="stop")
+    _, aborts, _ = run(processor, delta("!", 0), *ends)
     assert aborts == []
 
 
@@ -228,7 +231,8 @@ def test_logprobs():
 
 def test_logprobs_0_is_the_token_itself_and_tokens_after_a_stop_have_none():
     processor = processor_for(make_request(logprobs=0, stop=["b"]))
-    outputs, _ = processor.process([delta("abc", logprobs=[entry("a", -1.0, 1), entry("b", -2.0, 3), entry("c", -4.0, 9)])])
+    entries = [entry("a", -1.0, 1), entry("b", -2.0, 3), entry("c", -4.0, 9)]
+    outputs, _ = processor.process([delta("abc", logprobs=entries)])
     (completion,) = outputs[0].outputs
     assert [list(d.values()) for d in completion.logprobs] == [[Logprob(-1.0, 1, "a")], [Logprob(-2.0, 3, "b")]]
     assert completion.cumulative_logprob == -3.0
@@ -252,7 +256,8 @@ def test_without_a_tokenizer():
         processor.add(make_request(stop=["x"]))
     assert caught.value.param == "stop"
     processor.add(make_request(logprobs=1))
-    totals, aborts, _ = run(processor, delta("ab", logprobs=[entry("a", -1.0, 1, a=-1.0)] * 2, finish_reason="stop", stop_reason=66))
+    entries = [entry("a", -1.0, 1, a=-1.0)] * 2
+    totals, aborts, _ = run(processor, delta("ab", logprobs=entries, finish_reason="stop", stop_reason=66))
     (completion,) = totals["r"].outputs
     assert (completion.text, completion.token_ids, completion.finish_reason) == ("", ids("ab"), "stop")
     assert completion.logprobs[0] == {ids("a")[0]: Logprob(-1.0, 1, None)}
@@ -262,13 +267,14 @@ def test_without_a_tokenizer():
 
 def test_error_deltas_end_their_completion():
     processor = processor_for(make_request(n=2))
-    totals, aborts, _ = run(processor, *(delta(index=i, finish_reason="error", stop_reason="worker lost") for i in range(2)))
+    errors = [delta(index=i, finish_reason="error", stop_reason="worker lost") for i in range(2)]
+    totals, aborts, _ = run(processor, *errors)
     assert [(o.finish_reason, o.stop_reason) for o in totals["r"].outputs] == [("error", "worker lost")] * 2
     assert totals["r"].finished
     assert aborts == []
 
 
-def test_refused_requests(monkeypatch):
+def test_refused_requests():
     processor = processor_for(make_request())
     with pytest.raises(InvalidRequestError, match="'r' is in use"):
         processor.add(make_request())

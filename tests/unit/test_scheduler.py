@@ -102,7 +102,9 @@ class Harness:
 PROMPTS = st.one_of(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
     # prompts that share beginnings, so that the prefix cache has something to find
-    st.builds(lambda n, tail: [i % 5 for i in range(n)] + tail, st.integers(1, 28), st.lists(st.integers(0, 3), max_size=4)),
+    st.builds(
+        lambda n, tail: [i % 5 for i in range(n)] + tail, st.integers(1, 28), st.lists(st.integers(0, 3), max_size=4)
+    ),
 )
 PARAMS = st.fixed_dictionaries(
     {
@@ -190,7 +192,9 @@ def test_a_prompt_seen_before_is_not_computed_again():
 
 
 def test_siblings_share_the_prompt_and_copy_only_its_last_block():
-    harness = Harness(num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False)
+    harness = Harness(
+        num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False
+    )
     harness.add("a", list(range(30)), n=8, max_tokens=4, seed=1, ignore_eos=True)
     harness.step()
     harness.step()

@@ -16,8 +16,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from rayllm.engine.tokenizer import Tokenizer, load_tokenizer
 from rayllm.errors import InvalidRequestError, ModelError
 
-CORPUS = ["Hello world, this is a test of the tokenizer.", "naïve café 日本語 😀 é", "def f(x):\n    return x + 1\n"] * 5
-TEXTS = ["", " ", "Hello world", "  two  spaces ", "naïve café\n\t日本語", "👩‍👩‍👧 e\u0301", "<s>Hi</s> there", "<think>x</think>", "\x00\x7f"]
+CORPUS = ["Hello world, this is a test of the tokenizer.", "naïve café 日本語 😀 é", "def f(x):\n    return x\n"] * 5
+TEXTS = [
+    "",
+    " ",
+    "Hello world",
+    "  two  spaces ",
+    "naïve café\n\t日本語",
+    "👩‍👩‍👧 e\u0301",
+    "<s>Hi</s> there",
+    "<think>\x00\x7f",
+]
 
 
 def train_byte_level(**trainer) -> tokenizers.Tokenizer:
@@ -64,13 +73,14 @@ def save(folder, backend, **config):
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory):
     folder = tmp_path_factory.mktemp("byte_level")
-    PreTrainedTokenizerFast(tokenizer_object=train_byte_level(), bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=train_byte_level(), bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
     return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def byte_fallback(tmp_path_factory):
-    folder = save(tmp_path_factory.mktemp("byte_fallback"), train_byte_fallback(), unk_token="<unk>", add_bos_token=True)
+    folder = save(tmp_path_factory.mktemp("byte_fallback"), train_byte_fallback(), unk_token="<unk>")
     return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
 
 
@@ -116,7 +126,7 @@ def test_token_bytes_are_exact(name, request, text):
 def test_token_text(byte_level, byte_fallback):
     tokenizer, _ = byte_level
     assert tokenizer.token_text(tokenizer.eos_token_id) == "</s>"
-    assert tokenizer.token_text(tokenizer.encode(" world")[0]) == " world" or tokenizer.encode(" world")[1:]
+    assert "".join(map(tokenizer.token_text, tokenizer.encode(" tokenizer"))) == " tokenizer"
     half = tokenizer.encode("\N{PILE OF POO}", add_special_tokens=False)[-1]  # not in the corpus: ends with lone bytes
     assert tokenizer.token_text(half) == "\N{REPLACEMENT CHARACTER}"
     assert tokenizer.token_bytes(half) == "\N{PILE OF POO}".encode()[-1:]
@@ -146,7 +156,7 @@ def test_other_decoders_spell_tokens_by_text():
         {"add_bos_token": True, "bos_token": None},
         {"bos_token": {"__type": "AddedToken", "content": "<s>", "lstrip": False, "normalized": False}},
         {"pad_token": "<pad>", "additional_special_tokens": ["<|call|>"]},
-        {"added_tokens_decoder": {"360": {"content": "<tool>", "special": False}, "355": {"content": "<new>", "special": True}}},
+        {"added_tokens_decoder": {"360": {"content": "<tool>"}, "355": {"content": "<new>", "special": True}}},
         {"extra_special_tokens": {"image_token": "<image>"}},
     ],
 )  # fmt: skip
@@ -186,7 +196,7 @@ def test_without_tokenizer_config(tmp_path):
 def test_folder_without_tokenizer_json(tmp_path):
     backend = train_byte_level()
     backend.model.save(str(tmp_path))  # vocab.json and merges.txt
-    config = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ 1 + 1 }}"}
+    config = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ 2 }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(tmp_path)
     assert_same(tokenizer, AutoTokenizer.from_pretrained(tmp_path))

@@ -115,6 +115,8 @@ def test_a_row_forgets_its_former_sequence(state):
     assert state.block_table[2, :2].tolist() == [6, 4]
 
 
-@pytest.mark.parametrize(("most", "expected"), [(1, [1]), (3, [1, 2, 3]), (16, [1, 2, 4, 8, 16]), (40, [1, 2, 4, 8, 16, 32, 40])])
+@pytest.mark.parametrize(
+    ("most", "expected"), [(1, [1]), (3, [1, 2, 3]), (16, [1, 2, 4, 8, 16]), (40, [1, 2, 4, 8, 16, 32, 40])]
+)
 def test_captured_sizes_end_at_the_limit(most, expected):
     assert graph_sizes(most) == expected

@@ -1,0 +1,69 @@
+"""`Channel`: the driver's end of the connection to its workers, once they serve."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+from rayllm.types import StepPlan, StepResult
+from rayllm.worker.actor import Groups, Receiver, pack, send
+
+
+class ChannelBroken(Exception):
+    """A process at the other end is gone; the message is what gloo has to say of it."""
+
+
+class Channel:
+    """Plans out and results in, each on a thread of its own: gloo's waits can be neither bounded nor interrupted.
+
+    groups: the driver's, both with connections to living workers. After a failure or the end of the stream the threads
+    end by themselves once the workers' processes have ended.
+    """
+
+    def __init__(self, groups: Groups):
+        self._plans: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult | Exception] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=loop, args=(groups,), name=name, daemon=True)
+            for name, loop in (("send plans", self._send_plans), ("receive results", self._receive_results))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, plan: StepPlan) -> None:
+        """Send a plan, soon; it is packed now, and may be changed afterwards."""
+        self._plans.put(pack(plan))
+
+    def stop(self) -> None:
+        """Tell the workers to stop after the plans sent so far."""
+        self._plans.put(None)
+
+    def receive(self, seconds: float) -> StepResult:
+        """The next result. Raises queue.Empty if there is none in time, ChannelBroken."""
+        result = self._results.get(timeout=seconds)
+        if isinstance(result, Exception):
+            raise ChannelBroken(str(result)) from result
+        return result
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the threads, once the workers are gone. False if one is still there."""
+        for thread in self._threads:
+            thread.join(seconds)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _send_plans(self, groups: Groups) -> None:
+        try:
+            while (packed := self._plans.get()) is not None:
+                send(groups.control, 0, packed)
+            send(groups.control, 0, pack(None))
+        except Exception as error:
+            self._results.put(error)
+
+    def _receive_results(self, groups: Groups) -> None:
+        assert groups.results is not None
+        try:
+            results = Receiver(groups.results, 1, StepResult)
+            while (result := results.receive()) is not None:
+                self._results.put(result)
+        except Exception as error:
+            self._results.put(error)
