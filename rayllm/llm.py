@@ -221,7 +221,7 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _conversations(messages: list[Message] | list[list[Message]]) -> list[list[Message]]:
     """Tell one conversation from a list of them."""
     if messages and isinstance(messages[0], dict):
-        return [cast(list[Message], messages)]
+        return [messages]
     return cast(list[list[Message]], messages)
 
 

@@ -23,7 +23,7 @@ def apply(
 
     logits: [P, V] float32. history: [P, L] integer token ids, prompt then output; entries from num_tokens on are
     ignored, as are ids >= V. num_prompt_tokens, num_tokens: [P] integers. The penalties: [P] float32; 1, 0 and 0
-    change nothing. Results beyond float32 are its largest number, never +inf. Memory: about 9 bytes per logit beside the result.
+    change nothing. What overflows float32 becomes its largest number. Memory: about 20 bytes a logit beside the input.
     """
     num_rows, vocab_size = logits.shape
     place = torch.arange(history.shape[1], device=logits.device)

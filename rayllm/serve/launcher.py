@@ -109,17 +109,12 @@ class _Cluster:
 
     def join(self) -> None:
         """Connect, or start Ray on this machine. Raises StartupError."""
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray gives actors of a fraction of a core one OpenMP thread; the CPU engine wants its share of all.
         threads = max((os.cpu_count() or 1) // self._engine.tensor_parallel_size, 1)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        import ray
+        from rayllm.executor.placement import connect_to_ray
 
-        try:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, namespace=APP_NAME)
-        except Exception as error:
-            raise StartupError(f"Ray does not start: {_last_line(str(error))}") from None
-        self._owned = bool(getattr(ray._private.worker._global_node, "head", False))
+        self._owned = connect_to_ray()
 
     def deploy(self, engine: EngineConfig, server: ServerConfig) -> tuple[str, str]:
         """Start Serve and hand it the application, without waiting. Returns URL and model name. Raises ConfigError."""
@@ -185,8 +180,8 @@ class _Cluster:
                 raise EngineDeadError(f"Ray is gone: {_last_line(str(error))}") from None
             if app is None:
                 raise EngineDeadError("the application was removed from Ray Serve")
-            if app.status != last:
-                last = app.status
+            if app.status.value != last:
+                last = app.status.value
                 report(f"the server is {last}")
 
     def leave(self) -> None:
