@@ -194,7 +194,7 @@ class AsyncEngine:
             item = self._inbox.popleft()
             if isinstance(item, _Death):
                 self._die(item.reason)
-            elif self._dead is None:  # after the death come only error deltas, for streams that have ended with it
+            else:  # after a death only error deltas come, for requests that were removed with it
                 outputs, aborts = self._processor.process(item)
                 for output in outputs:
                     self._streams[output.request_id].put(output)

@@ -47,6 +47,7 @@ class Channel:
 
     def join(self, seconds: float) -> bool:
         """Wait for the threads, once the workers are gone. False if one is still there."""
+        self.stop()
         for thread in self._threads:
             thread.join(seconds)
         return not any(thread.is_alive() for thread in self._threads)

@@ -63,6 +63,7 @@ class RayExecutor(Executor):
         self._config, self._spec, self._worker_factory = config, spec, worker_factory
         self._step_seconds = step_seconds
         self._in_flight: deque[int] = deque()  # step ids
+        self._next_watch = 0.0  # time.monotonic() from which `collect` looks at the workers again
         self._dead = "the engine has not been started"  # why no step can run; "" while they can
         self._shutdown_lock = threading.Lock()
         self._is_shut_down = False
@@ -140,16 +141,20 @@ class RayExecutor(Executor):
             raise RuntimeError("no plan is in flight")
         step_id = self._in_flight[0]
         deadline = time.monotonic() + self._step_seconds
-        while True:
+        result = None
+        while result is None:
             try:
                 result = channel.receive(WATCH_SECONDS)
-                break
             except queue.Empty:
-                self._raise_failure()
+                pass
             except ChannelBroken as error:
                 self._raise_failure(FAILURE_SECONDS)
                 self._die(f"the connection to the workers broke: {error}", error)
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now >= self._next_watch:  # also while results come: they are those of rank 0 alone
+                self._next_watch = now + WATCH_SECONDS
+                self._raise_failure()
+            if result is None and now > deadline:
                 self._die(f"no result of step {step_id} came within {self._step_seconds:g} s; the workers hang")
         self._in_flight.popleft()
         if result.step_id != step_id:

@@ -114,3 +114,22 @@ class FailingWorker(AddingWorker):
         time.sleep(0.1)  # the other ranks get ahead, into the next all-reduce
         kind = {"raise": ValueError, "config": ConfigError, "model": ModelError}[how]
         raise kind(f"made to fail in {method}")
+
+
+class Replica:
+    """As a Serve replica has it: bundle 0 of a placement group is this actor's, the others are for its workers."""
+
+    def run(self, config, spec):
+        """A step's result, and the placement: (owned by the executor, bundles, still there after its shutdown)."""
+        import ray
+
+        from rayllm.executor.ray_gpu import RayExecutor
+
+        executor = RayExecutor(config, spec, AddingWorker)
+        executor.start()
+        executor.submit(make_plan(7))
+        result = executor.collect()
+        place = executor._placement
+        executor.shutdown()
+        state = ray.util.placement_group_table(place.group)["state"]
+        return result, place.owned, place.bundles, state == "CREATED"

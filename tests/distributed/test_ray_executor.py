@@ -9,12 +9,13 @@ from functools import partial
 
 import pytest
 import ray
-from stand_ins import AddingWorker, FailingWorker, make_plan
+from stand_ins import AddingWorker, FailingWorker, Replica, make_plan
 
 from rayllm.config import EngineConfig
 from rayllm.errors import ConfigError, EngineDeadError, ModelError, StartupError
 from rayllm.executor.base import WorkerLimits
 from rayllm.executor.local import LocalExecutor
+from rayllm.executor.placement import actor_environment
 from rayllm.executor.ray_gpu import RayExecutor
 from rayllm.model_spec import load_model_spec
 
@@ -171,32 +172,24 @@ def test_idling_longer_than_a_step_may_take_is_healthy_and_a_death_shows(started
     assert executor.collect().step_id == 0
     os.kill(executor._ranks._pids[1], signal.SIGKILL)
     deadline = time.monotonic() + SOON
-    with pytest.raises(EngineDeadError, match="worker rank 1 .* its process died"):
+    with pytest.raises(EngineDeadError, match=r"worker rank 1 .* its process died"):  # noqa: PT012
         while time.monotonic() < deadline:
             executor.check_health()
             time.sleep(0.05)
 
 
-@ray.remote(num_cpus=0.1)
-class Replica:
-    """As a Serve replica has it: bundle 0 of a placement group is the actor's, the others are for its workers."""
-
-    def run(self):
-        executor = make_executor()
-        executor.start()
-        executor.submit(make_plan(7))
-        result = executor.collect()
-        placement = executor._placement
-        executor.shutdown()
-        return result, placement.owned, placement.bundles, ray.util.get_current_placement_group() is not None
-
-
 def test_inside_an_actor_the_workers_take_the_bundles_of_its_placement_group():
     group = ray.util.placement_group([{"CPU": 0.1}] * 3)
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, 0, True)
-    replica = Replica.options(scheduling_strategy=strategy).remote()
-    result, owned, bundles, still_there = ray.get(replica.run.remote(), timeout=60)
+    replica = (
+        ray.remote(Replica)
+        .options(num_cpus=0.1, scheduling_strategy=strategy, runtime_env={"env_vars": actor_environment()})
+        .remote()
+    )
+    result, owned, bundles, is_left = ray.get(
+        replica.run.remote(EngineConfig(tensor_parallel_size=2), SPEC), timeout=60
+    )
     assert result == local_results([make_plan(7)])[0]
-    assert (owned, bundles, still_there) == (False, (1, 2), True)
+    assert (owned, bundles, is_left) == (False, (1, 2), True)
     ray.kill(replica)
     ray.util.remove_placement_group(group)

@@ -75,6 +75,11 @@ async def until(condition, timeout=10.0):
         await asyncio.sleep(0.002)
 
 
+async def stepping_until(core, condition):
+    """Let the engine step on, as what was sent to it is taken in between steps."""
+    await until(lambda: condition() or core.allow())
+
+
 async def whole(stream):
     total = None
     async for output in stream:
@@ -180,8 +185,7 @@ async def test_leaving_aborts(kind):
                 await asyncio.sleep(0)
             await until(lambda name=leave: name not in engine._streams)
             assert leave not in engine._processor
-            core.allow()
-            await until(lambda name=leave: ("abort", name) in core.calls)
+            await stepping_until(core, lambda name=leave: ("abort", name) in core.calls)
 
 
 @both
@@ -208,8 +212,7 @@ async def test_abort_by_id_ends_the_stream(kind):
         await engine.abort("r")
         await engine.abort("unknown")
         assert await waiting == "over"
-        core.allow()
-        await until(lambda: ("abort", "r") in core.calls)
+        await stepping_until(core, lambda: ("abort", "r") in core.calls)
         again = engine.generate(fake_request("r", max_tokens=1))  # the id is free
         core.allow(3)
         assert (await whole(again)).finished
@@ -295,8 +298,7 @@ async def test_close_ends_streams(kind):
         await engine.close()
         with pytest.raises(EngineDeadError, match="closed"):
             await waiting
-        core.allow()
-        await until(lambda: ("abort", "r") in core.calls)
+        await stepping_until(core, lambda: ("abort", "r") in core.calls)
         with pytest.raises(EngineDeadError, match="closed"):
             engine.generate(fake_request("late"))
 

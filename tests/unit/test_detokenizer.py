@@ -167,6 +167,7 @@ def test_incomplete_characters(tokenizer):
     assert pieces_of(tokenizer, ids[:2]) == ["", "", BAD], "flushed at the end"
     assert pieces_of(tokenizer, [*ids[:1], *ids]) == ["", BAD, "", "\N{SNOWMAN}", ""], "shown as soon as it is hopeless"
     assert pieces_of(tokenizer, ids[1:], prompt=ids[:1]) == ["", "\N{SNOWMAN}", ""], "the prompt ends within it"
+    assert pieces_of(tokenizer, ids[2:], prompt=ids[:2]) == ["\N{SNOWMAN}", ""]
     snow = tokenizer.encode("x" + BAD)
     letter = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == b"b")
     assert pieces_of(tokenizer, [letter], prompt=snow) == ["b", ""], "no echo of the prompt"

@@ -1,0 +1,9 @@
+"""Offline throughput, as `rayllm bench offline`: python benchmarks/offline.py --model DIR --workload nano256 [--json]"""
+
+import sys
+
+from rayllm.cli import main
+
+if __name__ == "__main__":
+    sys.argv[1:1] = ["bench", "offline"]
+    main()
