@@ -126,7 +126,7 @@ def print_results(report: dict[str, Any], as_json: bool) -> None:
             f"{result['output_tokens'] / median:,.0f}",
             f"{result['figure']:,.1f} {result['unit']}",
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
 # name -> prompts, tokens of each, tokens to generate, what counts

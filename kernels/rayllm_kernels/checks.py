@@ -206,3 +206,36 @@ def check_copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
         fail("pool", "must be contiguous within a block", pool.stride())
     check_vector(src, "src", src.numel(), torch.int64, pool.device)
     check_vector(dst, "dst", src.shape[0], torch.int64, pool.device)
+
+
+def check_gumbel_argmax(
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, noise_scale: Tensor
+) -> None:
+    if logits.dim() != 2:
+        fail("logits", "must be [rows, vocab_size]", logits.shape)
+    if logits.dtype not in FLOAT_DTYPES:
+        fail("logits", FLOAT_RULE, logits.dtype)
+    check_last_dim(logits, "logits")
+    rows, device = logits.shape[0], logits.device
+    check_vector(seeds, "seeds", rows, torch.int64, device)
+    check_vector(positions, "positions", rows, torch.int64, device)
+    check_vector(temperature, "temperature", rows, torch.float32, device)
+    check_vector(noise_scale, "noise_scale", rows, torch.float32, device)
+
+
+def check_decode_inputs(
+    rows: Tensor, positions: Tensor, token_table: Tensor, block_table: Tensor, input_ids: Tensor, slots: Tensor,
+    seq_lens: Tensor, block_tables: Tensor,
+) -> None:  # fmt: skip
+    count, device = rows.shape[0], rows.device
+    check_vector(rows, "rows", count, torch.int64, device)
+    check_vector(positions, "positions", count, torch.int64, device)
+    check_vector(input_ids, "input_ids", count, torch.int64, device)
+    check_vector(slots, "slots", count, torch.int64, device)
+    check_vector(seq_lens, "seq_lens", count, torch.int32, device)
+    for name, table in (("token_table", token_table), ("block_table", block_table), ("block_tables", block_tables)):
+        if table.dim() != 2 or table.dtype != torch.int32:
+            fail(name, "must be a 2-dimensional int32 tensor", (table.dtype, *table.shape))
+        check_last_dim(table, name)
+    if block_tables.shape != (count, block_table.shape[1]):
+        fail("block_tables", f"must have shape ({count}, {block_table.shape[1]})", block_tables.shape)

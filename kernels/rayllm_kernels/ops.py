@@ -126,3 +126,31 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Ten
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(x[..., :d]) * x[..., d:] for x [..., 2d], strides as for `rms_norm` -> a new tensor [..., d]."""
     return _kernels_for(x).silu_and_mul(x)
+
+
+def gumbel_argmax(
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, noise_scale: Tensor
+) -> Tensor:
+    """Draw one token a row: argmax of logits / temperature + noise_scale * noise(seed, position) -> [N] int64.
+
+    logits: [N, V] fp32, fp16 or bf16, rows of any stride; -inf is never drawn unless a row has nothing else. seeds: [N]
+    int64 >= 0. positions: [N] int64, index of the token to draw in its sequence. temperature: [N] fp32, > 0.
+    noise_scale: [N] fp32, 1 to draw, 0 for a plain argmax. The noise depends on seed, position and token alone.
+    """
+    return _kernels_for(logits).gumbel_argmax(logits, seeds, positions, temperature, noise_scale)
+
+
+def decode_inputs(
+    rows: Tensor, positions: Tensor, token_table: Tensor, block_table: Tensor, block_size: int, *,
+    input_ids: Tensor, slots: Tensor, seq_lens: Tensor, block_tables: Tensor,
+) -> None:  # fmt: skip
+    """Gather a decode step's inputs from the persistent batch, into the four keyword arguments.
+
+    rows, positions: [B] int64; position -1 marks padding, which gets id 0, slot -1 and length 0. token_table:
+    [R, max_len] int32. block_table: [R, max_blocks] int32. input_ids, slots: [B] int64. seq_lens: [B] int32.
+    block_tables: [B, max_blocks] int32; entries past a sequence's blocks are left as they were.
+    """
+    _kernels_for(rows).decode_inputs(
+        rows, positions, token_table, block_table, block_size,
+        input_ids=input_ids, slots=slots, seq_lens=seq_lens, block_tables=block_tables,
+    )  # fmt: skip

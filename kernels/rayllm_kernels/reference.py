@@ -18,10 +18,13 @@ from .checks import (
     check_silu_and_mul,
 )
 from .reference_attention import paged_decode_attention, paged_prefill_attention
+from .reference_sampling import decode_inputs, gumbel_argmax
 
 __all__ = [
     "copy_blocks",
+    "decode_inputs",
     "fused_add_rms_norm",
+    "gumbel_argmax",
     "paged_decode_attention",
     "paged_prefill_attention",
     "reshape_and_cache",

@@ -6,7 +6,7 @@ import queue
 import threading
 
 from rayllm.types import StepPlan, StepResult
-from rayllm.worker.actor import Groups, Receiver, pack, send
+from rayllm.worker.actor import Groups, pack, receive_result, send_plan
 
 
 class ChannelBroken(Exception):
@@ -55,16 +55,14 @@ class Channel:
     def _send_plans(self, groups: Groups) -> None:
         try:
             while (packed := self._plans.get()) is not None:
-                send(groups.control, 0, packed)
-            send(groups.control, 0, pack(None))
+                send_plan(groups, packed)
+            send_plan(groups, pack(None))
         except Exception as error:
             self._results.put(error)
 
     def _receive_results(self, groups: Groups) -> None:
-        assert groups.results is not None
         try:
-            results = Receiver(groups.results, 1, StepResult)
-            while (result := results.receive()) is not None:
+            while (result := receive_result(groups)) is not None:
                 self._results.put(result)
         except Exception as error:
             self._results.put(error)

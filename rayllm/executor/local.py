@@ -30,9 +30,13 @@ class LocalExecutor(Executor):
         self._worker_factory = worker_factory or default_worker
         self._worker: AnyWorker | None = None
         self._in_flight = 0
+        self._was_started = False
         self._dead = "the engine has not been started"
 
     def start(self) -> WorkerLimits:
+        if self._was_started:
+            raise RuntimeError("an executor starts once")
+        self._was_started = True
         try:
             limits = self._start()
         except BaseException as error:

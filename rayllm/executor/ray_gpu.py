@@ -12,6 +12,7 @@ import logging
 import os
 import queue
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -75,6 +76,8 @@ class RayExecutor(Executor):
         self._channel: Channel | None = None
 
     def start(self) -> WorkerLimits:
+        if self._is_shut_down or self._placement is not None:
+            raise RuntimeError("an executor starts once")
         if dist.is_initialized():
             raise StartupError(
                 "this process has a torch.distributed group already: there can be one Ray engine per process at a time"
@@ -119,6 +122,7 @@ class RayExecutor(Executor):
         """Join the control group together with all ranks, on the loopback interface if they are on this node."""
         host = "127.0.0.1" if placement.one_node() else ray.util.get_node_ip_address()
         store, port = _open_store(host)
+        excepthook = sys.excepthook  # which torch replaces, to mark this process's own errors with a rank
         meeting = Rendezvous(host, port, self._config.tensor_parallel_size, device_backend)
         with _environment(interface_variables(host)):
             # On a thread, because it waits for ranks that may fail, which only `ranks.call` would notice.
@@ -126,7 +130,9 @@ class RayExecutor(Executor):
             self._joining = joining
             seconds = 2 * CONNECT_TIMEOUT.total_seconds()
             ranks.call("connect", "connect", meeting, seconds=seconds)
-            return joining.result(seconds)
+            groups = joining.result(seconds)
+        sys.excepthook = excepthook
+        return groups
 
     def submit(self, plan: StepPlan) -> None:
         channel = self._living_channel()

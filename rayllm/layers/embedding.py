@@ -37,7 +37,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(nn.Module):
-    """Logits of every token in the vocabulary. forward: [N, dim] -> [N, vocab_size] float32, the same on all ranks.
+    """Logits of every token in the vocabulary. forward: [N, dim] -> [N, vocab_size], the same on all ranks.
 
     tied: the embedding whose table is the head's weight too; None gives the head its own.
     """
@@ -53,7 +53,7 @@ class ParallelLMHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.tp.all_gather(F.linear(hidden, self.weight), dim=-1)
-        return logits[:, : self.vocab_size].float()
+        return logits[:, : self.vocab_size]
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read the rank's rows of `prefix` + ".weight", unless the embedding has them."""

@@ -38,7 +38,7 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, hidden_size] -> logits [N, vocab_size] float32, the same on all ranks."""
+        """[N, hidden_size] -> logits [N, vocab_size] in the model's dtype, the same on all ranks."""
 
     @abstractmethod
     def load(self, source: WeightSource) -> None:

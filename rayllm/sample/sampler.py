@@ -16,10 +16,10 @@ import torch
 
 from rayllm.sample import logit_bias, logprobs, penalties
 from rayllm.sample.logprobs import LogprobTensors
-from rayllm.sample.noise import gumbel_noise
 from rayllm.sample.sampling_batch import CutRows, DrawRows, PenaltyRows, SamplingBatch
 from rayllm.sample.top_k_top_p import cutoff
 from rayllm.types import TokenLogprobs
+from rayllm_kernels import ops
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -46,6 +46,10 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, token_table: torch.Tensor
     """
     if logits.shape[0] != batch.num_rows:
         raise ValueError(f"{logits.shape[0]} rows of logits for a batch of {batch.num_rows}")
+    if batch.simple and batch.draw is not None:
+        draw = batch.draw
+        drawn = ops.gumbel_argmax(logits, draw.seeds, draw.positions, draw.temperature, draw.noise_scale)
+        return SamplerOutput(drawn, None)
     raw = logits.float()
     scores = _changed_logits(raw, batch, token_table) if batch.changes_logits else raw
     token_ids = scores.argmax(dim=1) if batch.draw is None else _draw(scores, batch.draw, batch.cut)
@@ -112,8 +116,8 @@ def _draw(scores: torch.Tensor, draw: DrawRows, cut: CutRows | None) -> torch.Te
         )
         lowest = scaled.new_full((scaled.shape[0],), float("-inf")).index_copy_(0, cut.rows, cutoffs)
         scaled.masked_fill_(scaled < lowest[:, None], float("-inf"))
-    noise = gumbel_noise(draw.seeds, draw.positions, scores.shape[1])
-    return scaled.add_(noise.mul_(draw.noise_scale[:, None])).argmax(dim=1)
+    neutral = torch.ones_like(draw.temperature)
+    return ops.gumbel_argmax(scaled, draw.seeds, draw.positions, neutral, draw.noise_scale)
 
 
 def _take(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

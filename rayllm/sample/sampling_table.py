@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +39,19 @@ _LEAST_REPETITION = 1e-30  # 1e-60 is 0 in float32, and a banned token's -inf * 
 
 _NO_IDS = np.empty(0, dtype=np.int64)
 _NO_VALUES = np.empty(0, dtype=np.float32)
+
+
+class DrawColumns(NamedTuple):
+    """How n rows are drawn if only temperature is used. seeds: [n] int64. temperature, noise_scale: [n] float32."""
+
+    seeds: np.ndarray
+    temperature: np.ndarray
+    noise_scale: np.ndarray
+
+    @classmethod
+    def empty(cls) -> DrawColumns:
+        """Of no rows."""
+        return cls(np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32))
 
 
 class SamplingTable:
@@ -121,6 +135,14 @@ class SamplingTable:
         self._log_min_p[row] = -np.inf
         self._bias_ids[row] = self._ending_ids[row] = _NO_IDS
         self._bias_values[row] = _NO_VALUES
+
+    def is_simple(self, rows: np.ndarray) -> bool:
+        """True if these rows are greedy or drawn by temperature alone, and report no log-probabilities."""
+        return not int(np.bitwise_or.reduce(self._features[rows], initial=0)) & ~_DRAWN
+
+    def draw_columns(self, rows: np.ndarray) -> DrawColumns:
+        """What drawing these rows by temperature takes; neutral values in greedy rows."""
+        return DrawColumns(self._seed[rows], self._temperature[rows], self._noise_scale[rows])
 
     def batch(self, rows: np.ndarray, positions: np.ndarray, device: torch.device | str) -> SamplingBatch:
         """What sampling the next token of these rows takes, on `device`.

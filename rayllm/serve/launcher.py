@@ -18,12 +18,14 @@ import rayllm.errors
 from rayllm.config import EngineConfig, ServerConfig
 from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
 from rayllm.model_spec import check_parallel, load_model_spec
+from rayllm.serve.processes import adopt_orphans, end_descendants
 
 APP_NAME = "rayllm"
 STARTUP_TIMEOUT_S = 1800.0
 _POLL_S = 0.1
 _WATCH_S = 2.0
 _STOP_S = 20.0
+_END_S = 3.0
 
 Report = Callable[[str], None]
 
@@ -109,12 +111,20 @@ class _Cluster:
 
     def join(self) -> None:
         """Connect, or start Ray on this machine. Raises StartupError."""
-        # Ray gives actors of a fraction of a core one OpenMP thread; the CPU engine wants its share of all.
-        threads = max((os.cpu_count() or 1) // self._engine.tensor_parallel_size, 1)
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        from rayllm.executor.placement import connect_to_ray
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if self._engine.device == "cpu" or (self._engine.device == "auto" and not Path("/dev/nvidiactl").exists()):
+            # Ray gives actors of a fraction of a core one OpenMP thread; CPU ranks want their share of all cores.
+            threads = max((os.cpu_count() or 1) // self._engine.tensor_parallel_size, 1)
+            os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        adopt_orphans()
+        import ray
 
-        self._owned = connect_to_ray()
+        try:
+            # Joins what RAY_ADDRESS or `ray start` left to be found, else starts a cluster that ends with this process.
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:
+            raise StartupError(f"Ray cannot be started or reached: {_last_line(str(error))}") from None
+        self._owned = bool(getattr(ray._private.worker._global_node, "head", False))
 
     def deploy(self, engine: EngineConfig, server: ServerConfig) -> tuple[str, str]:
         """Start Serve and hand it the application, without waiting. Returns URL and model name. Raises ConfigError."""
@@ -200,6 +210,8 @@ class _Cluster:
         except Exception as error:  # what follows must happen all the same
             logger.warning("stopping the server: %s", _last_line(str(error)))
         ray.shutdown()
+        if self._owned:
+            end_descendants(_END_S)
 
 
 def startup_error(message: str) -> RayllmError | None:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -31,7 +31,10 @@ CONNECT_TIMEOUT = timedelta(seconds=60)
 FOREVER = timedelta(days=3650)  # an idle engine waits this long for its next plan
 
 
-Message = TypeVar("Message", StepPlan, StepResult)
+_PLANS = msgspec.msgpack.Decoder(StepPlan | None)
+_RESULTS = msgspec.msgpack.Decoder(StepResult | None)
+_FRAME_BYTES = 8192  # a result of 1,000 tokens without logprobs fits
+_LENGTH_BYTES = 8
 
 
 class AnyWorker(Protocol):
@@ -119,30 +122,47 @@ def join_groups(meeting: Rendezvous, rank: int, store: dist.TCPStore | None, idl
 
 
 def pack(message: StepPlan | StepResult | None) -> bytes:
-    """A message as `send` takes it; None is the end of the stream."""
+    """A message as the functions below send it; None is the end of the stream."""
     return msgspec.msgpack.encode(message)
 
 
-def send(group: dist.ProcessGroup, source: int, packed: bytes) -> None:
-    """Send a packed message to the other members; `source` is this process's rank in the control group.
+def send_plan(groups: Groups, packed: bytes) -> None:
+    """Send a packed plan from the driver to all ranks; returns when they take it. RuntimeError if one is gone."""
+    dist.broadcast_object_list([packed], src=0, group=groups.control)
 
-    Blocks until they take it. Raises RuntimeError if one of them is gone.
+
+def receive_plan(groups: Groups) -> StepPlan | None:
+    """A rank's side of `send_plan`: waits for the next plan."""
+    packed: list[Any] = [None]
+    dist.broadcast_object_list(packed, src=0, group=groups.control)
+    return _PLANS.decode(packed[0])
+
+
+def send_result(groups: Groups, packed: bytes) -> None:
+    """Send a packed result from TP rank 0 to the driver; returns when it takes it. RuntimeError if it is gone.
+
+    One message unless the result is long: half the time of an object list, which sends its size ahead.
     """
-    dist.broadcast_object_list([packed], src=source, group=group)
+    frame = bytearray(_FRAME_BYTES)
+    frame[:_LENGTH_BYTES] = len(packed).to_bytes(_LENGTH_BYTES, "little")
+    first = packed[: _FRAME_BYTES - _LENGTH_BYTES]
+    frame[_LENGTH_BYTES : _LENGTH_BYTES + len(first)] = first
+    dist.broadcast(torch.frombuffer(frame, dtype=torch.uint8), src=1, group=groups.results)
+    if rest := bytearray(packed[len(first) :]):
+        dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), src=1, group=groups.results)
 
 
-class Receiver(Generic[Message]):
-    """The other end of `send`, for messages of one type; None is the end of the stream."""
-
-    def __init__(self, group: dist.ProcessGroup, source: int, kind: type[Message]):
-        self._group, self._source = group, source
-        self._decoder = msgspec.msgpack.Decoder(kind | None)
-
-    def receive(self) -> Message | None:
-        """Wait for the next message. Raises RuntimeError if a member of the group is gone."""
-        packed: list[Any] = [None]
-        dist.broadcast_object_list(packed, src=self._source, group=self._group)
-        return self._decoder.decode(packed[0])
+def receive_result(groups: Groups) -> StepResult | None:
+    """The driver's side of `send_result`: waits for the next result."""
+    frame = bytearray(_FRAME_BYTES)
+    dist.broadcast(torch.frombuffer(frame, dtype=torch.uint8), src=1, group=groups.results)
+    end = _LENGTH_BYTES + int.from_bytes(frame[:_LENGTH_BYTES], "little")
+    packed = frame[_LENGTH_BYTES:end]
+    if end > _FRAME_BYTES:
+        rest = bytearray(end - _FRAME_BYTES)
+        dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), src=1, group=groups.results)
+        packed += rest
+    return _RESULTS.decode(packed)
 
 
 class WorkerActor:
@@ -233,8 +253,7 @@ class _StepLoops:
 
     def submit_plans(self) -> None:
         try:
-            plans = Receiver(self._groups.control, 0, StepPlan)
-            while (plan := plans.receive()) is not None:
+            while (plan := receive_plan(self._groups)) is not None:
                 self._worker.submit(plan)
                 self._submitted.put(True)
             self._submitted.put(False)
@@ -249,9 +268,9 @@ class _StepLoops:
             while self._submitted.get():
                 result = self._worker.collect()
                 if self._groups.results is not None:
-                    send(self._groups.results, 1, pack(result))
+                    send_result(self._groups, pack(result))
             if self._groups.results is not None:
-                send(self._groups.results, 1, pack(None))
+                send_result(self._groups, pack(None))
         except BaseException as error:
             self.ended.put(error)
         else:

@@ -1,17 +1,25 @@
-"""`DecodeGraphs`: CUDA graphs of whole decode forward passes, one a batch size, from input gather to logits.
+"""`DecodeGraphs`: CUDA graphs of whole decode steps, one a batch size: gather inputs, forward pass, draw, write back.
 
-A batch is padded to the next captured size. A padding row has sequence length 0 and slot -1, so it attends to nothing
-and writes nothing; its logits are cut off. Graphs share one memory pool, being captured largest first.
+A step costs the host one small copy (rows, positions, how to draw) and one replay; tokens and block tables are on
+the device already. A batch is padded to the next captured size. A padding row has position -1, so it attends to
+nothing and writes no KV; its token goes to the token table's spare row. Graphs share one memory pool, being captured
+largest first.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.models.base import CausalLM
-from rayllm.worker.input_batch import PersistentBatch, StepInputs
+from rayllm.sample.sampling_table import DrawColumns
+from rayllm.types import StepPlan
+from rayllm.worker.input_batch import PersistentBatch, to_device
+from rayllm_kernels import ops
+
+WORDS = 4  # int64 words a sequence in a step's packed input: row, position, seed, (temperature, noise scale)
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -21,56 +29,89 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Captured decode steps. `run` returns logits that the next `run` overwrites."""
+    """Captured decode steps. `run` returns tensors that the next `run` overwrites.
+
+    Mirrors block tables on the device, for which `apply` must see every plan.
+    """
 
     def __init__(self, model: CausalLM, caches: list[KVCache], state: PersistentBatch, max_num_seqs: int):
         self._model, self._caches = model, caches
-        self._token_table = state.token_table
+        self._token_table, self._block_size = state.token_table, state.block_size
+        self._spare_row = max_num_seqs
         self._sizes = graph_sizes(max_num_seqs)
-        self._max_seq_len = state.token_table.shape[1]
-        device = state.token_table.device
-        self._rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._slots = torch.full((max_num_seqs,), -1, dtype=torch.int64, device=device)
+        self._size_for = [next(s for s in self._sizes if s >= n) for n in range(1, max_num_seqs + 1)]
+        self._device = device = state.token_table.device
+        self._max_blocks = state.block_table.shape[1]
+        self._block_table = torch.zeros(max_num_seqs + 1, self._max_blocks, dtype=torch.int32, device=device)
+        self._packed = torch.zeros(WORDS * max_num_seqs, dtype=torch.int64, device=device)
+        self._input_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(state.block_table.shape, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(max_num_seqs, self._max_blocks, dtype=torch.int32, device=device)
         self._query_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._all_rows = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
 
     def capture(self) -> None:
         """Capture all sizes. Must run on all ranks together."""
         pool = None
         for size in reversed(self._sizes):
-            self._forward(size)  # compiles kernels and lets libraries allocate outside the capture
+            nobody = np.zeros(0, np.int64)
+            self._packed[: WORDS * size].copy_(self._pack(size, nobody, nobody, DrawColumns.empty()))
+            self._step(size)  # compiles kernels and lets libraries allocate outside the capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = self._forward(size)
+                logits, token_ids = self._step(size)
             pool = graph.pool()
-            self._graphs[size] = (graph, logits)
+            self._graphs[size] = (graph, logits, token_ids)
 
-    def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits [n, vocab_size] of a plan of n decodes."""
-        batch, count = inputs.batch, len(inputs.rows)
-        size = next(size for size in self._sizes if size >= count)
-        self._rows[:count].copy_(inputs.token_rows)
-        self._positions[:count].copy_(batch.positions)
-        self._slots[:count].copy_(batch.slot_mapping)
-        self._seq_lens[:count].copy_(batch.seq_lens)
-        self._tables[:count, : batch.block_tables.shape[1]].copy_(batch.block_tables)
-        if count < size:
-            self._slots[count:size].fill_(-1)
-            self._seq_lens[count:size].fill_(0)
-        graph, logits = self._graphs[size]
+    def apply(self, plan: StepPlan) -> None:
+        """Bring the device's block tables up to date with a plan."""
+        updates = [(data.row, 0, data.block_table) for data in plan.new] + plan.block_updates
+        if not updates:
+            return
+        starts = np.array([row * self._max_blocks + first for row, first, _ids in updates], np.int64)
+        counts = np.array([len(ids) for _row, _first, ids in updates], np.int64)
+        ends = np.cumsum(counts)
+        places = np.arange(int(ends[-1])) + np.repeat(starts - ends + counts, counts)
+        blocks = np.fromiter((block for _row, _first, ids in updates for block in ids), np.int64, int(ends[-1]))
+        where, values = to_device([places, blocks], np.int64, self._device)
+        self._block_table.view(-1).index_copy_(0, where, values.to(torch.int32))
+
+    def run(self, rows: np.ndarray, positions: np.ndarray, draw: DrawColumns) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode n sequences: (logits [n, vocab_size], tokens drawn by temperature alone [n] int64).
+
+        rows, positions: [n] int64, batch rows and the positions of their last tokens. The drawn tokens are in the token
+        table already; a caller that draws otherwise from the logits overwrites them.
+        """
+        count = len(rows)
+        size = self._size_for[count - 1]
+        packed = self._pack(size, rows, positions, draw)
+        self._packed[: WORDS * size].copy_(packed, non_blocking=True)
+        graph, logits, token_ids = self._graphs[size]
         graph.replay()
-        return logits[:count]
+        return logits[:count], token_ids[:count]
 
-    def _forward(self, size: int) -> torch.Tensor:
-        rows, positions = self._rows[:size], self._positions[:size]
+    def _pack(self, size: int, rows: np.ndarray, positions: np.ndarray, draw: DrawColumns) -> torch.Tensor:
+        """One pinned buffer for a graph of `size`, its rows past len(rows) padding."""
+        count = len(rows)
+        packed = torch.empty(WORDS * size, dtype=torch.int64, pin_memory=True)
+        words = packed.numpy().reshape(WORDS, size)
+        words[0, :count], words[0, count:] = rows, self._spare_row
+        words[1, :count], words[1, count:] = positions, -1
+        words[2, :count], words[2, count:] = draw.seeds, 0
+        floats = words[3].view(np.float32)
+        floats[:count], floats[count:size] = draw.temperature, 1.0
+        floats[size : size + count], floats[size + count :] = draw.noise_scale, 0.0
+        return packed
+
+    def _step(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, positions, seeds, floats = self._packed[: WORDS * size].view(WORDS, size).unbind(0)
+        temperature, noise_scale = floats.view(torch.float32).view(2, size).unbind(0)
         batch = ForwardBatch(
-            input_ids=self._token_table[rows, positions].to(torch.int64),
-            positions=positions,
+            input_ids=self._input_ids[:size],
+            positions=positions.clamp_min(0),
             slot_mapping=self._slots[:size],
             block_tables=self._tables[:size],
             seq_lens=self._seq_lens[:size],
@@ -78,6 +119,14 @@ class DecodeGraphs:
             logit_rows=self._all_rows[:size],
             num_decodes=size,
             max_query_len=0,
-            max_seq_len=self._max_seq_len,
+            max_seq_len=self._max_blocks * self._block_size,
         )
-        return self._model.compute_logits(self._model(batch, self._caches))
+        ops.decode_inputs(
+            rows, positions, self._token_table, self._block_table, self._block_size, input_ids=batch.input_ids,
+            slots=batch.slot_mapping, seq_lens=batch.seq_lens, block_tables=batch.block_tables,
+        )  # fmt: skip
+        logits = self._model.compute_logits(self._model(batch, self._caches))
+        targets = positions + 1  # a padding row's is 0, in the spare row
+        token_ids = ops.gumbel_argmax(logits, seeds, targets, temperature, noise_scale)
+        self._token_table.index_put_((rows, targets), token_ids.to(torch.int32))
+        return logits, token_ids

@@ -15,8 +15,9 @@ class PersistentBatch:
     """What a worker knows of each row. Host arrays, and the tokens themselves on the device.
 
     num_tokens, num_computed, num_prompt: [max_num_seqs] int64. num_tokens counts sampled tokens whose ids only the
-    device knows yet. block_table: [max_num_seqs, max blocks] int32. token_table: [max_num_seqs, max_model_len] int32 on
-    the device, so that a sampled token is the next step's input without passing through the host.
+    device knows yet. block_table: [max_num_seqs, max blocks] int32. token_table: [max_num_seqs + 1, max_model_len]
+    int32 on the device, so that a sampled token is the next step's input without passing through the host; its last
+    row takes the tokens of padding.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device):
@@ -25,7 +26,7 @@ class PersistentBatch:
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.num_prompt = np.zeros(max_num_seqs, np.int64)
         self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
-        self.token_table = torch.zeros(max_num_seqs, max_model_len, dtype=torch.int32, device=device)
+        self.token_table = torch.zeros(max_num_seqs + 1, max_model_len, dtype=torch.int32, device=device)
 
     def apply(self, plan: StepPlan) -> None:
         """Let the plan's new sequences in and extend block tables."""
@@ -46,21 +47,20 @@ class PersistentBatch:
         assert (self.num_prompt <= self.num_tokens).all(), "a row has lost prompt tokens"
         assert (self.num_tokens <= self.token_table.shape[1]).all(), "a row is longer than max_model_len"
 
-    def advance(self, inputs: StepInputs) -> None:
-        """Count what the step computes and samples."""
-        self.num_computed[inputs.rows] += inputs.counts
-        self.num_tokens[inputs.rows[: inputs.num_sampled]] += 1
+    def advance(self, rows: np.ndarray, counts: np.ndarray | int, num_sampled: int) -> None:
+        """Count what a step computes in its rows, and the tokens that the first num_sampled of them sample."""
+        self.num_computed[rows] += counts
+        self.num_tokens[rows[:num_sampled]] += 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """A step's ForwardBatch and, on the host, which rows compute how many tokens from which position on.
 
-    token_rows: [T] int64 on the device, each token's batch row. rows, counts, starts: [S] int64.
+    rows, counts, starts: [S] int64.
     """
 
     batch: ForwardBatch
-    token_rows: torch.Tensor
     rows: np.ndarray
     counts: np.ndarray
     starts: np.ndarray
@@ -107,7 +107,7 @@ def build(state: PersistentBatch, plan: StepPlan, device: torch.device) -> StepI
         max_query_len=int(counts[plan.num_decodes :].max(initial=0)),
         max_seq_len=max_seq_len,
     )
-    return StepInputs(batch, wide[0], rows, counts, starts, plan.num_sampled)
+    return StepInputs(batch, rows, counts, starts, plan.num_sampled)
 
 
 def to_device(arrays: list[np.ndarray], dtype: type, device: torch.device) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ class PendingResult:
 
     step_id: int
     sampled: SamplerOutput | None
-    sampling: SamplingBatch | None
+    sampling: SamplingBatch | None  # None if nobody asked for logprobs, or nothing was sampled
     prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]]
     done: torch.cuda.Event | None
 
@@ -34,9 +34,9 @@ class PendingResult:
         """Block until the step's results are on the host."""
         if self.done is not None:
             self.done.synchronize()
-        if self.sampled is None or self.sampling is None:
+        if self.sampled is None:
             return StepResult(self.step_id, [], None, self.prompt_logprobs)
-        logprobs = logprob_entries(self.sampled, self.sampling)
+        logprobs = None if self.sampling is None else logprob_entries(self.sampled, self.sampling)
         return StepResult(self.step_id, self.sampled.token_ids.tolist(), logprobs, self.prompt_logprobs)
 
 
@@ -61,41 +61,55 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> PendingResult:
         """Start a plan whose block copies are done (in stream order). Waits for the device only for prompt logprobs."""
         self._apply(plan)
-        inputs = build(self._state, plan, self._device)
-        logits, prompt_entries = self._forward(inputs)
-        sampled, sampling = None, None
-        if plan.num_sampled:
-            rows, positions = inputs.sampled_rows, inputs.sampled_positions
-            sampling = self._table.batch(rows, positions, self._device)
-            output = sample(logits, sampling, self._state.token_table)
-            where = to_device([rows, positions], np.int64, self._device)
-            self._state.token_table[where[0], where[1]] = output.token_ids.to(torch.int32)
-            sampled = output.to_host()
-        self._state.advance(inputs)
+        sampled, sampling, prompt_entries = None, None, []
+        if self._graphs is not None and plan.num_decodes == len(plan.rows):
+            sampled, sampling = self._decode(self._graphs, np.array(plan.rows, np.int64))
+        else:
+            inputs = build(self._state, plan, self._device)
+            hidden = self._model(inputs.batch, self._caches)
+            if self._prompt_logprobs_of:
+                prompt_entries = self._prompt_entries(inputs, hidden)
+            if plan.num_sampled:
+                logits = self._model.compute_logits(hidden[inputs.batch.logit_rows])
+                sampled, sampling = self._sample(logits, inputs.sampled_rows, inputs.sampled_positions)
+            self._state.advance(inputs.rows, inputs.counts, plan.num_sampled)
+        output = None if sampled is None else sampled.to_host()
         done = None
         if self._device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        return PendingResult(plan.step_id, sampled, sampling, prompt_entries, done)
+        return PendingResult(plan.step_id, output, sampling, prompt_entries, done)
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.free_rows:
             self._table.clear(row)
             self._prompt_logprobs_of.pop(row, None)
         self._state.apply(plan)
+        if self._graphs is not None:
+            self._graphs.apply(plan)
         for data in plan.new:
             self._table.set(data)
             if data.params.prompt_logprobs is not None:
                 self._prompt_logprobs_of[data.row] = data.params.prompt_logprobs
 
-    def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, list[tuple[int, int, list[TokenLogprobs]]]]:
-        """Logits of the sampling sequences [num_sampled, vocab_size], and prompt logprobs where asked for."""
-        batch = inputs.batch
-        if self._graphs is not None and batch.num_decodes == len(inputs.rows):
-            return self._graphs.run(inputs), []
-        hidden = self._model(batch, self._caches)
-        entries = self._prompt_entries(inputs, hidden) if self._prompt_logprobs_of else []
-        return self._model.compute_logits(hidden[batch.logit_rows]), entries
+    def _decode(self, graphs: DecodeGraphs, rows: np.ndarray) -> tuple[SamplerOutput, SamplingBatch | None]:
+        """One token for each row, by a captured graph; drawn anew where more than a temperature is asked for."""
+        positions = self._state.num_computed[rows]
+        logits, token_ids = graphs.run(rows, positions, self._table.draw_columns(rows))
+        self._state.advance(rows, 1, len(rows))
+        if self._table.is_simple(rows):
+            return SamplerOutput(token_ids, None), None
+        return self._sample(logits, rows, positions + 1)
+
+    def _sample(
+        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[SamplerOutput, SamplingBatch]:
+        """Choose a token for each row [N], by all of its parameters, and write it into the token table."""
+        sampling = self._table.batch(rows, positions, self._device)
+        output = sample(logits, sampling, self._state.token_table)
+        where = to_device([rows, positions], np.int64, self._device)
+        self._state.token_table[where[0], where[1]] = output.token_ids.to(torch.int32)
+        return output, sampling
 
     def _prompt_entries(self, inputs: StepInputs, hidden: torch.Tensor) -> list[tuple[int, int, list[TokenLogprobs]]]:
         """Logprobs of the prompt tokens that follow the computed ones. hidden: [T, hidden_size] of the whole step."""

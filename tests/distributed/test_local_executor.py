@@ -39,6 +39,8 @@ def test_results_come_in_order_with_two_plans_in_flight():
     executor.shutdown()
     executor.shutdown()
     assert worker.calls.count("close") == 1
+    with pytest.raises(RuntimeError, match="starts once"):
+        executor.start()
     with pytest.raises(EngineDeadError, match="shut down"):
         executor.submit(make_plan(4))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import rayllm
 from rayllm.errors import ConfigError, StartupError
 from rayllm.executor import placement
 from rayllm.executor.placement import actor_environment, check_capacity, cluster_device, connect_to_ray, reserve
+from rayllm.worker.actor import interface_variables
 
 GPU_BUNDLE = {"CPU": 0.1, "GPU": 1}
 
@@ -69,6 +71,12 @@ def test_ray_client_addresses_are_refused(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     with pytest.raises(StartupError, match="Ray Client"):
         connect_to_ray()
+
+
+def test_gloo_and_nccl_are_kept_on_the_interface_of_the_rendezvous(ray_cluster):
+    assert interface_variables("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    names = {name for _, name in socket.if_nameindex()}
+    assert interface_variables(ray.util.get_node_ip_address())["GLOO_SOCKET_IFNAME"] in names
 
 
 def test_actors_get_the_users_settings_and_the_way_to_our_modules(monkeypatch, tmp_path):

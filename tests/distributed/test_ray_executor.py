@@ -73,7 +73,8 @@ def test_results_come_in_order_and_equal_the_local_ones(started, tp):
     assert names == [
         "ray", "place", "start actors", "connect", "load model", "size KV cache", "allocate KV cache", "warm up",
     ]  # fmt: skip
-    plans = [make_plan(step_id, num_rows=1 + step_id % 5) for step_id in range(20)]
+    # The last is so large that its result does not fit into one message.
+    plans = [make_plan(step_id, num_rows=(1, 5, 256)[step_id % 3]) for step_id in range(19)] + [make_plan(19, 9000)]
     with pytest.raises(RuntimeError, match="no plan"):
         executor.collect()
     results = []
@@ -95,6 +96,8 @@ def test_results_come_in_order_and_equal_the_local_ones(started, tp):
     executor.submit(make_plan(21))
     executor.shutdown()
     executor.shutdown()
+    with pytest.raises(RuntimeError, match="starts once"):
+        executor.start()
     assert all(is_gone(pid) for pid in executor._ranks._pids)
     with pytest.raises(EngineDeadError, match="was shut down"):
         executor.submit(make_plan(22))

@@ -143,12 +143,14 @@ async def test_a_slow_consumer_gets_several_steps_in_one_output(kind):
 
 @both
 async def test_stop_strings_abort_in_the_engine(kind):
-    core = FakeCore(tell_story)
+    core = FakeCore(tell_story, gated=True)
     async with engine_on(core, kind) as (engine, _):
-        total = await whole(engine.generate(fake_request("r", max_tokens=900, stop=["STOP"])))
+        task = asyncio.create_task(whole(engine.generate(fake_request("r", max_tokens=900, stop=["STOP"]))))
+        await stepping_until(core, task.done)
+        total = task.result()
         assert total.outputs[0].text == STORY[: STORY.index("STOP")]
         assert total.outputs[0].stop_reason == "STOP"
-        await until(lambda: ("abort", "r") in core.calls)
+        await stepping_until(core, lambda: ("abort", "r") in core.calls)
         assert core.live() == []
 
 
@@ -259,7 +261,7 @@ async def test_what_came_before_the_death_is_still_delivered(kind):
 
 @both
 async def test_refusals(kind):
-    core = FakeCore(tell_story)
+    core = FakeCore(tell_story, gated=True)
     async with engine_on(core, kind) as (engine, _):
         bad = GenerationRequest(request_id="bad", prompt_token_ids=[10**6], params=SamplingParams())
         with pytest.raises(InvalidRequestError, match="token id 1000000"):
@@ -267,12 +269,16 @@ async def test_refusals(kind):
         with pytest.raises(InvalidRequestError, match="token id 1000000"):
             engine.generate(bad)  # started: at once
         stream = engine.generate(fake_request("r", max_tokens=900))
+        core.allow()
         await anext(stream)
         with pytest.raises(InvalidRequestError, match="in use"):
             engine.generate(fake_request("r"))
+        core.allow()
         assert (await anext(stream)).request_id == "r", "the other one goes on"
         await stream.aclose()
-        total = await whole(engine.generate(fake_request("refused")))
+        task = asyncio.create_task(whole(engine.generate(fake_request("refused"))))
+        await stepping_until(core, task.done)
+        total = task.result()
         assert (total.outputs[0].finish_reason, total.outputs[0].stop_reason) == ("error", "the core does not like it")
         assert "bad" not in [name for _, *names in core.calls for name in names]
 

@@ -245,6 +245,9 @@ def test_health():
         assert driver.healthy(30)
         wait_for(lambda: not driver.healthy(0.03))
         assert "no step has finished" in driver.healthy(0.03).reason
+        wait_for(lambda: not driver.healthy(0.3))
+        core.allow(1)
+        wait_for(lambda: driver.healthy(0.3))  # for as long as the next step has not hung for 0.3 s
         before = time.monotonic()
         core.allow(3)
         wait_for(front.ends)

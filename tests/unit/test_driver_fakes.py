@@ -62,10 +62,10 @@ class FakeCore:
         self._live[request.request_id] = (request, 0)
 
     def abort(self, request_ids: list[str]) -> None:
-        self.calls.append(("abort", *request_ids))
         self.thread_ids.add(threading.get_ident())
         for request_id in request_ids:
             self._live.pop(request_id, None)
+        self.calls.append(("abort", *request_ids))  # last, as tests wait for it
 
     def has_work(self) -> bool:
         self.num_polls += 1

@@ -13,7 +13,7 @@ BASE = {"types", "sampling_params", "config", "errors", "model_spec", "rope_spec
 ALLOWED = {
     "core": set(),
     "parallel": set(),
-    "sample": set(),
+    "sample": {"kernels"},
     "layers": {"parallel", "kernels"},
     "models": {"layers", "parallel"},
     "worker": {"models", "layers", "sample", "parallel", "kernels"},

@@ -101,7 +101,8 @@ def test_building_changes_nothing_and_advancing_counts(state):
     assert np.array_equal(before[1], state.num_tokens)
     assert torch.equal(before[2], state.token_table)
     assert inputs.batch.logit_rows.numel() == 0
-    state.advance(inputs)
+    state.advance(inputs.rows, inputs.counts, inputs.num_sampled)
+    state.check_integrity()
     assert state.num_computed[[2, 0]].tolist() == [7, 6]
     assert state.num_tokens[[2, 0]].tolist() == [10, 6]
 

@@ -1,0 +1,389 @@
+"""`rayllm launch` as users run it: a process, the bundled model on CPU, real clients; nothing is left of it afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUNDLED = ROOT / "rayllm" / "assets" / "tiny-pydoc"
+RAYLLM = Path(sys.executable).with_name("rayllm")
+MODEL = "tiny-pydoc"
+START_LIMIT_S = 120  # generous: other tests may share the cores
+
+
+def clean_environment():
+    """The caller's, without what conftest.py and a developer's shell put there."""
+    dropped = ("TRITON_INTERPRET", "RAY_ADDRESS", "OMP_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if name not in dropped}
+
+
+def session_processes(session_id):
+    """Live processes of a session: (pid, command line)."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session_id and fields[0] != "Z":
+                found.append((int(stat.parent.name), (stat.parent / "cmdline").read_text().replace("\0", " ")[:120]))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+class Launched:
+    """A `rayllm launch` in a session of its own, so that all its descendants can be told from other processes."""
+
+    def __init__(self, log, *args):
+        self.log = log
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [RAYLLM, "launch", *args], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env=clean_environment(), start_new_session=True, cwd="/",
+            )  # fmt: skip
+        self.session_id = self.process.pid
+
+    def wait_for(self, text, limit=START_LIMIT_S):
+        deadline = time.monotonic() + limit
+        while text not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+
+    def stop(self, signal_number=signal.SIGINT):
+        """Send a signal; returns the exit code. Fails if a process is left a moment later."""
+        self.process.send_signal(signal_number)
+        code = self.process.wait(timeout=60)
+        deadline = time.monotonic() + 5
+        while (left := session_processes(self.session_id)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left, left
+        return code
+
+    def kill(self):
+        """End whatever is left, after a test that failed."""
+        for pid, _ in session_processes(self.session_id):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    port = free_port()
+    launched = Launched(tmp_path_factory.mktemp("server") / "log", "--port", str(port), "--device", "cpu")
+    launched.url = f"http://127.0.0.1:{port}"
+    try:
+        launched.wait_for("ready")
+        yield launched
+    finally:
+        launched.kill()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def metric(server, name):
+    text = httpx.get(f"{server.url}/metrics").text
+    return float(re.search(rf"^rayllm:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE).group(1))
+
+
+def test_launch_says_how_to_use_it(server):
+    text = server.log.read_text()
+    assert f"address  {server.url}/v1" in text
+    assert MODEL in text
+    command = re.search(r"curl .*", text).group(0)
+    answer = subprocess.run(["bash", "-c", f"{command} -s"], capture_output=True, check=True, text=True).stdout
+    assert json.loads(answer)["choices"][0]["text"]
+
+
+def test_small_routes(server, client):
+    assert [m.id for m in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{server.url}/version").json()["version"]
+
+
+def test_completion(client):
+    answer = client.completions.create(model=MODEL, prompt="The for statement", max_tokens=12, temperature=0)
+    again = client.completions.create(model=MODEL, prompt="The for statement", max_tokens=12, temperature=0)
+    assert answer.choices[0].text == again.choices[0].text != ""
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_chat_stops_by_itself(client):
+    question = [{"role": "user", "content": "Explain the for statement."}]
+    answer = client.chat.completions.create(model=MODEL, messages=question, temperature=0)
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_streams_say_the_same_as_whole_answers(client):
+    options = {"model": MODEL, "prompt": "A list is", "max_tokens": 16, "temperature": 0}
+    whole = client.completions.create(**options)
+    *chunks, usage = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    assert "".join(c.choices[0].text for c in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert (usage.choices, usage.usage.completion_tokens) == ([], whole.usage.completion_tokens)
+    options = {"model": MODEL, "messages": [{"role": "user", "content": "What does len do?"}], "temperature": 0}
+    whole = client.chat.completions.create(**options, max_tokens=16)
+    chunks = list(client.chat.completions.create(**options, max_completion_tokens=16, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
+
+
+def test_raw_events(server):
+    body = {"prompt": "def", "max_tokens": 3, "stream": True, "ignore_eos": True, "temperature": 0}
+    response = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    frames = response.text.split("\n\n")
+    assert frames[-2:] == ["data: [DONE]", ""]
+    assert all(frame.startswith("data: {") for frame in frames[:-2])
+
+
+def test_logprobs(client):
+    answer = client.completions.create(
+        model=MODEL, prompt=[[300, 301, 302]], max_tokens=2, logprobs=3, echo=True, temperature=0
+    )
+    logprobs = answer.choices[0].logprobs
+    assert (
+        len(logprobs.tokens)
+        == len(logprobs.token_logprobs)
+        == len(logprobs.text_offset)
+        == 3 + len(logprobs.tokens[3:])
+    )
+    assert logprobs.token_logprobs[0] is None
+    assert all(value <= 0 for value in logprobs.token_logprobs[1:])
+    assert all(token in top for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True))
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=2, logprobs=True, top_logprobs=2,
+        temperature=0,
+    )  # fmt: skip
+    for token in answer.choices[0].logprobs.content:
+        assert len(token.top_logprobs) == 2
+        assert token.top_logprobs[0].logprob == pytest.approx(token.logprob)
+        assert bytes(token.bytes).decode(errors="replace") == token.token
+
+
+def test_echo_of_nothing_new_scores_the_prompt(client):
+    answer = client.completions.create(model=MODEL, prompt="A list is a sequence", max_tokens=0, logprobs=1, echo=True)
+    assert answer.choices[0].text == "A list is a sequence"
+    assert len(answer.choices[0].logprobs.tokens) == answer.usage.prompt_tokens
+    assert answer.usage.completion_tokens == 0
+
+
+def test_several_choices_and_prompts(client):
+    answer = client.completions.create(model=MODEL, prompt=["One", "Two"], n=2, max_tokens=4, seed=1)
+    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+    again = client.completions.create(model=MODEL, prompt=["One", "Two"], n=2, max_tokens=4, seed=1)
+    assert [c.text for c in again.choices] == [c.text for c in answer.choices]
+
+
+def test_stop_strings_and_sampling_extensions(client):
+    options = {"model": MODEL, "prompt": "The while statement is used for", "temperature": 0, "max_tokens": 24}
+    text = client.completions.create(**options).choices[0].text
+    stop = text[len(text) // 2 :][:3]
+    cut = client.completions.create(**options, stop=stop).choices[0]
+    assert cut.text == text[: text.index(stop)]
+    assert cut.finish_reason == "stop"
+    extras = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 3, "ignore_eos": True, "seed": 3}
+    answer = client.completions.create(model=MODEL, prompt="def", max_tokens=5, extra_body=extras)
+    assert answer.usage.completion_tokens == 5
+
+
+def test_many_at_once(client):
+    def ask(i):
+        options = {"prompt": f"Item {i}", "max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        return client.completions.create(model=MODEL, **options).choices[0].text
+
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(ask, range(16)))
+    assert ask(7) == together[7]
+
+
+BAD_REQUESTS = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": "word " * 4000}, "prompt"),
+    ({"prompt": "hi", "max_tokens": 100_000}, "prompt"),
+    ({"prompt": [4096]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": "hi", "colour": "red"}, "colour"),
+    ({"prompt": "hi", "min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+    ({"prompt": "hi", "temperature": 0, "n": 2}, "n"),
+    ({"prompt": "hi", "n": 10**9}, "n"),
+    ({"prompt": "hi", "temperature": -1}, "temperature"),
+    ({"prompt": "hi", "top_p": 1.5}, "top_p"),
+    ({"prompt": "hi", "stop_token_ids": [99999]}, "stop_token_ids"),
+    ({"prompt": "hi", "tools": [{}]}, "tools"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_REQUESTS, ids=lambda value: str(value)[:40])
+def test_bad_requests_are_refused_by_name(server, body, param):
+    response = httpx.post(f"{server.url}/v1/completions", json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400, error
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+def test_other_errors_and_the_engine_still_serves(server, client):
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="hi")
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=MODEL, messages=[])
+    assert httpx.post(f"{server.url}/v1/completions", content=b"{").status_code == 400
+    assert httpx.post(f"{server.url}/v1/completions", content=b"x" * (33 * 2**20)).status_code == 413
+    assert client.completions.create(model=MODEL, prompt="hi", max_tokens=1).usage.completion_tokens == 1
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_stops_its_request(server, stream):
+    before = metric(server, "generation_tokens_total")
+    body = {"prompt": "def", "max_tokens": 1900, "ignore_eos": True, "stream": stream}
+    with httpx.Client(timeout=0.5) as http:
+        if stream:
+            with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+                next(response.iter_bytes())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post(f"{server.url}/v1/completions", json=body)
+    deadline = time.monotonic() + 10
+    while metric(server, "num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert metric(server, "num_requests_running") == 0
+    assert metric(server, "generation_tokens_total") < before + 1900
+
+
+def test_metrics_count(server, client):
+    before = metric(server, "generation_tokens_total"), metric(server, "e2e_request_latency_seconds_count")
+    client.completions.create(model=MODEL, prompt="hi", max_tokens=5, extra_body={"ignore_eos": True})
+    assert metric(server, "generation_tokens_total") == before[0] + 5
+    assert metric(server, "e2e_request_latency_seconds_count") == before[1] + 1
+    assert metric(server, "time_to_first_token_seconds_count") > 0
+
+
+def test_chat_command(server):
+    done = subprocess.run(
+        [RAYLLM, "chat", "--url", server.url, "--temperature", "0", "--max-tokens", "8"],
+        input="What does len do?\n\n", capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip()
+
+
+# The last test that needs the server.
+def test_ctrl_c_lets_requests_end_and_leaves_nothing(server):
+    body = {"prompt": "def", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGINT)
+        assert list(lines)[-2] == "data: [DONE]"
+    started = time.monotonic()
+    assert server.process.wait(timeout=60) == 0
+    deadline = started + 30
+    while (left := session_processes(server.session_id)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, left
+
+
+# Starts that fail
+
+
+def failing_launch(*args):
+    """(exit code, last line of standard error) of a launch that must not come up."""
+    done = subprocess.run(
+        [RAYLLM, "launch", "--port", str(free_port()), *args],
+        capture_output=True, text=True, env=clean_environment(), timeout=START_LIMIT_S, start_new_session=True,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the bundled model to break."""
+    copy = tmp_path / "model"
+    shutil.copytree(BUNDLED, copy)
+    return copy
+
+
+def test_model_folders_that_cannot_be_served(tmp_path, folder):
+    assert failing_launch("/no/such/folder") == (2, "error: model folder /no/such/folder does not exist")
+    (tmp_path / "empty").mkdir()
+    assert failing_launch(str(tmp_path / "empty")) == (2, f"error: model folder {tmp_path / 'empty'} is empty")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    code, line = failing_launch(str(folder))
+    assert code == 2
+    assert "MambaForCausalLM is not supported" in line
+
+
+def test_deployments_that_cannot_work(tmp_path):
+    shape = str(ROOT / "configs" / "models" / "qwen2.5-1.5b")
+    code, line = failing_launch(shape, "--load-format", "dummy", "--tp", "8")
+    assert code == 2
+    assert "tensor_parallel_size 8 does not divide the model's 12 attention heads" in line
+    (tmp_path / "bad.yaml").write_text("max_model_length: 3\n")
+    code, line = failing_launch("--config", str(tmp_path / "bad.yaml"))
+    assert code == 2
+    assert "did you mean 'max_model_len'" in line
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, line = failing_launch("--port", str(taken.getsockname()[1]))
+    assert code == 2
+    assert "cannot listen" in line
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has GPUs")
+def test_more_gpus_than_there_are():
+    code, line = failing_launch("--device", "cuda", "--tp", "2")
+    assert code == 2
+    assert line == "error: tensor_parallel_size 2 on device cuda needs 2 GPUs; the cluster has 0"
+
+
+def test_weights_that_only_the_engine_finds_broken(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    code, line = failing_launch(str(folder))
+    assert code == 2
+    assert line.startswith("error: ")
+    assert "model.safetensors" in line
+
+
+def test_a_stop_while_starting_leaves_nothing(tmp_path):
+    launched = Launched(tmp_path / "log", "--port", str(free_port()))
+    try:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not any("raylet" in command for _, command in session_processes(launched.session_id)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        launched.stop(signal.SIGTERM)
+        assert "ready" not in launched.log.read_text()
+    finally:
+        launched.kill()
