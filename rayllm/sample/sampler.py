@@ -46,11 +46,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, token_table: torch.Tensor
     """
     if logits.shape[0] != batch.num_rows:
         raise ValueError(f"{logits.shape[0]} rows of logits for a batch of {batch.num_rows}")
-    if batch.simple and batch.draw is not None:
-        draw = batch.draw
-        drawn = ops.gumbel_argmax(logits, draw.seeds, draw.positions, draw.temperature, draw.noise_scale)
-        return SamplerOutput(drawn, None)
-    raw = logits.float()
+    raw = logits if batch.simple else logits.float()
     scores = _changed_logits(raw, batch, token_table) if batch.changes_logits else raw
     token_ids = scores.argmax(dim=1) if batch.draw is None else _draw(scores, batch.draw, batch.cut)
     reported = None
@@ -104,20 +100,27 @@ def _penalise(scores: torch.Tensor, params: PenaltyRows, token_table: torch.Tens
 def _draw(scores: torch.Tensor, draw: DrawRows, cut: CutRows | None) -> torch.Tensor:
     """Tokens drawn from the truncated softmax(scores / temperature), or the argmax of greedy rows. Returns [N] int64.
 
-    scores: [N, V] float32.
+    scores: [N, V] float. Every batch draws by the same kernel from the same numbers, cut or not: rounding must not
+    depend on what else is in it.
     """
-    # Less the maximum before the division: a tiny temperature then sends logits to -inf, never to +inf. Subtracting
-    # leaves nothing else at 0, so greedy rows keep their argmax. A row of only -inf has no maximum to subtract.
-    highest = scores.amax(dim=1, keepdim=True).clamp_(min=_LOWEST)
-    scaled = (scores - highest).div_(draw.temperature[:, None])
     if cut is not None:
-        cutoffs = cutoff(
-            _take(scaled, cut.rows), cut.top_k, cut.top_p, cut.log_min_p, cut.num_candidates, cut.any_top_p
-        )
-        lowest = scaled.new_full((scaled.shape[0],), float("-inf")).index_copy_(0, cut.rows, cutoffs)
-        scaled.masked_fill_(scaled < lowest[:, None], float("-inf"))
-    neutral = torch.ones_like(draw.temperature)
-    return ops.gumbel_argmax(scaled, draw.seeds, draw.positions, neutral, draw.noise_scale)
+        scores = _truncated(scores, draw.temperature, cut)
+    return ops.gumbel_argmax(scores, draw.seeds, draw.positions, draw.temperature, draw.noise_scale)
+
+
+def _truncated(scores: torch.Tensor, temperature: torch.Tensor, cut: CutRows) -> torch.Tensor:
+    """scores, with -inf for what top_k, top_p and min_p cut off: a new tensor.
+
+    scores: [N, V] float32. temperature: [N] float32.
+    """
+    wanted = _take(scores, cut.rows)
+    # Less the maximum before the division: a tiny temperature then sends logits to -inf, never to +inf. A row of
+    # only -inf has no maximum to subtract.
+    highest = wanted.amax(dim=1, keepdim=True).clamp_(min=_LOWEST)
+    scaled = (wanted - highest).div_(_take(temperature, cut.rows)[:, None])
+    cutoffs = cutoff(scaled, cut.top_k, cut.top_p, cut.log_min_p, cut.num_candidates, cut.any_top_p)
+    kept = torch.where(scaled < cutoffs[:, None], float("-inf"), wanted)
+    return kept if kept.shape[0] == scores.shape[0] else scores.index_copy(0, cut.rows, kept)
 
 
 def _take(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

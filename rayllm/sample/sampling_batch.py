@@ -100,13 +100,10 @@ class LogprobRows:
 class SamplingBatch:
     """One sampling call over num_rows rows of logits. Made by `SamplingTable.batch`.
 
-    packed: uint8, the buffer that every tensor here is a view of. Its layout depends only on num_rows while only
-    `draw` is in use, so a captured graph is fed by copying another batch's `packed` over the captured one's.
     draw: None if all rows are greedy. The others: None if no row uses the feature in this step.
     """
 
     num_rows: int
-    packed: torch.Tensor
     draw: DrawRows | None
     cut: CutRows | None
     penalties: PenaltyRows | None
@@ -126,7 +123,7 @@ class SamplingBatch:
 
     @property
     def simple(self) -> bool:
-        """True if this is a greedy or plain-temperature step: sampling it can be replayed as a captured graph."""
+        """True if tokens are chosen by temperature alone, greedily or not, and nothing is reported of them."""
         return self.cut is None and not self.changes_logits and self.logprobs is None
 
 
@@ -142,8 +139,8 @@ class Packer:
         self._arrays += arrays
         return slice(first, len(self._arrays))
 
-    def copy(self, device: torch.device) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
-        """The buffer on the device (uint8), and for each array added the views of its rows ([length] each).
+    def copy(self, device: torch.device) -> list[tuple[torch.Tensor, ...]]:
+        """For each array added, its rows ([length] each) on the device.
 
         To CUDA the copy starts from pinned memory and is not waited for: the allocator of pinned memory does not
         hand the source out again before the copy is done.
@@ -162,4 +159,4 @@ class Packer:
             dtype = torch.float32 if array.dtype == np.float32 else torch.int64
             views.append(packed[start : start + array.nbytes].view(dtype).view(array.shape).unbind(0))
             start += size
-        return packed, views
+        return views

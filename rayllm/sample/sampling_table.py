@@ -154,7 +154,6 @@ class SamplingTable:
         features = self._features[rows]
         used = int(np.bitwise_or.reduce(features, initial=0))
         draw = cut = penalties = bias = bans = logprobs = None
-        # `draw` first: the layout of the buffer must not depend on the features after it (SamplingBatch.packed).
         if used & _DRAWN:
             counters = np.stack((self._seed[rows], positions))
             draw = packer.add(counters, np.stack((self._temperature[rows], self._noise_scale[rows])))
@@ -171,14 +170,13 @@ class SamplingTable:
             num_top = self._num_top_logprobs[rows[asking]].tolist()
             logprobs = packer.add(asking[None])
 
-        packed, views = packer.copy(torch.device(device))
+        views = packer.copy(torch.device(device))
 
         def tensors(where: slice) -> list[torch.Tensor]:
             return [view for array in views[where] for view in array]
 
         return SamplingBatch(
             num_rows=len(rows),
-            packed=packed,
             draw=DrawRows(*tensors(draw)) if draw else None,
             cut=CutRows(num_candidates, bool(used & _TOP_P), *tensors(cut)) if cut else None,
             penalties=PenaltyRows(max_num_tokens, *tensors(penalties)) if penalties else None,

@@ -28,6 +28,7 @@ _STOP_S = 20.0
 _END_S = 3.0
 
 Report = Callable[[str], None]
+Connect = Callable[[], bool]
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +67,15 @@ def start_server(
     engine: EngineConfig,
     server: ServerConfig,
     *,
+    connect: Connect,
     on_ready: Callable[[Ready], None],
     report: Report,
     startup_timeout: float = STARTUP_TIMEOUT_S,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then drain, stop what was started here, and return.
 
-    Joins the cluster of RAY_ADDRESS or of `ray start` on this machine, else starts Ray for itself. on_ready is called
-    once; report with notes on progress. Raises ConfigError, ModelError or StartupError if the server does not come up,
+    connect: connects this process to Ray and returns whether it started Ray for that. on_ready is called once; report
+    with notes on progress. Raises ConfigError, ModelError or StartupError if the server does not come up,
     EngineDeadError if Ray is lost later.
     """
     phases: dict[str, float] = {}
@@ -82,7 +84,7 @@ def start_server(
             engine = check_before_start(engine, server)
             if server.port == 0:
                 server = server.model_copy(update={"port": _free_port(server.host)})
-        cluster = _Cluster(engine)
+        cluster = _Cluster(engine, connect)
         try:
             with _phase(phases, "ray"):
                 cluster.join()
@@ -93,7 +95,7 @@ def start_server(
                 cluster.wait_until_running(signals.stop, report, startup_timeout)
             on_ready(Ready(url, name, phases))
             cluster.watch(signals.stop, report)
-        except Stopped:
+        except (Stopped, SystemExit):  # while it starts, Ray turns SIGTERM into SystemExit
             pass
         finally:
             report("stopping")
@@ -103,8 +105,9 @@ def start_server(
 class _Cluster:
     """This process's use of a Ray cluster: its own, or one that was there."""
 
-    def __init__(self, engine: EngineConfig):
+    def __init__(self, engine: EngineConfig, connect: Connect):
         self._engine = engine
+        self._connect = connect
         self._owned = False
         self._deployed = self._running = False
         self._serve_was_running = False
@@ -117,14 +120,7 @@ class _Cluster:
             threads = max((os.cpu_count() or 1) // self._engine.tensor_parallel_size, 1)
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         adopt_orphans()
-        import ray
-
-        try:
-            # Joins what RAY_ADDRESS or `ray start` left to be found, else starts a cluster that ends with this process.
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:
-            raise StartupError(f"Ray cannot be started or reached: {_last_line(str(error))}") from None
-        self._owned = bool(getattr(ray._private.worker._global_node, "head", False))
+        self._owned = self._connect()
 
     def deploy(self, engine: EngineConfig, server: ServerConfig) -> tuple[str, str]:
         """Start Serve and hand it the application, without waiting. Returns URL and model name. Raises ConfigError."""
@@ -199,8 +195,6 @@ class _Cluster:
         import ray
         from ray import serve
 
-        if not ray.is_initialized():
-            return
         try:
             if self._owned and self._running:
                 # Ray's end takes everything else with it; the engine is told first, so that running requests may end.
@@ -210,8 +204,7 @@ class _Cluster:
         except Exception as error:  # what follows must happen all the same
             logger.warning("stopping the server: %s", _last_line(str(error)))
         ray.shutdown()
-        if self._owned:
-            end_descendants(_END_S)
+        end_descendants(_END_S)
 
 
 def startup_error(message: str) -> RayllmError | None:

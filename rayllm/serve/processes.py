@@ -13,7 +13,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def adopt_orphans() -> None:
-    """From now on, descendants whose parent dies become children of this process, so that it can find them. Linux only."""
+    """From now on, descendants whose parent dies become children of this process, which can find them. Linux only."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

@@ -66,11 +66,29 @@ def test_the_connection_that_is_there_is_used(ray_cluster):
     assert connect_to_ray() is False
 
 
-def test_ray_client_addresses_are_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [("ray://head:10001", "Ray Client"), ("127.0.0.1:1", "RAY_ADDRESS 127.0.0.1:1: no Ray cluster answers there")],
+)
+def test_addresses_that_cannot_work(monkeypatch, address, message):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    with pytest.raises(StartupError, match="Ray Client"):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(StartupError, match=message):
         connect_to_ray()
+
+
+@pytest.mark.parametrize(("noted", "address"), [(None, "local"), ("127.0.0.1:1", "local"), ("listening", None)])
+def test_a_cluster_of_ray_start_is_joined_if_it_still_lives(monkeypatch, noted, address):
+    addresses = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: addresses.append(options["address"]))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        if noted == "listening":
+            noted = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(ray._private.utils, "read_ray_address", lambda: noted)
+        assert connect_to_ray() is (address == "local")
+    assert addresses == [address]
 
 
 def test_gloo_and_nccl_are_kept_on_the_interface_of_the_rendezvous(ray_cluster):

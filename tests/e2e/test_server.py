@@ -1,4 +1,4 @@
-"""`rayllm launch` as users run it: a process, the bundled model on CPU, real clients; nothing is left of it afterwards."""
+"""`rayllm launch` as users run it: a process, the bundled model on CPU, real clients; nothing is left of it after."""
 
 from __future__ import annotations
 
