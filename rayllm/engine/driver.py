@@ -1,8 +1,7 @@
 """`EngineDriver`: the thread that runs the engine, and the fronts that send it requests.
 
 The engine thread alone touches the core. Fronts put adds and aborts into its inbox and get deltas back through
-`Front.deliver`, on the engine thread, once a step and front. `serve_zmq` adds a second thread that polls the socket: a
-step may take seconds (compilation, a huge prefill), and hellos, heartbeats and GetStats must be answered meanwhile.
+`Front.deliver`, on the engine thread, once a step and front. `serve_zmq` adds a second thread, with a socket.
 """
 
 from __future__ import annotations

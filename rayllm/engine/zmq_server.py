@@ -23,6 +23,7 @@ import zmq
 from rayllm.engine import client as wire
 from rayllm.engine.driver import EngineDriver, error_deltas
 from rayllm.errors import ConfigError, EngineDeadError
+from rayllm.types import TokenDelta
 
 logger = logging.getLogger(__name__)
 

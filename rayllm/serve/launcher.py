@@ -25,7 +25,7 @@ STARTUP_TIMEOUT_S = 1800.0
 _POLL_S = 0.1
 _WATCH_S = 2.0
 _STOP_S = 20.0
-_END_S = 3.0
+_END_S = 2.0
 
 Report = Callable[[str], None]
 Connect = Callable[[], bool]

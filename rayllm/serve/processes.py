@@ -35,6 +35,7 @@ def end_descendants(grace_s: float) -> list[int]:
             killed |= alive
         _reap()
         time.sleep(0.02)
+    _reap()
     return sorted(killed)
 
 

@@ -19,7 +19,7 @@ import zmq
 from unit.test_driver_fakes import INFO, FakeCore, fake_request, fake_token, wait_for
 
 from rayllm.engine import client as wire
-from rayllm.engine import driver as driver_module
+from rayllm.engine import zmq_server
 from rayllm.engine.client import InProcessClient, ZmqClient
 from rayllm.engine.driver import EngineDriver
 from rayllm.errors import ConfigError, EngineDeadError
@@ -446,7 +446,7 @@ def test_zmq_heartbeats_keep_idle_connections():
 
 
 def test_zmq_a_front_that_stops_reading_is_given_up(monkeypatch):
-    monkeypatch.setattr(driver_module, "_MAX_FRAMES", 8)
+    monkeypatch.setattr(zmq_server, "_MAX_FRAMES", 8)
     core = FakeCore()
     with running(core) as (driver, other), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger, socket.rcvhwm = 0, 1
