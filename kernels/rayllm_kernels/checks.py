@@ -199,6 +199,53 @@ def check_reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache
     check_vector(slot_mapping, "slot_mapping", key.shape[0], torch.int64, key.device)
 
 
+def check_qk_norm_rope_cache(
+    qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
+    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int,
+) -> None:  # fmt: skip
+    check_cache(k_cache, v_cache)
+    head_dim = k_cache.shape[3]
+    if k_cache.shape[1] != num_kv_heads:
+        fail("k_cache", f"must have {num_kv_heads} heads", k_cache.shape)
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    if qkv.dim() != 2 or qkv.shape[1] != width:
+        fail("qkv", f"must be [T, {width}]", qkv.shape)
+    check_like(qkv, "qkv", k_cache, "k_cache")
+    check_last_dim(qkv, "qkv")
+    heads = qkv.unflatten(1, (-1, head_dim))
+    check_rotary(positions, heads, heads, cos_sin_cache)
+    check_vector(slot_mapping, "slot_mapping", qkv.shape[0], torch.int64, qkv.device)
+    if (q_weight is None) != (k_weight is None):
+        fail("k_weight", "must be given exactly if q_weight is", k_weight)
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            check_vector(weight, name, head_dim, qkv.dtype, qkv.device)
+
+
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if x.dim() != 2:
+        fail("x", "must be [T, in]", x.shape)
+    check_rows(x, "x")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
+        fail("weight", f"must be [out, {x.shape[1]}]", weight.shape)
+    check_like(weight, "weight", x, "x")
+    check_last_dim(weight, "weight")
+    if bias is not None:
+        check_vector(bias, "bias", weight.shape[0], x.dtype, x.device)
+
+
+def check_gated(weight: Tensor) -> None:
+    if weight.shape[0] % 2 != 0:
+        fail("weight", "must have an even number of rows, gate and up", weight.shape)
+
+
+def check_norm_linear(x: Tensor, residual: Tensor | None, norm_weight: Tensor) -> None:
+    """What `check_linear` leaves of a projection with a norm before it."""
+    check_vector(norm_weight, "norm_weight", x.shape[1], x.dtype, x.device)
+    if residual is not None:
+        check_residual(x, residual)
+
+
 def check_copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     if pool.dim() < 2:
         fail("pool", "must be [num_blocks, ...]", pool.shape)

@@ -125,7 +125,7 @@ def linear_rows(
         x, x if residual is None else residual, x if norm_weight is None else norm_weight, weight,
         x if bias is None else bias, y, total, eps,
         x.stride(0), 0 if residual is None else residual.stride(0), weight.stride(0), tokens, inputs, outputs,
-        TOKENS=triton.next_power_of_2(tokens), ROWS=rows, DEPTH=depth, VEC=vector, EVEN=inputs % depth == 0,
+        TOKENS=triton.next_power_of_2(tokens), ROWS=rows, DEPTH=depth, VEC=vector, EVEN=inputs >= depth,
         NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None, GATED=gated,
         OVERLAP=overlap, num_warps=num_warps, launch_pdl=overlap,
     )  # fmt: skip

@@ -154,3 +154,54 @@ def decode_inputs(
         rows, positions, token_table, block_table, block_size,
         input_ids=input_ids, slots=slots, seq_lens=seq_lens, block_tables=block_tables,
     )  # fmt: skip
+
+
+def qk_norm_rope_cache(
+    qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int,
+) -> Tensor:  # fmt: skip
+    """From the qkv projection to attention in one launch -> queries [T, Hq, D], a new contiguous tensor.
+
+    `rms_norm` of each query and key head (only if q_weight and k_weight, [D] each, are given), `rotary_embedding` of
+    both, `reshape_and_cache` of keys and values, with the roundings of the three in sequence. qkv: [T, (Hq + 2 Hkv) D]
+    in the cache's dtype, heads in the order q, k, v, last dimension contiguous; not changed. The rest as for those.
+    """
+    return _kernels_for(qkv).qk_norm_rope_cache(
+        qkv, positions, cos_sin_cache, q_weight, k_weight, eps, k_cache, v_cache, slot_mapping, num_heads, num_kv_heads
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias -> a new tensor [T, out], made for few tokens and right for any number.
+
+    x: [T, in], weight: [out, in], last dimensions contiguous; bias: [out]. Sums are fp32, rounded once, in an order
+    that depends on shapes alone: equal calls give equal results.
+    """
+    return _kernels_for(x).linear(x, weight, bias)
+
+
+def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(x G^T) * (x U^T) -> a new tensor [T, out], where weight is [2 * out, in], the rows of G before those of U.
+
+    x: [T, in], last dimensions contiguous. For few tokens everything is fp32 and rounded once; for many, and on the
+    CPU, it is `silu_and_mul` of the rounded product.
+    """
+    return _kernels_for(x).linear_silu_mul(x, weight)
+
+
+def add_rms_norm_linear(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(norm(total) W^T + bias, total), total = x + residual rounded to x's dtype; x itself if residual is None.
+
+    x, residual: [T, in]; norm_weight: [in]; the rest as for `linear` and `fused_add_rms_norm`. For very few tokens one
+    launch, in which the norm is not rounded before the product.
+    """
+    return _kernels_for(x).add_rms_norm_linear(x, residual, norm_weight, eps, weight, bias)
+
+
+def add_rms_norm_linear_silu_mul(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(`linear_silu_mul`(norm(total), weight), total); as for `add_rms_norm_linear`."""
+    return _kernels_for(x).add_rms_norm_linear_silu_mul(x, residual, norm_weight, eps, weight)

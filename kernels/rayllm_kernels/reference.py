@@ -11,6 +11,10 @@ from torch import Tensor
 
 from .checks import (
     check_copy_blocks,
+    check_gated,
+    check_linear,
+    check_norm_linear,
+    check_qk_norm_rope_cache,
     check_reshape_and_cache,
     check_residual,
     check_rms_norm,
@@ -21,12 +25,17 @@ from .reference_attention import paged_decode_attention, paged_prefill_attention
 from .reference_sampling import decode_inputs, gumbel_argmax
 
 __all__ = [
+    "add_rms_norm_linear",
+    "add_rms_norm_linear_silu_mul",
     "copy_blocks",
     "decode_inputs",
     "fused_add_rms_norm",
     "gumbel_argmax",
+    "linear",
+    "linear_silu_mul",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "qk_norm_rope_cache",
     "reshape_and_cache",
     "rms_norm",
     "rotary_embedding",
@@ -85,3 +94,54 @@ def silu_and_mul(x: Tensor) -> Tensor:
     check_silu_and_mul(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def qk_norm_rope_cache(
+    qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int,
+) -> Tensor:  # fmt: skip
+    """rms_norm of q and k where they have weights, rotary_embedding, reshape_and_cache."""
+    check_qk_norm_rope_cache(
+        qkv, positions, cos_sin_cache, q_weight, k_weight, k_cache, v_cache, slot_mapping, num_heads, num_kv_heads
+    )
+    heads = qkv.unflatten(1, (-1, k_cache.shape[3]))
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    else:
+        q, k = q.clone(memory_format=torch.contiguous_format), k.clone()
+    rotary_embedding(positions, q, k, cos_sin_cache)
+    reshape_and_cache(k, v, k_cache, v_cache, slot_mapping)
+    return q
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias."""
+    check_linear(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
+    """silu_and_mul(x W^T)."""
+    check_linear(x, weight, None)
+    check_gated(weight)
+    return silu_and_mul(F.linear(x, weight))
+
+
+def add_rms_norm_linear(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(total) W^T + bias, total) of total = x + residual."""
+    check_linear(x, weight, bias)
+    check_norm_linear(x, residual, norm_weight)
+    total = x if residual is None else x + residual
+    return F.linear(rms_norm(total, norm_weight, eps), weight, bias), total
+
+
+def add_rms_norm_linear_silu_mul(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(silu_and_mul(rms_norm(total) W^T), total) of total = x + residual."""
+    check_gated(weight)
+    y, total = add_rms_norm_linear(x, residual, norm_weight, eps, weight)
+    return silu_and_mul(y), total

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import uuid
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -306,9 +305,11 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     config = make_config(EngineConfig, engine_options)
     server = make_config(ServerConfig, server_options)
     check_parallel(load_model_spec(config.model), config.tensor_parallel_size)
+    config = config.model_copy(update={"model": str(Path(config.model).resolve())})
     if config.device == "auto":
-        config = resolve_device(config, ray.cluster_resources().get("GPU", 0))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # `serve run` builds the application before it connects: this machine has to stand for the cluster then.
+        has_gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else Path("/dev/nvidiactl").exists()
+        config = config.model_copy(update={"device": "cuda" if has_gpus else "cpu"})
     return make_application(config, server)
 
 

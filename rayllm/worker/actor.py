@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rayllm.model_spec import ModelSpec
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
+DEVICE_TIMEOUT = timedelta(minutes=30)  # of the model's collectives; the driver's deadline for a step is shorter
 FOREVER = timedelta(days=3650)  # an idle engine waits this long for its next plan
-
 
 _PLANS = msgspec.msgpack.Decoder(StepPlan | None)
 _RESULTS = msgspec.msgpack.Decoder(StepResult | None)
@@ -112,7 +112,7 @@ def join_groups(meeting: Rendezvous, rank: int, store: dist.TCPStore | None, idl
     results = dist.new_group([0, 1], backend="gloo", timeout=CONNECT_TIMEOUT)
     device = None
     if meeting.num_ranks > 1:
-        device = dist.new_group(list(range(1, size)), backend=meeting.device_backend)
+        device = dist.new_group(list(range(1, size)), backend=meeting.device_backend, timeout=DEVICE_TIMEOUT)
     # Only connecting has a short limit: gloo drops a connection whose wait times out, and engines may idle for days.
     _set_pg_timeout(idle_timeout, control)
     if rank <= 1:

@@ -369,6 +369,7 @@ EXTREMES = [
     {"repetition_penalty": 100.0, "presence_penalty": -2.0, "frequency_penalty": 2.0},
     {"repetition_penalty": 1e-6},
     {"repetition_penalty": 1e-60, "temperature": 0.0},
+    {"repetition_penalty": 1e-60, "top_k": 20, "top_p": 0.5},
     {"temperature": 0.0, "logprobs": 3},
     {"min_p": 1.0},
 ]

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayllm.sample.sampler import sample
-from rayllm.sample.sampling_table import SamplingTable
+from rayllm.sample.sampling_table import DrawColumns, SamplingTable
 from rayllm.sampling_params import SamplingParams
 from rayllm.types import SequenceData
 from rayllm_kernels import ops, reference
@@ -89,6 +89,29 @@ def test_a_batch_has_the_features_that_its_rows_use(params, expected):
     assert features_of(batch_of(table, [1, 0], [3, 9])) == expected
     assert features_of(batch_of(table, [2, 1], [3, 3])) == features_of(batch_of(table, [2], [3]))
     assert batch_of(table, [1], [3]).all_greedy == ("draw" not in expected)
+
+
+@pytest.mark.parametrize("feature", ALL_FEATURES)
+def test_simple_rows_use_temperature_at_most(feature):
+    table = table_of(
+        entering(0, temperature=0.0), entering(1, temperature=0.3), entering(2, **{feature: ALL_FEATURES[feature]})
+    )
+    for rows, simple in (([0], True), ([1, 0, 7], True), ([2], False), ([1, 2, 0], False)):
+        assert table.is_simple(np.array(rows)) == simple
+        assert batch_of(table, rows, [3] * len(rows)).simple == simple
+    assert table.is_simple(np.array([], dtype=np.int64))
+
+
+def test_draw_columns_are_those_of_the_batch():
+    table = table_of(
+        entering(1, seed=2**62, temperature=0.3), entering(2, seed=3, temperature=0.0), entering(4, seed=4)
+    )
+    columns = table.draw_columns(np.array([4, 1, 2]))
+    draw = batch_of(table, [4, 1, 2], [3, 3, 3]).draw
+    for name in ("seeds", "temperature", "noise_scale"):
+        assert getattr(columns, name).tolist() == getattr(draw, name).tolist()
+    assert columns.noise_scale.tolist() == [1.0, 1.0, 0.0]
+    assert [len(column) for column in DrawColumns.empty()] == [0, 0, 0]
 
 
 def test_rows_are_gathered_in_the_order_of_the_batch():

@@ -1,0 +1,118 @@
+"""Projections of one step's tokens, by the kernel that suits their number.
+
+Few tokens leave the time to the weights, which must be read once whatever the number: `linear_rows` reads them fastest
+for a vector or a few, `linear_tiles` for some dozens. More tokens go to the vendor's matrix product, followed by the
+unfused kernels. The choice depends on shapes and dtype alone, so a captured graph and an eager call agree.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checks import check_gated, check_linear, check_norm_linear
+from .linear_rows import linear_rows
+from .linear_tiles import Tiles, linear_tiles
+from .rms_norm import fused_add_rms_norm, rms_norm
+from .silu_and_mul import silu_and_mul
+
+MAX_ROWS_TOKENS = 4
+MAX_NORM_TOKENS = 2  # every program repeats the norm: its reads must stay few beside the weights
+MAX_TILES_TOKENS = 64
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def choose_rows(tokens: int, outputs: int, inputs: int, gated: bool, multiprocessors: int) -> tuple[int, int]:
+    """Outputs and warps of a program of `linear_rows`."""
+    rows = 8 if outputs >= 16 * multiprocessors else 4
+    return rows, 4
+
+
+def choose_tiles(tokens: int, outputs: int, inputs: int, gated: bool, multiprocessors: int) -> Tiles:
+    """Tiles of `linear_tiles`."""
+    if outputs <= 16 * multiprocessors:
+        return Tiles(16, 512, 4, 4, 3, False)
+    return Tiles(32, 128, 1, 4, 4, False)
+
+
+def _fits(x: Tensor, max_tokens: int) -> bool:
+    return 0 < x.shape[0] <= max_tokens and x.shape[1] > 0
+
+
+def _few(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor | None:
+    """The projection by one of this package's kernels, None where those are not the fastest."""
+    tokens, inputs = x.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    if outputs == 0:
+        return None
+    if _fits(x, MAX_ROWS_TOKENS):
+        rows, warps = choose_rows(tokens, outputs, inputs, gated, _multiprocessors(x.device))
+        return linear_rows(x, weight, rows=rows, num_warps=warps, bias=bias, gated=gated)[0]
+    if _fits(x, MAX_TILES_TOKENS) and x.dtype != torch.float32:
+        tiles = choose_tiles(tokens, outputs, inputs, gated, _multiprocessors(x.device))
+        return linear_tiles(x, weight, tiles, bias=bias, gated=gated)
+    return None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias; see `ops.linear` for the contract."""
+    check_linear(x, weight, bias)
+    y = _few(x, weight, bias, False)
+    return F.linear(x, weight, bias) if y is None else y
+
+
+def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) * up of x W^T; see `ops.linear_silu_mul` for the contract."""
+    check_linear(x, weight, None)
+    check_gated(weight)
+    y = _few(x, weight, None, True)
+    return silu_and_mul(F.linear(x, weight)) if y is None else y
+
+
+def _norm_rows(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, gated: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    rows, warps = choose_rows(x.shape[0], outputs, x.shape[1], gated, _multiprocessors(x.device))
+    return linear_rows(
+        x, weight, rows=rows, num_warps=warps, bias=bias, residual=residual, norm_weight=norm_weight, eps=eps,
+        gated=gated,
+    )  # fmt: skip
+
+
+def _norm(x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if residual is None:
+        return rms_norm(x, norm_weight, eps), x
+    return fused_add_rms_norm(x, residual, norm_weight, eps)
+
+
+def add_rms_norm_linear(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual) W^T + bias, x + residual); see `ops.add_rms_norm_linear` for the contract."""
+    check_linear(x, weight, bias)
+    check_norm_linear(x, residual, norm_weight)
+    if _fits(x, MAX_NORM_TOKENS) and weight.shape[0]:
+        return _norm_rows(x, residual, norm_weight, eps, weight, bias, False)
+    y, total = _norm(x, residual, norm_weight, eps)
+    return linear(y, weight, bias), total
+
+
+def add_rms_norm_linear_silu_mul(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm_linear` and silu(gate) * up; see `ops.add_rms_norm_linear_silu_mul` for the contract."""
+    check_linear(x, weight, None)
+    check_gated(weight)
+    check_norm_linear(x, residual, norm_weight)
+    if _fits(x, MAX_NORM_TOKENS) and weight.shape[0]:
+        return _norm_rows(x, residual, norm_weight, eps, weight, None, True)
+    y, total = _norm(x, residual, norm_weight, eps)
+    return linear_silu_mul(y, weight), total

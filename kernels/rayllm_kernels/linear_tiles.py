@@ -1,0 +1,133 @@
+"""Products of few tokens (about 4 to 64) and a weight matrix on the tensor cores, as fast as the weights can be read.
+
+    y = x W^T + bias,   or   y = silu(x G^T) * (x U^T)   where W = [G; U]
+
+x [M, K], W [N, K] (gated: [2 N, K]), bias [N] -> y [M, N]; fp32 sums, rounded once.
+
+One program owns some outputs for all tokens and runs along K; there are no partial results to add between programs. So
+that few outputs still make enough programs, the warps of a program may share K instead of the outputs (SLICES > 1): slice
+s of a tile is a batch of its own, and the batches are added at the end. The weights of the first tiles are asked for
+into L2 before the previous kernel ends.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .dependent_launch import can_overlap, prefetch_to_l2, wait_for_predecessor
+
+PREFETCH_LINES = 1024  # 128-byte lines of weights that a program asks for early
+
+
+class Tiles(NamedTuple):
+    """outputs and depth (of K) of a tile, slices of that depth, warps, pipeline stages, weights as the first operand."""
+
+    outputs: int
+    depth: int
+    slices: int
+    num_warps: int
+    num_stages: int
+    weights_first: bool
+
+
+@triton.jit
+def _product(weights, x, acc, SLICES: tl.constexpr, WEIGHTS_FIRST: tl.constexpr):
+    if SLICES > 1:
+        return tl.dot(x, tl.permute(weights, (0, 2, 1)), acc, input_precision="ieee")
+    elif WEIGHTS_FIRST:
+        return tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
+    else:
+        return tl.dot(x, tl.trans(weights), acc, input_precision="ieee")
+
+
+@triton.jit
+def _finish(acc, bias_ptr, column, outputs, SLICES: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """fp32 [tokens, outputs] of an accumulator, with the bias of `column` [1, outputs]."""
+    if SLICES > 1:
+        y = tl.sum(acc, 0)
+    elif WEIGHTS_FIRST:
+        y = tl.trans(acc)
+    else:
+        y = acc
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, mask=column < outputs, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _linear_tiles_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, stride_x, stride_weight, tokens, inputs, outputs,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr, LINES: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * OUTPUTS
+    output, token = first + tl.arange(0, OUTPUTS), tl.arange(0, TOKENS)
+    # Rows past the end repeat the last one and are not stored.
+    rows = tl.minimum(output, outputs - 1).to(tl.int64) * stride_weight
+    up_shift = outputs.to(tl.int64) * stride_weight
+    x_rows = tl.minimum(token, tokens - 1) * stride_x
+    if OVERLAP:
+        lines = weight_ptr + rows[:, None] + tl.minimum(tl.arange(0, LINES) * 64, inputs - 1)[None, :]
+        prefetch_to_l2(lines)
+        if GATED:
+            prefetch_to_l2(lines + up_shift)
+    wait_for_predecessor(OVERLAP)
+
+    if SLICES > 1:
+        part: tl.constexpr = DEPTH // SLICES
+        depth = (tl.arange(0, SLICES) * part)[:, None, None] + tl.arange(0, part)[None, None, :]
+        weights_ptr, inputs_ptr = weight_ptr + rows[None, :, None], x_ptr + x_rows[None, :, None]
+        acc = tl.zeros([SLICES, TOKENS, OUTPUTS], tl.float32)
+    else:
+        depth = tl.arange(0, DEPTH)[None, :]
+        weights_ptr, inputs_ptr = weight_ptr + rows[:, None], x_ptr + x_rows[:, None]
+        acc = tl.zeros([OUTPUTS, TOKENS] if WEIGHTS_FIRST else [TOKENS, OUTPUTS], tl.float32)
+    up_acc = acc
+    for start in range(0, inputs, DEPTH):
+        at = start + depth
+        if EVEN:
+            weights, x = tl.load(weights_ptr + at), tl.load(inputs_ptr + at)
+        else:
+            weights = tl.load(weights_ptr + at, mask=at < inputs, other=0.0)
+            x = tl.load(inputs_ptr + at, mask=at < inputs, other=0.0)
+        acc = _product(weights, x, acc, SLICES, WEIGHTS_FIRST)
+        if GATED:
+            if EVEN:
+                up_weights = tl.load(weights_ptr + up_shift + at)
+            else:
+                up_weights = tl.load(weights_ptr + up_shift + at, mask=at < inputs, other=0.0)
+            up_acc = _product(up_weights, x, up_acc, SLICES, WEIGHTS_FIRST)
+
+    column = (first + tl.arange(0, OUTPUTS))[None, :]
+    y = _finish(acc, bias_ptr, column, outputs, SLICES, WEIGHTS_FIRST, HAS_BIAS)
+    if GATED:
+        y = y / (1.0 + tl.exp(-y)) * _finish(up_acc, bias_ptr, column, outputs, SLICES, WEIGHTS_FIRST, False)
+    mask = (token[:, None] < tokens) & (column < outputs)
+    tl.store(y_ptr + token[:, None] * outputs + column, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def linear_tiles(
+    x: Tensor, weight: Tensor, tiles: Tiles, *, bias: Tensor | None = None, gated: bool = False, min_tokens: int = 16
+) -> Tensor:  # fmt: skip
+    """y of checked arguments."""
+    tokens, inputs = x.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
+    overlap = can_overlap(x.device)
+    lines = min(triton.next_power_of_2(triton.cdiv(inputs, 64)), max(1, PREFETCH_LINES // tiles.outputs))
+    _linear_tiles_kernel[(triton.cdiv(outputs, tiles.outputs),)](
+        x, weight, x if bias is None else bias, y, x.stride(0), weight.stride(0), tokens, inputs, outputs,
+        TOKENS=max(min_tokens, triton.next_power_of_2(tokens)), OUTPUTS=tiles.outputs, DEPTH=tiles.depth,
+        SLICES=tiles.slices, LINES=lines, WEIGHTS_FIRST=tiles.weights_first, EVEN=inputs % tiles.depth == 0,
+        HAS_BIAS=bias is not None, GATED=gated, OVERLAP=overlap, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, launch_pdl=overlap,
+    )  # fmt: skip
+    return y
