@@ -1,4 +1,4 @@
-"""Offline throughput, as `rayllm bench offline`: python benchmarks/offline.py --model DIR --workload nano256 [--json]"""
+"""`rayllm bench offline` as a script: python benchmarks/offline.py --model DIR --workload nano256 [--json]"""
 
 import sys
 

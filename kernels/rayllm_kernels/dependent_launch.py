@@ -1,10 +1,10 @@
 """Programmatic dependent launch: a kernel starts while the one before it in the stream still runs.
 
-A small kernel spends much of its time starting and filling the memory pipeline. Launched with `launch_pdl`, it may do so,
-and read what no other kernel writes (the weights), before its predecessor is done; `wait_for_predecessor` then holds it
-until all earlier results are visible. Every program calls that exactly once, before it reads a result and before it
+A small kernel spends much of its time starting and filling the memory pipeline. Launched with `launch_pdl`, it may do
+so, and read what no other kernel writes (the weights), before its predecessor is done; `wait_for_predecessor` then holds
+it until all earlier results are visible. Every program calls that exactly once, before it reads a result and before it
 writes anything; only then may the next kernel start. So no two kernels further apart than neighbours ever overlap, and
-what is read early may have been written by any kernel that was not itself launched so.
+what is read early may have been written by any kernel that does not itself let the next one start early.
 """
 
 # mypy: allow-incomplete-defs
@@ -35,6 +35,7 @@ def wait_for_predecessor(OVERLAP: tl.constexpr):
 @triton.jit
 def prefetch_to_l2(pointers):
     """Ask for the 128-byte lines at `pointers`, whatever their type; returns at once."""
+    address = pointers.to(tl.int64)
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
     )

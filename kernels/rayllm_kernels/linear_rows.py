@@ -3,12 +3,12 @@
     y = act(norm(x + residual) W^T + bias),   norm and residual, bias, act each optional
     act: silu(gate) * up, where W = [gate; up]
 
-x, residual [M, K], norm weight [K], W [N, K] (gated: [2 N, K]), bias [N] -> y [M, N], total = x + residual [M, K]. The sum
-is rounded to x's dtype, everything after it fp32, rounded once: the norm's factor is a scalar of the row, so it is
+x, residual [M, K], norm weight [K], W [N, K] (gated: [2 N, K]), bias [N] -> y [M, N], total = x + residual [M, K]. The
+sum is rounded to x's dtype, everything after it fp32, rounded once: the norm's factor is a scalar of the row, so it is
 applied to the finished product, in the same pass over K that finds it.
 
 One program owns some outputs and runs along K; there are no partial results to add. Its threads hold 16 bytes of each
-weight row; a tile is multiplied while the next is on its way, and the first is asked for before the previous kernel ends.
+weight row; a tile is multiplied while the next is on its way, the first is asked for before the previous kernel ends.
 """
 
 # mypy: allow-incomplete-defs
@@ -61,6 +61,7 @@ def _linear_rows_kernel(
     x_row = tl.minimum(token, tokens - 1) * stride_x
     residual_row = tl.minimum(token, tokens - 1) * stride_residual
     depth = tl.arange(0, DEPTH)[None, None, :]
+    first_tokens = tl.where(program == 0, tokens, 0)  # one program stores the sums for all
 
     weights = _load_weights(weight_ptr, rows, depth, inputs, EVEN)
     up_weights = _load_weights(weight_ptr, up_rows, depth, inputs, EVEN) if GATED else weights
@@ -84,7 +85,7 @@ def _linear_rows_kernel(
         wide = x.to(tl.float32)
         if HAS_RESIDUAL:
             total = (wide + residual.to(tl.float32)).to(x.dtype)
-            tl.store(total_ptr + token * inputs + at, total, mask=mask & (token < tokens) & (program == 0))
+            tl.store(total_ptr + token * inputs + at, total, mask=mask & (token < first_tokens))
             wide = total.to(tl.float32)
         if NORM:
             squares += tl.sum(tl.reshape(wide * wide, [TOKENS, 1, DEPTH // VEC, VEC]), 3)

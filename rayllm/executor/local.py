@@ -50,6 +50,8 @@ class LocalExecutor(Executor):
     def _start(self) -> WorkerLimits:
         with self._phase("load model"):
             device = resolve_device(self._config.device)
+            if device.type == "cpu":
+                self.max_in_flight = 1  # submit computes before it returns: nothing would overlap
             self._worker = worker = self._worker_factory(self._config, self._spec, TPGroup.single(), device)
             worker.load_model()
         with self._phase("size KV cache"):

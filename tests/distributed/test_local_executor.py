@@ -22,18 +22,22 @@ def make_local(worker_factory=AddingWorker):
     return LocalExecutor(EngineConfig(device="cpu"), SPEC, worker_factory)
 
 
-def test_results_come_in_order_with_two_plans_in_flight():
+@pytest.mark.parametrize("depth", [1, 2])
+def test_results_come_in_order(depth):
     executor = make_local()
     assert executor.start() == WorkerLimits(num_gpu_blocks=100, num_cpu_blocks=50)
     assert [name for name, _ in executor.phases] == ["load model", "size KV cache", "allocate KV cache", "warm up"]
     with pytest.raises(RuntimeError, match="no plan"):
         executor.collect()
-    executor.submit(make_plan(1))
-    executor.submit(make_plan(2))
-    with pytest.raises(RuntimeError, match="2 plans are in flight"):
+    assert executor.max_in_flight == 1, "on a CPU submit computes at once"
+    executor.max_in_flight = depth  # as it is on a GPU
+    for step_id in range(1, depth + 1):
+        executor.submit(make_plan(step_id))
+    with pytest.raises(RuntimeError, match=f"{depth} plans are in flight"):
         executor.submit(make_plan(3))
     assert executor.collect().token_ids == [0, 29, 58]
-    assert executor.collect().step_id == 2
+    if depth == 2:
+        assert executor.collect().step_id == 2
     executor.check_health()
     worker = executor._worker
     executor.shutdown()

@@ -14,6 +14,8 @@ SHAPES = [(1, 5, 64), (2, 16, 100), (3, 33, 1), (4, 8, 513), (7, 40, 96), (17, 2
 if ON_GPU:
     SHAPES += [(m, n, k) for m in (1, 2, 3, 4, 8, 13, 32, 64) for n, k in ((1024, 3072), (4096, 1024), (5000, 2056))]
     SHAPES += [(1, 4096, 14336), (16, 4096, 14336), (100, 1024, 512)]
+# The interpreter multiplies the bits of bf16 matrices as if they were integers.
+CASES = [(*shape, dtype) for shape in SHAPES for dtype in DTYPES if ON_GPU or shape[0] < 4 or dtype != torch.bfloat16]
 
 
 def scaled(randn, outputs, inputs, dtype):
@@ -21,8 +23,7 @@ def scaled(randn, outputs, inputs, dtype):
     return randn(outputs, inputs, dtype=torch.float32).mul_(inputs**-0.5).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize(("tokens", "outputs", "inputs", "dtype"), CASES)
 def test_linear(randn, assert_kernel_close, kernels, tokens, outputs, inputs, dtype):
     x, weight, bias = randn(tokens, inputs, dtype=dtype), scaled(randn, outputs, inputs, dtype), randn(outputs, dtype=dtype)
     exact = x.double() @ weight.double().T
@@ -31,16 +32,14 @@ def test_linear(randn, assert_kernel_close, kernels, tokens, outputs, inputs, dt
     assert torch.equal(kernels.linear(x, weight, bias), kernels.linear(x, weight, bias))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize(("tokens", "outputs", "inputs", "dtype"), CASES)
 def test_linear_silu_mul(randn, assert_kernel_close, kernels, tokens, outputs, inputs, dtype):
     x, weight = randn(tokens, inputs, dtype=dtype), 2 * scaled(randn, 2 * outputs, inputs, dtype)
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
     assert_kernel_close(kernels.linear_silu_mul(x, weight), (gate * torch.sigmoid(gate) * up).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize(("tokens", "outputs", "inputs", "dtype"), CASES)
 @pytest.mark.parametrize("with_residual", [True, False])
 def test_add_rms_norm_linear(randn, assert_kernel_close, kernels, tokens, outputs, inputs, dtype, with_residual):
     x, norm_weight = 3 * randn(tokens, inputs, dtype=dtype), randn(inputs, dtype=dtype)

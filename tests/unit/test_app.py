@@ -19,7 +19,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 class CharTokenizer:
     """A token is a character."""
 
-    def encode(self, text, add_special_tokens=True):  # noqa: ARG002
+    def encode(self, text, add_special_tokens=True):
         return [ord(c) for c in text]
 
     def decode(self, token_ids):
@@ -31,7 +31,7 @@ class CharTokenizer:
     def token_bytes(self, token_id):
         return chr(token_id).encode()
 
-    def apply_chat_template(self, messages, add_generation_prompt=True):  # noqa: ARG002
+    def apply_chat_template(self, messages, add_generation_prompt=True):
         return "".join(m["content"] for m in messages)
 
 
@@ -207,10 +207,16 @@ def test_bad_bodies(api, path):
 
 
 def test_validation_errors_name_the_field(api):
-    for fields, param in (
-        ({"colour": 1}, "colour"), ({"temperature": 3000}, "temperature"), ({"n": 10**9}, "n"), ({"prompt": ""}, "prompt"),
-        ({"prompt": [1000]}, "prompt"), ({"top_p": 2}, "top_p"), ({"min_tokens": 20}, "min_tokens"),
-    ):  # fmt: skip
+    cases = [
+        ({"colour": 1}, "colour"),
+        ({"temperature": 3000}, "temperature"),
+        ({"n": 10**9}, "n"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [1000]}, "prompt"),
+        ({"top_p": 2}, "top_p"),
+        ({"min_tokens": 20}, "min_tokens"),
+    ]
+    for fields, param in cases:
         error = error_of(api.completion(**fields), 400)
         assert (error["param"], error["type"]) == (param, "invalid_request_error")
         assert param in error["message"]
@@ -347,7 +353,7 @@ def test_metrics(api):
         f"rayllm:num_preemptions_total{{{labels}}} 0.0",
         f"rayllm:prefix_cache_queries_total{{{labels}}} 0.0",
         f"rayllm:prefix_cache_hits_total{{{labels}}} 0.0",
-        f'rayllm:request_success_total{{engine="0",finished_reason="length",model_name="org/fake"}} 3.0',
+        'rayllm:request_success_total{engine="0",finished_reason="length",model_name="org/fake"} 3.0',
         f"rayllm:time_to_first_token_seconds_count{{{labels}}} 2.0",
         f"rayllm:inter_token_latency_seconds_count{{{labels}}} 6.0",
         f"rayllm:e2e_request_latency_seconds_count{{{labels}}} 2.0",
