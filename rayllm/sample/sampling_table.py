@@ -164,7 +164,7 @@ class SamplingTable:
         if used & _BIAS:
             bias = self._add_bias(packer, rows, features)
         if used & _MIN_TOKENS:
-            bans = self._add_bans(packer, rows, features, positions)
+            bans = self._add_bans(packer, rows, positions)
         if used & _LOGPROBS:
             asking = np.flatnonzero(features & _LOGPROBS)
             num_top = self._num_top_logprobs[rows[asking]].tolist()
@@ -214,10 +214,9 @@ class SamplingTable:
         values = [self._bias_values[row] for row in rows[index]]
         return packer.add(_entries(index, [self._bias_ids[row] for row in rows[index]]), np.concatenate(values)[None])
 
-    def _add_bans(self, packer: Packer, rows: np.ndarray, features: np.ndarray, positions: np.ndarray) -> slice | None:
+    def _add_bans(self, packer: Packer, rows: np.ndarray, positions: np.ndarray) -> slice | None:
         """Pack BanEntries for the rows that are still short of their min_tokens, if there are any."""
-        short = positions - self._num_prompt_tokens[rows] < self._min_tokens[rows]
-        index = np.flatnonzero(short & (features & _MIN_TOKENS != 0))
+        index = np.flatnonzero(positions - self._num_prompt_tokens[rows] < self._min_tokens[rows])
         if not len(index):
             return None
         return packer.add(_entries(index, [self._ending_ids[row] for row in rows[index]]))

@@ -229,7 +229,7 @@ def make_application(
         num_replicas=1,
         max_ongoing_requests=100_000,  # the scheduler queues, not Serve
         max_constructor_retry_count=1,  # a config or checkpoint that fails once fails again
-        health_check_period_s=5,
+        health_check_period_s=2,
         health_check_timeout_s=30,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=DRAIN_S + 10,

@@ -45,7 +45,7 @@ class Stopped(Exception):
     """SIGINT or SIGTERM came before the server was up."""
 
 
-def check_before_start(engine: EngineConfig, server: ServerConfig) -> EngineConfig:
+def check_before_start(engine: EngineConfig) -> EngineConfig:
     """All that can be known without Ray and torch. Returns the config with an absolute model path.
 
     Raises ConfigError or ModelError.
@@ -53,13 +53,6 @@ def check_before_start(engine: EngineConfig, server: ServerConfig) -> EngineConf
     check_parallel(load_model_spec(engine.model), engine.tensor_parallel_size)
     if engine.tensor_parallel_size > 1 and engine.executor == "local":
         raise ConfigError(f"executor local runs one rank; tensor_parallel_size {engine.tensor_parallel_size} needs ray")
-    if server.port:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((server.host, server.port))
-            except OSError as error:
-                raise ConfigError(f"cannot listen on {server.host}:{server.port}: {error.strerror}") from None
     return engine.model_copy(update={"model": str(Path(engine.model).resolve())})
 
 
@@ -81,9 +74,7 @@ def start_server(
     phases: dict[str, float] = {}
     with _StopSignals() as signals:
         with _phase(phases, "checks"):
-            engine = check_before_start(engine, server)
-            if server.port == 0:
-                server = server.model_copy(update={"port": _free_port(server.host)})
+            engine = check_before_start(engine)
         cluster = _Cluster(engine, connect)
         try:
             with _phase(phases, "ray"):
@@ -131,6 +122,8 @@ class _Cluster:
         from rayllm.serve.deployment import make_application, resolve_device, served_name
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        if self._owned:
+            server = with_port(server)
         if self._owned or engine.device == "auto":
             # A cluster that is not ours may scale up, so there only "auto" depends on what it has now.
             engine = resolve_device(engine, ray.cluster_resources().get("GPU", 0))
@@ -150,6 +143,7 @@ class _Cluster:
             raise StartupError(f"Ray Serve refuses the application: {_last_line(str(error))}") from None
         http = _http_options() or server  # a Serve that ran before keeps its own address
         host = "127.0.0.1" if http.host in (None, "0.0.0.0", "::", "") else http.host
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{http.port}", served_name(engine, server)
 
     def wait_until_running(self, stop: threading.Event, report: Report, timeout: float) -> None:
@@ -272,10 +266,15 @@ def _http_options() -> Any:
     return None if client is None else client.http_config
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def with_port(server: ServerConfig) -> ServerConfig:
+    """The config with a port that this machine can listen on: port 0 becomes a free one. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    try:
+        with socket.create_server((server.host, server.port), family=family) as probe:
+            return server.model_copy(update={"port": int(probe.getsockname()[1])})
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}") from None
 
 
 def _log_folder() -> str:

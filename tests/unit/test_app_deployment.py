@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from rayllm.config import BUNDLED_MODEL, EngineConfig, ServerConfig
 from rayllm.errors import ConfigError, EngineDeadError, ModelError, StartupError
 from rayllm.serve import deployment
 from rayllm.serve.deployment import ApiServer, Endpoint, EngineReplica, build_app, engine_placement, resolve_device
-from rayllm.serve.launcher import check_before_start, startup_error
+from rayllm.serve.launcher import check_before_start, startup_error, with_port
 from rayllm.serve.metrics import FrontMetrics
 from rayllm.serve.processes import adopt_orphans, end_descendants
 from rayllm.serve.relay import RelayClient, RelayFront
@@ -64,12 +65,18 @@ def test_application_builder_takes_strings_as_the_command_line_has_them():
 
 
 def test_checks_before_anything_starts():
-    engine = check_before_start(EngineConfig(model=os.path.relpath(BUNDLED_MODEL)), ServerConfig(port=0))
-    assert engine.model == BUNDLED_MODEL
+    assert check_before_start(EngineConfig(model=os.path.relpath(BUNDLED_MODEL))).model == BUNDLED_MODEL
     with pytest.raises(ConfigError, match="local"):
-        check_before_start(EngineConfig(tensor_parallel_size=2, executor="local"), ServerConfig(port=0))
+        check_before_start(EngineConfig(tensor_parallel_size=2, executor="local"))
+
+
+def test_ports():
+    server = with_port(ServerConfig(port=0))
+    assert server.port > 0
+    with socket.create_server((server.host, server.port)), pytest.raises(ConfigError, match="cannot listen on 127"):
+        with_port(server)
     with pytest.raises(ConfigError, match="cannot listen on 203"):
-        check_before_start(EngineConfig(), ServerConfig(host="203.0.113.9"))
+        with_port(ServerConfig(host="203.0.113.9"))
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def test_rows_that_were_never_set_are_greedy():
         ({"temperature": 0.0, "min_tokens": 1}, {"bans"}),
         ({"temperature": 0.0, "min_tokens": 1, "ignore_eos": True}, set()),
         ({"temperature": 0.0, "min_tokens": 1, "ignore_eos": True, "stop_token_ids": [4]}, {"bans"}),
+        ({"temperature": 0.0, "min_tokens": 1, "ignore_eos": True, "stop_token_ids": [VOCAB]}, set()),
         ({"temperature": 0.0, "stop_token_ids": [4]}, set()),
         ({"temperature": 0.0, "logprobs": 0}, {"logprobs"}),
         (ALL_FEATURES, {"draw", "cut", "penalties", "bias", "bans", "logprobs"}),
