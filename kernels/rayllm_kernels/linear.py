@@ -19,8 +19,9 @@ from .linear_tiles import Tiles, linear_tiles
 from .rms_norm import fused_add_rms_norm, rms_norm
 from .silu_and_mul import silu_and_mul
 
-MAX_ROWS_TOKENS = 4
-MAX_NORM_TOKENS = 2  # every program repeats the norm: its reads must stay few beside the weights
+MAX_ROWS_TOKENS = 2
+MAX_NORM_TOKENS = 2
+MAX_NORM_INPUTS = 2048  # for more than one token: every program repeats the norm, and its reads must stay few
 MAX_TILES_TOKENS = 64
 
 
@@ -29,17 +30,24 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def choose_rows(tokens: int, outputs: int, inputs: int, gated: bool, multiprocessors: int) -> tuple[int, int]:
-    """Outputs and warps of a program of `linear_rows`."""
-    rows = 8 if outputs >= 16 * multiprocessors else 4
-    return rows, 4
+def choose_rows(tokens: int, inputs: int, gated: bool, norm: bool) -> tuple[int, int]:
+    """Outputs and warps of a program of `linear_rows`, as measured on H200.
+
+    The more a program computes besides its products (tokens, two halves, the norm), the more registers it needs, the
+    fewer rows it can hold in flight.
+    """
+    if gated and tokens > 1:
+        return 4, 4
+    if norm or inputs < 2048:
+        return 8, 4
+    return 4, 8
 
 
-def choose_tiles(tokens: int, outputs: int, inputs: int, gated: bool, multiprocessors: int) -> Tiles:
-    """Tiles of `linear_tiles`."""
-    if outputs <= 16 * multiprocessors:
-        return Tiles(16, 512, 4, 4, 3, False)
-    return Tiles(32, 128, 1, 4, 4, False)
+def choose_tiles(tokens: int, outputs: int, multiprocessors: int) -> Tiles:
+    """Tiles of `linear_tiles`, as measured on H200: as wide as the multiprocessors can all be busy with."""
+    if tokens <= 32:
+        return Tiles(64, 128, 1, 4, 4, True) if outputs > 16 * multiprocessors else Tiles(8, 512, 4, 4, 3, False)
+    return Tiles(64, 128, 1, 4, 4, True) if outputs > 40 * multiprocessors else Tiles(32, 128, 1, 4, 5, False)
 
 
 def _fits(x: Tensor, max_tokens: int) -> bool:
@@ -53,10 +61,10 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor 
     if outputs == 0:
         return None
     if _fits(x, MAX_ROWS_TOKENS):
-        rows, warps = choose_rows(tokens, outputs, inputs, gated, _multiprocessors(x.device))
+        rows, warps = choose_rows(tokens, inputs, gated, norm=False)
         return linear_rows(x, weight, rows=rows, num_warps=warps, bias=bias, gated=gated)[0]
     if _fits(x, MAX_TILES_TOKENS) and x.dtype != torch.float32:
-        tiles = choose_tiles(tokens, outputs, inputs, gated, _multiprocessors(x.device))
+        tiles = choose_tiles(tokens, outputs, _multiprocessors(x.device))
         return linear_tiles(x, weight, tiles, bias=bias, gated=gated)
     return None
 
@@ -77,14 +85,18 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _norm_rows(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, gated: bool
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None,
+    gated: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    rows, warps = choose_rows(x.shape[0], outputs, x.shape[1], gated, _multiprocessors(x.device))
+    rows, warps = choose_rows(x.shape[0], x.shape[1], gated, norm=True)
     return linear_rows(
         x, weight, rows=rows, num_warps=warps, bias=bias, residual=residual, norm_weight=norm_weight, eps=eps,
         gated=gated,
     )  # fmt: skip
+
+
+def _norm_fits(x: Tensor, weight: Tensor) -> bool:
+    return _fits(x, MAX_NORM_TOKENS if x.shape[1] <= MAX_NORM_INPUTS else 1) and weight.shape[0] > 0
 
 
 def _norm(x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -99,7 +111,7 @@ def add_rms_norm_linear(
     """(norm(x + residual) W^T + bias, x + residual); see `ops.add_rms_norm_linear` for the contract."""
     check_linear(x, weight, bias)
     check_norm_linear(x, residual, norm_weight)
-    if _fits(x, MAX_NORM_TOKENS) and weight.shape[0]:
+    if _norm_fits(x, weight):
         return _norm_rows(x, residual, norm_weight, eps, weight, bias, False)
     y, total = _norm(x, residual, norm_weight, eps)
     return linear(y, weight, bias), total
@@ -112,7 +124,7 @@ def add_rms_norm_linear_silu_mul(
     check_linear(x, weight, None)
     check_gated(weight)
     check_norm_linear(x, residual, norm_weight)
-    if _fits(x, MAX_NORM_TOKENS) and weight.shape[0]:
+    if _norm_fits(x, weight):
         return _norm_rows(x, residual, norm_weight, eps, weight, None, True)
     y, total = _norm(x, residual, norm_weight, eps)
     return linear_silu_mul(y, weight), total

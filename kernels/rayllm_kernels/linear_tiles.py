@@ -5,9 +5,8 @@
 x [M, K], W [N, K] (gated: [2 N, K]), bias [N] -> y [M, N]; fp32 sums, rounded once.
 
 One program owns some outputs for all tokens and runs along K; there are no partial results to add between programs. So
-that few outputs still make enough programs, the warps of a program may share K instead of the outputs (SLICES > 1): slice
-s of a tile is a batch of its own, and the batches are added at the end. The weights of the first tiles are asked for
-into L2 before the previous kernel ends.
+that few outputs still make enough programs, the warps of a program may share K instead of the outputs (SLICES > 1):
+slice s of a tile is a batch of its own, and the batches are added at the end.
 """
 
 # mypy: allow-incomplete-defs
@@ -23,11 +22,11 @@ from torch import Tensor
 
 from .dependent_launch import can_overlap, prefetch_to_l2, wait_for_predecessor
 
-PREFETCH_LINES = 1024  # 128-byte lines of weights that a program asks for early
+PREFETCH_LINES = 0  # 128-byte lines of weights that a program asks for early
 
 
 class Tiles(NamedTuple):
-    """outputs and depth (of K) of a tile, slices of that depth, warps, pipeline stages, weights as the first operand."""
+    """A tile: outputs, depth (of K), slices of that depth, warps, pipeline stages, weights as the first operand."""
 
     outputs: int
     depth: int
@@ -73,8 +72,8 @@ def _linear_tiles_kernel(
     # Rows past the end repeat the last one and are not stored.
     rows = tl.minimum(output, outputs - 1).to(tl.int64) * stride_weight
     up_shift = outputs.to(tl.int64) * stride_weight
-    x_rows = tl.minimum(token, tokens - 1) * stride_x
-    if OVERLAP:
+    x_rows = token * stride_x
+    if LINES > 0:
         lines = weight_ptr + rows[:, None] + tl.minimum(tl.arange(0, LINES) * 64, inputs - 1)[None, :]
         prefetch_to_l2(lines)
         if GATED:
@@ -85,19 +84,23 @@ def _linear_tiles_kernel(
         part: tl.constexpr = DEPTH // SLICES
         depth = (tl.arange(0, SLICES) * part)[:, None, None] + tl.arange(0, part)[None, None, :]
         weights_ptr, inputs_ptr = weight_ptr + rows[None, :, None], x_ptr + x_rows[None, :, None]
+        real = (token < tokens)[None, :, None]
         acc = tl.zeros([SLICES, TOKENS, OUTPUTS], tl.float32)
     else:
         depth = tl.arange(0, DEPTH)[None, :]
         weights_ptr, inputs_ptr = weight_ptr + rows[:, None], x_ptr + x_rows[:, None]
+        real = (token < tokens)[:, None]
         acc = tl.zeros([OUTPUTS, TOKENS] if WEIGHTS_FIRST else [TOKENS, OUTPUTS], tl.float32)
     up_acc = acc
     for start in range(0, inputs, DEPTH):
         at = start + depth
+        # Padding tokens are not read: many programs that repeat one row would crowd the part of L2 that holds it.
         if EVEN:
-            weights, x = tl.load(weights_ptr + at), tl.load(inputs_ptr + at)
+            weights = tl.load(weights_ptr + at)
+            x = tl.load(inputs_ptr + at, mask=real, other=0.0)
         else:
             weights = tl.load(weights_ptr + at, mask=at < inputs, other=0.0)
-            x = tl.load(inputs_ptr + at, mask=at < inputs, other=0.0)
+            x = tl.load(inputs_ptr + at, mask=real & (at < inputs), other=0.0)
         acc = _product(weights, x, acc, SLICES, WEIGHTS_FIRST)
         if GATED:
             if EVEN:
@@ -122,7 +125,7 @@ def linear_tiles(
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
     overlap = can_overlap(x.device)
-    lines = min(triton.next_power_of_2(triton.cdiv(inputs, 64)), max(1, PREFETCH_LINES // tiles.outputs))
+    lines = min(triton.next_power_of_2(triton.cdiv(inputs, 64)), PREFETCH_LINES // tiles.outputs) if overlap else 0
     _linear_tiles_kernel[(triton.cdiv(outputs, tiles.outputs),)](
         x, weight, x if bias is None else bias, y, x.stride(0), weight.stride(0), tokens, inputs, outputs,
         TOKENS=max(min_tokens, triton.next_power_of_2(tokens)), OUTPUTS=tiles.outputs, DEPTH=tiles.depth,

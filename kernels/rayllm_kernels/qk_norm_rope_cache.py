@@ -2,9 +2,9 @@
 
     q, k = rotary(norm(q)), rotary(norm(k));  cache[slot // block_size, :, slot % block_size] = k, v
 
-qkv [T, (Hq + 2 Hkv) D] of any row stride, its heads in the order q, k, v; the norms (`rms_norm`) optional; positions [T]
-int64; cos_sin_cache [max_pos, r] fp32; caches [num_blocks, Hkv, block_size, D]; slot_mapping [T] int64, negative for
-padding -> q [T, Hq, D]. The roundings are those of `rms_norm`, `rotary_embedding` and `reshape_and_cache` in sequence.
+qkv [T, (Hq + 2 Hkv) D] of any row stride, its heads in the order q, k, v; the norms (`rms_norm`) optional; positions
+[T] int64; cos_sin_cache [max_pos, r] fp32; caches [num_blocks, Hkv, block_size, D]; slot_mapping [T] int64, negative
+for padding -> q [T, Hq, D]. The roundings are those of `rms_norm`, `rotary_embedding` and `reshape_and_cache` in turn.
 """
 
 # mypy: allow-incomplete-defs

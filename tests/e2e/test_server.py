@@ -3,87 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
-
-ROOT = Path(__file__).parents[2]
-BUNDLED = ROOT / "rayllm" / "assets" / "tiny-pydoc"
-RAYLLM = Path(sys.executable).with_name("rayllm")
-MODEL = "tiny-pydoc"
-START_LIMIT_S = 120  # generous: other tests may share the cores
-
-
-def clean_environment():
-    """The caller's, without what conftest.py and a developer's shell put there."""
-    dropped = ("TRITON_INTERPRET", "RAY_ADDRESS", "OMP_NUM_THREADS")
-    return {name: value for name, value in os.environ.items() if name not in dropped}
-
-
-def session_processes(session_id):
-    """Live processes of a session: (pid, command line)."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session_id and fields[0] != "Z":
-                found.append((int(stat.parent.name), (stat.parent / "cmdline").read_text().replace("\0", " ")[:120]))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
-
-
-class Launched:
-    """A `rayllm launch` in a session of its own, so that all its descendants can be told from other processes."""
-
-    def __init__(self, log, *args):
-        self.log = log
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [RAYLLM, "launch", *args], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env=clean_environment(), start_new_session=True, cwd="/",
-            )  # fmt: skip
-        self.session_id = self.process.pid
-
-    def wait_for(self, text, limit=START_LIMIT_S):
-        deadline = time.monotonic() + limit
-        while text not in self.log.read_text():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
-
-    def stop(self, signal_number=signal.SIGINT):
-        """Send a signal; returns the exit code. Fails if a process is left a moment later."""
-        self.process.send_signal(signal_number)
-        code = self.process.wait(timeout=60)
-        deadline = time.monotonic() + 5
-        while (left := session_processes(self.session_id)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not left, left
-        return code
-
-    def kill(self):
-        """End whatever is left, after a test that failed."""
-        for pid, _ in session_processes(self.session_id):
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from e2e.launched import MODEL, RAYLLM, Launched, free_port, session_processes
 
 
 @pytest.fixture(scope="module")
@@ -309,81 +238,3 @@ def test_ctrl_c_lets_requests_end_and_leaves_nothing(server):
     while (left := session_processes(server.session_id)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, left
-
-
-# Starts that fail
-
-
-def failing_launch(*args):
-    """(exit code, last line of standard error) of a launch that must not come up."""
-    done = subprocess.run(
-        [RAYLLM, "launch", "--port", str(free_port()), *args],
-        capture_output=True, text=True, env=clean_environment(), timeout=START_LIMIT_S, start_new_session=True,
-    )  # fmt: skip
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stderr.strip().splitlines()[-1]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A copy of the bundled model to break."""
-    copy = tmp_path / "model"
-    shutil.copytree(BUNDLED, copy)
-    return copy
-
-
-def test_model_folders_that_cannot_be_served(tmp_path, folder):
-    assert failing_launch("/no/such/folder") == (2, "error: model folder /no/such/folder does not exist")
-    (tmp_path / "empty").mkdir()
-    assert failing_launch(str(tmp_path / "empty")) == (2, f"error: model folder {tmp_path / 'empty'} is empty")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
-    code, line = failing_launch(str(folder))
-    assert code == 2
-    assert "MambaForCausalLM is not supported" in line
-
-
-def test_deployments_that_cannot_work(tmp_path):
-    shape = str(ROOT / "configs" / "models" / "qwen2.5-1.5b")
-    code, line = failing_launch(shape, "--load-format", "dummy", "--tp", "8")
-    assert code == 2
-    assert "tensor_parallel_size 8 does not divide the model's 12 attention heads" in line
-    (tmp_path / "bad.yaml").write_text("max_model_length: 3\n")
-    code, line = failing_launch("--config", str(tmp_path / "bad.yaml"))
-    assert code == 2
-    assert "did you mean 'max_model_len'" in line
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        code, line = failing_launch("--port", str(taken.getsockname()[1]))
-    assert code == 2
-    assert "cannot listen" in line
-
-
-@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has GPUs")
-def test_more_gpus_than_there_are():
-    code, line = failing_launch("--device", "cuda", "--tp", "2")
-    assert code == 2
-    assert line == "error: tensor_parallel_size 2 on device cuda needs 2 GPUs; the cluster has 0"
-
-
-def test_weights_that_only_the_engine_finds_broken(folder):
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100_000])
-    code, line = failing_launch(str(folder))
-    assert code == 2
-    assert line.startswith("error: ")
-    assert "model.safetensors" in line
-
-
-def test_a_stop_while_starting_leaves_nothing(tmp_path):
-    launched = Launched(tmp_path / "log", "--port", str(free_port()))
-    try:
-        deadline = time.monotonic() + START_LIMIT_S
-        while not any("raylet" in command for _, command in session_processes(launched.session_id)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        launched.stop(signal.SIGTERM)
-        assert "ready" not in launched.log.read_text()
-    finally:
-        launched.kill()

@@ -52,7 +52,7 @@ def test_equals_the_sequence(
     # Values, and all that no slot names, are copies: equal to the last bit.
     assert torch.equal(pool[:, 1, 1], expected_pool[:, 1, 1])
     assert torch.equal(pool[:, 0], expected_pool[:, 0])
-    if ON_GPU and dtype != torch.float32:
+    if ON_GPU and tokens and dtype != torch.float32:
         # The same roundings as in sequence, but for the order of the norm's sum.
         assert (actual != expected).float().mean() < 0.01
 
@@ -79,13 +79,13 @@ def test_bad_arguments_are_named(randn, device, kernels):
             with pytest.raises(ValueError, match=f"^{name} "):
                 run(module, pool, bad, after)
     for module in (reference, kernels):
-        with pytest.raises(ValueError, match="^k_weight "):
+        with pytest.raises(ValueError, match=r"^k_weight "):
             run(module, pool, (*before[:4], None, 1e-6), after)
-        with pytest.raises(ValueError, match="^slot_mapping "):
+        with pytest.raises(ValueError, match=r"^slot_mapping "):
             run(module, pool, before, (after[0].int(), *after[1:]))
-        with pytest.raises(ValueError, match="^k_cache "):
+        with pytest.raises(ValueError, match=r"^k_cache "):
             run(module, pool, before, (after[0], 4, 3))
-        with pytest.raises(ValueError, match="^qkv "):
+        with pytest.raises(ValueError, match=r"^qkv "):
             run(module, pool, before, (after[0], 5, 2))
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from ray.serve.deployment import Application
+from unit.serve_fakes import FakeHandle, until
 
 from rayllm.config import BUNDLED_MODEL, EngineConfig, ServerConfig
 from rayllm.errors import ConfigError, EngineDeadError, ModelError, StartupError
@@ -17,11 +18,7 @@ from rayllm.serve.deployment import ApiServer, Endpoint, EngineReplica, build_ap
 from rayllm.serve.launcher import check_before_start, startup_error, with_port
 from rayllm.serve.metrics import FrontMetrics
 from rayllm.serve.processes import adopt_orphans, end_descendants
-from rayllm.serve.relay import RelayClient, RelayFront
-from rayllm.types import EngineInfo, EngineStats, GenerationRequest, SamplingParams, TokenDelta
-
-INFO = EngineInfo(model="m", max_model_len=64, vocab_size=100, num_kv_tokens=640, eos_token_ids=[0])
-REQUEST = GenerationRequest(request_id="r", prompt_token_ids=[1], params=SamplingParams(n=2))
+from rayllm.serve.relay import RelayClient
 
 
 def test_one_rank_holds_the_gpu_itself():
@@ -120,67 +117,6 @@ def test_no_descendant_is_left_behind():
     assert callable(end_descendants)
 
 
-# Fakes: Serve's handle, the engine, its driver
-
-
-class Method:
-    """A handle's method: `.remote(...)` awaits or streams what the function gives."""
-
-    def __init__(self, function):
-        self.remote = function
-
-
-class FakeHandle:
-    """What ApiServer and RelayClient use of a DeploymentHandle."""
-
-    def __init__(self):
-        self.current = Endpoint("ipc://one", "here")
-        self.gone = False
-        self.relayed = []
-        self.cancelled = 0
-
-    def options(self, stream):
-        assert stream
-        return SimpleNamespace(relay=Method(self._relay))
-
-    def __getattr__(self, name):
-        async def call(*args):
-            if self.gone:
-                raise ConnectionError("no replica")
-            match name:
-                case "endpoint":
-                    return self.current
-                case "info":
-                    return INFO
-                case "stats":
-                    return EngineStats(num_running=3)
-                case "unhealthy_reason":
-                    return None
-                case "exchange_metrics":
-                    return args[1]
-            raise AssertionError(name)
-
-        return Method(call)
-
-    def _relay(self, request):
-        handle = self
-
-        class Response:
-            def cancel(self):
-                handle.cancelled += 1
-
-            async def __aiter__(self):
-                handle.relayed.append(request.request_id)
-                yield [TokenDelta(request.request_id, 0, [5])]
-                if request.request_id == "slow":
-                    await asyncio.sleep(60)
-                if request.request_id == "broken":
-                    raise ConnectionError("node lost")
-                yield [TokenDelta(request.request_id, 0, [6], finish_reason="stop")]
-
-        return Response()
-
-
 class FakeEngine:
     """Stands in for AsyncEngine."""
 
@@ -215,14 +151,6 @@ def run_api(handle, scenario):
             server._watcher.cancel()
 
     asyncio.run(run())
-
-
-async def until(condition):
-    for _ in range(300):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come true")
 
 
 def engine_or_none(server):
@@ -297,89 +225,3 @@ def test_engine_adds_up_the_figures_of_all_fronts():
     exchange("a", stop=3)
     total = exchange("b", stop=2, length=1)
     assert total.finished == {"stop": 5, "length": 1}
-
-
-def relay_client(scenario):
-    """Run scenario(client, handle, deltas) against a fake handle."""
-
-    async def run():
-        handle, deltas = FakeHandle(), []
-        client = RelayClient(handle)
-        await client.start(deltas.extend, lambda _: None)
-        await scenario(client, handle, deltas)
-        await client.close()
-
-    asyncio.run(run())
-
-
-def test_relayed_requests_come_back_as_deltas():
-    async def scenario(client, _handle, deltas):
-        assert client.info() == INFO
-        client.add(REQUEST)
-        await until(lambda: len(deltas) == 2)
-        assert [d.token_ids for d in deltas] == [[5], [6]]
-        assert (await client.stats()).num_running == 3
-
-    relay_client(scenario)
-
-
-def test_aborting_a_relayed_request_cancels_the_call():
-    async def scenario(client, handle, deltas):
-        client.add(GenerationRequest(request_id="slow", prompt_token_ids=[1], params=SamplingParams()))
-        await until(lambda: deltas)
-        client.abort(["slow", "unknown"])
-        await until(lambda: handle.cancelled == 1)
-
-    relay_client(scenario)
-
-
-def test_a_broken_relay_ends_every_completion():
-    async def scenario(client, _handle, deltas):
-        client.add(GenerationRequest(request_id="broken", prompt_token_ids=[1], params=SamplingParams(n=2)))
-        await until(lambda: len(deltas) == 3)
-        assert [(d.index, d.finish_reason) for d in deltas[1:]] == [(0, "error"), (1, "error")]
-
-    relay_client(scenario)
-
-
-class FakeDriver:
-    def __init__(self):
-        self.front = None
-        self.detached = False
-
-    def attach(self, front):
-        self.front = front
-
-    def detach(self, front):
-        assert front is self.front
-        self.detached = True
-
-    def add(self, front, request):
-        front.deliver([TokenDelta(request.request_id, 0, [7], finish_reason="stop")])
-        if request.request_id == "dies":
-            front.dead("out of memory")
-        else:
-            front.deliver([TokenDelta(request.request_id, 1, [8], finish_reason="stop")])
-
-
-def test_relay_front_ends_with_the_last_completion():
-    driver = FakeDriver()
-
-    async def run():
-        return [d.token_ids async for deltas in RelayFront(driver).run(REQUEST) for d in deltas]
-
-    assert asyncio.run(run()) == [[7], [8]]
-    assert driver.detached
-
-
-def test_relay_front_passes_the_engines_death_on():
-    driver = FakeDriver()
-    request = GenerationRequest(request_id="dies", prompt_token_ids=[1], params=SamplingParams(n=2))
-
-    async def run():
-        async for _ in RelayFront(driver).run(request):
-            pass
-
-    with pytest.raises(EngineDeadError, match="out of memory"):
-        asyncio.run(run())
-    assert driver.detached

@@ -1,6 +1,8 @@
 """Every deployment in configs/ is valid, and so are the model shapes beside them."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,10 @@ def test_bad_files_are_refused(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config_file(str(path))
+
+
+@pytest.mark.parametrize("name", ["scripts/launch", "scripts/test", "scripts/check", ".ci/run", "scripts/setup.sh"])
+def test_scripts_parse_and_can_be_run(name):
+    path = ROOT / name
+    subprocess.run(["bash", "-n", path], check=True)
+    assert name.endswith(".sh") or os.access(path, os.X_OK)
