@@ -30,12 +30,3 @@ def wait_for_predecessor(OVERLAP: tl.constexpr):
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch_to_l2(pointers):
-    """Ask for the 128-byte lines at `pointers`, whatever their type; returns at once."""
-    address = pointers.to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )

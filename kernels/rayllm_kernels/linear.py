@@ -19,9 +19,8 @@ from .linear_tiles import Tiles, linear_tiles
 from .rms_norm import fused_add_rms_norm, rms_norm
 from .silu_and_mul import silu_and_mul
 
-MAX_ROWS_TOKENS = 2
-MAX_NORM_TOKENS = 2
-MAX_NORM_INPUTS = 2048  # for more than one token: every program repeats the norm, and its reads must stay few
+LONG = 4096  # inputs from which the tensor cores win for two tokens, and many small programs for one
+MAX_NORM_INPUTS = 2048  # for two tokens: every program repeats the norm, and its reads must stay few beside the weights
 MAX_TILES_TOKENS = 64
 
 
@@ -33,25 +32,32 @@ def _multiprocessors(device: torch.device) -> int:
 def choose_rows(tokens: int, inputs: int, gated: bool, norm: bool) -> tuple[int, int]:
     """Outputs and warps of a program of `linear_rows`, as measured on H200.
 
-    The more a program computes besides its products (tokens, two halves, the norm), the more registers it needs, the
-    fewer rows it can hold in flight.
+    Where a few tiles span K, they should be large, because the first ones are read before the previous kernel ends. The
+    more is computed besides the products (tokens, two halves, the norm), the fewer rows a thread's registers hold.
     """
     if gated and tokens > 1:
         return 4, 4
     if norm or inputs < 2048:
         return 8, 4
-    return 4, 8
+    return (2, 4) if inputs >= LONG and tokens == 1 else (4, 8)
 
 
-def choose_tiles(tokens: int, outputs: int, multiprocessors: int) -> Tiles:
-    """Tiles of `linear_tiles`, as measured on H200: as wide as the multiprocessors can all be busy with."""
-    if tokens <= 32:
-        return Tiles(64, 128, 1, 4, 4, True) if outputs > 16 * multiprocessors else Tiles(8, 512, 4, 4, 3, False)
-    return Tiles(64, 128, 1, 4, 4, True) if outputs > 40 * multiprocessors else Tiles(32, 128, 1, 4, 5, False)
+def choose_tiles(tokens: int, outputs: int, gated: bool, multiprocessors: int) -> Tiles:
+    """Tiles of `linear_tiles`, as measured on H200: the widest that leave no multiprocessor idle, deep ones if narrow."""
+    wide = outputs > 40 * multiprocessors and (gated or tokens > 32)
+    if wide:
+        return Tiles(64, 128, 1, 4, 4, True)
+    if tokens <= 32 and outputs <= 16 * multiprocessors:
+        return Tiles(8, 512, 4, 4, 4 if tokens <= 16 else 3, False)
+    return Tiles(32, 128, 1, 4, 5, False) if gated or tokens > 32 else Tiles(32, 256, 1, 4, 4, False)
 
 
-def _fits(x: Tensor, max_tokens: int) -> bool:
-    return 0 < x.shape[0] <= max_tokens and x.shape[1] > 0
+def _rows_fit(x: Tensor) -> bool:
+    return 0 < x.shape[0] <= (2 if x.shape[1] < LONG else 1) and x.shape[1] > 0
+
+
+def _norm_fits(x: Tensor, weight: Tensor) -> bool:
+    return _rows_fit(x) and (x.shape[0] == 1 or x.shape[1] <= MAX_NORM_INPUTS) and weight.shape[0] > 0
 
 
 def _few(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor | None:
@@ -60,11 +66,11 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor 
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     if outputs == 0:
         return None
-    if _fits(x, MAX_ROWS_TOKENS):
+    if _rows_fit(x):
         rows, warps = choose_rows(tokens, inputs, gated, norm=False)
         return linear_rows(x, weight, rows=rows, num_warps=warps, bias=bias, gated=gated)[0]
-    if _fits(x, MAX_TILES_TOKENS) and x.dtype != torch.float32:
-        tiles = choose_tiles(tokens, outputs, _multiprocessors(x.device))
+    if 0 < tokens <= MAX_TILES_TOKENS and inputs > 0 and x.dtype != torch.float32:
+        tiles = choose_tiles(tokens, outputs, gated, _multiprocessors(x.device))
         return linear_tiles(x, weight, tiles, bias=bias, gated=gated)
     return None
 
@@ -93,10 +99,6 @@ def _norm_rows(
         x, weight, rows=rows, num_warps=warps, bias=bias, residual=residual, norm_weight=norm_weight, eps=eps,
         gated=gated,
     )  # fmt: skip
-
-
-def _norm_fits(x: Tensor, weight: Tensor) -> bool:
-    return _fits(x, MAX_NORM_TOKENS if x.shape[1] <= MAX_NORM_INPUTS else 1) and weight.shape[0] > 0
 
 
 def _norm(x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

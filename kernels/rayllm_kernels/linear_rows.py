@@ -111,7 +111,7 @@ def _linear_rows_kernel(
 
 def linear_rows(
     x: Tensor, weight: Tensor, *, rows: int, num_warps: int, bias: Tensor | None = None, residual: Tensor | None = None,
-    norm_weight: Tensor | None = None, eps: float = 0.0, gated: bool = False, depth: int | None = None,
+    norm_weight: Tensor | None = None, eps: float = 0.0, gated: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, total) of checked arguments, total being x where there is no residual; `rows` outputs to a program."""
     tokens, inputs = x.shape
@@ -119,8 +119,7 @@ def linear_rows(
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty((tokens, inputs), dtype=x.dtype, device=x.device)
     vector = VECTOR_BYTES // x.element_size()
-    if depth is None:
-        depth = min(32 * num_warps * vector, max(vector, triton.next_power_of_2(inputs)))
+    depth = min(32 * num_warps * vector, max(vector, triton.next_power_of_2(inputs)))
     overlap = can_overlap(x.device)
     _linear_rows_kernel[(triton.cdiv(outputs, rows),)](
         x, x if residual is None else residual, x if norm_weight is None else norm_weight, weight,

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dependent_launch import can_overlap, prefetch_to_l2, wait_for_predecessor
+from .dependent_launch import can_overlap, wait_for_predecessor
 
-PREFETCH_LINES = 0  # 128-byte lines of weights that a program asks for early
+MIN_TOKENS = 16  # of the tensor cores' tile: fewer are padded
 
 
 class Tiles(NamedTuple):
@@ -63,7 +63,7 @@ def _finish(acc, bias_ptr, column, outputs, SLICES: tl.constexpr, WEIGHTS_FIRST:
 @triton.jit
 def _linear_tiles_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stride_x, stride_weight, tokens, inputs, outputs,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr, LINES: tl.constexpr,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -73,11 +73,6 @@ def _linear_tiles_kernel(
     rows = tl.minimum(output, outputs - 1).to(tl.int64) * stride_weight
     up_shift = outputs.to(tl.int64) * stride_weight
     x_rows = token * stride_x
-    if LINES > 0:
-        lines = weight_ptr + rows[:, None] + tl.minimum(tl.arange(0, LINES) * 64, inputs - 1)[None, :]
-        prefetch_to_l2(lines)
-        if GATED:
-            prefetch_to_l2(lines + up_shift)
     wait_for_predecessor(OVERLAP)
 
     if SLICES > 1:
@@ -118,18 +113,17 @@ def _linear_tiles_kernel(
 
 
 def linear_tiles(
-    x: Tensor, weight: Tensor, tiles: Tiles, *, bias: Tensor | None = None, gated: bool = False, min_tokens: int = 16
+    x: Tensor, weight: Tensor, tiles: Tiles, *, bias: Tensor | None = None, gated: bool = False
 ) -> Tensor:  # fmt: skip
     """y of checked arguments."""
     tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
     overlap = can_overlap(x.device)
-    lines = min(triton.next_power_of_2(triton.cdiv(inputs, 64)), PREFETCH_LINES // tiles.outputs) if overlap else 0
     _linear_tiles_kernel[(triton.cdiv(outputs, tiles.outputs),)](
         x, weight, x if bias is None else bias, y, x.stride(0), weight.stride(0), tokens, inputs, outputs,
-        TOKENS=max(min_tokens, triton.next_power_of_2(tokens)), OUTPUTS=tiles.outputs, DEPTH=tiles.depth,
-        SLICES=tiles.slices, LINES=lines, WEIGHTS_FIRST=tiles.weights_first, EVEN=inputs % tiles.depth == 0,
+        TOKENS=max(MIN_TOKENS, triton.next_power_of_2(tokens)), OUTPUTS=tiles.outputs, DEPTH=tiles.depth,
+        SLICES=tiles.slices, WEIGHTS_FIRST=tiles.weights_first, EVEN=inputs % tiles.depth == 0,
         HAS_BIAS=bias is not None, GATED=gated, OVERLAP=overlap, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages, launch_pdl=overlap,
     )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Starts of `rayllm launch` that fail or are broken off: one clear line, the right exit code, no process left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from e2e.launched import BUNDLED, RAYLLM, ROOT, START_LIMIT_S, Launched, clean_environment, free_port, session_processes
+
+
+def failing_launch(*args):
+    """(exit code, last line of standard error) of a launch that must not come up."""
+    done = subprocess.run(
+        [RAYLLM, "launch", "--port", str(free_port()), *args],
+        capture_output=True, text=True, env=clean_environment(), timeout=START_LIMIT_S, start_new_session=True,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the bundled model to break."""
+    copy = tmp_path / "model"
+    shutil.copytree(BUNDLED, copy)
+    return copy
+
+
+def test_model_folders_that_cannot_be_served(tmp_path, folder):
+    assert failing_launch("/no/such/folder") == (2, "error: model folder /no/such/folder does not exist")
+    (tmp_path / "empty").mkdir()
+    assert failing_launch(str(tmp_path / "empty")) == (2, f"error: model folder {tmp_path / 'empty'} is empty")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    code, line = failing_launch(str(folder))
+    assert code == 2
+    assert "MambaForCausalLM is not supported" in line
+
+
+def test_deployments_that_cannot_work(tmp_path):
+    shape = str(ROOT / "configs" / "models" / "qwen2.5-1.5b")
+    code, line = failing_launch(shape, "--load-format", "dummy", "--tp", "8")
+    assert code == 2
+    assert "tensor_parallel_size 8 does not divide the model's 12 attention heads" in line
+    (tmp_path / "bad.yaml").write_text("max_model_length: 3\n")
+    code, line = failing_launch("--config", str(tmp_path / "bad.yaml"))
+    assert code == 2
+    assert "did you mean 'max_model_len'" in line
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, line = failing_launch("--port", str(taken.getsockname()[1]))
+    assert code == 2
+    assert "cannot listen" in line
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has GPUs")
+def test_more_gpus_than_there_are():
+    code, line = failing_launch("--device", "cuda", "--tp", "2")
+    assert code == 2
+    assert line == "error: tensor_parallel_size 2 on device cuda needs 2 GPUs; the cluster has 0"
+
+
+def test_weights_that_only_the_engine_finds_broken(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    code, line = failing_launch(str(folder))
+    assert code == 2
+    assert line.startswith("error: ")
+    assert "model.safetensors" in line
+
+
+def test_a_stop_while_starting_leaves_nothing(tmp_path):
+    launched = Launched(tmp_path / "log", "--port", str(free_port()))
+    try:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not any("raylet" in command for _, command in session_processes(launched.session_id)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        launched.stop(signal.SIGTERM)
+        assert "ready" not in launched.log.read_text()
+    finally:
+        launched.kill()

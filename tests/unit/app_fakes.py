@@ -1,0 +1,125 @@
+"""A fake engine with its tokenizer and server state, and the app over them with blocking calls."""
+
+import asyncio
+
+import httpx
+
+from rayllm.errors import EngineDeadError
+from rayllm.serve.app import create_app
+from rayllm.serve.metrics import FrontMetrics
+from rayllm.types import CompletionOutput, EngineInfo, EngineStats, Logprob, RequestOutput
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+class CharTokenizer:
+    """A token is a character."""
+
+    def encode(self, text, add_special_tokens=True):
+        return [ord(c) for c in text]
+
+    def decode(self, token_ids):
+        return "".join(map(chr, token_ids))
+
+    def token_text(self, token_id):
+        return chr(token_id)
+
+    def token_bytes(self, token_id):
+        return chr(token_id).encode()
+
+    def apply_chat_template(self, messages, add_generation_prompt=True):
+        return "".join(m["content"] for m in messages)
+
+
+class FakeEngine:
+    """Continues every prompt with the alphabet. A prompt "dead", "bad" or "poison" fails, "slow" never ends."""
+
+    info = EngineInfo(model="m", max_model_len=64, vocab_size=1000, num_kv_tokens=640, eos_token_ids=[0])
+
+    def __init__(self):
+        self.tokenizer = CharTokenizer()
+        self.started = []
+        self.aborted = []
+
+    async def generate(self, request, prompt_text=None):
+        self.started.append(request.request_id)
+        prompt = self.tokenizer.decode(request.prompt_token_ids)
+        count = request.params.max_tokens or 3
+        try:
+            if prompt == "dead":
+                raise EngineDeadError("a worker was lost")
+            if prompt == "bad":
+                raise ValueError("secret detail")
+            if prompt == "poison":
+                part = CompletionOutput(0, "", [], finish_reason="error", stop_reason="no such kernel")
+                yield RequestOutput(request.request_id, prompt_text, request.prompt_token_ids, [part], True)
+                return
+            for step in range(10**9 if prompt == "slow" else count):
+                await asyncio.sleep(0.01 if prompt == "slow" else 0)
+                if prompt == "dying" and step == 1:
+                    raise EngineDeadError("a worker was lost")
+                yield self._output(request, prompt_text, step, count)
+        finally:
+            self.aborted.append(request.request_id)
+
+    def _output(self, request, prompt_text, step, count):
+        token = 97 + step % 26
+        last = step == count - 1
+        entries = [{token: Logprob(-0.25, 1)}] if request.params.logprobs is not None else None
+        parts = [
+            CompletionOutput(i, chr(token), [token], logprobs=entries, finish_reason="length" if last else None)
+            for i in range(request.params.n)
+        ]
+        return RequestOutput(request.request_id, prompt_text, request.prompt_token_ids, parts, last)
+
+    async def stats(self):
+        return EngineStats(num_running=2, num_used_blocks=1, num_total_blocks=4, prompt_tokens=11)
+
+
+class FakeState:
+    model_name = "org/fake"
+
+    def __init__(self):
+        self.metrics = FrontMetrics()
+        self.fake = FakeEngine()
+        self.reason = None
+        self.dead = False
+
+    def engine(self):
+        if self.dead:
+            raise EngineDeadError("it is being restarted")
+        return self.fake
+
+    async def unhealthy_reason(self):
+        return self.reason
+
+    async def all_metrics(self):
+        return self.metrics
+
+
+class Api:
+    """The app with blocking calls."""
+
+    def __init__(self):
+        self.state = FakeState()
+        self.app = create_app(self.state)
+
+    def request(self, method, path, **kwargs):
+        async def call():
+            transport = httpx.ASGITransport(app=self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, path, **kwargs)
+
+        return asyncio.run(call())
+
+    def get(self, path):
+        return self.request("GET", path)
+
+    def post(self, path, **kwargs):
+        return self.request("POST", path, **kwargs)
+
+    def completion(self, **fields):
+        return self.post("/v1/completions", json={"prompt": "hi"} | fields)
+
+    def chat(self, **fields):
+        return self.post("/v1/chat/completions", json=CHAT | fields)
