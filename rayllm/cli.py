@@ -54,7 +54,6 @@ def launch(
     **options: Any,
 ) -> None:
     """Serve a model over HTTP with the OpenAI API, on this machine or on the Ray cluster that is running."""
-    from rayllm.executor.placement import connect_to_ray
     from rayllm.serve.launcher import Ready, start_server
 
     engine, server = engine_and_server_config(options)
@@ -72,7 +71,7 @@ def launch(
         print(f"ready    after {total:.1f} s ({parts}); Ctrl-C stops the server", flush=True)
 
     note(f"starting {engine.model}")
-    start_server(engine, server, connect=connect_to_ray, on_ready=show, report=note, startup_timeout=startup_timeout)
+    start_server(engine, server, on_ready=show, report=note, startup_timeout=startup_timeout)
 
 
 @app.command()

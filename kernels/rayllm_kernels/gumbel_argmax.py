@@ -99,9 +99,7 @@ def _reduce_kernel(best_ptr, best_token_ptr, out_ptr, num_slices, SLICES_PADDED:
     tl.store(out_ptr + row, tl.min(tl.where(best == top, token, 0x7FFFFFFF), 0).to(tl.int64))
 
 
-def gumbel_argmax(
-    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, noise_scale: Tensor
-) -> Tensor:
+def gumbel_argmax(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, noise_scale: Tensor) -> Tensor:
     """One token a row; see `ops.gumbel_argmax` for the contract."""
     check_gumbel_argmax(logits, seeds, positions, temperature, noise_scale)
     rows, vocab_size = logits.shape

@@ -22,11 +22,19 @@ from .silu_and_mul import silu_and_mul
 LONG = 4096  # inputs from which the tensor cores win for two tokens, and many small programs for one
 MAX_NORM_INPUTS = 2048  # for two tokens: every program repeats the norm, and its reads must stay few beside the weights
 MAX_TILES_TOKENS = 64
+MIN_SHARED_MEMORY = 200 << 10  # bytes a program may take, for the deepest pipelines of `choose_tiles`
 
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def _has_room_for_tiles(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= MIN_SHARED_MEMORY
 
 
 def choose_rows(tokens: int, inputs: int, gated: bool, norm: bool) -> tuple[int, int]:
@@ -43,13 +51,14 @@ def choose_rows(tokens: int, inputs: int, gated: bool, norm: bool) -> tuple[int,
 
 
 def choose_tiles(tokens: int, outputs: int, gated: bool, multiprocessors: int) -> Tiles:
-    """Tiles of `linear_tiles`, as measured on H200: the widest that leave no multiprocessor idle, deep ones if narrow."""
-    wide = outputs > 40 * multiprocessors and (gated or tokens > 32)
-    if wide:
-        return Tiles(64, 128, 1, 4, 4, True)
+    """Tiles of `linear_tiles`, as measured on H200: as wide as leaves no multiprocessor idle, deep where narrow."""
     if tokens <= 32 and outputs <= 16 * multiprocessors:
         return Tiles(8, 512, 4, 4, 4 if tokens <= 16 else 3, False)
-    return Tiles(32, 128, 1, 4, 5, False) if gated or tokens > 32 else Tiles(32, 256, 1, 4, 4, False)
+    if tokens <= 16 and not gated:
+        return Tiles(32, 256, 1, 4, 4, False)
+    if 16 < tokens <= 32:
+        return Tiles(64, 128, 1, 4, 4 if gated else 6, True)
+    return Tiles(64, 128, 1, 4, 4, True) if outputs > 40 * multiprocessors else Tiles(32, 128, 1, 4, 5, False)
 
 
 def _rows_fit(x: Tensor) -> bool:
@@ -69,7 +78,8 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor 
     if _rows_fit(x):
         rows, warps = choose_rows(tokens, inputs, gated, norm=False)
         return linear_rows(x, weight, rows=rows, num_warps=warps, bias=bias, gated=gated)[0]
-    if 0 < tokens <= MAX_TILES_TOKENS and inputs > 0 and x.dtype != torch.float32:
+    fits = 0 < tokens <= MAX_TILES_TOKENS and inputs > 0 and x.dtype != torch.float32
+    if fits and _has_room_for_tiles(x.device):
         tiles = choose_tiles(tokens, outputs, gated, _multiprocessors(x.device))
         return linear_tiles(x, weight, tiles, bias=bias, gated=gated)
     return None

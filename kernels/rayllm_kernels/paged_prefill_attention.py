@@ -11,12 +11,18 @@ tile also spans fewer positions, so less of its work is masked; and each key til
 
 The key range of a query tile is cut in three: tiles that the window's lower edge crosses, tiles that every row sees
 whole (no masks), and tiles on the diagonal or past the sequence's end. Query tiles run longest first.
+
+This kernel runs on any GPU and in the interpreter. Chunks that fill the tiles of `paged_prefill_hopper.py` go there
+on a Hopper GPU, unless they need a window, ALiBi or a soft cap.
 """
 
 # mypy: allow-incomplete-defs
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -26,6 +32,9 @@ from torch import Tensor
 
 from .attention_common import finish_scores, load_tile, padded_head_dim, score_unit, slot_offsets
 from .checks import check_paged_attention, check_paged_prefill
+
+# Rows (queries x heads of a group) of the longest chunk up to which the tiles here, half as tall, are faster.
+SHORT_CHUNK_ROWS = 64
 
 
 class Tiles(NamedTuple):
@@ -165,6 +174,14 @@ def _prefill_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
+@cache
+def _hopper_kernels(device: torch.device) -> ModuleType | None:
+    """The kernel for this device's generation, or None; imported only where it can run."""
+    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    return import_module(".paged_prefill_hopper", __package__)
+
+
 def paged_prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
@@ -179,6 +196,11 @@ def paged_prefill_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kv_heads, block_size = k_cache.shape[1:3]
     group = heads // kv_heads
+    hopper = _hopper_kernels(q.device)
+    plain = sliding_window is None and alibi_slopes is None and soft_cap is None
+    if hopper is not None and plain and max_query_len * group > SHORT_CHUNK_ROWS and hopper.takes(q, k_cache, v_cache):
+        hopper.hopper_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale, out)
+        return out
     head_dim_padded = padded_head_dim(head_dim)
     tiles = choose_tiles(head_dim_padded, q.element_size(), max_query_len * group)
     head_tile = min(group, tiles.rows)

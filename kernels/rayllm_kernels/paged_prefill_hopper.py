@@ -22,7 +22,6 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -88,7 +87,7 @@ def _read(mail, slot, field: gl.constexpr):
 
 @gluon.jit
 def _copy_tile(desc, rows, tile, full, BOX: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Start the copy of KEYS rows, BOX of them from each of `rows`, into `tile`; `full` completes when all are there."""
+    """Start the copy of KEYS rows into `tile`, BOX of them from each of `rows` on; `full` completes when all arrived."""
     mbarrier.expect(full, KEYS * HEAD_DIM * 2)
     for i in gl.static_range(KEYS // BOX):
         for half in gl.static_range(HEAD_DIM // HALF):
@@ -109,7 +108,7 @@ def _copy_keys(
             # Table entries past the end hold no valid block: there, the last one is copied again.
             key = gl.minimum((high - 1 - i) * KEYS + box * BOX, (seq_len - 1) // BOX * BOX)
             block = gl.load(table_ptr + key // BLOCK_SIZE)
-            rows = rows + (block * rows_per_block + head_row + key % BLOCK_SIZE,)
+            rows += (block * rows_per_block + head_row + key % BLOCK_SIZE,)
         stage = (base + i) % STAGES
         parity = ((base + i) // STAGES + 1) % 2
         mbarrier.wait(k_free.index(stage), parity)
@@ -225,7 +224,8 @@ def _attend(base, q_smem, ring, seq_len, whole, high, unit, q_pos, WIDE: gl.cons
         acc, weights, total, peak = _step(base + i, last, acc, weights, total, peak, q_smem, ring, unit, q_pos,
                                           (high - 1 - i) * KEYS, True)  # fmt: skip
     for i in range(first_whole, high):
-        acc, weights, total, peak = _step(base + i, last, acc, weights, total, peak, q_smem, ring, unit, q_pos, 0, False)
+        acc, weights, total, peak = _step(base + i, last, acc, weights, total, peak, q_smem, ring, unit, q_pos,
+                                          0, False)  # fmt: skip
     stage = last % STAGES
     mbarrier.wait(v_full.index(stage), last // STAGES % 2)
     acc = warpgroup_mma_wait(0, deps=(warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True),))
@@ -303,10 +303,10 @@ def _hopper_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (q_ptr, out_ptr, q_smem.index(0), ring, mailbox, unit, stride_qt, stride_qh, stride_ot, stride_oh,
-                        0, GROUP, HEAD_DIM)),
-            (_consume, (q_ptr, out_ptr, q_smem.index(1), ring, mailbox, unit, stride_qt, stride_qh, stride_ot, stride_oh,
-                        1, GROUP, HEAD_DIM)),
+            (_consume, (q_ptr, out_ptr, q_smem.index(0), ring, mailbox, unit,
+                        stride_qt, stride_qh, stride_ot, stride_oh, 0, GROUP, HEAD_DIM)),
+            (_consume, (q_ptr, out_ptr, q_smem.index(1), ring, mailbox, unit,
+                        stride_qt, stride_qh, stride_ot, stride_oh, 1, GROUP, HEAD_DIM)),
             (_produce, (k_desc, v_desc, ring, mailbox, counter_ptr, tables_ptr, seq_lens_ptr, starts_ptr,
                         total, tiles, batch, rows_per_block, rows_per_head, stride_table,
                         ROWS // GROUP, BOX, BLOCK_SIZE, HEAD_DIM)),
@@ -329,7 +329,7 @@ def _box(block_size: int) -> int:
 def takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether `hopper_prefill` can run these checked tensors, on a GPU of compute capability 9.0.
 
-    It views the pool as rows of one stride, a slot each, which any layout does that keeps the slots of a block together.
+    It views the pool as rows of one stride, a slot each: heads and blocks must lie a whole number of slots apart.
     """
     num_blocks, kv_heads, block_size, head_dim = k_cache.shape
     stride_block, stride_head, stride_slot, _ = k_cache.stride()

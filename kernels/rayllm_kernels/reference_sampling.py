@@ -9,9 +9,7 @@ from .checks import check_decode_inputs, check_gumbel_argmax
 from .reference_noise import gumbel_noise
 
 
-def gumbel_argmax(
-    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, noise_scale: Tensor
-) -> Tensor:
+def gumbel_argmax(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, noise_scale: Tensor) -> Tensor:
     """argmax of logits / temperature + noise_scale * noise, in fp32."""
     check_gumbel_argmax(logits, seeds, positions, temperature, noise_scale)
     scores = logits.float() / temperature[:, None]

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from rayllm.core.block_manager import BlockManager
 from rayllm.core.integrity import check_scheduler
+from rayllm.core.policy import POLICIES
 from rayllm.core.prefix_cache import PrefixCache
 from rayllm.core.queue import WaitingQueue
 from rayllm.core.sequence import Sequence, SequenceGroup, SequenceStatus, derive_seed, policy_order
@@ -28,21 +29,6 @@ WATERMARK = 0.01  # share of blocks kept free at admission, so that running sequ
 RUNNING, WAITING, FORKED, FINISHED = (
     SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.FORKED, SequenceStatus.FINISHED,
 )  # fmt: skip
-
-Policy = Callable[[GenerationRequest], tuple]
-
-
-def fcfs(request: GenerationRequest) -> tuple:
-    """First come, first served."""
-    return (request.arrival_time,)
-
-
-def by_priority(request: GenerationRequest) -> tuple:
-    """Lower priority numbers first; first come, first served within one."""
-    return (request.priority, request.arrival_time)
-
-
-POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": by_priority}
 
 
 class Scheduler:
@@ -407,11 +393,11 @@ class Scheduler:
 
     def _match(self, seq: Sequence) -> list[int]:
         """Cached blocks of the sequence's beginning. At least its last token stays to be computed, for its logits."""
-        params = seq.group.params
-        if not self.caching or (params.prompt_logprobs is not None and seq.fresh and seq.index == 0):
+        group = seq.group
+        if not self.caching or (group.params.prompt_logprobs is not None and seq.fresh and seq.index == 0):
             return []  # prompt logprobs need every prompt position computed
         usable = (len(seq.token_ids) - 1) // self.blocks.block_size
-        self.cache.extend(seq.block_hashes, seq.group.root_hash, seq.token_ids, usable)
+        self.cache.extend(seq.block_hashes, group.root_hash, seq.token_ids, usable)
         return self.cache.match(seq.block_hashes[:usable])
 
     def _register(self, seq: Sequence, num_tokens: int) -> None:

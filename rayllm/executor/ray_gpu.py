@@ -28,8 +28,9 @@ from rayllm.config import EngineConfig
 from rayllm.errors import EngineDeadError, RayllmError, StartupError
 from rayllm.executor.base import Executor, WorkerLimits
 from rayllm.executor.channel import Channel, ChannelBroken
-from rayllm.executor.placement import Placement, cluster_device, connect_to_ray, reserve
+from rayllm.executor.placement import Placement, cluster_device, reserve
 from rayllm.executor.ranks import RankActors
+from rayllm.ray_cluster import connect_to_ray
 from rayllm.types import StepPlan, StepResult
 from rayllm.worker.actor import CONNECT_TIMEOUT, Groups, Rendezvous, WorkerFactory, interface_variables, join_groups
 

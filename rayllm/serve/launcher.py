@@ -28,7 +28,6 @@ _STOP_S = 20.0
 _END_S = 2.0
 
 Report = Callable[[str], None]
-Connect = Callable[[], bool]
 
 logger = logging.getLogger(__name__)
 
@@ -60,22 +59,20 @@ def start_server(
     engine: EngineConfig,
     server: ServerConfig,
     *,
-    connect: Connect,
     on_ready: Callable[[Ready], None],
     report: Report,
     startup_timeout: float = STARTUP_TIMEOUT_S,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then drain, stop what was started here, and return.
 
-    connect: connects this process to Ray and returns whether it started Ray for that. on_ready is called once; report
-    with notes on progress. Raises ConfigError, ModelError or StartupError if the server does not come up,
-    EngineDeadError if Ray is lost later.
+    on_ready is called once; report with notes on progress. Raises ConfigError, ModelError or StartupError if the
+    server does not come up, EngineDeadError if Ray is lost later.
     """
     phases: dict[str, float] = {}
     with _StopSignals() as signals:
         with _phase(phases, "checks"):
             engine = check_before_start(engine)
-        cluster = _Cluster(engine, connect)
+        cluster = _Cluster(engine)
         try:
             with _phase(phases, "ray"):
                 cluster.join()
@@ -96,9 +93,8 @@ def start_server(
 class _Cluster:
     """This process's use of a Ray cluster: its own, or one that was there."""
 
-    def __init__(self, engine: EngineConfig, connect: Connect):
+    def __init__(self, engine: EngineConfig):
         self._engine = engine
-        self._connect = connect
         self._owned = False
         self._deployed = self._running = False
         self._serve_was_running = False
@@ -111,7 +107,9 @@ class _Cluster:
             threads = max((os.cpu_count() or 1) // self._engine.tensor_parallel_size, 1)
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         adopt_orphans()
-        self._owned = self._connect()
+        from rayllm.ray_cluster import connect_to_ray
+
+        self._owned = connect_to_ray()
 
     def deploy(self, engine: EngineConfig, server: ServerConfig) -> tuple[str, str]:
         """Start Serve and hand it the application, without waiting. Returns URL and model name. Raises ConfigError."""

@@ -14,7 +14,8 @@ import ray
 import rayllm
 from rayllm.errors import ConfigError, StartupError
 from rayllm.executor import placement
-from rayllm.executor.placement import actor_environment, check_capacity, cluster_device, connect_to_ray, reserve
+from rayllm.executor.placement import actor_environment, check_capacity, cluster_device, reserve
+from rayllm.ray_cluster import connect_to_ray
 from rayllm.worker.actor import interface_variables
 
 GPU_BUNDLE = {"CPU": 0.1, "GPU": 1}

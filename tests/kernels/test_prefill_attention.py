@@ -37,6 +37,14 @@ if ON_GPU:
         ([3000, 1500], [1000, 1500], (16, 1), 256, 64, torch.bfloat16),
         ([700] * 100, [1] * 100, (8, 8), 64, 16, torch.float16),
         ([3000], [3000], (64, 1), 64, 16, torch.bfloat16),
+        # Chunks for the Hopper kernel: every width of a tensor copy, odd groups, contexts that end anywhere in a tile.
+        ([300, 129, 128, 127, 1], [300, 129, 100, 127, 1], (8, 8), 128, 8, torch.bfloat16),
+        ([777, 2500], [333, 70], (14, 2), 128, 24, torch.bfloat16),
+        ([700, 1], [650, 1], (28, 4), 128, 256, torch.float16),
+        ([1500] * 40, [1 + 37 * i for i in range(40)], (32, 8), 128, 16, torch.bfloat16),
+        ([5000, 64], [200, 64], (71, 1), 64, 64, torch.bfloat16),
+        ([400], [390], (100, 1), 128, 128, torch.float16),
+        ([900], [800], (8, 2), 128, 5, torch.bfloat16),
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BASE = {"types", "sampling_params", "config", "errors", "model_spec", "rope_spec", "json_fields"}
+BASE = {"types", "sampling_params", "config", "errors", "model_spec", "rope_spec", "json_fields", "ray_cluster"}
 # What each package may import of rayllm, beside BASE and itself.
 ALLOWED = {
     "core": set(),

@@ -100,9 +100,8 @@ def test_logprobs_match_transformers(llm):
         assert ids[position + 1] in entries
         for token, entry in entries.items():
             assert entry.logprob == pytest.approx(reference[position, token].item(), abs=1e-4)
-    assert output.outputs[0].cumulative_logprob == pytest.approx(
-        sum(entries[t].logprob for entries, t in zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True))
-    )
+    chosen = zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True)
+    assert output.outputs[0].cumulative_logprob == pytest.approx(sum(entries[t].logprob for entries, t in chosen))
 
 
 @pytest.mark.parametrize(
