@@ -34,7 +34,9 @@ def _multiprocessors(device: torch.device) -> int:
 def _has_room_for_tiles(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= MIN_SHARED_MEMORY
+    # torch's stubs lack the name.
+    room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return int(room) >= MIN_SHARED_MEMORY
 
 
 def choose_rows(tokens: int, inputs: int, gated: bool, norm: bool) -> tuple[int, int]:

@@ -86,20 +86,14 @@ class Scheduler:
         if not 0 < len(prompt) < self.max_model_len:
             raise ValueError(f"a prompt has 1 to {self.max_model_len - 1} tokens, not {len(prompt)}")
         arrival = next(self._arrivals)
-        seed = params.seed if params.seed is not None else derive_seed(self.seed, arrival + 1)
-        group = SequenceGroup(request.request_id, list(prompt), params, seed, self.cache.root(request.cache_salt))
-        if params.prompt_logprobs is not None:
-            group.prompt_logprobs = [None] * len(prompt)
-        limit = self.max_model_len
-        if params.max_tokens is not None:
-            limit = min(limit, len(prompt) + params.max_tokens)
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self.eos_token_ids
-        order = self.policy(request)
-        for index in range(params.n):
-            group.sequences.append(Sequence(group, index, limit, stop_ids, (*order, arrival, index)))
-        group.siblings = group.sequences[1:]
+        group = SequenceGroup.of(
+            request,
+            seed=derive_seed(self.seed, arrival + 1) if params.seed is None else params.seed,
+            root_hash=self.cache.root(request.cache_salt),
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            order=(*self.policy(request), arrival),
+        )
         self.groups[request.request_id] = group
         self._prompt_tokens += len(prompt)
         self.waiting.push(group.sequences[0])

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 
 from rayllm.sampling_params import MAX_SEED, SamplingParams
-from rayllm.types import TokenLogprobs
+from rayllm.types import GenerationRequest, TokenLogprobs
 
 NEVER = sys.maxsize
 
@@ -93,6 +93,32 @@ class SequenceGroup:
     siblings: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        request: GenerationRequest,
+        *,
+        seed: int,
+        root_hash: bytes,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        order: tuple,
+    ) -> SequenceGroup:
+        """A new request's group, all of its sequences waiting. order: the policy's, unique to the request."""
+        params, prompt = request.params, list(request.prompt_token_ids)
+        group = cls(request.request_id, prompt, params, seed, root_hash)
+        if params.prompt_logprobs is not None:
+            group.prompt_logprobs = [None] * len(prompt)
+        limit = max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(prompt) + params.max_tokens)
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= eos_token_ids
+        group.sequences = [Sequence(group, index, limit, stop_ids, (*order, index)) for index in range(params.n)]
+        group.siblings = group.sequences[1:]
+        return group
 
     @property
     def finished(self) -> bool:

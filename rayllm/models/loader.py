@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
 from rayllm.config import EngineConfig
 from rayllm.errors import ModelError
@@ -37,6 +38,8 @@ class Checkpoint(WeightSource):
         self._file_of = self._find_weights()
         self._used: set[str] = set()
         self._missing: list[str] = []
+        # Shown on terminals only, so not by the ranks of a cluster.
+        self._bar = tqdm(total=len(self._file_of), desc="Loading weights", unit="tensor", disable=None, leave=False)
 
     def has(self, name: str) -> bool:
         return name in self._file_of
@@ -55,6 +58,7 @@ class Checkpoint(WeightSource):
         self._used.add(name)
 
     def finish(self) -> None:
+        self._bar.close()
         if self._missing:
             raise ModelError(f"model folder {self._folder} lacks {_some(self._missing, 'weight')}")
         unused = [name for name in self._file_of if name not in self._used and not name.endswith(DERIVED_BUFFERS)]
@@ -69,7 +73,9 @@ class Checkpoint(WeightSource):
         if name not in self._file_of:
             self._missing.append(name)
             return None
-        self._used.add(name)
+        if name not in self._used:
+            self._used.add(name)
+            self._bar.update()
         file = self._file_of[name]
         try:
             view = self._handle(file).get_slice(name)
