@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .attention_common import finish_scores, load_tile, padded_head_dim, score_unit, slot_offsets
 from .checks import check_paged_attention, check_paged_decode
+from .dependent_launch import can_overlap, wait_for_predecessor
 
 MAX_SPLITS = 128
 MIN_SPLIT_KEYS = 128  # below this a split costs more in the merge than it wins
@@ -79,8 +80,9 @@ def _decode_kernel(
     stride_ob, stride_oh, stride_os, scale, soft_cap, window, num_splits, num_heads,
     GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, SPLIT: tl.constexpr,
-    USE_WINDOW: tl.constexpr, USE_SOFT_CAP: tl.constexpr, USE_ALIBI: tl.constexpr,
+    USE_WINDOW: tl.constexpr, USE_SOFT_CAP: tl.constexpr, USE_ALIBI: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor(OVERLAP)
     head_tiles: tl.constexpr = (GROUP + HEAD_TILE - 1) // HEAD_TILE
     kv_head = tl.program_id(0) // head_tiles
     sequence = tl.program_id(1).to(tl.int64)
@@ -141,8 +143,10 @@ def _decode_kernel(
 def _merge_kernel(
     partial_ptr, lse_ptr, out_ptr, stride_ob, stride_oh, num_splits, num_heads,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr, CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out = sum_s w_s partial_s / sum_s w_s with w_s = 2^(lse_s - max lse), for one (sequence, head)."""
+    wait_for_predecessor(OVERLAP)
     sequence = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0)
     row = (sequence * num_heads + head) * num_splits
@@ -195,6 +199,7 @@ def paged_decode_attention(
         partial = torch.empty((batch, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((batch, heads, num_splits), dtype=torch.float32, device=q.device)
         strides = partial.stride()[:3]
+    overlap = can_overlap(q.device)
     _decode_kernel[(programs, batch, num_splits)](
         q, k_cache, v_cache, block_tables, seq_lens, q if alibi_slopes is None else alibi_slopes, partial, lse,
         q.stride(0), q.stride(1), *k_cache.stride()[:3], block_tables.stride(0),
@@ -202,13 +207,13 @@ def paged_decode_attention(
         GROUP=group, HEAD_TILE=head_tile, ROWS=max(16, triton.next_power_of_2(head_tile)), KEYS=tiles.keys,
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded, SPLIT=num_splits > 1,
         USE_WINDOW=sliding_window is not None, USE_SOFT_CAP=soft_cap is not None, USE_ALIBI=alibi_slopes is not None,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        OVERLAP=overlap, num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=overlap,
     )  # fmt: skip
     if num_splits > 1:
         splits_padded = triton.next_power_of_2(num_splits)
         _merge_kernel[(heads, batch)](
             partial, lse, out, out.stride(0), out.stride(1), num_splits, heads,
             HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded, SPLITS_PADDED=splits_padded,
-            CHUNK=min(splits_padded, 16), num_warps=4,
+            CHUNK=min(splits_padded, 16), OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
         )  # fmt: skip
     return out

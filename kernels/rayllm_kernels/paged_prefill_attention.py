@@ -182,6 +182,28 @@ def _hopper_kernels(device: torch.device) -> ModuleType | None:
     return import_module(".paged_prefill_hopper", __package__)
 
 
+def hopper_takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether the Hopper kernel can run these checked tensors: its products and tensor copies have fixed shapes.
+
+    A copy moves a power of two of slots, at least the 8 after which the layout of shared memory repeats; heads and
+    blocks must lie whole slots apart, at addresses that are multiples of 16 bytes.
+    """
+    num_blocks, kv_heads, block_size, head_dim = k_cache.shape
+    stride_block, stride_head, stride_slot, _ = k_cache.stride()
+    return (
+        q.dtype in (torch.bfloat16, torch.float16)
+        and head_dim in (64, 128)
+        and q.shape[1] // kv_heads <= 128
+        and block_size % 8 == 0
+        and stride_slot >= head_dim
+        and stride_slot % 8 == 0
+        and stride_head % stride_slot == 0
+        and stride_block % stride_slot == 0
+        and 0 < num_blocks * (stride_block // stride_slot) < 1 << 31
+        and (k_cache.data_ptr() | v_cache.data_ptr()) % 16 == 0
+    )
+
+
 def paged_prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
@@ -197,8 +219,8 @@ def paged_prefill_attention(
     kv_heads, block_size = k_cache.shape[1:3]
     group = heads // kv_heads
     hopper = _hopper_kernels(q.device)
-    plain = sliding_window is None and alibi_slopes is None and soft_cap is None
-    if hopper is not None and plain and max_query_len * group > SHORT_CHUNK_ROWS and hopper.takes(q, k_cache, v_cache):
+    plain = batch > 0 and sliding_window is None and alibi_slopes is None and soft_cap is None
+    if hopper is not None and plain and max_query_len * group > SHORT_CHUNK_ROWS and hopper_takes(q, k_cache, v_cache):
         hopper.hopper_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale, out)
         return out
     head_dim_padded = padded_head_dim(head_dim)

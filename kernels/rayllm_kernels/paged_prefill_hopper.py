@@ -87,7 +87,7 @@ def _read(mail, slot, field: gl.constexpr):
 
 @gluon.jit
 def _copy_tile(desc, rows, tile, full, BOX: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Start the copy of KEYS rows into `tile`, BOX of them from each of `rows` on; `full` completes when all arrived."""
+    """Start to copy KEYS rows into `tile`, BOX of them from each of `rows` on; `full` completes when all are there."""
     mbarrier.expect(full, KEYS * HEAD_DIM * 2)
     for i in gl.static_range(KEYS // BOX):
         for half in gl.static_range(HEAD_DIM // HALF):
@@ -108,7 +108,7 @@ def _copy_keys(
             # Table entries past the end hold no valid block: there, the last one is copied again.
             key = gl.minimum((high - 1 - i) * KEYS + box * BOX, (seq_len - 1) // BOX * BOX)
             block = gl.load(table_ptr + key // BLOCK_SIZE)
-            rows += (block * rows_per_block + head_row + key % BLOCK_SIZE,)
+            rows += (block * rows_per_block + head_row + key % BLOCK_SIZE,)  # type: ignore[assignment]
         stage = (base + i) % STAGES
         parity = ((base + i) // STAGES + 1) % 2
         mbarrier.wait(k_free.index(stage), parity)
@@ -321,44 +321,20 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _box(block_size: int) -> int:
-    """Rows of one tensor copy: the largest power of two that divides a block and a key tile."""
-    return min(block_size & -block_size, KEYS.value)
-
-
-def takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether `hopper_prefill` can run these checked tensors, on a GPU of compute capability 9.0.
-
-    It views the pool as rows of one stride, a slot each: heads and blocks must lie a whole number of slots apart.
-    """
-    num_blocks, kv_heads, block_size, head_dim = k_cache.shape
-    stride_block, stride_head, stride_slot, _ = k_cache.stride()
-    return (
-        q.dtype in (torch.bfloat16, torch.float16)
-        and head_dim in (64, 128)
-        and q.shape[1] // kv_heads <= ROWS.value
-        and num_blocks > 0
-        and _box(block_size) >= 8
-        and stride_slot % 8 == 0
-        and stride_slot >= head_dim
-        and stride_block % stride_slot == 0
-        and stride_head % stride_slot == 0
-        and num_blocks * (stride_block // stride_slot) < 1 << 31
-        and (k_cache.data_ptr() | v_cache.data_ptr()) % 16 == 0
-    )
-
-
 def hopper_prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     scale: float, out: Tensor,
 ) -> None:  # fmt: skip
-    """Write causal attention to `out`; shapes as `ops.paged_prefill_attention`, already checked, and `takes` them."""
+    """Write causal attention to `out`; arguments as of `ops.paged_prefill_attention`, checked, and `hopper_takes` them.
+
+    The pool is viewed as rows of one stride, a slot each.
+    """
     num_blocks, kv_heads, block_size, head_dim = k_cache.shape
     stride_block, stride_head, stride_slot, _ = k_cache.stride()
     group = q.shape[1] // kv_heads
     rows_per_block, rows_per_head = stride_block // stride_slot, stride_head // stride_slot
     rows = (num_blocks - 1) * rows_per_block + (kv_heads - 1) * rows_per_head + block_size
-    box = _box(block_size)
+    box = min(block_size & -block_size, KEYS.value)  # the largest power of two that divides a block and a key tile
     k_desc, v_desc = (
         TensorDescriptor(cache, [rows, head_dim], [stride_slot, 1], [box, HALF.value], SHARED.value)
         for cache in (k_cache, v_cache)

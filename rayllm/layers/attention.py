@@ -50,8 +50,15 @@ def attention(
 
     kv_cache: keys and values of this layer, each [num_blocks, kv heads, block_size, head_dim]; written in place.
     """
+    ops.reshape_and_cache(k, v, *kv_cache, plan.batch.slot_mapping)
+    return attend(q, kv_cache, plan, scale=scale, sliding_window=sliding_window)
+
+
+def attend(
+    q: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan, *, scale: float, sliding_window: int | None = None
+) -> torch.Tensor:
+    """Attend q [T, heads, head_dim] to a cache that holds this step's keys and values -> a new tensor like q."""
     batch, (k_cache, v_cache) = plan.batch, kv_cache
-    ops.reshape_and_cache(k, v, k_cache, v_cache, batch.slot_mapping)
     out = q.new_empty(q.shape)
     decodes = batch.num_decodes
     if decodes:

@@ -7,11 +7,12 @@ partial products over the ranks (Shoeybi et al., 2019). Weights are [out, in], a
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from rayllm.layers.norm import RMSNorm
 from rayllm.layers.weights import WeightSource, empty_parameter
 from rayllm.parallel.tp_group import TPGroup
+from rayllm_kernels import ops
 
 
 def shard_size(size: int, tp: TPGroup, what: str) -> int:
@@ -40,7 +41,7 @@ class MergedColumnParallelLinear(nn.Module):
         self.bias = empty_parameter(out, device=device, dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read `prefix` + part + ".weight" (and ".bias") of every part."""
@@ -84,9 +85,15 @@ class QKVParallelLinear(nn.Module):
         self.bias = empty_parameter(out, device=device, dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        heads = F.linear(x, self.weight, self.bias).view(x.shape[0], -1, self.head_dim)
+        heads = ops.linear(x, self.weight, self.bias).view(x.shape[0], -1, self.head_dim)
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         return q, k, v
+
+    def after_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(projection of norm(x + residual), x + residual): [T, (heads + 2 kv heads) * head_dim] and [T, hidden]."""
+        return ops.add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read the rank's heads of `prefix` + "q_proj", "k_proj" and "v_proj"."""
@@ -116,8 +123,8 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = self.tp.all_reduce(F.linear(x, self.weight))
+            return ops.linear(x, self.weight, self.bias)
+        y = self.tp.all_reduce(ops.linear(x, self.weight))
         return y if self.bias is None else y.add_(self.bias)
 
     def load(self, source: WeightSource, prefix: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rayllm.layers.activation import gated_activation
-from rayllm.layers.attention import AttentionPlan, KVCache, attention
+from rayllm.layers.attention import AttentionPlan, KVCache, attend
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from rayllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -20,6 +20,7 @@ from rayllm.layers.weights import WeightSource
 from rayllm.model_spec import ModelSpec
 from rayllm.models.base import CausalLM, name_prefix
 from rayllm.parallel.tp_group import TPGroup
+from rayllm_kernels import ops
 
 
 class LlamaAttention(nn.Module):
@@ -28,6 +29,7 @@ class LlamaAttention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, tp: TPGroup, device: torch.device, dtype: torch.dtype):
         super().__init__()
         self.scale = spec.head_dim**-0.5
+        self.norm_eps = spec.norm_eps
         self.sliding_window = spec.sliding_windows[layer]
         self.qkv_proj = QKVParallelLinear(
             spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim,
@@ -42,14 +44,18 @@ class LlamaAttention(nn.Module):
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device=device, dtype=dtype) if spec.qk_norm else None
 
     def forward(
-        self, x: torch.Tensor, rotary: RotaryEmbedding, kv_cache: KVCache, plan: AttentionPlan
-    ) -> torch.Tensor:  # fmt: skip
-        q, k, v = self.qkv_proj(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        rotary(plan.batch.positions, q, k)
-        out = attention(q, k, v, kv_cache, plan, scale=self.scale, sliding_window=self.sliding_window)
-        return self.o_proj(out.flatten(1))
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm, rotary: RotaryEmbedding,
+        kv_cache: KVCache, plan: AttentionPlan,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(attention over norm(x + residual), x + residual), both [T, hidden_size]."""
+        qkv, residual = self.qkv_proj.after_norm(x, residual, norm)
+        q = ops.qk_norm_rope_cache(
+            qkv, plan.batch.positions, rotary.cos_sin,
+            None if self.q_norm is None else self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight,
+            self.norm_eps, *kv_cache, plan.batch.slot_mapping, self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads,
+        )  # fmt: skip
+        out = attend(q, kv_cache, plan, scale=self.scale, sliding_window=self.sliding_window)
+        return self.o_proj(out.flatten(1)), residual
 
     def load(self, source: WeightSource, prefix: str) -> None:
         self.qkv_proj.load(source, prefix)
@@ -72,9 +78,20 @@ class LlamaMLP(nn.Module):
             spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype
         )
         self.act = gated_activation(spec.hidden_act)
+        self.fuses = spec.hidden_act in ("silu", "swish") and not spec.mlp_bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act(self.gate_up_proj(x)))
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(MLP of norm(x + residual), x + residual), both [T, hidden_size]."""
+        if self.fuses:
+            x, residual = ops.add_rms_norm_linear_silu_mul(
+                x, residual, norm.weight, norm.eps, self.gate_up_proj.weight
+            )  # fmt: skip
+        else:
+            x, residual = norm.add(x, residual)
+            x = self.act(self.gate_up_proj(x))
+        return self.down_proj(x), residual
 
     def load(self, source: WeightSource, prefix: str) -> None:
         self.gate_up_proj.load(source, prefix)
@@ -82,7 +99,7 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """One block. The residual stream travels beside the activations, so that each addition fuses with the next norm."""
+    """One block. The residual stream travels beside the activations: each addition fuses with what follows it."""
 
     def __init__(self, spec: ModelSpec, layer: int, tp: TPGroup, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -96,13 +113,8 @@ class LlamaLayer(nn.Module):
         plan: AttentionPlan,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """x: the last block's MLP output, not yet added to `residual`; both [T, hidden_size]. None before the first."""
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, rotary, kv_cache, plan)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.self_attn(x, residual, self.input_layernorm, rotary, kv_cache, plan)
+        return self.mlp(x, residual, self.post_attention_layernorm)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         self.input_layernorm.load(source, prefix + "input_layernorm")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -126,3 +130,47 @@ def test_rows_outside_every_chunk_are_untouched(paged_case, kernels):
 
 def test_empty_batch(paged_case, kernels):
     assert paged_case([], []).prefill(kernels).shape == (0, 4, 64)
+
+
+def test_layouts_that_the_hopper_kernel_takes(paged_case):
+    from rayllm_kernels.paged_prefill_attention import hopper_takes
+
+    def takes(heads=(8, 2), head_dim=128, block_size=16, dtype=torch.bfloat16):
+        case = paged_case([40], [40], heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
+        return hopper_takes(case.q, case.k_cache, case.v_cache)
+
+    assert takes()
+    assert takes(head_dim=64, block_size=24, dtype=torch.float16)
+    assert not takes(dtype=torch.float32)
+    assert not takes(head_dim=80)
+    assert not takes(block_size=20)  # a copy would take 4 rows; the swizzle repeats every 8
+    assert not takes(heads=(130, 1))
+    slots_outside_heads = torch.empty(9, 16, 2, 128, dtype=torch.bfloat16).transpose(1, 2)
+    assert not hopper_takes(torch.empty(3, 8, 128, dtype=torch.bfloat16), slots_outside_heads, slots_outside_heads)
+
+
+COMPILE_HOPPER = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from rayllm_kernels.paged_prefill_hopper import SHARED, _hopper_kernel
+
+constants = {"GROUP": 4, "BLOCK_SIZE": 16, "BOX": 16, "HEAD_DIM": 64}
+desc = f"tensordesc<bf16[16, 64],{SHARED.value!r}>"
+types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_desc": desc, "v_desc": desc, "unit": "fp32"}
+names = _hopper_kernel.arg_names
+signature = {n: types.get(n, "*i32" if n.endswith("_ptr") else "i32") for n in names}
+signature.update(dict.fromkeys(constants, "constexpr"))
+source = GluonASTSource(_hopper_kernel, signature, {(names.index(n),): value for n, value in constants.items()})
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"].count("wgmma.mma"))
+"""
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs the kernel itself")
+def test_hopper_kernel_compiles():
+    """Gluon has no interpreter, and its API moves: at least, every version of Triton must build the kernel."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    result = subprocess.run([sys.executable, "-c", COMPILE_HOPPER], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 0

@@ -15,7 +15,7 @@ ALLOWED = {
     "parallel": set(),
     "sample": {"kernels"},
     "layers": {"parallel", "kernels"},
-    "models": {"layers", "parallel"},
+    "models": {"layers", "parallel", "kernels"},
     "worker": {"models", "layers", "sample", "parallel", "kernels"},
     "executor": {"worker", "parallel"},
     "engine": {"core", "executor"},
