@@ -128,9 +128,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return _kernels_for(x).silu_and_mul(x)
 
 
-def gumbel_argmax(
-    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, noise_scale: Tensor
-) -> Tensor:
+def gumbel_argmax(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, noise_scale: Tensor) -> Tensor:
     """Draw one token a row: argmax of logits / temperature + noise_scale * noise(seed, position) -> [N] int64.
 
     logits: [N, V] fp32, fp16 or bf16, rows of any stride; -inf is never drawn unless a row has nothing else. seeds: [N]
