@@ -14,6 +14,7 @@ from rayllm.sample.sampler import SamplerOutput, logprob_entries, sample
 from rayllm.sample.sampling_batch import SamplingBatch
 from rayllm.sample.sampling_table import SamplingTable
 from rayllm.types import StepPlan, StepResult, TokenLogprobs
+from rayllm.worker.chunk_graph import ChunkGraphs
 from rayllm.worker.cuda_graph import DecodeGraphs
 from rayllm.worker.input_batch import PersistentBatch, StepInputs, build, to_device
 
@@ -49,28 +50,34 @@ class ModelRunner:
         self._model, self._caches = model, caches
         self._state, self._table, self._device = state, table, device
         self._graphs: DecodeGraphs | None = None
+        self._chunk_graphs: ChunkGraphs | None = None
         self._prompt_logprobs_of: dict[int, int] = {}  # row -> top tokens asked for at each prompt position
 
-    def capture_graphs(self, max_num_seqs: int) -> None:
-        """Capture CUDA graphs for decode-only plans."""
-        self._graphs = DecodeGraphs(self._model, self._caches, self._state, max_num_seqs)
-        with torch.inference_mode():
-            self._graphs.capture()
+    @torch.inference_mode()
+    def capture_graphs(self, max_num_seqs: int, max_tokens: int) -> None:
+        """Capture CUDA graphs for decode-only plans of up to max_num_seqs, and for small plans of up to max_tokens."""
+        state = self._state
+        graphs = DecodeGraphs(self._model, self._caches, state, max_num_seqs)
+        graphs.capture()
+        chunk_graphs = ChunkGraphs(
+            self._model, self._caches, max_tokens=max_tokens, max_num_seqs=max_num_seqs,
+            max_model_len=state.token_table.shape[1], block_size=state.block_size, device=self._device,
+        )  # fmt: skip
+        chunk_graphs.capture()
+        self._graphs, self._chunk_graphs = graphs, chunk_graphs
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingResult:
         """Start a plan whose block copies are done (in stream order). Waits for the device only for prompt logprobs."""
         self._apply(plan)
-        sampled, sampling, prompt_entries = None, None, []
+        sampled, sampling = None, None
+        prompt_entries: list[tuple[int, int, list[TokenLogprobs]]] = []
         if self._graphs is not None and plan.num_decodes == len(plan.rows):
             sampled, sampling = self._decode(self._graphs, np.array(plan.rows, np.int64))
         else:
             inputs = build(self._state, plan, self._device)
-            hidden = self._model(inputs.batch, self._caches)
-            if self._prompt_logprobs_of:
-                prompt_entries = self._prompt_entries(inputs, hidden)
+            logits, prompt_entries = self._forward(inputs)
             if plan.num_sampled:
-                logits = self._model.compute_logits(hidden[inputs.batch.logit_rows])
                 sampled, sampling = self._sample(logits, inputs.sampled_rows, inputs.sampled_positions)
             self._state.advance(inputs.rows, inputs.counts, plan.num_sampled)
         output = None if sampled is None else sampled.to_host()
@@ -91,6 +98,16 @@ class ModelRunner:
             self._table.set(data)
             if data.params.prompt_logprobs is not None:
                 self._prompt_logprobs_of[data.row] = data.params.prompt_logprobs
+
+    def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, list[tuple[int, int, list[TokenLogprobs]]]]:
+        """Logits of the sampling sequences [num_sampled, vocab_size], and prompt logprobs where asked for."""
+        batch, num_tokens, num_seqs = inputs.batch, int(inputs.counts.sum()), len(inputs.rows)
+        graphs = self._chunk_graphs
+        if graphs is not None and graphs.fits(num_tokens, num_seqs) and not self._prompt_logprobs_of:
+            return graphs.run(batch, num_tokens, num_seqs), []
+        hidden = self._model(batch, self._caches)
+        entries = self._prompt_entries(inputs, hidden) if self._prompt_logprobs_of else []
+        return self._model.compute_logits(hidden[batch.logit_rows]), entries
 
     def _decode(self, graphs: DecodeGraphs, rows: np.ndarray) -> tuple[SamplerOutput, SamplingBatch | None]:
         """One token for each row, by a captured graph; drawn anew where more than a temperature is asked for."""

@@ -84,7 +84,7 @@ class Worker:
         if self._device.type == "cuda":
             self._run_largest_batch(self._cache)
             if not self._config.enforce_eager:
-                self._runner.capture_graphs(self._config.max_num_seqs)
+                self._runner.capture_graphs(self._config.max_num_seqs, self._config.max_num_batched_tokens)
             torch.cuda.synchronize()
 
     def submit(self, plan: StepPlan) -> None:

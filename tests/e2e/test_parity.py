@@ -82,7 +82,7 @@ def test_tp1(cases, kind, budget, caching, block_size):
 @pytest.mark.parametrize("kind", ["mistral", "qwen3"])
 def test_a_pool_so_small_that_sequences_are_preempted_many_times(cases, kind, tp, ray_cluster):
     whole = cases[kind]
-    short = [i for i, prompt in enumerate(whole.prompts) if len(prompt) <= 90] * 3
+    short = [i for i, prompt in enumerate(whole.prompts) if len(prompt) <= 90] * 8
     case = Case(whole.folder, [whole.prompts[i] for i in short], [whole.expected[i] for i in short])
     stats = check(
         case, tensor_parallel_size=tp, block_size=8, num_gpu_blocks_override=30, max_num_batched_tokens=128,
