@@ -12,6 +12,10 @@ from torch import nn
 
 from rayllm.layers.weights import WeightSource, empty_parameter
 from rayllm.parallel.tp_group import TPGroup
+from rayllm_kernels import ops
+
+# Up to so many rows our own product is the faster one for weights as wide as a vocabulary (4% on H200); at 64 it loses.
+MAX_OWN_ROWS = 32
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -52,8 +56,8 @@ class ParallelLMHead(nn.Module):
         self.weight = tied.weight if tied is not None else empty_parameter(self.shard, dim, device=device, dtype=dtype)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.tp.all_gather(F.linear(hidden, self.weight), dim=-1)
-        return logits[:, : self.vocab_size]
+        project = ops.linear if hidden.shape[0] <= MAX_OWN_ROWS else F.linear
+        return self.tp.all_gather(project(hidden, self.weight), dim=-1)[:, : self.vocab_size]
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read the rank's rows of `prefix` + ".weight", unless the embedding has them."""

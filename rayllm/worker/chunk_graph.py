@@ -63,6 +63,12 @@ class ChunkGraphs:
 
     def run(self, batch: ForwardBatch, num_tokens: int, num_seqs: int) -> torch.Tensor:
         """Logits [rows, vocab_size] of batch.logit_rows, for a batch that `fits`."""
+        captured = self._graphs[self._load(batch, num_tokens, num_seqs)]
+        captured.graph.replay()
+        return captured.logits[: batch.logit_rows.shape[0]]
+
+    def _load(self, batch: ForwardBatch, num_tokens: int, num_seqs: int) -> int:
+        """Copy a batch to where the graphs read it, over what a larger one left there; returns the graph's size."""
         size = next(size for size in self._sizes if size >= num_tokens)
         self._input_ids[:num_tokens].copy_(batch.input_ids)
         self._positions[:num_tokens].copy_(batch.positions)
@@ -75,9 +81,8 @@ class ChunkGraphs:
         self._tables[:num_seqs, : batch.block_tables.shape[1]].copy_(batch.block_tables)
         rows = batch.logit_rows.shape[0]
         self._logit_rows[:rows].copy_(batch.logit_rows)
-        captured = self._graphs[size]
-        captured.graph.replay()
-        return captured.logits[:rows]
+        self._logit_rows[rows:].fill_(0)  # rows of a larger graph would be out of bounds
+        return size
 
     def _step(self, size: int) -> torch.Tensor:
         batch = ForwardBatch(

@@ -86,17 +86,21 @@ class DecodeGraphs:
         table already; a caller that draws otherwise from the logits overwrites them.
         """
         count = len(rows)
-        size = self._size_for[count - 1]
-        packed = self._pack(size, rows, positions, draw)
-        self._packed[: WORDS * size].copy_(packed, non_blocking=True)
-        graph, logits, token_ids = self._graphs[size]
+        graph, logits, token_ids = self._graphs[self._load(rows, positions, draw)]
         graph.replay()
         return logits[:count], token_ids[:count]
+
+    def _load(self, rows: np.ndarray, positions: np.ndarray, draw: DrawColumns) -> int:
+        """Copy a step's input to where the graphs read it; returns the graph's size."""
+        size = self._size_for[len(rows) - 1]
+        packed = self._pack(size, rows, positions, draw)
+        self._packed[: WORDS * size].copy_(packed, non_blocking=True)
+        return size
 
     def _pack(self, size: int, rows: np.ndarray, positions: np.ndarray, draw: DrawColumns) -> torch.Tensor:
         """One pinned buffer for a graph of `size`, its rows past len(rows) padding."""
         count = len(rows)
-        packed = torch.empty(WORDS * size, dtype=torch.int64, pin_memory=True)
+        packed = torch.empty(WORDS * size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         words = packed.numpy().reshape(WORDS, size)
         words[0, :count], words[0, count:] = rows, self._spare_row
         words[1, :count], words[1, count:] = positions, -1

@@ -1,0 +1,104 @@
+"""What the CUDA graphs compute, run here step by step on the CPU: padding must not show in logits, tokens or cache.
+
+Only capture and replay need a GPU; inputs, padding and the step itself are the same code.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from model_factory import PagedRunner, make_model
+
+from rayllm.config import EngineConfig
+from rayllm.model_spec import load_model_spec
+from rayllm.models.loader import load_model
+from rayllm.parallel.tp_group import TPGroup
+from rayllm.sample.sampling_table import DrawColumns
+from rayllm.sampling_params import SamplingParams
+from rayllm.types import SequenceData, StepPlan
+from rayllm.worker.chunk_graph import ChunkGraphs
+from rayllm.worker.cuda_graph import DecodeGraphs
+from rayllm.worker.input_batch import PersistentBatch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = make_model(tmp_path_factory.mktemp("model"), "qwen3")
+    config = EngineConfig(model=folder)
+    return load_model(load_model_spec(folder), config, TPGroup.single(), CPU, torch.float32)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(250) for _ in range(count)]
+
+
+@torch.inference_mode()
+def test_chunk_steps_equal_eager_ones_whatever_ran_before(model):
+    """Large, small, large: what one step leaves in the buffers must not reach the next."""
+    eager, padded = PagedRunner(model), PagedRunner(model)
+    graphs = ChunkGraphs(
+        model, padded.caches, max_tokens=128, max_num_seqs=6, max_model_len=512, block_size=8, device=CPU
+    )  # fmt: skip
+    assert not graphs.fits(129, 1)
+    assert not graphs.fits(10, 7)
+    steps = [
+        [("a", tokens(90, 1)), ("b", tokens(20, 2)), ("c", tokens(1, 3)), ("d", tokens(9, 4))],
+        [("b", tokens(1, 5))],
+        [("a", tokens(1, 6)), ("e", tokens(30, 7)), ("c", tokens(2, 8))],
+        [("d", tokens(60, 9)), ("f", tokens(40, 10)), ("e", tokens(3, 11)), ("b", tokens(1, 12)), ("a", tokens(1, 13))],
+        [("f", tokens(2, 14))],
+    ]
+    for work in steps:
+        expected = torch.stack([logits[-1] for logits in eager.step(work)])
+        batch = padded.batch(work, num_decodes=0, padding=0)
+        last = batch.query_start_loc[1:].to(torch.int64) - 1
+        batch = type(batch)(**{**{f: getattr(batch, f) for f in batch.__slots__}, "logit_rows": last})
+        num_tokens = sum(len(ids) for _name, ids in work)
+        assert graphs.fits(num_tokens, len(work))
+        size = graphs._load(batch, num_tokens, len(work))
+        assert size >= num_tokens
+        actual = graphs._step(size)[: len(work)]
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_decode_steps_equal_eager_ones_at_every_batch_size(model):
+    eager = PagedRunner(model)
+    caches = [(k.zero_(), v.zero_()) for k, v in PagedRunner(model).caches]
+    state = PersistentBatch(max_num_seqs=8, max_model_len=64, block_size=8, device=CPU)
+    graphs = DecodeGraphs(model, caches, state, max_num_seqs=8)
+    prompts = {row: tokens(5 + 3 * row, row) for row in range(7)}
+    new = []
+    for row, ids in prompts.items():
+        eager.step([(str(row), ids[:-1])])
+        new.append(
+            SequenceData(row, ids, len(ids), len(ids) - 1, eager.tables[str(row)] + [50 + row], SamplingParams(), 0)
+        )
+    for (k, v), (source_k, source_v) in zip(caches, eager.caches, strict=True):
+        k.copy_(source_k.nan_to_num())
+        v.copy_(source_v.nan_to_num())
+    plan = StepPlan(0, [], new, [], [], [], [], 0, 0)
+    state.apply(plan)
+    graphs.apply(plan)
+    for rows in ([3], [0, 1, 2, 3, 4, 5, 6], [6, 2, 4], [5, 0]):
+        before = [k.clone() for k, _v in caches]
+        expected = torch.stack([eager.step([(str(row), [prompts[row][-1]])])[0][-1] for row in rows])
+        positions = np.array([len(prompts[row]) - 1 for row in rows])
+        greedy = DrawColumns(
+            np.zeros(len(rows), np.int64), np.ones(len(rows), np.float32), np.zeros(len(rows), np.float32)
+        )
+        size = graphs._load(np.array(rows), positions, greedy)
+        logits, token_ids = graphs._step(size)
+        torch.testing.assert_close(logits[: len(rows)], expected, atol=1e-4, rtol=0)
+        assert token_ids[: len(rows)].tolist() == expected.argmax(-1).tolist()
+        for i, row in enumerate(rows):
+            assert state.token_table[row, positions[i] + 1] == token_ids[i]
+            prompts[row].append(int(token_ids[i]))
+        changed = sum(int((k != old).any(dim=(1, 3)).sum()) for (k, _v), old in zip(caches, before, strict=True))
+        assert changed <= len(rows) * len(caches), "padding wrote into the cache"
