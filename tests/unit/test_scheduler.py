@@ -124,7 +124,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     operations=OPERATIONS,
     block_size=st.sampled_from([1, 2, 4, 8]),
