@@ -7,6 +7,7 @@ frames (`frames`, then `last_frames`) or whole (`collect`, then `whole`). Choice
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ class _Delta(NamedTuple):
     first: bool
 
 
-class Reply:
+class Reply(ABC):
     """Base of both replies: ids, usage, and the bookkeeping per choice."""
 
     chunk_object: str
@@ -147,15 +148,17 @@ class Reply:
         entries = self._prompt_entries.get(prompt_index, [])
         return [None if e is None else {str(t): as_json(t, p) for t, p in e.items()} for e in entries]
 
+    @abstractmethod
     def _chunk_choices(self, delta: _Delta) -> list[dict[str, Any]]:
         """The `choices` entries, one a chunk, that carry this delta."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _logprobs(self, delta: _Delta) -> dict[str, list[Any]] | None:
-        raise NotImplementedError
+        """The delta's log-probabilities as this endpoint gives them; None if they were not asked for."""
 
+    @abstractmethod
     def _whole_choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
+        """One entry of a whole reply's `choices`."""
 
 
 class CompletionReply(Reply):
