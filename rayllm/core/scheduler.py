@@ -26,9 +26,8 @@ from rayllm.core.step import Draft, InFlight
 from rayllm.types import EngineStats, GenerationRequest, SequenceData, StepPlan, StepResult, TokenDelta
 
 WATERMARK = 0.01  # share of blocks kept free at admission, so that running sequences can grow a while
-RUNNING, WAITING, FORKED, FINISHED = (
-    SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.FORKED, SequenceStatus.FINISHED,
-)  # fmt: skip
+WAITING, RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
+FORKED, FINISHED = SequenceStatus.FORKED, SequenceStatus.FINISHED
 
 
 class Scheduler:
@@ -235,11 +234,7 @@ class Scheduler:
             if self.forks:
                 self._send_back(self.forks.pop())
                 continue
-            victim = self.running.pop()
-            self._free_row(victim)
-            self._send_back(victim)
-            self._num_preemptions += 1
-            if victim is seq:
+            if self._preempt_last() is seq:
                 return False
         block = self.blocks.allocate(1)
         draft.block_updates.append((seq.row, len(seq.block_table), block))
@@ -302,7 +297,7 @@ class Scheduler:
                 return
             cached = self._match(seq)
             missing = self.blocks.blocks_for(len(seq.token_ids)) - len(cached)
-            if self.blocks.num_free_after(cached) - missing < self._reserve():
+            if not self._has_room(cached, missing):
                 return
             self.waiting.remove(seq)
             self.blocks.acquire(cached)
@@ -321,12 +316,9 @@ class Scheduler:
         cached = self._match(head)
         missing = self.blocks.blocks_for(len(head.token_ids)) - len(cached)
         while self.running and head.key[0] < self.running[-1].key[0]:
-            if self._free_rows and self.blocks.num_free_after(cached) - missing >= self._reserve():
+            if self._free_rows and self._has_room(cached, missing):
                 return
-            victim = self.running.pop()
-            self._free_row(victim)
-            self._send_back(victim)
-            self._num_preemptions += 1
+            self._preempt_last()
 
     # ---------------------------------------------------------------------------------------------- transitions
 
@@ -355,6 +347,14 @@ class Scheduler:
         )
         self._schedule_chunk(seq, draft)
 
+    def _preempt_last(self) -> Sequence:
+        """Take the last sequence in policy order out of the batch."""
+        victim = self.running.pop()
+        self._free_row(victim)
+        self._send_back(victim)
+        self._num_preemptions += 1
+        return victim
+
     def _send_back(self, seq: Sequence) -> None:
         """Free a sequence's blocks and let it wait, to be computed again from its first token."""
         self.blocks.release(seq.block_table)
@@ -380,6 +380,10 @@ class Scheduler:
 
     def _drop_finished(self) -> None:
         self.running = [seq for seq in self.running if seq.status is RUNNING]
+
+    def _has_room(self, cached: list[int], missing: int) -> bool:
+        """Whether `missing` blocks can be allocated once the `cached` ones are held."""
+        return self.blocks.num_free_after(cached) - missing >= self._reserve()
 
     def _reserve(self) -> int:
         """Blocks that admission leaves free; none for the only sequence, which could otherwise wait for ever."""
