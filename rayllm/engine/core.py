@@ -99,6 +99,10 @@ class EngineCore:
         """A snapshot for metrics and health."""
         return self.scheduler.stats()
 
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the workers cannot go on. Cheap, and safe from any thread."""
+        self._executor.check_health()
+
     def check_integrity(self) -> None:
         """Raise AssertionError if the driver's records contradict each other."""
         self.scheduler.check_integrity()

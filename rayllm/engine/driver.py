@@ -27,13 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 class Core(Protocol):
-    """What the driver needs of `rayllm.engine.core.EngineCore`; all calls come from the engine thread."""
+    """What the driver needs of `rayllm.engine.core.EngineCore`; all calls but check_health are the engine thread's."""
 
     info: EngineInfo
 
     def add(self, request: GenerationRequest) -> None: ...
     def abort(self, request_ids: list[str]) -> None: ...
     def has_work(self) -> bool: ...
+    def check_health(self) -> None: ...
     def step(self) -> list[TokenDelta]: ...
     def stats(self) -> EngineStats: ...
     def shutdown(self) -> None: ...
@@ -142,9 +143,13 @@ class EngineDriver:
         return self._dead
 
     def healthy(self, deadline: float) -> Health:
-        """Not ok if the engine is dead, or has work and finished no step for `deadline` seconds."""
+        """Not ok if the engine or a worker is dead, or has work and finished no step for `deadline` seconds."""
         if self._dead is not None:
             return Health(False, self._dead)
+        try:
+            self._core.check_health()  # an idle engine would not notice that a worker died
+        except EngineDeadError as error:
+            return Health(False, str(error))
         waited = time.monotonic() - self._last_progress
         if self._idle or waited <= deadline:
             return Health(True)

@@ -8,21 +8,16 @@ import torch
 from torch import nn
 
 from rayllm.rope_spec import RopeSpec
-from rayllm_kernels import ops
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys by their positions, 0 <= position < max_position. One instance serves all layers."""
+    """The table `cos_sin` for positions 0 <= position < max_position, on the device. One instance serves all layers."""
 
     cos_sin: torch.Tensor
 
     def __init__(self, rope: RopeSpec, max_position: int, *, device: torch.device):
         super().__init__()
         self.register_buffer("cos_sin", cos_sin_table(rope, max_position).to(device), persistent=False)
-
-    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
-        """In place: q [T, heads, head_dim], k [T, kv heads, head_dim]; positions [T] int64."""
-        ops.rotary_embedding(positions, q, k, self.cos_sin)
 
 
 def cos_sin_table(rope: RopeSpec, max_position: int) -> torch.Tensor:

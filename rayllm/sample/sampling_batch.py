@@ -112,11 +112,6 @@ class SamplingBatch:
     logprobs: LogprobRows | None
 
     @property
-    def all_greedy(self) -> bool:
-        """True if no row needs noise."""
-        return self.draw is None
-
-    @property
     def changes_logits(self) -> bool:
         """True if greedy rows too need more than the raw logits."""
         return self.bias is not None or self.bans is not None or self.penalties is not None

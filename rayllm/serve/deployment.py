@@ -127,7 +127,6 @@ class ApiServer:
     ) -> None:
         self._handle = engine
         self._model = model
-        self._skip_tokenizer_init = skip_tokenizer_init
         self.model_name = model_name
         self.metrics = FrontMetrics()
         self._server_id = uuid.uuid4().hex

@@ -256,6 +256,15 @@ def test_health():
         assert driver.healthy(0.0001).reason == ""
 
 
+def test_an_idle_engine_whose_worker_died_is_unhealthy():
+    core = FakeCore()
+    with running(core) as (driver, _front):
+        assert driver.healthy(30)
+        core.lost = "worker rank 1 failed"
+        assert not driver.healthy(30)
+        assert driver.healthy(30).reason == "worker rank 1 failed"
+
+
 def test_stats_do_not_wait_for_the_step():
     core = FakeCore(gated=True)
     with running(core) as (driver, front):

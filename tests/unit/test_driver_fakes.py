@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rayllm.errors import InvalidRequestError
+from rayllm.errors import EngineDeadError, InvalidRequestError
 from rayllm.sampling_params import SamplingParams
 from rayllm.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
 
@@ -29,13 +29,15 @@ class FakeCore:
     """One token a step for each completion of each request, until max_tokens.
 
     gated: a step waits until the test calls `allow`. Requests "refused..." are refused, "broken..." break `add`.
-    crash: what the next step raises. calls: adds, aborts, steps and shutdowns in order.
+    crash: what the next step raises. lost: what check_health says of a dead worker.
+    calls: adds, aborts, steps and shutdowns in order.
     """
 
     def __init__(self, token: Callable[[GenerationRequest, int, int], int] = fake_token, gated: bool = False):
         self.info = INFO
         self.calls: list[tuple] = []
         self.crash: BaseException | None = None
+        self.lost: str | None = None
         self.num_polls = 0
         self.thread_ids: set[int] = set()
         self._token = token
@@ -66,6 +68,10 @@ class FakeCore:
         for request_id in request_ids:
             self._live.pop(request_id, None)
         self.calls.append(("abort", *request_ids))  # last, as tests wait for it
+
+    def check_health(self) -> None:
+        if self.lost is not None:
+            raise EngineDeadError(self.lost)
 
     def has_work(self) -> bool:
         self.num_polls += 1

@@ -51,7 +51,7 @@ def features_of(batch):
 def test_rows_that_were_never_set_are_greedy():
     batch = batch_of(table_of(), [0, 5], [1, 1])
     assert features_of(batch) == set()
-    assert batch.all_greedy
+    assert batch.draw is None
     assert batch.simple
 
 
@@ -89,7 +89,7 @@ def test_a_batch_has_the_features_that_its_rows_use(params, expected):
     assert features_of(batch_of(table, [1], [3])) == expected
     assert features_of(batch_of(table, [1, 0], [3, 9])) == expected
     assert features_of(batch_of(table, [2, 1], [3, 3])) == features_of(batch_of(table, [2], [3]))
-    assert batch_of(table, [1], [3]).all_greedy == ("draw" not in expected)
+    assert (batch_of(table, [1], [3]).draw is None) == ("draw" not in expected)
 
 
 @pytest.mark.parametrize("feature", ALL_FEATURES)
