@@ -103,8 +103,8 @@ class _Cluster:
         """Connect, or start Ray on this machine. Raises StartupError."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if self._engine.device == "cpu" or (self._engine.device == "auto" and not Path("/dev/nvidiactl").exists()):
-            # Ray gives actors of a fraction of a core one OpenMP thread. CPU ranks want their share of the cores, but one
-            # stays for the fronts: threads that spin for each other on a busy core make a step many times slower.
+            # Ray gives actors of a fraction of a core one OpenMP thread. CPU ranks want their share of the cores, less
+            # one for the fronts: threads that spin for each other on a busy core make a step many times slower.
             threads = max(((os.cpu_count() or 1) - 1) // self._engine.tensor_parallel_size, 1)
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         adopt_orphans()
