@@ -27,7 +27,7 @@ class EngineConfig(BaseModel):
     max_model_len: tokens of prompt and output together; None takes the model's own limit.
     block_size: tokens a KV block. num_gpu_blocks_override: blocks of the device pool; None sizes it from
     gpu_memory_utilization (GPU) or 1 GiB a rank, at most what max_num_seqs full contexts need (CPU).
-    swap_space: GiB of host memory a rank for swapped blocks.
+    swap_space: GiB of host memory a rank for swapped blocks; preemption is by recompute only so far, so none is used.
     max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step.
     scheduling_policy: "fcfs", or "priority" (lower runs first). enforce_eager: no CUDA graphs.
     load_format: "auto" reads safetensors; "dummy" fills seeded random weights.

@@ -14,7 +14,7 @@ from rayllm.layers.weights import WeightSource, empty_parameter
 from rayllm.parallel.tp_group import TPGroup
 from rayllm_kernels import ops
 
-# Up to so many rows our own product is the faster one for weights as wide as a vocabulary (4% on H200); at 64 it loses.
+# Up to so many rows our own product is mostly faster for weights as wide as a vocabulary (benchmarks/RESULTS.md).
 MAX_OWN_ROWS = 32
 
 

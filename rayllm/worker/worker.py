@@ -160,4 +160,4 @@ class Worker:
         torch.cuda.synchronize()
 
 
-GRAPH_BYTES = GIB  # what captured graphs and libraries take beyond the profiled batch; measured 0.3 to 0.7 GiB
+GRAPH_BYTES = GIB  # allowance for captured graphs and libraries beyond the profiled batch; an estimate, not measured
