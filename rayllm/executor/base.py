@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from rayllm.errors import ConfigError
+from rayllm.errors import ConfigError, RayllmError, StartupError
 from rayllm.types import StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -65,6 +65,17 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the workers and free all they hold, in bounded time. Idempotent, safe after any error."""
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Around a start: one that fails is taken down again, and errors that are not ours become StartupError."""
+        try:
+            yield
+        except BaseException as error:
+            self.shutdown()
+            if isinstance(error, RayllmError) or not isinstance(error, Exception):
+                raise
+            raise StartupError(f"the workers failed to start: {type(error).__name__}: {error}") from error
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from rayllm.config import EngineConfig
-from rayllm.errors import EngineDeadError, RayllmError, StartupError
+from rayllm.errors import EngineDeadError
 from rayllm.executor.base import Executor, WorkerLimits, resolve_device
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.types import StepPlan, StepResult
@@ -37,13 +37,8 @@ class LocalExecutor(Executor):
         if self._was_started:
             raise RuntimeError("an executor starts once")
         self._was_started = True
-        try:
+        with self._starting():
             limits = self._start()
-        except BaseException as error:
-            self.shutdown()
-            if isinstance(error, RayllmError) or not isinstance(error, Exception):
-                raise
-            raise StartupError(f"the worker failed to start: {type(error).__name__}: {error}") from error
         self._dead = ""
         return limits
 

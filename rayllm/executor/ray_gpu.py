@@ -25,7 +25,7 @@ import ray
 import torch.distributed as dist
 
 from rayllm.config import EngineConfig
-from rayllm.errors import EngineDeadError, RayllmError, StartupError
+from rayllm.errors import EngineDeadError, StartupError
 from rayllm.executor.base import Executor, WorkerLimits
 from rayllm.executor.channel import Channel, ChannelBroken
 from rayllm.executor.placement import Placement, cluster_device, reserve
@@ -84,13 +84,8 @@ class RayExecutor(Executor):
                 "this process has a torch.distributed group already: there can be one Ray engine per process at a time"
             )
         atexit.register(self.shutdown)
-        try:
+        with self._starting():
             limits = self._start()
-        except BaseException as error:
-            self.shutdown()
-            if isinstance(error, RayllmError) or not isinstance(error, Exception):
-                raise
-            raise StartupError(f"the workers failed to start: {type(error).__name__}: {error}") from error
         self._dead = ""
         return limits
 
