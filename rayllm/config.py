@@ -29,7 +29,8 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization (GPU) or 1 GiB a rank, at most what max_num_seqs full contexts need (CPU).
     swap_space: GiB of host memory a rank for swapped blocks; preemption is by recompute only so far, so none is used.
     max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step.
-    scheduling_policy: "fcfs", or "priority" (lower runs first). enforce_eager: no CUDA graphs.
+    scheduling_policy: "fcfs", or "priority" (lower runs first). enforce_eager: no CUDA graphs; CPUs have none anyway.
+    gpu_memory_utilization: share of a GPU's memory that the engine may take, others' use included; no effect on CPUs.
     load_format: "auto" reads safetensors; "dummy" fills seeded random weights.
     skip_tokenizer_init: token ids in, token ids out. seed: of unseeded requests and dummy weights.
     """
