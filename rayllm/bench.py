@@ -1,7 +1,7 @@
 """Offline benchmarks: fixed workloads on the engine in this process, warm, median of several runs.
 
-Prompts are token ids below 10,000 (or the vocabulary); every run has its own, so that nothing comes from the prefix
-cache. End-of-sequence is ignored and the temperature is 0.6.
+Prompts are token ids below 10,000 (or the vocabulary); every run of every workload has its own, so that nothing comes
+from the prefix cache. End-of-sequence is ignored and the temperature is 0.6.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ class Workload(NamedTuple):
 
 
 class Result(NamedTuple):
-    """seconds: of each measured run. figure: of the median run, in `unit`."""
+    """seconds: of each measured run. figure: of the median run, in `unit`. cached_tokens: most that a run, which should
+    compute all of its prompts, found in the prefix cache.
+    """
 
     workload: str
     num_prompts: int
     input_tokens: int
     output_tokens: int
+    cached_tokens: int
     seconds: list[float]
     figure: float
     unit: Unit
@@ -58,7 +61,7 @@ def named_workload(name: str) -> Workload:
     if name not in _FIXED:
         raise ConfigError(f"unknown workload {name!r}; there are nano256, {', '.join(_FIXED)}")
     count, input_len, output_len, unit = _FIXED[name]
-    return Workload(name, lambda run: _random_batch(run, count, (input_len,) * 2, (output_len,) * 2), unit)
+    return Workload(name, lambda run: _random_batch(name, run, count, (input_len,) * 2, (output_len,) * 2), unit)
 
 
 def custom_workload(num_prompts: int, input_len: str, output_len: str) -> Workload:
@@ -67,7 +70,7 @@ def custom_workload(num_prompts: int, input_len: str, output_len: str) -> Worklo
         raise ConfigError(f"num_prompts must be at least 1, not {num_prompts}")
     inputs, outputs = _length_range("input_len", input_len), _length_range("output_len", output_len)
     name = f"{num_prompts} x {input_len} in, {output_len} out"
-    return Workload(name, lambda run: _random_batch(run, num_prompts, inputs, outputs), "out tok/s")
+    return Workload(name, lambda run: _random_batch(name, run, num_prompts, inputs, outputs), "out tok/s")
 
 
 def run_benchmark(
@@ -85,15 +88,16 @@ def run_benchmark(
         load_seconds = time.perf_counter() - started
         results = []
         for workload in workloads:
-            seconds = []
+            seconds, cached = [], 0
             for run in range(-warmup, repeat):
                 batch = _fit_vocabulary(workload.make(run), vocab_size)
                 label = f"{workload.name}: " + (f"run {run + 1} of {repeat}" if run >= 0 else "warm-up")
                 print(label, file=sys.stderr, flush=True)
-                elapsed = _run_once(llm, batch)
+                elapsed, cached_now = _run_once(llm, batch)
+                cached = max(cached, cached_now)
                 if run >= 0:
                     seconds.append(elapsed)
-            results.append(_result(workload, seconds))
+            results.append(_result(workload, seconds, cached))
     return {
         "model": config.model,
         "tensor_parallel_size": config.tensor_parallel_size,
@@ -112,7 +116,18 @@ def print_results(report: dict[str, Any], as_json: bool) -> None:
 
     title = f"{report['model']}, tp={report['tensor_parallel_size']}, loaded in {report['load_seconds']:.1f} s"
     table = Table(title=title)
-    for column in ("workload", "prompts", "tokens in", "tokens out", "median s", "in tok/s", "out tok/s", "figure"):
+    columns = (
+        "workload",
+        "prompts",
+        "tokens in",
+        "cached",
+        "tokens out",
+        "median s",
+        "in tok/s",
+        "out tok/s",
+        "figure",
+    )
+    for column in columns:
         table.add_column(column, justify="left" if column == "workload" else "right")
     for result in report["results"]:
         median = statistics.median(result["seconds"])
@@ -120,6 +135,7 @@ def print_results(report: dict[str, Any], as_json: bool) -> None:
             result["workload"],
             str(result["num_prompts"]),
             f"{result['input_tokens']:,}",
+            f"{result['cached_tokens']:,}",
             f"{result['output_tokens']:,}",
             f"{median:.3f}",
             f"{result['input_tokens'] / median:,.0f}",
@@ -150,9 +166,9 @@ def _nano256(run: int) -> Batch:
     return Batch(prompts, max_tokens)
 
 
-def _random_batch(run: int, count: int, inputs: tuple[int, int], outputs: tuple[int, int]) -> Batch:
-    """Lengths are the same in every run, ids are not."""
-    lengths, ids = random.Random(0), random.Random(f"ids {run}")
+def _random_batch(name: str, run: int, count: int, inputs: tuple[int, int], outputs: tuple[int, int]) -> Batch:
+    """Lengths are the same in every run; ids are not, nor in two workloads of one engine."""
+    lengths, ids = random.Random(0), random.Random(f"{name} {run}")
     sizes = [lengths.randint(*inputs) for _ in range(count)]
     max_tokens = [lengths.randint(*outputs) for _ in range(count)]
     return Batch([[ids.randrange(MAX_ID) for _ in range(size)] for size in sizes], max_tokens)
@@ -176,7 +192,8 @@ def _length_range(name: str, text: str) -> tuple[int, int]:
     return bounds
 
 
-def _run_once(llm: Any, batch: Batch) -> float:
+def _run_once(llm: Any, batch: Batch) -> tuple[float, int]:
+    """Seconds that a batch takes, and how many of its prompt tokens came from the prefix cache."""
     params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n) for n in batch.max_tokens]
     started = time.perf_counter()
     outputs = llm.generate(batch.prompts, params, use_tqdm=False)
@@ -184,14 +201,14 @@ def _run_once(llm: Any, batch: Batch) -> float:
     made = [len(output.outputs[0].token_ids) for output in outputs]
     if made != batch.max_tokens:
         raise ConfigError("the model's context is too short for this workload: outputs ended early")
-    return elapsed
+    return elapsed, sum(output.num_cached_tokens for output in outputs)
 
 
-def _result(workload: Workload, seconds: list[float]) -> Result:
+def _result(workload: Workload, seconds: list[float], cached: int) -> Result:
     batch = workload.make(0)
     tokens_in, tokens_out = sum(map(len, batch.prompts)), sum(batch.max_tokens)
     median = statistics.median(seconds)
     figures = {"out tok/s": tokens_out / median, "in tok/s": tokens_in / median, "ms": median * 1000}
     return Result(
-        workload.name, len(batch.prompts), tokens_in, tokens_out, seconds, figures[workload.unit], workload.unit
+        workload.name, len(batch.prompts), tokens_in, tokens_out, cached, seconds, figures[workload.unit], workload.unit
     )

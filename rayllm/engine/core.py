@@ -16,6 +16,7 @@ from rayllm.core.scheduler import Scheduler
 from rayllm.engine.validation import validate_request
 from rayllm.errors import ConfigError, InvalidRequestError
 from rayllm.executor.base import Executor
+from rayllm.gc_pauses import freeze_heap, thaw_heap
 from rayllm.model_spec import ModelSpec, check_parallel, load_model_spec
 from rayllm.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
 
@@ -110,6 +111,7 @@ class EngineCore:
     def shutdown(self) -> None:
         """Stop the workers; idempotent."""
         self._executor.shutdown()
+        thaw_heap()
 
 
 def build_engine_core(config: EngineConfig) -> EngineCore:
@@ -131,5 +133,6 @@ def build_engine_core(config: EngineConfig) -> EngineCore:
     except BaseException:
         executor.shutdown()
         raise
+    freeze_heap()
     logger.info("engine ready in %.1f s, %d KV tokens", time.monotonic() - started, core.info.num_kv_tokens)
     return core

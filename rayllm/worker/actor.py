@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from rayllm.config import EngineConfig
+from rayllm.gc_pauses import freeze_heap
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.types import StepPlan, StepResult
 
@@ -225,6 +226,7 @@ class WorkerActor:
     def warm_up(self) -> None:
         assert self._worker is not None
         self._thread.call(self._worker.warm_up)
+        freeze_heap()
 
     def run(self) -> None:
         """The step loop: returns when the driver said stop and all plans before that are done.

@@ -134,6 +134,25 @@ def test_collect_env_shows_no_secrets(monkeypatch, capsys):
 # Benchmarks
 
 
+def test_workloads_of_one_engine_share_no_prompts():
+    names = ["bs1_128_256", "bs32_1k_256", "bs256_1k_128", "prefill_1x512", "prefill_16x8k", "nano256"]
+    firsts = [
+        tuple(prompt[:16])
+        for name in names
+        for run in (-1, 0, 1)
+        for prompt in bench.named_workload(name).make(run).prompts
+    ]
+    assert len(set(firsts)) == len(firsts)
+
+
+def test_a_benchmark_reports_tokens_from_the_prefix_cache():
+    workload = bench.custom_workload(2, "40", "2")
+    repeated = workload._replace(name="repeated", make=lambda _run: workload.make(0))
+    config = EngineConfig(device="cpu", max_model_len=256, skip_tokenizer_init=True)
+    results = bench.run_benchmark(config, [bench.custom_workload(3, "40", "2"), repeated], repeat=1)["results"]
+    assert [result["cached_tokens"] for result in results] == [0, 2 * 32]
+
+
 def test_nano256_is_the_published_workload():
     batch = bench.named_workload("nano256").make(0)
     assert (len(batch.prompts), sum(map(len, batch.prompts)), sum(batch.max_tokens)) == (256, 142_827, 133_966)
@@ -174,7 +193,7 @@ def test_custom_workloads_and_small_vocabularies():
 
 
 def test_bench_report(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "_run_once", lambda _llm, _batch: 2.0)
+    monkeypatch.setattr(bench, "_run_once", lambda _llm, _batch: (2.0, 0))
 
     class FakeLLM:
         def __init__(self, **options):
