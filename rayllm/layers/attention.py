@@ -16,11 +16,12 @@ KVCache = tuple[torch.Tensor, torch.Tensor]
 class AttentionPlan:
     """A batch cut into its decodes and its prefill chunks, once a step rather than once a layer.
 
-    decode_*: the first batch.num_decodes sequences, one token each. prefill_*: the rest; prefill_starts counts from the
-    first prefill token and is [number of prefill sequences + 1].
+    decode_*: the first batch.num_decodes sequences, one token each. prefill_*: the rest; prefill_starts counts from row
+    prefill_row and is [number of prefill sequences + 1].
     """
 
     batch: ForwardBatch
+    prefill_row: int
     decode_tables: torch.Tensor
     decode_lens: torch.Tensor
     prefill_tables: torch.Tensor
@@ -30,15 +31,17 @@ class AttentionPlan:
     @classmethod
     def of(cls, batch: ForwardBatch) -> AttentionPlan:
         decodes = batch.num_decodes
-        # Each decode is one token, so the prefill tokens begin at row `decodes`.
+        # Each decode is one token, so the prefill tokens begin at row `decodes` unless some decodes are padding.
+        prefill_row = decodes if batch.prefill_row is None else batch.prefill_row
         starts = batch.query_start_loc[decodes:]
         return cls(
             batch=batch,
+            prefill_row=prefill_row,
             decode_tables=batch.block_tables[:decodes],
             decode_lens=batch.seq_lens[:decodes],
             prefill_tables=batch.block_tables[decodes:],
             prefill_lens=batch.seq_lens[decodes:],
-            prefill_starts=starts - decodes if decodes and starts.shape[0] > 1 else starts,
+            prefill_starts=starts - prefill_row if prefill_row and starts.shape[0] > 1 else starts,
         )
 
 
@@ -66,9 +69,10 @@ def attend(
             q[:decodes], k_cache, v_cache, plan.decode_tables, plan.decode_lens,
             scale=scale, sliding_window=sliding_window, max_seq_len=batch.max_seq_len, out=out[:decodes],
         )  # fmt: skip
-    if decodes < q.shape[0]:
+    first = plan.prefill_row
+    if first < q.shape[0]:  # after the decodes, whose padding rows are zeroed there
         ops.paged_prefill_attention(
-            q[decodes:], k_cache, v_cache, plan.prefill_tables, plan.prefill_lens, plan.prefill_starts,
-            batch.max_query_len, scale=scale, sliding_window=sliding_window, out=out[decodes:],
+            q[first:], k_cache, v_cache, plan.prefill_tables, plan.prefill_lens, plan.prefill_starts,
+            batch.max_query_len, scale=scale, sliding_window=sliding_window, out=out[first:],
         )  # fmt: skip
     return out

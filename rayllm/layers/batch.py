@@ -20,6 +20,8 @@ class ForwardBatch:
     logit_rows: [N] int64, rows of the hidden states whose logits are sampled, in the plan's order.
     num_decodes: leading sequences with exactly one token, attended by the decode kernel.
     max_query_len, max_seq_len: host integers, over the prefill chunks and over all sequences.
+    prefill_row: the first row that chunks may have; None stands for num_decodes. Captured steps have room for more
+    decodes than there are: rows below num_decodes whose sequence has length 0 then belong to chunks, if at all.
     """
 
     input_ids: torch.Tensor
@@ -32,3 +34,4 @@ class ForwardBatch:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+    prefill_row: int | None = None

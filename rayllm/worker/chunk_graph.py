@@ -1,13 +1,14 @@
-"""`ChunkGraphs`: CUDA graphs of small steps that are not pure decodes: short prompts and chunks, also among decodes.
+"""`ChunkGraphs`: CUDA graphs of steps that are not pure decodes: prompts and chunks of them, alone or among decodes.
 
-Launching a step's kernels one by one takes the host several milliseconds, more than the device needs for up to about
-two thousand tokens of a small model. A graph has room for a number of tokens and of sequences; what a step leaves free
-is padding: tokens with slot -1 that belong to no sequence, and sequences of length 0. Decodes are chunks of one token.
+Launching a step's kernels one by one takes the host several milliseconds, more than the device needs for thousands of
+tokens of a small model. A graph has room for a number of tokens, of decodes and of chunks; what a step leaves free is
+padding: tokens with slot -1 that belong to no sequence, and sequences of length 0.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,8 +16,31 @@ from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.models.base import CausalLM
 
-TOKEN_SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-MAX_SEQUENCES = 64
+CHUNK_SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+MIXED_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+MAX_CHUNKS = 64  # of a step without decodes, where more would only be padding to walk over
+# Above 2,048 tokens, a step is captured if it computes for less than launching it takes: about 20 ms.
+CAPTURED_FLOPS = 1.5e13
+
+
+def step_graphs(
+    model: CausalLM, caches: list[KVCache], *, max_tokens: int, max_num_seqs: int, split_decodes: bool,
+    **shape: Any,
+) -> list[ChunkGraphs]:  # fmt: skip
+    """Graphs for steps of up to max_tokens tokens: without decodes, and with up to max_num_seqs of them.
+
+    split_decodes: decodes have attention of their own, not that of chunks. The rest: as for `ChunkGraphs`.
+    """
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    most = min(max_tokens, max(CHUNK_SIZES[-1], int(CAPTURED_FLOPS / (2 * weights))))
+    alone = [size for size in CHUNK_SIZES if size <= most]
+    mixed = [size for size in MIXED_SIZES if size <= most]
+    chunks = min(MAX_CHUNKS, max_num_seqs)
+    return [
+        ChunkGraphs(model, caches, alone, max_decodes=0, max_chunks=chunks, max_sampled=chunks, **shape),
+        ChunkGraphs(model, caches, mixed, max_decodes=max_num_seqs if split_decodes else 0, max_chunks=max_num_seqs,
+                    max_sampled=max_num_seqs, **shape),
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,76 +50,95 @@ class _Captured:
 
 
 class ChunkGraphs:
-    """Captured steps. `run` returns logits that the next `run` overwrites."""
+    """Captured steps of given sizes, in tokens, ascending. `run` returns logits that the next `run` overwrites.
+
+    max_decodes, max_chunks: room for sequences with one token that the decode kernel attends, and for others; without
+    room for decodes these count as chunks. max_sampled: rows of logits.
+    """
 
     def __init__(
-        self, model: CausalLM, caches: list[KVCache], *, max_tokens: int, max_num_seqs: int, max_model_len: int,
-        block_size: int, device: torch.device,
+        self, model: CausalLM, caches: list[KVCache], sizes: list[int], *, max_decodes: int, max_chunks: int,
+        max_sampled: int, max_model_len: int, block_size: int, device: torch.device,
     ):  # fmt: skip
-        self._model, self._caches = model, caches
-        self._sizes = [size for size in TOKEN_SIZES if size <= max_tokens]
-        self._num_seqs = min(MAX_SEQUENCES, max_num_seqs)
+        self._model, self._caches, self._sizes = model, caches, sizes
+        self._max_decodes, self._max_chunks, self._max_sampled = max_decodes, max_chunks, max_sampled
         self._max_len = max_model_len
-        tokens, seqs = max(self._sizes, default=0), self._num_seqs
+        tokens, seqs = max(sizes, default=0), max_decodes + max_chunks
         self._input_ids, self._positions = torch.zeros(2, tokens, dtype=torch.int64, device=device)
         self._slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-        self._logit_rows = torch.zeros(seqs, dtype=torch.int64, device=device)
+        self._logit_rows = torch.zeros(max_sampled, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(seqs, dtype=torch.int32, device=device)
         self._query_starts = torch.zeros(seqs + 1, dtype=torch.int32, device=device)
         self._tables = torch.zeros(seqs, -(-max_model_len // block_size), dtype=torch.int32, device=device)
         self._graphs: dict[int, _Captured] = {}
 
-    def capture(self) -> None:
-        """Capture all sizes, largest first, into one memory pool. Must run on all ranks together."""
-        pool = None
+    def capture(self, pool: Any) -> None:
+        """Capture all sizes, largest first, into a memory pool. Must run on all ranks together."""
         for size in reversed(self._sizes):
             self._step(size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits = self._step(size)
-            pool = graph.pool()
             self._graphs[size] = _Captured(graph, logits)
 
-    def fits(self, num_tokens: int, num_seqs: int) -> bool:
-        """Whether a step of so many tokens and sequences can be replayed."""
-        return bool(self._sizes) and num_tokens <= self._sizes[-1] and num_seqs <= self._num_seqs
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Whether a step can be replayed."""
+        tokens, seqs = batch.input_ids.shape[0], batch.seq_lens.shape[0]
+        if not self._sizes or tokens > self._sizes[-1] or batch.logit_rows.shape[0] > self._max_sampled:
+            return False
+        decodes = min(batch.num_decodes, self._max_decodes)
+        return (batch.num_decodes == 0 or self._max_decodes > 0) and seqs - decodes <= self._max_chunks
 
-    def run(self, batch: ForwardBatch, num_tokens: int, num_seqs: int) -> torch.Tensor:
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [rows, vocab_size] of batch.logit_rows, for a batch that `fits`."""
-        captured = self._graphs[self._load(batch, num_tokens, num_seqs)]
+        captured = self._graphs[self._load(batch)]
         captured.graph.replay()
         return captured.logits[: batch.logit_rows.shape[0]]
 
-    def _load(self, batch: ForwardBatch, num_tokens: int, num_seqs: int) -> int:
+    def _room(self, size: int) -> int:
+        """Decodes that a graph of `size` tokens has room for."""
+        return min(self._max_decodes, size)
+
+    def _load(self, batch: ForwardBatch) -> int:
         """Copy a batch to where the graphs read it, over what a larger one left there; returns the graph's size."""
+        num_tokens, num_seqs = batch.input_ids.shape[0], batch.seq_lens.shape[0]
         size = next(size for size in self._sizes if size >= num_tokens)
         self._input_ids[:num_tokens].copy_(batch.input_ids)
         self._positions[:num_tokens].copy_(batch.positions)
         self._slots[:num_tokens].copy_(batch.slot_mapping)
         self._slots[num_tokens:size].fill_(-1)
-        self._seq_lens[:num_seqs].copy_(batch.seq_lens)
-        self._seq_lens[num_seqs:].fill_(0)
-        self._query_starts[: num_seqs + 1].copy_(batch.query_start_loc)
-        self._query_starts[num_seqs + 1 :].fill_(num_tokens)
-        self._tables[:num_seqs, : batch.block_tables.shape[1]].copy_(batch.block_tables)
+        decodes, room = batch.num_decodes, self._room(size)
+        chunks = slice(room, room + num_seqs - decodes)
+        self._seq_lens[:decodes].copy_(batch.seq_lens[:decodes])
+        self._seq_lens[decodes:room].fill_(0)
+        self._seq_lens[chunks].copy_(batch.seq_lens[decodes:])
+        self._seq_lens[chunks.stop :].fill_(0)
+        self._query_starts[room : chunks.stop + 1].copy_(batch.query_start_loc[decodes:])
+        self._query_starts[chunks.stop + 1 :].fill_(num_tokens)
+        width = batch.block_tables.shape[1]
+        self._tables[:decodes, :width].copy_(batch.block_tables[:decodes])
+        self._tables[chunks, :width].copy_(batch.block_tables[decodes:])
         rows = batch.logit_rows.shape[0]
         self._logit_rows[:rows].copy_(batch.logit_rows)
         self._logit_rows[rows:].fill_(0)  # rows of a larger graph would be out of bounds
         return size
 
     def _step(self, size: int) -> torch.Tensor:
+        room = self._room(size)
+        seqs = room + self._max_chunks
         batch = ForwardBatch(
             input_ids=self._input_ids[:size],
             positions=self._positions[:size],
             slot_mapping=self._slots[:size],
-            block_tables=self._tables,
-            seq_lens=self._seq_lens,
-            query_start_loc=self._query_starts,
+            block_tables=self._tables[:seqs],
+            seq_lens=self._seq_lens[:seqs],
+            query_start_loc=self._query_starts[: seqs + 1],
             logit_rows=self._logit_rows,
-            num_decodes=0,
+            num_decodes=room,
             max_query_len=size,
             max_seq_len=self._max_len,
+            prefill_row=0,
         )
         hidden = self._model(batch, self._caches)
         return self._model.compute_logits(hidden[batch.logit_rows])

@@ -8,6 +8,8 @@ largest first.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -52,9 +54,8 @@ class DecodeGraphs:
         self._all_rows = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
 
-    def capture(self) -> None:
-        """Capture all sizes. Must run on all ranks together."""
-        pool = None
+    def capture(self, pool: Any) -> None:
+        """Capture all sizes into a memory pool. Must run on all ranks together."""
         for size in reversed(self._sizes):
             nobody = np.zeros(0, np.int64)
             self._packed[: WORDS * size].copy_(self._pack(size, nobody, nobody, DrawColumns.empty()))
@@ -63,7 +64,6 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits, token_ids = self._step(size)
-            pool = graph.pool()
             self._graphs[size] = (graph, logits, token_ids)
 
     def apply(self, plan: StepPlan) -> None:

@@ -14,7 +14,7 @@ from rayllm.sample.sampler import SamplerOutput, logprob_entries, sample
 from rayllm.sample.sampling_batch import SamplingBatch
 from rayllm.sample.sampling_table import SamplingTable
 from rayllm.types import StepPlan, StepResult, TokenLogprobs
-from rayllm.worker.chunk_graph import ChunkGraphs
+from rayllm.worker.chunk_graph import ChunkGraphs, step_graphs
 from rayllm.worker.cuda_graph import DecodeGraphs
 from rayllm.worker.input_batch import PersistentBatch, StepInputs, build, to_device
 
@@ -50,21 +50,23 @@ class ModelRunner:
         self._model, self._caches = model, caches
         self._state, self._table, self._device = state, table, device
         self._graphs: DecodeGraphs | None = None
-        self._chunk_graphs: ChunkGraphs | None = None
+        self._chunk_graphs: list[ChunkGraphs] = []
         self._prompt_logprobs_of: dict[int, int] = {}  # row -> top tokens asked for at each prompt position
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int, max_tokens: int) -> None:
-        """Capture CUDA graphs for decode-only plans of up to max_num_seqs, and for small plans of up to max_tokens."""
+        """Capture CUDA graphs for decode-only plans of up to max_num_seqs, and for other plans of up to max_tokens."""
         state = self._state
-        graphs = DecodeGraphs(self._model, self._caches, state, max_num_seqs)
-        graphs.capture()
-        chunk_graphs = ChunkGraphs(
-            self._model, self._caches, max_tokens=max_tokens, max_num_seqs=max_num_seqs,
+        pool = torch.cuda.graph_pool_handle()  # one for all: no two graphs run at the same time
+        chunk_graphs = step_graphs(
+            self._model, self._caches, max_tokens=max_tokens, max_num_seqs=max_num_seqs, split_decodes=True,
             max_model_len=state.token_table.shape[1], block_size=state.block_size, device=self._device,
         )  # fmt: skip
-        chunk_graphs.capture()
-        self._graphs, self._chunk_graphs = graphs, chunk_graphs
+        for graphs in reversed(chunk_graphs):  # the largest first
+            graphs.capture(pool)
+        decode_graphs = DecodeGraphs(self._model, self._caches, state, max_num_seqs)
+        decode_graphs.capture(pool)
+        self._graphs, self._chunk_graphs = decode_graphs, chunk_graphs
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingResult:
@@ -101,10 +103,11 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, list[tuple[int, int, list[TokenLogprobs]]]]:
         """Logits of the sampling sequences [num_sampled, vocab_size], and prompt logprobs where asked for."""
-        batch, num_tokens, num_seqs = inputs.batch, int(inputs.counts.sum()), len(inputs.rows)
-        graphs = self._chunk_graphs
-        if graphs is not None and graphs.fits(num_tokens, num_seqs) and not self._prompt_logprobs_of:
-            return graphs.run(batch, num_tokens, num_seqs), []
+        batch = inputs.batch
+        if not self._prompt_logprobs_of:
+            for graphs in self._chunk_graphs:
+                if graphs.fits(batch):
+                    return graphs.run(batch), []
         hidden = self._model(batch, self._caches)
         entries = self._prompt_entries(inputs, hidden) if self._prompt_logprobs_of else []
         return self._model.compute_logits(hidden[batch.logit_rows]), entries

@@ -19,7 +19,7 @@ from rayllm.parallel.tp_group import TPGroup
 from rayllm.sample.sampling_table import DrawColumns
 from rayllm.sampling_params import SamplingParams
 from rayllm.types import SequenceData, StepPlan
-from rayllm.worker.chunk_graph import ChunkGraphs
+from rayllm.worker.chunk_graph import step_graphs
 from rayllm.worker.cuda_graph import DecodeGraphs
 from rayllm.worker.input_batch import PersistentBatch
 
@@ -38,33 +38,55 @@ def tokens(count: int, seed: int) -> list[int]:
     return [rng.randrange(250) for _ in range(count)]
 
 
+STEPS = [  # (decodes, then chunks), and how many decodes there are
+    ([("a", tokens(90, 1)), ("b", tokens(20, 2)), ("c", tokens(1, 3)), ("d", tokens(9, 4))], 0),
+    ([("b", tokens(1, 5)), ("e", tokens(7, 6))], 1),
+    ([("a", tokens(1, 6)), ("e", tokens(30, 7)), ("c", tokens(2, 8))], 1),
+    ([("c", tokens(1, 15)), ("e", tokens(1, 16)), ("a", tokens(1, 13)), ("b", tokens(1, 12)), ("d", tokens(60, 9)),
+      ("f", tokens(40, 10))], 4),
+    ([("f", tokens(2, 14))], 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("split_decodes", [True, False])
 @torch.inference_mode()
-def test_chunk_steps_equal_eager_ones_whatever_ran_before(model):
+def test_captured_steps_equal_eager_ones_whatever_ran_before(model, split_decodes):
     """Large, small, large: what one step leaves in the buffers must not reach the next."""
     eager, padded = PagedRunner(model), PagedRunner(model)
-    graphs = ChunkGraphs(
-        model, padded.caches, max_tokens=128, max_num_seqs=6, max_model_len=512, block_size=8, device=CPU
+    alone, mixed = step_graphs(
+        model, padded.caches, max_tokens=128, max_num_seqs=6, split_decodes=split_decodes, max_model_len=512,
+        block_size=8, device=CPU,
     )  # fmt: skip
-    assert not graphs.fits(129, 1)
-    assert not graphs.fits(10, 7)
-    steps = [
-        [("a", tokens(90, 1)), ("b", tokens(20, 2)), ("c", tokens(1, 3)), ("d", tokens(9, 4))],
-        [("b", tokens(1, 5))],
-        [("a", tokens(1, 6)), ("e", tokens(30, 7)), ("c", tokens(2, 8))],
-        [("d", tokens(60, 9)), ("f", tokens(40, 10)), ("e", tokens(3, 11)), ("b", tokens(1, 12)), ("a", tokens(1, 13))],
-        [("f", tokens(2, 14))],
-    ]
-    for work in steps:
+    ran = []
+    for work, decodes in STEPS:
+        decodes = decodes if split_decodes else 0
         expected = torch.stack([logits[-1] for logits in eager.step(work)])
-        batch = padded.batch(work, num_decodes=0, padding=0)
-        last = batch.query_start_loc[1:].to(torch.int64) - 1
-        batch = type(batch)(**{**{f: getattr(batch, f) for f in batch.__slots__}, "logit_rows": last})
-        num_tokens = sum(len(ids) for _name, ids in work)
-        assert graphs.fits(num_tokens, len(work))
-        size = graphs._load(batch, num_tokens, len(work))
-        assert size >= num_tokens
+        batch = padded.batch(work, num_decodes=decodes, padding=0)
+        graphs = alone if alone.fits(batch) else mixed
+        assert graphs.fits(batch)
+        ran.append(graphs)
+        size = graphs._load(batch)
+        assert size >= sum(len(ids) for _name, ids in work)
         actual = graphs._step(size)[: len(work)]
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+    assert ran == ([alone, mixed, mixed, mixed, alone] if split_decodes else [alone] * 5)
+
+
+def test_what_does_not_fit_a_graph(model):
+    runner = PagedRunner(model)
+    alone, mixed = step_graphs(
+        model, runner.caches, max_tokens=128, max_num_seqs=3, split_decodes=True, max_model_len=512, block_size=8,
+        device=CPU,
+    )  # fmt: skip
+
+    def fits(work: list[tuple[str, list[int]]], decodes: int) -> tuple[bool, bool]:
+        batch = runner.batch(work, decodes, 0)
+        return alone.fits(batch), mixed.fits(batch)
+
+    assert fits([("a", tokens(128, 0))], 0) == (True, True)
+    assert fits([("a", tokens(129, 0))], 0) == (False, False)
+    assert fits([("a", tokens(1, 0)), ("b", tokens(5, 0))], 1) == (False, True)
+    assert fits([(name, tokens(2, 0)) for name in "cdef"], 0) == (False, False)
 
 
 @torch.inference_mode()
