@@ -85,7 +85,8 @@ def draw(kernels: list[Span], host: list[Span], begin: float, end: float, title:
     color = {name: COLORS[min(i, len(COLORS) - 1)] for i, name in enumerate(names)}
     color |= dict(zip(HOST, COLORS, strict=False))
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="250" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="250" '
+        'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="250" fill="white"/>',
         f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>',
     ]

@@ -8,6 +8,7 @@ padding: tokens with slot -1 that belong to no sequence, and sequences of length
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.models.base import CausalLM
+from rayllm.worker.step_memory import StepMemory
 
 CHUNK_SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 MIXED_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -72,15 +74,10 @@ class ChunkGraphs:
         self._tables = torch.zeros(seqs, -(-max_model_len // block_size), dtype=torch.int32, device=device)
         self._graphs: dict[int, _Captured] = {}
 
-    def capture(self, pool: Any) -> None:
-        """Capture all sizes, largest first, into a memory pool. Must run on all ranks together."""
+    def capture(self, memory: StepMemory) -> None:
+        """Capture all sizes, largest first. Must run on all ranks together."""
         for size in reversed(self._sizes):
-            self._step(size)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits = self._step(size)
-            self._graphs[size] = _Captured(graph, logits)
+            self._graphs[size] = _Captured(*memory.capture(partial(self._step, size)))
 
     def fits(self, batch: ForwardBatch) -> bool:
         """Whether a step can be replayed."""

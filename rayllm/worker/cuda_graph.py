@@ -2,13 +2,12 @@
 
 A step costs the host one small copy (rows, positions, how to draw) and one replay; tokens and block tables are on
 the device already. A batch is padded to the next captured size. A padding row has position -1, so it attends to
-nothing and writes no KV; its token goes to the token table's spare row. Graphs share one memory pool, being captured
-largest first.
+nothing and writes no KV; its token goes to the token table's spare row.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from rayllm.models.base import CausalLM
 from rayllm.sample.sampling_table import DrawColumns
 from rayllm.types import StepPlan
 from rayllm.worker.input_batch import PersistentBatch, to_device
+from rayllm.worker.step_memory import StepMemory
 from rayllm_kernels import ops
 
 WORDS = 4  # int64 words a sequence in a step's packed input: row, position, seed, (temperature, noise scale)
@@ -54,16 +54,12 @@ class DecodeGraphs:
         self._all_rows = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
 
-    def capture(self, pool: Any) -> None:
-        """Capture all sizes into a memory pool. Must run on all ranks together."""
+    def capture(self, memory: StepMemory) -> None:
+        """Capture all sizes. Must run on all ranks together."""
         for size in reversed(self._sizes):
             nobody = np.zeros(0, np.int64)
             self._packed[: WORDS * size].copy_(self._pack(size, nobody, nobody, DrawColumns.empty()))
-            self._step(size)  # compiles kernels and lets libraries allocate outside the capture
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits, token_ids = self._step(size)
+            graph, (logits, token_ids) = memory.capture(partial(self._step, size))
             self._graphs[size] = (graph, logits, token_ids)
 
     def apply(self, plan: StepPlan) -> None:

@@ -17,6 +17,7 @@ from rayllm.types import StepPlan, StepResult, TokenLogprobs
 from rayllm.worker.chunk_graph import ChunkGraphs, step_graphs
 from rayllm.worker.cuda_graph import DecodeGraphs
 from rayllm.worker.input_batch import PersistentBatch, StepInputs, build, to_device
+from rayllm.worker.step_memory import StepMemory
 
 PROMPT_LOGITS_ROWS = 256  # positions whose logits are held at once for prompt logprobs
 
@@ -54,18 +55,17 @@ class ModelRunner:
         self._prompt_logprobs_of: dict[int, int] = {}  # row -> top tokens asked for at each prompt position
 
     @torch.inference_mode()
-    def capture_graphs(self, max_num_seqs: int, max_tokens: int) -> None:
+    def capture_graphs(self, max_num_seqs: int, max_tokens: int, memory: StepMemory) -> None:
         """Capture CUDA graphs for decode-only plans of up to max_num_seqs, and for other plans of up to max_tokens."""
         state = self._state
-        pool = torch.cuda.graph_pool_handle()  # one for all: no two graphs run at the same time
         chunk_graphs = step_graphs(
             self._model, self._caches, max_tokens=max_tokens, max_num_seqs=max_num_seqs, split_decodes=True,
             max_model_len=state.token_table.shape[1], block_size=state.block_size, device=self._device,
         )  # fmt: skip
         for graphs in reversed(chunk_graphs):  # the largest first
-            graphs.capture(pool)
+            graphs.capture(memory)
         decode_graphs = DecodeGraphs(self._model, self._caches, state, max_num_seqs)
-        decode_graphs.capture(pool)
+        decode_graphs.capture(memory)
         self._graphs, self._chunk_graphs = decode_graphs, chunk_graphs
 
     @torch.inference_mode()

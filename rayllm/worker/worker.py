@@ -16,10 +16,13 @@ from rayllm.parallel.tp_group import TPGroup
 from rayllm.sample.sampling_table import SamplingTable
 from rayllm.types import StepPlan, StepResult
 from rayllm.worker.cache_engine import CacheEngine, block_bytes
+from rayllm.worker.chunk_graph import CHUNK_SIZES, MAX_CHUNKS, MIXED_SIZES
+from rayllm.worker.cuda_graph import graph_sizes
 from rayllm.worker.input_batch import PersistentBatch
 from rayllm.worker.model_runner import ModelRunner, PendingResult
+from rayllm.worker.step_memory import StepMemory
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 CPU_POOL_BYTES = GIB  # a rank's pool on a CPU, unless num_gpu_blocks_override says otherwise
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,18 @@ def model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return config.max_model_len or spec.max_model_len
 
 
+def table_bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """Of the token table and of the block tables that eager and captured steps read, on the device."""
+    block_tables = 4 * max_num_seqs + MAX_CHUNKS
+    return 4 * (max_num_seqs + 1) * max_model_len + 4 * block_tables * -(-max_model_len // block_size)
+
+
+def graph_bytes(max_num_seqs: int) -> int:
+    """What captured graphs take beside the memory of steps: the driver's share, as measured, and room for gaps."""
+    count = len(graph_sizes(max_num_seqs)) + len(CHUNK_SIZES) + len(MIXED_SIZES)
+    return count * 3 * MIB + 64 * MIB
+
+
 class Worker:
     """Life: load_model, determine_num_blocks, init_cache, warm_up; then submit and collect, in order; close."""
 
@@ -50,6 +65,7 @@ class Worker:
         self._block_bytes = block_bytes(
             spec.num_layers, spec.kv_heads_per_rank(tp.size), config.block_size, spec.head_dim, self._dtype
         )
+        self._memory = StepMemory(device)
         self._pending: deque[PendingResult] = deque()
 
     def load_model(self) -> None:
@@ -57,6 +73,7 @@ class Worker:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._model = load_model(self._spec, self._config, self._tp, self._device, self._dtype)
+        self._finish_loading()
 
     def determine_num_blocks(self) -> tuple[int, int]:
         """Blocks that fit on the device and in swap_space. On CUDA the largest batch runs once to see its memory."""
@@ -78,20 +95,25 @@ class Worker:
         state = PersistentBatch(self._config.max_num_seqs, self._max_model_len, self._config.block_size, self._device)
         table = SamplingTable(self._config.max_num_seqs, self._spec.vocab_size, self._spec.eos_token_ids)
         self._runner = ModelRunner(self._model, self._cache.layers, state, table, self._device)
+        self._finish_loading()
 
     def warm_up(self) -> None:
         """On CUDA: compile the kernels and, unless enforce_eager, capture the decode graphs."""
         if self._device.type == "cuda":
-            self._run_largest_batch(self._cache)
-            if not self._config.enforce_eager:
-                self._runner.capture_graphs(self._config.max_num_seqs, self._config.max_num_batched_tokens)
+            config = self._config
+            with self._memory.active():
+                self._run_largest_batch(self._cache)
+            if not config.enforce_eager:
+                self._runner.capture_graphs(config.max_num_seqs, config.max_num_batched_tokens, self._memory)
             torch.cuda.synchronize()
+            self._report_memory()
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step; its result comes from `collect`."""
-        if plan.copies:
-            self._cache.copy(plan.copies)
-        self._pending.append(self._runner.submit(plan))
+        with self._memory.active():
+            if plan.copies:
+                self._cache.copy(plan.copies)
+            self._pending.append(self._runner.submit(plan))
 
     def collect(self) -> StepResult:
         """The result of the oldest submitted step, once it is on the host."""
@@ -100,37 +122,50 @@ class Worker:
     def close(self) -> None:
         """Let go of the device's memory."""
         self._pending.clear()
-        for name in ("_runner", "_cache", "_model"):
+        for name in ("_runner", "_cache", "_model", "_memory"):
             if hasattr(self, name):
                 delattr(self, name)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _finish_loading(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # steps run on another stream
+
     def _measure_blocks(self) -> int:
         """Blocks in gpu_memory_utilization of the device, less all else that the engine and others use at most."""
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        config = self._config
         spare = CacheEngine(
             num_gpu_blocks=1, num_cpu_blocks=0, num_layers=self._spec.num_layers,
-            num_kv_heads=self._model.num_kv_heads_per_rank, block_size=self._config.block_size,
+            num_kv_heads=self._model.num_kv_heads_per_rank, block_size=config.block_size,
             head_dim=self._model.head_dim, dtype=self._dtype, device=self._device,
         )  # fmt: skip
-        self._run_largest_batch(spare)
+        with self._memory.active():
+            self._run_largest_batch(spare)
         del spare
-        activations = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
-        tables = self._config.max_num_seqs * self._max_model_len * 5  # token and block tables, see PersistentBatch
-        usable = total * self._config.gpu_memory_utilization - (total - free) - activations - tables - GRAPH_BYTES
+        tables = table_bytes(config.max_num_seqs, self._max_model_len, config.block_size)
+        graphs = 0 if config.enforce_eager else graph_bytes(config.max_num_seqs)
+        usable = total * config.gpu_memory_utilization - (total - free) - tables - graphs
         blocks = int(usable) // self._block_bytes
         if blocks < 1:
             raise ConfigError(
-                f"gpu_memory_utilization {self._config.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no "
-                f"memory for the KV cache: {(total - free) / GIB:.1f} GiB are in use, "
-                f"{activations / GIB:.1f} GiB are needed for activations"
+                f"gpu_memory_utilization {config.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no memory for "
+                f"the KV cache: weights and the largest step take {(total - free) / GIB:.1f} GiB, tables and graphs "
+                f"{(tables + graphs) / GIB:.1f} GiB"
             )
         return blocks
+
+    def _report_memory(self) -> None:
+        """Log what the device holds now that everything is allocated, louder if that is more than allowed."""
+        free, total = torch.cuda.mem_get_info()
+        limit = total * self._config.gpu_memory_utilization
+        weights = sum(parameter.nbytes for parameter in self._model.parameters())
+        text = "device memory: %.2f GiB in use of %.2f allowed; weights %.2f, KV cache %.2f"
+        figures = [(total - free) / GIB, limit / GIB, weights / GIB, self._cache.pool.nbytes / GIB]
+        passed = total - free > limit and self._config.num_gpu_blocks_override is None
+        logger.log(logging.WARNING if passed else logging.INFO, text, *figures)
 
     @torch.inference_mode()
     def _run_largest_batch(self, cache: CacheEngine) -> None:
@@ -158,6 +193,3 @@ class Worker:
         logits = self._model.compute_logits(hidden[batch.logit_rows])
         logits.softmax(-1)  # sampling holds a few tensors of this size
         torch.cuda.synchronize()
-
-
-GRAPH_BYTES = GIB  # allowance for captured graphs and libraries beyond the profiled batch; an estimate, not measured

@@ -1,0 +1,48 @@
+"""`StepMemory`: the device memory that steps use while they run, and the stream that they run on.
+
+Eager steps and captured ones take their temporary memory from one pool. That is safe because all run on one stream, one
+after the other, and what a step leaves for the next (ids, KV) lives outside; so the pool holds what the largest single
+step needs, instead of that once for eager steps and once more for graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class StepMemory:
+    """On CPUs, `active` does nothing and `capture` is not called."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            self._stream = torch.cuda.Stream(device)
+            self._pool = torch.cuda.MemPool()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Around a step: run on the stream, allocate from the pool. Nothing allocated may outlive the step in use."""
+        if not self._cuda:
+            yield
+            return
+        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
+            yield
+
+    def capture(self, step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """A graph of `step`, and what it returns, whose memory stays taken. The step runs once before.
+
+        That run compiles kernels and lets libraries allocate, which a capture forbids.
+        """
+        with self.active():
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool.id, stream=self._stream):  # type: ignore[arg-type] # too narrow a stub
+            result = step()
+        return graph, result
