@@ -25,7 +25,18 @@ FLOPS_PER_SECOND = 790e12
 ROTATED_BYTES = 256 << 20  # several times the 60 MB L2
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
-DECODE = [(64, 4096), (64, 1024), (256, 1024), (16, 2048), (1, 8192)]  # sequences, context
+DECODE = [
+    (64, 4096),
+    (64, 1024),
+    (256, 1024),
+    (16, 2048),
+    (1, 8192),
+    (1, 2048),
+    (1, 512),
+    (1, 128),
+]  # sequences, context
+RAGGED = [32, 64, 96, 128, 160, 256]  # sequences
+RAGGED_HEADS = [(32, 8, 128), (16, 8, 128), (12, 2, 128), (32, 8, 64)]  # query heads, KV heads, head size
 PREFILL = [(1, 8192, 0), (8, 2048, 0), (1, 2048, 32768), (4, 512, 8192)]  # sequences, chunk, context before it
 TOKENS = [8192, 64]
 HIDDEN, INTERMEDIATE = 4096, 14336
@@ -82,17 +93,37 @@ def paged_context(batch: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return pool, tables, torch.full((batch,), length, dtype=torch.int32, device="cuda")
 
 
-def decode(batch: int, length: int) -> Case:
-    pool, tables, lengths = paged_context(batch, length)
-    q = normal(batch, HEADS, HEAD_DIM)
+def decode(name: str, lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> Case:
+    """One decode step's attention; the schedule is made once for all layers, as in the engine."""
+    batch, tokens = len(lengths), sum(lengths)
+    counts = [-(-length // BLOCK_SIZE) for length in lengths]
+    layers = copies(tokens * kv_heads * head_dim * 4)
+    pool = normal(sum(counts), layers, 2, kv_heads, BLOCK_SIZE, head_dim)
+    tables = torch.zeros(batch, max(counts), dtype=torch.int32)
+    for row, ids in enumerate(torch.randperm(sum(counts)).to(torch.int32).split(counts)):
+        tables[row, : len(ids)] = ids
+    tables, seq_lens = tables.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    q = normal(batch, heads, head_dim)
     out = torch.empty_like(q)
+    schedule = ops.decode_schedule(q, pool[:, 0, 0], seq_lens)
 
     def layer_call(layer: int) -> Callable[[], object]:
         k, v = pool[:, layer, 0], pool[:, layer, 1]
-        return lambda: ops.paged_decode_attention(q, k, v, tables, lengths, scale=HEAD_DIM**-0.5, out=out)
+        return lambda: ops.paged_decode_attention(
+            q, k, v, tables, seq_lens, scale=head_dim**-0.5, schedule=schedule, out=out
+        )
 
-    moved = batch * length * KV_HEADS * HEAD_DIM * 4 + 2 * q.nbytes
-    return Case(f"decode {batch} x {length}", [layer_call(i) for i in range(pool.shape[1])], bytes=moved)
+    return Case(name, [layer_call(i) for i in range(layers)], bytes=tokens * kv_heads * head_dim * 4 + 2 * q.nbytes)
+
+
+def decodes() -> Iterator[Case]:
+    for batch, length in DECODE:
+        yield decode(f"decode {batch} x {length}", [length] * batch, HEADS, KV_HEADS, HEAD_DIM)
+    for heads, kv_heads, head_dim in RAGGED_HEADS:
+        for batch in RAGGED:
+            lengths = (torch.randint(200, 1501, (batch,), generator=torch.Generator().manual_seed(batch)) + 75).tolist()
+            name = f"decode {batch} ragged, {heads}/{kv_heads} x {head_dim}"
+            yield decode(name, lengths, heads, kv_heads, head_dim)
 
 
 def prefill(batch: int, chunk: int, context: int) -> Case:
@@ -165,8 +196,7 @@ def copy_blocks(count: int) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    for batch, length in DECODE:
-        yield decode(batch, length)
+    yield from decodes()
     for batch, chunk, context in PREFILL:
         yield prefill(batch, chunk, context)
     for tokens in TOKENS:

@@ -23,7 +23,7 @@ from rayllm_kernels import ops
 BYTES_PER_SECOND = 4.3e12
 ROTATED_BYTES = 200 << 20
 HEAD_DIM, BLOCK_SIZE, CONTEXT, EPS = 128, 16, 256, 1e-6
-TOKENS = [1, 2, 4, 8, 16, 32, 64]
+TOKENS = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Shape:
 
 SHAPES = [
     Shape("Qwen3-0.6B", 1024, 16, 8, 3072, True, 12),
+    Shape("Qwen2.5-1.5B", 1536, 12, 2, 8960, False, 8),
     Shape("Llama-3.1-8B", 4096, 32, 8, 14336, False, 8),
 ]
 
@@ -135,13 +136,17 @@ class Layers:
         self.slots = self.tables[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1
         self.cos_sin = torch.rand(CONTEXT, HEAD_DIM, device="cuda")
         self.x = normal(tokens, self.shape.hidden)
+        q = normal(tokens, self.shape.heads, HEAD_DIM)
+        self.schedule = ops.decode_schedule(q, self.pool[:, 0, 0], self.lengths)
 
     def floor_us(self) -> float:
         return sum(floor_us(w) for w in self.weights[0])
 
     def attend(self, q: Tensor, layer: int) -> Tensor:
         k, v = self.pool[:, layer, 0], self.pool[:, layer, 1]
-        return ops.paged_decode_attention(q, k, v, self.tables, self.lengths, scale=HEAD_DIM**-0.5).flatten(1)
+        return ops.paged_decode_attention(
+            q, k, v, self.tables, self.lengths, scale=HEAD_DIM**-0.5, schedule=self.schedule
+        ).flatten(1)
 
     def before(self) -> Tensor:
         x = residual = self.x

@@ -54,7 +54,7 @@ def launch(
     **options: Any,
 ) -> None:
     """Serve a model over HTTP with the OpenAI API, on this machine or on the Ray cluster that is running."""
-    from rayllm.serve.launcher import Ready, start_server
+    from rayllm.serve.launcher import Ready, describe_start, start_server
 
     engine, server = engine_and_server_config(options)
 
@@ -65,6 +65,7 @@ def launch(
         total = time.monotonic() - _STARTED
         parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in ready.phases.items())
         body = f'{{"model": "{ready.model_name}", "prompt": "Hello", "max_tokens": 16}}'
+        print("\n".join(describe_start(ready.engine)))
         print(f"model    {ready.model_name}  ({engine.model})")
         print(f"address  {ready.url}/v1")
         print(f"try      curl {ready.url}/v1/completions -H 'content-type: application/json' -d '{body}'")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from rayllm.errors import ConfigError
 
@@ -32,6 +33,9 @@ class EngineConfig(BaseModel):
     scheduling_policy: "fcfs", or "priority" (lower runs first). enforce_eager: no CUDA graphs; CPUs have none anyway.
     gpu_memory_utilization: share of a GPU's memory that the engine may take, others' use included; no effect on CPUs.
     load_format: "auto" reads safetensors; "dummy" fills seeded random weights.
+    deterministic: a request's tokens and log-probabilities depend on the request alone, to the bit, for one model,
+    dtype and device type: not on the batch, chunks, prefix-cache hits, preemption or CUDA graphs. Costs speed, on CPUs
+    most; tensor_parallel_size 1 only.
     skip_tokenizer_init: token ids in, token ids out. seed: of unseeded requests and dummy weights.
     """
 
@@ -52,9 +56,21 @@ class EngineConfig(BaseModel):
     enable_prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     enforce_eager: bool = False
+    deterministic: bool = False
     load_format: Literal["auto", "dummy"] = "auto"
     skip_tokenizer_init: bool = False
     seed: int = Field(default=0, ge=0, lt=2**63)
+
+    @field_validator("deterministic")
+    @classmethod
+    def _one_rank(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("tensor_parallel_size", 1) > 1:
+            raise PydanticCustomError(
+                "one_rank",
+                "must be false if tensor_parallel_size is above 1, because the order in which ranks' sums are added "
+                "depends on how many tokens are in a step",
+            )
+        return value
 
 
 class ServerConfig(BaseModel):

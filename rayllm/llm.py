@@ -36,8 +36,8 @@ class LLM:
         dtype: str = "auto", max_model_len: int | None = None, block_size: int = 16,
         num_gpu_blocks_override: int | None = None, swap_space: float = 4, gpu_memory_utilization: float = 0.9,
         max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
-        scheduling_policy: str = "fcfs", enforce_eager: bool = False, load_format: str = "auto",
-        skip_tokenizer_init: bool = False, seed: int = 0,
+        scheduling_policy: str = "fcfs", enforce_eager: bool = False, deterministic: bool = False,
+        load_format: str = "auto", skip_tokenizer_init: bool = False, seed: int = 0,
     ):  # fmt: skip
         options = {name: value for name, value in locals().items() if name != "self"}
         if model is None:

@@ -167,6 +167,23 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_cache_hits: int = 0
 
 
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """A rank's device memory once it is ready, in bytes. in_use and allowed (0: unlimited) are the whole device's."""
+
+    weights: int = 0
+    kv_cache: int = 0
+    in_use: int = 0
+    allowed: int = 0
+
+
+class StartReport(msgspec.Struct, frozen=True):
+    """How an engine came up. phases: (name, seconds), in order. placement, memory: one entry a rank."""
+
+    phases: list[tuple[str, float]] = []
+    placement: list[str] = []
+    memory: list[DeviceMemory] = []
+
+
 class EngineInfo(msgspec.Struct, frozen=True):
     """What fronts need to know of an engine before they send it anything.
 
@@ -179,3 +196,4 @@ class EngineInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     num_kv_tokens: int
     eos_token_ids: list[int]
+    start: StartReport = StartReport()

@@ -154,5 +154,4 @@ class PagedRunner:
             logit_rows=torch.tensor([end - 1 for end in starts[1:]]),
             num_decodes=num_decodes + padding,
             max_query_len=max(chunks, default=0),
-            max_seq_len=max(lengths),
         )

@@ -11,6 +11,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from .decode_work import DecodeSchedule
+
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT_RULE = "must be float32, float16 or bfloat16"
 MAX_HEAD_DIM = 256
@@ -105,13 +107,33 @@ def check_paged_attention(
         check_last_dim(out, "out")
 
 
-def check_paged_decode(q: Tensor, seq_lens: Tensor, num_splits: int | None, max_seq_len: int | None) -> None:
+def check_paged_decode(q: Tensor, seq_lens: Tensor, schedule: DecodeSchedule | None) -> None:
     if q.shape[0] != seq_lens.shape[0]:
         fail("q", f"must have one row per sequence, {seq_lens.shape[0]}", q.shape)
-    if num_splits is not None and num_splits < 1:
-        fail("num_splits", "must be at least 1 or None", num_splits)
-    if max_seq_len is not None and max_seq_len < 1:
-        fail("max_seq_len", "must be at least 1 or None", max_seq_len)
+    if schedule is None:
+        return
+    heads, head_dim = q.shape[1:]
+    if schedule.partials.shape[1:] != (heads, head_dim) or schedule.contexts.shape[0] != q.shape[0]:
+        made_for = (schedule.contexts.shape[0], *schedule.partials.shape[1:])
+        fail("schedule", f"must be made for queries of shape {tuple(q.shape)}", made_for)
+    if schedule.ranges.device != q.device:
+        fail("schedule", f"must be on {q.device}", schedule.ranges.device)
+
+
+def check_decode_schedule(
+    q: Tensor, k_cache: Tensor, seq_lens: Tensor, sliding_window: int | None, num_ranges: int | None
+) -> None:
+    if q.dim() != 3:
+        fail("q", "must have 3 dimensions", q.shape)
+    if k_cache.dim() != 4:
+        fail("k_cache", "must be [num_blocks, num_kv_heads, block_size, head_dim]", k_cache.shape)
+    if q.shape[1] % k_cache.shape[1] != 0:
+        fail("q", f"must have a multiple of {k_cache.shape[1]} heads", q.shape)
+    check_vector(seq_lens, "seq_lens", q.shape[0], torch.int32, q.device)
+    if sliding_window is not None and sliding_window < 1:
+        fail("sliding_window", "must be at least 1 or None", sliding_window)
+    if num_ranges is not None and num_ranges < 1:
+        fail("num_ranges", "must be at least 1 or None", num_ranges)
 
 
 def check_paged_prefill(q: Tensor, seq_lens: Tensor, query_start_loc: Tensor, max_query_len: int) -> None:

@@ -2,9 +2,11 @@
 
 A small kernel spends much of its time starting and filling the memory pipeline. Launched with `launch_pdl`, it may do
 so, and read what no other kernel writes (the weights), before its predecessor is done; `wait_for_predecessor` then
-holds it until all earlier results are visible. Every program calls that exactly once, before it reads a result and
-before it writes anything; only then may the next kernel start. So no two kernels further apart than neighbours ever
-overlap, and what is read early may have been written by any kernel that does not itself let the next one start early.
+holds it until all earlier results are visible.
+
+Every program waits exactly once, before it reads a result and before it writes anything. It lets the next kernel start
+after that; only a norm does so before, so a product may read its weights while the one before the norm still runs. What
+is read early may have been written by any kernel that does not itself let the next one start early.
 """
 
 # mypy: allow-incomplete-defs

@@ -1,19 +1,23 @@
 """Projections of one step's tokens, by the kernel that suits their number.
 
 Few tokens leave the time to the weights, which must be read once whatever the number: `linear_rows` reads them fastest
-for a vector or a few, `linear_tiles` for some dozens. More tokens go to the vendor's matrix product, followed by the
-unfused kernels. The choice depends on shapes and dtype alone, so a captured graph and an eager call agree.
+for a vector or a few, `linear_hopper` (on Hopper GPUs, by `linear_hopper_plan`) or `linear_tiles` for some dozens. More
+tokens go to the vendor's matrix product, followed by the unfused kernels. The choice depends on shapes, layout, dtype
+and device alone, so a captured graph and an eager call agree.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_gated, check_linear, check_norm_linear
+from .linear_hopper_plan import hopper_takes, plan_hopper
 from .linear_rows import linear_rows
 from .linear_tiles import Tiles, linear_tiles
 from .rms_norm import fused_add_rms_norm, rms_norm
@@ -37,6 +41,14 @@ def _has_room_for_tiles(device: torch.device) -> bool:
     # torch's stubs lack the name.
     room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return int(room) >= MIN_SHARED_MEMORY
+
+
+@cache
+def _hopper_kernels(device: torch.device) -> ModuleType | None:
+    """The kernel for this device's generation, or None; imported only where it can run."""
+    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    return import_module(".linear_hopper", __package__)
 
 
 def choose_rows(tokens: int, inputs: int, gated: bool, norm: bool) -> tuple[int, int]:
@@ -80,6 +92,12 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor 
     if _rows_fit(x):
         rows, warps = choose_rows(tokens, inputs, gated, norm=False)
         return linear_rows(x, weight, rows=rows, num_warps=warps, bias=bias, gated=gated)[0]
+    hopper = _hopper_kernels(x.device)
+    if hopper is not None and hopper_takes(x, weight, gated):
+        plan = plan_hopper(tokens, weight.shape[0], inputs, gated, _multiprocessors(x.device))
+        if plan is not None:
+            y: Tensor = hopper.linear_hopper(x, weight, *plan, bias=bias, gated=gated)
+            return y
     fits = 0 < tokens <= MAX_TILES_TOKENS and inputs > 0 and x.dtype != torch.float32
     if fits and _has_room_for_tiles(x.device):
         tiles = choose_tiles(tokens, outputs, gated, _multiprocessors(x.device))

@@ -19,6 +19,7 @@ from types import ModuleType
 from torch import Tensor
 
 from . import reference
+from .decode_work import DecodeSchedule
 
 
 @cache
@@ -58,8 +59,7 @@ def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
 def paged_decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
     scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, num_splits: int | None = None, max_seq_len: int | None = None,
-    out: Tensor | None = None,
+    soft_cap: float | None = None, schedule: DecodeSchedule | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one new token per sequence over its cached context -> [B, Hq, D] in q's dtype (`out` if given).
 
@@ -68,19 +68,30 @@ def paged_decode_attention(
     scale: factor of the scores, positive. sliding_window: the query at p attends to keys in (p - window, p]; blocks
     wholly before that are not read, and their table entries may hold anything. alibi_slopes: [Hq] fp32, adds
     slope * (key position - query position). soft_cap: s -> cap * tanh(s / cap), after the scale, before ALiBi and mask.
-    num_splits: slices of each context that run in parallel; None chooses from shapes alone. max_seq_len: a bound on
-    seq_lens for that choice, where it is known to be below max_blocks * block_size. A bound too low costs speed only.
+    schedule: of `decode_schedule` for these seq_lens and this window; None makes one for this call. Calls that
+    share a schedule, which holds scratch space, must follow one another in one stream.
     """
     return _kernels_for(q).paged_decode_attention(
         q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-        alibi_slopes=alibi_slopes, soft_cap=soft_cap, num_splits=num_splits, max_seq_len=max_seq_len, out=out,
+        alibi_slopes=alibi_slopes, soft_cap=soft_cap, schedule=schedule, out=out,
     )  # fmt: skip
+
+
+def decode_schedule(
+    q: Tensor, k_cache: Tensor, seq_lens: Tensor, *, sliding_window: int | None = None, num_ranges: int | None = None
+) -> DecodeSchedule:
+    """Cut the work of `paged_decode_attention` on these seq_lens into equal ranges, once for all layers of one shape.
+
+    q: [B, Hq, D] and k_cache: [num_blocks, Hkv, block_size, D] of any layer; their contents are not used. seq_lens:
+    [B] int32. num_ranges: None fills the device once.
+    """
+    return _kernels_for(q).decode_schedule(q, k_cache, seq_lens, sliding_window=sliding_window, num_ranges=num_ranges)
 
 
 def paged_prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, out: Tensor | None = None,
+    soft_cap: float | None = None, deterministic: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of a chunk of new tokens per sequence over its context -> [T, Hq, D] in q's dtype.
 
@@ -88,12 +99,15 @@ def paged_prefill_attention(
     chunk b is rows query_start_loc[b] to query_start_loc[b + 1]; chunks may have any length, 0 and 1 included.
     max_query_len: int, at least the longest chunk's length (queries beyond it are not computed). seq_lens: [B] int32,
     context length with the chunk, whose keys and values are already cached: query i of chunk b is at position
-    seq_lens[b] - chunk length + i. The rest as for `paged_decode_attention`. Rows of q outside every chunk are
-    not computed: they keep what `out` held, or are unspecified if `out` is not given.
+    seq_lens[b] - chunk length + i. The rest as for `paged_decode_attention`. Rows of q outside every chunk, and those
+    of a sequence of length 0, are not computed: they keep what `out` held, or are unspecified if `out` is not given.
+    deterministic: a query's result depends on its context alone, to the bit, and not on how its sequence is cut into
+    chunks or what else is in the batch. Slower for short chunks.
     """
     return _kernels_for(q).paged_prefill_attention(
         q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, max_query_len, scale=scale,
-        sliding_window=sliding_window, alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out,
+        sliding_window=sliding_window, alibi_slopes=alibi_slopes, soft_cap=soft_cap, deterministic=deterministic,
+        out=out,
     )  # fmt: skip
 
 
@@ -138,6 +152,49 @@ def gumbel_argmax(logits: Tensor, seeds: Tensor, positions: Tensor, temperature:
     return _kernels_for(logits).gumbel_argmax(logits, seeds, positions, temperature, noise_scale)
 
 
+def truncate_draws(
+    token_ids: Tensor, logits: Tensor, rows: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor,
+    seeds: Tensor, positions: Tensor, temperature: Tensor,
+) -> None:  # fmt: skip
+    """Make tokens drawn by `gumbel_argmax` draws from what top_k, top_p and min_p keep of their rows, in place.
+
+    token_ids: [N] int64, its result. logits, seeds, positions, temperature: its arguments; noise_scale was 1 in the
+    rows that are cut. rows: [C] int64, these rows, none twice. top_k: [C] int64, 1 to V, or 0 for all. top_p: [C] fp32,
+    1 for all. log_min_p: [C] fp32, log of min_p, -inf for all. `reference_truncation` says what each keeps: tokens of
+    equal logit together, and always the most likely ones. A row with neutral values keeps its token.
+    """
+    _kernels_for(logits).truncate_draws(token_ids, logits, rows, top_k, top_p, log_min_p, seeds, positions, temperature)
+
+
+def penalise(
+    logits: Tensor, token_table: Tensor, rows: Tensor, table_rows: Tensor, num_prompt_tokens: Tensor,
+    num_tokens: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor,
+) -> None:  # fmt: skip
+    """Change the logits of the tokens that P sequences already have, in place.
+
+    A token of prompt or output has its logit divided by `repetition` if positive, else multiplied; then one of the
+    output loses frequency * its count there + presence. What overflows becomes the largest number. logits: [N, V] fp32.
+    rows: [P] int64, theirs in logits, none twice. token_table: [R, L] int32. table_rows: [P] int64, theirs in it.
+    num_prompt_tokens, num_tokens: [P] int64; entries from num_tokens on, and ids that are not 0 to V - 1, do not count.
+    repetition, presence, frequency: [P] fp32; 1, 0 and 0 change nothing.
+    """
+    _kernels_for(logits).penalise(
+        logits, token_table, rows, table_rows, num_prompt_tokens, num_tokens, repetition, presence, frequency
+    )
+
+
+def gather_logprobs(
+    logits: Tensor, rows: Tensor, token_ids: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log-probabilities [M] fp32, ranks [M] int64, top ids [M, K] int64, their log-probabilities [M, K] fp32).
+
+    logits: [N, V] fp32, fp16 or bf16; -inf allowed, but not for a whole row. rows: [M] int64, the rows to report on.
+    token_ids: [M] int64, the chosen token of each; a rank is 1 + the number of tokens of higher logit. num_top: K, 0 to
+    V, made for a few; top ids have the most likely first, and lower ids first among equals.
+    """
+    return _kernels_for(logits).gather_logprobs(logits, rows, token_ids, num_top)
+
+
 def decode_inputs(
     rows: Tensor, positions: Tensor, token_table: Tensor, block_table: Tensor, block_size: int, *,
     input_ids: Tensor, slots: Tensor, seq_lens: Tensor, block_tables: Tensor,
@@ -156,17 +213,20 @@ def decode_inputs(
 
 def qk_norm_rope_cache(
     qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int,
+    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int, *,
+    deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """From the qkv projection to attention in one launch -> queries [T, Hq, D], a new contiguous tensor.
 
     `rms_norm` of each query and key head (only if q_weight and k_weight, [D] each, are given), `rotary_embedding` of
     both, `reshape_and_cache` of keys and values, with the roundings of the three in sequence. qkv: [T, (Hq + 2 Hkv) D]
     in the cache's dtype, heads in the order q, k, v, last dimension contiguous; not changed. The rest as for those.
+    deterministic: a token's bits do not depend on the number of tokens. Slower for few.
     """
     return _kernels_for(qkv).qk_norm_rope_cache(
-        qkv, positions, cos_sin_cache, q_weight, k_weight, eps, k_cache, v_cache, slot_mapping, num_heads, num_kv_heads
-    )
+        qkv, positions, cos_sin_cache, q_weight, k_weight, eps, k_cache, v_cache, slot_mapping, num_heads, num_kv_heads,
+        deterministic=deterministic,
+    )  # fmt: skip
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -176,6 +236,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     that depends on shapes alone: equal calls give equal results.
     """
     return _kernels_for(x).linear(x, weight, bias)
+
+
+def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias -> a new tensor [T, out], each row of which depends on its row of x and on W alone, to the bit.
+
+    So a row is the same in any batch, at any place in it. Arguments as for `linear`. Slower than that; on the CPU,
+    where rows are multiplied one by one, much slower for many tokens.
+    """
+    return _kernels_for(x).linear_invariant(x, weight, bias)
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:

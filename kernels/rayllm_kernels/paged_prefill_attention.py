@@ -14,6 +14,10 @@ whole (no masks), and tiles on the diagonal or past the sequence's end. Query ti
 
 This kernel runs on any GPU and in the interpreter. Chunks that fill the tiles of `paged_prefill_hopper.py` go there
 on a Hopper GPU, unless they need a window, ALiBi or a soft cap.
+
+Either kernel gives a query the same bits however its sequence is cut into chunks: key tiles lie at fixed positions and
+are folded in in one order, and a tile that a query sees nothing of changes nothing of its (acc, total, peak). Only the
+two differ, and tiles of different height, so a deterministic call chooses kernel and tile without the chunks' length.
 """
 
 # mypy: allow-incomplete-defs
@@ -35,6 +39,8 @@ from .checks import check_paged_attention, check_paged_prefill
 
 # Rows (queries x heads of a group) of the longest chunk up to which the tiles here, half as tall, are faster.
 SHORT_CHUNK_ROWS = 64
+# A deterministic call may not look at the longest chunk: tall enough for prefills, not too wasteful for decodes.
+DETERMINISTIC_ROWS = 64
 
 
 class Tiles(NamedTuple):
@@ -45,7 +51,7 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(head_dim_padded: int, itemsize: int, rows: int) -> Tiles:
-    """Rows and keys per tile, warps and pipeline stages, measured on H200, for the rows of the longest chunk."""
+    """Rows and keys per tile, warps and pipeline stages, measured on H200, for `rows` of queries and heads."""
     rows = min(max(16, triton.next_power_of_2(max(rows, 1))), 128)
     if itemsize == 4:  # no tensor cores in exact fp32: larger tiles spill registers
         return Tiles(min(rows, 32), 32 if head_dim_padded <= 64 else 16, 4 if head_dim_padded <= 128 else 8, 2)
@@ -207,7 +213,7 @@ def hopper_takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 def paged_prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, out: Tensor | None = None,
+    soft_cap: float | None = None, deterministic: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """A chunk of queries per sequence against its paged context; see `ops.paged_prefill_attention` for the contract."""
     check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
@@ -220,11 +226,13 @@ def paged_prefill_attention(
     group = heads // kv_heads
     hopper = _hopper_kernels(q.device)
     plain = batch > 0 and sliding_window is None and alibi_slopes is None and soft_cap is None
-    if hopper is not None and plain and max_query_len * group > SHORT_CHUNK_ROWS and hopper_takes(q, k_cache, v_cache):
+    tall = deterministic or max_query_len * group > SHORT_CHUNK_ROWS
+    if hopper is not None and plain and tall and hopper_takes(q, k_cache, v_cache):
         hopper.hopper_prefill(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale, out)
         return out
     head_dim_padded = padded_head_dim(head_dim)
-    tiles = choose_tiles(head_dim_padded, q.element_size(), max_query_len * group)
+    rows = DETERMINISTIC_ROWS if deterministic else max_query_len * group
+    tiles = choose_tiles(head_dim_padded, q.element_size(), rows)
     head_tile = min(group, tiles.rows)
     query_tiles = triton.cdiv(max_query_len, tiles.rows // head_tile)
     _prefill_kernel[(query_tiles, kv_heads * triton.cdiv(group, head_tile), batch)](

@@ -8,8 +8,9 @@ group the product weights x values of one tile runs under the softmax of the nex
 
 A task is 128 rows, queries x the query heads of one KV head, against all keys they see, from the diagonal down to the
 first key. Tasks are numbered so that a ragged batch leaves at most one empty task per sequence and KV head: those of
-sequence s begin at query_start_loc[s] // queries + s. Programs stay resident and draw tasks from a counter: the
-producer fetches the next task's keys while the consumers finish the last one, and long tasks balance out.
+sequence s begin at query_start_loc[s] // queries + s. Rows before the first chunk and sequences after the last one, the
+padding of captured steps, have no tasks. Programs stay resident and draw tasks from a counter: the producer fetches the
+next task's keys while the consumers finish the last one, and long tasks balance out.
 
 Barriers come in pairs: `full` says that a stage holds data, `free` that both consumers are done with it. The n-th use
 of a stage completes phase n, and a wait names the parity of the phase.
@@ -47,9 +48,24 @@ _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
-def _find_task(index, tiles, batch, seq_lens_ptr, starts_ptr, QUERIES: gl.constexpr):
+def _count_tiles(batch, starts_ptr, QUERIES: gl.constexpr):
+    """(sequences, first tile, tiles of one KV head) of the rows from the first to the last sequence with queries."""
+    tokens = gl.load(starts_ptr + batch)
+    low = batch * 0
+    high = batch
+    while low < high:
+        middle = (low + high) // 2
+        empty = gl.load(starts_ptr + middle) >= tokens
+        high = gl.where(empty, middle, high)
+        low = gl.where(empty, low, middle + 1)
+    first = gl.load(starts_ptr) // QUERIES
+    return low, first, tokens // QUERIES + low - first
+
+
+@gluon.jit
+def _find_task(index, first, tiles, batch, seq_lens_ptr, starts_ptr, QUERIES: gl.constexpr):
     """Task `index` as (sequence, seq_len, query_len, first_query, first_row, kv_head); first_query < 0 if empty."""
-    tile = index % tiles
+    tile = first + index % tiles
     sequence = index * 0
     end = sequence + batch
     while end - sequence > 1:
@@ -120,17 +136,18 @@ def _copy_keys(
 @gluon.jit
 def _produce(
     k_desc, v_desc, ring, mailbox, counter_ptr, tables_ptr, seq_lens_ptr, starts_ptr,
-    total, tiles, batch, rows_per_block, rows_per_head, stride_table,
+    batch, rows_per_block, rows_per_head, stride_table, KV_HEADS: gl.constexpr,
     QUERIES: gl.constexpr, BOX: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     mail, mail_full, mail_free = mailbox
     index = gl.program_id(0)
     base = index * 0
     turn = index * 0
-    while index < total:
+    sequences, first_tile, tiles = _count_tiles(batch, starts_ptr, QUERIES)
+    while index < tiles * KV_HEADS:
         sequence, seq_len, query_len, first_query, first_row, kv_head = _find_task(
-            index, tiles, batch, seq_lens_ptr, starts_ptr, QUERIES)  # fmt: skip
-        if first_query >= 0:
+            index, first_tile, tiles, sequences, seq_lens_ptr, starts_ptr, QUERIES)  # fmt: skip
+        if (first_query >= 0) & (seq_len > 0):  # a sequence of length 0 is padding
             slot = turn % SLOTS
             mbarrier.wait(mail_free.index(slot), (turn // SLOTS + 1) % 2)
             _post(mail, slot, 0, seq_len)
@@ -287,11 +304,11 @@ def _barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
     return barriers
 
 
-@gluon.jit(do_not_specialize=["total", "tiles", "batch", "stride_table"])
+@gluon.jit(do_not_specialize=["batch", "stride_table"])
 def _hopper_kernel(
-    q_ptr, k_desc, v_desc, tables_ptr, seq_lens_ptr, starts_ptr, counter_ptr, out_ptr, total, tiles, batch,
+    q_ptr, k_desc, v_desc, tables_ptr, seq_lens_ptr, starts_ptr, counter_ptr, out_ptr, batch,
     stride_qt, stride_qh, rows_per_block, rows_per_head, stride_table, stride_ot, stride_oh, unit,
-    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, HEAD_DIM: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     q_smem = gl.allocate_shared_memory(DTYPE, [2, ROWS // 2, HEAD_DIM], SHARED)
@@ -308,7 +325,7 @@ def _hopper_kernel(
             (_consume, (q_ptr, out_ptr, q_smem.index(1), ring, mailbox, unit,
                         stride_qt, stride_qh, stride_ot, stride_oh, 1, GROUP, HEAD_DIM)),
             (_produce, (k_desc, v_desc, ring, mailbox, counter_ptr, tables_ptr, seq_lens_ptr, starts_ptr,
-                        total, tiles, batch, rows_per_block, rows_per_head, stride_table,
+                        batch, rows_per_block, rows_per_head, stride_table, KV_HEADS,
                         ROWS // GROUP, BOX, BLOCK_SIZE, HEAD_DIM)),
         ],
         [4, 1],
@@ -340,11 +357,10 @@ def hopper_prefill(
         for cache in (k_cache, v_cache)
     )
     batch = seq_lens.shape[0]
-    tiles = q.shape[0] // (ROWS.value // group) + batch
-    total = tiles * kv_heads
+    most = (q.shape[0] // (ROWS.value // group) + batch) * kv_heads
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    _hopper_kernel[(min(total, _multiprocessors(q.device)),)](
-        q, k_desc, v_desc, block_tables, seq_lens, query_start_loc, counter, out, total, tiles, batch,
+    _hopper_kernel[(min(most, _multiprocessors(q.device)),)](
+        q, k_desc, v_desc, block_tables, seq_lens, query_start_loc, counter, out, batch,
         q.stride(0), q.stride(1), rows_per_block, rows_per_head, block_tables.stride(0), out.stride(0), out.stride(1),
-        scale * LOG2E, GROUP=group, BLOCK_SIZE=block_size, BOX=box, HEAD_DIM=head_dim, num_warps=4,
+        scale * LOG2E, KV_HEADS=kv_heads, GROUP=group, BLOCK_SIZE=block_size, BOX=box, HEAD_DIM=head_dim, num_warps=4,
     )  # fmt: skip

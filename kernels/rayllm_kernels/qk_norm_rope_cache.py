@@ -108,7 +108,8 @@ def _qk_norm_rope_cache_kernel(
 
 def qk_norm_rope_cache(
     qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int,
+    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int, *,
+    deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """Queries ready for attention, keys and values stored; see `ops.qk_norm_rope_cache` for the contract."""
     check_qk_norm_rope_cache(
@@ -121,7 +122,9 @@ def qk_norm_rope_cache(
     half = cos_sin_cache.shape[1] // 2
     rest = head_dim - 2 * half
     head_dim_padded = triton.next_power_of_2(head_dim)
-    elements = FEW_TOKENS_TILE_ELEMENTS if tokens <= FEW_TOKENS else TILE_ELEMENTS
+    # How many heads a tile holds decides how their squares are added up.
+    few = tokens <= FEW_TOKENS and not deterministic
+    elements = FEW_TOKENS_TILE_ELEMENTS if few else TILE_ELEMENTS
     heads = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), max(1, elements // head_dim_padded))
     tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     overlap = can_overlap(qkv.device)

@@ -21,25 +21,31 @@ from .checks import (
     check_rotary,
     check_silu_and_mul,
 )
-from .reference_attention import paged_decode_attention, paged_prefill_attention
-from .reference_sampling import decode_inputs, gumbel_argmax
+from .reference_attention import decode_schedule, paged_decode_attention, paged_prefill_attention
+from .reference_sampling import decode_inputs, gather_logprobs, gumbel_argmax, penalise
+from .reference_truncation import truncate_draws
 
 __all__ = [
     "add_rms_norm_linear",
     "add_rms_norm_linear_silu_mul",
     "copy_blocks",
     "decode_inputs",
+    "decode_schedule",
     "fused_add_rms_norm",
+    "gather_logprobs",
     "gumbel_argmax",
     "linear",
+    "linear_invariant",
     "linear_silu_mul",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "penalise",
     "qk_norm_rope_cache",
     "reshape_and_cache",
     "rms_norm",
     "rotary_embedding",
     "silu_and_mul",
+    "truncate_draws",
 ]
 
 
@@ -98,9 +104,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def qk_norm_rope_cache(
     qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int,
+    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int, *,
+    deterministic: bool = False,  # noqa: ARG001
 ) -> Tensor:  # fmt: skip
-    """rms_norm of q and k where they have weights, rotary_embedding, reshape_and_cache."""
+    """rms_norm of q and k where they have weights, rotary_embedding, reshape_and_cache.
+
+    `deterministic` makes no difference here: a head's norm does not depend on how many there are.
+    """
     check_qk_norm_rope_cache(
         qkv, positions, cos_sin_cache, q_weight, k_weight, k_cache, v_cache, slot_mapping, num_heads, num_kv_heads
     )
@@ -119,6 +129,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias."""
     check_linear(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias, a row at a time: the order of a product's sums follows its shape, and here all have the same.
+
+    Each row is a copy, because the order may follow the alignment too.
+    """
+    check_linear(x, weight, bias)
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    for source, target in zip(x.split(1), y.split(1), strict=True):
+        target.copy_(F.linear(source.clone(), weight, bias))
+    return y
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ import math
 import torch
 from torch import Tensor
 
-from .checks import check_paged_attention, check_paged_decode, check_paged_prefill
+from .checks import check_decode_schedule, check_paged_attention, check_paged_decode, check_paged_prefill
+from .decode_work import DecodeSchedule, choose_tiles, empty_schedule
 
 # Prefill holds a score matrix of [heads, this many queries, context] in fp32 at a time.
 QUERY_CHUNK = 256
@@ -66,20 +67,45 @@ def _attend(
     return result.permute(0, 3, 1, 2, 4).reshape(n, queries, heads, head_dim)
 
 
+def decode_schedule(
+    q: Tensor, k_cache: Tensor, seq_lens: Tensor, *, sliding_window: int | None = None, num_ranges: int | None = None
+) -> DecodeSchedule:
+    """Equal ranges of key tiles; see `ops.decode_schedule` for the contract. On the CPU, one range unless told."""
+    check_decode_schedule(q, k_cache, seq_lens, sliding_window, num_ranges)
+    schedule = empty_schedule(q, num_ranges or 1)
+    keys = choose_tiles(q.shape[2], q.element_size()).keys
+    batch, count = q.shape[0], schedule.ranges.shape[0]
+    empty = (seq_lens == 0).long()
+    order = torch.argsort(empty, stable=True)
+    lengths = seq_lens.long()[order]
+    schedule.contexts.copy_(torch.stack((order, lengths), 1))
+    first_key = torch.zeros_like(lengths) if sliding_window is None else (lengths - sliding_window).clamp_min_(0)
+    tiles = (lengths + keys - 1) // keys - first_key // keys
+    ends = torch.cat([tiles.new_zeros(1), tiles.cumsum(0)])
+    quota = ((ends[-1] + count - 1) // count).clamp_min(1)
+    first = torch.arange(count, device=q.device) * quota
+    row = torch.searchsorted(ends[1:].contiguous(), first, right=True)
+    context = torch.cat([schedule.contexts, schedule.contexts.new_zeros(1, 2)])[row]
+    # Ranges past the last tile begin in no sequence: zeros there.
+    begin = torch.cat((row[:, None], context, ends[row][:, None]), 1) * (row < batch)[:, None]
+    to_zero = torch.zeros_like(first).index_add_(0, torch.arange(batch, device=q.device) % count, empty).clamp_max_(1)
+    end = torch.minimum(first + quota, ends[-1])
+    schedule.ranges.copy_(torch.cat((begin, torch.stack((first, end, quota.expand(count), to_zero), 1)), 1))
+    return schedule
+
+
 def paged_decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
     scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, num_splits: int | None = None, max_seq_len: int | None = None,
-    out: Tensor | None = None,
+    soft_cap: float | None = None, schedule: DecodeSchedule | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """One query per sequence against its paged context; see `ops.paged_decode_attention` for the contract.
 
-    Vectorised over the batch: keys are gathered padded to the longest sequence. `num_splits` and `max_seq_len` only
-    steer the Triton kernel and are ignored.
+    Vectorised over the batch: keys are gathered padded to the longest sequence. A `schedule` has no use here.
     """
     check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
                           alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out)  # fmt: skip
-    check_paged_decode(q, seq_lens, num_splits, max_seq_len)
+    check_paged_decode(q, seq_lens, schedule)
     lengths = seq_lens.long()[:, None]
     first = torch.zeros_like(lengths) if sliding_window is None else (lengths - sliding_window).clamp_min_(0)
     widest = int((lengths - first).max()) if seq_lens.numel() else 0
@@ -100,11 +126,12 @@ def paged_decode_attention(
 def paged_prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, out: Tensor | None = None,
+    soft_cap: float | None = None, deterministic: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """A chunk of queries per sequence against its paged context; see `ops.paged_prefill_attention` for the contract.
 
-    Loops over sequences and over chunks of `QUERY_CHUNK` queries, each against only the keys that it may see.
+    Loops over sequences and over chunks of `QUERY_CHUNK` queries (of one if `deterministic`, because the order of a
+    matrix product's sums follows its shape), each against only the keys that it may see.
     """
     check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
                           alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out)  # fmt: skip
@@ -122,12 +149,16 @@ def paged_prefill_attention(
         k_pos = torch.arange(origin, seq_len, device=q.device)
         table = block_tables[sequence : sequence + 1]
         k, v = _gather(k_cache, table, k_pos[None]), _gather(v_cache, table, k_pos[None])
-        for first in range(begin, end, QUERY_CHUNK):
-            last = min(first + QUERY_CHUNK, end)
+        step = 1 if deterministic else QUERY_CHUNK
+        for first in range(begin, end, step):
+            last = min(first + step, end)
             keys = slice(max(0, first + shift - reach + 1) - origin, last + shift - origin)
             q_pos = torch.arange(first + shift, last + shift, device=q.device)
             distance = k_pos[keys] - q_pos[:, None]
-            out[first:last] = _attend(q[None, first:last], k[:, :, keys], v[:, :, keys], distance[None], scale=scale,
+            seen_k, seen_v = k[:, :, keys], v[:, :, keys]
+            if deterministic:
+                seen_k, seen_v = seen_k.contiguous(), seen_v.contiguous()
+            out[first:last] = _attend(q[None, first:last], seen_k, seen_v, distance[None], scale=scale,
                                       sliding_window=sliding_window, alibi_slopes=alibi_slopes,
                                       soft_cap=soft_cap)[0]  # fmt: skip
     return out

@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .checks import check_residual, check_rms_norm, row_layout
-from .dependent_launch import can_overlap, wait_for_predecessor
+from .dependent_launch import can_overlap
 
 TILE_ELEMENTS = 1024  # short rows (the heads of a q/k norm) share a program
 
@@ -28,7 +29,11 @@ def _rms_norm_kernel(
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    wait_for_predecessor(OVERLAP)
+    if OVERLAP:
+        # A norm is short and stands between two products: the second may read its weights while the first still runs.
+        # It waits for this kernel, which waits for the first, so that nothing else of the three overlaps.
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_PADDED)[None, :]
     mask = (row < num_rows)[:, None] & (dims < DIM)

@@ -16,12 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from .checks import check_silu_and_mul, row_layout
+from .dependent_launch import can_overlap, wait_for_predecessor
 
 TILE_ELEMENTS = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, y_ptr, x_inner, x_stride_outer, x_stride_inner, DIM: tl.constexpr, TILE: tl.constexpr):
+def _silu_and_mul_kernel(
+    x_ptr, y_ptr, x_inner, x_stride_outer, x_stride_inner, DIM: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_predecessor(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = element < DIM
@@ -41,5 +45,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
     dim = x.shape[-1] // 2
     y = torch.empty((*x.shape[:-1], dim), dtype=x.dtype, device=x.device)
     tile = min(TILE_ELEMENTS, triton.next_power_of_2(max(dim, 1)))
-    _silu_and_mul_kernel[(rows, triton.cdiv(dim, tile))](x, y, *layout, DIM=dim, TILE=tile, num_warps=4)
+    overlap = can_overlap(x.device)
+    _silu_and_mul_kernel[(rows, triton.cdiv(dim, tile))](
+        x, y, *layout, DIM=dim, TILE=tile, OVERLAP=overlap, num_warps=4, launch_pdl=overlap
+    )
     return y

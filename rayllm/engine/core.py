@@ -50,6 +50,7 @@ class EngineCore:
             vocab_size=spec.vocab_size,
             num_kv_tokens=pool_tokens,
             eos_token_ids=spec.eos_token_ids,
+            start=executor.report,
         )
         self.scheduler = Scheduler(
             num_blocks=num_blocks,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from rayllm.errors import ConfigError, RayllmError, StartupError
-from rayllm.types import StepPlan, StepResult
+from rayllm.types import StartReport, StepPlan, StepResult
 
 if TYPE_CHECKING:
     import torch
@@ -27,14 +27,14 @@ class WorkerLimits(NamedTuple):
 class Executor(ABC):
     """Runs StepPlans on the workers of one engine. Life: start, then submit and collect in turn, then shutdown.
 
-    Called from one thread, but for `check_health`. phases: (name, seconds) of each phase of the start, in order.
+    Called from one thread, but for `check_health`. report: how the start went, filled in as it goes.
     max_in_flight: plans that may be submitted before the oldest one's result is collected.
     """
 
     max_in_flight = MAX_IN_FLIGHT
 
     def __init__(self) -> None:
-        self.phases: list[tuple[str, float]] = []
+        self.report = StartReport([], [], [])
 
     @abstractmethod
     def start(self) -> WorkerLimits:
@@ -82,7 +82,14 @@ class Executor(ABC):
         """Record how long the body took; a body that raises is not recorded."""
         started = time.monotonic()
         yield
-        self.phases.append((name, time.monotonic() - started))
+        self.report.phases.append((name, time.monotonic() - started))
+
+
+def device_name(device: torch.device) -> str:
+    """What a device is, for reports."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def resolve_device(name: str) -> torch.device:

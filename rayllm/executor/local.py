@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rayllm.config import EngineConfig
 from rayllm.errors import EngineDeadError
-from rayllm.executor.base import Executor, WorkerLimits, resolve_device
+from rayllm.executor.base import Executor, WorkerLimits, device_name, resolve_device
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.types import StepPlan, StepResult
 from rayllm.worker.actor import AnyWorker, WorkerFactory, default_worker
@@ -54,7 +54,8 @@ class LocalExecutor(Executor):
         with self._phase("allocate KV cache"):
             worker.init_cache(*limits)
         with self._phase("warm up"):
-            worker.warm_up()
+            self.report.memory.append(worker.warm_up())
+        self.report.placement.append(f"this process, {device_name(device)}")
         return limits
 
     def submit(self, plan: StepPlan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from rayllm.config import EngineConfig
 from rayllm.errors import ConfigError, RayllmError, StartupError
+from rayllm.executor.heartbeat import GROUP, SILENCE_SECONDS, Heartbeat
 from rayllm.executor.placement import Placement
 from rayllm.worker.actor import WorkerActor, WorkerFactory
 
@@ -42,17 +44,22 @@ class RankActors:
         self, placement: Placement, config: EngineConfig, spec: ModelSpec, device: str, factory: WorkerFactory | None
     ):
         self._nodes = placement.nodes
-        actor: Any = ray.remote(WorkerActor)
+        actor: Any = ray.remote(concurrency_groups={GROUP: 1})(WorkerActor)  # type: ignore[call-overload] # a gap in Ray's types
         self._actors: list[Any] = [
             actor.options(**placement.actor_options(rank)).remote(rank, config, spec, device, factory)
             for rank in range(len(placement.nodes))
         ]
         self._pids: list[int] = []
+        self._heartbeat: Heartbeat | None = None
         self._loops: list[ray.ObjectRef] = []
 
-    def wait_until_up(self, seconds: float) -> None:
-        """Wait until all processes have started and imported what they need. Raises StartupError."""
-        self._pids = self.call("start", "process_id", seconds=seconds)
+    def wait_until_up(self, seconds: float) -> list[str]:
+        """Where each rank is, once all processes have started and imported what they need. Raises StartupError."""
+        whereabouts = self.call("start", "whereabouts", seconds=seconds)
+        self._pids = [pid for pid, _device in whereabouts]
+        self._heartbeat = Heartbeat(self._actors)
+        places = zip(self._nodes, whereabouts, strict=True)
+        return [f"node {address}, process {pid}, {device}" for (_id, address), (pid, device) in places]
 
     def call(self, purpose: str, method: str, *args: Any, seconds: float) -> list[Any]:
         """Call a method of all ranks; their results in order. purpose: for messages, a verb.
@@ -73,6 +80,8 @@ class RankActors:
                 raise StartupError(reason) from failure.error
             if not pending:
                 return ray.get(calls)
+            if (silent := self._silent()) is not None:
+                raise StartupError(f"{silent} while it had to {purpose}")
             if time.monotonic() > deadline:
                 late = self._name(calls.index(pending[0]))
                 raise StartupError(f"{late} did not {purpose} within {seconds:g} s")
@@ -82,13 +91,14 @@ class RankActors:
         self._loops = [actor.run.remote() for actor in self._actors]
 
     def failure(self, wait_seconds: float = 0.0) -> tuple[str, Exception] | None:
-        """Which rank's step loop failed, where and why, and Ray's error; None if none did. Cheap while none did.
+        """Which rank failed or went silent, where and why, and the error behind it; None if none did. Cheap then.
 
         wait_seconds: how long a failure may take to show, if it is known that there is one.
         """
         found = _first_cause(self._loops, wait_seconds)
         if found is None:
-            return None
+            silent = self._silent()
+            return None if silent is None else (silent, TimeoutError(silent))
         return f"{self._name(found.rank)} failed: {_explain(found.error)}", found.error
 
     def wait_stopped(self, seconds: float) -> bool:
@@ -103,10 +113,18 @@ class RankActors:
                 ray.kill(actor)
         here = ray.get_runtime_context().get_node_id()
         left = [pid for pid, (node_id, _) in zip(self._pids, self._nodes, strict=False) if node_id == here]
-        deadline = time.monotonic() + seconds
-        while left and time.monotonic() < deadline:
+        started = time.monotonic()
+        while left and time.monotonic() - started < seconds:
             time.sleep(_POLL_SECONDS)
             left = [pid for pid in left if _is_running(pid)]
+            if time.monotonic() - started > seconds / 4:  # a stopped process does not hear Ray
+                for pid in left:
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
+
+    def _silent(self) -> str | None:
+        rank = None if self._heartbeat is None else self._heartbeat.silent_rank()
+        return None if rank is None else f"{self._name(rank)} has not answered for {SILENCE_SECONDS:g} s"
 
     def _name(self, rank: int) -> str:
         return f"worker rank {rank} on node {self._nodes[rank][1]}"

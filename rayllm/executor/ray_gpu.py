@@ -37,7 +37,8 @@ from rayllm.worker.actor import CONNECT_TIMEOUT, Groups, Rendezvous, WorkerFacto
 if TYPE_CHECKING:
     from rayllm.model_spec import ModelSpec
 
-STEP_SECONDS = 300.0  # no step takes this long; a result that is not there by then will not come
+# No step takes this long; a result that is not there by then will not come. On a CPU, a chunk may take minutes.
+STEP_SECONDS = {"cuda": 30.0, "cpu": 300.0}
 START_SECONDS = 1800.0  # one phase of the start: loading hundreds of gigabytes from a slow disk
 WATCH_SECONDS = 0.2  # how often a wait for a result looks at the workers
 FAILURE_SECONDS = 3.0  # for Ray to notice why a connection broke
@@ -50,8 +51,8 @@ class RayExecutor(Executor):
     """Runs one actor a rank. See `Executor` for the contract.
 
     worker_factory: what makes a rank's worker, importable there; None takes `rayllm.worker.worker.Worker`.
-    step_seconds: the longest `collect` waits for a result. A process can have one of these at a time, since
-    torch.distributed has one default group a process.
+    step_seconds: the longest `collect` waits for a result; None: STEP_SECONDS of the device. A process can have one of
+    these at a time, since torch.distributed has one default group a process.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class RayExecutor(Executor):
         config: EngineConfig,
         spec: ModelSpec,
         worker_factory: WorkerFactory | None = None,
-        step_seconds: float = STEP_SECONDS,
+        step_seconds: float | None = None,
     ):
         super().__init__()
         self._config, self._spec, self._worker_factory = config, spec, worker_factory
-        self._step_seconds = step_seconds
+        self._step_seconds = step_seconds or 0.0  # the device decides, once it is known
+        self._last_step = "no step has finished"
         self._in_flight: deque[int] = deque()  # step ids
         self._next_watch = 0.0  # time.monotonic() from which `collect` looks at the workers again
         self._dead = "the engine has not been started"  # why no step can run; "" while they can
@@ -94,11 +96,12 @@ class RayExecutor(Executor):
         with self._phase("ray"):
             self._owns_ray = connect_to_ray()
             device = cluster_device(config.device, ray.cluster_resources())
+            self._step_seconds = self._step_seconds or STEP_SECONDS[device]
         with self._phase("place"):
             self._placement = reserve(config.tensor_parallel_size, device)
         with self._phase("start actors"):
             self._ranks = ranks = RankActors(self._placement, config, self._spec, device, self._worker_factory)
-            ranks.wait_until_up(START_SECONDS)
+            self.report.placement.extend(ranks.wait_until_up(START_SECONDS))
         with self._phase("connect"):
             groups = self._connect(ranks, self._placement, "nccl" if device == "cuda" else "gloo")
         with self._phase("load model"):
@@ -109,7 +112,7 @@ class RayExecutor(Executor):
         with self._phase("allocate KV cache"):
             ranks.call("allocate the KV cache", "init_cache", *limits, seconds=START_SECONDS)
         with self._phase("warm up"):
-            ranks.call("warm up", "warm_up", seconds=START_SECONDS)
+            self.report.memory.extend(ranks.call("warm up", "warm_up", seconds=START_SECONDS))
         ranks.run()
         self._channel = Channel(groups)
         return limits
@@ -157,8 +160,10 @@ class RayExecutor(Executor):
                 self._next_watch = now + WATCH_SECONDS
                 self._raise_failure()
             if result is None and now > deadline:
-                self._die(f"no result of step {step_id} came within {self._step_seconds:g} s; the workers hang")
+                reason = f"no result of step {step_id} came within {self._step_seconds:g} s; the workers hang"
+                self._die(f"{reason}; {self._last_step}")
         self._in_flight.popleft()
+        self._last_step = f"the last finished step was {step_id}"
         if result.step_id != step_id:
             self._die(f"the workers sent the result of step {result.step_id} instead of step {step_id}")
         return result
@@ -214,7 +219,8 @@ class RayExecutor(Executor):
     def _raise_failure(self, wait_seconds: float = 0.0) -> None:
         assert self._ranks is not None
         if (failure := self._ranks.failure(wait_seconds)) is not None:
-            self._die(*failure)
+            reason, error = failure
+            self._die(f"{reason}; {self._last_step}", error)
 
     def _die(self, reason: str, cause: Exception | None = None) -> NoReturn:
         self._dead = self._dead or reason

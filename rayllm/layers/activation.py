@@ -27,16 +27,36 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def activation(name: str) -> Activation:
-    """An elementwise function. Raises KeyError for names that `ModelSpec` does not let through."""
-    return _ACTIVATIONS[name]
+def activation(name: str, deterministic: bool = False) -> Activation:
+    """An elementwise function. Raises KeyError for names that `ModelSpec` does not let through.
+
+    deterministic: a row [T, d] of its result does not depend on the other rows, to the bit.
+    """
+    return _row_by_row(_ACTIVATIONS[name]) if deterministic else _ACTIVATIONS[name]
 
 
-def gated_activation(name: str) -> Activation:
-    """[..., 2d] -> [..., d]: act(gate) * up, gate and up being the halves of the last dimension."""
-    if name in ("silu", "swish"):
-        return ops.silu_and_mul
-    act = _ACTIVATIONS[name]
+def gated_activation(name: str, deterministic: bool = False) -> Activation:
+    """[..., 2d] -> [..., d]: act(gate) * up, gate and up being the halves of the last dimension; as `activation`."""
+    gated = ops.silu_and_mul if name in ("silu", "swish") else _gated(_ACTIVATIONS[name])
+    return _row_by_row(gated) if deterministic else gated
+
+
+def _row_by_row(act: Activation) -> Activation:
+    """`act` of [T, d], on the CPU a row at a time.
+
+    There torch computes a tensor's last few elements, and those at the borders between threads, by other code than the
+    rest, whose exp may differ in the last bit. CUDA has one code for all elements.
+    """
+
+    def by_rows(x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu" or not x.shape[0]:
+            return act(x)
+        return torch.cat([act(row.clone()) for row in x.split(1)])
+
+    return by_rows
+
+
+def _gated(act: Activation) -> Activation:
 
     def gated(x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from rayllm.layers.batch import ForwardBatch
 from rayllm_kernels import ops
+from rayllm_kernels.decode_work import DecodeSchedule
 
 KVCache = tuple[torch.Tensor, torch.Tensor]
 
@@ -27,6 +28,7 @@ class AttentionPlan:
     prefill_tables: torch.Tensor
     prefill_lens: torch.Tensor
     prefill_starts: torch.Tensor
+    _schedules: dict[int | None, DecodeSchedule] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> AttentionPlan:
@@ -43,6 +45,15 @@ class AttentionPlan:
             prefill_lens=batch.seq_lens[decodes:],
             prefill_starts=starts - prefill_row if prefill_row and starts.shape[0] > 1 else starts,
         )
+
+    def decode_schedule(self, q: torch.Tensor, k_cache: torch.Tensor, sliding_window: int | None) -> DecodeSchedule:
+        """How the decodes' attention is cut; the first layer of each window makes it, the others share it."""
+        schedule = self._schedules.get(sliding_window)
+        if schedule is None:
+            schedule = self._schedules[sliding_window] = ops.decode_schedule(
+                q[: self.batch.num_decodes], k_cache, self.decode_lens, sliding_window=sliding_window
+            )
+        return schedule
 
 
 def attention(
@@ -67,7 +78,8 @@ def attend(
     if decodes:
         ops.paged_decode_attention(
             q[:decodes], k_cache, v_cache, plan.decode_tables, plan.decode_lens,
-            scale=scale, sliding_window=sliding_window, max_seq_len=batch.max_seq_len, out=out[:decodes],
+            scale=scale, sliding_window=sliding_window, schedule=plan.decode_schedule(q, k_cache, sliding_window),
+            out=out[:decodes],
         )  # fmt: skip
     first = plan.prefill_row
     if first < q.shape[0]:  # after the decodes, whose padding rows are zeroed there

@@ -19,7 +19,7 @@ class ForwardBatch:
     query_start_loc: [S + 1] int32, sequence s owns tokens query_start_loc[s] to query_start_loc[s + 1].
     logit_rows: [N] int64, rows of the hidden states whose logits are sampled, in the plan's order.
     num_decodes: leading sequences with exactly one token, attended by the decode kernel.
-    max_query_len, max_seq_len: host integers, over the prefill chunks and over all sequences.
+    max_query_len: of the prefill chunks, a host integer.
     prefill_row: the first row that chunks may have; None stands for num_decodes. Captured steps have room for more
     decodes than there are: rows below num_decodes whose sequence has length 0 then belong to chunks, if at all.
     """
@@ -33,5 +33,4 @@ class ForwardBatch:
     logit_rows: torch.Tensor
     num_decodes: int
     max_query_len: int
-    max_seq_len: int
     prefill_row: int | None = None

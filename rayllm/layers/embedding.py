@@ -43,21 +43,27 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(nn.Module):
     """Logits of every token in the vocabulary. forward: [N, dim] -> [N, vocab_size], the same on all ranks.
 
-    tied: the embedding whose table is the head's weight too; None gives the head its own.
+    tied: the embedding whose table is the head's weight too; None gives the head its own. deterministic: a row's
+    logits do not depend on the other rows, to the bit.
     """
 
     def __init__(
         self, vocab_size: int, dim: int, *, tied: VocabParallelEmbedding | None,
-        tp: TPGroup, device: torch.device, dtype: torch.dtype,
+        tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.vocab_size, self.tp, self.is_tied = vocab_size, tp, tied is not None
+        self.vocab_size, self.tp, self.is_tied, self.deterministic = vocab_size, tp, tied is not None, deterministic
         self.shard = -(-vocab_size // tp.size)
         self.weight = tied.weight if tied is not None else empty_parameter(self.shard, dim, device=device, dtype=dtype)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        project = ops.linear if hidden.shape[0] <= MAX_OWN_ROWS else F.linear
-        return self.tp.all_gather(project(hidden, self.weight), dim=-1)[:, : self.vocab_size]
+        if self.deterministic:
+            logits = ops.linear_invariant(hidden, self.weight)
+        elif hidden.shape[0] <= MAX_OWN_ROWS:
+            logits = ops.linear(hidden, self.weight)
+        else:
+            logits = F.linear(hidden, self.weight)
+        return self.tp.all_gather(logits, dim=-1)[:, : self.vocab_size]
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read the rank's rows of `prefix` + ".weight", unless the embedding has them."""

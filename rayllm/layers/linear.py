@@ -2,9 +2,13 @@
 
 Column-parallel layers leave each rank its own part of the output; a row-parallel layer takes such parts in and sums its
 partial products over the ranks (Shoeybi et al., 2019). Weights are [out, in], as in `torch.nn.Linear`.
+
+deterministic, of every layer: a token's output does not depend on the other tokens of a call, to the bit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -13,6 +17,11 @@ from rayllm.layers.norm import RMSNorm
 from rayllm.layers.weights import WeightSource, empty_parameter
 from rayllm.parallel.tp_group import TPGroup
 from rayllm_kernels import ops
+
+
+def linear_op(deterministic: bool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    """(x, weight, bias) -> x W^T + bias."""
+    return ops.linear_invariant if deterministic else ops.linear
 
 
 def shard_size(size: int, tp: TPGroup, what: str) -> int:
@@ -31,17 +40,17 @@ class MergedColumnParallelLinear(nn.Module):
 
     def __init__(
         self, in_features: int, parts: dict[str, int], *,
-        bias: bool, tp: TPGroup, device: torch.device, dtype: torch.dtype,
+        bias: bool, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.in_features, self.parts, self.tp = in_features, parts, tp
+        self.in_features, self.parts, self.tp, self.linear = in_features, parts, tp, linear_op(deterministic)
         self.shard_sizes = [shard_size(size, tp, name) for name, size in parts.items()]
         out = sum(self.shard_sizes)
         self.weight = empty_parameter(out, in_features, device=device, dtype=dtype)
         self.bias = empty_parameter(out, device=device, dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.linear(x, self.weight, self.bias)
+        return self.linear(x, self.weight, self.bias)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read `prefix` + part + ".weight" (and ".bias") of every part."""
@@ -56,9 +65,12 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
     """One layer split by outputs: [T, in] -> [T, out / tp]. With `TPGroup.single()` it is a replicated layer."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, tp: TPGroup, device: torch.device, dtype: torch.dtype
+        self, in_features: int, out_features: int, *,
+        bias: bool, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False,
     ):  # fmt: skip
-        super().__init__(in_features, {"": out_features}, bias=bias, tp=tp, device=device, dtype=dtype)
+        super().__init__(
+            in_features, {"": out_features}, bias=bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic
+        )
 
 
 class QKVParallelLinear(nn.Module):
@@ -71,13 +83,13 @@ class QKVParallelLinear(nn.Module):
 
     def __init__(
         self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, *,
-        bias: bool, tp: TPGroup, device: torch.device, dtype: torch.dtype,
+        bias: bool, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False,
     ):  # fmt: skip
         super().__init__()
         if num_kv_heads % tp.size and tp.size % num_kv_heads:
             raise ValueError(f"{num_kv_heads} KV heads cannot be shared by {tp.size} ranks")
         self.hidden_size, self.total_heads, self.total_kv_heads = hidden_size, num_heads, num_kv_heads
-        self.head_dim, self.tp = head_dim, tp
+        self.head_dim, self.tp, self.deterministic = head_dim, tp, deterministic
         self.num_heads = shard_size(num_heads, tp, "num_heads")
         self.num_kv_heads = max(1, num_kv_heads // tp.size)
         out = (self.num_heads + 2 * self.num_kv_heads) * head_dim
@@ -85,14 +97,20 @@ class QKVParallelLinear(nn.Module):
         self.bias = empty_parameter(out, device=device, dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        heads = ops.linear(x, self.weight, self.bias).view(x.shape[0], -1, self.head_dim)
+        heads = linear_op(self.deterministic)(x, self.weight, self.bias).view(x.shape[0], -1, self.head_dim)
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         return q, k, v
 
     def after_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(projection of norm(x + residual), x + residual): [T, (heads + 2 kv heads) * head_dim] and [T, hidden]."""
+        """(projection of norm(total), total), total = x + residual: [T, (heads + 2 kv heads) * head_dim], [T, hidden].
+
+        x: the rank's summand of it (`RowParallelLinear.partial`); the whole if residual is None.
+        """
+        if self.deterministic or self.tp.size > 1:
+            x, total = (norm(x), x) if residual is None else norm.add_partial(x, residual, self.tp)
+            return linear_op(self.deterministic)(x, self.weight, self.bias), total
         return ops.add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
 
     def load(self, source: WeightSource, prefix: str) -> None:
@@ -110,22 +128,27 @@ class QKVParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A layer split by inputs: [T, in / tp] -> [T, out], the same on all ranks. The bias is added once."""
+    """A layer split by inputs: [T, in / tp] -> [T, out], the same on all ranks. The bias is added once.
+
+    partial: the rank's summand of that, for a sum that is fused with what follows it.
+    """
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, tp: TPGroup, device: torch.device, dtype: torch.dtype
+        self, in_features: int, out_features: int, *,
+        bias: bool, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False,
     ):  # fmt: skip
         super().__init__()
         self.in_features, self.out_features, self.tp = in_features, out_features, tp
+        self.linear = linear_op(deterministic)
         self.shard = shard_size(in_features, tp, "in_features")
         self.weight = empty_parameter(out_features, self.shard, device=device, dtype=dtype)
         self.bias = empty_parameter(out_features, device=device, dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.tp.size == 1:
-            return ops.linear(x, self.weight, self.bias)
-        y = self.tp.all_reduce(ops.linear(x, self.weight))
-        return y if self.bias is None else y.add_(self.bias)
+        return self.tp.all_reduce(self.partial(x))
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x, self.weight, self.bias if self.tp.rank == 0 else None)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read `prefix` + ".weight" and ".bias"."""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rayllm.layers.weights import WeightSource, empty_parameter
+from rayllm.parallel.tp_group import TPGroup
 from rayllm_kernels import ops
 
 
@@ -22,9 +23,12 @@ class RMSNorm(nn.Module):
         """x: [..., size]."""
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual) in one pass; both [T, size]."""
-        return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
+    def add_partial(self, x: torch.Tensor, residual: torch.Tensor, tp: TPGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(total), total), total = sum over the ranks of x + residual, in one pass; all [T, size].
+
+        x may be overwritten; residual is the same on all ranks.
+        """
+        return tp.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         source.write(self.weight, source.tensor(prefix + ".weight", tuple(self.weight.shape)))

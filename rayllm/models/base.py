@@ -17,14 +17,17 @@ from rayllm.parallel.tp_group import TPGroup
 class CausalLM(nn.Module, ABC):
     """One rank's part of a model. Called under torch.inference_mode, by all ranks of `tp` with the same arguments.
 
+    deterministic: a token's hidden state and logits depend on the tokens up to it alone, to the bit: not on what else
+    is in the batch, nor on how they came in. Captured batches must then hold decodes as chunks.
     num_layers: length of the list of KV caches. num_kv_heads_per_rank, head_dim: a cache is two tensors
     [num_blocks, num_kv_heads_per_rank, block_size, head_dim].
     """
 
-    def __init__(self, spec: ModelSpec, tp: TPGroup):
+    def __init__(self, spec: ModelSpec, tp: TPGroup, deterministic: bool):
         super().__init__()
         self.spec = spec
         self.tp = tp
+        self.deterministic = deterministic
         self.num_layers = spec.num_layers
         self.num_kv_heads_per_rank = spec.kv_heads_per_rank(tp.size)
         self.head_dim = spec.head_dim

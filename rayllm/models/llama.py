@@ -11,6 +11,7 @@ from torch import nn
 
 from rayllm.layers.activation import gated_activation
 from rayllm.layers.attention import AttentionPlan, KVCache, attend
+from rayllm.layers.attention_deterministic import attend_deterministic
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from rayllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -26,18 +27,21 @@ from rayllm_kernels import ops
 class LlamaAttention(nn.Module):
     """Projections, optional head norms, rotary positions and attention of one layer."""
 
-    def __init__(self, spec: ModelSpec, layer: int, tp: TPGroup, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, spec: ModelSpec, layer: int, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool
+    ):  # fmt: skip
         super().__init__()
+        self.deterministic = deterministic
         self.scale = spec.head_dim**-0.5
         self.norm_eps = spec.norm_eps
         self.sliding_window = spec.sliding_windows[layer]
         self.qkv_proj = QKVParallelLinear(
             spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim,
-            bias=spec.qkv_bias, tp=tp, device=device, dtype=dtype,
+            bias=spec.qkv_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic,
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
             spec.num_heads * spec.head_dim, spec.hidden_size,
-            bias=spec.attention_out_bias, tp=tp, device=device, dtype=dtype,
+            bias=spec.attention_out_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic,
         )  # fmt: skip
         # Norms of one head: every rank has the same.
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device=device, dtype=dtype) if spec.qk_norm else None
@@ -47,15 +51,21 @@ class LlamaAttention(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm, rotary: RotaryEmbedding,
         kv_cache: KVCache, plan: AttentionPlan,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(attention over norm(x + residual), x + residual), both [T, hidden_size]."""
+        """(the rank's summand of the attention over norm(x + residual), x + residual), both [T, hidden_size]."""
         qkv, residual = self.qkv_proj.after_norm(x, residual, norm)
         q = ops.qk_norm_rope_cache(
             qkv, plan.batch.positions, rotary.cos_sin,
             None if self.q_norm is None else self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight,
             self.norm_eps, *kv_cache, plan.batch.slot_mapping, self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads,
+            deterministic=self.deterministic,
         )  # fmt: skip
-        out = attend(q, kv_cache, plan, scale=self.scale, sliding_window=self.sliding_window)
-        return self.o_proj(out.flatten(1)), residual
+        if self.deterministic:
+            out = attend_deterministic(
+                q, kv_cache, plan.batch, scale=self.scale, sliding_window=self.sliding_window
+            )  # fmt: skip
+        else:
+            out = attend(q, kv_cache, plan, scale=self.scale, sliding_window=self.sliding_window)
+        return self.o_proj.partial(out.flatten(1)), residual
 
     def load(self, source: WeightSource, prefix: str) -> None:
         self.qkv_proj.load(source, prefix)
@@ -68,30 +78,35 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(self, spec: ModelSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, spec: ModelSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool
+    ):  # fmt: skip
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
             spec.hidden_size, {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size},
-            bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype,
+            bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic,
         )  # fmt: skip
         self.down_proj = RowParallelLinear(
-            spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype
-        )
-        self.act = gated_activation(spec.hidden_act)
-        self.fuses = spec.hidden_act in ("silu", "swish") and not spec.mlp_bias
+            spec.intermediate_size, spec.hidden_size,
+            bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic,
+        )  # fmt: skip
+        self.act = gated_activation(spec.hidden_act, deterministic)
+        self.tp = tp
+        self.fuses = spec.hidden_act in ("silu", "swish") and not spec.mlp_bias and not deterministic
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(MLP of norm(x + residual), x + residual), both [T, hidden_size]."""
-        if self.fuses:
+        """(the rank's summand of the MLP of norm(x + residual), x + residual), both [T, hidden_size]."""
+        weight = self.gate_up_proj.weight
+        if self.fuses and self.tp.size == 1:
             x, residual = ops.add_rms_norm_linear_silu_mul(
-                x, residual, norm.weight, norm.eps, self.gate_up_proj.weight
+                x, residual, norm.weight, norm.eps, weight
             )  # fmt: skip
         else:
-            x, residual = norm.add(x, residual)
-            x = self.act(self.gate_up_proj(x))
-        return self.down_proj(x), residual
+            x, residual = norm.add_partial(x, residual, self.tp)
+            x = ops.linear_silu_mul(x, weight) if self.fuses else self.act(self.gate_up_proj(x))
+        return self.down_proj.partial(x), residual
 
     def load(self, source: WeightSource, prefix: str) -> None:
         self.gate_up_proj.load(source, prefix)
@@ -101,18 +116,23 @@ class LlamaMLP(nn.Module):
 class LlamaLayer(nn.Module):
     """One block. The residual stream travels beside the activations: each addition fuses with what follows it."""
 
-    def __init__(self, spec: ModelSpec, layer: int, tp: TPGroup, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, spec: ModelSpec, layer: int, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool
+    ):  # fmt: skip
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
-        self.self_attn = LlamaAttention(spec, layer, tp, device, dtype)
+        self.self_attn = LlamaAttention(spec, layer, tp, device, dtype, deterministic)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
-        self.mlp = LlamaMLP(spec, tp, device, dtype)
+        self.mlp = LlamaMLP(spec, tp, device, dtype, deterministic)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotary: RotaryEmbedding, kv_cache: KVCache,
         plan: AttentionPlan,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """x: the last block's MLP output, not yet added to `residual`; both [T, hidden_size]. None before the first."""
+        """x: the rank's summand of the last block's MLP output, not yet added to `residual`; both [T, hidden_size].
+
+        Before the first block there is no residual, and x is the embedding.
+        """
         x, residual = self.self_attn(x, residual, self.input_layernorm, rotary, kv_cache, plan)
         return self.mlp(x, residual, self.post_attention_layernorm)
 
@@ -126,8 +146,10 @@ class LlamaLayer(nn.Module):
 class LlamaForCausalLM(CausalLM):
     """See `CausalLM`."""
 
-    def __init__(self, spec: ModelSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype):
-        super().__init__(spec, tp)
+    def __init__(
+        self, spec: ModelSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False
+    ):
+        super().__init__(spec, tp, deterministic)
         if spec.rope is None:
             raise ValueError(f"{spec.architecture} needs rotary positions")
         self.embed_tokens = VocabParallelEmbedding(
@@ -136,11 +158,13 @@ class LlamaForCausalLM(CausalLM):
         # yarn may reach less far than max_position_embeddings claims; the table covers both.
         max_position = max(spec.max_model_len, spec.max_position_embeddings)
         self.rotary = RotaryEmbedding(spec.rope, max_position, device=device)
-        self.layers = nn.ModuleList(LlamaLayer(spec, i, tp, device, dtype) for i in range(spec.num_layers))
+        self.layers = nn.ModuleList(
+            LlamaLayer(spec, i, tp, device, dtype, deterministic) for i in range(spec.num_layers)
+        )
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
         self.lm_head = ParallelLMHead(
             spec.vocab_size, spec.hidden_size, tied=self.embed_tokens if spec.tie_word_embeddings else None,
-            tp=tp, device=device, dtype=dtype,
+            tp=tp, device=device, dtype=dtype, deterministic=deterministic,
         )  # fmt: skip
 
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
@@ -150,7 +174,7 @@ class LlamaForCausalLM(CausalLM):
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, residual = layer(x, residual, self.rotary, kv_cache, plan)
         assert residual is not None  # a model has layers
-        return self.norm.add(x, residual)[0]
+        return self.norm.add_partial(x, residual, self.tp)[0]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden)

@@ -171,7 +171,7 @@ def load_model(
     else:
         source = Checkpoint(config.model)
     with torch.no_grad():
-        model = model_class(spec.architecture)(spec, tp, device, dtype)
+        model = model_class(spec.architecture)(spec, tp, device, dtype, config.deterministic)
         model.load(source)
     source.finish()
     if unwritten := source.unwritten(model):

@@ -7,6 +7,7 @@ from torch import nn
 
 from rayllm.layers.activation import activation
 from rayllm.layers.attention import AttentionPlan, KVCache, attention
+from rayllm.layers.attention_deterministic import attend_deterministic
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from rayllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -15,6 +16,7 @@ from rayllm.layers.weights import WeightSource
 from rayllm.model_spec import ModelSpec, OPTSpec
 from rayllm.models.base import CausalLM, name_prefix
 from rayllm.parallel.tp_group import TPGroup
+from rayllm_kernels import ops
 
 # OPT's position table has two rows before position 0, a heritage of fairseq's padding index.
 POSITION_OFFSET = 2
@@ -23,20 +25,27 @@ POSITION_OFFSET = 2
 class OPTLayer(nn.Module):
     """One block: attention and MLP, each with its residual and its norm before (or, in OPT-350m, after)."""
 
-    def __init__(self, spec: ModelSpec, opt: OPTSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, spec: ModelSpec, opt: OPTSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool
+    ):  # fmt: skip
         super().__init__()
-        hidden, inner = spec.hidden_size, spec.intermediate_size
+        hidden, inner, self.deterministic = spec.hidden_size, spec.intermediate_size, deterministic
         self.pre_norm, self.scale = opt.pre_norm, spec.head_dim**-0.5
         self.qkv_proj = QKVParallelLinear(
             hidden, spec.num_heads, spec.num_kv_heads, spec.head_dim,
-            bias=spec.qkv_bias, tp=tp, device=device, dtype=dtype,
+            bias=spec.qkv_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic,
         )  # fmt: skip
         self.out_proj = RowParallelLinear(
-            hidden, hidden, bias=spec.attention_out_bias, tp=tp, device=device, dtype=dtype
+            hidden, hidden,
+            bias=spec.attention_out_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic,
+        )  # fmt: skip
+        self.fc1 = ColumnParallelLinear(
+            hidden, inner, bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic
         )
-        self.fc1 = ColumnParallelLinear(hidden, inner, bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype)
-        self.fc2 = RowParallelLinear(inner, hidden, bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype)
-        self.act = activation(spec.hidden_act)
+        self.fc2 = RowParallelLinear(
+            inner, hidden, bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic
+        )
+        self.act = activation(spec.hidden_act, deterministic)
         self.self_attn_layer_norm = LayerNorm(
             hidden, spec.norm_eps, affine=opt.norm_affine, device=device, dtype=dtype
         )  # fmt: skip
@@ -52,7 +61,12 @@ class OPTLayer(nn.Module):
 
     def _attend(self, x: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
         q, k, v = self.qkv_proj(x)
-        return self.out_proj(attention(q, k, v, kv_cache, plan, scale=self.scale).flatten(1))
+        if self.deterministic:
+            ops.reshape_and_cache(k, v, *kv_cache, plan.batch.slot_mapping)
+            out = attend_deterministic(q, kv_cache, plan.batch, scale=self.scale)
+        else:
+            out = attention(q, k, v, kv_cache, plan, scale=self.scale)
+        return self.out_proj(out.flatten(1))
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc2(self.act(self.fc1(x)))
@@ -69,8 +83,10 @@ class OPTLayer(nn.Module):
 class OPTForCausalLM(CausalLM):
     """See `CausalLM`. The projection from hidden_size to the embeddings' width is a part of `compute_logits`."""
 
-    def __init__(self, spec: ModelSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype):
-        super().__init__(spec, tp)
+    def __init__(
+        self, spec: ModelSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False
+    ):
+        super().__init__(spec, tp, deterministic)
         opt = spec.opt
         if opt is None:
             raise ValueError(f"{spec.architecture} needs the fields of OPT")
@@ -85,12 +101,16 @@ class OPTForCausalLM(CausalLM):
         self.project_out: ColumnParallelLinear | None = None
         if opt.embed_dim != spec.hidden_size:
             self.project_in = ColumnParallelLinear(
-                opt.embed_dim, spec.hidden_size, bias=False, tp=alone, device=device, dtype=dtype
-            )
+                opt.embed_dim, spec.hidden_size,
+                bias=False, tp=alone, device=device, dtype=dtype, deterministic=deterministic,
+            )  # fmt: skip
             self.project_out = ColumnParallelLinear(
-                spec.hidden_size, opt.embed_dim, bias=False, tp=alone, device=device, dtype=dtype
-            )
-        self.layers = nn.ModuleList(OPTLayer(spec, opt, tp, device, dtype) for _ in range(spec.num_layers))
+                spec.hidden_size, opt.embed_dim,
+                bias=False, tp=alone, device=device, dtype=dtype, deterministic=deterministic,
+            )  # fmt: skip
+        self.layers = nn.ModuleList(
+            OPTLayer(spec, opt, tp, device, dtype, deterministic) for _ in range(spec.num_layers)
+        )
         self.final_layer_norm: LayerNorm | None = None
         if opt.final_norm:
             self.final_layer_norm = LayerNorm(
@@ -98,7 +118,7 @@ class OPTForCausalLM(CausalLM):
             )
         self.lm_head = ParallelLMHead(
             spec.vocab_size, opt.embed_dim, tied=self.embed_tokens if spec.tie_word_embeddings else None,
-            tp=tp, device=device, dtype=dtype,
+            tp=tp, device=device, dtype=dtype, deterministic=deterministic,
         )  # fmt: skip
 
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:

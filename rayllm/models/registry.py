@@ -13,7 +13,8 @@ from rayllm.models.llama import LlamaForCausalLM
 from rayllm.models.opt import OPTForCausalLM
 from rayllm.parallel.tp_group import TPGroup
 
-ModelClass = Callable[[ModelSpec, TPGroup, torch.device, torch.dtype], CausalLM]
+# (spec, tp, device, dtype, deterministic)
+ModelClass = Callable[[ModelSpec, TPGroup, torch.device, torch.dtype, bool], CausalLM]
 
 MODEL_CLASSES: dict[str, ModelClass] = {
     "LlamaForCausalLM": LlamaForCausalLM,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from rayllm.types import TokenLogprobs
+from rayllm_kernels import ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +39,13 @@ class LogprobTensors:
         )
 
 
-def gather(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
-    """Log-probabilities under softmax(logits).
+def gather(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
+    """Log-probabilities under softmax(logits), see `ops.gather_logprobs`.
 
-    logits: [M, V] float32, raw; -inf allowed, but not for a whole row. token_ids: [M] int64. num_top: K, 0 to V.
-    Memory beside logits: 4 bytes a logit, 16 if num_top > 0.
+    logits: [N, V] float, raw; -inf allowed, but not for a whole row. rows: [M] int64, those to report on. token_ids:
+    [M] int64, their chosen tokens. num_top: K, 0 to V.
     """
-    highest = logits.amax(dim=1, keepdim=True)
-    log_total = (logits - highest).exp_().sum(dim=1, keepdim=True).log_()
-    chosen = logits.gather(1, token_ids[:, None])
-    ranks = (logits > chosen).sum(dim=1) + 1
-    if num_top > 0:
-        top_ids = _ordered_keys(logits).topk(num_top, dim=1).indices
-    else:
-        top_ids = token_ids.new_empty(token_ids.shape[0], 0)
-    return LogprobTensors(
-        token_ids=token_ids,
-        logprobs=(chosen - highest - log_total)[:, 0],
-        ranks=ranks,
-        top_ids=top_ids,
-        top_logprobs=logits.gather(1, top_ids) - highest - log_total,
-    )
+    return LogprobTensors(token_ids, *ops.gather_logprobs(logits, rows, token_ids, num_top))
 
 
 def to_entries(tensors: LogprobTensors, num_top: Sequence[int]) -> list[TokenLogprobs]:
@@ -79,18 +66,8 @@ def prompt_logprobs(logits: torch.Tensor, target_ids: torch.Tensor, num_top: int
     """Log-probabilities of prompt tokens, each under the logits of the position before it. Synchronises.
 
     logits: [M, V]. target_ids: [M] int64, the tokens that follow. num_top: top tokens a position. The caller bounds
-    memory (see `gather`) by calling this with pieces of the prompt.
+    memory by calling this with pieces of the prompt.
     """
-    tensors = gather(logits.float(), target_ids, num_top).to_host(non_blocking=False)
+    rows = torch.arange(logits.shape[0], device=logits.device)
+    tensors = gather(logits, rows, target_ids, num_top).to_host(non_blocking=False)
     return to_entries(tensors, [num_top] * target_ids.shape[0])
-
-
-def _ordered_keys(logits: torch.Tensor) -> torch.Tensor:
-    """int64 keys in the order of (logit, then lower id first): topk of them has no ties, so it is the same anywhere.
-
-    The bits of a float32, with all but the sign flipped if it is negative, are an integer in the float's order.
-    """
-    bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 and 0.0 equal
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    return (ordered.long() << 32) - ids

@@ -28,14 +28,12 @@ class DrawRows:
 
 @dataclass(frozen=True, slots=True)
 class CutRows:
-    """The C rows that use top_k, top_p or min_p; arguments of `top_k_top_p.cutoff`. All [C].
+    """The C rows that use top_k, top_p or min_p; arguments of `ops.truncate_draws`. All [C].
 
-    num_candidates, any_top_p: on the host. rows: int64, ascending, indices into the batch. top_k: int64, 0 for all.
-    top_p, log_min_p: float32, 1 and -inf for all.
+    rows: int64, ascending, indices into the batch. top_k: int64, 0 for all. top_p, log_min_p: float32, 1 and -inf for
+    all.
     """
 
-    num_candidates: int
-    any_top_p: bool
     rows: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -44,14 +42,12 @@ class CutRows:
 
 @dataclass(frozen=True, slots=True)
 class PenaltyRows:
-    """The P rows with a penalty. All [P].
+    """The P rows with a penalty; arguments of `ops.penalise`. All [P].
 
-    max_num_tokens: host integer, how much of the token table has to be read. rows: int64, ascending, indices into
-    the batch. table_rows: int64, their rows in the token table. num_prompt_tokens, num_tokens: int64, prompt and
-    prompt + output. repetition, presence, frequency: float32.
+    rows: int64, ascending, indices into the batch. table_rows: int64, their rows in the token table.
+    num_prompt_tokens, num_tokens: int64, prompt and prompt + output. repetition, presence, frequency: float32.
     """
 
-    max_num_tokens: int
     rows: torch.Tensor
     table_rows: torch.Tensor
     num_prompt_tokens: torch.Tensor

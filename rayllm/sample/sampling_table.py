@@ -158,9 +158,9 @@ class SamplingTable:
             counters = np.stack((self._seed[rows], positions))
             draw = packer.add(counters, np.stack((self._temperature[rows], self._noise_scale[rows])))
         if used & _CUT:
-            num_candidates, cut = self._add_cut(packer, rows, features)
+            cut = self._add_cut(packer, rows, features)
         if used & _PENALTY:
-            max_num_tokens, penalties = self._add_penalties(packer, rows, features, positions)
+            penalties = self._add_penalties(packer, rows, features, positions)
         if used & _BIAS:
             bias = self._add_bias(packer, rows, features)
         if used & _MIN_TOKENS:
@@ -178,35 +178,27 @@ class SamplingTable:
         return SamplingBatch(
             num_rows=len(rows),
             draw=DrawRows(*tensors(draw)) if draw else None,
-            cut=CutRows(num_candidates, bool(used & _TOP_P), *tensors(cut)) if cut else None,
-            penalties=PenaltyRows(max_num_tokens, *tensors(penalties)) if penalties else None,
+            cut=CutRows(*tensors(cut)) if cut else None,
+            penalties=PenaltyRows(*tensors(penalties)) if penalties else None,
             bias=BiasEntries(*tensors(bias)) if bias else None,
             bans=BanEntries(*tensors(bans)) if bans else None,
             logprobs=LogprobRows(asking.tolist(), num_top, *tensors(logprobs)) if logprobs else None,
         )
 
-    def _add_cut(self, packer: Packer, rows: np.ndarray, features: np.ndarray) -> tuple[int, slice]:
-        """Pack CutRows. Returns its num_candidates and its place."""
+    def _add_cut(self, packer: Packer, rows: np.ndarray, features: np.ndarray) -> slice:
+        """Pack CutRows."""
         index = np.flatnonzero(features & _CUT)
-        cut_rows, cut_features = rows[index], features[index]
-        top_k = self._top_k[cut_rows]
-        if np.any(cut_features & (_TOP_K | _TOP_P) == _TOP_P):  # top_p without top_k: any token may be in the set
-            num_candidates = self._vocab_size
-        else:
-            num_candidates = int(top_k.max())
+        cut_rows = rows[index]
         floats = np.stack((self._top_p[cut_rows], self._log_min_p[cut_rows]))
-        return num_candidates, packer.add(np.stack((index, top_k)), floats)
+        return packer.add(np.stack((index, self._top_k[cut_rows])), floats)
 
-    def _add_penalties(
-        self, packer: Packer, rows: np.ndarray, features: np.ndarray, positions: np.ndarray
-    ) -> tuple[int, slice]:
-        """Pack PenaltyRows. Returns its max_num_tokens and its place."""
+    def _add_penalties(self, packer: Packer, rows: np.ndarray, features: np.ndarray, positions: np.ndarray) -> slice:
+        """Pack PenaltyRows."""
         index = np.flatnonzero(features & _PENALTY)
         table_rows = rows[index]
-        num_tokens = positions[index]
-        integers = np.stack((index, table_rows, self._num_prompt_tokens[table_rows], num_tokens)).astype(np.int64)
+        integers = np.stack((index, table_rows, self._num_prompt_tokens[table_rows], positions[index])).astype(np.int64)
         floats = np.stack((self._repetition[table_rows], self._presence[table_rows], self._frequency[table_rows]))
-        return int(num_tokens.max()), packer.add(integers, floats)
+        return packer.add(integers, floats)
 
     def _add_bias(self, packer: Packer, rows: np.ndarray, features: np.ndarray) -> slice:
         """Pack BiasEntries."""

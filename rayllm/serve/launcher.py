@@ -19,8 +19,10 @@ from rayllm.config import EngineConfig, ServerConfig
 from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
 from rayllm.model_spec import check_parallel, load_model_spec
 from rayllm.serve.processes import adopt_orphans, end_descendants
+from rayllm.types import DeviceMemory, EngineInfo, StartReport
 
 APP_NAME = "rayllm"
+GIB = 1 << 30
 STARTUP_TIMEOUT_S = 1800.0
 _POLL_S = 0.1
 _WATCH_S = 2.0
@@ -33,11 +35,30 @@ logger = logging.getLogger(__name__)
 
 
 class Ready(NamedTuple):
-    """A server that is up. phases: seconds that each phase of the start took."""
+    """A server that is up. phases: seconds that each phase of the start took. engine: how that came up."""
 
     url: str
     model_name: str
     phases: dict[str, float]
+    engine: EngineInfo
+
+
+def describe_start(info: EngineInfo) -> list[str]:
+    """Lines about an engine: where its ranks are, what their memory is for, how long each phase took."""
+    report = info.start
+    lines = [f"rank {rank}   {place}" for rank, place in enumerate(report.placement)]
+    lines += [f"memory   {_describe_memory(report, i)}" for i in range(len(report.memory))]
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report.phases)
+    return [*lines, f"KV cache {info.num_kv_tokens:,} tokens", f"engine   {phases} s"]
+
+
+def _describe_memory(report: StartReport, rank: int) -> str:
+    memory: DeviceMemory = report.memory[rank]
+    text = f"rank {rank}: weights {memory.weights / GIB:.2f} GiB, KV cache {memory.kv_cache / GIB:.2f} GiB"
+    if not memory.allowed:
+        return text
+    rest = memory.in_use - memory.weights - memory.kv_cache
+    return f"{text}, all else {rest / GIB:.2f} GiB; {memory.in_use / GIB:.2f} of {memory.allowed / GIB:.2f} GiB allowed"
 
 
 class Stopped(Exception):
@@ -81,7 +102,7 @@ def start_server(
                 url, name = cluster.deploy(engine, server)
             with _phase(phases, "engine"):
                 cluster.wait_until_running(signals.stop, report, startup_timeout)
-            on_ready(Ready(url, name, phases))
+            on_ready(Ready(url, name, phases, cluster.engine_info()))
             cluster.watch(signals.stop, report)
         except (Stopped, SystemExit):  # while it starts, Ray turns SIGTERM into SystemExit
             pass
@@ -168,6 +189,16 @@ class _Cluster:
                 raise StartupError(f"the engine was not up after {timeout:g} s" + (f": {note}" if note else ""))
             if stop.wait(_POLL_S):
                 raise Stopped
+
+    def engine_info(self) -> EngineInfo:
+        """What the engine that runs says of itself. Raises StartupError if it does not answer."""
+        from ray import serve
+
+        try:
+            handle = serve.get_deployment_handle("EngineReplica", APP_NAME)
+            return handle.info.remote().result(timeout_s=_STOP_S)
+        except Exception as error:
+            raise StartupError(f"the engine started but does not answer: {_last_line(str(error))}") from None
 
     def watch(self, stop: threading.Event, report: Report) -> None:
         """Return when told to stop; report changes of the application's status. Raises EngineDeadError."""

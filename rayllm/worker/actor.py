@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from rayllm.config import EngineConfig
 from rayllm.gc_pauses import freeze_heap
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.types import StepPlan, StepResult
+from rayllm.types import DeviceMemory, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from rayllm.model_spec import ModelSpec
@@ -44,7 +44,7 @@ class AnyWorker(Protocol):
     def load_model(self) -> None: ...
     def determine_num_blocks(self) -> tuple[int, int]: ...
     def init_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None: ...
-    def warm_up(self) -> None: ...
+    def warm_up(self) -> DeviceMemory: ...
     def submit(self, plan: StepPlan) -> None: ...
     def collect(self) -> StepResult: ...
     def close(self) -> None: ...
@@ -183,9 +183,14 @@ class WorkerActor:
         self._groups: Groups | None = None
         self._worker: AnyWorker | None = None
 
-    def process_id(self) -> int:
-        """This process, once everything it needs is imported."""
-        return os.getpid()
+    def whereabouts(self) -> tuple[int, str]:
+        """This process and its device, once everything it needs is imported."""
+        if self._device.type == "cpu":
+            return os.getpid(), "CPU"
+        return os.getpid(), f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}"
+
+    def ping(self) -> None:
+        """Answers as long as this process can run Python; called in a thread of its own."""
 
     def connect(self, meeting: Rendezvous) -> None:
         """Join the groups, and try the device group out."""
@@ -223,10 +228,11 @@ class WorkerActor:
         assert self._worker is not None
         self._thread.call(self._worker.init_cache, num_gpu_blocks, num_cpu_blocks)
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> DeviceMemory:
         assert self._worker is not None
-        self._thread.call(self._worker.warm_up)
+        memory: DeviceMemory = self._thread.call(self._worker.warm_up)
         freeze_heap()
+        return memory
 
     def run(self) -> None:
         """The step loop: returns when the driver said stop and all plans before that are done.

@@ -64,7 +64,6 @@ class ChunkGraphs:
     ):  # fmt: skip
         self._model, self._caches, self._sizes = model, caches, sizes
         self._max_decodes, self._max_chunks, self._max_sampled = max_decodes, max_chunks, max_sampled
-        self._max_len = max_model_len
         tokens, seqs = max(sizes, default=0), max_decodes + max_chunks
         self._input_ids, self._positions = torch.zeros(2, tokens, dtype=torch.int64, device=device)
         self._slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
@@ -134,7 +133,6 @@ class ChunkGraphs:
             logit_rows=self._logit_rows,
             num_decodes=room,
             max_query_len=size,
-            max_seq_len=self._max_len,
             prefill_row=0,
         )
         hidden = self._model(batch, self._caches)

@@ -33,11 +33,15 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """Captured decode steps. `run` returns tensors that the next `run` overwrites.
 
-    Mirrors block tables on the device, for which `apply` must see every plan.
+    Mirrors block tables on the device, for which `apply` must see every plan. split_decodes: attend with the decode
+    kernel, not as chunks of one token.
     """
 
-    def __init__(self, model: CausalLM, caches: list[KVCache], state: PersistentBatch, max_num_seqs: int):
-        self._model, self._caches = model, caches
+    def __init__(
+        self, model: CausalLM, caches: list[KVCache], state: PersistentBatch, max_num_seqs: int,
+        split_decodes: bool = True,
+    ):  # fmt: skip
+        self._model, self._caches, self._split_decodes = model, caches, split_decodes
         self._token_table, self._block_size = state.token_table, state.block_size
         self._spare_row = max_num_seqs
         self._sizes = graph_sizes(max_num_seqs)
@@ -117,9 +121,8 @@ class DecodeGraphs:
             seq_lens=self._seq_lens[:size],
             query_start_loc=self._query_starts[: size + 1],
             logit_rows=self._all_rows[:size],
-            num_decodes=size,
-            max_query_len=0,
-            max_seq_len=self._max_blocks * self._block_size,
+            num_decodes=size if self._split_decodes else 0,
+            max_query_len=0 if self._split_decodes else 1,
         )
         ops.decode_inputs(
             rows, positions, self._token_table, self._block_table, self._block_size, input_ids=batch.input_ids,

@@ -77,8 +77,11 @@ class StepInputs:
         return (self.starts + self.counts)[: self.num_sampled]
 
 
-def build(state: PersistentBatch, plan: StepPlan, device: torch.device) -> StepInputs:
-    """The tensors of one step. Reads `state` (after `apply`), changes nothing."""
+def build(state: PersistentBatch, plan: StepPlan, device: torch.device, split_decodes: bool = True) -> StepInputs:
+    """The tensors of one step. Reads `state` (after `apply`), changes nothing.
+
+    split_decodes: the plan's decodes get the decode kernel; otherwise they are chunks of one token.
+    """
     rows = np.array(plan.rows, np.int64)
     counts = np.array(plan.num_tokens, np.int64)
     starts = state.num_computed[rows]
@@ -91,8 +94,8 @@ def build(state: PersistentBatch, plan: StepPlan, device: torch.device) -> StepI
     slots = state.block_table[token_rows, positions // size].astype(np.int64) * size + positions % size
     logit_rows = ends[: plan.num_sampled] - 1
     seq_lens = starts + counts
-    max_seq_len = int(seq_lens.max())
-    tables = state.block_table[rows, : -(-max_seq_len // size)]
+    tables = state.block_table[rows, : -(-int(seq_lens.max()) // size)]
+    decodes = plan.num_decodes if split_decodes else 0
     wide = to_device([token_rows, positions, slots, logit_rows], np.int64, device)
     narrow = to_device([seq_lens, np.append(0, ends), tables.ravel()], np.int32, device)
     batch = ForwardBatch(
@@ -103,9 +106,8 @@ def build(state: PersistentBatch, plan: StepPlan, device: torch.device) -> StepI
         seq_lens=narrow[0],
         query_start_loc=narrow[1],
         logit_rows=wide[3],
-        num_decodes=plan.num_decodes,
-        max_query_len=int(counts[plan.num_decodes :].max(initial=0)),
-        max_seq_len=max_seq_len,
+        num_decodes=decodes,
+        max_query_len=int(counts[decodes:].max(initial=0)),
     )
     return StepInputs(batch, rows, counts, starts, plan.num_sampled)
 

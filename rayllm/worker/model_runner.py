@@ -43,11 +43,17 @@ class PendingResult:
 
 
 class ModelRunner:
-    """Runs plans in order. Everything stays on the device between steps; only sampled ids and logprobs leave it."""
+    """Runs plans in order. Everything stays on the device between steps; only sampled ids and logprobs leave it.
+
+    split_decodes: decodes are attended by the decode kernel. Without it they are chunks of one token, whose results do
+    not depend on how a sequence was cut into steps.
+    """
 
     def __init__(
-        self, model: CausalLM, caches: list[KVCache], state: PersistentBatch, table: SamplingTable, device: torch.device
-    ):
+        self, model: CausalLM, caches: list[KVCache], state: PersistentBatch, table: SamplingTable,
+        device: torch.device, split_decodes: bool = True,
+    ):  # fmt: skip
+        self._split_decodes = split_decodes
         self._model, self._caches = model, caches
         self._state, self._table, self._device = state, table, device
         self._graphs: DecodeGraphs | None = None
@@ -59,12 +65,13 @@ class ModelRunner:
         """Capture CUDA graphs for decode-only plans of up to max_num_seqs, and for other plans of up to max_tokens."""
         state = self._state
         chunk_graphs = step_graphs(
-            self._model, self._caches, max_tokens=max_tokens, max_num_seqs=max_num_seqs, split_decodes=True,
+            self._model, self._caches, max_tokens=max_tokens, max_num_seqs=max_num_seqs,
+            split_decodes=self._split_decodes,
             max_model_len=state.token_table.shape[1], block_size=state.block_size, device=self._device,
         )  # fmt: skip
         for graphs in reversed(chunk_graphs):  # the largest first
             graphs.capture(memory)
-        decode_graphs = DecodeGraphs(self._model, self._caches, state, max_num_seqs)
+        decode_graphs = DecodeGraphs(self._model, self._caches, state, max_num_seqs, self._split_decodes)
         decode_graphs.capture(memory)
         self._graphs, self._chunk_graphs = decode_graphs, chunk_graphs
 
@@ -77,7 +84,7 @@ class ModelRunner:
         if self._graphs is not None and plan.num_decodes == len(plan.rows):
             sampled, sampling = self._decode(self._graphs, np.array(plan.rows, np.int64))
         else:
-            inputs = build(self._state, plan, self._device)
+            inputs = build(self._state, plan, self._device, self._split_decodes)
             logits, prompt_entries = self._forward(inputs)
             if plan.num_sampled:
                 sampled, sampling = self._sample(logits, inputs.sampled_rows, inputs.sampled_positions)

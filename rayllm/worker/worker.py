@@ -14,7 +14,7 @@ from rayllm.model_spec import ModelSpec
 from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.sample.sampling_table import SamplingTable
-from rayllm.types import StepPlan, StepResult
+from rayllm.types import DeviceMemory, StepPlan, StepResult
 from rayllm.worker.cache_engine import CacheEngine, block_bytes
 from rayllm.worker.chunk_graph import CHUNK_SIZES, MAX_CHUNKS, MIXED_SIZES
 from rayllm.worker.cuda_graph import graph_sizes
@@ -72,6 +72,7 @@ class Worker:
         """Load this rank's weights. Raises ModelError."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        self._tp = self._tp.with_symmetric_memory(self._spec.hidden_size, self._dtype)
         self._model = load_model(self._spec, self._config, self._tp, self._device, self._dtype)
         self._finish_loading()
 
@@ -94,11 +95,12 @@ class Worker:
         )  # fmt: skip
         state = PersistentBatch(self._config.max_num_seqs, self._max_model_len, self._config.block_size, self._device)
         table = SamplingTable(self._config.max_num_seqs, self._spec.vocab_size, self._spec.eos_token_ids)
-        self._runner = ModelRunner(self._model, self._cache.layers, state, table, self._device)
+        split_decodes = not self._config.deterministic
+        self._runner = ModelRunner(self._model, self._cache.layers, state, table, self._device, split_decodes)
         self._finish_loading()
 
-    def warm_up(self) -> None:
-        """On CUDA: compile the kernels and, unless enforce_eager, capture the decode graphs."""
+    def warm_up(self) -> DeviceMemory:
+        """On CUDA: compile the kernels and, unless enforce_eager, capture graphs. Returns what memory is taken then."""
         if self._device.type == "cuda":
             config = self._config
             with self._memory.active():
@@ -106,7 +108,7 @@ class Worker:
             if not config.enforce_eager:
                 self._runner.capture_graphs(config.max_num_seqs, config.max_num_batched_tokens, self._memory)
             torch.cuda.synchronize()
-            self._report_memory()
+        return self._memory_taken()
 
     def submit(self, plan: StepPlan) -> None:
         """Start a step; its result comes from `collect`."""
@@ -122,7 +124,7 @@ class Worker:
     def close(self) -> None:
         """Let go of the device's memory."""
         self._pending.clear()
-        for name in ("_runner", "_cache", "_model", "_memory"):
+        for name in ("_runner", "_cache", "_model", "_memory", "_tp"):
             if hasattr(self, name):
                 delattr(self, name)
         if self._device.type == "cuda":
@@ -157,15 +159,19 @@ class Worker:
             )
         return blocks
 
-    def _report_memory(self) -> None:
-        """Log what the device holds now that everything is allocated, louder if that is more than allowed."""
-        free, total = torch.cuda.mem_get_info()
-        limit = total * self._config.gpu_memory_utilization
+    def _memory_taken(self) -> DeviceMemory:
         weights = sum(parameter.nbytes for parameter in self._model.parameters())
-        text = "device memory: %.2f GiB in use of %.2f allowed; weights %.2f, KV cache %.2f"
-        figures = [(total - free) / GIB, limit / GIB, weights / GIB, self._cache.pool.nbytes / GIB]
-        passed = total - free > limit and self._config.num_gpu_blocks_override is None
-        logger.log(logging.WARNING if passed else logging.INFO, text, *figures)
+        kv_cache = self._cache.pool.nbytes
+        if self._device.type == "cpu":
+            return DeviceMemory(weights, kv_cache)
+        free, total = torch.cuda.mem_get_info()
+        allowed = int(total * self._config.gpu_memory_utilization)
+        if total - free > allowed and self._config.num_gpu_blocks_override is None:
+            logger.warning(
+                "%.2f GiB of the device are in use, more than gpu_memory_utilization %g allows (%.2f GiB)",
+                (total - free) / GIB, self._config.gpu_memory_utilization, allowed / GIB,
+            )  # fmt: skip
+        return DeviceMemory(weights, kv_cache, total - free, allowed)
 
     @torch.inference_mode()
     def _run_largest_batch(self, cache: CacheEngine) -> None:
@@ -187,7 +193,6 @@ class Worker:
             logit_rows=torch.arange(min(config.max_num_seqs, total), device=device),
             num_decodes=0,
             max_query_len=length,
-            max_seq_len=length,
         )
         hidden = self._model(batch, cache.layers)
         logits = self._model.compute_logits(hidden[batch.logit_rows])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rayllm.errors import ConfigError, ModelError
-from rayllm.types import StepPlan, StepResult
+from rayllm.types import DeviceMemory, StepPlan, StepResult
 
 
 def make_plan(step_id: int, num_rows: int = 3) -> StepPlan:
@@ -45,6 +45,7 @@ class AddingWorker:
         self.calls.append("warm_up")
         assert self.limits == (100 - (self.tp.size - 1), 50)
         assert self.calls == ["load_model", "determine_num_blocks", "init_cache", "warm_up"]
+        return DeviceMemory(weights=8 + self.tp.rank)
 
     def submit(self, plan):
         total = self.share.clone()
@@ -69,7 +70,7 @@ class EmptyWorker(AddingWorker):
 class FailingWorker(AddingWorker):
     """Fails on one rank in one method, in steps at step id 3. With functools.partial it is a worker factory.
 
-    how: "raise", "config", "model" (errors of these kinds), "kill" (SIGKILL), "hang".
+    how: "raise", "config", "model" (errors of these kinds), "kill" (SIGKILL), "stop" (SIGSTOP), "hang".
     """
 
     def __init__(self, config, spec, tp, device, *, rank, where, how):
@@ -90,7 +91,7 @@ class FailingWorker(AddingWorker):
 
     def warm_up(self):
         self._maybe_fail("warm_up")
-        super().warm_up()
+        return super().warm_up()
 
     def submit(self, plan):
         if plan.step_id == 3:
@@ -109,6 +110,8 @@ class FailingWorker(AddingWorker):
             return
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if how == "hang":
             threading.Event().wait()
         time.sleep(0.1)  # the other ranks get ahead, into the next all-reduce

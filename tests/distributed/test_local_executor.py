@@ -26,7 +26,12 @@ def make_local(worker_factory=AddingWorker):
 def test_results_come_in_order(depth):
     executor = make_local()
     assert executor.start() == WorkerLimits(num_gpu_blocks=100, num_cpu_blocks=50)
-    assert [name for name, _ in executor.phases] == ["load model", "size KV cache", "allocate KV cache", "warm up"]
+    assert [name for name, _ in executor.report.phases] == [
+        "load model",
+        "size KV cache",
+        "allocate KV cache",
+        "warm up",
+    ]
     with pytest.raises(RuntimeError, match="no plan"):
         executor.collect()
     assert executor.max_in_flight == 1, "on a CPU submit computes at once"

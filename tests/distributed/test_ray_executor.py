@@ -69,7 +69,9 @@ def started(request):
 def test_results_come_in_order_and_equal_the_local_ones(started, tp):
     executor = make_executor(tp=tp)
     assert executor.start() == WorkerLimits(num_gpu_blocks=100 - (tp - 1), num_cpu_blocks=50)
-    names = [name for name, _ in executor.phases]
+    assert [memory.weights for memory in executor.report.memory] == [8 + rank for rank in range(tp)]
+    assert len({place.split(", ")[1] for place in executor.report.placement}) == tp  # a process each
+    names = [name for name, _ in executor.report.phases]
     assert names == [
         "ray", "place", "start actors", "connect", "load model", "size KV cache", "allocate KV cache", "warm up",
     ]  # fmt: skip
@@ -118,6 +120,8 @@ def test_a_plan_may_change_once_it_is_submitted(started):
     [
         ("load_model", "raise", StartupError, "worker rank 1 on node .* failed to load the model: ValueError: made to"),
         ("load_model", "kill", StartupError, "worker rank 1 on node .* failed to load the model: its process died"),
+        ("load_model", "stop", StartupError, "worker rank 1 on node .* has not answered for 6 s while it had to load"),
+        ("warm_up", "stop", StartupError, "worker rank 1 on node .* has not answered for 6 s while it had to warm up"),
         ("load_model", "model", ModelError, "^made to fail in load_model$"),
         ("warm_up", "config", ConfigError, "^made to fail in warm_up$"),
     ],
@@ -128,7 +132,7 @@ def test_a_start_that_fails(where, how, error, message):
     with pytest.raises(error, match=message) as raised:
         executor.start()
     assert type(raised.value) is error
-    assert time.monotonic() - began - sum(seconds for _, seconds in executor.phases) < SOON
+    assert time.monotonic() - began - sum(seconds for _, seconds in executor.report.phases) < SOON
     assert all(is_gone(pid) for pid in executor._ranks._pids)
     with pytest.raises(EngineDeadError):
         executor.submit(make_plan(0))
@@ -141,6 +145,8 @@ def test_a_start_that_fails(where, how, error, message):
         (1, "collect", "raise", "worker rank 1 on node .* failed: ValueError: made to fail in collect"),
         (1, "submit", "kill", "worker rank 1 on node .* failed: its process died"),
         (0, "collect", "kill", "worker rank 0 on node .* failed: its process died"),
+        (1, "submit", "stop", "worker rank 1 on node .* has not answered for 6 s; the last finished step was 2"),
+        (0, "collect", "stop", "worker rank 0 on node .* has not answered for 6 s; the last finished step was 2"),
     ],
 )
 def test_a_step_that_fails(started, rank, where, how, message):

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rayllm_kernels.decode_work import DecodeSchedule
+
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     # Triton reads this when a kernel is decorated, its own helpers included, so it must be set before the first import.
@@ -93,6 +95,9 @@ class PagedCase:
         return module.paged_decode_attention(
             self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens, scale=self.scale, **options
         )
+
+    def schedule(self, module: ModuleType, **options: object) -> DecodeSchedule:
+        return module.decode_schedule(self.q, self.k_cache, self.seq_lens, **options)
 
     def prefill(self, module: ModuleType, **options: object) -> Tensor:
         return module.paged_prefill_attention(

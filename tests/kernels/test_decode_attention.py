@@ -37,28 +37,33 @@ if ON_GPU:
     ]
 
 
-@pytest.mark.parametrize("num_splits", [1, 3, None])
+def decode_in_ranges(case, kernels, num_ranges, **options):
+    schedule = case.schedule(kernels, num_ranges=num_ranges, sliding_window=options.get("sliding_window"))
+    return case.decode(kernels, schedule=schedule, **options)
+
+
+@pytest.mark.parametrize("num_ranges", [1, 5, None])
 @pytest.mark.parametrize(("seq_lens", "heads", "head_dim", "block_size", "dtype"), SHAPES)
-def test_shapes(paged_case, assert_kernel_close, kernels, seq_lens, heads, head_dim, block_size, dtype, num_splits):
+def test_shapes(paged_case, assert_kernel_close, kernels, seq_lens, heads, head_dim, block_size, dtype, num_ranges):
     case = paged_case(seq_lens, heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype, spread=2.0)
     # The output is a strided slice, too.
     out = torch.full((len(seq_lens), heads[0] + 1, head_dim), float("nan"), dtype=dtype, device=case.q.device)[:, 1:]
-    assert case.decode(kernels, num_splits=num_splits, out=out) is out
+    assert decode_in_ranges(case, kernels, num_ranges, out=out) is out
     assert_kernel_close(out, case.decode(reference))
     for row, length in enumerate(seq_lens):
         assert length > 0 or not out[row].any()
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("num_ranges", [1, 4])
 @pytest.mark.parametrize("window", [None, 1, 40, 64, 500])
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
 @pytest.mark.parametrize("alibi", [False, True])
-def test_options(paged_case, assert_kernel_close, kernels, device, window, soft_cap, alibi, num_splits):
+def test_options(paged_case, assert_kernel_close, kernels, device, window, soft_cap, alibi, num_ranges):
     case = paged_case([100, 0, 70], spread=4.0)
     slopes = 2.0 ** -torch.arange(1.0, 5.0, device=device) if alibi else None
     options = {"sliding_window": window, "soft_cap": soft_cap, "alibi_slopes": slopes}
     out = torch.full_like(case.q, float("nan"))
-    case.decode(kernels, num_splits=num_splits, out=out, **options)
+    decode_in_ranges(case, kernels, num_ranges, out=out, **options)
     assert_kernel_close(out, case.decode(reference, **options))
 
 
@@ -66,12 +71,57 @@ def test_options(paged_case, assert_kernel_close, kernels, device, window, soft_
 def test_large_scores(paged_case, assert_kernel_close, kernels, dtype):
     """Scores in the hundreds: the softmax is one-hot and must not overflow."""
     case = paged_case([77, 30], dtype=dtype, spread=100.0)
-    assert_kernel_close(case.decode(kernels, num_splits=2), case.decode(reference))
+    assert_kernel_close(decode_in_ranges(case, kernels, 3), case.decode(reference))
 
 
-def test_more_splits_than_tiles(paged_case, assert_kernel_close, kernels):
-    case = paged_case([5, 0, 130])
-    assert_kernel_close(case.decode(kernels, num_splits=20), case.decode(reference))
+# Tiles of fp32 are 32 keys: (context lengths, ranges that borders cut in a way of their own)
+BORDERS = [
+    ([5, 0, 130], 20),  # more ranges than tiles
+    ([32, 64, 96], 3),  # every border between two sequences
+    ([32, 64, 96], 6),  # a tile a range
+    ([33, 31, 65, 1], 2),
+    ([1] * 9, 4),
+    ([0, 0, 40, 0, 0, 0, 70, 0], 3),  # padding rows before, between and behind
+    ([0, 0, 0], 2),
+    ([700, 1, 2, 33, 3, 1], 7),  # one sequence over many ranges
+    ([1, 2, 33, 3, 700], 5),
+    ([700], 23),  # as many parts as tiles
+]
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("seq_lens", "num_ranges"), BORDERS)
+def test_borders_of_ranges(paged_case, assert_kernel_close, kernels, seq_lens, num_ranges, window):
+    case = paged_case(seq_lens, heads=(4, 2), head_dim=32)
+    schedule = case.schedule(kernels, num_ranges=num_ranges, sliding_window=window)
+    out = torch.full_like(case.q, float("nan"))
+    case.decode(kernels, schedule=schedule, sliding_window=window, out=out)
+    expected = case.decode(reference, sliding_window=window)
+    assert_kernel_close(out, expected)
+    # The schedule serves the next layer, too: other queries, the same lengths.
+    case.q.mul_(2.0)
+    assert_kernel_close(case.decode(kernels, schedule=schedule, sliding_window=window),
+                        case.decode(reference, sliding_window=window))  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ragged_batches(paged_case, assert_kernel_close, kernels, seed):
+    generator = torch.Generator().manual_seed(seed)
+    batch = int(torch.randint(1, 12, (1,), generator=generator))
+    lengths = torch.randint(0, 150, (batch,), generator=generator)
+    lengths[torch.rand(batch, generator=generator) < 0.2] = 0
+    num_ranges = int(torch.randint(1, 15, (1,), generator=generator))
+    case = paged_case(lengths.tolist(), heads=(2, 1), head_dim=16, block_size=8)
+    assert_kernel_close(decode_in_ranges(case, kernels, num_ranges), case.decode(reference))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter runs programs one by one, in order")
+def test_results_do_not_depend_on_arrival_order(paged_case, kernels):
+    case = paged_case([1 + 211 * i % 1700 for i in range(40)], heads=(16, 8), head_dim=128, dtype=torch.bfloat16)
+    first = case.decode(kernels)
+    schedule = case.schedule(kernels)
+    for _ in range(50):
+        assert torch.equal(case.decode(kernels, schedule=schedule), first)
 
 
 def test_blocks_before_the_window_are_not_read(paged_case, kernels):
@@ -85,17 +135,6 @@ def test_empty_batch(paged_case, kernels):
     assert paged_case([]).decode(kernels).shape == (0, 4, 64)
 
 
-def test_split_heuristic():
-    from rayllm_kernels.paged_decode_attention import MAX_SPLITS, choose_num_splits
-
-    assert choose_num_splits(8, 100, 132) == 1
-    assert choose_num_splits(8, 1024, 132) == 8
-    assert choose_num_splits(8, 8192, 132) > 8
-    assert choose_num_splits(8, 1 << 20, 132) <= MAX_SPLITS
-    assert choose_num_splits(4096, 1 << 20, 132) == 1
-    assert choose_num_splits(0, 0, 1) == 1
-
-
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
 def test_replays_in_a_cuda_graph(paged_case, assert_kernel_close, kernels):
     case = paged_case([3000, 100, 1], heads=(8, 2), dtype=torch.bfloat16)
@@ -104,8 +143,10 @@ def test_replays_in_a_cuda_graph(paged_case, assert_kernel_close, kernels):
     case.decode(kernels, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        case.decode(kernels, out=out)
-    for shorter in (0, 1, 900):
+        schedule = case.schedule(kernels)
+        for _layer in range(2):
+            case.decode(kernels, schedule=schedule, out=out)
+    for shorter in (2990, 900, 1, 0):
         case.seq_lens.copy_((longest - shorter).clamp_min(0))
         out.fill_(float("nan"))
         graph.replay()

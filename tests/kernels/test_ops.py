@@ -114,8 +114,12 @@ def test_other_errors(paged_case, kernels, randn, device):
     row = randn(4, 2, 64)
     for module in (reference, kernels):
         calls = [
-            ("num_splits", lambda m=module: case.decode(m, num_splits=0)),
-            ("max_seq_len", lambda m=module: case.decode(m, max_seq_len=0)),
+            ("schedule", lambda m=module: case.decode(m, schedule=paged_case([1], heads=(8, 2)).schedule(m))),
+            ("schedule", lambda m=module: case.decode(m, schedule=paged_case([1]).schedule(m))),
+            ("num_ranges", lambda m=module: case.schedule(m, num_ranges=0)),
+            ("sliding_window", lambda m=module: case.schedule(m, sliding_window=0)),
+            ("seq_lens", lambda m=module: m.decode_schedule(case.q[:1], case.k_cache, case.seq_lens)),
+            ("q", lambda m=module: m.decode_schedule(case.q[:, :3], case.k_cache, case.seq_lens)),
             ("q", lambda m=module: m.paged_decode_attention(
                 case.q[:1], *cache, case.block_tables, case.seq_lens, scale=1.0)),
             ("query_start_loc", lambda m=module: m.paged_prefill_attention(

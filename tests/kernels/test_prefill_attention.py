@@ -99,7 +99,7 @@ def test_chunks_equal_the_whole(paged_case, assert_kernel_close, kernels):
 
 def test_a_chunk_of_one_is_a_decode(paged_case, assert_kernel_close, kernels):
     case = paged_case([75, 20])
-    assert_kernel_close(case.prefill(kernels), case.decode(kernels, num_splits=2))
+    assert_kernel_close(case.prefill(kernels), case.decode(kernels))
 
 
 def test_blocks_before_the_window_are_not_read(paged_case, kernels):
@@ -126,6 +126,26 @@ def test_rows_outside_every_chunk_are_untouched(paged_case, kernels):
     )
     assert torch.equal(out[:10], case.prefill(kernels))
     assert (out[10:] == 7.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
+def test_padding_of_captured_steps(paged_case, kernels, dtype):
+    """Chunks that begin some rows into q, and sequences without queries after them, change nothing else."""
+    case = paged_case([300, 30, 170], [140, 1, 33], heads=(8, 2), head_dim=64, block_size=16, dtype=dtype)
+    plain = case.prefill(kernels)
+    before, after = 150, 40
+    rows = case.q.shape[0]
+    q = torch.cat([torch.full_like(case.q, 3.0)[:1].expand(before, -1, -1), case.q, case.q[:1].expand(after, -1, -1)])
+    starts = torch.cat([case.query_start_loc + before, case.query_start_loc[-1:].expand(20) + before])
+    tables = torch.cat([case.block_tables, torch.zeros_like(case.block_tables[:1]).expand(20, -1)])
+    lens = torch.cat([case.seq_lens, torch.zeros_like(case.seq_lens[:1]).expand(20)])
+    out = torch.full_like(q, 7.0)
+    kernels.paged_prefill_attention(
+        q, case.k_cache, case.v_cache, tables, lens, starts, q.shape[0], scale=case.scale, out=out
+    )
+    assert torch.equal(out[before : before + rows], plain)
+    assert (out[:before] == 7.0).all()
+    assert (out[before + rows :] == 7.0).all()
 
 
 def test_empty_batch(paged_case, kernels):
@@ -155,7 +175,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from rayllm_kernels.paged_prefill_hopper import SHARED, _hopper_kernel
 
-constants = {"GROUP": 4, "BLOCK_SIZE": 16, "BOX": 16, "HEAD_DIM": 64}
+constants = {"KV_HEADS": 2, "GROUP": 4, "BLOCK_SIZE": 16, "BOX": 16, "HEAD_DIM": 64}
 desc = f"tensordesc<bf16[16, 64],{SHARED.value!r}>"
 types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_desc": desc, "v_desc": desc, "unit": "fp32"}
 names = _hopper_kernel.arg_names

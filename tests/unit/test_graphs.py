@@ -89,12 +89,13 @@ def test_what_does_not_fit_a_graph(model):
     assert fits([(name, tokens(2, 0)) for name in "cdef"], 0) == (False, False)
 
 
+@pytest.mark.parametrize("split_decodes", [True, False])
 @torch.inference_mode()
-def test_decode_steps_equal_eager_ones_at_every_batch_size(model):
+def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes):
     eager = PagedRunner(model)
     caches = [(k.zero_(), v.zero_()) for k, v in PagedRunner(model).caches]
     state = PersistentBatch(max_num_seqs=8, max_model_len=64, block_size=8, device=CPU)
-    graphs = DecodeGraphs(model, caches, state, max_num_seqs=8)
+    graphs = DecodeGraphs(model, caches, state, max_num_seqs=8, split_decodes=split_decodes)
     prompts = {row: tokens(5 + 3 * row, row) for row in range(7)}
     new = []
     for row, ids in prompts.items():

@@ -155,9 +155,12 @@ def test_decode_reads_nothing_on_the_host(tmp_path, kind, monkeypatch):
     batch = runner.batch([("a", [5])], num_decodes=1, padding=3)
     # The torch references of these do read tensors; their Triton counterparts do not.
     monkeypatch.setattr(attention_ops, "reshape_and_cache", lambda *_: None)
-    monkeypatch.setattr(
-        attention_ops, "qk_norm_rope_cache", lambda qkv, *rest: qkv.view(len(qkv), -1, model.head_dim)[:, : rest[-2]]
-    )
+
+    def queries(qkv, *rest, **_):
+        return qkv.view(len(qkv), -1, model.head_dim)[:, : rest[-2]]
+
+    monkeypatch.setattr(attention_ops, "qk_norm_rope_cache", queries)
+    monkeypatch.setattr(attention_ops, "decode_schedule", lambda *_, **__: None)
     monkeypatch.setattr(attention_ops, "paged_decode_attention", lambda *_, **__: None)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         hidden = model(batch, runner.caches)

@@ -14,6 +14,7 @@ from rayllm.errors import ModelError
 from rayllm.model_spec import load_model_spec
 from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
+from rayllm_kernels import ops
 
 CPU = torch.device("cpu")
 
@@ -38,6 +39,9 @@ class ThreadGroup:
 
     def all_reduce(self, x):
         return x.copy_(sum(self.exchange(x)))
+
+    def all_reduce_add_rms_norm(self, x, residual, weight, eps):
+        return ops.fused_add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_gather(self, x, dim=-1):
         return torch.cat(self.exchange(x), dim=dim)

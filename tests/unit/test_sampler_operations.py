@@ -5,32 +5,27 @@ import math
 import pytest
 import torch
 
-from rayllm.sample import logit_bias, logprobs, penalties
-from rayllm.sample.top_k_top_p import cutoff
+from rayllm.sample import logit_bias, logprobs
+from rayllm_kernels import ops
+from rayllm_kernels.reference_truncation import cutoff
 
 INF = float("inf")
 
 
-def rows_of(scaled, top_k=0, top_p=1.0, min_p=0.0):
-    """Arguments of `cutoff` for rows that all have the same parameters."""
-    count, vocab_size = scaled.shape
-    log_min_p = math.log(min_p) if min_p > 0 else -INF
-    if top_p < 1.0 and top_k == 0:
-        num_candidates = vocab_size
-    else:
-        num_candidates = top_k
-    return (
-        torch.full((count,), top_k, dtype=torch.int64),
+def limits_of(logits, top_k=0, top_p=1.0, min_p=0.0):
+    """Cutoffs of rows that all have the same parameters."""
+    count = logits.shape[0]
+    return cutoff(
+        logits,
+        torch.ones(count),
+        torch.full((count,), top_k),
         torch.full((count,), top_p),
-        torch.full((count,), log_min_p),
-        num_candidates,
-        top_p < 1.0,
+        torch.full((count,), math.log(min_p) if min_p > 0 else -INF),
     )
 
 
 def kept_of(logits, **params):
-    scaled = logits - logits.amax(dim=1, keepdim=True)
-    return scaled >= cutoff(scaled, *rows_of(scaled, **params))[:, None]
+    return logits >= limits_of(logits, **params)[:, None]
 
 
 def reference_kept(logits, top_k=0, top_p=1.0, min_p=0.0):
@@ -97,20 +92,21 @@ def test_kept_sets_with_ties_and_bans(cut):
 def test_rows_of_one_batch_keep_their_own_sets():
     """Rows with different parameters, whichever way the candidates were found."""
     logits = torch.randn(5, 400, generator=torch.Generator().manual_seed(4)) * 3
-    scaled = logits - logits.amax(dim=1, keepdim=True)
     top_k = torch.tensor([3, 50, 0, 20, 0])
     top_p = torch.tensor([1.0, 0.9, 1.0, 0.5, 1.0])
     log_min_p = torch.tensor([-INF, -INF, -INF, -6.0, -2.0])
-    by_selection = cutoff(scaled, top_k, top_p, log_min_p, 50, True)
-    by_sorting = cutoff(scaled, top_k, top_p, log_min_p, 400, True)
-    assert torch.equal(by_selection, by_sorting)
+    ones = torch.ones(5)
+    by_selection = cutoff(logits, ones, top_k, top_p, log_min_p)
+    # One more row, with top_p alone, makes all of them look at every token.
+    more = [torch.cat([t, t[:1]]) for t in (logits, ones, top_k, top_p, log_min_p)]
+    more[2][5], more[3][5] = 0, 0.5
+    assert torch.equal(cutoff(*more)[:5], by_selection)
     for row in range(5):
         params = {"top_k": int(top_k[row]), "top_p": top_p[row].item(), "min_p": log_min_p[row].exp().item()}
         expected = reference_kept(logits[row].tolist(), **params)
-        assert (scaled[row] >= by_sorting[row]).nonzero()[:, 0].tolist() == expected
-        alone = cutoff(scaled[row : row + 1], *rows_of(scaled[row : row + 1], **params))
+        assert (logits[row] >= by_selection[row]).nonzero()[:, 0].tolist() == expected
         if params["min_p"] == 0:
-            assert alone == by_sorting[row]
+            assert limits_of(logits[row : row + 1], **params) == by_selection[row]
 
 
 def test_ties_beyond_the_candidates_count_in_the_total():
@@ -136,6 +132,13 @@ def test_top_p_of_exact_probabilities():
         assert kept_of(logits, top_p=top_p).sum() == expected, top_p
 
 
+def penalised(logits, history, num_prompt, num_tokens, repetition, presence, frequency):
+    """All rows of logits penalised, in a new tensor; row i has history row i."""
+    result, rows = logits.clone(), torch.arange(logits.shape[0])
+    ops.penalise(result, history, rows, rows, num_prompt, num_tokens, repetition, presence, frequency)
+    return result
+
+
 def reference_penalties(logits, prompt, output, repetition, presence, frequency):
     result = list(logits)
     for token in set(prompt) | set(output):
@@ -150,15 +153,13 @@ def test_penalties():
     vocab_size, length = 20, 30
     logits = torch.randn(6, vocab_size, generator=generator) * 2
     logits[0, 3] = -INF
-    before = logits.clone()
     history = torch.randint(0, vocab_size, (6, length), generator=generator, dtype=torch.int32)
     num_prompt = torch.tensor([5, 5, 0, 12, 3, 30])
     num_tokens = torch.tensor([30, 17, 9, 12, 4, 30])
     repetition = torch.tensor([1.0, 1.5, 0.5, 2.0, 1.0, 1.1])
     presence = torch.tensor([0.5, 0.0, -1.5, 1.0, 2.0, 1.0])
     frequency = torch.tensor([0.25, 0.0, 1.0, -0.5, 0.0, 1.0])
-    result = penalties.apply(logits, history, num_prompt, num_tokens, repetition, presence, frequency)
-    assert torch.equal(logits, before)
+    result = penalised(logits, history, num_prompt, num_tokens, repetition, presence, frequency)
     for row in range(6):
         tokens = history[row, : num_tokens[row]].tolist()
         prompt, output = tokens[: num_prompt[row]], tokens[num_prompt[row] :]
@@ -172,10 +173,10 @@ def test_repetition_penalty_is_that_of_transformers():
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(7))
-    history = torch.randint(0, 40, (3, 25), generator=torch.Generator().manual_seed(8))
+    history = torch.randint(0, 40, (3, 25), generator=torch.Generator().manual_seed(8), dtype=torch.int32)
     full, none = torch.full((3,), 25), torch.zeros(3)
-    result = penalties.apply(logits, history, torch.tensor([0, 10, 25]), full, torch.full((3,), 1.3), none, none)
-    torch.testing.assert_close(result, RepetitionPenaltyLogitsProcessor(1.3)(history, logits))
+    result = penalised(logits, history, torch.tensor([0, 10, 25]), full, torch.full((3,), 1.3), none, none)
+    torch.testing.assert_close(result, RepetitionPenaltyLogitsProcessor(1.3)(history.long(), logits))
 
 
 def test_penalties_ignore_ids_outside_of_the_vocabulary():
@@ -183,7 +184,7 @@ def test_penalties_ignore_ids_outside_of_the_vocabulary():
     logits = torch.ones(1, 4)
     history = torch.tensor([[9, 4, 1, 2**31 - 1]], dtype=torch.int32)
     one = torch.ones(1)
-    result = penalties.apply(logits, history, torch.tensor([0]), torch.tensor([4]), one, one, one)
+    result = penalised(logits, history, torch.tensor([0]), torch.tensor([4]), one, one, one)
     assert result.tolist() == [[1.0, -1.0, 1.0, 1.0]]
 
 
@@ -205,7 +206,7 @@ def test_logprobs_are_log_softmax():
     logits[2, 100:] = -INF
     logits[3] += 1e4
     token_ids = torch.tensor([0, 299, 7, 7, 150, int(logits[5].argmax()), int(logits[6].argmin())])
-    result = logprobs.gather(logits, token_ids, 5)
+    result = logprobs.gather(logits, torch.arange(7), token_ids, 5)
     expected = logits.double().log_softmax(dim=1)
     chosen = expected.gather(1, token_ids[:, None])
     torch.testing.assert_close(result.logprobs.double(), chosen[:, 0], atol=1e-5, rtol=1e-5)
@@ -220,7 +221,7 @@ def test_logprobs_are_log_softmax():
 
 def test_top_tokens_of_equal_logits_come_in_order_of_id():
     logits = torch.tensor([[-0.0, 2.0, 0.0, 2.0, -5.0, -INF, -1.0, 2.0, -5.0]])
-    result = logprobs.gather(logits, torch.tensor([3]), 9)
+    result = logprobs.gather(logits, torch.tensor([0]), torch.tensor([3]), 9)
     assert result.top_ids.tolist() == [[1, 3, 7, 0, 2, 6, 4, 8, 5]]
     assert result.ranks.tolist() == [1]
     assert result.top_logprobs[0, -1] == -INF

@@ -12,6 +12,7 @@ from rayllm.sample.sampling_table import DrawColumns, SamplingTable
 from rayllm.sampling_params import SamplingParams
 from rayllm.types import SequenceData
 from rayllm_kernels import ops, reference
+from rayllm_kernels.checks_sampling import check_penalise, check_truncate_draws
 
 VOCAB = 100
 ALL_FEATURES = {
@@ -135,31 +136,11 @@ def test_rows_are_gathered_in_the_order_of_the_batch():
     assert batch.penalties.table_rows.tolist() == [6, 4]
     assert batch.penalties.num_prompt_tokens.tolist() == [3, 2]
     assert batch.penalties.num_tokens.tolist() == [30, 9]
-    assert batch.penalties.max_num_tokens == 30
     assert batch.penalties.repetition.tolist() == [1.5, 1.0]
     assert batch.penalties.presence.tolist() == [-1.0, 0.0]
     assert batch.penalties.frequency.tolist() == [0.0, 0.5]
     assert batch.logprobs.rows.tolist() == batch.logprobs.host_rows == [0]
     assert batch.logprobs.num_top == [4]
-
-
-def test_candidates_are_bounded_only_when_every_nucleus_is():
-    table = table_of(
-        entering(0, top_k=7),
-        entering(1, top_k=30, top_p=0.5),
-        entering(2, top_p=0.5),
-        entering(3, min_p=0.1),
-        entering(4),
-    )
-    for rows, num_candidates, any_top_p in (
-        ([3], 0, False),
-        ([3, 4], 0, False),
-        ([0, 3, 4], 7, False),
-        ([0, 1, 3], 30, True),
-        ([0, 2], VOCAB, True),
-    ):
-        cut = batch_of(table, rows, [5] * len(rows)).cut
-        assert (cut.num_candidates, cut.any_top_p) == (num_candidates, any_top_p), rows
 
 
 def test_bias_and_bans_are_listed_entry_by_entry():
@@ -220,7 +201,11 @@ class CountCopies(TorchDispatchMode):
 
 def test_a_batch_is_one_copy_and_sampling_never_looks_at_values(monkeypatch):
     """On the meta device tensors have no values: operations that wait for one, or whose shape depends on one, fail."""
-    monkeypatch.setattr(ops, "gumbel_argmax", reference.gumbel_argmax)  # no kernel is chosen for meta tensors
+    # No kernel is chosen for meta tensors, and the references of the others are for CPUs: they may look at values.
+    monkeypatch.setattr(ops, "gumbel_argmax", reference.gumbel_argmax)
+    monkeypatch.setattr(ops, "truncate_draws", lambda *arguments: check_truncate_draws(*arguments))
+    monkeypatch.setattr(ops, "penalise", lambda *arguments: check_penalise(*arguments))
+    monkeypatch.setattr(ops, "gather_logprobs", reference.gather_logprobs)
     table = table_of(
         *(entering(row, seed=row, **ALL_FEATURES) for row in range(4)), entering(4), entering(5, top_p=0.5)
     )

@@ -89,7 +89,7 @@ def test_a_mixed_plan_becomes_packed_tensors(state):
     assert batch.query_start_loc.tolist() == [0, 1, 7]
     assert batch.logit_rows.tolist() == [0, 6]
     assert batch.block_tables.tolist() == [[1, 2, 0], [7, 3, 5]]
-    assert (batch.num_decodes, batch.max_query_len, batch.max_seq_len) == (1, 6, 10)
+    assert (batch.num_decodes, batch.max_query_len) == (1, 6)
     assert inputs.sampled_positions.tolist() == [6, 10]
 
 

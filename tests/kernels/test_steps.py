@@ -1,0 +1,120 @@
+"""Whole steps of a model by the Triton kernels, in the interpreter: padded as captured steps are, against the references.
+
+Kernels that are right alone may still be handed the wrong rows, or read what padding left behind. Unwritten slots of
+the cache hold NaN. On a GPU, tests/gpu compares whole engines instead.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from rayllm.config import EngineConfig
+from rayllm.model_spec import load_model_spec
+from rayllm.models.loader import load_model
+from rayllm.parallel.tp_group import TPGroup
+from rayllm.sample.sampling_table import DrawColumns
+from rayllm.sampling_params import SamplingParams
+from rayllm.types import SequenceData, StepPlan
+from rayllm.worker.chunk_graph import step_graphs
+from rayllm.worker.cuda_graph import DecodeGraphs
+from rayllm.worker.input_batch import PersistentBatch
+from rayllm_kernels import ops
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, tests/gpu runs whole engines"),
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # of padding rows, which hold anything
+]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=[(torch.float32, False), (torch.float16, False), (torch.float16, True)])
+def case(request, tmp_path_factory):
+    """(model, dtype, whether it is deterministic). fp16: the interpreter cannot multiply bf16 matrices."""
+    import model_factory
+
+    dtype, deterministic = request.param
+    folder = tmp_path_factory.mktemp("model")
+    model_factory.make_model(folder, "qwen3", num_hidden_layers=2)
+    config = EngineConfig(model=str(folder), deterministic=deterministic)
+    return load_model(load_model_spec(str(folder)), config, TPGroup.single(), CPU, dtype), dtype, deterministic
+
+
+@pytest.fixture
+def interpreted(monkeypatch, kernels):
+    """Switch the ops to Triton: interpreted(True), and back."""
+    dispatch = ops._kernels_for
+
+    def switch(on):
+        monkeypatch.setattr(ops, "_kernels_for", (lambda _tensor: kernels) if on else dispatch)
+
+    return switch
+
+
+def tokens(count, seed):
+    rng = random.Random(seed)
+    return [rng.randrange(250) for _ in range(count)]
+
+
+def assert_near(actual, expected, dtype):
+    error = (actual.float() - expected.float()).norm() / expected.float().norm()
+    assert error < (1e-4 if dtype == torch.float32 else 2e-2)
+
+
+@torch.inference_mode()
+def test_steps_with_chunks(case, interpreted):
+    import model_factory
+
+    model, dtype, deterministic = case
+    eager, padded = (model_factory.PagedRunner(model, dtype=dtype) for _ in range(2))
+    graphs = step_graphs(
+        model, padded.caches, max_tokens=192, max_num_seqs=6, split_decodes=not deterministic, max_model_len=512,
+        block_size=8, device=CPU,
+    )  # fmt: skip
+    steps = [
+        ([("a", tokens(70, 1)), ("b", tokens(20, 2)), ("c", tokens(1, 3))], 0),
+        ([("b", tokens(1, 5)), ("a", tokens(1, 6)), ("e", tokens(33, 7)), ("c", tokens(9, 8))], 2),
+        ([("e", tokens(1, 9)), ("d", tokens(5, 10))], 1),
+    ]
+    for work, decodes in steps:
+        decodes = 0 if deterministic else decodes
+        interpreted(False)
+        expected = torch.stack([logits[-1] for logits in eager.step(work)])
+        batch = padded.batch(work, num_decodes=decodes, padding=0)
+        chosen = next(g for g in graphs if g.fits(batch))
+        interpreted(True)
+        assert_near(chosen._step(chosen._load(batch))[: len(work)], expected, dtype)
+
+
+@torch.inference_mode()
+def test_decode_steps(case, interpreted):
+    import model_factory
+
+    model, dtype, deterministic = case
+    eager = model_factory.PagedRunner(model, dtype=dtype)
+    state = PersistentBatch(max_num_seqs=8, max_model_len=512, block_size=8, device=CPU)
+    prompts = {row: tokens(length, row) for row, length in enumerate((5, 150, 8, 64, 1, 33, 17))}
+    new = []
+    for row, ids in prompts.items():
+        if ids[:-1]:
+            eager.step([(str(row), ids[:-1])])
+        table = [*eager.tables.get(str(row), []), *([eager.free[row]] * 2)]
+        new.append(SequenceData(row, ids, len(ids), len(ids) - 1, table, SamplingParams(), 0))
+    caches = [(k.clone(), v.clone()) for k, v in eager.caches]
+    graphs = DecodeGraphs(model, caches, state, max_num_seqs=8, split_decodes=not deterministic)
+    plan = StepPlan(0, [], new, [], [], [], [], 0, 0)
+    state.apply(plan)
+    graphs.apply(plan)
+    rows = [1, 4, 0, 6, 3]
+    interpreted(False)
+    expected = torch.stack([eager.step([(str(row), [prompts[row][-1]])])[0][-1] for row in rows])
+    positions = np.array([len(prompts[row]) - 1 for row in rows])
+    greedy = DrawColumns(np.zeros(5, np.int64), np.ones(5, np.float32), np.zeros(5, np.float32))
+    interpreted(True)
+    logits, token_ids = graphs._step(graphs._load(np.array(rows), positions, greedy))
+    assert logits.shape[0] == 8
+    assert_near(logits[:5], expected, dtype)
+    assert token_ids[:5].tolist() == logits[:5].argmax(-1).tolist()
