@@ -278,10 +278,12 @@ def check_copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
 
 
 def check_gumbel_argmax(
-    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, noise_scale: Tensor
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, noise_scale: Tensor, first_token: int = 0
 ) -> None:
-    if logits.dim() != 2:
-        fail("logits", "must be [rows, vocab_size]", logits.shape)
+    if logits.dim() != 2 or not logits.shape[1]:
+        fail("logits", "must be [rows, vocab_size] of at least one column", logits.shape)
+    if not 0 <= first_token < 1 << 31:
+        fail("first_token", "must be at least 0 and below 2^31", first_token)
     if logits.dtype not in FLOAT_DTYPES:
         fail("logits", FLOAT_RULE, logits.dtype)
     check_last_dim(logits, "logits")

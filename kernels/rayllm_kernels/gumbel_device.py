@@ -76,12 +76,21 @@ def gumbel_of_tokens(token, position, seed):
 
 
 @triton.jit
-def _load_span(row_ptr, token, vocab_size):
+def _load_logits(row_ptr, token, first, vocab_size, SHARDED: tl.constexpr):
+    """-inf outside of first to vocab_size - 1; unless SHARDED, first is 0."""
+    if SHARDED:
+        return tl.load(row_ptr + token, mask=(token >= first) & (token < vocab_size), other=float("-inf"))
+    else:
+        return tl.load(row_ptr + token, mask=token < vocab_size, other=float("-inf"))
+
+
+@triton.jit
+def _load_span(row_ptr, token, first, vocab_size, SHARDED: tl.constexpr):
     """The logits of the four words' tokens; token: those of the first."""
-    x0 = tl.load(row_ptr + token, mask=token < vocab_size, other=float("-inf"))
-    x1 = tl.load(row_ptr + token + RUN, mask=token + RUN < vocab_size, other=float("-inf"))
-    x2 = tl.load(row_ptr + token + 2 * RUN, mask=token + 2 * RUN < vocab_size, other=float("-inf"))
-    x3 = tl.load(row_ptr + token + 3 * RUN, mask=token + 3 * RUN < vocab_size, other=float("-inf"))
+    x0 = _load_logits(row_ptr, token, first, vocab_size, SHARDED)
+    x1 = _load_logits(row_ptr, token + RUN, first, vocab_size, SHARDED)
+    x2 = _load_logits(row_ptr, token + 2 * RUN, first, vocab_size, SHARDED)
+    x3 = _load_logits(row_ptr, token + 3 * RUN, first, vocab_size, SHARDED)
     return x0, x1, x2, x3
 
 
@@ -120,11 +129,12 @@ def _improve(best, best_token, scaled, bits, token, noise_scale):
 
 @triton.jit
 def scan(
-    row_ptr, begin, end, vocab_size, inverse, noise_scale, position, seed, low, above,
-    RUNS: tl.constexpr, RESTRICTED: tl.constexpr,
+    row_ptr, begin, end, first, vocab_size, inverse, noise_scale, position, seed, low, above,
+    RUNS: tl.constexpr, RESTRICTED: tl.constexpr, SHARDED: tl.constexpr,
 ):  # fmt: skip
     """(best score, lowest token that has it) of tokens begin to end - 1, both multiples of RUNS * SPAN but for the
     vocabulary's end. If RESTRICTED, of those whose logit is >= low and > above. (-inf, begin) if there are none.
+    If SHARDED, there are logits of tokens first to vocab_size - 1 only; row_ptr is where that of token 0 would be.
 
     A tile is RUNS spans: four tensors of RUNS * RUN tokens, one for each word of Philox.
     """
@@ -132,7 +142,7 @@ def scan(
     offset = lane // RUN * SPAN + lane % RUN
     best = tl.full([], float("-inf"), tl.float32)
     best_token = begin
-    x0, x1, x2, x3 = _load_span(row_ptr, begin + offset, vocab_size)
+    x0, x1, x2, x3 = _load_span(row_ptr, begin + offset, first, vocab_size, SHARDED)
     for start in range(begin, end, RUNS * SPAN):
         token = start + offset
         s0 = _scaled(x0, inverse, low, above, RESTRICTED)
@@ -140,7 +150,7 @@ def scan(
         s2 = _scaled(x2, inverse, low, above, RESTRICTED)
         s3 = _scaled(x3, inverse, low, above, RESTRICTED)
         # The next tile is on its way while this one's noise is computed.
-        x0, x1, x2, x3 = _load_span(row_ptr, token + RUNS * SPAN, vocab_size)
+        x0, x1, x2, x3 = _load_span(row_ptr, token + RUNS * SPAN, first, vocab_size, SHARDED)
         w0, w1, w2, w3 = philox(lane + start // SPAN * RUN, position, seed)
         likely = (_may_win(s0, w0, best) | _may_win(s1, w1, best)) | (_may_win(s2, w2, best) | _may_win(s3, w3, best))
         if tl.max(likely.to(tl.int32), 0) != 0:
@@ -152,13 +162,15 @@ def scan(
 
 
 @triton.jit
-def scan_without_noise(row_ptr, begin, end, vocab_size, inverse, TILE: tl.constexpr):
+def scan_without_noise(
+    row_ptr, begin, end, first, vocab_size, inverse, TILE: tl.constexpr, SHARDED: tl.constexpr
+):  # fmt: skip
     """As `scan` with no noise and no restriction: the best logit / temperature."""
     best = tl.full([TILE], float("-inf"), tl.float32)
     best_token = tl.zeros([TILE], tl.int32) + begin
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
-        scaled = tl.load(row_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32) * inverse
+        scaled = _load_logits(row_ptr, token, first, vocab_size, SHARDED).to(tl.float32) * inverse
         better = scaled > best
         best = tl.where(better, scaled, best)
         best_token = tl.where(better, token, best_token)

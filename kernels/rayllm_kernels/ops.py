@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import reference
 from .decode_work import DecodeSchedule
+from .reference_sampling import NO_TOKEN
 
 
 @cache
@@ -193,6 +194,24 @@ def gather_logprobs(
     V, made for a few; top ids have the most likely first, and lower ids first among equals.
     """
     return _kernels_for(logits).gather_logprobs(logits, rows, token_ids, num_top)
+
+
+def gumbel_keys(
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, noise_scale: Tensor, *, first_token: int
+) -> Tensor:
+    """`gumbel_argmax` over slices of a vocabulary: the best of one slice as a key [N] int64.
+
+    logits: [N, C] of tokens first_token to first_token + C - 1; the rest as for `gumbel_argmax`. The largest key of all
+    slices is that of the token that `gumbel_argmax` draws from the whole; `tokens_of_keys` names it.
+    """
+    return _kernels_for(logits).gumbel_keys(
+        logits, seeds, positions, temperature, noise_scale, first_token=first_token
+    )  # fmt: skip
+
+
+def tokens_of_keys(keys: Tensor) -> Tensor:
+    """The tokens of `gumbel_keys`, int64."""
+    return NO_TOKEN - (keys & NO_TOKEN)
 
 
 def decode_inputs(

@@ -22,7 +22,7 @@ from .checks import (
     check_silu_and_mul,
 )
 from .reference_attention import decode_schedule, paged_decode_attention, paged_prefill_attention
-from .reference_sampling import decode_inputs, gather_logprobs, gumbel_argmax, penalise
+from .reference_sampling import decode_inputs, gather_logprobs, gumbel_argmax, gumbel_keys, penalise
 from .reference_truncation import truncate_draws
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "fused_add_rms_norm",
     "gather_logprobs",
     "gumbel_argmax",
+    "gumbel_keys",
     "linear",
     "linear_invariant",
     "linear_silu_mul",

@@ -12,6 +12,8 @@ from .checks import check_decode_inputs, check_gumbel_argmax
 from .checks_sampling import check_gather_logprobs, check_penalise
 from .reference_noise import gumbel_noise
 
+NO_TOKEN = 0x7FFFFFFF
+
 
 def gumbel_argmax(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, noise_scale: Tensor) -> Tensor:
     """argmax of logits * (1 / temperature) + noise_scale * noise, in fp32."""
@@ -19,6 +21,21 @@ def gumbel_argmax(logits: Tensor, seeds: Tensor, positions: Tensor, temperature:
     scores = logits.float() * (1.0 / temperature)[:, None]
     noise = gumbel_noise(seeds, positions, logits.shape[1])
     return scores.add_(noise.mul_(noise_scale[:, None])).argmax(dim=1)
+
+
+def gumbel_keys(
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, noise_scale: Tensor, *, first_token: int
+) -> Tensor:
+    """(the best score in the order of integers) * 2^32 + NO_TOKEN - the lowest token that has it."""
+    check_gumbel_argmax(logits, seeds, positions, temperature, noise_scale, first_token)
+    scores = logits.float() * (1.0 / temperature)[:, None]
+    scores += gumbel_noise(seeds, positions, logits.shape[1], first_token) * noise_scale[:, None]
+    top = scores.amax(dim=1, keepdim=True)
+    ids = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
+    token = torch.where(scores == top, ids, NO_TOKEN).amin(dim=1)
+    bits = top[:, 0].view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    return order * 2**32 + (NO_TOKEN - token)
 
 
 def penalise(

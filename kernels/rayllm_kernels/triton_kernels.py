@@ -6,7 +6,7 @@ from .copy_blocks import copy_blocks
 from .decode_inputs import decode_inputs
 from .decode_schedule import decode_schedule
 from .gather_logprobs import gather_logprobs
-from .gumbel_argmax import gumbel_argmax
+from .gumbel_argmax import gumbel_argmax, gumbel_keys
 from .linear import add_rms_norm_linear, add_rms_norm_linear_silu_mul, linear, linear_silu_mul
 from .linear_invariant import linear_invariant
 from .paged_decode_attention import paged_decode_attention
@@ -28,6 +28,7 @@ __all__ = [
     "fused_add_rms_norm",
     "gather_logprobs",
     "gumbel_argmax",
+    "gumbel_keys",
     "linear",
     "linear_invariant",
     "linear_silu_mul",

@@ -76,7 +76,10 @@ def _draw_from_row(
     if (kept != 0) & (top_p < 1.0):
         kept = _in_nucleus(row_ptr, vocab_size, value, floor, highest, scale, top_p, WIDTH)
     while kept == 0:
-        _, token = scan(row_ptr, 0, vocab_size, vocab_size, inverse, 1.0, position, seed, floor, value, RUNS, True)
+        _, token = scan(
+            row_ptr, 0, vocab_size, 0, vocab_size, inverse, 1.0, position, seed, floor, value,
+            RUNS, RESTRICTED=True, SHARDED=False,
+        )  # fmt: skip
         value = tl.load(row_ptr + token).to(tl.float32)
         kept = tl.full([], 1, tl.int32)
         if top_p < 1.0:

@@ -41,8 +41,10 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(nn.Module):
-    """Logits of every token in the vocabulary. forward: [N, dim] -> [N, vocab_size], the same on all ranks.
+    """Logits. forward: [N, dim] -> [N, num_tokens], of this rank's tokens, which begin at first_token.
 
+    room: a tensor of N rows or more, where the result is put if it has more than MAX_OWN_ROWS: calls whose results are
+    not needed at the same time can share memory. gather: such parts of all ranks -> [N, vocab_size], on all ranks.
     tied: the embedding whose table is the head's weight too; None gives the head its own. deterministic: a row's
     logits do not depend on the other rows, to the bit.
     """
@@ -54,16 +56,25 @@ class ParallelLMHead(nn.Module):
         super().__init__()
         self.vocab_size, self.tp, self.is_tied, self.deterministic = vocab_size, tp, tied is not None, deterministic
         self.shard = -(-vocab_size // tp.size)
+        self.first_token = tp.rank * self.shard
+        self.num_tokens = min(vocab_size - self.first_token, self.shard)
+        if vocab_size <= (tp.size - 1) * self.shard:
+            raise ValueError(f"a vocabulary of {vocab_size} tokens is too small for {tp.size} ranks")
         self.weight = tied.weight if tied is not None else empty_parameter(self.shard, dim, device=device, dtype=dtype)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+        weight, rows = self.weight[: self.num_tokens], hidden.shape[0]
+        out = None if room is None or rows <= MAX_OWN_ROWS else room[:rows]
         if self.deterministic:
-            logits = ops.linear_invariant(hidden, self.weight)
-        elif hidden.shape[0] <= MAX_OWN_ROWS:
-            logits = ops.linear(hidden, self.weight)
-        else:
-            logits = F.linear(hidden, self.weight)
-        return self.tp.all_gather(logits, dim=-1)[:, : self.vocab_size]
+            logits = ops.linear_invariant(hidden, weight)
+            return logits if out is None else out.copy_(logits)
+        return ops.linear(hidden, weight) if rows <= MAX_OWN_ROWS else torch.mm(hidden, weight.t(), out=out)
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return logits
+        padded = F.pad(logits, (0, self.shard - self.num_tokens))  # ranks gather equal parts
+        return self.tp.all_gather(padded, dim=-1)[:, : self.vocab_size]
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read the rank's rows of `prefix` + ".weight", unless the embedding has them."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
+from rayllm.layers.embedding import ParallelLMHead
 from rayllm.layers.weights import WeightSource
 from rayllm.model_spec import ModelSpec
 from rayllm.parallel.tp_group import TPGroup
@@ -19,9 +20,11 @@ class CausalLM(nn.Module, ABC):
 
     deterministic: a token's hidden state and logits depend on the tokens up to it alone, to the bit: not on what else
     is in the batch, nor on how they came in. Captured batches must then hold decodes as chunks.
-    num_layers: length of the list of KV caches. num_kv_heads_per_rank, head_dim: a cache is two tensors
-    [num_blocks, num_kv_heads_per_rank, block_size, head_dim].
+    lm_head: which part of the vocabulary is this rank's. num_layers: length of the list of KV caches.
+    num_kv_heads_per_rank, head_dim: a cache is two tensors [num_blocks, num_kv_heads_per_rank, block_size, head_dim].
     """
+
+    lm_head: ParallelLMHead
 
     def __init__(self, spec: ModelSpec, tp: TPGroup, deterministic: bool):
         super().__init__()
@@ -40,8 +43,19 @@ class CausalLM(nn.Module, ABC):
         """
 
     @abstractmethod
+    def local_logits(self, hidden: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, hidden_size] -> logits of this rank's tokens, [N, lm_head.num_tokens] in the model's dtype.
+
+        room: as for `ParallelLMHead`.
+        """
+
+    def gather_logits(self, local: torch.Tensor) -> torch.Tensor:
+        """All ranks' `local_logits` [N, ...] -> [N, vocab_size], the same on all ranks."""
+        return self.lm_head.gather(local)
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden_size] -> logits [N, vocab_size] in the model's dtype, the same on all ranks."""
+        return self.gather_logits(self.local_logits(hidden))
 
     @abstractmethod
     def load(self, source: WeightSource) -> None:

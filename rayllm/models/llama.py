@@ -176,8 +176,8 @@ class LlamaForCausalLM(CausalLM):
         assert residual is not None  # a model has layers
         return self.norm.add_partial(x, residual, self.tp)[0]
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(hidden)
+    def local_logits(self, hidden: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+        return self.lm_head(hidden, room)
 
     def load(self, source: WeightSource) -> None:
         prefix = name_prefix(source, "embed_tokens.weight")

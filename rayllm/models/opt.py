@@ -81,7 +81,7 @@ class OPTLayer(nn.Module):
 
 
 class OPTForCausalLM(CausalLM):
-    """See `CausalLM`. The projection from hidden_size to the embeddings' width is a part of `compute_logits`."""
+    """See `CausalLM`. The projection from hidden_size to the embeddings' width is a part of `local_logits`."""
 
     def __init__(
         self, spec: ModelSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False
@@ -131,8 +131,8 @@ class OPTForCausalLM(CausalLM):
             x = layer(x, kv_cache, plan)
         return x if self.final_layer_norm is None else self.final_layer_norm(x)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(hidden if self.project_out is None else self.project_out(hidden))
+    def local_logits(self, hidden: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+        return self.lm_head(hidden if self.project_out is None else self.project_out(hidden), room)
 
     def load(self, source: WeightSource) -> None:
         prefix = name_prefix(source, "decoder.embed_tokens.weight") + "decoder."

@@ -54,6 +54,8 @@ class _Captured:
 class ChunkGraphs:
     """Captured steps of given sizes, in tokens, ascending. `run` returns logits that the next `run` overwrites.
 
+    logits_room: for them, as `CausalLM.local_logits` takes it.
+
     max_decodes, max_chunks: room for sequences with one token that the decode kernel attends, and for others; without
     room for decodes these count as chunks. max_sampled: rows of logits.
     """
@@ -61,7 +63,9 @@ class ChunkGraphs:
     def __init__(
         self, model: CausalLM, caches: list[KVCache], sizes: list[int], *, max_decodes: int, max_chunks: int,
         max_sampled: int, max_model_len: int, block_size: int, device: torch.device,
+        logits_room: torch.Tensor | None = None,
     ):  # fmt: skip
+        self._logits_room = logits_room
         self._model, self._caches, self._sizes = model, caches, sizes
         self._max_decodes, self._max_chunks, self._max_sampled = max_decodes, max_chunks, max_sampled
         tokens, seqs = max(sizes, default=0), max_decodes + max_chunks
@@ -87,7 +91,7 @@ class ChunkGraphs:
         return (batch.num_decodes == 0 or self._max_decodes > 0) and seqs - decodes <= self._max_chunks
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [rows, vocab_size] of batch.logit_rows, for a batch that `fits`."""
+        """The rank's logits [rows, local tokens] of batch.logit_rows, for a batch that `fits`."""
         captured = self._graphs[self._load(batch)]
         captured.graph.replay()
         return captured.logits[: batch.logit_rows.shape[0]]
@@ -136,4 +140,4 @@ class ChunkGraphs:
             prefill_row=0,
         )
         hidden = self._model(batch, self._caches)
-        return self._model.compute_logits(hidden[batch.logit_rows])
+        return self._model.local_logits(hidden[batch.logit_rows], self._logits_room)

@@ -15,6 +15,7 @@ import torch
 from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.models.base import CausalLM
+from rayllm.parallel.tp_group import TPGroup
 from rayllm.sample.sampling_table import DrawColumns
 from rayllm.types import StepPlan
 from rayllm.worker.input_batch import PersistentBatch, to_device
@@ -30,17 +31,32 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [*sizes, *range(16, max_num_seqs, 16), max_num_seqs]
 
 
+def draw(
+    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperature: torch.Tensor,
+    noise_scale: torch.Tensor, first_token: int, tp: TPGroup,
+) -> torch.Tensor:  # fmt: skip
+    """`ops.gumbel_argmax` over the ranks' logits [N, local tokens] -> token ids [N] int64, the same on all ranks.
+
+    Only the ranks' best scores travel, 8 bytes a row, not the logits.
+    """
+    if tp.size == 1:
+        return ops.gumbel_argmax(logits, seeds, positions, temperature, noise_scale)
+    keys = ops.gumbel_keys(logits, seeds, positions, temperature, noise_scale, first_token=first_token)
+    return ops.tokens_of_keys(tp.gather_small(keys).amax(0))
+
+
 class DecodeGraphs:
     """Captured decode steps. `run` returns tensors that the next `run` overwrites.
 
     Mirrors block tables on the device, for which `apply` must see every plan. split_decodes: attend with the decode
-    kernel, not as chunks of one token.
+    kernel, not as chunks of one token. logits_room: for logits, as `CausalLM.local_logits` takes it.
     """
 
     def __init__(
         self, model: CausalLM, caches: list[KVCache], state: PersistentBatch, max_num_seqs: int,
-        split_decodes: bool = True,
+        split_decodes: bool = True, logits_room: torch.Tensor | None = None,
     ):  # fmt: skip
+        self._logits_room = logits_room
         self._model, self._caches, self._split_decodes = model, caches, split_decodes
         self._token_table, self._block_size = state.token_table, state.block_size
         self._spare_row = max_num_seqs
@@ -80,7 +96,7 @@ class DecodeGraphs:
         self._block_table.view(-1).index_copy_(0, where, values.to(torch.int32))
 
     def run(self, rows: np.ndarray, positions: np.ndarray, draw: DrawColumns) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode n sequences: (logits [n, vocab_size], tokens drawn by temperature alone [n] int64).
+        """Decode n sequences: (the rank's logits [n, local tokens], tokens drawn by temperature alone [n] int64).
 
         rows, positions: [n] int64, batch rows and the positions of their last tokens. The drawn tokens are in the token
         table already; a caller that draws otherwise from the logits overwrites them.
@@ -128,8 +144,9 @@ class DecodeGraphs:
             rows, positions, self._token_table, self._block_table, self._block_size, input_ids=batch.input_ids,
             slots=batch.slot_mapping, seq_lens=batch.seq_lens, block_tables=batch.block_tables,
         )  # fmt: skip
-        logits = self._model.compute_logits(self._model(batch, self._caches))
+        model = self._model
+        logits = model.local_logits(model(batch, self._caches), self._logits_room)
         targets = positions + 1  # a padding row's is 0, in the spare row
-        token_ids = ops.gumbel_argmax(logits, seeds, targets, temperature, noise_scale)
+        token_ids = draw(logits, seeds, targets, temperature, noise_scale, model.lm_head.first_token, model.tp)
         self._token_table.index_put_((rows, targets), token_ids.to(torch.int32))
         return logits, token_ids

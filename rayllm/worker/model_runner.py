@@ -63,15 +63,17 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int, max_tokens: int, memory: StepMemory) -> None:
         """Capture CUDA graphs for decode-only plans of up to max_num_seqs, and for other plans of up to max_tokens."""
-        state = self._state
+        state, head = self._state, self._model.lm_head
+        # Logits are read before the next step runs, so all graphs put theirs here.
+        room = torch.empty(max_num_seqs, head.num_tokens, dtype=head.weight.dtype, device=self._device)
         chunk_graphs = step_graphs(
             self._model, self._caches, max_tokens=max_tokens, max_num_seqs=max_num_seqs,
-            split_decodes=self._split_decodes,
-            max_model_len=state.token_table.shape[1], block_size=state.block_size, device=self._device,
+            split_decodes=self._split_decodes, max_model_len=state.token_table.shape[1],
+            block_size=state.block_size, device=self._device, logits_room=room,
         )  # fmt: skip
         for graphs in reversed(chunk_graphs):  # the largest first
             graphs.capture(memory)
-        decode_graphs = DecodeGraphs(self._model, self._caches, state, max_num_seqs, self._split_decodes)
+        decode_graphs = DecodeGraphs(self._model, self._caches, state, max_num_seqs, self._split_decodes, room)
         decode_graphs.capture(memory)
         self._graphs, self._chunk_graphs = decode_graphs, chunk_graphs
 
@@ -114,7 +116,7 @@ class ModelRunner:
         if not self._prompt_logprobs_of:
             for graphs in self._chunk_graphs:
                 if graphs.fits(batch):
-                    return graphs.run(batch), []
+                    return self._model.gather_logits(graphs.run(batch)), []
         hidden = self._model(batch, self._caches)
         entries = self._prompt_entries(inputs, hidden) if self._prompt_logprobs_of else []
         return self._model.compute_logits(hidden[batch.logit_rows]), entries
@@ -126,7 +128,7 @@ class ModelRunner:
         self._state.advance(rows, 1, len(rows))
         if self._table.is_simple(rows):
             return SamplerOutput(token_ids, None), None
-        return self._sample(logits, rows, positions + 1)
+        return self._sample(self._model.gather_logits(logits), rows, positions + 1)
 
     def _sample(
         self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray

@@ -148,7 +148,8 @@ class Worker:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         tables = table_bytes(config.max_num_seqs, self._max_model_len, config.block_size)
-        graphs = 0 if config.enforce_eager else graph_bytes(config.max_num_seqs)
+        logits = config.max_num_seqs * self._model.lm_head.num_tokens * self._dtype.itemsize
+        graphs = 0 if config.enforce_eager else graph_bytes(config.max_num_seqs) + logits
         usable = total * config.gpu_memory_utilization - (total - free) - tables - graphs
         blocks = int(usable) // self._block_bytes
         if blocks < 1:

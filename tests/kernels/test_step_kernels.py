@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rayllm_kernels import reference
+from rayllm_kernels import ops, reference
 from rayllm_kernels.reference_noise import gumbel_noise
 
 
@@ -55,6 +55,31 @@ def test_equal_scores_go_to_the_lowest_token_and_minus_infinity_is_never_drawn(k
     ones = torch.ones(2, device=device)
     assert kernels.gumbel_argmax(logits, seeds, positions, ones, 0 * ones).tolist() == [123, 4711]
     assert kernels.gumbel_argmax(logits, seeds, positions, ones, ones)[1] == 4711
+
+
+@pytest.mark.parametrize(
+    ("vocab", "borders"), [(259, [65, 130, 195]), (5000, [1250, 2500, 3750]), (3000, [1024]), (4, [1])]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_best_key_of_slices_is_the_draw_from_the_whole(kernels, randn, device, vocab, borders, dtype):
+    logits, *rest = draw_arguments(9, vocab, dtype, device, randn)
+    for module in (reference, kernels):
+        whole = module.gumbel_argmax(logits, *rest)
+        parts = [(0, borders[0]), *zip(borders, [*borders[1:], vocab], strict=True)]
+        keys = torch.stack([module.gumbel_keys(logits[:, a:b], *rest, first_token=a) for a, b in parts])
+        assert torch.equal(ops.tokens_of_keys(keys.amax(0)), whole)
+
+
+def test_keys_of_equal_scores_prefer_the_lower_token(kernels, device):
+    logits = torch.full((3, 40), -2.5, device=device)
+    logits[1] = 7.0
+    logits[2] = float("-inf")
+    zeros, ones = torch.zeros(3, dtype=torch.int64, device=device), torch.ones(3, device=device)
+    for module in (reference, kernels):
+        low, high = (module.gumbel_keys(logits, zeros, zeros, ones, 0 * ones, first_token=t) for t in (2000, 5000))
+        assert (low > high)[:2].all()
+        assert ops.tokens_of_keys(low).tolist()[:2] == [2000, 2000]
+        assert low[1] > low[0] > low[2]
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16])

@@ -1,7 +1,7 @@
-"""Whole steps of a model by the Triton kernels, in the interpreter: padded as captured steps are, against the references.
+"""Whole steps of a model by the Triton kernels, in the interpreter, padded as captured steps are.
 
-Kernels that are right alone may still be handed the wrong rows, or read what padding left behind. Unwritten slots of
-the cache hold NaN. On a GPU, tests/gpu compares whole engines instead.
+The references give what is expected. Kernels that are right alone may still be handed the wrong rows, or read what
+padding left behind. Unwritten slots of the cache hold NaN. On a GPU, tests/gpu compares whole engines instead.
 """
 
 from __future__ import annotations

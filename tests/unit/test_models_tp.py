@@ -14,6 +14,7 @@ from rayllm.errors import ModelError
 from rayllm.model_spec import load_model_spec
 from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
+from rayllm.worker.cuda_graph import draw
 from rayllm_kernels import ops
 
 CPU = torch.device("cpu")
@@ -42,6 +43,9 @@ class ThreadGroup:
 
     def all_reduce_add_rms_norm(self, x, residual, weight, eps):
         return ops.fused_add_rms_norm(self.all_reduce(x), residual, weight, eps)
+
+    def gather_small(self, x):
+        return torch.stack(self.exchange(x))
 
     def all_gather(self, x, dim=-1):
         return torch.cat(self.exchange(x), dim=dim)
@@ -94,6 +98,28 @@ def test_dummy_weights_do_not_depend_on_ranks(tmp_path, kind):
 def test_biases_are_added_once(tmp_path):
     folder = factory.make_model(tmp_path, "llama", attention_bias=True, mlp_bias=True, num_hidden_layers=2)
     torch.testing.assert_close(run_ranks(folder, 4)[0], drive(folder, TPGroup.single()), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_draw_what_the_whole_vocabulary_would_give(size):
+    """Each from its own slice: 259 tokens in parts of 65, the last one shorter."""
+    generator = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(50, 259, generator=generator)
+    seeds, positions = torch.arange(50) * 7919, torch.arange(50) % 11
+    temperature, noise_scale = torch.full((50,), 0.8), (torch.arange(50) % 3 > 0).float()
+    rest = (seeds, positions, temperature, noise_scale)
+    shard = -(-259 // size)
+
+    def draw_on(tp):
+        first = tp.rank * shard
+        return draw(logits[:, first : first + shard], *rest, first, tp)
+
+    with ThreadPoolExecutor(size) as pool:
+        drawn = [future.result(timeout=60) for future in [pool.submit(draw_on, tp) for tp in ThreadGroup.make(size)]]
+    whole = draw(logits, *rest, 0, TPGroup.single())
+    assert len(whole.unique()) > 10
+    for tokens in drawn:
+        assert torch.equal(tokens, whole)
 
 
 def test_interface_of_a_rank(tmp_path):
