@@ -142,6 +142,17 @@ def bench_offline(
     print_results(run_benchmark(config, workloads, warmup=warmup, repeat=repeat), json_output)
 
 
+@bench_app.command("kernels")
+def bench_kernels(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Begin of a case's name; all.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object a case.")] = False,
+) -> None:
+    """The kernels one by one on one GPU: time, figure, floor and ratio of each shape."""
+    from rayllm.bench_kernels import run_kernel_benchmark
+
+    run_kernel_benchmark(names or [], json_output)
+
+
 @app.command("collect-env")
 def collect_env() -> None:
     """Versions, hardware and settings for a bug report; nothing secret."""

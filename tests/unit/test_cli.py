@@ -84,6 +84,7 @@ def test_flags_override_the_file_which_overrides_defaults(launched, tmp_path):
         (["generate", "hi", "--temperature", "-1"], "temperature"),
         (["generate", "hi", "--model", "/no/such/model"], "/no/such/model"),
         (["bench", "offline", "--workload", "x"], "unknown workload 'x'"),
+        (["bench", "kernels", "nothing"], "no kernel case begins with 'nothing'"),
         (["bench", "offline", "--num-prompts", "1", "--input-len", "9:3"], "input_len"),
     ],
 )

@@ -1,0 +1,268 @@
+"""`rayllm bench kernels`: times the kernels on one GPU, each figure beside its floor.
+
+A floor is the time that the fewest bytes (or operations) would take at the rates an H200 was seen to reach; the ratio
+is floor over measured time, 1.00 the limit. Inputs are random and bf16; each call takes the next of several copies
+that together exceed the L2 cache; calls are replayed from a CUDA graph, so launch overhead is not in the figures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rayllm.errors import ConfigError
+from rayllm_kernels import ops
+
+DEVICE = "cuda"
+BYTES_PER_SECOND = 4.3e12
+FLOPS_PER_SECOND = 790e12
+ROTATED_BYTES = 256 << 20  # several times the 60 MB L2
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
+DECODE = [
+    (64, 4096),
+    (64, 1024),
+    (256, 1024),
+    (16, 2048),
+    (1, 8192),
+    (1, 2048),
+    (1, 512),
+    (1, 128),
+]  # sequences, context
+RAGGED = [32, 64, 96, 128, 160, 256]  # sequences
+RAGGED_HEADS = [(32, 8, 128), (16, 8, 128), (12, 2, 128), (32, 8, 64)]  # query heads, KV heads, head size
+PREFILL = [(1, 8192, 0), (8, 2048, 0), (1, 2048, 32768), (4, 512, 8192)]  # sequences, chunk, context before it
+TOKENS = [8192, 64]
+HIDDEN, INTERMEDIATE = 4096, 14336
+LINEAR = [(4096, 28672), (14336, 4096), (4096, 6144), (1024, 151936), (1024, 6144)]  # inputs, outputs
+LINEAR_TOKENS = [1, 32, 128]
+DRAWS = [1, 32, 256]  # rows of logits
+VOCAB_SIZE = 151936
+
+
+class Measurement(NamedTuple):
+    """Times in microseconds; figure in `unit`; ratio: floor over time, at most about 1."""
+
+    name: str
+    us: float
+    figure: float
+    unit: str
+    floor_us: float
+    ratio: float
+
+
+@dataclass
+class Case:
+    """`calls` is a cycle of equal calls on different data; a call moves `bytes` or does `flops`."""
+
+    name: str
+    calls: Sequence[Callable[[], object]]
+    bytes: float = 0.0
+    flops: float = 0.0
+
+    def floor_us(self) -> float:
+        return max(self.bytes / BYTES_PER_SECOND, self.flops / FLOPS_PER_SECOND) * 1e6
+
+    def measure_us(self) -> float:
+        """Median time of one call in microseconds."""
+        from triton.testing import do_bench
+
+        for call in self.calls:
+            call()
+        torch.cuda.synchronize()
+        # Enough calls a replay that the replay's own overhead vanishes.
+        count = max(len(self.calls), min(50, int(1000 / self.floor_us())))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in islice(cycle(self.calls), count):
+                call()
+        return float(do_bench(graph.replay, warmup=20, rep=100, return_mode="median")) * 1e3 / count
+
+    def measure(self) -> Measurement:
+        us, floor = self.measure_us(), self.floor_us()
+        if self.flops / FLOPS_PER_SECOND > self.bytes / BYTES_PER_SECOND:
+            return Measurement(self.name, us, self.flops / us * 1e-6, "TFLOP/s", floor, floor / us)
+        return Measurement(self.name, us, self.bytes / us * 1e-6, "TB/s", floor, floor / us)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device=DEVICE).normal_()
+
+
+def copies(call_bytes: float) -> int:
+    return max(2, int(ROTATED_BYTES / call_bytes) + 1)
+
+
+def paged_context(batch: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A block-major pool [blocks, layers, 2, Hkv, block_size, D] of enough layers, shuffled tables, lengths."""
+    blocks = -(-length // BLOCK_SIZE)
+    layers = copies(batch * length * KV_HEADS * HEAD_DIM * 4)
+    pool = normal(batch * blocks, layers, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    tables = torch.randperm(batch * blocks, device=DEVICE).to(torch.int32).view(batch, blocks)
+    return pool, tables, torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
+
+
+def decode(name: str, lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> Case:
+    """One decode step's attention; the schedule is made once for all layers, as in the engine."""
+    batch, tokens = len(lengths), sum(lengths)
+    counts = [-(-length // BLOCK_SIZE) for length in lengths]
+    layers = copies(tokens * kv_heads * head_dim * 4)
+    pool = normal(sum(counts), layers, 2, kv_heads, BLOCK_SIZE, head_dim)
+    tables = torch.zeros(batch, max(counts), dtype=torch.int32)
+    for row, ids in enumerate(torch.randperm(sum(counts)).to(torch.int32).split(counts)):
+        tables[row, : len(ids)] = ids
+    tables, seq_lens = tables.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    q = normal(batch, heads, head_dim)
+    out = torch.empty_like(q)
+    schedule = ops.decode_schedule(q, pool[:, 0, 0], seq_lens)
+
+    def layer_call(layer: int) -> Callable[[], object]:
+        k, v = pool[:, layer, 0], pool[:, layer, 1]
+        return lambda: ops.paged_decode_attention(
+            q, k, v, tables, seq_lens, scale=head_dim**-0.5, schedule=schedule, out=out
+        )
+
+    return Case(name, [layer_call(i) for i in range(layers)], bytes=tokens * kv_heads * head_dim * 4 + 2 * q.nbytes)
+
+
+def ragged_lengths(batch: int) -> list[int]:
+    """Uniform in 275..1575."""
+    return (torch.randint(200, 1501, (batch,), generator=torch.Generator().manual_seed(batch)) + 75).tolist()
+
+
+def prefill(name: str, batch: int, chunk: int, context: int) -> Case:
+    pool, tables, lengths = paged_context(batch, context + chunk)
+    q = normal(batch * chunk, HEADS, HEAD_DIM)
+    out = torch.empty_like(q)
+    starts = torch.arange(0, batch * chunk + 1, chunk, dtype=torch.int32, device=DEVICE)
+
+    def layer_call(layer: int) -> Callable[[], object]:
+        k, v = pool[:, layer, 0], pool[:, layer, 1]
+        return lambda: ops.paged_prefill_attention(
+            q, k, v, tables, lengths, starts, chunk, scale=HEAD_DIM**-0.5, out=out
+        )
+
+    pairs = chunk * context + chunk * (chunk + 1) // 2
+    return Case(
+        name,
+        [layer_call(i) for i in range(pool.shape[1])],
+        bytes=2 * q.nbytes,
+        flops=4 * batch * pairs * HEADS * HEAD_DIM,
+    )
+
+
+def add_norm(name: str, tokens: int) -> Case:
+    hidden, weight = normal(copies(tokens * HIDDEN * 2), tokens, HIDDEN), normal(HIDDEN)
+    pairs = [(hidden[i], hidden[i - 1]) for i in range(len(hidden))]
+    calls = [partial(ops.fused_add_rms_norm, x, residual, weight, 1e-5) for x, residual in pairs]
+    return Case(name, calls, bytes=4 * tokens * HIDDEN * 2)
+
+
+def silu(name: str, tokens: int) -> Case:
+    gate_up = normal(copies(tokens * INTERMEDIATE * 4), tokens, 2 * INTERMEDIATE)
+    return Case(name, [partial(ops.silu_and_mul, x) for x in gate_up], bytes=tokens * INTERMEDIATE * 6)
+
+
+def norm_rope_cache(name: str, tokens: int) -> Case:
+    """Head norms, rotary positions and the cache write."""
+    head_row, heads = HEAD_DIM * 2 * tokens, HEADS + 2 * KV_HEADS
+    fused = normal(copies(head_row * heads), tokens, heads * HEAD_DIM)
+    cos_sin, positions = torch.rand(tokens, HEAD_DIM, device=DEVICE), torch.arange(tokens, device=DEVICE)
+    weight = normal(HEAD_DIM)
+    blocks = -(-tokens // BLOCK_SIZE)
+    pool = normal(blocks, len(fused), 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    slots = torch.randperm(blocks * BLOCK_SIZE, device=DEVICE)[:tokens].contiguous()
+    calls = [
+        partial(ops.qk_norm_rope_cache, qkv, positions, cos_sin, weight, weight, 1e-5, pool[:, i, 0], pool[:, i, 1],
+                slots, HEADS, KV_HEADS)
+        for i, qkv in enumerate(fused)
+    ]  # fmt: skip
+    return Case(name, calls, bytes=2 * head_row * heads + cos_sin.nbytes)
+
+
+def linear(name: str, tokens: int, inputs: int, outputs: int) -> Case:
+    weights = [normal(outputs, inputs).mul_(inputs**-0.5) for _ in range(copies(2 * inputs * outputs))]
+    x = normal(tokens, inputs)
+    moved, flops = 2 * (inputs * outputs + tokens * (inputs + outputs)), 2 * tokens * inputs * outputs
+    return Case(name, [partial(ops.linear, x, weight) for weight in weights], moved, flops)
+
+
+def gumbel(name: str, rows: int) -> Case:
+    logits = normal(copies(rows * VOCAB_SIZE * 2), rows, VOCAB_SIZE)
+    seeds, ones = torch.arange(rows, device=DEVICE), torch.ones(rows, device=DEVICE)
+    return Case(name, [partial(ops.gumbel_argmax, x, seeds, seeds, ones, ones) for x in logits],
+                bytes=rows * VOCAB_SIZE * 2)  # fmt: skip
+
+
+def copy_blocks(name: str, count: int) -> Case:
+    """Blocks of 32 layers, 2 MiB each; a pool of 2 GiB is its own rotation."""
+    pool = normal(1024, 32, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    calls = []
+    for _ in range(8):
+        src, dst = torch.randperm(1024, device=DEVICE)[: 2 * count].view(2, count).unbind()
+        calls.append(partial(ops.copy_blocks, pool, src, dst))
+    return Case(name, calls, bytes=2 * count * pool[0].nbytes)
+
+
+def cases() -> dict[str, Callable[[str], Case]]:
+    """What makes each case, by its name; inputs are only allocated when it is called."""
+    made: dict[str, Callable[[str], Case]] = {}
+    for batch, length in DECODE:
+        made[f"decode {batch} x {length}"] = partial(
+            decode, lengths=[length] * batch, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM
+        )
+    for heads, kv_heads, head_dim in RAGGED_HEADS:
+        for batch in RAGGED:
+            made[f"decode {batch} ragged, {heads}/{kv_heads} x {head_dim}"] = partial(
+                decode, lengths=ragged_lengths(batch), heads=heads, kv_heads=kv_heads, head_dim=head_dim
+            )
+    for batch, chunk, context in PREFILL:
+        name = f"prefill {batch} x {chunk}" + (f" on {context}" if context else "")
+        made[name] = partial(prefill, batch=batch, chunk=chunk, context=context)
+    for inputs, outputs in LINEAR:
+        for tokens in LINEAR_TOKENS:
+            made[f"linear {tokens} x {inputs} -> {outputs}"] = partial(
+                linear, tokens=tokens, inputs=inputs, outputs=outputs
+            )
+    for rows in DRAWS:
+        made[f"draw {rows} x {VOCAB_SIZE}"] = partial(gumbel, rows=rows)
+    for tokens in TOKENS:
+        made[f"add and rms_norm {tokens} x {HIDDEN}"] = partial(add_norm, tokens=tokens)
+        made[f"silu_and_mul {tokens} x {INTERMEDIATE}"] = partial(silu, tokens=tokens)
+        made[f"qk_norm_rope_cache {tokens} x {HEADS}+2x{KV_HEADS}"] = partial(norm_rope_cache, tokens=tokens)
+    made["copy_blocks 16 x 2 MiB"] = partial(copy_blocks, count=16)
+    return made
+
+
+def run_kernel_benchmark(prefixes: list[str], json_lines: bool) -> None:
+    """Measure the cases whose names begin with one of the prefixes (all if there are none) and print them as they come.
+
+    Raises ConfigError without a CUDA device, or for a prefix that no case has.
+    """
+    known = cases()
+    for prefix in prefixes:
+        if not any(name.startswith(prefix) for name in known):
+            kinds = ", ".join(dict.fromkeys(name.split()[0] for name in known))
+            raise ConfigError(f"no kernel case begins with {prefix!r}; they begin with {kinds}")
+    if not torch.cuda.is_available():
+        raise ConfigError("rayllm bench kernels needs a GPU that PyTorch can use; there is none")
+    if not json_lines:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16")
+        print(f"{'case':40s} {'time':>13s} {'figure':>14s} {'floor':>13s} {'ratio':>6s}")
+    for name, make in known.items():
+        if prefixes and not any(name.startswith(prefix) for prefix in prefixes):
+            continue
+        result = make(name).measure()
+        torch.cuda.empty_cache()
+        if json_lines:
+            print(json.dumps(result._asdict()), flush=True)
+        else:
+            figure = f"{result.figure:7.2f} {result.unit:7s}"
+            print(f"{name:40s} {result.us:10.1f} us {figure} {result.floor_us:8.1f} us {result.ratio:6.2f}", flush=True)

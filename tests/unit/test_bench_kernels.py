@@ -1,0 +1,58 @@
+"""The cases of `rayllm bench kernels`, small and on the CPU: their calls run, and their floors are what is claimed."""
+
+from __future__ import annotations
+
+import pytest
+
+from rayllm import bench_kernels as bench
+from rayllm.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    monkeypatch.setattr(bench, "ROTATED_BYTES", 1)
+    for name, value in {"HIDDEN": 64, "INTERMEDIATE": 32, "VOCAB_SIZE": 200}.items():
+        monkeypatch.setattr(bench, name, value)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        lambda: bench.decode("", [5, 40], 4, 2, 16),
+        lambda: bench.prefill("", 2, 9, 20),
+        lambda: bench.add_norm("", 3),
+        lambda: bench.silu("", 3),
+        lambda: bench.norm_rope_cache("", 3),
+        lambda: bench.linear("", 3, 16, 24),
+        lambda: bench.gumbel("", 3),
+    ],
+)
+def test_every_kind_of_case_runs(case):
+    made = case()
+    assert len(made.calls) >= 2
+    for call in made.calls[:2]:
+        call()
+    assert made.floor_us() > 0
+
+
+def test_floors():
+    tokens, kv_heads, head_dim = 45, 2, 16
+    q_and_out = 2 * 2 * 4 * 16 * 2
+    decode = bench.decode("", [5, 40], 4, kv_heads, head_dim)
+    assert decode.bytes == tokens * kv_heads * head_dim * 2 * 2 + q_and_out
+    assert decode.floor_us() == decode.bytes / 4.3e12 * 1e6
+    product = bench.linear("", 3000, 16, 24)
+    assert product.flops == 2 * 3000 * 16 * 24
+
+
+def test_without_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        bench.run_kernel_benchmark(["decode"], False)
+
+
+def test_names_are_unique_and_made_on_demand():
+    names = list(bench.cases())
+    assert len(names) > 60
+    assert {name.split()[0] for name in names} >= {"decode", "prefill", "linear", "draw"}
