@@ -3,8 +3,8 @@
     python benchmarks/table.py                                   # one GPU
     python benchmarks/table.py --tp 4 --model llama-3.1-8b --model qwen3-32b
 
-Each model runs in a process of its own, in a warm engine with random weights, through `rayllm bench offline`. The figures
-of vLLM 0.24 stand beside ours where there are any for the same kind of machine and setting.
+Each model runs in a process of its own, in a warm engine with random weights, through `rayllm bench offline`. vLLM 0.24
+stands beside it where there are figures for the same kind of machine and setting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from pathlib import Path
 MODELS = Path(__file__).parents[1] / "configs" / "models"
 ONE_GPU = ["qwen3-0.6b", "llama-3.1-8b", "qwen3-8b", "qwen2.5-1.5b", "llama-3.2-1b"]
 WORKLOADS = ["nano256", "bs1_128_256", "bs32_1k_256", "bs256_1k_128", "prefill_16x8k", "prefill_1x512"]
-VLLM = {  # (model, tp) -> figures in the order of WORKLOADS; None where there is none
+VLLM: dict[
+    tuple[str, int], list[float | None]
+] = {  # (model, tp) -> figures in the order of WORKLOADS; None where there is none
     ("qwen3-0.6b", 1): [23_018, 608, 10_573, 16_472, 271_000, 7],
     ("llama-3.1-8b", 1): [9_456, 201.5, 3_422, 3_862, 37_940, 17],
     ("llama-3.1-8b", 4): [21_094, 369, 7_301, 10_436, 108_200, None],
@@ -38,7 +40,8 @@ def measure(model: str, tp: int, repeat: int, extra: list[str]) -> dict:
 def rows(model: str, tp: int, report: dict) -> list[str]:
     """Lines of a Markdown table."""
     lines = []
-    for result, other in zip(report["results"], VLLM.get((model, tp), [None] * len(WORKLOADS)), strict=True):
+    others: list[float | None] = VLLM.get((model, tp)) or [None] * len(WORKLOADS)
+    for result, other in zip(report["results"], others, strict=True):
         figure, unit = result["figure"], result["unit"].removesuffix(" tok/s").replace("out", "").replace("in", "in/s")
         ratio = "" if other is None else f"{other / figure if unit == 'ms' else figure / other:.2f}"
         spread = f"{min(result['seconds']):.3f} to {max(result['seconds']):.3f} s"
