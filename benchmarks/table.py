@@ -18,7 +18,8 @@ from pathlib import Path
 MODELS = Path(__file__).parents[1] / "configs" / "models"
 ONE_GPU = ["qwen3-0.6b", "llama-3.1-8b", "qwen3-8b", "qwen2.5-1.5b", "llama-3.2-1b"]
 WORKLOADS = ["nano256", "bs1_128_256", "bs32_1k_256", "bs256_1k_128", "prefill_16x8k", "prefill_1x512"]
-VLLM: dict[
+# (model, tp) -> figures in the order of WORKLOADS; None where there is none
+VLLM: dict[tuple[str, int], list[float | None]] = {
     tuple[str, int], list[float | None]
 ] = {  # (model, tp) -> figures in the order of WORKLOADS; None where there is none
     ("qwen3-0.6b", 1): [23_018, 608, 10_573, 16_472, 271_000, 7],
