@@ -20,8 +20,6 @@ ONE_GPU = ["qwen3-0.6b", "llama-3.1-8b", "qwen3-8b", "qwen2.5-1.5b", "llama-3.2-
 WORKLOADS = ["nano256", "bs1_128_256", "bs32_1k_256", "bs256_1k_128", "prefill_16x8k", "prefill_1x512"]
 # (model, tp) -> figures in the order of WORKLOADS; None where there is none
 VLLM: dict[tuple[str, int], list[float | None]] = {
-    tuple[str, int], list[float | None]
-] = {  # (model, tp) -> figures in the order of WORKLOADS; None where there is none
     ("qwen3-0.6b", 1): [23_018, 608, 10_573, 16_472, 271_000, 7],
     ("llama-3.1-8b", 1): [9_456, 201.5, 3_422, 3_862, 37_940, 17],
     ("llama-3.1-8b", 4): [21_094, 369, 7_301, 10_436, 108_200, None],
