@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rayllm.bench_serve_load import ServeBenchOptions
 from rayllm.cli_options import config_flags, engine_and_server_config, engine_config
 from rayllm.config import EngineConfig, ServerConfig
 from rayllm.errors import ConfigError, InvalidRequestError, RayllmError
@@ -27,6 +28,9 @@ app.add_typer(bench_app, name="bench")
 
 MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option(help="0 always takes the most likely token.")]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="RAYLLM_API_KEY", help="Key of the server; better set the variable.")
+]
 
 
 def main() -> None:
@@ -108,14 +112,15 @@ def generate(
 def chat(
     url: Annotated[str, typer.Option(help="Address of a running server.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Its model; the first one it lists if absent.")] = None,
+    api_key: ApiKey = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer at most.")] = None,
     temperature: Temperature = 1.0,
 ) -> None:
-    """Talk to a running server. An empty line or /exit leaves, /reset forgets the conversation."""
+    """Talk to a running server. /help lists what else there is; an empty line or /exit leaves."""
     from rayllm.cli_chat import Chat
 
-    Chat(url, model, system, max_tokens, temperature).run()
+    Chat(url, model, system, max_tokens, temperature, api_key).run()
 
 
 @bench_app.command("offline")
@@ -140,6 +145,21 @@ def bench_offline(
         workloads.append(custom_workload(num_prompts, input_len, output_len))
     config = engine_config(options, skip_tokenizer_init=True)
     print_results(run_benchmark(config, workloads, warmup=warmup, repeat=repeat), json_output)
+
+
+@bench_app.command("serve")
+@config_flags(ServeBenchOptions, positional_model=False)
+def bench_serve(
+    api_key: ApiKey = None,
+    out: Annotated[str | None, typer.Option(help="Save the report and all requests as JSON.")] = None,
+    plot: Annotated[str | None, typer.Option(help="Save latencies and throughput over time as SVG.")] = None,
+    **options: Any,
+) -> None:
+    """Throughput and latency of a running server, as its clients see them. Exit code 1 if a request failed."""
+    from rayllm.bench_serve import bench_server
+
+    if bench_server(options, api_key, out, plot) > 0:
+        raise typer.Exit(1)
 
 
 @bench_app.command("kernels")

@@ -77,7 +77,18 @@ class ServerConfig(BaseModel):
     """Options of an HTTP deployment around one engine.
 
     served_model_name: the model's name in the API; None takes the folder's name. num_api_servers: replicas of
-    the CPU-only front.
+    the CPU-only front. api_key: one key that clients must send; better in api_key_file or the environment, as command
+    lines are visible to others. api_key_file: keys that clients may send, one a line, an optional name after each.
+    max_queued_requests: completions that may live beyond the max_num_seqs that the engine runs; more get a 429.
+    max_queued_tokens: prompt tokens of requests without a first token; more get a 429. queue_timeout: seconds from a
+    request's arrival until the engine starts it, else a 408; 0 is no limit, here and below.
+    first_token_timeout: seconds until each prompt's first token. request_timeout: seconds until the answer is complete.
+    drain_timeout: seconds that running requests may go on when the server stops. log_format: of the request log, "json"
+    is one object a line. otlp_endpoint: URL of an OpenTelemetry collector for traces (OTLP over HTTP); None takes the
+    environment's OTEL_EXPORTER_OTLP_ENDPOINT. tool_call_parser: how the model writes tool calls: "hermes" is
+    <tool_call>{"name", "arguments"}</tool_call> (Hermes, Qwen), "llama3" a bare {"name", "parameters"}; "auto" is what
+    its chat template shows, if that is one of them. reasoning_parser: "think" if the model may begin with
+    <think>reasoning</think>; "auto" if its chat template knows the tag.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -86,6 +97,18 @@ class ServerConfig(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535)
     served_model_name: str | None = None
     num_api_servers: int = Field(default=1, ge=1, le=64)
+    api_key: str | None = Field(default=None, repr=False, exclude=True)
+    api_key_file: str | None = None
+    max_queued_requests: int = Field(default=4096, ge=0)
+    max_queued_tokens: int = Field(default=2**24, ge=1)
+    queue_timeout: float = Field(default=0, ge=0, allow_inf_nan=False)
+    first_token_timeout: float = Field(default=0, ge=0, allow_inf_nan=False)
+    request_timeout: float = Field(default=0, ge=0, allow_inf_nan=False)
+    drain_timeout: float = Field(default=5, ge=0, le=3600)
+    log_format: Literal["text", "json"] = "text"
+    otlp_endpoint: str | None = None
+    tool_call_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
@@ -130,6 +153,9 @@ def _explain(kind: type[BaseModel], error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return _unknown(name, list(kind.model_fields))
     message = error["msg"][0].lower() + error["msg"][1:]
+    field = kind.model_fields.get(name)
+    if field is not None and field.exclude:  # a secret
+        return f"{name}: {message}"
     return f"{name}: {message}, not {error['input']!r}"
 
 

@@ -136,8 +136,10 @@ class LLM:
         buffer = DeltaBuffer()
         totals: dict[str, RequestOutput | None] = {}
         try:
+            compiling = {r.request_id: core.compile(r) for r, _text in requests if r.params.structured_outputs}
+            grammars = {request_id: future.result() for request_id, future in compiling.items()}
             for request, text in requests:
-                core.add(request)
+                core.add(request, grammars.get(request.request_id))
                 totals[request.request_id] = None
                 processor.add(request, text)
                 if request.params.stop:

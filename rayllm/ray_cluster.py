@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
+from pathlib import Path
 
 import ray
 
@@ -18,11 +20,16 @@ def connect_to_ray() -> bool:
 
     Takes, in this order: the connection there is (always so inside actors and tasks), the cluster of RAY_ADDRESS, the
     one that `ray start` left running on this machine, a new one on this machine. Raises StartupError.
+
+    A new one has no dashboard, and takes orders only from who knows the token of `ensure_token` (unless RAY_AUTH_MODE
+    says otherwise). Clusters that are there already have what they were started with.
     """
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     starts_one = _has_no_cluster()
+    if starts_one and not any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        ensure_token(Path.home() / ".ray" / "auth_token")
     try:
         # Without an address, Ray looks for the cluster itself, and finds the token that it wants.
         ray.init(
@@ -36,6 +43,25 @@ def connect_to_ray() -> bool:
         raise StartupError(f"Ray cannot be started or reached: {error}{hint}") from error
     logging.getLogger("ray").setLevel(logging.WARNING)
     return starts_one
+
+
+def ensure_token(path: Path) -> None:
+    """Make the file with Ray's token, where Ray looks for it, and keep it from other users.
+
+    Ray itself would make it too, but readable for everyone. Raises StartupError.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            if path.stat().st_mode & 0o077:
+                path.chmod(0o600)
+            return
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+    except OSError as error:
+        raise StartupError(f"Ray's token file {path} cannot be made: {error.strerror}") from None
 
 
 def _has_no_cluster() -> bool:

@@ -13,7 +13,52 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_SEED = 2**63 - 1
+MAX_STRUCTURE_BYTES = 64 * 1024  # of a schema, regex or grammar, or of all choices together, as UTF-8
+MAX_CHOICES = 1000
 GREEDY_EPS = 1e-5  # temperatures below this are greedy: dividing by them would overflow
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the text of a completion must look like. Exactly one field is given.
+
+    json: a JSON schema, as text. json_object: True for any JSON object. regex: a regular expression that the whole
+    text matches. choice: the text is one of these strings, at most 1,000. grammar: a grammar in Lark's notation, as
+    llguidance reads it. Texts are at most 64 KiB as UTF-8.
+
+    Raises InvalidRequestError naming structured_outputs. Whether the schema, expression or grammar itself is valid
+    is found when it is compiled, before the request runs.
+    """
+
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool):
+            raise _bad_structure(f"json_object must be true or false, not {self.json_object!r}")
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = f"found {', '.join(given)}" if given else "found none"
+            raise _bad_structure(f"give exactly one of {', '.join(self.__struct_fields__)}; {found}")
+        kind, value = given[0], getattr(self, given[0])
+        texts = value if kind == "choice" else [] if kind == "json_object" else [value]
+        if kind == "choice" and (not isinstance(texts, list) or not texts):
+            raise _bad_structure("choice must be a list of strings, at least one")
+        if len(texts) > MAX_CHOICES:
+            raise _bad_structure(f"choice takes at most {MAX_CHOICES} strings, not {len(texts)}")
+        if not all(isinstance(text, str) and text for text in texts):
+            raise _bad_structure(f"{kind} must {'hold only non-empty strings' if kind == 'choice' else 'be text'}")
+        if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
+            raise _bad_structure(f"{kind} holds lone surrogates, which are not Unicode text")
+        size = sum(len(text.encode()) for text in texts)
+        if size > MAX_STRUCTURE_BYTES:
+            raise _bad_structure(f"{kind} takes at most {MAX_STRUCTURE_BYTES} bytes, not {size}")
+
+
+def _bad_structure(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"structured_outputs: {reason}", "structured_outputs")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +72,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     include_stop_str_in_output). stop_token_ids: ids that end it. logprobs / prompt_logprobs: report the
     log-probabilities of this many top tokens a position (0: only the token itself), at most 20.
     seed: the same seed gives the same tokens, whatever else is in the batch.
+    structured_outputs: the form the text must have; None for any text. The sequence ends by itself exactly where the
+    form allows it, so min_tokens and ignore_eos cannot be given with it. max_tokens, stop and stop_token_ids may cut
+    the text before its form is complete; ids among the latter can only come where the form allows them.
 
     Raises InvalidRequestError naming the field and its limit.
     """
@@ -50,6 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -77,6 +126,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise _bad_structure(f"must be a StructuredOutputs, not {type(self.structured_outputs).__name__}")
+        if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise InvalidRequestError(
+                f"{name} cannot be combined with structured_outputs, which end by themselves", name
+            )
         self._check_stops()
         self._check_bias()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -19,6 +19,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: unique among the live requests of an engine. priority: lower runs first (policy "priority").
     arrival_time: seconds on the front's clock, for metrics and for ordering within a priority.
     cache_salt: prefix-cache blocks are shared only between requests of the same salt.
+    report_start: send a delta without tokens as soon as the request is first scheduled.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     arrival_time: float = 0.0
     cache_salt: str = ""
+    report_start: bool = False
 
 
 class SequenceData(msgspec.Struct, frozen=True):
@@ -55,6 +57,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     rows, num_tokens: the scheduled sequences and how many tokens each computes, ordered: decodes (one token,
     sampled), then prompts that end in this step (sampled), then partial chunks (not sampled).
     num_decodes: leading entries that are decodes. num_sampled: leading entries that sample a token.
+    masks: (index in rows, packed bits) of the sampling sequences that may not take every token: token i may come next
+    if bit i % 8 of byte i // 8 is set. A mask has whole 32-bit words and covers the vocabulary.
     """
 
     step_id: int
@@ -66,6 +70,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_tokens: list[int]
     num_decodes: int
     num_sampled: int
+    masks: list[tuple[int, bytes]] = []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -96,13 +101,25 @@ class StepResult(msgspec.Struct, frozen=True):
     prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]] = []
 
 
+class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request's time up to its first token went, in seconds on the engine's clock.
+
+    queued: from its arrival in the engine until it was first scheduled. prefill: from then to its first token.
+    """
+
+    queued: float
+    prefill: float
+
+
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one completion of one request, on the way to its front.
 
     index: which of the n completions. finish_reason: None while it runs, then "stop", "length" or "error".
     stop_reason: the stop id that ended it (None for end-of-sequence), or the error message.
     prompt_logprobs: only in the request's first delta; entry 0 is None (the first token has no predecessor).
-    num_cached_tokens: prompt tokens found in the prefix cache.
+    num_cached_tokens: prompt tokens found in the prefix cache. times: in the request's first delta with a token.
+    bad_param: the engine refuses the whole request for this field (finish_reason is "error"); such deltas never come
+    together with others.
     """
 
     request_id: str
@@ -113,6 +130,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    times: RequestTimes | None = None
+    bad_param: str | None = None
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -140,7 +159,10 @@ class CompletionOutput(msgspec.Struct):
 
 
 class RequestOutput(msgspec.Struct):
-    """A request's completions, in order of index; in a stream only those with something new."""
+    """A request's completions, in order of index; in a stream only those with something new.
+
+    times: of the engine, in the first output with a token.
+    """
 
     request_id: str
     prompt: str | None
@@ -149,10 +171,18 @@ class RequestOutput(msgspec.Struct):
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    times: RequestTimes | None = None
+
+
+STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot of the engine for metrics and health. Counters only grow; times are in seconds."""
+    """A snapshot of the engine for metrics and health. Counters only grow.
+
+    step_tokens: steps by the tokens they computed, in the buckets of STEP_TOKEN_BUCKETS and one beyond the last.
+    computed_tokens: tokens of all steps.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -165,6 +195,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     generation_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    step_tokens: list[int] = []
+    computed_tokens: int = 0
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):

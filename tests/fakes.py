@@ -15,16 +15,59 @@ def fingerprint(token_ids: list[int]) -> bytes:
     return hashlib.md5(repr(token_ids).encode()).digest()
 
 
-def next_token(token_ids: list[int], seed: int) -> int:
-    """The fake model: a token that depends on the whole sequence and on the seed."""
-    return int.from_bytes(hashlib.md5(repr((token_ids, seed)).encode()).digest()[:4], "little") % VOCAB
+def next_token(token_ids: list[int], seed: int, allowed: list[int] | None = None) -> int:
+    """The fake model: a token that depends on the whole sequence and on the seed, one of the allowed ones if given."""
+    drawn = int.from_bytes(hashlib.md5(repr((token_ids, seed)).encode()).digest()[:4], "little")
+    return drawn % VOCAB if allowed is None else allowed[drawn % len(allowed)]
 
 
-def expected_output(prompt: list[int], seed: int, max_len: int, stop_ids: frozenset[int]) -> list[int]:
+def allowed_after(generated: list[int]) -> list[int]:
+    """The fake grammar: one to four tokens, by what was generated so far."""
+    digest = hashlib.md5(repr(generated).encode()).digest()
+    return sorted({byte % VOCAB for byte in digest[: 1 + digest[15] % 4]})
+
+
+@dataclass
+class FakeConstraint:
+    """Follows the fake grammar. Each mask is there only when the scheduler has asked `lag` times for it.
+
+    fail_after: tokens after which there is no further mask.
+    """
+
+    lag: int = 0
+    fail_after: int | None = None
+    generated: list[int] = field(default_factory=list)
+    due: int = 0
+
+    def mask(self) -> bytes | None:
+        if self.due or self.error_now:
+            return None
+        return sum(1 << token for token in allowed_after(self.generated)).to_bytes(8, "little")
+
+    def accept(self, token: int) -> None:
+        assert token in allowed_after(self.generated), "a token that its mask forbids"
+        self.generated.append(token)
+        self.due = self.lag
+
+    @property
+    def error_now(self) -> bool:
+        return not self.due and self.fail_after is not None and len(self.generated) >= self.fail_after
+
+    def error(self) -> str | None:
+        """Called once in a schedule."""
+        self.due = max(0, self.due - 1)
+        return "the grammar gave up" if self.error_now else None
+
+
+def expected_output(
+    prompt: list[int], seed: int, max_len: int, stop_ids: frozenset[int], constraint: FakeConstraint | None = None
+) -> list[int]:
     """What any schedule must generate for a prompt."""
     tokens = list(prompt)
     while len(tokens) < max_len:
-        tokens.append(next_token(tokens, seed))
+        if constraint is not None and len(tokens) - len(prompt) == constraint.fail_after:
+            break
+        tokens.append(next_token(tokens, seed, constraint and allowed_after(tokens[len(prompt) :])))
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
@@ -73,6 +116,8 @@ class FakeWorker:
         # that another one computes in the same step.
         for row, count in zip(plan.rows, plan.num_tokens, strict=True):
             self._write(self.rows[row], count)
+        masks = dict(plan.masks)
+        assert all(index < plan.num_sampled for index in masks), "a mask for a sequence that does not sample"
         tokens, logprobs, prompt_logprobs = [], [], []
         for i, (row, count) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
             state = self.rows[row]
@@ -83,7 +128,9 @@ class FakeWorker:
             state.computed += count
             assert (state.computed == len(state.tokens)) == (i < plan.num_sampled), "sampling flag is wrong"
             if i < plan.num_sampled:
-                token = next_token(state.tokens, state.data.seed)
+                bits = int.from_bytes(masks[i], "little") if i in masks else None
+                allowed = None if bits is None else [token for token in range(VOCAB) if bits >> token & 1]
+                token = next_token(state.tokens, state.data.seed, allowed)
                 state.tokens.append(token)
                 tokens.append(token)
                 wanted = state.data.params.logprobs is not None

@@ -43,6 +43,13 @@ def _check_counts(scheduler: Scheduler, seq: Sequence, in_flight: int) -> None:
     assert seq.num_pending == in_flight, f"{in_flight} of its tokens are in flight: {seq}"
     length = len(seq.token_ids) + seq.num_pending
     assert length <= seq.max_len, f"too long: {seq}"
+    if seq.constraint is None:
+        assert not seq.blocked, f"blocked without a constraint: {seq}"
+    elif seq.status is not SequenceStatus.FINISHED:
+        awaited = seq in scheduler.awaited_masks
+        assert seq.num_pending <= 1, f"constrained, but {seq.num_pending} of its tokens are in flight: {seq}"
+        assert seq.blocked == (awaited or seq.num_pending == 1), f"wrongly blocked or not: {seq}"
+        assert seq.blocked or seq.constraint.mask() is not None, f"not blocked, but without a mask: {seq}"
     if seq.status is not SequenceStatus.RUNNING:
         assert seq.row == -1 and seq.num_computed == 0, f"computed but not running: {seq}"
         return

@@ -14,16 +14,26 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rayllm.core.block_manager import BlockManager
+from rayllm.core.constraint import AwaitedMasks, MakeConstraint
 from rayllm.core.integrity import check_scheduler
 from rayllm.core.policy import POLICIES
 from rayllm.core.prefix_cache import PrefixCache
 from rayllm.core.queue import WaitingQueue
 from rayllm.core.sequence import Sequence, SequenceGroup, SequenceStatus, derive_seed, policy_order
 from rayllm.core.step import Draft, InFlight
-from rayllm.types import EngineStats, GenerationRequest, SequenceData, StepPlan, StepResult, TokenDelta
+from rayllm.types import (
+    STEP_TOKEN_BUCKETS,
+    EngineStats,
+    GenerationRequest,
+    RequestTimes,
+    SequenceData,
+    StepPlan,
+    StepResult,
+    TokenDelta,
+)
 
 WATERMARK = 0.01  # share of blocks kept free at admission, so that running sequences can grow a while
 WAITING, RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
@@ -31,7 +41,10 @@ FORKED, FINISHED = SequenceStatus.FORKED, SequenceStatus.FINISHED
 
 
 class Scheduler:
-    """Queues, batch rows and blocks of one engine. Not thread-safe; knows neither torch nor Ray nor the time."""
+    """Queues, batch rows and blocks of one engine. Not thread-safe; knows neither torch nor Ray.
+
+    clock: seconds, for the times that requests report; nothing is decided by it.
+    """
 
     def __init__(
         self,
@@ -45,6 +58,7 @@ class Scheduler:
         policy: str = "fcfs",
         enable_prefix_caching: bool = True,
         seed: int = 0,
+        clock: Callable[[], float] = lambda: 0.0,
     ):
         if max_model_len > num_blocks * block_size:
             raise ValueError(
@@ -69,16 +83,25 @@ class Scheduler:
         self.in_flight: list[InFlight] = []
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._rows_to_free: list[int] = []
+        self.awaited_masks = AwaitedMasks()
+        self._failed: list[TokenDelta] = []  # last deltas of sequences whose constraint failed
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
         self._num_preemptions = self._num_steps = 0
         self._prompt_tokens = self._generation_tokens = 0
         self._cache_queries = self._cache_hits = 0
+        self._clock = clock
+        self._step_tokens = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
+        self._computed_tokens = 0
+        self.to_report: list[str] = []  # requests with report_start that the last `schedule` started
 
     # ---------------------------------------------------------------------------------------------- requests
 
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a valid request. Raises ValueError if its id is in use or its prompt can never fit."""
+    def add(self, request: GenerationRequest, constrain: MakeConstraint | None = None) -> None:
+        """Queue a valid request. Raises ValueError if its id is in use or its prompt can never fit.
+
+        constrain: makes each completion's constraint, if the tokens are to be constrained.
+        """
         prompt, params = request.prompt_token_ids, request.params
         if request.request_id in self.groups:
             raise ValueError(f"request id {request.request_id!r} is in use")
@@ -92,13 +115,16 @@ class Scheduler:
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
             order=(*self.policy(request), arrival),
+            constrain=constrain,
         )
+        group.added_at = self._clock()
         self.groups[request.request_id] = group
         self._prompt_tokens += len(prompt)
         self.waiting.push(group.sequences[0])
 
     def abort(self, request_id: str) -> None:
         """End a request at once, whatever state it is in; unknown ids are ignored."""
+        self._failed = [delta for delta in self._failed if delta.request_id != request_id]
         group = self.groups.pop(request_id, None)
         if group is None:
             return
@@ -124,13 +150,21 @@ class Scheduler:
             generation_tokens=self._generation_tokens,
             prefix_cache_queries=self._cache_queries,
             prefix_cache_hits=self._cache_hits,
+            step_tokens=self._step_tokens.copy(),
+            computed_tokens=self._computed_tokens,
         )
 
     # ---------------------------------------------------------------------------------------------- one step
 
     def schedule(self) -> StepPlan | None:
-        """The next step's plan, or None if nothing can run before a step in flight is done (or at all)."""
+        """The next step's plan, or None if nothing can run before a step in flight is done or a mask is known.
+
+        A sequence whose constraint failed ends here; its last delta comes with the next `update` or `take_failed`.
+        """
         draft = Draft(self.max_num_batched_tokens)
+        if self.awaited_masks:
+            self._look_for_masks()
+        self.to_report = []
         if self.preemptive:
             self._yield_to_urgent()
         prefilling = self._schedule_decodes(draft)
@@ -146,6 +180,9 @@ class Scheduler:
         plan, record = draft.finish(next(self._step_ids), self._rows_to_free)
         self._rows_to_free = []
         self._num_steps += 1
+        computed = self.max_num_batched_tokens - draft.budget
+        self._step_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, computed)] += 1
+        self._computed_tokens += computed
         self.in_flight.append(record)
         return plan
 
@@ -159,7 +196,8 @@ class Scheduler:
             if prompt_logprobs is not None:
                 prompt_logprobs[position : position + len(entries)] = entries
         logprobs = result.logprobs
-        deltas: list[TokenDelta] = []
+        deltas = self.take_failed()
+        num_failed = len(deltas)
         any_finished = False
         for i, (seq, token) in enumerate(zip(step.sampled, result.token_ids, strict=True)):
             seq.num_pending -= 1
@@ -177,10 +215,28 @@ class Scheduler:
                 deltas.append(delta)
             else:
                 deltas.append(TokenDelta(seq.request_id, seq.index, [token]))
-        self._generation_tokens += len(deltas)
+            if seq.constraint is not None and seq.status is not FINISHED:
+                self.awaited_masks.add(seq, token)
+        self._generation_tokens += len(deltas) - num_failed
         if any_finished:
             self._drop_finished()
         return deltas
+
+    def take_failed(self) -> list[TokenDelta]:
+        """Last deltas of the sequences whose constraint failed, each once."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _look_for_masks(self) -> None:
+        """Let sequences whose next mask has become known go on; end those whose constraint failed."""
+        for seq, reason in self.awaited_masks.look():
+            if seq.status is FINISHED:
+                continue
+            self._retire(seq)
+            if seq.group.finished:
+                del self.groups[seq.request_id]
+            self._failed.append(TokenDelta(seq.request_id, seq.index, [], finish_reason="error", stop_reason=reason))
+            self._drop_finished()
 
     def _delta(self, seq: Sequence, token: int, logprobs: list | None) -> TokenDelta:
         """The delta of a first, last or logprobs-carrying token; retires the sequence if it is the last."""
@@ -190,16 +246,18 @@ class Scheduler:
             stop = token if token in group.params.stop_token_ids else None
         elif len(seq.token_ids) >= seq.max_len:
             reason = "length"
-        cached, prompt_logprobs = 0, None
+        cached, prompt_logprobs, times = 0, None, None
         if seq.fresh:
             seq.fresh = False
             cached = group.num_cached_tokens or 0
-            prompt_logprobs = group.prompt_logprobs if seq.index == 0 else None
+            if seq.index == 0:
+                prompt_logprobs = group.prompt_logprobs
+                times = RequestTimes(group.started_at - group.added_at, self._clock() - group.started_at)
         if reason is not None:
             self._retire(seq)
             if group.finished:
                 del self.groups[seq.request_id]
-        return TokenDelta(seq.request_id, seq.index, [token], logprobs, reason, stop, cached, prompt_logprobs)
+        return TokenDelta(seq.request_id, seq.index, [token], logprobs, reason, stop, cached, prompt_logprobs, times)
 
     # ---------------------------------------------------------------------------------------------- the passes
 
@@ -215,12 +273,14 @@ class Scheduler:
                 prefilling.append(seq)
                 continue
             computed = seq.num_computed
-            if computed + 1 >= seq.max_len:
-                continue  # a step in flight samples its last token
+            if seq.blocked or computed + 1 >= seq.max_len:
+                continue  # its next mask is not known, or a step in flight samples its last token
             if not budget:
                 break
             if computed >= seq.capacity and not self._grow(seq, draft):
                 break  # the last in order, it was preempted itself
+            if seq.constraint is not None:
+                draft.constrain(seq)
             budget -= 1
             seq.num_computed = computed + 1
             seq.num_pending += 1
@@ -259,6 +319,8 @@ class Scheduler:
             draft.decodes.append(seq)
         else:
             draft.ending.append((seq, count))
+        if seq.constraint is not None:
+            draft.constrain(seq)
         if seq.group.siblings:
             self._fork_siblings(seq, draft)
 
@@ -293,7 +355,8 @@ class Scheduler:
         """Admit waiting sequences in policy order, up to the first for which budget, rows or blocks are short."""
         while draft.budget and self._free_rows:
             seq = self.waiting.peek()
-            if seq is None or seq.num_pending:  # preempted while its last token is in flight: the id is needed first
+            # Preempted while its last token is in flight: the id is needed first, and then its mask.
+            if seq is None or seq.num_pending or seq.blocked:
                 return
             cached = self._match(seq)
             missing = self.blocks.blocks_for(len(seq.token_ids)) - len(cached)
@@ -306,12 +369,15 @@ class Scheduler:
             self._cache_hits += hit
             if seq.group.num_cached_tokens is None:
                 seq.group.num_cached_tokens = hit
+                seq.group.started_at = self._clock()
+                if seq.group.report_start:
+                    self.to_report.append(seq.request_id)
             self._enter(seq, cached + self.blocks.allocate(missing), hit, draft)
 
     def _yield_to_urgent(self) -> None:
         """Preempt sequences of lower priority while one of higher priority waits for a row or for blocks."""
         head = self.waiting.peek()
-        if head is None or head.num_pending:
+        if head is None or head.num_pending or head.blocked:
             return
         cached = self._match(head)
         missing = self.blocks.blocks_for(len(head.token_ids)) - len(cached)

@@ -7,6 +7,7 @@ import hashlib
 import sys
 from dataclasses import dataclass, field
 
+from rayllm.core.constraint import Constraint, MakeConstraint
 from rayllm.sampling_params import MAX_SEED, SamplingParams
 from rayllm.types import GenerationRequest, TokenLogprobs
 
@@ -31,12 +32,15 @@ class Sequence:
     submitted steps have run. decoding: all tokens but the last (known or pending) are computed.
     capacity: tokens that block_table holds. max_len: tokens after which it ends.
     next_full: when the known tokens exceed this number, another block is full and enters the prefix cache.
-    row: its place in the workers' persistent batch while it runs.
+    row: its place in the workers' persistent batch while it runs. constraint: which tokens it may take; None for any.
+    blocked: constrained, and the mask of its next token is not known, because the token before it is in flight or the
+    constraint still computes; until it is known, no step may sample for the sequence.
     """
 
     __slots__ = (
-        "block_hashes", "block_table", "capacity", "decoding", "fresh", "group", "index", "key", "max_len", "next_full",
-        "num_computed", "num_pending", "num_registered", "request_id", "row", "seed", "status", "stop_ids", "token_ids",
+        "block_hashes", "block_table", "blocked", "capacity", "constraint", "decoding", "fresh", "group", "index",
+        "key", "max_len", "next_full", "num_computed", "num_pending", "num_registered", "request_id", "row", "seed",
+        "status", "stop_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, index: int, max_len: int, stop_ids: frozenset[int], key: tuple):
@@ -52,6 +56,8 @@ class Sequence:
         self.fresh = True  # nothing has been sent to the front yet
         self.row = -1
         self.num_pending = 0
+        self.constraint: Constraint | None = None
+        self.blocked = False
         self.block_hashes: list[bytes] = []
         self.reset()
 
@@ -81,7 +87,8 @@ class SequenceGroup:
     """One request: n sequences that share a prompt.
 
     siblings: those not forked off the first sequence yet. num_cached_tokens: prompt tokens found in the prefix
-    cache when the request was first admitted; None before.
+    cache when the request was first admitted; None before. added_at, started_at: the scheduler's clock when the request
+    came and when it was first admitted. report_start: the front wants to know the latter at once.
     """
 
     request_id: str
@@ -93,6 +100,9 @@ class SequenceGroup:
     siblings: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    added_at: float = 0.0
+    started_at: float = 0.0
+    report_start: bool = False
 
     @classmethod
     def of(
@@ -104,10 +114,15 @@ class SequenceGroup:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         order: tuple,
+        constrain: MakeConstraint | None = None,
     ) -> SequenceGroup:
-        """A new request's group, all of its sequences waiting. order: the policy's, unique to the request."""
+        """A new request's group, all of its sequences waiting.
+
+        order: the policy's, unique to the request. constrain: makes each sequence's constraint, whose first mask is
+        known.
+        """
         params, prompt = request.params, list(request.prompt_token_ids)
-        group = cls(request.request_id, prompt, params, seed, root_hash)
+        group = cls(request.request_id, prompt, params, seed, root_hash, report_start=request.report_start)
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None] * len(prompt)
         limit = max_model_len
@@ -118,6 +133,9 @@ class SequenceGroup:
             stop_ids |= eos_token_ids
         group.sequences = [Sequence(group, index, limit, stop_ids, (*order, index)) for index in range(params.n)]
         group.siblings = group.sequences[1:]
+        if constrain is not None:
+            for seq in group.sequences:
+                seq.constraint = constrain()
         return group
 
     @property

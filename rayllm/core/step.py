@@ -22,6 +22,7 @@ class Draft:
     """budget: tokens that may still be scheduled. decodes, ending, partial: as StepPlan orders them, with token counts.
 
     copied: sources of copies, held until the plan is complete. forked: siblings that enter in the next step.
+    masks: of the constrained sequences that sample.
     """
 
     budget: int
@@ -33,11 +34,21 @@ class Draft:
     copies: list[tuple[int, int]] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
     forked: list[Sequence] = field(default_factory=list)
+    masks: list[tuple[Sequence, bytes]] = field(default_factory=list)
+
+    def constrain(self, seq: Sequence) -> None:
+        """Note that a constrained sequence samples in this step, and block it until that token is known."""
+        assert seq.constraint is not None
+        mask = seq.constraint.mask()
+        assert mask is not None and not seq.blocked, f"sampled without a mask: {seq}"
+        self.masks.append((seq, mask))
+        seq.blocked = True
 
     def finish(self, step_id: int, free_rows: list[int]) -> tuple[StepPlan, InFlight]:
         """The plan and its record."""
         sampled = self.decodes + [seq for seq, _count in self.ending]
         prefills = self.ending + self.partial
+        place = {id(seq): i for i, seq in enumerate(sampled)} if self.masks else {}
         plan = StepPlan(
             step_id=step_id,
             free_rows=free_rows,
@@ -48,5 +59,6 @@ class Draft:
             num_tokens=[1] * len(self.decodes) + [count for _seq, count in prefills],
             num_decodes=len(self.decodes),
             num_sampled=len(sampled),
+            masks=[(place[id(seq)], mask) for seq, mask in self.masks],
         )
         return plan, InFlight(step_id, sampled, {seq.row: seq for seq, _count in prefills})

@@ -16,7 +16,7 @@ from rayllm.engine.client import EngineClient, InProcessClient
 from rayllm.engine.outputs import OutputProcessor, accumulate
 from rayllm.engine.tokenizer import Tokenizer, load_tokenizer
 from rayllm.engine.validation import validate_request
-from rayllm.errors import EngineDeadError
+from rayllm.errors import EngineDeadError, InvalidRequestError
 from rayllm.types import EngineInfo, EngineStats, GenerationRequest, RequestOutput, TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -118,9 +118,10 @@ class AsyncEngine:
 
         A consumer that is slower than the engine gets several steps in one output. Leaving the iterator (aclose, a
         cancelled task) aborts the request. prompt_text goes into the outputs. An output with finish_reason "error"
-        means that the engine refused or failed on this request alone.
+        means that the engine failed on this request alone.
 
-        Raises InvalidRequestError, at once when the engine has been started; EngineDeadError, also in mid-stream.
+        Raises InvalidRequestError, at once when the engine has been started, or before the first output if only the
+        engine can tell, as with grammars; EngineDeadError, also in mid-stream.
         """
         if self._started:
             self._check(request)
@@ -194,12 +195,20 @@ class AsyncEngine:
             item = self._inbox.popleft()
             if isinstance(item, _Death):
                 self._die(item.reason)
+            elif item and item[0].bad_param is not None:
+                self._refuse(item[0])
             else:  # after a death only error deltas come, for requests that were removed with it
                 outputs, aborts = self._processor.process(item)
                 for output in outputs:
                     self._streams[output.request_id].put(output)
                 if aborts:
                     self._client.abort(aborts)
+
+    def _refuse(self, delta: TokenDelta) -> None:
+        """End a request that the engine does not take."""
+        stream = self._streams.get(delta.request_id)
+        if self._processor.remove(delta.request_id) and stream is not None:
+            stream.end(InvalidRequestError(str(delta.stop_reason), delta.bad_param))
 
     def _die(self, reason: str) -> None:
         if self._dead is not None:

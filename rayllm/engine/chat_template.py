@@ -7,12 +7,13 @@ Templates come from the model folder only, never from a request. The variables a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from datetime import datetime
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -35,13 +36,25 @@ class ChatTemplate:
 
     def __init__(self, templates: dict[str, str], special_tokens: dict[str, str]):
         self._special_tokens = special_tokens
+        self._sources = templates
         self._compiled: dict[str, jinja2.Template | str] = {}  # the template, or what is wrong with it
+        self._variables: dict[str, set[str]] = {}  # what a template may read from outside
         environment = _environment()
         for name, source in templates.items():
             try:
                 self._compiled[name] = environment.from_string(source)
+                self._variables[name] = jinja2.meta.find_undeclared_variables(environment.parse(source))
             except Exception as error:  # a template may be wrong in any way; jinja2 lets some ValueErrors through
                 self._compiled[name] = f"the model's chat template does not compile: {error}"
+
+    def source(self, *, with_tools: bool) -> str:
+        """The jinja source that requests with or without tools get; "" if there is none."""
+        name = self._name(with_tools)
+        return "" if name is None else self._sources[name]
+
+    def variables(self, *, with_tools: bool) -> Set[str]:
+        """What that template may read from outside; it ignores all else. Empty if it does not compile."""
+        return self._variables.get(self._name(with_tools) or "", frozenset())
 
     def render(
         self,
@@ -96,16 +109,20 @@ class ChatTemplate:
                 "chat_template.jinja); use /v1/completions",
                 "messages",
             )
-        names = ["tool_use", "default"] if with_tools else ["default"]
-        found = next((self._compiled[name] for name in names if name in self._compiled), None)
-        if found is None:
+        name = self._name(with_tools)
+        if name is None:
             raise InvalidRequestError(
                 f"the model has several chat templates ({', '.join(sorted(self._compiled))}) but no default one",
                 "messages",
             )
+        found = self._compiled[name]
         if isinstance(found, str):
             raise InvalidRequestError(found, "messages")
         return found
+
+    def _name(self, with_tools: bool) -> str | None:
+        names = ["tool_use", "default"] if with_tools else ["default"]
+        return next((name for name in names if name in self._sources), None)
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:

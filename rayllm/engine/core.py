@@ -10,9 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 
 from rayllm.config import EngineConfig
 from rayllm.core.scheduler import Scheduler
+from rayllm.engine.grammar import Grammar, bad_grammar
+from rayllm.engine.grammar_compiler import GrammarCompiler
 from rayllm.engine.validation import validate_request
 from rayllm.errors import ConfigError, InvalidRequestError
 from rayllm.executor.base import Executor
@@ -20,18 +23,24 @@ from rayllm.gc_pauses import freeze_heap, thaw_heap
 from rayllm.model_spec import ModelSpec, check_parallel, load_model_spec
 from rayllm.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
 
+MASK_WAIT_S = 0.05  # at most, before the loop looks at its inbox again
+
 logger = logging.getLogger(__name__)
 
 
 class EngineCore:
     """A scheduler and an executor that has been started with `num_blocks` blocks.
 
-    depth: plans in flight, 1 or 2. With 2, the next step is scheduled while one computes.
+    depth: plans in flight, 1 or 2. With 2, the next step is scheduled while one computes. grammars: None if the engine
+    has no tokenizer.
     Raises ConfigError if max_model_len is configured but the pool cannot hold one such sequence; if it is not
     configured, the pool limits it.
     """
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, executor: Executor, num_blocks: int, depth: int):
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, executor: Executor, num_blocks: int, depth: int,
+        grammars: GrammarCompiler | None,
+    ):  # fmt: skip
         pool_tokens = num_blocks * config.block_size
         if config.max_model_len is not None and config.max_model_len > pool_tokens:
             raise ConfigError(
@@ -62,16 +71,35 @@ class EngineCore:
             policy=config.scheduling_policy,
             enable_prefix_caching=config.enable_prefix_caching,
             seed=config.seed,
+            clock=time.monotonic,
         )
         self._executor = executor
         self._depth = depth
+        self._grammars = grammars
 
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises InvalidRequestError if it can never be served or its id is in use."""
+    def compile(self, request: GenerationRequest) -> Future[Grammar]:
+        """Start compiling the grammar of a request that has structured_outputs; `add` needs it.
+
+        Returns at once. Raises InvalidRequestError, also as the result, for a request that cannot be served.
+        """
+        validate_request(request, self.info)
+        if request.params.structured_outputs is None:
+            raise ValueError("only requests with structured_outputs have a grammar")
+        if self._grammars is None:
+            raise bad_grammar("needs a tokenizer, and skip_tokenizer_init left it out")
+        return self._grammars.compile(request.params.structured_outputs)
+
+    def add(self, request: GenerationRequest, grammar: Grammar | None = None) -> None:
+        """Queue a request. Raises InvalidRequestError if it can never be served or its id is in use.
+
+        grammar: from `compile`, for a request that has structured_outputs, and for no other.
+        """
+        if (grammar is None) != (request.params.structured_outputs is None):
+            raise ValueError("a request has a grammar if it has structured_outputs, and only then")
         validate_request(request, self.info)
         if request.request_id in self.scheduler.groups:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use", "request_id")
-        self.scheduler.add(request)
+        self.scheduler.add(request, grammar)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests at once; no more deltas come for them. Unknown ids are ignored."""
@@ -88,14 +116,19 @@ class EngineCore:
         Raises EngineDeadError if a worker failed.
         """
         plan = self.scheduler.schedule()
+        deltas = [TokenDelta(request_id, 0, []) for request_id in self.scheduler.to_report]
         if plan is not None:
             self._executor.submit(plan)
         if plan is None or len(self.scheduler.in_flight) >= self._depth:
             if self.scheduler.in_flight:
-                return self.scheduler.update(self._executor.collect())
-            if self.scheduler.has_work():
+                return deltas + self.scheduler.update(self._executor.collect())
+            deltas += self.scheduler.take_failed()
+            if self.scheduler.awaited_masks:
+                assert self._grammars is not None  # who made the constraints
+                self._grammars.threads.wait(MASK_WAIT_S)
+            elif self.scheduler.has_work() and not deltas:
                 raise RuntimeError("requests wait, but none can be scheduled and none is in flight")
-        return []
+        return deltas
 
     def stats(self) -> EngineStats:
         """A snapshot for metrics and health."""
@@ -111,6 +144,8 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Stop the workers; idempotent."""
+        if self._grammars is not None:
+            self._grammars.close()
         self._executor.shutdown()
         thaw_heap()
 
@@ -127,11 +162,16 @@ def build_engine_core(config: EngineConfig) -> EngineCore:
     if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
         raise ConfigError(f"max_model_len {config.max_model_len} exceeds the model's limit of {spec.max_model_len}")
     started = time.monotonic()
+    grammars = None
+    if not config.skip_tokenizer_init:
+        grammars = GrammarCompiler(config.model, spec.vocab_size, spec.eos_token_ids)
     executor = make_executor(config, spec)
     try:
         limits = executor.start()
-        core = EngineCore(config, spec, executor, limits.num_gpu_blocks, executor.max_in_flight)
+        core = EngineCore(config, spec, executor, limits.num_gpu_blocks, executor.max_in_flight, grammars)
     except BaseException:
+        if grammars is not None:
+            grammars.close()
         executor.shutdown()
         raise
     freeze_heap()

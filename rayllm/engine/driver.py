@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -21,6 +22,7 @@ from rayllm.errors import ConfigError, EngineDeadError, InvalidRequestError
 from rayllm.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
 
 if TYPE_CHECKING:
+    from rayllm.engine.grammar import Grammar
     from rayllm.engine.zmq_server import ZmqServer
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,8 @@ class Core(Protocol):
 
     info: EngineInfo
 
-    def add(self, request: GenerationRequest) -> None: ...
+    def compile(self, request: GenerationRequest) -> Future[Grammar]: ...
+    def add(self, request: GenerationRequest, grammar: Grammar | None = None) -> None: ...
     def abort(self, request_ids: list[str]) -> None: ...
     def has_work(self) -> bool: ...
     def check_health(self) -> None: ...
@@ -70,6 +73,13 @@ class _Add(msgspec.Struct, frozen=True):
     request: GenerationRequest
 
 
+class _Compiled(msgspec.Struct, frozen=True):
+    """A request's grammar is ready, or refused."""
+
+    request: GenerationRequest
+    done: Future[Grammar]
+
+
 class _Abort(msgspec.Struct, frozen=True):
     """request_ids: None for all of the front's."""
 
@@ -87,8 +97,9 @@ class EngineDriver:
     def __init__(self, core: Core):
         self.info = core.info
         self._core = core
-        self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()  # None: stop
+        self._inbox: queue.SimpleQueue[_Add | _Compiled | _Abort | None] = queue.SimpleQueue()  # None: stop
         self._live: dict[str, _Live] = {}  # engine thread only, like the core
+        self._compiling: dict[str, _Add] = {}  # requests that wait for their grammars; others pass them
         self._lock = threading.Lock()  # of the fields down to _dead
         self._fronts: list[Front] = []
         self._thread: threading.Thread | None = None
@@ -226,24 +237,57 @@ class EngineDriver:
                     return False
                 case _Add():
                     self._admit(item.front, item.request)
+                case _Compiled():
+                    self._take_grammar(item.request, item.done)
                 case _Abort():
                     self._drop(item.front, item.request_ids)
 
-    def _admit(self, front: Front, request: GenerationRequest) -> None:
+    def _admit(self, front: Front, request: GenerationRequest, grammar: Grammar | None = None) -> None:
+        """Give a request to the core; one that needs a grammar first waits for it."""
         if front not in self._fronts:  # gone since; its abort of all requests came first
             return
         try:
-            self._core.add(request)
+            if request.request_id in self._compiling:
+                raise InvalidRequestError(f"request_id {request.request_id!r} is in use", "request_id")
+            if grammar is not None:
+                self._core.add(request, grammar)
+            elif request.params.structured_outputs is not None:
+                compiling = self._core.compile(request)
+                self._compiling[request.request_id] = _Add(front, request)
+                compiling.add_done_callback(lambda done: self._inbox.put(_Compiled(request, done)))
+                return
+            else:
+                self._core.add(request)
         except Exception as error:  # a poisonous request fails alone
-            message = str(error)
-            if not isinstance(error, InvalidRequestError):
-                logger.exception("request %s could not be added", request.request_id)
-                message = f"internal error while adding the request: {error}"
-            self._deliver(front, error_deltas(request, message))
+            self._refuse(front, request, error)
         else:
             self._live[request.request_id] = _Live(front, request, set(range(request.params.n)))
 
+    def _take_grammar(self, request: GenerationRequest, done: Future[Grammar]) -> None:
+        waiting = self._compiling.get(request.request_id)
+        if waiting is None or waiting.request is not request:
+            return  # aborted meanwhile
+        del self._compiling[request.request_id]
+        error = CancelledError() if done.cancelled() else done.exception()
+        if error is None:
+            self._admit(waiting.front, request, done.result())
+        else:
+            self._refuse(waiting.front, request, error)
+
+    def _refuse(self, front: Front, request: GenerationRequest, error: BaseException) -> None:
+        if isinstance(error, InvalidRequestError):
+            # Fronts check everything but grammars before they send.
+            bad_param = error.param if request.params.structured_outputs is not None else None
+            deltas = error_deltas(request, str(error), bad_param=bad_param)
+        else:
+            logger.error("request %s could not be added", request.request_id, exc_info=error)
+            deltas = error_deltas(request, f"internal error while adding the request: {error}")
+        self._deliver(front, deltas)
+
     def _drop(self, front: Front, request_ids: list[str] | None) -> None:
+        for request_id in list(self._compiling) if request_ids is None else request_ids:
+            if (waiting := self._compiling.get(request_id)) is not None and waiting.front is front:
+                del self._compiling[request_id]
         wanted = self._live if request_ids is None else request_ids
         own = [i for i in wanted if (live := self._live.get(i)) is not None and live.front is front]
         for request_id in own:
@@ -281,7 +325,8 @@ class EngineDriver:
             self._dead = reason
             fronts = list(self._fronts)
         ends = [(live.front, error_deltas(live.request, reason, live.open)) for live in self._live.values()]
-        self._live = {}
+        ends += [(waiting.front, error_deltas(waiting.request, reason)) for waiting in self._compiling.values()]
+        self._live, self._compiling = {}, {}
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._inbox.get_nowait()
@@ -297,9 +342,11 @@ class EngineDriver:
                     front.deliver(own)
 
 
-def error_deltas(request: GenerationRequest, message: str, indices: Iterable[int] | None = None) -> list[TokenDelta]:
-    """Terminal deltas for completions of a request, by default for all."""
+def error_deltas(
+    request: GenerationRequest, message: str, indices: Iterable[int] | None = None, bad_param: str | None = None
+) -> list[TokenDelta]:
+    """Terminal deltas for completions of a request, by default for all. bad_param: the field it is refused for."""
     return [
-        TokenDelta(request.request_id, index, [], finish_reason="error", stop_reason=message)
+        TokenDelta(request.request_id, index, [], finish_reason="error", stop_reason=message, bad_param=bad_param)
         for index in (range(request.params.n) if indices is None else sorted(indices))
     ]

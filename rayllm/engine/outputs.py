@@ -9,7 +9,15 @@ from rayllm.engine.detokenizer import StopChecker
 from rayllm.engine.tokenizer import Tokenizer
 from rayllm.errors import InvalidRequestError
 from rayllm.sampling_params import SamplingParams
-from rayllm.types import CompletionOutput, GenerationRequest, Logprob, RequestOutput, TokenDelta, TokenLogprobs
+from rayllm.types import (
+    CompletionOutput,
+    GenerationRequest,
+    Logprob,
+    RequestOutput,
+    RequestTimes,
+    TokenDelta,
+    TokenLogprobs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +107,7 @@ def accumulate(total: RequestOutput | None, new: RequestOutput) -> RequestOutput
             new.finished,
             new.prompt_logprobs,
             new.num_cached_tokens,
+            new.times,
         )
     by_index = {output.index: output for output in total.outputs}
     for output in new.outputs:
@@ -111,6 +120,7 @@ def accumulate(total: RequestOutput | None, new: RequestOutput) -> RequestOutput
     if total.prompt_logprobs is None:
         total.prompt_logprobs = new.prompt_logprobs
     total.num_cached_tokens = max(total.num_cached_tokens, new.num_cached_tokens)
+    total.times = total.times or new.times
     total.finished = total.finished or new.finished
     return total
 
@@ -174,7 +184,7 @@ class _Request:
         prompt_logprobs = None
         if delta.prompt_logprobs is not None:
             prompt_logprobs = [e if e is None else logprob_dict(self._tokenizer, e) for e in delta.prompt_logprobs]
-        return self._output([output], prompt_logprobs)
+        return self._output([output], prompt_logprobs, delta.times)
 
     def fail(self, message: str) -> RequestOutput:
         """End all completions that still run with an error."""
@@ -183,7 +193,10 @@ class _Request:
         return self._output(outputs, None)
 
     def _output(
-        self, outputs: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None
+        self,
+        outputs: list[CompletionOutput],
+        prompt_logprobs: list[dict[int, Logprob] | None] | None,
+        times: RequestTimes | None = None,
     ) -> RequestOutput:
         return RequestOutput(
             self._request.request_id,
@@ -193,6 +206,7 @@ class _Request:
             not self._running,
             prompt_logprobs,
             self._num_cached_tokens,
+            times,
         )
 
 

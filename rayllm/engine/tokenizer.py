@@ -7,7 +7,7 @@ transformers takes; that one is imported only for folders without a tokenizer.js
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = special_tokens or {}
         self._chat_templates = ChatTemplate(chat_templates or {}, self.special_tokens)
-        self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        special = {i: t.content for i, t in backend.get_added_tokens_decoder().items() if t.special}
+        self._special_ids, self._special_texts = frozenset(special), frozenset(special.values())
         rule = byte_rule(json.loads(backend.to_str())["decoder"])
         self._bytes = rule and ByteVocabulary(backend.id_to_token, rule)
         self._text_bytes = rule and ByteVocabulary(backend.id_to_token, rule, self._special_ids)
@@ -63,6 +64,11 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids that skip_special_tokens leaves out of the text."""
         return self._special_ids
+
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """The same tokens as they are written."""
+        return self._special_texts
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. add_special_tokens: with what the model wants around a text, e.g. BOS.
@@ -111,6 +117,14 @@ class Tokenizer:
         if self._bytes is not None:
             return self._bytes[token_id]
         return self.token_text(token_id).encode()
+
+    def chat_template_source(self, with_tools: bool = False) -> str:
+        """The jinja source of the chat template that requests with or without tools get; "" if there is none."""
+        return self._chat_templates.source(with_tools=with_tools)
+
+    def chat_template_variables(self, with_tools: bool = False) -> Set[str]:
+        """The variables that this template may read, such as "tools" or "enable_thinking"; it ignores others."""
+        return self._chat_templates.variables(with_tools=with_tools)
 
     def apply_chat_template(
         self,

@@ -21,6 +21,11 @@ def validate_request(request: GenerationRequest, info: EngineInfo) -> None:
         raise InvalidRequestError(
             f"prompt has {len(prompt)} tokens; the KV cache holds {info.num_kv_tokens} tokens in all", "prompt"
         )
+    if params.structured_outputs is not None and not info.eos_token_ids:
+        raise InvalidRequestError(
+            "structured_outputs: this model has no end-of-sequence token, by which its text could end",
+            "structured_outputs",
+        )
     worst = max(prompt) if min(prompt) >= 0 else min(prompt)
     if not 0 <= worst < info.vocab_size:
         raise InvalidRequestError(

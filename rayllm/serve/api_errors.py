@@ -12,7 +12,10 @@ logger = logging.getLogger(__name__)
 
 
 class ApiError(RayllmError):
-    """An error with an HTTP status of its own. retry_after: seconds after which the client may try again."""
+    """An error with an HTTP status of its own.
+
+    retry_after: seconds after which the client may try again. headers: of the response, beside retry-after.
+    """
 
     def __init__(
         self,
@@ -23,6 +26,7 @@ class ApiError(RayllmError):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        headers: dict[str, str] | None = None,
     ):
         super().__init__(message)
         self.status = status
@@ -30,13 +34,14 @@ class ApiError(RayllmError):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self._headers = headers or {}
 
     def body(self) -> dict[str, Any]:
         """The JSON of the response, or of an error in mid-stream."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return self._headers | ({} if self.retry_after is None else {"retry-after": str(self.retry_after)})
 
 
 def as_api_error(error: Exception) -> ApiError:

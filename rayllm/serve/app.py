@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 import orjson
@@ -18,28 +17,37 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 import rayllm
+from rayllm.config import ServerConfig
 from rayllm.errors import EngineDeadError
+from rayllm.serve.admission import Admission, Deadlines
 from rayllm.serve.api_errors import ApiError, as_api_error
+from rayllm.serve.auth import ApiKey, Guard
+from rayllm.serve.chat_format import chat_format
 from rayllm.serve.convert import Job, chat_job, completion_job
-from rayllm.serve.fanout import Engine, RequestGroup
-from rayllm.serve.metrics import FrontMetrics, render_metrics
+from rayllm.serve.fanout import Engine, RequestGroup, Watch
+from rayllm.serve.metrics import REFUSALS, FrontMetrics, render_metrics
+from rayllm.serve.openapi import openapi_document
 from rayllm.serve.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
 from rayllm.serve.replies import DONE, ChatReply, CompletionReply, Reply, sse
+from rayllm.serve.request_log import MAX_PATH_CHARS, RequestLife, RequestRecord, Tracer, log_start, record_of
+from rayllm.serve.tokenize import detokenize, tokenize
 from rayllm.types import RequestOutput
 
 MAX_BODY_BYTES = 32 * 2**20
 STATS_TIMEOUT_S = 5.0
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
+_Prepared = tuple[GenerationBody, Job, Reply]
+_Prepare = Callable[[bytes, Engine, RequestRecord], Awaitable[_Prepared]]
 
 
 class ServerState(Protocol):
-    """What the routes need to know. model_name: in the API. metrics: this server's own figures."""
+    """What the routes need to know. model_name: in the API. metrics: this server's own figures. admission: its load."""
 
     model_name: str
     metrics: FrontMetrics
+    admission: Admission
 
     def engine(self) -> Engine:
         """The engine to use now. Raises EngineDeadError while there is none."""
@@ -54,31 +62,68 @@ class ServerState(Protocol):
         ...
 
 
-def create_app(state: ServerState) -> FastAPI:
-    """The app with all routes. Every error it answers has OpenAI's form."""
-    app = FastAPI(title="rayllm", version=rayllm.__version__, openapi_url=None, docs_url=None, redoc_url=None)
-    routes = _Routes(state)
+def create_app(
+    state: ServerState,
+    server: ServerConfig | None = None,
+    keys: Sequence[ApiKey] = (),
+    *,
+    tracer: Tracer | None = None,
+    echo_request_id: bool = True,
+) -> FastAPI:
+    """The app with all routes. Every error it answers has OpenAI's form.
+
+    server: its deadlines; the defaults if None. keys: one of them must come with each request but /health; none needed
+    if there are none. tracer: gets every request. echo_request_id: false where something in front does that.
+    """
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    routes = _Routes(state, server or ServerConfig())
     for method, path, handler in (
+        ("GET", "/", routes.console),
         ("GET", "/health", routes.health),
         ("GET", "/metrics", routes.metrics),
+        ("GET", "/openapi.json", routes.openapi),
         ("GET", "/version", routes.version),
         ("GET", "/v1/models", routes.models),
         ("GET", "/v1/models/{model_id:path}", routes.model),
         ("POST", "/v1/completions", routes.completions),
         ("POST", "/v1/chat/completions", routes.chat_completions),
+        ("POST", "/tokenize", routes.tokenize),
+        ("POST", "/detokenize", routes.detokenize),
     ):
         # Plain Starlette routes: bodies are parsed by `parse_body`, whose errors name the field as OpenAI does.
-        app.add_route(path, _answering_errors(handler), methods=[method])
+        app.add_route(path, routes.answering_errors(handler), methods=[method])
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(RequestLife, guard=Guard(keys), tracer=tracer, echo_id=echo_request_id)
     return app
 
 
 class _Routes:
-    """The handlers. Each may raise; `_answering_errors` turns that into a response."""
+    """The handlers. Each may raise; `answering_errors` turns that into a response."""
 
-    def __init__(self, state: ServerState):
+    def __init__(self, state: ServerState, server: ServerConfig):
         self._state = state
+        self._server = server
         self._created = int(time.time())
+
+    def answering_errors(self, handler: Handler) -> Handler:
+        async def answer(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except ClientDisconnect:
+                return Response(status_code=499)  # nobody reads it; 499 is what proxies log for this
+            except Exception as error:
+                refused = self._refused(record_of(request), error)
+                return _json(refused.body(), refused.status, refused.headers())
+
+        return answer
+
+    async def console(self, _: Request) -> Response:
+        from rayllm.serve.console import console_page
+
+        return console_page()
+
+    async def openapi(self, _: Request) -> Response:
+        return _json(openapi_document())
 
     async def health(self, _: Request) -> Response:
         reason = await self._state.unhealthy_reason()
@@ -104,33 +149,100 @@ class _Routes:
         self._check_model(request.path_params["model_id"])
         return _json(self._model_card())
 
+    async def tokenize(self, request: Request) -> Response:
+        engine = self._state.engine()
+        raw = await self._read_body(request, Deadlines(self._server))
+        return _json(await tokenize(raw, engine.info, engine.tokenizer, self._check_model))
+
+    async def detokenize(self, request: Request) -> Response:
+        engine = self._state.engine()
+        raw = await self._read_body(request, Deadlines(self._server))
+        return _json(await detokenize(raw, engine.info, engine.tokenizer, self._check_model))
+
     async def completions(self, request: Request) -> Response:
-        body = parse_body(CompletionBody, await read_body(request))
-        self._check_model(body.model)
-        engine, reply_id = self._state.engine(), f"cmpl-{uuid.uuid4().hex}"
-        job = await completion_job(body, reply_id, engine.info, engine.tokenizer)
-        reply = CompletionReply(body, job, reply_id, self._state.model_name, engine.tokenizer)
-        return await self._answer(request, body, engine, job, reply)
+        async def prepare(raw: bytes, engine: Engine, record: RequestRecord) -> _Prepared:
+            body = parse_body(CompletionBody, raw)
+            self._check_model(body.model)
+            reply_id = record.reply_id = f"cmpl-{uuid.uuid4().hex}"
+            job = await completion_job(body, reply_id, engine.info, engine.tokenizer)
+            return body, job, CompletionReply(body, job, reply_id, self._state.model_name, engine.tokenizer)
+
+        return await self._generate(request, prepare)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = parse_body(ChatBody, await read_body(request))
-        self._check_model(body.model)
-        engine, reply_id = self._state.engine(), f"chatcmpl-{uuid.uuid4().hex}"
-        job = await chat_job(body, reply_id, engine.info, engine.tokenizer)
-        reply = ChatReply(body, job, reply_id, self._state.model_name, engine.tokenizer)
-        return await self._answer(request, body, engine, job, reply)
+        async def prepare(raw: bytes, engine: Engine, record: RequestRecord) -> _Prepared:
+            body = parse_body(ChatBody, raw)
+            self._check_model(body.model)
+            reply_id = record.reply_id = f"chatcmpl-{uuid.uuid4().hex}"
+            form = chat_format(self._server, engine.tokenizer)
+            job = await chat_job(body, reply_id, engine.info, engine.tokenizer, form)
+            return body, job, ChatReply(body, job, reply_id, self._state.model_name, engine.tokenizer)
 
-    async def _answer(self, request: Request, body: GenerationBody, engine: Engine, job: Job, reply: Reply) -> Response:
-        group = RequestGroup(engine, job, self._state.metrics)
+        return await self._generate(request, prepare)
+
+    async def _generate(self, request: Request, prepare: _Prepare) -> Response:
+        """Admit a request, run it, answer it. What is refused is refused before the engine has seen it."""
+        record, deadlines = record_of(request), Deadlines(self._server)
+        engine = self._state.engine()  # first of all: without an engine nothing is worth reading
+        ticket = self._state.admission.enter()
         try:
-            if not body.stream:
-                return await until_disconnect(request, _collect(group, reply))
+            body, job, reply = await prepare(await self._read_body(request, deadlines), engine, record)
+            choices = sum(each.params.n for each in job.requests)
+            prompt_tokens = sum(len(each.prompt_token_ids) for each in job.requests)
+            record.model, record.stream = self._state.model_name, bool(body.stream)
+            record.prompts, record.choices, record.prompt_tokens = len(job.requests), choices, prompt_tokens
+            ticket.admit(choices, prompt_tokens)
+            log_start(record)
+        except BaseException:
+            ticket.close()
+            raise
+        return await self._answer(request, engine, job, reply, Watch(self._state.metrics, ticket, deadlines, record))
+
+    async def _answer(self, request: Request, engine: Engine, job: Job, reply: Reply, watch: Watch) -> Response:
+        group = RequestGroup(engine, job, watch)
+        try:
+            if not watch.record.stream:
+                answer = await until_disconnect(request, _collect(group, reply))
+                watch.record.complete = True
+                return answer
             # An error before the first token is an HTTP status; only after it, an event of the stream.
             first = await until_disconnect(request, group.next())
         except BaseException:
             group.close()
             raise
-        return _EventStream(group, reply, first)
+        return _EventStream(group, self._events(group, reply, first, watch.record))
+
+    async def _events(
+        self, group: RequestGroup, reply: Reply, outputs: list[tuple[int, RequestOutput]], record: RequestRecord
+    ) -> AsyncIterator[bytes]:
+        try:
+            while outputs:
+                frames = b"".join(reply.frames(index, output) for index, output in outputs)
+                if frames:
+                    yield frames
+                outputs = await group.next()
+            yield reply.last_frames()
+            record.complete = True
+        except Exception as error:
+            yield sse(self._refused(record, error).body()) + DONE
+
+    def _refused(self, record: RequestRecord, error: Exception) -> ApiError:
+        """The answer to a request that failed, which is counted and noted."""
+        answer = as_api_error(error)
+        answer.__traceback__ = None  # its frames refer to it and to the body, which would stay until it is collected
+        record.error = answer.code or answer.kind
+        if answer.code in REFUSALS:
+            refused = self._state.metrics.refused
+            refused[answer.code] = refused.get(answer.code, 0) + 1
+        return answer
+
+    async def _read_body(self, request: Request, deadlines: Deadlines) -> bytes:
+        """Raises ApiError 413 or 408."""
+        try:
+            async with asyncio.timeout(deadlines.body):
+                return await read_body(request)
+        except TimeoutError:
+            raise deadlines.body_missed() from None
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._state.model_name:
@@ -148,9 +260,9 @@ class _Routes:
 class _EventStream(StreamingResponse):
     """Server-sent events of a reply; whatever ends the response also ends its requests in the engine."""
 
-    def __init__(self, group: RequestGroup, reply: Reply, first: list[tuple[int, RequestOutput]]):
+    def __init__(self, group: RequestGroup, events: AsyncIterator[bytes]):
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(_events(group, reply, first), media_type="text/event-stream", headers=headers)
+        super().__init__(events, media_type="text/event-stream", headers=headers)
         self._group = group
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -158,18 +270,6 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._group.close()
-
-
-async def _events(group: RequestGroup, reply: Reply, outputs: list[tuple[int, RequestOutput]]) -> AsyncIterator[bytes]:
-    try:
-        while outputs:
-            frames = b"".join(reply.frames(index, output) for index, output in outputs)
-            if frames:
-                yield frames
-            outputs = await group.next()
-        yield reply.last_frames()
-    except Exception as error:
-        yield sse(as_api_error(error).body()) + DONE
 
 
 async def _collect(group: RequestGroup, reply: Reply) -> Response:
@@ -185,12 +285,13 @@ async def read_body(request: Request) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
         raise too_long
-    body = bytearray()
+    chunks, size = [], 0
     async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
             raise too_long
-    return bytes(body)
+    return b"".join(chunks)
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -212,28 +313,13 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _answering_errors(handler: Handler) -> Handler:
-    async def answer(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it; 499 is what proxies log for this
-        except Exception as error:
-            return _error(as_api_error(error))
-
-    return answer
-
-
-def _error(error: ApiError) -> Response:
-    return _json(error.body(), error.status, error.headers())
-
-
 async def _http_error(request: Request, error: Exception) -> Response:
     """Errors of the router itself: no such path, wrong method."""
     assert isinstance(error, HTTPException)
+    path = request.url.path[:MAX_PATH_CHARS]
     message = {
-        404: f"no such path: {request.method} {request.url.path}",
-        405: f"method {request.method} is not allowed for {request.url.path}",
+        404: f"no such path: {request.method} {path}",
+        405: f"method {request.method} is not allowed for {path}",
     }.get(error.status_code, str(error.detail))
     return _json(ApiError(error.status_code, message).body(), error.status_code, dict(error.headers or {}))
 

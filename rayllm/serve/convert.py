@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence, Set
 from typing import Any, Protocol
 
 import msgspec
 
 from rayllm.engine.validation import validate_request
 from rayllm.errors import InvalidRequestError
-from rayllm.sampling_params import SamplingParams
+from rayllm.sampling_params import SamplingParams, StructuredOutputs
+from rayllm.serve import reasoning
+from rayllm.serve.chat_format import ChatFormat, ReplyFormat
 from rayllm.serve.protocol import ChatBody, CompletionBody, GenerationBody, Prompt
+from rayllm.serve.protocol_parts import as_sent
+from rayllm.serve.tool_choice import calls_schema
 from rayllm.types import EngineInfo, GenerationRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat takes the rest of the context
@@ -19,7 +24,7 @@ LONG_TEXT = 16_384  # characters; longer texts are tokenised in a thread, so tha
 
 # Body fields that are SamplingParams fields of the same name and meaning.
 _SAMPLING_FIELDS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
     "prompt_logprobs", "seed",
 )  # fmt: skip
@@ -28,11 +33,24 @@ _SAMPLING_FIELDS = (
 class Tokenizer(Protocol):
     """What the front uses of `rayllm.engine.tokenizer`."""
 
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+    @property
+    def special_texts(self) -> frozenset[str]: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: list[int]) -> str: ...
     def token_text(self, token_id: int) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
-    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str: ...
+    def chat_template_source(self, with_tools: bool = False) -> str: ...
+    def chat_template_variables(self, with_tools: bool = False) -> Set[str]: ...
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str: ...
 
 
 class ContextLengthError(InvalidRequestError):
@@ -44,11 +62,14 @@ class Job(msgspec.Struct, frozen=True):
 
     requests: one a prompt. prompts: their texts, where the body had text or an echo needs it.
     discard_output: max_tokens was 0, so the one token that the engine makes is not part of the answer.
+    reply_format: what to look for in a chat's output. constraint_field: the body's field that constrains the output.
     """
 
     requests: list[GenerationRequest]
     prompts: list[str | None]
     discard_output: bool = False
+    reply_format: ReplyFormat = ReplyFormat()
+    constraint_field: str = "structured_outputs"
 
 
 async def completion_job(body: CompletionBody, job_id: str, info: EngineInfo, tokenizer: Tokenizer | None) -> Job:
@@ -65,6 +86,8 @@ async def completion_job(body: CompletionBody, job_id: str, info: EngineInfo, to
         prompts.append(prompt if isinstance(prompt, str) else None)
     options = _sampling_options(body)
     options["logprobs"] = body.logprobs
+    if body.num_sampled > (body.n or 1) and body.logprobs is None:
+        options["logprobs"] = 0  # the best completions are the most likely ones
     if echo and body.logprobs is not None and body.prompt_logprobs is None:
         options["prompt_logprobs"] = body.logprobs
     requests = []
@@ -80,30 +103,95 @@ async def completion_job(body: CompletionBody, job_id: str, info: EngineInfo, to
             text if text is not None else _decode(tokenizer, ids)
             for text, ids in zip(prompts, token_ids, strict=True)
         ]  # fmt: skip
-    return Job(requests, prompts, discard_output=body.token_limit == 0)
+    return Job(requests, prompts, body.token_limit == 0, constraint_field=body.constraint_field)
 
 
-async def chat_job(body: ChatBody, job_id: str, info: EngineInfo, tokenizer: Tokenizer | None) -> Job:
-    """Raises InvalidRequestError naming field and limit if the conversation can't be served."""
+async def chat_job(
+    body: ChatBody, job_id: str, info: EngineInfo, tokenizer: Tokenizer | None, form: ChatFormat = ChatFormat()
+) -> Job:
+    """Raises InvalidRequestError naming field and limit if the conversation can't be served.
+
+    form: what the server's model writes. A constraint (response_format, structured_outputs, a call that must be made)
+    holds for the whole output, so no reasoning is looked for then.
+    """
     if tokenizer is None:
         raise InvalidRequestError("this server runs without a tokenizer; only token ids in /v1/completions work")
     if body.token_limit == 0:
         raise InvalidRequestError("max_tokens must be at least 1", "max_tokens")
-    turns = [message.for_template() for message in body.messages]
-    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+    text = _prompt_text(body, tokenizer)
     # The template writes the special tokens itself; a second begin-of-sequence would change the answer.
     ids = await _encode(text, body.add_special_tokens or False, tokenizer, param="messages")
     options = _sampling_options(body)
+    reply_format = _tool_format(body, form)
+    if body.must_call:
+        options["structured_outputs"] = _calls_constraint(body, form)
+    if form.thinks and "structured_outputs" not in options:
+        inside = text.rstrip().endswith(reasoning.OPEN)
+        reply_format = msgspec.structs.replace(reply_format, thinks=True, inside=inside)
+    if reply_format.tags & tokenizer.special_texts:
+        options.setdefault("skip_special_tokens", False)  # or what has to be looked for would not be in the text
     options["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     params = SamplingParams(**options, max_tokens=body.token_limit)
-    return Job([_request(body, f"{job_id}-0", ids, params, info, param="messages")], [text])
+    requests = [_request(body, f"{job_id}-0", ids, params, info, param="messages")]
+    return Job(requests, [text], reply_format=reply_format, constraint_field=body.constraint_field)
+
+
+def _prompt_text(body: ChatBody, tokenizer: Tokenizer) -> str:
+    """The conversation by the model's template. Refuses what the template would ignore."""
+    options: dict[str, Any] = {}
+    if tools := body.offered_tools:
+        if "tools" not in tokenizer.chat_template_variables(with_tools=True):
+            raise InvalidRequestError("tools: this model's chat template has no place for tools", "tools")
+        options["tools"] = [tool.for_template() for tool in tools]
+    if extra := body.chat_template_kwargs:
+        known = tokenizer.chat_template_variables(with_tools=bool(tools))
+        for name in extra:
+            if name not in known:
+                message = f"chat_template_kwargs: this model's chat template has no variable {name[:80]!r}"
+                raise InvalidRequestError(message, "chat_template_kwargs")
+        options["template_kwargs"] = extra
+    turns = [message.for_template() for message in body.messages]
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)
+
+
+def _tool_format(body: ChatBody, form: ChatFormat) -> ReplyFormat:
+    """What to look for in the output because of the body's tools."""
+    tools = body.offered_tools
+    if not tools:
+        return ReplyFormat()
+    if form.tools is None and not body.must_call:
+        raise InvalidRequestError(
+            "tools: this server does not know how its model writes tool calls (its option tool_call_parser); "
+            "only tool_choice required, a named tool or none work",
+            "tools",
+        )
+    return ReplyFormat(
+        tools="json" if body.must_call else form.tools,
+        tool_names=frozenset(tool.function.name for tool in tools),
+        single_call=body.named_tool is not None or body.parallel_tool_calls is False,
+    )
+
+
+def _calls_constraint(body: ChatBody, form: ChatFormat) -> StructuredOutputs:
+    """Tool calls and nothing else: of the named tool, or of any."""
+    tools = [tool for tool in body.offered_tools if body.named_tool in (None, tool.function.name)]
+    single = body.named_tool is not None or body.parallel_tool_calls is False
+    try:
+        return StructuredOutputs(
+            json=calls_schema(tools, single, "parameters" if form.tools == "llama3" else "arguments")
+        )
+    except InvalidRequestError as error:
+        raise as_sent(error, "tools") from None
 
 
 def _sampling_options(body: GenerationBody) -> dict[str, Any]:
     """The sampling fields that were given (null is not given)."""
     options = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
+    options["n"] = body.num_sampled
     if body.logit_bias is not None:
         options["logit_bias"] = dict(_bias_entry(key, value) for key, value in body.logit_bias.items())
+    if (constraint := body.constraint()) is not None:
+        options["structured_outputs"] = constraint
     return options
 
 
@@ -143,7 +231,7 @@ def _request(
     except InvalidRequestError as error:
         if error.param == "prompt" and param != "prompt":
             raise InvalidRequestError(str(error), param) from None
-        raise
+        raise as_sent(error, body.constraint_field) from None
     return request
 
 

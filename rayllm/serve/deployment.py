@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,12 @@ from ray.serve.schema import LoggingConfig
 
 from rayllm.config import EngineConfig, ServerConfig, make_config
 from rayllm.errors import ConfigError, EngineDeadError
+from rayllm.serve.admission import Admission
+from rayllm.serve.auth import ApiKey, load_api_keys
+from rayllm.serve.engine_replica import Endpoint, EngineReplica, node_id
 from rayllm.serve.metrics import FrontMetrics
-from rayllm.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
+from rayllm.serve.request_log import open_log
+from rayllm.serve.tracing import make_tracer, trace_endpoint
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -34,105 +39,47 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ray.serve")
 
-STEP_DEADLINE_S = 120.0  # work queued and no step finished for so long: unhealthy
-DRAIN_S = 5.0  # how long a stopping replica lets running requests go on
 WATCH_S = 1.0  # how often an ApiServer looks whether the engine is still the same one
 CALL_TIMEOUT_S = 5.0
 # A fraction of a core each, so that a whole deployment fits on two. It is a reservation, not a limit.
 NUM_CPUS = 0.1
 
-_LOGGING = LoggingConfig(enable_access_log=False)
 
+class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What an ApiServer is configured with. server: without its api_key, which is in `keys`, as a hash.
 
-class Endpoint(msgspec.Struct, frozen=True):
-    """Where an engine listens. address: of its Unix socket, different for each start. node_id: the socket's node.
-
-    draining: it is about to stop, and fronts must not send it more.
+    max_running: completions that the engine runs at once. trace_endpoint: where traces go; None for nowhere.
     """
 
-    address: str
-    node_id: str
-    draining: bool = False
-
-
-class EngineReplica:
-    """The engine: scheduler and loop in this process, workers here (one rank) or in actors of its placement group.
-
-    The constructor blocks until the engine is ready and raises ConfigError, ModelError or StartupError.
-    """
-
-    def __init__(self, options: dict[str, Any]):
-        from rayllm.engine.core import build_engine_core
-        from rayllm.engine.driver import EngineDriver
-
-        self._driver = EngineDriver(build_engine_core(make_config(EngineConfig, options)))
-        self._driver.start()
-        self._endpoint = Endpoint(self._driver.serve_zmq(), _node_id())
-        self._figures: dict[str, FrontMetrics] = {}
-
-    async def endpoint(self) -> Endpoint:
-        return self._endpoint
-
-    async def info(self) -> EngineInfo:
-        return self._driver.info
-
-    async def stats(self) -> EngineStats:
-        return self._driver.stats()
-
-    async def unhealthy_reason(self) -> str | None:
-        """None while steps finish or there is nothing to do."""
-        health = self._driver.healthy(STEP_DEADLINE_S)
-        return None if health.ok else health.reason
-
-    async def check_health(self) -> None:
-        """For Serve, which restarts a replica after three failures in a row."""
-        if (reason := await self.unhealthy_reason()) is not None:
-            raise EngineDeadError(reason)
-
-    async def exchange_metrics(self, server_id: str, figures: FrontMetrics) -> FrontMetrics:
-        """Take one API server's figures, return the sum of all servers', those that are gone included."""
-        self._figures[server_id] = figures
-        total = FrontMetrics()
-        for each in self._figures.values():
-            total.add(each)
-        return total
-
-    async def relay(self, request: GenerationRequest) -> AsyncGenerator[list[TokenDelta], None]:
-        """Run a request for an API server on another node."""
-        from rayllm.serve.relay import RelayFront
-
-        async for deltas in RelayFront(self._driver).run(request):
-            yield deltas
-
-    async def stop(self) -> None:
-        """Let running requests go on for DRAIN_S seconds at most, then end the engine and its workers."""
-        self._endpoint = msgspec.structs.replace(self._endpoint, draining=True)
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + DRAIN_S
-        while _busy(self._driver.stats()) and clock() < deadline:
-            await asyncio.sleep(0.05)
-        await asyncio.to_thread(self._driver.shutdown)
-
-    async def __del__(self) -> None:
-        """Serve calls this before it ends the replica."""
-        if hasattr(self, "_driver"):  # the constructor may have failed
-            await self.stop()
+    server: ServerConfig = ServerConfig()
+    keys: list[ApiKey] = []
+    max_running: int = 256
+    trace_endpoint: str | None = None
 
 
 class ApiServer:
     """The HTTP front: validation, chat template, tokens, text, SSE. Follows the engine when it is restarted."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, engine: DeploymentHandle, model: str, model_name: str, skip_tokenizer_init: bool = False
+        self,
+        engine: DeploymentHandle,
+        model: str,
+        model_name: str,
+        skip_tokenizer_init: bool = False,
+        options: FrontOptions = FrontOptions(),
     ) -> None:
         self._handle = engine
         self._model = model
+        self._options = options
         self.model_name = model_name
         self.metrics = FrontMetrics()
+        self.admission = Admission(options.server, options.max_running)
         self._server_id = uuid.uuid4().hex
         self._engine: AsyncEngine | None = None
         self._endpoint: Endpoint | None = None
         self._why_not = "the engine is starting"
+        open_log(options.server.log_format, _request_log(self._server_id))
+        self._tracer = make_tracer(options.trace_endpoint)
         self._tokenizer = None
         if not skip_tokenizer_init:
             from rayllm.engine.tokenizer import load_tokenizer
@@ -144,7 +91,15 @@ class ApiServer:
     def __serve_build_asgi_app__(self) -> FastAPI:
         from rayllm.serve.app import create_app
 
-        return create_app(self)
+        options = self._options
+        # Serve's proxy puts the request's id into the response itself.
+        return create_app(self, options.server, options.keys, tracer=self._tracer, echo_request_id=False)
+
+    def __del__(self) -> None:
+        """Serve calls this before it ends the replica."""
+        tracer = getattr(self, "_tracer", None)
+        if tracer is not None:
+            tracer.close()
 
     def engine(self) -> Engine:
         if self._engine is None or self._endpoint is None:
@@ -177,7 +132,7 @@ class ApiServer:
         from rayllm.serve.relay import RelayClient
 
         client: EngineClient
-        if endpoint.node_id == _node_id():
+        if endpoint.node_id == node_id():
             client = ZmqClient(endpoint.address)
         else:
             logger.warning("the engine is on another node; requests are relayed, which costs some latency")
@@ -208,8 +163,10 @@ class ApiServer:
         while True:
             await asyncio.sleep(WATCH_S)
             try:
-                endpoint = await asyncio.wait_for(self._handle.endpoint.remote(), CALL_TIMEOUT_S)
+                endpoint = await asyncio.wait_for(self._handle.endpoint.remote(self._server_id), CALL_TIMEOUT_S)
                 await self._follow(endpoint)
+                call = self._handle.exchange_load.remote(self._server_id, self.admission.load)
+                self.admission.others = await asyncio.wait_for(call, CALL_TIMEOUT_S)
                 await self.all_metrics()
             except Exception as error:
                 logger.warning("the engine cannot be reached: %s", error or type(error).__name__)
@@ -217,12 +174,23 @@ class ApiServer:
 
 
 def make_application(
-    config: EngineConfig, server: ServerConfig, replica: type[EngineReplica] = EngineReplica
+    config: EngineConfig,
+    server: ServerConfig,
+    replica: type[EngineReplica] = EngineReplica,
+    *,
+    keys: Sequence[ApiKey] = (),
 ) -> serve.Application:
     """The Serve application of one model. config.device must be "cpu" or "cuda" by now (see `resolve_device`).
 
-    replica: the engine's class; tests put a stand-in here.
+    replica: the engine's class; tests put a stand-in here. keys: of the API (see `load_api_keys`). Raises ConfigError.
     """
+    options = FrontOptions(
+        server=server.model_copy(update={"api_key": None}),
+        keys=list(keys),
+        max_running=config.max_num_seqs,
+        trace_endpoint=trace_endpoint(server.otlp_endpoint, os.environ),
+    )
+    logs = LoggingConfig(enable_access_log=False, encoding=server.log_format.upper())
     engine = serve.deployment(
         name="EngineReplica",
         num_replicas=1,
@@ -231,8 +199,8 @@ def make_application(
         health_check_period_s=2,
         health_check_timeout_s=30,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=DRAIN_S + 10,
-        logging_config=_LOGGING,
+        graceful_shutdown_timeout_s=server.drain_timeout + 10,
+        logging_config=logs,
         **engine_placement(config),
     )(replica)
     api = serve.deployment(
@@ -240,12 +208,12 @@ def make_application(
         num_replicas=server.num_api_servers,
         max_ongoing_requests=100_000,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_timeout_s=server.drain_timeout + 5,
         ray_actor_options={"num_cpus": NUM_CPUS},
-        logging_config=_LOGGING,
+        logging_config=logs,
     )(serve.ingress()(ApiServer))
-    bound = engine.bind(config.model_dump())
-    return api.bind(bound, config.model, served_name(config, server), config.skip_tokenizer_init)
+    bound = engine.bind(config.model_dump(), server.drain_timeout)
+    return api.bind(bound, config.model, served_name(config, server), config.skip_tokenizer_init, options)
 
 
 def engine_placement(config: EngineConfig) -> dict[str, Any]:
@@ -286,7 +254,7 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     """Application builder for Ray Serve: `serve run rayllm.serve.deployment:build_app model=/path max_model_len=4096`.
 
     args: options of EngineConfig and ServerConfig (host and port are Serve's own there); values may be strings, as the
-    command line has them. Raises ConfigError or ModelError.
+    command line has them. api_key is refused: Serve keeps and shows these arguments. Raises ConfigError or ModelError.
     """
     import ray
 
@@ -303,20 +271,21 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         options[key] = yaml.safe_load(value) if isinstance(value, str) and not is_text else value
     config = make_config(EngineConfig, engine_options)
     server = make_config(ServerConfig, server_options)
+    if server.api_key is not None:
+        raise ConfigError("api_key would be shown by Ray Serve; use api_key_file or the environment's RAYLLM_API_KEY")
+    keys = load_api_keys(server, dict(os.environ))
     check_parallel(load_model_spec(config.model), config.tensor_parallel_size)
     config = config.model_copy(update={"model": str(Path(config.model).resolve())})
     if config.device == "auto":
         # `serve run` builds the application before it connects: this machine has to stand for the cluster then.
         has_gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else Path("/dev/nvidiactl").exists()
         config = config.model_copy(update={"device": "cuda" if has_gpus else "cpu"})
-    return make_application(config, server)
+    return make_application(config, server, keys=keys)
 
 
-def _busy(stats: EngineStats) -> bool:
-    return stats.num_running + stats.num_waiting + stats.num_swapped > 0
-
-
-def _node_id() -> str:
+def _request_log(server_id: str) -> Path | None:
+    """The file of an API server's request log, beside Serve's own logs; None outside of Ray."""
     import ray
 
-    return ray.get_runtime_context().get_node_id()
+    node = ray._private.worker._global_node
+    return None if node is None else Path(node.get_logs_dir_path()) / "serve" / f"requests_{server_id[:8]}.log"

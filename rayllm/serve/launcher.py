@@ -18,7 +18,9 @@ import rayllm.errors
 from rayllm.config import EngineConfig, ServerConfig
 from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
 from rayllm.model_spec import check_parallel, load_model_spec
+from rayllm.serve.auth import KEY_VARIABLES, ApiKey, load_api_keys
 from rayllm.serve.processes import adopt_orphans, end_descendants
+from rayllm.serve.tracing import trace_endpoint
 from rayllm.types import DeviceMemory, EngineInfo, StartReport
 
 APP_NAME = "rayllm"
@@ -76,6 +78,15 @@ def check_before_start(engine: EngineConfig) -> EngineConfig:
     return engine.model_copy(update={"model": str(Path(engine.model).resolve())})
 
 
+def key_warnings(server: ServerConfig, *, has_keys: bool) -> list[str]:
+    """What to tell who starts a server with these keys."""
+    if server.api_key is not None:
+        return [f"--api-key shows in the list of processes; use --api-key-file or {KEY_VARIABLES[1]}"]
+    if not has_keys and server.host not in ("127.0.0.1", "localhost", "::1"):
+        return [f"without API keys, whoever reaches {server.host} port {server.port} can use the server"]
+    return []
+
+
 def start_server(
     engine: EngineConfig,
     server: ServerConfig,
@@ -93,13 +104,17 @@ def start_server(
     with _StopSignals() as signals:
         with _phase(phases, "checks"):
             engine = check_before_start(engine)
-        cluster = _Cluster(engine)
+            trace_endpoint(server.otlp_endpoint, os.environ)
+            keys = load_api_keys(server, os.environ)
+        for warning in key_warnings(server, has_keys=bool(keys)):
+            report(warning)
+        cluster = _Cluster(engine, server.drain_timeout)
         try:
             with _phase(phases, "ray"):
                 cluster.join()
                 signals.install()  # Ray has put its own handler in place
             with _phase(phases, "serve"):
-                url, name = cluster.deploy(engine, server)
+                url, name = cluster.deploy(engine, server, keys)
             with _phase(phases, "engine"):
                 cluster.wait_until_running(signals.stop, report, startup_timeout)
             on_ready(Ready(url, name, phases, cluster.engine_info()))
@@ -114,8 +129,9 @@ def start_server(
 class _Cluster:
     """This process's use of a Ray cluster: its own, or one that was there."""
 
-    def __init__(self, engine: EngineConfig):
+    def __init__(self, engine: EngineConfig, drain_timeout: float):
         self._engine = engine
+        self._drain_timeout = drain_timeout
         self._owned = False
         self._deployed = self._running = False
         self._serve_was_running = False
@@ -133,7 +149,7 @@ class _Cluster:
 
         self._owned = connect_to_ray()
 
-    def deploy(self, engine: EngineConfig, server: ServerConfig) -> tuple[str, str]:
+    def deploy(self, engine: EngineConfig, server: ServerConfig, keys: list[ApiKey]) -> tuple[str, str]:
         """Start Serve and hand it the application, without waiting. Returns URL and model name. Raises ConfigError."""
         import ray
         from ray import serve
@@ -156,7 +172,7 @@ class _Cluster:
             http_options=HTTPOptions(host=server.host, port=server.port),
         )
         self._deployed = True
-        target = serve.RunTarget(target=make_application(engine, server), name=APP_NAME, route_prefix="/")
+        target = serve.RunTarget(target=make_application(engine, server, keys=keys), name=APP_NAME, route_prefix="/")
         try:
             serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         except Exception as error:  # for instance, another application has the route
@@ -222,7 +238,8 @@ class _Cluster:
         try:
             if self._owned and self._running:
                 # Ray's end takes everything else with it; the engine is told first, so that running requests may end.
-                serve.get_deployment_handle("EngineReplica", APP_NAME).stop.remote().result(timeout_s=_STOP_S)
+                handle = serve.get_deployment_handle("EngineReplica", APP_NAME)
+                handle.stop.remote().result(timeout_s=self._drain_timeout + _STOP_S)
             elif not self._owned and self._deployed:
                 serve.delete(APP_NAME) if self._serve_was_running else serve.shutdown()
         except Exception as error:  # what follows must happen all the same

@@ -14,9 +14,12 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from rayllm.types import EngineStats, RequestOutput
+from rayllm.types import STEP_TOKEN_BUCKETS, EngineStats, RequestOutput
 
 LABELS = ["model_name", "engine"]
+# Label values are of fixed sets, so that no client can make new time series.
+FINISH_REASONS = ("stop", "length", "abort", "error")
+REFUSALS = ("queue_full", "queue_timeout", "first_token_timeout", "request_timeout", "engine_unavailable")
 
 _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -27,6 +30,8 @@ HISTOGRAMS = {
     "time_to_first_token_seconds": ("Arrival of a prompt to its first token.", _TTFT_BUCKETS),
     "inter_token_latency_seconds": ("Time between outputs of one completion, per token.", _TOKEN_BUCKETS),
     "e2e_request_latency_seconds": ("Arrival of a prompt to its last token.", _REQUEST_BUCKETS),
+    "request_queue_time_seconds": ("A prompt's time in the engine before it was scheduled.", _REQUEST_BUCKETS),
+    "request_prefill_time_seconds": ("First scheduled to first token of a prompt, in the engine.", _REQUEST_BUCKETS),
     "request_decode_time_seconds": ("First to last token of a prompt.", _REQUEST_BUCKETS),
 }
 
@@ -53,10 +58,14 @@ class Histogram(msgspec.Struct):
 
 
 class FrontMetrics(msgspec.Struct):
-    """What one API server counted since it started. finished: finish reason -> prompts' completions."""
+    """What one API server counted since it started.
+
+    finished: finish reason -> prompts' completions. refused: error code -> HTTP requests that got no answer for it.
+    """
 
     finished: dict[str, int] = {}
     histograms: dict[str, Histogram] = {}
+    refused: dict[str, int] = {}
 
     def observe(self, name: str, value: float, count: int = 1) -> None:
         """Add `count` observations of `value` to the histogram `name` of `HISTOGRAMS`."""
@@ -71,6 +80,8 @@ class FrontMetrics(msgspec.Struct):
         """Add another server's figures to these."""
         for reason, count in other.finished.items():
             self.finished[reason] = self.finished.get(reason, 0) + count
+        for code, count in other.refused.items():
+            self.refused[code] = self.refused.get(code, 0) + count
         for name, theirs in other.histograms.items():
             ours = self.histograms.setdefault(name, Histogram([0] * len(theirs.counts)))
             ours.counts = [a + b for a, b in zip(ours.counts, theirs.counts, strict=True)]
@@ -78,10 +89,11 @@ class FrontMetrics(msgspec.Struct):
 
 
 class RequestTimer:
-    """Measures one prompt's request from its creation on; its figures go to `metrics`."""
+    """Measures one prompt's request of n completions from its creation on; its figures go to `metrics`."""
 
-    def __init__(self, metrics: FrontMetrics):
+    def __init__(self, metrics: FrontMetrics, n: int):
         self._metrics = metrics
+        self._running = n
         self._start = time.perf_counter()
         self._first: float | None = None
         self._last: dict[int, float] = {}
@@ -90,6 +102,9 @@ class RequestTimer:
         """Take the time of one output."""
         now = time.perf_counter()
         metrics = self._metrics
+        if output.times is not None:
+            metrics.observe("request_queue_time_seconds", output.times.queued)
+            metrics.observe("request_prefill_time_seconds", output.times.prefill)
         for completion in output.outputs:
             count = len(completion.token_ids)
             if count:
@@ -101,11 +116,22 @@ class RequestTimer:
                     self._first = now
                     metrics.observe("time_to_first_token_seconds", now - self._start)
             if completion.finish_reason is not None:
-                reason = completion.finish_reason
-                metrics.finished[reason] = metrics.finished.get(reason, 0) + 1
+                self._running -= 1
+                self._finish(completion.finish_reason, 1)
         if output.finished:
             metrics.observe("e2e_request_latency_seconds", now - self._start)
             metrics.observe("request_decode_time_seconds", now - (self._first or now))
+
+    def close(self) -> None:
+        """The request is over; what has not finished was aborted."""
+        if self._running > 0:
+            self._finish("abort", self._running)
+            self._running = 0
+
+    def _finish(self, reason: str, count: int) -> None:
+        finished = self._metrics.finished
+        reason = reason if reason in FINISH_REASONS else "other"
+        finished[reason] = finished.get(reason, 0) + count
 
 
 def render_metrics(model_name: str, stats: EngineStats | None, front: FrontMetrics) -> bytes:
@@ -129,11 +155,18 @@ class _Snapshot:
         finished = CounterMetricFamily(
             "rayllm:request_success", "Completions that ended, by reason.", labels=[*LABELS, "finished_reason"]
         )
-        for reason in sorted({"stop", "length", *self._front.finished}):
+        for reason in sorted({*FINISH_REASONS, *self._front.finished}):
             finished.add_metric([*self._labels, reason], self._front.finished.get(reason, 0))
         yield finished
+        refused = CounterMetricFamily(
+            "rayllm:request_refused", "HTTP requests without an answer, by error code.", labels=[*LABELS, "code"]
+        )
+        for code in REFUSALS:
+            refused.add_metric([*self._labels, code], self._front.refused.get(code, 0))
+        yield refused
         for name, (text, bounds) in HISTOGRAMS.items():
-            yield self._histogram(name, text, bounds)
+            figures = self._front.histograms.get(name) or Histogram([0] * (len(bounds) + 1))
+            yield self._histogram(name, text, bounds, figures)
 
     def _engine(self, stats: EngineStats) -> Iterator[Metric]:
         for name, text, field in _GAUGES:
@@ -147,9 +180,10 @@ class _Snapshot:
             counter = CounterMetricFamily(f"rayllm:{name}", text, labels=LABELS)
             counter.add_metric(self._labels, getattr(stats, field))
             yield counter
+        steps = Histogram(stats.step_tokens or [0] * (len(STEP_TOKEN_BUCKETS) + 1), stats.computed_tokens)
+        yield self._histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKEN_BUCKETS, steps)
 
-    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Metric:
-        histogram = self._front.histograms.get(name) or Histogram([0] * (len(bounds) + 1))
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], histogram: Histogram) -> Metric:
         cumulative, buckets = 0, []
         for bound, count in zip((*map(str, map(float, bounds)), "+Inf"), histogram.counts, strict=True):
             cumulative += count

@@ -1,26 +1,37 @@
 """The requests of the OpenAI API that we honour, as pydantic models; everything else is a 400 that names the field.
 
-Three kinds of fields: honoured (typed here), harmless (client metadata that has no effect on an answer), and known but
-not built yet (`_NOT_YET`: refused with a message that says so, unless the value asks for nothing). Unknown fields are
-refused, never ignored. Null means "not given", as OpenAI has it. Ranges of sampling parameters are checked by
-`SamplingParams`; types, and what depends on more than one field, here.
+Three kinds of fields: honoured (typed here and in `protocol_parts.py`), harmless (client metadata that has no effect on
+an answer), and known but not honoured (`_NOT_HONOURED`: refused with a message that says so, unless the value asks for
+nothing). Unknown fields are refused, never ignored. Null means "not given", as OpenAI has it. Ranges of sampling
+parameters are checked by `SamplingParams`; types, and what depends on more than one field, here.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rayllm.errors import InvalidRequestError
-from rayllm.sampling_params import MAX_LOGPROBS, MAX_N
+from rayllm.sampling_params import GREEDY_EPS, MAX_LOGPROBS, MAX_N, StructuredOutputs
+from rayllm.serve.protocol_parts import (
+    Body,
+    Message,
+    NamedTool,
+    ResponseFormat,
+    StructuredOutputsBody,
+    Tool,
+    check_template_kwargs,
+    check_tool_answers,
+    check_tools,
+)
 
 MAX_CHOICES = 1024  # prompts x n of one request
 
 Prompt = str | list[int]
 
-# Fields whose feature comes later -> the values that ask for nothing, and so are accepted.
-_NOT_YET: dict[str, tuple[Any, ...]] = {
+# Known fields that an endpoint does not honour -> the values that ask for nothing, and so are accepted.
+_NOT_HONOURED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
@@ -36,8 +47,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -48,20 +57,14 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Body(BaseModel):
-    """Base of all request parts: unknown fields are errors, and nothing is coerced ("1" is not 1)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far on every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(_Body):
+class GenerationBody(Body):
     """What completions and chat share: sampling, streaming, extensions, client metadata."""
 
     model: str | None = None
@@ -76,6 +79,7 @@ class GenerationBody(_Body):
     # Unions make pydantic report one error per member; SamplingParams has the better message.
     stop: Any = None
     seed: int | None = None
+    response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Extensions.
@@ -85,6 +89,7 @@ class GenerationBody(_Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    structured_outputs: StructuredOutputsBody | None = None
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -101,15 +106,15 @@ class GenerationBody(_Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_comes_later(cls, data: Any) -> Any:
+    def _refuse_what_is_not_honoured(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             raise InvalidRequestError("the request body must be a JSON object")
         kept = {}
         for name, value in data.items():
-            if name not in _NOT_YET or name in cls.model_fields:
+            if name not in _NOT_HONOURED or name in cls.model_fields:
                 kept[name] = value
-            elif value is not None and value not in _NOT_YET[name]:
-                raise InvalidRequestError(f"{name} is not supported yet", name)
+            elif value is not None and value not in _NOT_HONOURED[name]:
+                raise InvalidRequestError(f"{name} is not supported here", name)
         return kept
 
     @model_validator(mode="after")
@@ -126,7 +131,26 @@ class GenerationBody(_Body):
             )
         if self.n is not None and not 1 <= self.n <= MAX_N:
             raise InvalidRequestError(f"n must be at least 1 and at most {MAX_N}, not {self.n}", "n")
+        if self.structured_outputs is not None and self.response_format and self.response_format.type != "text":
+            raise InvalidRequestError("give response_format or structured_outputs, not both", "structured_outputs")
+        self.constraint()  # raises for what it refuses
         return self
+
+    def constraint(self) -> StructuredOutputs | None:
+        """The form that the whole output must have; None for any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structured_outputs()
+        return None if self.response_format is None else self.response_format.structured_outputs()
+
+    @property
+    def constraint_field(self) -> str:
+        """The field that a constraint comes from."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
+    @property
+    def num_sampled(self) -> int:
+        """Completions that are made of each prompt."""
+        return self.n or 1
 
     @property
     def token_limit(self) -> int | None:
@@ -166,17 +190,37 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionBody:
         _check_logprobs("logprobs", self.logprobs)
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            if self.best_of < (self.n or 1):
-                raise InvalidRequestError(f"best_of ({self.best_of}) must be at least n ({self.n or 1})", "best_of")
-            raise InvalidRequestError("best_of greater than n is not supported yet", "best_of")
-        choices = len(self.prompts()) * (self.n or 1)
+        self._check_best_of()
+        choices = len(self.prompts()) * self.num_sampled
         if choices > MAX_CHOICES:
             raise InvalidRequestError(
-                f"prompts x n is {choices}; one request takes at most {MAX_CHOICES} completions",
-                "n" if (self.n or 1) > 1 else "prompt",
+                f"prompts x {self._factor} is {choices}; one request takes at most {MAX_CHOICES} completions",
+                self._factor if self.num_sampled > 1 else "prompt",
             )
         return self
+
+    def _check_best_of(self) -> None:
+        if self.best_of is None or self.best_of == (self.n or 1):
+            return
+        if not (self.n or 1) <= self.best_of <= MAX_N:
+            raise InvalidRequestError(
+                f"best_of must be at least n ({self.n or 1}) and at most {MAX_N}, not {self.best_of}", "best_of"
+            )
+        if self.stream:
+            raise InvalidRequestError("best_of greater than n is not available with stream: true", "best_of")
+        if self.temperature is not None and self.temperature < GREEDY_EPS:
+            raise InvalidRequestError(
+                "best_of must be 1 with temperature 0, where all completions are equal", "best_of"
+            )
+
+    @property
+    def _factor(self) -> str:
+        return "n" if self.num_sampled == (self.n or 1) else "best_of"
+
+    @property
+    def num_sampled(self) -> int:
+        """Completions that are made of each prompt; the best n of them are the answer."""
+        return max(self.best_of or 1, self.n or 1)
 
     def prompts(self) -> list[Prompt]:
         """The prompts one by one, each a text or a list of token ids."""
@@ -185,59 +229,30 @@ class CompletionBody(GenerationBody):
         return self.prompt
 
 
-class TextPart(_Body):
-    """One part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Body):
-    """One turn of a chat. Fields that only tools, audio or refusals fill are accepted when they are null or empty."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Any = None
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty_fields(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            raise InvalidRequestError("messages must be a list of objects with role and content", "messages")
-        if data.get("role") in ("tool", "function") or data.get("tool_calls") or data.get("function_call"):
-            raise InvalidRequestError("tool calls and their results are not supported yet", "messages")
-        unused = ("tool_calls", "function_call", "refusal", "audio", "annotations", "reasoning_content")
-        return {k: v for k, v in data.items() if not (k in unused and v in (None, [], ""))}
-
-    @field_validator("content")
-    @classmethod
-    def _check_content(cls, value: Any) -> str:
-        if isinstance(value, str):
-            return value
-        if value is None:
-            return ""
-        if not isinstance(value, list):
-            raise InvalidRequestError("messages: content must be a string or a list of text parts", "messages")
-        for part in value:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                raise InvalidRequestError(f"messages: content of type {kind!r} is not supported yet", "messages")
-        return "\n".join(TextPart.model_validate(part).text for part in value)
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates know it: "developer" is OpenAI's newer name for "system"."""
-        turn = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        return turn | ({"name": self.name} if self.name is not None else {})
-
-
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: list[Message]
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None  # checked below: pydantic would report one error per member of a union
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Literal[True] | None = None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _check_tool_choice(cls, value: Any) -> Any:
+        if value in (None, "none", "auto", "required"):
+            return value
+        try:
+            return NamedTool.model_validate(value)
+        except ValidationError:
+            raise InvalidRequestError(
+                'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+                "tool_choice",
+            ) from None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatBody:
@@ -246,10 +261,45 @@ class ChatBody(GenerationBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs is only allowed with logprobs: true", "top_logprobs")
         _check_logprobs("top_logprobs", self.top_logprobs)
+        check_tool_answers(self.messages)
+        check_template_kwargs(self.chat_template_kwargs or {})
+        check_tools(self.tools or [])
+        self._check_choice()
         return self
 
+    def _check_choice(self) -> None:
+        if not self.tools and self.tool_choice not in (None, "none"):
+            raise InvalidRequestError("tool_choice is only allowed with tools", "tool_choice")
+        names = [tool.function.name for tool in self.tools or ()]
+        if self.named_tool is not None and self.named_tool not in names:
+            raise InvalidRequestError(f"tool_choice names {self.named_tool[:80]!r}, which tools lacks", "tool_choice")
+        if self.offered_tools and self.constraint() is not None:
+            name = super().constraint_field
+            raise InvalidRequestError(
+                f"{name} holds for the whole output, which leaves no room for tool calls; set tool_choice to none", name
+            )
 
-BodyT = TypeVar("BodyT", bound=GenerationBody)
+    @property
+    def named_tool(self) -> str | None:
+        """The one tool that must be called."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def constraint_field(self) -> str:
+        return "tools" if self.must_call else super().constraint_field
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a tool call."""
+        return self.named_tool is not None or self.tool_choice == "required"
+
+
+BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse_body(kind: type[BodyT], body: bytes) -> BodyT:

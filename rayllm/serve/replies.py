@@ -1,164 +1,19 @@
-"""From the engine's `RequestOutput`s to the JSON and the SSE frames of the OpenAI API.
-
-A `Reply` is made for one HTTP request and fed its outputs in the order in which they come. It answers either with
-frames (`frames`, then `last_frames`) or whole (`collect`, then `whole`). Choice index = prompt index x n + i.
-"""
+"""The replies of the two endpoints: `CompletionReply` and `ChatReply`, over `Reply` of `reply.py`."""
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import orjson
-
-from rayllm.serve.api_errors import request_failed
+from rayllm.serve.chat_format import ChatTextParser
 from rayllm.serve.convert import Job, Tokenizer
-from rayllm.serve.protocol import ChatBody, CompletionBody, GenerationBody
-from rayllm.types import CompletionOutput, Logprob, RequestOutput
+from rayllm.serve.protocol import ChatBody, CompletionBody
+from rayllm.serve.reasoning import ReasoningCounter
+from rayllm.serve.reply import DONE, Delta, Reply, finite, ranked, sse
+from rayllm.serve.tool_calls import CallArguments, CallStart, Event
+from rayllm.types import CompletionOutput, Logprob
 
-MIN_LOGPROB = -9999.0  # stands for -inf, which JSON does not have
-DONE = b"data: [DONE]\n\n"
-
-Entries = Sequence[Mapping[int, Logprob] | None]
-
-
-def sse(payload: Any) -> bytes:
-    """One SSE frame."""
-    return b"data: " + orjson.dumps(payload) + b"\n\n"
-
-
-class _Delta(NamedTuple):
-    """What is new in one choice. prompt_index: whose prompt it continues. first: nothing was sent of it before."""
-
-    prompt_index: int
-    choice: int
-    text: str
-    token_ids: list[int]
-    entries: Entries | None
-    finish_reason: str | None
-    first: bool
-
-
-class Reply(ABC):
-    """Base of both replies: ids, usage, and the bookkeeping per choice."""
-
-    chunk_object: str
-    whole_object: str
-
-    def __init__(self, body: GenerationBody, job: Job, reply_id: str, model: str, tokenizer: Tokenizer | None):
-        self._n = body.n or 1
-        self._job = job
-        self._tokenizer = tokenizer
-        self._head = {"id": reply_id, "created": int(time.time()), "model": model}
-        self._include_usage = body.include_usage
-        self._continuous_usage = body.continuous_usage
-        self._wants_prompt_logprobs = body.prompt_logprobs is not None
-        self._started: set[int] = set()
-        self._choices: dict[int, dict[str, Any]] = {}
-        self._prompt_entries: dict[int, Entries] = {}
-        self._prompt_tokens = sum(len(r.prompt_token_ids) for r in job.requests)
-        self._cached_tokens = [0] * len(job.requests)
-        self._completion_tokens = 0
-
-    def frames(self, prompt_index: int, output: RequestOutput) -> bytes:
-        """The SSE frames of one output; may be empty. Raises ApiError if the engine failed on the request."""
-        parts = []
-        for delta in self._deltas(prompt_index, output):
-            for choice in self._chunk_choices(delta):
-                chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
-                if self._continuous_usage:
-                    chunk["usage"] = self._usage()
-                elif self._include_usage:
-                    chunk["usage"] = None
-                parts.append(sse(chunk))
-        return b"".join(parts)
-
-    def last_frames(self) -> bytes:
-        """The usage chunk, if it was asked for, and the end mark."""
-        if not self._include_usage:
-            return DONE
-        return sse({**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage()}) + DONE
-
-    def collect(self, prompt_index: int, output: RequestOutput) -> None:
-        """Add one output to the whole answer. Raises ApiError if the engine failed on the request."""
-        for delta in self._deltas(prompt_index, output):
-            choice = self._choices.setdefault(delta.choice, {"text": [], "logprobs": None, "finish_reason": None})
-            choice["text"].append(delta.text)
-            choice["finish_reason"] = delta.finish_reason or choice["finish_reason"]
-            logprobs = self._logprobs(delta)
-            if choice["logprobs"] is None:
-                choice["logprobs"] = logprobs
-            elif logprobs is not None:
-                for key, values in logprobs.items():
-                    choice["logprobs"][key].extend(values)
-
-    def whole(self) -> dict[str, Any]:
-        """The answer as one JSON object, after the last output was collected."""
-        choices = [self._whole_choice(index, self._choices[index]) for index in sorted(self._choices)]
-        return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage()}
-
-    def _deltas(self, prompt_index: int, output: RequestOutput) -> list[_Delta]:
-        if output.prompt_logprobs is not None:
-            self._prompt_entries[prompt_index] = output.prompt_logprobs
-        self._cached_tokens[prompt_index] = max(self._cached_tokens[prompt_index], output.num_cached_tokens)
-        deltas = []
-        for completion in output.outputs:
-            if completion.finish_reason == "error":
-                raise request_failed(completion.stop_reason)
-            index = prompt_index * self._n + completion.index
-            deltas.append(self._delta(prompt_index, index, completion))
-            self._started.add(index)
-        return deltas
-
-    def _delta(self, prompt_index: int, index: int, completion: CompletionOutput) -> _Delta:
-        first = index not in self._started
-        if self._job.discard_output:
-            return _Delta(prompt_index, index, "", [], None, completion.finish_reason and "length", first)
-        self._completion_tokens += len(completion.token_ids)
-        return _Delta(
-            prompt_index,
-            index,
-            completion.text,
-            completion.token_ids,
-            completion.logprobs,
-            completion.finish_reason,
-            first,
-        )
-
-    def _usage(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": self._prompt_tokens + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
-        }
-
-    def _token_text(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
-
-    def _prompt_logprobs(self, prompt_index: int) -> list[dict[str, Any] | None]:
-        """The `prompt_logprobs` extension: {id: {logprob, rank, decoded_token}} a token, null for the first."""
-
-        def as_json(token: int, logprob: Logprob) -> dict[str, Any]:
-            text = self._token_text(token)
-            return {"logprob": _finite(logprob.logprob), "rank": logprob.rank, "decoded_token": text}
-
-        entries = self._prompt_entries.get(prompt_index, [])
-        return [None if e is None else {str(t): as_json(t, p) for t, p in e.items()} for e in entries]
-
-    @abstractmethod
-    def _chunk_choices(self, delta: _Delta) -> list[dict[str, Any]]:
-        """The `choices` entries, one a chunk, that carry this delta."""
-
-    @abstractmethod
-    def _logprobs(self, delta: _Delta) -> dict[str, list[Any]] | None:
-        """The delta's log-probabilities as this endpoint gives them; None if they were not asked for."""
-
-    @abstractmethod
-    def _whole_choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
-        """One entry of a whole reply's `choices`."""
+__all__ = ["DONE", "ChatReply", "CompletionReply", "Reply", "sse"]
 
 
 class CompletionReply(Reply):
@@ -170,47 +25,68 @@ class CompletionReply(Reply):
         super().__init__(body, job, reply_id, model, tokenizer)
         self._echo = bool(body.echo)
         self._top = body.logprobs
+        self._asked_n = body.n or 1
+        self._likelihood: dict[int, tuple[float, int]] = {}  # choice -> (cumulative log-probability, tokens)
         self._offsets: dict[int, int] = {}
 
-    def _delta(self, prompt_index: int, index: int, completion: CompletionOutput) -> _Delta:
+    def _delta(self, prompt_index: int, index: int, completion: CompletionOutput) -> Delta:
         delta = super()._delta(prompt_index, index, completion)
         if self._echo and delta.first:
             delta = delta._replace(text=(self._job.prompts[prompt_index] or "") + delta.text)
         return delta
 
-    def _chunk_choices(self, delta: _Delta) -> list[dict[str, Any]]:
+    def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         logprobs = self._logprobs(delta)
         if not delta.text and delta.finish_reason is None and not (logprobs and logprobs["tokens"]):
             return []  # text held back until it is known not to be part of a stop string or of a longer character
         return [{"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}]
 
-    def _logprobs(self, delta: _Delta) -> dict[str, list[Any]] | None:
+    def _logprobs(self, delta: Delta) -> dict[str, list[Any]] | None:
         """Parallel arrays; text_offset counts characters from the start of the choice's text."""
         if self._top is None:
             return None
-        token_ids, entries = list(delta.token_ids), list(delta.entries or [])
+        token_ids, entries, num_prompt = list(delta.token_ids), list(delta.entries or []), 0
         if self._echo and delta.first:
             prompt_ids = self._job.requests[delta.prompt_index].prompt_token_ids
+            num_prompt = len(prompt_ids)
             token_ids = prompt_ids + token_ids
-            entries = list(self._prompt_entries.get(delta.prompt_index, [None] * len(prompt_ids))) + entries
-        offset = self._offsets.get(delta.choice, 0)
-        arrays: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+            entries = list(self._prompt_entries.get(delta.prompt_index, [None] * num_prompt)) + entries
+        arrays: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
         for token_id, entry in zip(token_ids, entries, strict=True):
-            text = self._token_text(token_id)
-            arrays["tokens"].append(text)
-            arrays["text_offset"].append(offset)
-            arrays["token_logprobs"].append(None if entry is None else _finite(entry[token_id].logprob))
+            arrays["tokens"].append(self._token_text(token_id))
+            arrays["token_logprobs"].append(None if entry is None else finite(entry[token_id].logprob))
             arrays["top_logprobs"].append(None if entry is None else self._top_dict(token_id, entry))
-            offset += len(text)
-        self._offsets[delta.choice] = offset
+        arrays["text_offset"] = self._offset_of_each(delta, token_ids, num_prompt)
         return arrays
+
+    def _offset_of_each(self, delta: Delta, token_ids: list[int], num_prompt: int) -> list[int]:
+        """Where each token begins in the choice's text, in characters; special tokens and parts of one have no length.
+
+        num_prompt: leading tokens that are an echoed prompt's. They end where its text ends, whatever white space
+        their decoding adds or drops in front.
+        """
+        if self._tokenizer is None:
+            return [0] * len(token_ids)
+        offset, offsets = self._offsets.get(delta.choice, 0), []
+        for place, token_id in enumerate(token_ids, start=1):
+            raw = b"" if token_id in self._tokenizer.special_ids else self._tokenizer.token_bytes(token_id)
+            begins = sum(byte & 0xC0 != 0x80 for byte in raw)  # characters that begin in this token
+            within = bool(raw) and raw[0] & 0xC0 == 0x80  # it goes on with the last token's character
+            offsets.append(max(offset - within, 0))
+            offset += begins
+            if place == num_prompt:
+                end = len(self._job.prompts[delta.prompt_index] or "")
+                offsets = [max(each - max(offset - end, 0), 0) for each in offsets]
+                offset = end
+        self._offsets[delta.choice] = offset
+        return offsets
 
     def _top_dict(self, token_id: int, entry: Mapping[int, Logprob]) -> dict[str, float]:
         """Token text -> log-probability of the most likely tokens, best first, and always of the token itself."""
         best: dict[str, float] = {}
-        for token, logprob in _ranked(entry)[: self._top]:
-            best.setdefault(self._token_text(token), _finite(logprob))
-        best[self._token_text(token_id)] = _finite(entry[token_id].logprob)
+        for token, logprob in ranked(entry)[: self._top]:
+            best.setdefault(self._token_text(token), finite(logprob))
+        best[self._token_text(token_id)] = finite(entry[token_id].logprob)
         return best
 
     def _whole_choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
@@ -224,6 +100,32 @@ class CompletionReply(Reply):
             answer["prompt_logprobs"] = self._prompt_logprobs(index // self._n)
         return answer
 
+    def _add(self, choice: dict[str, Any], delta: Delta) -> None:
+        super()._add(choice, delta)
+        if delta.cumulative_logprob is not None:
+            _, count = self._likelihood.get(delta.choice, (0.0, 0))
+            self._likelihood[delta.choice] = (delta.cumulative_logprob, count + len(delta.token_ids))
+
+    def whole(self) -> dict[str, Any]:
+        """With best_of: of each prompt's completions the n of the highest log-probability per token, best first."""
+        answer = super().whole()
+        if self._asked_n < self._n:
+            answer["choices"] = [
+                self._choice_of_rank(answer["choices"], prompt, rank)
+                for prompt in range(len(self._job.requests))
+                for rank in range(self._asked_n)
+            ]
+        return answer
+
+    def _choice_of_rank(self, choices: list[dict[str, Any]], prompt: int, rank: int) -> dict[str, Any]:
+        made = choices[prompt * self._n : (prompt + 1) * self._n]
+        best = sorted(made, key=lambda choice: -self._mean_logprob(choice["index"]))[rank]
+        return best | {"index": prompt * self._asked_n + rank}
+
+    def _mean_logprob(self, index: int) -> float:
+        total, count = self._likelihood[index]
+        return total / max(count, 1)
+
 
 class ChatReply(Reply):
     """Answers POST /v1/chat/completions."""
@@ -233,36 +135,80 @@ class ChatReply(Reply):
     def __init__(self, body: ChatBody, job: Job, reply_id: str, model: str, tokenizer: Tokenizer | None):
         super().__init__(body, job, reply_id, model, tokenizer)
         self._top = (body.top_logprobs or 0) if body.logprobs else None
+        form = job.reply_format
+        self._parsers = [ChatTextParser(form) for _ in range(self._n)]
+        self._counters = [ReasoningCounter(form.inside) for _ in range(self._n)] if form.thinks else []
 
-    def _chunk_choices(self, delta: _Delta) -> list[dict[str, Any]]:
-        choices = []
-        if delta.first:
-            choices.append(_chat_choice(delta.choice, {"role": "assistant", "content": ""}))
+    def _delta(self, prompt_index: int, index: int, completion: CompletionOutput) -> Delta:
+        delta = super()._delta(prompt_index, index, completion)
+        parser, reason = self._parsers[index], delta.finish_reason
+        parsed = parser.feed(delta.text, finished=reason is not None)
+        if reason == "stop" and parser.has_calls:
+            reason = "tool_calls"
+        if self._counters:
+            for token_id in delta.token_ids:
+                self._counters[index].add(self._token_text(token_id))
+        return delta._replace(parsed=parsed, finish_reason=reason)
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        if self._counters:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(c.tokens for c in self._counters)}
+        return usage
+
+    def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+        assert delta.parsed is not None
+        pieces = [_event_delta(event) for event in delta.parsed.events]
+        if delta.parsed.reasoning:
+            pieces.insert(0, {"reasoning_content": delta.parsed.reasoning})
         logprobs = self._logprobs(delta)
-        if delta.text or (logprobs is not None and logprobs["content"]):
-            choices.append(_chat_choice(delta.choice, {"content": delta.text}, logprobs))
+        if not pieces and logprobs is not None and logprobs["content"]:
+            pieces.append({"content": ""})
+        choices = [_chat_choice(delta.choice, piece) for piece in pieces]
+        if choices:
+            choices[0]["logprobs"] = logprobs
+        if delta.first:
+            choices.insert(0, _chat_choice(delta.choice, {"role": "assistant", "content": ""}))
         if delta.finish_reason is not None:
             choices.append(_chat_choice(delta.choice, {}, finish_reason=delta.finish_reason))
         return choices
 
-    def _logprobs(self, delta: _Delta) -> dict[str, list[Any]] | None:
+    def _logprobs(self, delta: Delta) -> dict[str, list[Any]] | None:
         if self._top is None:
             return None
         content = []
         for token_id, entry in zip(delta.token_ids, delta.entries or [], strict=True):
             assert entry is not None, "only a prompt's first token has no log-probability"
             token = self._chat_token(token_id, entry[token_id].logprob)
-            token["top_logprobs"] = [self._chat_token(t, p) for t, p in _ranked(entry)[: self._top]]
+            token["top_logprobs"] = [self._chat_token(t, p) for t, p in ranked(entry)[: self._top]]
             content.append(token)
         return {"content": content}
 
     def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self._token_text(token_id)
         raw = text.encode() if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+
+    def _add(self, choice: dict[str, Any], delta: Delta) -> None:
+        assert delta.parsed is not None
+        choice.setdefault("reasoning", []).append(delta.parsed.reasoning)
+        calls: list[tuple[CallStart, list[str]]] = choice.setdefault("calls", [])
+        for event in delta.parsed.events:
+            match event:
+                case CallStart():
+                    calls.append((event, []))
+                case CallArguments():
+                    calls[event.index][1].append(event.fragment)
+                case _:
+                    choice["text"].append(event)
 
     def _whole_choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(choice["text"])}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(choice["text"])}
+        if reasoning := "".join(choice["reasoning"]):
+            message["reasoning_content"] = reasoning
+        if choice["calls"]:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [_call(start, "".join(arguments)) for start, arguments in choice["calls"]]
         return {
             "index": index,
             "message": message,
@@ -277,16 +223,20 @@ class ChatReply(Reply):
         return answer
 
 
-def _chat_choice(
-    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
-) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+def _chat_choice(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _ranked(entry: Mapping[int, Logprob]) -> list[tuple[int, float]]:
-    """(token id, log-probability), best first; equal ones by id."""
-    return sorted(((token, p.logprob) for token, p in entry.items()), key=lambda item: (-item[1], item[0]))
+def _event_delta(event: Event) -> dict[str, Any]:
+    """The `delta` of a chunk that carries one event."""
+    match event:
+        case CallStart():
+            return {"tool_calls": [{"index": event.index, **_call(event, "")}]}
+        case CallArguments():
+            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.fragment}}]}
+        case _:
+            return {"content": event}
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, MIN_LOGPROB)
+def _call(start: CallStart, arguments: str) -> dict[str, Any]:
+    return {"id": start.call_id, "type": "function", "function": {"name": start.name, "arguments": arguments}}

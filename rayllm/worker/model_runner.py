@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from rayllm.layers.attention import KVCache
 from rayllm.models.base import CausalLM
-from rayllm.sample.logprobs import prompt_logprobs
+from rayllm.sample.logprobs import gather, prompt_logprobs
 from rayllm.sample.sampler import SamplerOutput, logprob_entries, sample
 from rayllm.sample.sampling_batch import SamplingBatch
 from rayllm.sample.sampling_table import SamplingTable
+from rayllm.sample.token_mask import TokenMasks
 from rayllm.types import StepPlan, StepResult, TokenLogprobs
 from rayllm.worker.chunk_graph import ChunkGraphs, step_graphs
 from rayllm.worker.cuda_graph import DecodeGraphs
@@ -84,12 +85,12 @@ class ModelRunner:
         sampled, sampling = None, None
         prompt_entries: list[tuple[int, int, list[TokenLogprobs]]] = []
         if self._graphs is not None and plan.num_decodes == len(plan.rows):
-            sampled, sampling = self._decode(self._graphs, np.array(plan.rows, np.int64))
+            sampled, sampling = self._decode(self._graphs, np.array(plan.rows, np.int64), plan)
         else:
             inputs = build(self._state, plan, self._device, self._split_decodes)
             logits, prompt_entries = self._forward(inputs)
             if plan.num_sampled:
-                sampled, sampling = self._sample(logits, inputs.sampled_rows, inputs.sampled_positions)
+                sampled, sampling = self._sample(logits, inputs.sampled_rows, inputs.sampled_positions, plan)
             self._state.advance(inputs.rows, inputs.counts, plan.num_sampled)
         output = None if sampled is None else sampled.to_host()
         done = None
@@ -121,24 +122,38 @@ class ModelRunner:
         entries = self._prompt_entries(inputs, hidden) if self._prompt_logprobs_of else []
         return self._model.compute_logits(hidden[batch.logit_rows]), entries
 
-    def _decode(self, graphs: DecodeGraphs, rows: np.ndarray) -> tuple[SamplerOutput, SamplingBatch | None]:
+    def _decode(
+        self, graphs: DecodeGraphs, rows: np.ndarray, plan: StepPlan
+    ) -> tuple[SamplerOutput, SamplingBatch | None]:
         """One token for each row, by a captured graph; drawn anew where more than a temperature is asked for."""
         positions = self._state.num_computed[rows]
         logits, token_ids = graphs.run(rows, positions, self._table.draw_columns(rows))
         self._state.advance(rows, 1, len(rows))
-        if self._table.is_simple(rows):
+        if self._table.is_simple(rows) and not plan.masks:
             return SamplerOutput(token_ids, None), None
-        return self._sample(self._model.gather_logits(logits), rows, positions + 1)
+        return self._sample(self._model.gather_logits(logits), rows, positions + 1, plan)
 
     def _sample(
-        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray
+        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, plan: StepPlan
     ) -> tuple[SamplerOutput, SamplingBatch]:
         """Choose a token for each row [N], by all of its parameters, and write it into the token table."""
         sampling = self._table.batch(rows, positions, self._device)
-        output = sample(logits, sampling, self._state.token_table)
+        if plan.masks:
+            output = self._sample_masked(logits, sampling, plan)
+        else:
+            output = sample(logits, sampling, self._state.token_table)
         where = to_device([rows, positions], np.int64, self._device)
         self._state.token_table[where[0], where[1]] = output.token_ids.to(torch.int32)
         return output, sampling
+
+    def _sample_masked(self, logits: torch.Tensor, sampling: SamplingBatch, plan: StepPlan) -> SamplerOutput:
+        """Sample where the plan's masks allow; log-probabilities are still those of the raw logits."""
+        allowed = TokenMasks.of(plan.masks, self._device).apply(logits)
+        token_ids = sample(allowed, replace(sampling, logprobs=None), self._state.token_table).token_ids
+        asked = sampling.logprobs
+        if asked is None:
+            return SamplerOutput(token_ids, None)
+        return SamplerOutput(token_ids, gather(logits, asked.rows, token_ids[asked.rows], asked.max_num_top))
 
     def _prompt_entries(self, inputs: StepInputs, hidden: torch.Tensor) -> list[tuple[int, int, list[TokenLogprobs]]]:
         """Logprobs of the prompt tokens that follow the computed ones. hidden: [T, hidden_size] of the whole step."""

@@ -4,7 +4,9 @@ import asyncio
 
 import httpx
 
+from rayllm.config import ServerConfig
 from rayllm.errors import EngineDeadError
+from rayllm.serve.admission import Admission
 from rayllm.serve.app import create_app
 from rayllm.serve.metrics import FrontMetrics
 from rayllm.types import CompletionOutput, EngineInfo, EngineStats, Logprob, RequestOutput
@@ -15,10 +17,13 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 class CharTokenizer:
     """A token is a character."""
 
+    special_ids = frozenset()
+    special_texts = frozenset()
+
     def encode(self, text, add_special_tokens=True):
         return [ord(c) for c in text]
 
-    def decode(self, token_ids):
+    def decode(self, token_ids, skip_special_tokens=True):
         return "".join(map(chr, token_ids))
 
     def token_text(self, token_id):
@@ -26,6 +31,12 @@ class CharTokenizer:
 
     def token_bytes(self, token_id):
         return chr(token_id).encode()
+
+    def chat_template_source(self, with_tools=False):
+        return ""
+
+    def chat_template_variables(self, with_tools=False):
+        return frozenset()
 
     def apply_chat_template(self, messages, add_generation_prompt=True):
         return "".join(m["content"] for m in messages)
@@ -79,8 +90,9 @@ class FakeEngine:
 class FakeState:
     model_name = "org/fake"
 
-    def __init__(self):
+    def __init__(self, server=None):
         self.metrics = FrontMetrics()
+        self.admission = Admission(server or ServerConfig(), max_running=4)
         self.fake = FakeEngine()
         self.reason = None
         self.dead = False
@@ -100,9 +112,9 @@ class FakeState:
 class Api:
     """The app with blocking calls."""
 
-    def __init__(self):
-        self.state = FakeState()
-        self.app = create_app(self.state)
+    def __init__(self, server=None, keys=(), **options):
+        self.state = FakeState(server)
+        self.app = create_app(self.state, server, keys, **options)
 
     def request(self, method, path, **kwargs):
         async def call():

@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+from rayllm.serve.admission import Load
 from rayllm.serve.deployment import Endpoint
 from rayllm.types import EngineInfo, EngineStats, TokenDelta
 
@@ -24,6 +25,8 @@ class FakeHandle:
         self.gone = False
         self.relayed = []
         self.cancelled = 0
+        self.loads = []
+        self.others = Load()
 
     def options(self, stream):
         assert stream
@@ -44,6 +47,9 @@ class FakeHandle:
                     return None
                 case "exchange_metrics":
                     return args[1]
+                case "exchange_load":
+                    self.loads.append(args[1])
+                    return self.others
             raise AssertionError(name)
 
         return Method(call)

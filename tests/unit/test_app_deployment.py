@@ -136,7 +136,7 @@ class FakeEngine:
 def api(monkeypatch):
     """An ApiServer in the middle of its life, outside of Serve, and its handle."""
     monkeypatch.setattr("rayllm.engine.async_engine.AsyncEngine", FakeEngine)
-    monkeypatch.setattr(deployment, "_node_id", lambda: "here")
+    monkeypatch.setattr(deployment, "node_id", lambda: "here")
     monkeypatch.setattr(deployment, "WATCH_S", 0.01)
     return FakeHandle()
 

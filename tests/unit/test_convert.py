@@ -19,6 +19,9 @@ INFO = EngineInfo(model="m", max_model_len=40, vocab_size=128, num_kv_tokens=400
 class CharTokenizer:
     """A token is a character; id 1 begins a sequence."""
 
+    special_ids = frozenset({1})
+    special_texts = frozenset({"<s>"})
+
     def encode(self, text, add_special_tokens=True):
         return [1] * add_special_tokens + [ord(c) for c in text]
 
@@ -225,7 +228,7 @@ def test_echo_with_logprobs():
     assert choice["logprobs"]["tokens"] == ["<s>", "h", "i", "x", "y"]
     assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.5]
     assert choice["logprobs"]["top_logprobs"][0] is None
-    assert choice["logprobs"]["text_offset"] == [0, 3, 4, 5, 6]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 3]  # the text has no <s>
 
 
 def test_echo_without_new_tokens():
@@ -269,6 +272,68 @@ def test_chat_answer_with_logprobs():
     ]
 
 
+def test_best_of_returns_the_most_likely_per_token():
+    body, job = completion(prompt=["a", "b"], n=2, best_of=3)
+    assert (job.requests[0].params.n, job.requests[0].params.logprobs) == (3, 0)
+    reply = CompletionReply(body, job, "cmpl-1", "m", CharTokenizer())
+    for prompt, totals in enumerate([(-9.0, -1.0, -2.0), (-1.0, -2.0, -0.5)]):
+        for index, total in enumerate(totals):
+            first = output("xy", index=index, with_logprobs=True)
+            first.outputs[0].cumulative_logprob = total / 2
+            last = output("z" * (index + 1), index=index, finish="stop", with_logprobs=True)
+            last.outputs[0].cumulative_logprob = total
+            reply.collect(prompt, first)
+            reply.collect(prompt, last)
+    answer = reply.whole()
+    # Per token: -9/3, -1/4, -2/5 and -1/3, -2/4, -0.5/5.
+    assert [(c["index"], c["text"], c["logprobs"]) for c in answer["choices"]] == [
+        (0, "xyzz", None), (1, "xyzzz", None), (2, "xyzzz", None), (3, "xyz", None),
+    ]  # fmt: skip
+    assert answer["usage"]["completion_tokens"] == 2 * (3 + 4 + 5)
+
+
+class PieceTokenizer(CharTokenizer):
+    """Token 1 begins a sequence, 2 and 3 are the two bytes of "é", 4 is a word with the space before it."""
+
+    pieces = {1: b"<s>", 2: b"\xc3", 3: b"\xa9", 4: b" word", 5: b"!"}
+
+    def decode(self, token_ids):
+        raw = b"".join(self.pieces[t] for t in token_ids if t > 1)
+        return raw.decode(errors="replace").removeprefix(" ")  # as tokenizers do that mark words by the space before
+
+    def token_text(self, token_id):
+        return self.pieces[token_id].decode(errors="replace")
+
+    def token_bytes(self, token_id):
+        return self.pieces[token_id]
+
+
+def test_text_offsets_are_places_in_the_text():
+    body, job = completion(prompt=[[1, 4, 4, 2, 3]], echo=True, logprobs=0, max_tokens=4)
+    job = job.__class__(job.requests, [PieceTokenizer().decode([1, 4, 4, 2, 3])])
+    reply = CompletionReply(body, job, "cmpl-1", "m", PieceTokenizer())
+    ids = [2, 3, 4, 5]
+    entries = [{i: Logprob(-0.5, 1)} for i in ids]
+    part = CompletionOutput(0, "é word!", ids, logprobs=entries, finish_reason="stop")
+    prompt_entries = [None] + [{i: Logprob(-0.5, 1)} for i in (4, 4, 2, 3)]
+    reply.collect(0, RequestOutput("r", None, [], [part], True, prompt_entries))
+    choice = reply.whole()["choices"][0]
+    assert choice["text"] == "word wordéé word!"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 4, 9, 9, 10, 10, 11, 16]
+    assert choice["logprobs"]["token_logprobs"] == [None] + [-0.5] * 8
+
+
+def test_echo_of_several_prompts_without_new_tokens_streams():
+    reply = completion_reply(prompt=["ab", "c"], n=2, echo=True, max_tokens=0, stream=True)
+    data = b"".join(
+        reply.frames(prompt, output("x", index=index, finish="length")) for prompt in (1, 0) for index in (1, 0)
+    )
+    choices = [chunk["choices"][0] for chunk in events(data)]
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in choices] == [
+        (3, "c", "length"), (2, "c", "length"), (1, "ab", "length"), (0, "ab", "length"),
+    ]  # fmt: skip
+
+
 # Streams
 
 
@@ -310,7 +375,7 @@ def test_completion_stream_of_several_choices():
     assert (first["index"], first["text"], first["finish_reason"]) == (3, "bx", None)
     assert first["logprobs"]["tokens"] == ["<s>", "b", "x"]
     assert (last["index"], last["text"], last["finish_reason"]) == (3, "y", "stop")
-    assert last["logprobs"]["text_offset"] == [5]
+    assert last["logprobs"]["text_offset"] == [2]
     assert last["logprobs"]["top_logprobs"] == [{"y": -0.5}]
 
 

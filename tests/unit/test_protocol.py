@@ -59,12 +59,13 @@ def test_missing_prompt_and_messages():
         ("temprature", 1),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "auto"),
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"regex": "a"}),
+        ("response_format", {"type": "xml"}),
+        ("structured_outputs", {"xml": "a"}),
         ("guided_json", {}),
         ("audio", {"voice": "x"}),
         ("suffix", "x"),
-        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("chat_template_kwargs", {"enable_thinking": [False]}),
+        ("reasoning_effort", "high"),
         ("temperature", "1"),
         ("temperature", True),
         ("n", 1.5),
@@ -89,9 +90,23 @@ def test_refused_fields_are_named(make, field, value):
     assert field in message
 
 
-def test_not_yet_says_so():
-    assert refusal(chat, tools=[{}])[0] == "tools is not supported yet"
-    assert refusal(completion, best_of=2)[0] == "best_of greater than n is not supported yet"
+def test_what_is_not_honoured_says_so():
+    assert refusal(completion, tools=[{}])[0] == "tools is not supported here"
+    assert refusal(completion, suffix="x")[0] == "suffix is not supported here"
+
+
+def test_best_of():
+    assert completion(best_of=3, n=2).num_sampled == 3
+    for fields, text in (
+        ({"best_of": 2, "stream": True}, "stream: true"),
+        ({"best_of": 2, "temperature": 0}, "temperature 0"),
+        ({"best_of": 129}, "at most 128"),
+        ({"best_of": 1, "n": 2}, "at least n (2)"),
+        ({"best_of": 128, "prompt": ["a"] * 9}, "prompts x best_of is 1152"),
+    ):
+        message, param = refusal(completion, **fields)
+        assert param == "best_of"
+        assert text in message
 
 
 @pytest.mark.parametrize(
@@ -155,8 +170,7 @@ def test_bodies_that_are_not_json_objects(body):
         (["hi"], "objects"),
         ([{"content": "hi"}], "role is required"),
         ([{"role": "robot", "content": "hi"}], "role"),
-        ([{"role": "tool", "content": "hi"}], "not supported yet"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "not supported yet"),
+        ([{"role": "function", "name": "f", "content": "hi"}], "not supported"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url' is not supported yet"),
         ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "string"),
         ([{"role": "user", "content": 3}], "content must be"),
@@ -175,10 +189,12 @@ def test_messages_for_the_template():
             {"role": "developer", "content": "be brief"},
             {"role": "user", "name": "ann", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
             {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "audio": None},
+            {"role": "user"},
         ]
     )
     assert [m.for_template() for m in body.messages] == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "a\nb", "name": "ann"},
         {"role": "assistant", "content": ""},
+        {"role": "user", "content": ""},
     ]

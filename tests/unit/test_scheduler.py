@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from fakes import VOCAB, FakeWorker, expected_output
+from fakes import VOCAB, FakeConstraint, FakeWorker, expected_output
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayllm.core.scheduler import Scheduler
 from rayllm.sampling_params import SamplingParams
-from rayllm.types import GenerationRequest
+from rayllm.types import GenerationRequest, TokenDelta
 
 EOS = 7
 
@@ -30,15 +30,23 @@ class Harness:
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
         self.requests: dict[str, GenerationRequest] = {}
+        self.constraints: dict[str, dict | None] = {}
         self.aborted: set[str] = set()
 
-    def add(self, request_id: str, prompt: list[int], priority: int = 0, salt: str = "", **params: object) -> None:
+    def add(
+        self, request_id: str, prompt: list[int], priority: int = 0, salt: str = "", constraint: dict | None = None,
+        **params: object,
+    ) -> None:  # fmt: skip
         request = GenerationRequest(
             request_id=request_id, prompt_token_ids=prompt, params=SamplingParams(**params), priority=priority,
             cache_salt=salt,
         )  # fmt: skip
-        self.scheduler.add(request)
+        if constraint is None:
+            self.scheduler.add(request)
+        else:
+            self.scheduler.add(request, lambda: FakeConstraint(**constraint))
         self.requests[request_id] = request
+        self.constraints[request_id] = constraint
         self.scheduler.check_integrity()
 
     def abort(self, request_id: str) -> None:
@@ -54,17 +62,22 @@ class Harness:
         if plan is not None:
             self.results.append(self.worker.execute(plan))
         if not self.results:
-            return False
+            failed = self.scheduler.take_failed()
+            self.deliver(failed)
+            return bool(failed) or bool(self.scheduler.awaited_masks)
         if plan is None or len(self.results) >= self.depth:
-            for delta in self.scheduler.update(self.results.pop(0)):
-                key = (delta.request_id, delta.index)
-                assert key not in self.reasons, f"{key} got a token after its end"
-                assert delta.request_id not in self.aborted
-                self.outputs.setdefault(key, []).extend(delta.token_ids)
-                if delta.finish_reason:
-                    self.reasons[key] = delta.finish_reason
-            self.scheduler.check_integrity()
+            self.deliver(self.scheduler.update(self.results.pop(0)))
         return True
+
+    def deliver(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            key = (delta.request_id, delta.index)
+            assert key not in self.reasons, f"{key} got a token after its end"
+            assert delta.request_id not in self.aborted
+            self.outputs.setdefault(key, []).extend(delta.token_ids)
+            if delta.finish_reason:
+                self.reasons[key] = delta.finish_reason
+        self.scheduler.check_integrity()
 
     def run(self, limit: int = 20_000) -> None:
         for _ in range(limit):
@@ -84,9 +97,12 @@ class Harness:
                 seeds[key] = self.seeds[key]
                 limit = min(self.scheduler.max_model_len, len(request.prompt_token_ids) + params.max_tokens)
                 stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
-                expected = expected_output(request.prompt_token_ids, self.seeds[key], limit, stops)
+                options = self.constraints[request.request_id]
+                constraint = None if options is None else FakeConstraint(**options)
+                expected = expected_output(request.prompt_token_ids, self.seeds[key], limit, stops, constraint)
                 assert self.outputs[key] == expected, key
-                assert self.reasons[key] == ("stop" if expected[-1] in stops else "length")
+                reason = "length" if len(request.prompt_token_ids) + len(expected) >= limit else "error"
+                assert self.reasons[key] == ("stop" if expected[-1] in stops else reason)
         stats = self.scheduler.stats()
         assert stats.num_used_blocks == stats.num_running == stats.num_waiting == 0
 
@@ -115,6 +131,7 @@ PARAMS = st.fixed_dictionaries(
         "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=2),
         "prompt_logprobs": st.sampled_from([None, None, 1]),
         "logprobs": st.sampled_from([None, 0]),
+        "constraint": st.sampled_from([None, None, {"lag": 0}, {"lag": 3}, {"lag": 1, "fail_after": 2}]),
     }
 )
 ADD = st.tuples(st.just("add"), PROMPTS, PARAMS, st.integers(0, 2), st.sampled_from(["", "", "other"]))
@@ -166,7 +183,10 @@ def test_a_long_history_in_a_tight_pool_preempts_and_finishes(policy, depth):
     )
     for i in range(150):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
-        harness.add(f"r{i}", prompt, rng.randint(0, 2), n=rng.choice([1, 1, 3]), max_tokens=rng.randint(1, 28), seed=i)
+        harness.add(
+            f"r{i}", prompt, rng.randint(0, 2), n=rng.choice([1, 1, 3]), max_tokens=rng.randint(1, 28), seed=i,
+            constraint=rng.choice([None, None, {"lag": rng.randint(0, 3)}]),
+        )  # fmt: skip
         for _ in range(rng.randint(0, 6)):
             harness.step()
         if rng.random() < 0.1:
@@ -174,6 +194,31 @@ def test_a_long_history_in_a_tight_pool_preempts_and_finishes(policy, depth):
     harness.run()
     harness.check_done()
     assert harness.scheduler.stats().num_preemptions > 50
+
+
+def test_a_constrained_sequence_waits_for_its_mask_and_the_others_do_not():
+    harness = Harness(num_blocks=64, block_size=4, depth=2)
+    harness.add("free", [1, 2, 3], max_tokens=20, seed=1, ignore_eos=True)
+    harness.add("bound", [4, 5, 6], max_tokens=20, seed=2, ignore_eos=True, constraint={"lag": 3})
+    plans = []
+    execute = harness.worker.execute
+    harness.worker.execute = lambda plan: plans.append(plan) or execute(plan)  # type: ignore[method-assign]
+    for _ in range(19):
+        harness.step()
+    assert len(harness.outputs["free", 0]) == 18, "one token a step, and the last step is in flight"
+    assert [len(plan.masks) for plan in plans[:8]] == [1, 0, 0, 0, 1, 0, 0, 0], "known after a step and three looks"
+    assert len(harness.outputs["bound", 0]) == 5
+    harness.run()
+    harness.check_done()
+
+
+def test_a_failed_constraint_ends_its_sequence_alone():
+    harness = Harness(num_blocks=64, block_size=4, depth=2)
+    harness.add("last", [1, 2, 3], n=2, max_tokens=9, seed=1, ignore_eos=True, constraint={"lag": 2, "fail_after": 4})
+    harness.run()
+    harness.check_done()
+    assert harness.reasons == {("last", 0): "error", ("last", 1): "error"}
+    assert harness.scheduler.stats().generation_tokens == 8
 
 
 def test_a_prompt_seen_before_is_not_computed_again():

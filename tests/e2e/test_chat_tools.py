@@ -1,0 +1,127 @@
+"""Enforced tool calls and structured answers by the bundled model, through the app and the openai client."""
+
+import asyncio
+import json
+import shutil
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from unit.app_fakes import FakeState
+from unit.chat_templates import HERMES
+
+from rayllm.config import BUNDLED_MODEL, EngineConfig, ServerConfig
+from rayllm.engine.async_engine import AsyncEngine
+from rayllm.serve.app import create_app
+
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "near": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["city", "near"],
+    "additionalProperties": False,
+}
+VISIT = {
+    "$ref": "#/$defs/place",
+    "$defs": {"place": {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "travel", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "weather", "parameters": VISIT}},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The bundled model with a template that shows tools."""
+    folder = shutil.copytree(BUNDLED_MODEL, tmp_path_factory.mktemp("model") / "tools")
+    (folder / "chat_template.jinja").write_text(HERMES)
+    return folder
+
+
+def with_client(model, use):
+    """The result of the async function `use`, called with an openai client of the app over an engine."""
+
+    async def call():
+        state = FakeState()
+        state.fake = AsyncEngine.from_config(EngineConfig(model=str(model), device="cpu", num_gpu_blocks_override=256))
+        try:
+            await state.fake.start()
+            transport = httpx.ASGITransport(app=create_app(state, ServerConfig()))
+            async with httpx.AsyncClient(transport=transport) as web:
+                return await use(openai.AsyncOpenAI(base_url="http://test/v1", api_key="k", http_client=web))
+        finally:
+            await state.fake.close()
+
+    return asyncio.run(call())
+
+
+def test_enforced_calls_fit_their_schemas(model):
+    async def use(client):
+        found = []
+        for seed, choice in enumerate(("required", {"type": "function", "function": {"name": "weather"}})):
+            fields = {
+                "model": "org/fake", "messages": [{"role": "user", "content": "Where to?"}], "tools": TOOLS,
+                "tool_choice": choice, "max_tokens": 600, "seed": seed, "parallel_tool_calls": False,
+            }  # fmt: skip
+            whole = await client.chat.completions.create(**fields)
+            async with client.chat.completions.stream(**fields) as stream:
+                streamed = await stream.get_final_completion()
+            found.append([answer.choices[0] for answer in (whole, streamed)])
+        return found
+
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+    for choices in with_client(model, use):
+        (call,), (streamed,) = (choice.message.tool_calls for choice in choices)
+        assert [choice.finish_reason for choice in choices] == ["tool_calls"] * 2
+        assert (call.function.name, call.function.arguments) == (streamed.function.name, streamed.function.arguments)
+        jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_by_the_field_it_came_in(model):
+    broken = {"type": "object", "properties": {"x": {"$ref": "#/$defs/none"}}}
+
+    async def use(client):
+        fields = {"model": "org/fake", "messages": [{"role": "user", "content": "hi"}]}
+        refused = []
+        for more in (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": broken}}],
+                "tool_choice": "required",
+            },
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": broken}}},
+            {"extra_body": {"structured_outputs": {"json": broken}}},
+        ):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(**fields, **more)
+            refused.append(caught.value.body["param"])
+        return refused
+
+    assert with_client(model, use) == ["tools", "response_format", "structured_outputs"]
+
+
+def test_best_of_and_echo(model):
+    async def use(client):
+        best = await client.completions.create(
+            model="org/fake", prompt="The for statement", max_tokens=8, best_of=4, n=4, seed=3, logprobs=0
+        )
+        some = await client.completions.create(
+            model="org/fake", prompt="The for statement", max_tokens=8, best_of=4, n=2, seed=3
+        )
+        echoed = await client.completions.create(
+            model="org/fake", prompt="The for statement", max_tokens=0, echo=True, logprobs=2
+        )
+        return best, some, echoed
+
+    every, some, echoed = with_client(model, use)
+
+    def mean(choice):
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    assert [c.text for c in some.choices] == [c.text for c in sorted(every.choices, key=mean, reverse=True)[:2]]
+    assert (echoed.choices[0].text, echoed.usage.completion_tokens) == ("The for statement", 0)
+    logprobs = echoed.choices[0].logprobs
+    pieces = [echoed.choices[0].text[at:] for at in logprobs.text_offset]
+    assert all(piece.startswith(token) for piece, token in zip(pieces, logprobs.tokens, strict=True))
+    assert logprobs.token_logprobs[0] is None
+    assert all(token in top for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True))

@@ -1,0 +1,72 @@
+"""Small chat templates in the manner of models that call tools."""
+
+# Tools as JSON lines in the system turn, calls between tags, answers as user turns, thinking that can be switched off.
+HERMES = """{%- set opening = messages[0].content if messages[0].role == 'system' else 'Be helpful.' -%}
+<|im_start|>system
+{{ opening }}
+{%- if tools %}
+
+Call functions as <tool_call>{"name": ..., "arguments": ...}</tool_call>. They are:
+<tools>
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+</tools>
+{%- endif %}<|im_end|>
+{% for message in messages if message.role != 'system' %}
+{%- if message.role == 'tool' %}
+<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% else %}
+<|im_start|>{{ message.role }}
+{%- if message.reasoning_content is defined and loop.last %}
+<think>{{ message.reasoning_content }}</think>
+{%- endif %}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}
+{%- endif %}"""
+
+# Tools as indented JSON in the first user turn, one call a turn, answers in a role of their own, the date.
+LLAMA3 = """{{- bos_token }}
+{%- if date_string is not defined %}{% set date_string = '26 Jul 2024' %}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+    {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + (message.content | tojson) + '<|eot_id|>' }}
+{%- elif message.tool_calls %}
+    {%- if message.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}
+    {%- set call = message.tool_calls[0].function %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+    {{- '{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + '}<|eot_id|>' }}
+{%- else %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+    {%- if loop.first %}{{ 'Today: ' + date_string + '\\n' }}{% endif %}
+    {%- if tools and loop.first %}
+        {{- 'Answer with {"name": function, "parameters": arguments} to call one of:\\n' }}
+        {%- for tool in tools %}{{ tool | tojson(indent=4) + '\\n\\n' }}{% endfor %}
+    {%- endif %}
+    {{- message.content | trim + '<|eot_id|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+
+# Always thinks: the prompt opens the tag.
+THINKER = """{% for message in messages %}<|{{ message.role }}|>{{ message.content.split('</think>')[-1] }}
+{% endfor %}{% if add_generation_prompt %}<|assistant|><think>
+{% endif %}"""
+
+PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
