@@ -76,7 +76,8 @@ async def completion_job(body: CompletionBody, job_id: str, info: EngineInfo, to
     """Raises InvalidRequestError naming field and limit if any of the prompts can't be served."""
     echo = bool(body.echo)
     if body.token_limit == 0 and not echo:
-        raise InvalidRequestError("max_tokens must be at least 1, or 0 with echo: true", "max_tokens")
+        name = body.token_limit_field
+        raise InvalidRequestError(f"{name} must be at least 1, or 0 with echo: true", name)
     special = body.add_special_tokens if body.add_special_tokens is not None else True
     prompts: list[str | None] = []
     token_ids: list[list[int]] = []
@@ -117,7 +118,8 @@ async def chat_job(
     if tokenizer is None:
         raise InvalidRequestError("this server runs without a tokenizer; only token ids in /v1/completions work")
     if body.token_limit == 0:
-        raise InvalidRequestError("max_tokens must be at least 1", "max_tokens")
+        name = body.token_limit_field
+        raise InvalidRequestError(f"{name} must be at least 1", name)
     text = _prompt_text(body, tokenizer)
     # The template writes the special tokens itself; a second begin-of-sequence would change the answer.
     ids = await _encode(text, body.add_special_tokens or False, tokenizer, param="messages")

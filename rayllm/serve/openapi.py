@@ -57,6 +57,7 @@ _USAGE = _object(
         "prompt_tokens_details": _object({"cached_tokens": _INT}),
     }
 )
+_EVENT = _object({"data": _STRING})  # of a stream: the JSON of a chunk, or [DONE]
 _LOGPROBS = {"type": ["object", "null"]}
 
 
@@ -101,11 +102,11 @@ _ROUTES: tuple[tuple[str, str, str, type[BaseModel] | None, dict[str, Any], tupl
     ("get", "/v1/models/{model_id}", "One model.", None, {"application/json": "Model"}, (400, 401, 404)),
     (
         "post", "/v1/completions", "Complete prompts.", CompletionBody,
-        {"application/json": "Completion", "text/event-stream": _STRING}, (*_BODY_ERRORS, 429),
+        {"application/json": "Completion", "text/event-stream": _EVENT}, (*_BODY_ERRORS, 429),
     ),
     (
         "post", "/v1/chat/completions", "Answer a conversation.", ChatBody,
-        {"application/json": "ChatCompletion", "text/event-stream": _STRING}, (*_BODY_ERRORS, 429),
+        {"application/json": "ChatCompletion", "text/event-stream": _EVENT}, (*_BODY_ERRORS, 429),
     ),
     ("post", "/tokenize", "Tokens of a text.", TokenizeBody, {"application/json": "Tokens"}, _BODY_ERRORS),
     ("post", "/detokenize", "Text of tokens.", DetokenizeBody, {"application/json": "Text"}, _BODY_ERRORS),

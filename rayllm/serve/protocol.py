@@ -129,6 +129,10 @@ class GenerationBody(Body):
                 "give one of them",
                 "max_completion_tokens",
             )
+        limit = self.token_limit
+        if limit is not None and not 0 <= limit < 2**31:
+            name = self.token_limit_field
+            raise InvalidRequestError(f"{name} must be at least 0 and at most {2**31 - 1}, not {limit}", name)
         if self.n is not None and not 1 <= self.n <= MAX_N:
             raise InvalidRequestError(f"n must be at least 1 and at most {MAX_N}, not {self.n}", "n")
         if self.structured_outputs is not None and self.response_format and self.response_format.type != "text":
@@ -156,6 +160,11 @@ class GenerationBody(Body):
     def token_limit(self) -> int | None:
         """max_tokens under either of its names; None if not given."""
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+
+    @property
+    def token_limit_field(self) -> str:
+        """The name under which token_limit was given."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def include_usage(self) -> bool:

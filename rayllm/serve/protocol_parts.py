@@ -79,6 +79,7 @@ class Message(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     parsed: Any = None  # openai-python's own reading of the content, in messages that it sends back
+    provider_specific_fields: Any = None  # LiteLLM's own notes, in messages that it sends back
 
     @model_validator(mode="before")
     @classmethod

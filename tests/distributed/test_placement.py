@@ -54,7 +54,7 @@ def test_resources_that_are_taken(ray_cluster, monkeypatch):
     began = time.monotonic()
     with pytest.raises(StartupError, match=r"^tensor_parallel_size=2 needs 0\.2 CPUs; 0 of \d+ are free$"):
         reserve(2, "cpu")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15  # it gives up after PLACEMENT_SECONDS; a busy machine takes its time
     ray.util.remove_placement_group(taken)
     place = reserve(2, "cpu")  # which waits for what is being freed
     assert place.one_node()
