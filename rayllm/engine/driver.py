@@ -149,6 +149,11 @@ class EngineDriver:
         return self._stats
 
     @property
+    def busy(self) -> bool:
+        """Whether requests run, or wait to be taken in. One that is taken in this very moment may be missed: ask twice."""
+        return not self._idle or not self._inbox.empty() or bool(self._compiling)
+
+    @property
     def dead(self) -> str | None:
         """Why the engine stopped; None while it runs."""
         return self._dead

@@ -117,10 +117,10 @@ class EngineReplica:
         self._endpoint = msgspec.structs.replace(self._endpoint, draining=True)
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._drain_timeout
-        while clock() < deadline:
+        calm = 0  # times in a row that nothing was to do
+        while calm < 2 and clock() < deadline:
             all_know = all(front.knows_of_drain for front in self._living_fronts().values())
-            if all_know and not _busy(self._driver.stats()):
-                break
+            calm = calm + 1 if all_know and not self._driver.busy else 0
             await asyncio.sleep(0.05)
         await asyncio.to_thread(self._driver.shutdown)
 
@@ -128,10 +128,6 @@ class EngineReplica:
         """Serve calls this before it ends the replica."""
         if hasattr(self, "_driver"):  # the constructor may have failed
             await self.stop()
-
-
-def _busy(stats: EngineStats) -> bool:
-    return stats.num_running + stats.num_waiting + stats.num_swapped > 0
 
 
 def node_id() -> str:

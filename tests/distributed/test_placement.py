@@ -56,6 +56,7 @@ def test_resources_that_are_taken(ray_cluster, monkeypatch):
         reserve(2, "cpu")
     assert time.monotonic() - began < 15  # it gives up after PLACEMENT_SECONDS; a busy machine takes its time
     ray.util.remove_placement_group(taken)
+    monkeypatch.setattr(placement, "PLACEMENT_SECONDS", 15.0)
     place = reserve(2, "cpu")  # which waits for what is being freed
     assert place.one_node()
     assert place.bundles == (0, 1)
