@@ -150,7 +150,7 @@ class EngineDriver:
 
     @property
     def busy(self) -> bool:
-        """Whether requests run, or wait to be taken in. One that is taken in this very moment may be missed: ask twice."""
+        """Whether requests run, or wait to be taken in. One that is just being taken in may be missed: ask twice."""
         return not self._idle or not self._inbox.empty() or bool(self._compiling)
 
     @property
