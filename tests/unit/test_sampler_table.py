@@ -83,7 +83,7 @@ def test_rows_that_were_never_set_are_greedy():
         ({"temperature": 0.0, "logprobs": 0}, {"logprobs"}),
         (ALL_FEATURES, {"draw", "cut", "penalties", "bias", "bans", "logprobs"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value)),
 )
 def test_a_batch_has_the_features_that_its_rows_use(params, expected):
     table = table_of(entering(1, **params), entering(2, **ALL_FEATURES))
