@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from rayllm.config import EngineConfig, make_config
@@ -165,44 +166,34 @@ class DeltaBuffer:
 
     Nobody reads offline completions while they grow, and turning tokens into text once costs a fraction of doing it a
     token at a time. Requests with stop strings are passed through: their text decides when they end.
+    Deltas are joined as they come: kept one by one, they are so many objects that the garbage collector stalls steps.
     """
 
     def __init__(self) -> None:
         self._through: set[str] = set()
-        self._held: dict[tuple[str, int], list[TokenDelta]] = {}
+        self._held: dict[tuple[str, int], TokenDelta] = {}
 
     def pass_through(self, request_id: str) -> None:
         """Do not hold back this request."""
         self._through.add(request_id)
 
     def merge(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
-        """Take a step's deltas; return those to process now."""
+        """Take over a step's deltas; return those to process now."""
         ready = []
         for delta in deltas:
             if delta.request_id in self._through:
                 ready.append(delta)
                 continue
-            held = self._held.setdefault((delta.request_id, delta.index), [])
-            held.append(delta)
+            key = (delta.request_id, delta.index)
+            held = self._held.setdefault(key, delta)
+            if held is not delta:
+                held.token_ids.extend(delta.token_ids)
+                if held.logprobs is not None:
+                    held.logprobs.extend(delta.logprobs or [])
             if delta.finish_reason is not None:
-                del self._held[delta.request_id, delta.index]
-                ready.append(_join(held))
+                del self._held[key]
+                ready.append(replace(held, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason))
         return ready
-
-
-def _join(deltas: list[TokenDelta]) -> TokenDelta:
-    """One completion's deltas, first to last, as one."""
-    first, last = deltas[0], deltas[-1]
-    return TokenDelta(
-        first.request_id,
-        first.index,
-        [token for delta in deltas for token in delta.token_ids],
-        None if first.logprobs is None else [entry for delta in deltas for entry in delta.logprobs or []],
-        last.finish_reason,
-        last.stop_reason,
-        first.num_cached_tokens,
-        first.prompt_logprobs,
-    )
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
