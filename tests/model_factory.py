@@ -6,6 +6,7 @@ Importable as `model_factory` from every test; it imports nothing of its neighbo
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ class PagedRunner:
         The first `num_decodes` items have one token each. padding: dummy decodes after the last item, as a captured
         graph has them; only if all items are decodes.
         """
-        batch = self.batch(work, num_decodes, padding)
+        batch = replace(self.batch(work, num_decodes, padding), logit_rows=None)
         with torch.inference_mode():
             logits = self.model.compute_logits(self.model(batch, self.caches))
         sizes = [len(tokens) for _, tokens in work]

@@ -17,7 +17,7 @@ class ForwardBatch:
     slot_mapping: [T] int64, where a token's KV goes: block id * block_size + offset; -1 writes nothing (padding).
     block_tables: [S, max blocks] int32. seq_lens: [S] int32, context after this step (tokens with KV in the cache).
     query_start_loc: [S + 1] int32, sequence s owns tokens query_start_loc[s] to query_start_loc[s + 1].
-    logit_rows: [N] int64, rows of the hidden states whose logits are sampled, in the plan's order.
+    logit_rows: [N] int64, the tokens whose hidden states are wanted, in the plan's order; None stands for all tokens.
     num_decodes: leading sequences with exactly one token, attended by the decode kernel.
     max_query_len: of the prefill chunks, a host integer.
     prefill_row: the first row that chunks may have; None stands for num_decodes. Captured steps have room for more
@@ -30,7 +30,7 @@ class ForwardBatch:
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
-    logit_rows: torch.Tensor
+    logit_rows: torch.Tensor | None
     num_decodes: int
     max_query_len: int
     prefill_row: int | None = None

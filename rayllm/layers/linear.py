@@ -18,6 +18,8 @@ from rayllm.layers.weights import WeightSource, empty_parameter
 from rayllm.parallel.tp_group import TPGroup
 from rayllm_kernels import ops
 
+ADD_TOKENS = 1024  # from here on a norm is bound by memory, not by its launch
+
 
 def linear_op(deterministic: bool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
     """(x, weight, bias) -> x W^T + bias."""
@@ -109,7 +111,7 @@ class QKVParallelLinear(nn.Module):
         x: the rank's summand of it (`RowParallelLinear.partial`); the whole if residual is None.
         """
         if self.deterministic or self.tp.size > 1:
-            x, total = (norm(x), x) if residual is None else norm.add_partial(x, residual, self.tp)
+            x, total = norm.add_partial(x, residual, self.tp)
             return linear_op(self.deterministic)(x, self.weight, self.bias), total
         return ops.add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
 
@@ -128,10 +130,7 @@ class QKVParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A layer split by inputs: [T, in / tp] -> [T, out], the same on all ranks. The bias is added once.
-
-    partial: the rank's summand of that, for a sum that is fused with what follows it.
-    """
+    """A layer split by inputs: [T, in / tp] -> [T, out], the same on all ranks. The bias is added once."""
 
     def __init__(
         self, in_features: int, out_features: int, *,
@@ -139,7 +138,7 @@ class RowParallelLinear(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.in_features, self.out_features, self.tp = in_features, out_features, tp
-        self.linear = linear_op(deterministic)
+        self.linear, self.deterministic = linear_op(deterministic), deterministic
         self.shard = shard_size(in_features, tp, "in_features")
         self.weight = empty_parameter(out_features, self.shard, device=device, dtype=dtype)
         self.bias = empty_parameter(out_features, device=device, dtype=dtype) if bias else None
@@ -148,7 +147,18 @@ class RowParallelLinear(nn.Module):
         return self.tp.all_reduce(self.partial(x))
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """The rank's summand of the output, for a sum that is fused with what follows it."""
         return self.linear(x, self.weight, self.bias if self.tp.rank == 0 else None)
+
+    def onto(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output added to `residual` [T, out], in two parts as `RMSNorm.add_partial` takes them.
+
+        For many tokens the product adds it in the same pass, which spares a norm two of its four passes over memory;
+        `residual` is overwritten then.
+        """
+        if self.tp.size == 1 and not self.deterministic and self.bias is None and x.shape[0] >= ADD_TOKENS:
+            return residual.addmm_(x, self.weight.t()), None
+        return self.partial(x), residual
 
     def load(self, source: WeightSource, prefix: str) -> None:
         """Read `prefix` + ".weight" and ".bias"."""

@@ -23,11 +23,15 @@ class RMSNorm(nn.Module):
         """x: [..., size]."""
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add_partial(self, x: torch.Tensor, residual: torch.Tensor, tp: TPGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_partial(
+        self, x: torch.Tensor, residual: torch.Tensor | None, tp: TPGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """(norm(total), total), total = sum over the ranks of x + residual, in one pass; all [T, size].
 
-        x may be overwritten; residual is the same on all ranks.
+        x may be overwritten; residual is the same on all ranks. If it is None, x is the total.
         """
+        if residual is None:
+            return self(x), x
         return tp.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
 
     def load(self, source: WeightSource, prefix: str) -> None:

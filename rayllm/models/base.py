@@ -37,7 +37,7 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
-        """Hidden states after the final norm, [T, hidden_size]; writes the tokens' KV into `kv_caches`.
+        """Hidden states of batch.logit_rows after the final norm, [N, hidden_size]; writes all tokens' KV.
 
         A batch of decodes only reads no tensor on the host and can be captured in a CUDA graph.
         """

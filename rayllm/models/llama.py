@@ -49,9 +49,9 @@ class LlamaAttention(nn.Module):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm, rotary: RotaryEmbedding,
-        kv_cache: KVCache, plan: AttentionPlan,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(the rank's summand of the attention over norm(x + residual), x + residual), both [T, hidden_size]."""
+        kv_cache: KVCache, plan: AttentionPlan, rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """total + attention over norm(total), total = x + residual: in two parts, as x and residual themselves."""
         qkv, residual = self.qkv_proj.after_norm(x, residual, norm)
         q = ops.qk_norm_rope_cache(
             qkv, plan.batch.positions, rotary.cos_sin,
@@ -65,7 +65,10 @@ class LlamaAttention(nn.Module):
             )  # fmt: skip
         else:
             out = attend(q, kv_cache, plan, scale=self.scale, sliding_window=self.sliding_window)
-        return self.o_proj.partial(out.flatten(1)), residual
+        out = out.flatten(1)
+        if rows is not None:
+            out, residual = out[rows], residual[rows]
+        return self.o_proj.onto(out, residual)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         self.qkv_proj.load(source, prefix)
@@ -95,18 +98,18 @@ class LlamaMLP(nn.Module):
         self.fuses = spec.hidden_act in ("silu", "swish") and not spec.mlp_bias and not deterministic
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(the rank's summand of the MLP of norm(x + residual), x + residual), both [T, hidden_size]."""
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """total + MLP of norm(total), total = x + residual: in two parts, as x and residual themselves."""
         weight = self.gate_up_proj.weight
         if self.fuses and self.tp.size == 1:
-            x, residual = ops.add_rms_norm_linear_silu_mul(
+            x, total = ops.add_rms_norm_linear_silu_mul(
                 x, residual, norm.weight, norm.eps, weight
             )  # fmt: skip
         else:
-            x, residual = norm.add_partial(x, residual, self.tp)
+            x, total = norm.add_partial(x, residual, self.tp)
             x = ops.linear_silu_mul(x, weight) if self.fuses else self.act(self.gate_up_proj(x))
-        return self.down_proj.partial(x), residual
+        return self.down_proj.onto(x, total)
 
     def load(self, source: WeightSource, prefix: str) -> None:
         self.gate_up_proj.load(source, prefix)
@@ -127,13 +130,14 @@ class LlamaLayer(nn.Module):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotary: RotaryEmbedding, kv_cache: KVCache,
-        plan: AttentionPlan,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """x: the rank's summand of the last block's MLP output, not yet added to `residual`; both [T, hidden_size].
+        plan: AttentionPlan, rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """x: the rank's summand of what is not yet added to `residual`; both [T, hidden_size], and so returned.
 
-        Before the first block there is no residual, and x is the embedding.
+        Without a residual, x is the whole sum, the same on all ranks. rows [N]: of the tokens to go on with after
+        attention, the others being there for their keys and values alone; None for all.
         """
-        x, residual = self.self_attn(x, residual, self.input_layernorm, rotary, kv_cache, plan)
+        x, residual = self.self_attn(x, residual, self.input_layernorm, rotary, kv_cache, plan, rows)
         return self.mlp(x, residual, self.post_attention_layernorm)
 
     def load(self, source: WeightSource, prefix: str) -> None:
@@ -171,10 +175,16 @@ class LlamaForCausalLM(CausalLM):
         plan = AttentionPlan.of(batch)
         x = self.embed_tokens(batch.input_ids)
         residual: torch.Tensor | None = None
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+        *layers, last = zip(self.layers, kv_caches, strict=True)
+        for layer, kv_cache in layers:
             x, residual = layer(x, residual, self.rotary, kv_cache, plan)
-        assert residual is not None  # a model has layers
-        return self.norm.add_partial(x, residual, self.tp)[0]
+        # In the last layer a prompt's tokens matter for their keys and values alone. A captured step may have room for
+        # more rows than it has tokens.
+        rows = batch.logit_rows
+        few = rows is not None and rows.shape[0] < x.shape[0]
+        x, residual = last[0](x, residual, self.rotary, last[1], plan, rows if few else None)
+        hidden, _ = self.norm.add_partial(x, residual, self.tp)
+        return hidden if rows is None or few else hidden[rows]
 
     def local_logits(self, hidden: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
         return self.lm_head(hidden, room)

@@ -129,6 +129,8 @@ class OPTForCausalLM(CausalLM):
         x = x + self.embed_positions(batch.positions + POSITION_OFFSET)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer(x, kv_cache, plan)
+        if batch.logit_rows is not None:
+            x = x[batch.logit_rows]
         return x if self.final_layer_norm is None else self.final_layer_norm(x)
 
     def local_logits(self, hidden: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:

@@ -25,6 +25,11 @@ MAX_CHUNKS = 64  # of a step without decodes, where more would only be padding t
 CAPTURED_FLOPS = 1.5e13
 
 
+def _rows(batch: ForwardBatch) -> torch.Tensor:
+    assert batch.logit_rows is not None  # steps of which all hidden states are wanted are not captured
+    return batch.logit_rows
+
+
 def step_graphs(
     model: CausalLM, caches: list[KVCache], *, max_tokens: int, max_num_seqs: int, split_decodes: bool,
     **shape: Any,
@@ -85,7 +90,7 @@ class ChunkGraphs:
     def fits(self, batch: ForwardBatch) -> bool:
         """Whether a step can be replayed."""
         tokens, seqs = batch.input_ids.shape[0], batch.seq_lens.shape[0]
-        if not self._sizes or tokens > self._sizes[-1] or batch.logit_rows.shape[0] > self._max_sampled:
+        if not self._sizes or tokens > self._sizes[-1] or len(_rows(batch)) > self._max_sampled:
             return False
         decodes = min(batch.num_decodes, self._max_decodes)
         return (batch.num_decodes == 0 or self._max_decodes > 0) and seqs - decodes <= self._max_chunks
@@ -94,7 +99,7 @@ class ChunkGraphs:
         """The rank's logits [rows, local tokens] of batch.logit_rows, for a batch that `fits`."""
         captured = self._graphs[self._load(batch)]
         captured.graph.replay()
-        return captured.logits[: batch.logit_rows.shape[0]]
+        return captured.logits[: len(_rows(batch))]
 
     def _room(self, size: int) -> int:
         """Decodes that a graph of `size` tokens has room for."""
@@ -119,9 +124,9 @@ class ChunkGraphs:
         width = batch.block_tables.shape[1]
         self._tables[:decodes, :width].copy_(batch.block_tables[:decodes])
         self._tables[chunks, :width].copy_(batch.block_tables[decodes:])
-        rows = batch.logit_rows.shape[0]
-        self._logit_rows[:rows].copy_(batch.logit_rows)
-        self._logit_rows[rows:].fill_(0)  # rows of a larger graph would be out of bounds
+        rows = _rows(batch)
+        self._logit_rows[: len(rows)].copy_(rows)
+        self._logit_rows[len(rows) :].fill_(0)  # rows of a larger graph would be out of bounds
         return size
 
     def _step(self, size: int) -> torch.Tensor:
@@ -139,5 +144,4 @@ class ChunkGraphs:
             max_query_len=size,
             prefill_row=0,
         )
-        hidden = self._model(batch, self._caches)
-        return self._model.local_logits(hidden[batch.logit_rows], self._logits_room)
+        return self._model.local_logits(self._model(batch, self._caches), self._logits_room)

@@ -71,7 +71,6 @@ class DecodeGraphs:
         self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_num_seqs, self._max_blocks, dtype=torch.int32, device=device)
         self._query_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self._all_rows = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
 
     def capture(self, memory: StepMemory) -> None:
@@ -136,7 +135,7 @@ class DecodeGraphs:
             block_tables=self._tables[:size],
             seq_lens=self._seq_lens[:size],
             query_start_loc=self._query_starts[: size + 1],
-            logit_rows=self._all_rows[:size],
+            logit_rows=None,
             num_decodes=size if self._split_decodes else 0,
             max_query_len=0 if self._split_decodes else 1,
         )

@@ -118,9 +118,9 @@ class ModelRunner:
             for graphs in self._chunk_graphs:
                 if graphs.fits(batch):
                     return self._model.gather_logits(graphs.run(batch)), []
-        hidden = self._model(batch, self._caches)
-        entries = self._prompt_entries(inputs, hidden) if self._prompt_logprobs_of else []
-        return self._model.compute_logits(hidden[batch.logit_rows]), entries
+            return self._model.compute_logits(self._model(batch, self._caches)), []
+        hidden = self._model(replace(batch, logit_rows=None), self._caches)
+        return self._model.compute_logits(hidden[batch.logit_rows]), self._prompt_entries(inputs, hidden)
 
     def _decode(
         self, graphs: DecodeGraphs, rows: np.ndarray, plan: StepPlan

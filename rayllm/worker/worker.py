@@ -196,6 +196,6 @@ class Worker:
             max_query_len=length,
         )
         hidden = self._model(batch, cache.layers)
-        logits = self._model.compute_logits(hidden[batch.logit_rows])
+        logits = self._model.compute_logits(hidden)
         logits.softmax(-1)  # sampling holds a few tensors of this size
         torch.cuda.synchronize()

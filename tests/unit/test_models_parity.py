@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import model_factory as factory
 import pytest
 import torch
@@ -9,6 +11,7 @@ import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 from rayllm.config import EngineConfig
+from rayllm.layers.linear import ADD_TOKENS
 from rayllm.model_spec import load_model_spec
 from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
@@ -115,6 +118,33 @@ def test_variants(tmp_path, variant):
         expected = reference(folder)(torch.tensor([prompt])).logits[0]
     # Without a final norm the logits are in the tens.
     assert (torch.cat((head, tail)) - expected).abs().max() < TOLERANCE * max(1.0, float(expected.std()))
+
+
+@pytest.mark.parametrize("kind", factory.KINDS)
+def test_only_wanted_rows_are_computed_to_the_end(tmp_path, kind):
+    folder = factory.make_model(tmp_path, kind)
+    work = [("a", tokens_of(5, 1)), ("b", tokens_of(9, 2)), ("c", tokens_of(4, 3))]
+    total = sum(len(tokens) for _, tokens in work)
+    for rows in ([4, 13, 17], [17, 0], [], [17] + [0] * (total + 2)):
+        whole, part = factory.PagedRunner(load(folder)), factory.PagedRunner(load(folder))
+        batch = part.batch(work, 0, 0)
+        with torch.inference_mode():
+            expected = whole.model(replace(whole.batch(work, 0, 0), logit_rows=None), whole.caches)[rows]
+            actual = part.model(replace(batch, logit_rows=torch.tensor(rows, dtype=torch.int64)), part.caches)
+        assert actual.shape == expected.shape == (len(rows), whole.model.spec.hidden_size)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        for written, kept in zip(part.caches, whole.caches, strict=True):
+            torch.testing.assert_close(written, kept, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_parity_of_many_tokens(tmp_path, kind):
+    folder = factory.make_model(tmp_path, kind, max_position_embeddings=2048)
+    prompt = tokens_of(ADD_TOKENS + 7, 4)
+    [logits] = factory.PagedRunner(load(folder), num_blocks=256).step([("a", prompt)])
+    with torch.inference_mode():
+        expected = reference(folder)(torch.tensor([prompt])).logits[0]
+    assert (logits - expected).abs().max() < TOLERANCE
 
 
 def test_padded_decode_batch(tmp_path):
