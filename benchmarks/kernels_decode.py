@@ -1,6 +1,6 @@
 """Times the kernels of a small decode step on one GPU, one by one and as whole layers, against cuBLAS and unfused ops.
 
-    PYTHONPATH=kernels python benchmarks/kernels_decode.py [ops] [layers]
+    PYTHONPATH=kernels python benchmarks/kernels_decode.py [ops] [layers] [--context 1024]
 
 Every figure is a CUDA-graph replay of a chain of different layers whose weights together exceed the L2 cache several
 times, in microseconds per call or per layer. A floor is the bytes of the weights at the rate an H200 was seen to reach;
@@ -9,7 +9,7 @@ times, in microseconds per call or per layer. A floor is the bytes of the weight
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from rayllm_kernels import ops
 
 BYTES_PER_SECOND = 4.3e12
 ROTATED_BYTES = 200 << 20
-HEAD_DIM, BLOCK_SIZE, CONTEXT, EPS = 128, 16, 256, 1e-6
+HEAD_DIM, BLOCK_SIZE, EPS = 128, 16, 1e-6
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256]
 
 
@@ -114,8 +114,8 @@ def projections(shape: Shape, tokens: int) -> Iterator[tuple]:
 class Layers:
     """A chain of layers on one batch of decodes, unfused and fused."""
 
-    def __init__(self, shape: Shape, tokens: int):
-        self.shape, self.tokens = shape, tokens
+    def __init__(self, shape: Shape, tokens: int, context: int):
+        self.shape, self.tokens, self.context = shape, tokens, context
         width = shape.heads * HEAD_DIM
         self.weights = [
             (weights(shape.qkv, shape.hidden), weights(shape.hidden, width),
@@ -128,13 +128,13 @@ class Layers:
 
     def resize(self, tokens: int) -> None:
         self.tokens = tokens
-        blocks = tokens * CONTEXT // BLOCK_SIZE
+        blocks = tokens * self.context // BLOCK_SIZE
         self.pool = normal(blocks, self.shape.layers, 2, self.shape.kv_heads, BLOCK_SIZE, HEAD_DIM)
         self.tables = torch.randperm(blocks, device="cuda").to(torch.int32).view(tokens, -1)
-        self.lengths = torch.full((tokens,), CONTEXT, dtype=torch.int32, device="cuda")
+        self.lengths = torch.full((tokens,), self.context, dtype=torch.int32, device="cuda")
         self.positions = self.lengths.long() - 1
         self.slots = self.tables[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1
-        self.cos_sin = torch.rand(CONTEXT, HEAD_DIM, device="cuda")
+        self.cos_sin = torch.rand(self.context, HEAD_DIM, device="cuda")
         self.x = normal(tokens, self.shape.hidden)
         q = normal(tokens, self.shape.heads, HEAD_DIM)
         self.schedule = ops.decode_schedule(q, self.pool[:, 0, 0], self.lengths)
@@ -186,7 +186,11 @@ class Layers:
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or ["ops", "layers"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["ops", "layers"], help="ops, layers")
+    parser.add_argument("--context", type=int, default=256, help="tokens of each sequence, a multiple of 16")
+    options = parser.parse_args()
+    wanted, context = options.parts, options.context
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16")
     print(f"{'case':44s} {'before':>8s} {'ours':>8s} {'floor':>8s} {'ratio':>6s}")
     for shape in SHAPES if "ops" in wanted else []:
@@ -194,7 +198,7 @@ def main() -> None:
             for row in projections(shape, tokens):
                 op_row(*row)
     for shape in SHAPES if "layers" in wanted else []:
-        layers = Layers(shape, TOKENS[0])
+        layers = Layers(shape, TOKENS[0], context)
         for tokens in TOKENS:
             layers.resize(tokens)
             print(layers.row(), flush=True)

@@ -5,8 +5,10 @@ so, and read what no other kernel writes (the weights), before its predecessor i
 holds it until all earlier results are visible.
 
 Every program waits exactly once, before it reads a result and before it writes anything. It lets the next kernel start
-after that; only a norm does so before, so a product may read its weights while the one before the norm still runs. What
-is read early may have been written by any kernel that does not itself let the next one start early.
+after that. Short kernels between two long ones (norms, the merge of attention) do so before: the second may then read
+its weights while the first still runs. It waits for the short one, which waits for the first, so nothing else of the
+three overlaps. What is read early must have been written before the first of the three began; results of the kernel
+just before are not even visible to one that starts after its end, unless it waits.
 """
 
 # mypy: allow-incomplete-defs
@@ -32,3 +34,11 @@ def wait_for_predecessor(OVERLAP: tl.constexpr):
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def announce_and_wait(OVERLAP: tl.constexpr):
+    """`wait_for_predecessor` of a short kernel, whose successor may start before its predecessor is done."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()

@@ -14,10 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .checks import check_residual, check_rms_norm, row_layout
-from .dependent_launch import can_overlap
+from .dependent_launch import announce_and_wait, can_overlap
 
 TILE_ELEMENTS = 1024  # short rows (the heads of a q/k norm) share a program
 
@@ -29,11 +28,7 @@ def _rms_norm_kernel(
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        # A norm is short and stands between two products: the second may read its weights while the first still runs.
-        # It waits for this kernel, which waits for the first, so that nothing else of the three overlaps.
-        gdc_launch_dependents()
-        gdc_wait()
+    announce_and_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_PADDED)[None, :]
     mask = (row < num_rows)[:, None] & (dims < DIM)
