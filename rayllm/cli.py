@@ -10,7 +10,7 @@ import typer
 
 from rayllm.bench_serve_load import ServeBenchOptions
 from rayllm.cli_options import config_flags, engine_and_server_config, engine_config
-from rayllm.config import EngineConfig, ServerConfig
+from rayllm.config import OFFLINE_BATCHED_TOKENS, EngineConfig, ServerConfig
 from rayllm.errors import ConfigError, InvalidRequestError, RayllmError
 
 _STARTED = time.monotonic()
@@ -143,7 +143,7 @@ def bench_offline(
     workloads = [named_workload(name) for name in workload or ([] if num_prompts is not None else ["bs1_128_256"])]
     if num_prompts is not None:
         workloads.append(custom_workload(num_prompts, input_len, output_len))
-    config = engine_config(options, skip_tokenizer_init=True)
+    config = engine_config(options, skip_tokenizer_init=True, max_num_batched_tokens=OFFLINE_BATCHED_TOKENS)
     print_results(run_benchmark(config, workloads, warmup=warmup, repeat=repeat), json_output)
 
 

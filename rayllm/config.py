@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from rayllm.errors import ConfigError
 
+OFFLINE_BATCHED_TOKENS = 16384  # a step, where nobody reads along
 BUNDLED_MODEL = str(Path(__file__).parent / "assets" / "tiny-pydoc")
 
 
@@ -29,7 +30,8 @@ class EngineConfig(BaseModel):
     block_size: tokens a KV block. num_gpu_blocks_override: blocks of the device pool; None sizes it from
     gpu_memory_utilization (GPU) or 1 GiB a rank, at most what max_num_seqs full contexts need (CPU).
     swap_space: GiB of host memory a rank for swapped blocks; preemption is by recompute only so far, so none is used.
-    max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step.
+    max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step; more raise throughput
+    and the pauses of running streams, so `LLM` and `rayllm bench offline` take 16384 if it is not given.
     scheduling_policy: "fcfs", or "priority" (lower runs first). enforce_eager: no CUDA graphs; CPUs have none anyway.
     gpu_memory_utilization: share of a GPU's memory that the engine may take, others' use included; no effect on CPUs.
     load_format: "auto" reads safetensors; "dummy" fills seeded random weights.

@@ -10,7 +10,7 @@ from typing import Any, cast
 from msgspec.structs import replace
 from tqdm import tqdm
 
-from rayllm.config import EngineConfig, make_config
+from rayllm.config import OFFLINE_BATCHED_TOKENS, EngineConfig, make_config
 from rayllm.engine.core import EngineCore, build_engine_core
 from rayllm.engine.outputs import OutputProcessor, accumulate
 from rayllm.engine.tokenizer import Tokenizer, load_tokenizer
@@ -36,9 +36,9 @@ class LLM:
         self, model: str | None = None, *, tensor_parallel_size: int = 1, executor: str = "auto", device: str = "auto",
         dtype: str = "auto", max_model_len: int | None = None, block_size: int = 16,
         num_gpu_blocks_override: int | None = None, swap_space: float = 4, gpu_memory_utilization: float = 0.9,
-        max_num_seqs: int = 256, max_num_batched_tokens: int = 8192, enable_prefix_caching: bool = True,
-        scheduling_policy: str = "fcfs", enforce_eager: bool = False, deterministic: bool = False,
-        load_format: str = "auto", skip_tokenizer_init: bool = False, seed: int = 0,
+        max_num_seqs: int = 256, max_num_batched_tokens: int = OFFLINE_BATCHED_TOKENS,
+        enable_prefix_caching: bool = True, scheduling_policy: str = "fcfs", enforce_eager: bool = False,
+        deterministic: bool = False, load_format: str = "auto", skip_tokenizer_init: bool = False, seed: int = 0,
     ):  # fmt: skip
         options = {name: value for name, value in locals().items() if name != "self"}
         if model is None:

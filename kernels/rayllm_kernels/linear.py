@@ -2,8 +2,9 @@
 
 Few tokens leave the time to the weights, which must be read once whatever the number: `linear_rows` reads them fastest
 for a vector or a few, `linear_hopper` (on Hopper GPUs, by `linear_hopper_plan`) or `linear_tiles` for some dozens. More
-tokens go to the vendor's matrix product, followed by the unfused kernels. The choice depends on shapes, layout, dtype
-and device alone, so a captured graph and an eager call agree.
+tokens go to the vendor's matrix product, followed by the unfused kernels, or, gated and by `linear_gated_plan`, to
+`linear_gated_hopper`. The choice depends on shapes, layout, dtype and device alone, so a captured graph and an eager
+call agree.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_gated, check_linear, check_norm_linear
+from .linear_gated_plan import plan_gated
 from .linear_hopper_plan import hopper_takes, plan_hopper
 from .linear_rows import linear_rows
 from .linear_tiles import Tiles, linear_tiles
@@ -44,11 +46,11 @@ def _has_room_for_tiles(device: torch.device) -> bool:
 
 
 @cache
-def _hopper_kernels(device: torch.device) -> ModuleType | None:
-    """The kernel for this device's generation, or None; imported only where it can run."""
+def _hopper_kernels(device: torch.device, name: str) -> ModuleType | None:
+    """The named module of kernels for this device's generation, or None; imported only where they can run."""
     if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
         return None
-    return import_module(".linear_hopper", __package__)
+    return import_module(f".{name}", __package__)
 
 
 def choose_rows(tokens: int, inputs: int, gated: bool, norm: bool) -> tuple[int, int]:
@@ -92,7 +94,7 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor 
     if _rows_fit(x):
         rows, warps = choose_rows(tokens, inputs, gated, norm=False)
         return linear_rows(x, weight, rows=rows, num_warps=warps, bias=bias, gated=gated)[0]
-    hopper = _hopper_kernels(x.device)
+    hopper = _hopper_kernels(x.device, "linear_hopper")
     if hopper is not None and hopper_takes(x, weight, gated):
         plan = plan_hopper(tokens, weight.shape[0], inputs, gated, _multiprocessors(x.device))
         if plan is not None:
@@ -103,6 +105,19 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor 
         tiles = choose_tiles(tokens, outputs, gated, _multiprocessors(x.device))
         return linear_tiles(x, weight, tiles, bias=bias, gated=gated)
     return None
+
+
+def _many_gated(x: Tensor, weight: Tensor) -> Tensor | None:
+    """silu(gate) * up of x W^T in one kernel, None where two are faster."""
+    hopper = _hopper_kernels(x.device, "linear_gated_hopper")
+    if hopper is None or not hopper_takes(x, weight, gated=True):
+        return None
+    multiprocessors = _multiprocessors(x.device)
+    consumers = plan_gated(x.shape[0], weight.shape[0], x.shape[1], multiprocessors)
+    if consumers is None:
+        return None
+    y: Tensor = hopper.linear_gated_hopper(x, weight, consumers, multiprocessors)
+    return y
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -117,6 +132,7 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
     check_linear(x, weight, None)
     check_gated(weight)
     y = _few(x, weight, None, True)
+    y = _many_gated(x, weight) if y is None else y
     return silu_and_mul(F.linear(x, weight)) if y is None else y
 
 

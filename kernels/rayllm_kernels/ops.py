@@ -269,8 +269,8 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x G^T) * (x U^T) -> a new tensor [T, out], where weight is [2 * out, in], the rows of G before those of U.
 
-    x: [T, in], last dimensions contiguous. For few tokens everything is fp32 and rounded once; for many, and on the
-    CPU, it is `silu_and_mul` of the rounded product.
+    x: [T, in], last dimensions contiguous. By this package's kernels everything is fp32 and rounded once; elsewhere,
+    and on the CPU, it is `silu_and_mul` of the rounded product.
     """
     return _kernels_for(x).linear_silu_mul(x, weight)
 
