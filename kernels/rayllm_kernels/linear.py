@@ -53,6 +53,14 @@ def _hopper_kernels(device: torch.device, name: str) -> ModuleType | None:
     return import_module(f".{name}", __package__)
 
 
+def prepare(device: torch.device) -> None:
+    """See `ops.prepare`."""
+    device = torch.empty(0, device=device).device  # with its index, as tensors name it
+    hopper = _hopper_kernels(device, "linear_hopper")
+    if hopper is not None:
+        hopper.flags(device)
+
+
 def choose_rows(tokens: int, inputs: int, gated: bool, norm: bool) -> tuple[int, int]:
     """Outputs and warps of a program of `linear_rows`, from sweeps on H200; not measured as a set.
 

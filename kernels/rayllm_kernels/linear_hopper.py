@@ -277,10 +277,11 @@ def _linear_hopper_kernel(
 
 
 @cache
-def _flags(device: torch.device) -> Tensor:
+def flags(device: torch.device) -> Tensor:
     """A counter for each consumer of a program, zero between kernels: who waits for it sets it back.
 
-    All calls on a device share them, so these must follow one another in one stream, or wait for one another.
+    All calls on a device share them, so these must follow one another in one stream, or wait for one another. Who takes
+    memory from a pool that captured graphs use too must have called `ops.prepare` outside of it.
     """
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first projection on a device must not be captured: its counters would not be there yet")
@@ -308,7 +309,7 @@ def linear_hopper(
     partial = torch.empty(programs * tile.rows * tile.tokens, dtype=torch.float32, device=x.device)
     overlap = can_overlap(x.device)
     _linear_hopper_kernel[(programs,)](
-        w_desc, x_desc, y, x if bias is None else bias, partial, _flags(x.device), tokens, outputs, units, steps,
+        w_desc, x_desc, y, x if bias is None else bias, partial, flags(x.device), tokens, outputs, units, steps,
         token_tiles, TOKENS=tile.tokens, CONSUMERS=tile.consumers, BLOCKS=tile.blocks, STAGES=tile.stages,
         REGISTERS=tile.registers, HAS_BIAS=bias is not None, GATED=gated, OVERLAP=overlap,
         num_warps=4, maxnreg=tile.registers, launch_pdl=overlap,

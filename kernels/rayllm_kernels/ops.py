@@ -16,6 +16,7 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from . import reference
@@ -36,6 +37,16 @@ def _kernels_for(tensor: Tensor) -> ModuleType:
     if device == "cpu":
         return reference
     raise ValueError(f"no kernels for tensors on {tensor.device}")
+
+
+def prepare(device: torch.device) -> None:
+    """Allocate what kernels keep between calls on `device`, which the first one that needs it does otherwise.
+
+    To be called before a pool of memory is in use that captured graphs share with others: what is allocated from it
+    after a capture may lie where the graph, when it is replayed, puts its temporary tensors.
+    """
+    if device.type == "cuda":
+        import_module(".linear", __package__).prepare(device)
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

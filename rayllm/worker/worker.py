@@ -21,6 +21,7 @@ from rayllm.worker.cuda_graph import graph_sizes
 from rayllm.worker.input_batch import PersistentBatch
 from rayllm.worker.model_runner import ModelRunner, PendingResult
 from rayllm.worker.step_memory import StepMemory
+from rayllm_kernels import ops
 
 GIB, MIB = 1 << 30, 1 << 20
 CPU_POOL_BYTES = GIB  # a rank's pool on a CPU, unless num_gpu_blocks_override says otherwise
@@ -72,6 +73,7 @@ class Worker:
         """Load this rank's weights. Raises ModelError."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        ops.prepare(self._device)  # now, because steps allocate from a pool in which nothing may last
         self._tp = self._tp.with_symmetric_memory(self._spec.hidden_size, self._dtype)
         self._model = load_model(self._spec, self._config, self._tp, self._device, self._dtype)
         self._finish_loading()
