@@ -154,7 +154,7 @@ def _peer(peers_ptr, rank):
     return tl.multiple_of(tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int32)), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _all_reduce_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, peers_ptr, uses_ptr, rank, num_rows, eps,
     stride_x, stride_residual,
@@ -219,7 +219,7 @@ def _all_reduce_kernel(
     tl.store(uses_ptr + program, uses + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["elements"])
 def _all_gather_kernel(
     x_ptr, out_ptr, peers_ptr, uses_ptr, rank, elements,
     RANKS: tl.constexpr, WORDS: tl.constexpr, PROGRAMS: tl.constexpr, ROW_SLOTS: tl.constexpr, BLOCK: tl.constexpr,

@@ -29,7 +29,7 @@ TARGET_PROGRAMS = 1056  # eight a multiprocessor on the largest GPUs: more slice
 MAX_SLICES = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slices"])
 def _scan_kernel(
     logits_ptr, seeds_ptr, positions_ptr, temperature_ptr, noise_scale_ptr, best_ptr, best_token_ptr,
     stride_row, first, vocab_size, num_slices, slice_size,
@@ -53,7 +53,7 @@ def _scan_kernel(
     tl.store(best_token_ptr + row * num_slices + tl.program_id(0), token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slices"])
 def _reduce_kernel(
     best_ptr, best_token_ptr, out_ptr, num_slices, SLICES_PADDED: tl.constexpr, KEYS: tl.constexpr,
     NO_TOKEN: tl.constexpr,

@@ -60,7 +60,7 @@ def _finish(acc, bias_ptr, column, outputs, SLICES: tl.constexpr, WEIGHTS_FIRST:
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _linear_tiles_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stride_x, stride_weight, tokens, inputs, outputs,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr,

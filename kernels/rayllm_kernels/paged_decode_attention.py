@@ -79,7 +79,7 @@ def _fold(scores, valid, v, acc, totals, peak, unit):
     return acc, totals, new_peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "stride_table"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, seq_lens_ptr, slopes_ptr, out_ptr,
     contexts_ptr, ranges_ptr, partials_ptr, lse_ptr,

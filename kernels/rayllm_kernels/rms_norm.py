@@ -21,7 +21,7 @@ from .dependent_launch import announce_and_wait, can_overlap
 TILE_ELEMENTS = 1024  # short rows (the heads of a q/k norm) share a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "x_inner", "residual_inner"])
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, num_rows, eps,
     x_inner, x_stride_outer, x_stride_inner, residual_inner, residual_stride_outer, residual_stride_inner,

@@ -21,7 +21,7 @@ from .dependent_launch import can_overlap, wait_for_predecessor
 TILE_ELEMENTS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_inner"])
 def _silu_and_mul_kernel(
     x_ptr, y_ptr, x_inner, x_stride_outer, x_stride_inner, DIM: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
