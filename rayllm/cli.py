@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rayllm.bench_serve_load import ServeBenchOptions
-from rayllm.cli_options import config_flags, engine_and_server_config, engine_config
+from rayllm.cli_options import config_flags, deployment_config, engine_config
 from rayllm.config import OFFLINE_BATCHED_TOKENS, EngineConfig, ServerConfig
 from rayllm.errors import ConfigError, InvalidRequestError, RayllmError
 
@@ -57,10 +57,13 @@ def launch(
     startup_timeout: Annotated[float, typer.Option(help="Seconds to wait for the engine (and its nodes).")] = 1800,
     **options: Any,
 ) -> None:
-    """Serve a model over HTTP with the OpenAI API, on this machine or on the Ray cluster that is running."""
+    """Serve models over HTTP with the OpenAI API, on this machine or on the Ray cluster that is running.
+
+    SIGUSR1 makes it read the file of --config again, and change over to what that says without losing a request.
+    """
     from rayllm.serve.launcher import Ready, describe_start, start_server
 
-    engine, server = engine_and_server_config(options)
+    models, server = deployment_config(options)
 
     def note(text: str) -> None:
         print(f"rayllm: {text}", file=sys.stderr, flush=True)
@@ -68,15 +71,18 @@ def launch(
     def show(ready: Ready) -> None:
         total = time.monotonic() - _STARTED
         parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in ready.phases.items())
-        body = f'{{"model": "{ready.model_name}", "prompt": "Hello", "max_tokens": 16}}'
-        print("\n".join(describe_start(ready.engine)))
-        print(f"model    {ready.model_name}  ({engine.model})")
+        body = f'{{"model": "{ready.models[0].name}", "prompt": "Hello", "max_tokens": 16}}'
+        for model in ready.models:
+            print("\n".join(describe_start(model.engine)))
+            times = f", {model.num_replicas} replicas" if model.num_replicas > 1 else ""
+            print(f"model    {model.name}  ({model.folder}{times})")
         print(f"address  {ready.url}/v1")
         print(f"try      curl {ready.url}/v1/completions -H 'content-type: application/json' -d '{body}'")
         print(f"ready    after {total:.1f} s ({parts}); Ctrl-C stops the server", flush=True)
 
-    note(f"starting {engine.model}")
-    start_server(engine, server, on_ready=show, report=note, startup_timeout=startup_timeout)
+    note(f"starting {', '.join(model.engine.model for model in models)}")
+    reread = None if options["config"] is None else lambda: deployment_config(options)
+    start_server(models, server, on_ready=show, report=note, reread=reread, startup_timeout=startup_timeout)
 
 
 @app.command()

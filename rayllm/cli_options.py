@@ -16,7 +16,15 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rayllm.config import EngineConfig, ServerConfig, load_config_file, make_config
+from rayllm.config import (
+    EngineConfig,
+    FileOptions,
+    ModelConfig,
+    ServerConfig,
+    load_config_file,
+    make_config,
+    make_models,
+)
 from rayllm.errors import ConfigError
 
 _ALIASES = {"tensor_parallel_size": ["--tp"]}
@@ -59,36 +67,41 @@ def config_flags(
 
 def engine_config(options: dict[str, Any], **defaults: Any) -> EngineConfig:
     """The EngineConfig of a command's options. defaults: of the command, below file and flags. Raises ConfigError."""
-    engine, _ = _merge(options)
-    return make_config(EngineConfig, defaults | engine)
+    file, (engine, _) = _read(options)
+    if file.models:
+        raise ConfigError("the config file lists several models; this command runs one")
+    return make_config(EngineConfig, defaults | file.engine | engine)
 
 
-def engine_and_server_config(options: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
-    """Both configs of a command's options. Raises ConfigError."""
-    engine, server = _merge(options)
-    return make_config(EngineConfig, engine), make_config(ServerConfig, server)
+def deployment_config(options: dict[str, Any]) -> tuple[list[ModelConfig], ServerConfig]:
+    """The models of a command's options, and the options of the whole deployment. Raises ConfigError."""
+    file, flags = _read(options)
+    return make_models(file, flags)
 
 
 def field_help(kind: type[BaseModel]) -> dict[str, str]:
-    """Field -> its sentence in the class's docstring, where fields are described as "name: text" one after another."""
-    text = " ".join((kind.__doc__ or "").split())
+    """Field -> its sentence in the docstring of its class, where fields are described as "name: text" in a row."""
+    classes = [each for each in kind.__mro__ if issubclass(each, BaseModel) and each is not BaseModel]
+    text = " ".join(" ".join(each.__doc__ or "" for each in classes).split())
     names = "|".join(sorted(kind.model_fields, key=len, reverse=True))
     parts = re.split(rf"(?:^|(?<=[.] ))({names}): ", text)
     return {name: body.strip().removesuffix(".") for name, body in zip(parts[1::2], parts[2::2], strict=True)}
 
 
-def _merge(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(engine options, server options) from the file, overridden by flags."""
+def _read(options: dict[str, Any]) -> tuple[FileOptions, tuple[dict[str, Any], dict[str, Any]]]:
+    """(options of the file, (engine flags, server flags)). Raises ConfigError."""
     given = {name: value for name, value in options.items() if value is not None}
     argument, path = given.pop("model_argument", None), given.pop("config", None)
     if argument is not None:
         if given.get("model", argument) != argument:
             raise ConfigError(f"model is given twice, as {argument} and as --model {given['model']}")
         given["model"] = argument
-    engine, server = load_config_file(path) if path is not None else ({}, {})
+    file = load_config_file(path) if path is not None else FileOptions({}, {}, [])
+    engine: dict[str, Any] = {}
+    server: dict[str, Any] = {}
     for name, value in given.items():
         (server if name in ServerConfig.model_fields else engine)[name] = value
-    return engine, server
+    return file, (engine, server)
 
 
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:

@@ -1,13 +1,13 @@
 """`EngineConfig` and `ServerConfig`: every option of an engine and of a deployment, checked once, in one place.
 
-Options come from `LLM(...)`, the command line or a YAML file (`load_config_file`); all three end here.
+Options come from `LLM(...)`, the command line, a YAML file (`load_config_file`) or Ray Serve; all end here.
 """
 
 from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -17,6 +17,9 @@ from rayllm.errors import ConfigError
 
 OFFLINE_BATCHED_TOKENS = 16384  # a step, where nobody reads along
 BUNDLED_MODEL = str(Path(__file__).parent / "assets" / "tiny-pydoc")
+MAX_MODELS = 64
+MAX_REPLICAS = 256
+MAX_NAME_CHARS = 256
 
 
 class EngineConfig(BaseModel):
@@ -29,7 +32,10 @@ class EngineConfig(BaseModel):
     max_model_len: tokens of prompt and output together; None takes the model's own limit.
     block_size: tokens a KV block. num_gpu_blocks_override: blocks of the device pool; None sizes it from
     gpu_memory_utilization (GPU) or 1 GiB a rank, at most what max_num_seqs full contexts need (CPU).
-    swap_space: GiB of host memory a rank for swapped blocks; preemption is by recompute only so far, so none is used.
+    swap_space: GiB of host memory a rank for KV blocks (0: none): of swapped sequences, and those that fell out of the
+    prefix cache on the device. preemption_mode: what becomes of the KV of a sequence that has to make room: "recompute"
+    forgets it, "swap" moves it to swap_space (as long as it fits there), "cost" does what takes less time, as measured
+    when the engine starts.
     max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step; more raise throughput
     and the pauses of running streams, so `LLM` and `rayllm bench offline` take 16384 if it is not given.
     scheduling_policy: "fcfs", or "priority" (lower runs first). enforce_eager: no CUDA graphs; CPUs have none anyway.
@@ -51,7 +57,8 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(default=None, ge=1)
     block_size: int = Field(default=16, ge=1, le=1024)
     num_gpu_blocks_override: int | None = Field(default=None, ge=1)
-    swap_space: float = Field(default=4, ge=0)
+    swap_space: float = Field(default=0, ge=0, allow_inf_nan=False)
+    preemption_mode: Literal["cost", "recompute", "swap"] = "cost"
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     max_num_seqs: int = Field(default=256, ge=1)
     max_num_batched_tokens: int = Field(default=8192, ge=1)
@@ -62,6 +69,13 @@ class EngineConfig(BaseModel):
     load_format: Literal["auto", "dummy"] = "auto"
     skip_tokenizer_init: bool = False
     seed: int = Field(default=0, ge=0, lt=2**63)
+
+    @field_validator("preemption_mode")
+    @classmethod
+    def _room_to_swap(cls, value: str, info: ValidationInfo) -> str:
+        if value == "swap" and not info.data.get("swap_space", 1):
+            raise PydanticCustomError("room_to_swap", 'must be "cost" or "recompute" if swap_space is 0')
+        return value
 
     @field_validator("deterministic")
     @classmethod
@@ -75,42 +89,81 @@ class EngineConfig(BaseModel):
         return value
 
 
-class ServerConfig(BaseModel):
-    """Options of an HTTP deployment around one engine.
+class ModelServerConfig(BaseModel):
+    """How one model is served; each of several models may have its own.
 
-    served_model_name: the model's name in the API; None takes the folder's name. num_api_servers: replicas of
-    the CPU-only front. api_key: one key that clients must send; better in api_key_file or the environment, as command
-    lines are visible to others. api_key_file: keys that clients may send, one a line, an optional name after each.
-    max_queued_requests: completions that may live beyond the max_num_seqs that the engine runs; more get a 429.
-    max_queued_tokens: prompt tokens of requests without a first token; more get a 429. queue_timeout: seconds from a
-    request's arrival until the engine starts it, else a 408; 0 is no limit, here and below.
-    first_token_timeout: seconds until each prompt's first token. request_timeout: seconds until the answer is complete.
-    drain_timeout: seconds that running requests may go on when the server stops. log_format: of the request log, "json"
-    is one object a line. otlp_endpoint: URL of an OpenTelemetry collector for traces (OTLP over HTTP); None takes the
-    environment's OTEL_EXPORTER_OTLP_ENDPOINT. tool_call_parser: how the model writes tool calls: "hermes" is
-    <tool_call>{"name", "arguments"}</tool_call> (Hermes, Qwen), "llama3" a bare {"name", "parameters"}; "auto" is what
-    its chat template shows, if that is one of them. reasoning_parser: "think" if the model may begin with
-    <think>reasoning</think>; "auto" if its chat template knows the tag.
+    served_model_name: the model's name in the API; None takes the folder's name. num_replicas: engines of the model,
+    each with its own driver and workers; the least number if max_replicas is given. max_replicas: replicas are added
+    while the prompt tokens that wait exceed target_queued_tokens a replica, up to this number; None keeps num_replicas.
+    target_queued_tokens: prompt tokens that may wait for a replica before max_replicas asks for one more.
+    upscale_delay: seconds that more replicas must be wanted before they are added. downscale_delay: seconds that fewer
+    must do before one is drained. max_queued_requests: completions that may live beyond the max_num_seqs that each
+    replica runs; more get a 429. max_queued_tokens: prompt tokens of requests without a first token; more get a 429.
+    tool_call_parser: how the model writes tool calls: "hermes" is <tool_call>{"name", "arguments"}</tool_call> (Hermes,
+    Qwen), "llama3" a bare {"name", "parameters"}; "auto" is what its chat template shows, if that is one of them.
+    reasoning_parser: "think" if the model may begin with <think>reasoning</think>; "auto" if its chat template knows
+    the tag.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
+    served_model_name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_CHARS)
+    num_replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS)
+    max_replicas: int | None = Field(default=None, ge=1, le=MAX_REPLICAS)
+    target_queued_tokens: int = Field(default=16384, ge=1)
+    upscale_delay: float = Field(default=10, ge=0, le=3600)
+    downscale_delay: float = Field(default=300, ge=0, le=86400)
+    max_queued_requests: int = Field(default=4096, ge=0)
+    max_queued_tokens: int = Field(default=2**24, ge=1)
+    tool_call_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+
+    @field_validator("max_replicas")
+    @classmethod
+    def _not_fewer_than_the_least(cls, value: int | None, info: ValidationInfo) -> int | None:
+        least = info.data.get("num_replicas", 1)
+        if value is not None and value < least:
+            raise PydanticCustomError("fewer", "must be at least num_replicas ({least})", {"least": least})
+        return value
+
+
+class ServerConfig(ModelServerConfig):
+    """Options of an HTTP deployment, and of each model that has none of its own.
+
+    num_api_servers: replicas of the CPU-only front. api_key: one key that clients must send; better in api_key_file or
+    the environment, as command lines are visible to others. api_key_file: keys that clients may send, one a line, an
+    optional name after each. queue_timeout: seconds from a request's arrival until the engine starts it, else a 408; 0
+    is no limit, here and below. first_token_timeout: seconds until each prompt's first token. request_timeout: seconds
+    until the answer is complete. drain_timeout: seconds that running requests may go on when the server stops.
+    replica_drain_timeout: seconds that they may go on in a replica that is replaced or no longer needed, while others
+    take the new requests. log_format: of the request log, "json" is one object a line. otlp_endpoint: URL of an
+    OpenTelemetry collector for traces (OTLP over HTTP); None takes the environment's OTEL_EXPORTER_OTLP_ENDPOINT.
+    """
+
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    served_model_name: str | None = None
     num_api_servers: int = Field(default=1, ge=1, le=64)
     api_key: str | None = Field(default=None, repr=False, exclude=True)
     api_key_file: str | None = None
-    max_queued_requests: int = Field(default=4096, ge=0)
-    max_queued_tokens: int = Field(default=2**24, ge=1)
     queue_timeout: float = Field(default=0, ge=0, allow_inf_nan=False)
     first_token_timeout: float = Field(default=0, ge=0, allow_inf_nan=False)
     request_timeout: float = Field(default=0, ge=0, allow_inf_nan=False)
     drain_timeout: float = Field(default=5, ge=0, le=3600)
+    replica_drain_timeout: float = Field(default=600, ge=0, le=86400)
     log_format: Literal["text", "json"] = "text"
     otlp_endpoint: str | None = None
-    tool_call_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"
-    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+
+
+class ModelConfig(NamedTuple):
+    """One model of a deployment. server: the deployment's options with this model's own in their place."""
+
+    engine: EngineConfig
+    server: ServerConfig
+
+    @property
+    def name(self) -> str:
+        """In the API."""
+        return self.server.served_model_name or Path(self.engine.model).resolve().name
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
@@ -124,29 +177,102 @@ def make_config(kind: type[ConfigT], options: dict[str, Any]) -> ConfigT:
         raise ConfigError("; ".join(_explain(kind, e) for e in error.errors())) from None
 
 
-def load_config_file(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a deployment's YAML into (engine options, server options). Raises ConfigError for unknown keys."""
+class FileOptions(NamedTuple):
+    """Options of a deployment's file or of Serve's arguments, not yet checked beyond their names.
+
+    engine, server: of all models. models: (engine options, server options) of each, empty if there is only one.
+    """
+
+    engine: dict[str, Any]
+    server: dict[str, Any]
+    models: list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+def load_config_file(path: str) -> FileOptions:
+    """Read a deployment's YAML. Raises ConfigError for unknown keys."""
     try:
         loaded = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} is not valid YAML: {error}") from None
     if loaded is None:
         loaded = {}
     if not isinstance(loaded, dict):
         raise ConfigError(f"config file {path} must hold a mapping of options, not {type(loaded).__name__}")
+    try:
+        return split_options(loaded)
+    except ConfigError as error:
+        raise ConfigError(f"config file {path}: {error}") from None
+
+
+def split_options(options: dict[str, Any]) -> FileOptions:
+    """Sort options by what they belong to; `models` is a list of mappings. Raises ConfigError for unknown ones."""
+    rest = {key: value for key, value in options.items() if key != "models"}
+    engine, server = _split(rest, ServerConfig)
+    models = []
+    if "models" in options:
+        listed = options["models"]
+        if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_MODELS:
+            raise ConfigError(f"models must be a list of 1 to {MAX_MODELS} mappings")
+        for field in ("model", "served_model_name"):
+            if field in rest:
+                raise ConfigError(f"{field} belongs to each of models, not beside them")
+        for number, each in enumerate(listed):
+            if not isinstance(each, dict):
+                raise ConfigError(f"models[{number}] must be a mapping of options, not {type(each).__name__}")
+            try:
+                models.append(_split(each, ModelServerConfig))
+            except ConfigError as error:
+                raise ConfigError(f"models[{number}]: {error}") from None
+    return FileOptions(engine, server, models)
+
+
+def make_models(
+    options: FileOptions, overrides: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+) -> tuple[list[ModelConfig], ServerConfig]:
+    """The models of a deployment, and the options of all of it. overrides: engine and server options above all others.
+
+    Raises ConfigError, also for two models of one name.
+    """
+    engine, server = options.engine, options.server
+    flags_engine, flags_server = overrides
+    whole = make_config(ServerConfig, server | flags_server)
+    if options.models:
+        for field in ("model", "served_model_name"):
+            if field in flags_engine or field in flags_server:
+                raise ConfigError(f"{field} cannot be given for several models at once")
+    models = []
+    for number, (own_engine, own_server) in enumerate(options.models or [({}, {})]):
+        try:
+            models.append(
+                ModelConfig(
+                    make_config(EngineConfig, engine | own_engine | flags_engine),
+                    make_config(ServerConfig, server | own_server | flags_server),
+                )
+            )
+        except ConfigError as error:
+            raise ConfigError(f"models[{number}]: {error}" if options.models else str(error)) from None
+    names = [model.name for model in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two models have the name {name!r}; give them served_model_name")
+    return models, whole
+
+
+def _split(options: dict[str, Any], kind: type[BaseModel]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(engine options, options of `kind`). Raises ConfigError."""
     engine: dict[str, Any] = {}
     server: dict[str, Any] = {}
-    for key, value in loaded.items():
+    for key, value in options.items():
         if key in EngineConfig.model_fields:
             engine[key] = value
-        elif key in ServerConfig.model_fields:
+        elif key in kind.model_fields:
             server[key] = value
+        elif key in ServerConfig.model_fields:
+            raise ConfigError(f"{key} belongs to the whole deployment, not to one model")
         else:
-            raise ConfigError(
-                f"config file {path}: {_unknown(str(key), [*EngineConfig.model_fields, *ServerConfig.model_fields])}"
-            )
+            raise ConfigError(_unknown(str(key), [*EngineConfig.model_fields, *kind.model_fields]))
     return engine, server
 
 

@@ -35,10 +35,11 @@ class LLM:
     def __init__(
         self, model: str | None = None, *, tensor_parallel_size: int = 1, executor: str = "auto", device: str = "auto",
         dtype: str = "auto", max_model_len: int | None = None, block_size: int = 16,
-        num_gpu_blocks_override: int | None = None, swap_space: float = 4, gpu_memory_utilization: float = 0.9,
+        num_gpu_blocks_override: int | None = None, swap_space: float = 0, gpu_memory_utilization: float = 0.9,
         max_num_seqs: int = 256, max_num_batched_tokens: int = OFFLINE_BATCHED_TOKENS,
         enable_prefix_caching: bool = True, scheduling_policy: str = "fcfs", enforce_eager: bool = False,
         deterministic: bool = False, load_format: str = "auto", skip_tokenizer_init: bool = False, seed: int = 0,
+        preemption_mode: str = "cost",
     ):  # fmt: skip
         options = {name: value for name, value in locals().items() if name != "self"}
         if model is None:
@@ -192,7 +193,12 @@ class DeltaBuffer:
                     held.logprobs.extend(delta.logprobs or [])
             if delta.finish_reason is not None:
                 del self._held[key]
-                ready.append(replace(held, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason))
+                ready.append(
+                    replace(
+                        held, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason,
+                        num_preemptions=delta.num_preemptions,
+                    )
+                )  # fmt: skip
         return ready
 
 

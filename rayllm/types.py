@@ -49,7 +49,8 @@ class SequenceData(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """What the workers do in one step, as a delta to their persistent batch. Applied in the order of the fields.
+    """What the workers do in one step, as a delta to their persistent batch. Applied in the order of the fields, but
+    swaps come first.
 
     free_rows: rows whose sequences left the batch. new: sequences that enter it.
     block_updates: (row, first index, block ids): block_table[row][first : first + len(ids)] = ids.
@@ -59,6 +60,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_decodes: leading entries that are decodes. num_sampled: leading entries that sample a token.
     masks: (index in rows, packed bits) of the sampling sequences that may not take every token: token i may come next
     if bit i % 8 of byte i // 8 is set. A mask has whole 32-bit words and covers the vocabulary.
+    swap_outs: (device block, host block), each read before anything else of this step writes a block.
+    swap_ins: (host block, device block), after the swap-outs; only rows of later plans read these blocks, so they may
+    arrive while this step computes. await_swap_ins: rows of this one read them too.
     """
 
     step_id: int
@@ -71,6 +75,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_decodes: int
     num_sampled: int
     masks: list[tuple[int, bytes]] = []
+    swap_outs: list[tuple[int, int]] = []
+    swap_ins: list[tuple[int, int]] = []
+    await_swap_ins: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -119,7 +126,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: only in the request's first delta; entry 0 is None (the first token has no predecessor).
     num_cached_tokens: prompt tokens found in the prefix cache. times: in the request's first delta with a token.
     bad_param: the engine refuses the whole request for this field (finish_reason is "error"); such deltas never come
-    together with others.
+    together with others. num_preemptions: how often sequences of the request were preempted so far; in first and last
+    deltas.
     """
 
     request_id: str
@@ -132,6 +140,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     times: RequestTimes | None = None
     bad_param: str | None = None
+    num_preemptions: int = 0
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -161,7 +170,8 @@ class CompletionOutput(msgspec.Struct):
 class RequestOutput(msgspec.Struct):
     """A request's completions, in order of index; in a stream only those with something new.
 
-    times: of the engine, in the first output with a token.
+    times: of the engine, in the first output with a token. num_cached_tokens: prompt tokens found in the prefix cache.
+    num_preemptions: how often its sequences were preempted so far.
     """
 
     request_id: str
@@ -172,6 +182,7 @@ class RequestOutput(msgspec.Struct):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
+    num_preemptions: int = 0
 
 
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -180,8 +191,12 @@ STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 class EngineStats(msgspec.Struct, frozen=True):
     """A snapshot of the engine for metrics and health. Counters only grow.
 
-    step_tokens: steps by the tokens they computed, in the buckets of STEP_TOKEN_BUCKETS and one beyond the last.
-    computed_tokens: tokens of all steps.
+    num_preemptions: by recompute or swap; num_swap_preemptions: those by swap. prefix_cache_queries: tokens looked up
+    in the prefix cache; prefix_cache_hits: those found, on either tier; cpu_prefix_cache_hits: those that had to come
+    from the CPU tier. step_tokens: steps by the tokens they computed, in the buckets of STEP_TOKEN_BUCKETS and one
+    beyond the last. computed_tokens: tokens of all steps. num_used_cpu_blocks: host blocks that swapped sequences hold.
+    num_cached_cpu_blocks: host blocks findable by the prefix cache. swapped_out_blocks, swapped_in_blocks: blocks moved
+    between the pools, for whatever reason.
     """
 
     num_running: int = 0
@@ -197,6 +212,13 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_cache_hits: int = 0
     step_tokens: list[int] = []
     computed_tokens: int = 0
+    num_swap_preemptions: int = 0
+    cpu_prefix_cache_hits: int = 0
+    num_used_cpu_blocks: int = 0
+    num_cached_cpu_blocks: int = 0
+    num_total_cpu_blocks: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
@@ -208,12 +230,48 @@ class DeviceMemory(msgspec.Struct, frozen=True):
     allowed: int = 0
 
 
+class KVCosts(msgspec.Struct, frozen=True):
+    """Seconds that a rank takes to compute and to move KV, as measured when it started.
+
+    recompute_token: to compute a token of a long chunk. swap_out_block, swap_in_block: to move a block of the rank in a
+    large transfer. transfer: what any transfer takes beside its blocks.
+    """
+
+    recompute_token: float
+    swap_out_block: float
+    swap_in_block: float
+    transfer: float = 0.0
+
+    def recompute(self, num_tokens: int) -> float:
+        """Seconds to compute num_tokens tokens."""
+        return self.recompute_token * num_tokens
+
+    def swap_out(self, num_blocks: int) -> float:
+        """Seconds to move num_blocks blocks to the host; none if there are none."""
+        return self.transfer + self.swap_out_block * num_blocks if num_blocks else 0.0
+
+    def swap_in(self, num_blocks: int) -> float:
+        """Seconds to move num_blocks blocks to the device; none if there are none."""
+        return self.transfer + self.swap_in_block * num_blocks if num_blocks else 0.0
+
+
+def slowest(costs: list[KVCosts]) -> KVCosts | None:
+    """What a step of all ranks together takes: the most that any of them does. None without any."""
+    if not costs:
+        return None
+    return KVCosts(*(max(getattr(rank, name) for rank in costs) for name in KVCosts.__struct_fields__))
+
+
 class StartReport(msgspec.Struct, frozen=True):
-    """How an engine came up. phases: (name, seconds), in order. placement, memory: one entry a rank."""
+    """How an engine came up. phases: (name, seconds), in order. placement, memory: one entry a rank.
+
+    kv_costs: one entry a rank, or none if the engine has no host pool, and so nothing to decide.
+    """
 
     phases: list[tuple[str, float]] = []
     placement: list[str] = []
     memory: list[DeviceMemory] = []
+    kv_costs: list[KVCosts] = []
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -88,18 +88,23 @@ class FakeWorker:
     """Executes plans against a pool that holds, per slot, the fingerprint of the prefix it was computed from.
 
     Every read of a cached position is checked, so a block that is shared, freed, copied or overwritten wrongly is found
-    at the step that reads it.
+    at the step that reads it. Blocks that are swapped in hold nothing until the next step begins, unless the plan waits
+    for them.
     """
 
     num_blocks: int
     block_size: int
     max_num_seqs: int
+    num_cpu_blocks: int = 0
+    host: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    arriving: list[tuple[int, dict[int, bytes]]] = field(default_factory=list)
     pool: dict[tuple[int, int], bytes] = field(default_factory=dict)
     rows: dict[int, FakeRow] = field(default_factory=dict)
     num_tokens_computed: int = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan; AssertionError if it reads anything but what the sequence itself would have written."""
+        self._swap(plan)
         for row in plan.free_rows:
             del self.rows[row]
         for data in plan.new:
@@ -137,6 +142,37 @@ class FakeWorker:
                 logprobs.append(TokenLogprobs(token, -1.0, 1, [], []) if wanted else None)
         some = logprobs if any(entry is not None for entry in logprobs) else None
         return StepResult(plan.step_id, tokens, some, prompt_logprobs)
+
+    def _swap(self, plan: StepPlan) -> None:
+        """Swap-outs, then swap-ins, whose blocks are worth nothing until they have arrived."""
+        self._arrive()
+        host_blocks = [host for _block, host in plan.swap_outs]
+        blocks = [block for _host, block in plan.swap_ins]
+        assert len(set(host_blocks)) == len(host_blocks), "two swap-outs into one block"
+        assert len(set(blocks)) == len(blocks), "two swap-ins into one block"
+        assert all(0 <= host < self.num_cpu_blocks for host in host_blocks)
+        for block, host in plan.swap_outs:
+            self.host[host] = self._content(block)
+        for host, block in plan.swap_ins:
+            self.arriving.append((block, self.host[host]))
+            self._fill(block, {})
+        if plan.await_swap_ins:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        for block, content in self.arriving:
+            assert not self._content(block), f"block {block} was written while it was on its way"
+            self._fill(block, content)
+        self.arriving = []
+
+    def _content(self, block: int) -> dict[int, bytes]:
+        slots = ((offset, self.pool.get((block, offset))) for offset in range(self.block_size))
+        return {offset: held for offset, held in slots if held is not None}
+
+    def _fill(self, block: int, content: dict[int, bytes]) -> None:
+        for offset in range(self.block_size):
+            self.pool.pop((block, offset), None)
+        self.pool.update({(block, offset): held for offset, held in content.items()})
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         sources = {source for source, _ in copies}

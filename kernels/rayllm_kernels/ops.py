@@ -12,6 +12,7 @@ Dtypes are fp32, fp16 and bf16.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -47,6 +48,15 @@ def prepare(device: torch.device) -> None:
     """
     if device.type == "cuda":
         import_module(".linear", __package__).prepare(device)
+
+
+def compile_only() -> AbstractContextManager[None]:
+    """Within, kernels that are called on CUDA tensors are compiled, side by side, and not run.
+
+    What they would return has its shape but no content. For one thread, while no other one calls kernels.
+    """
+    context: AbstractContextManager[None] = import_module(".compile_ahead", __package__).compile_only()
+    return context
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""`BlockManager`: who holds which block of the device pool.
+"""`BlockManager`: who holds which block of one pool, on the device or on the host.
 
 A block is free (no holder) or held, with a count of holders. Free blocks wait in LRU order, and those that still hold
 cached content stay findable through the prefix cache until they are reused; empty ones are reused first. A block is
@@ -8,16 +8,26 @@ written only by its single holder and only while it is not cached: `make_writabl
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rayllm.core.prefix_cache import PrefixCache
 
 
 class BlockManager:
-    """Reference-counted blocks with fork and copy-on-write. Every operation is O(1) a block."""
+    """Reference-counted blocks with fork and copy-on-write. Every operation is O(1) a block.
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_cache: PrefixCache | None):
+    on_evict: called with (block, hash) when a cached block is about to be reused, before anything else happens to it.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: PrefixCache | None,
+        on_evict: Callable[[int, bytes], None] | None = None,
+    ):
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
         self.block_size = block_size
         self._cache = prefix_cache
         self._holders = [0] * num_blocks
@@ -47,7 +57,9 @@ class BlockManager:
         for _ in range(count):
             block, _none = self._free.popitem(last=False)
             if self._cache is not None:
-                self._cache.evict(block)
+                digest = self._cache.evict(block)
+                if digest is not None and self._on_evict is not None:
+                    self._on_evict(block, digest)
             self._holders[block] = 1
             blocks.append(block)
         return blocks
@@ -70,6 +82,15 @@ class BlockManager:
                 self._free[block] = None
                 if self._cache is None or block not in self._cache:
                     self._free.move_to_end(block, last=False)
+
+    def touch(self, block: int) -> None:
+        """Make a free block the last to be reused; no-op for a held one."""
+        if self._holders[block] == 0:
+            self._free.move_to_end(block)
+
+    def is_shared(self, block: int) -> bool:
+        """True if a block has more than one holder."""
+        return self._holders[block] > 1
 
     def fork(self, block_table: list[int]) -> list[int]:
         """A second table over the same blocks."""

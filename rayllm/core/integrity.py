@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rayllm.core.sequence import Sequence, SequenceStatus, policy_order
+from rayllm.core.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from rayllm.core.scheduler import Scheduler
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Raise AssertionError at the first contradiction between queues, rows, blocks, sequences and steps in flight."""
-    running, forks = scheduler.running, scheduler.forks
-    scheduler.blocks.check_integrity([seq.block_table for seq in (*running, *forks)])
-    rows = [seq.row for seq in running]
-    assert sorted(rows + scheduler._free_rows) == list(range(scheduler.max_num_seqs)), "rows are lost or held twice"
-    assert running == sorted(running, key=policy_order), "running is out of order"
+    running, forks, swapped = scheduler.running, scheduler.forks, list(scheduler.swapped)
+    scheduler.memory.check_integrity(
+        [seq.block_table for seq in (*running, *forks)], [seq.cpu_table for seq in swapped]
+    )  # fmt: skip
+    scheduler.batch.check_integrity()
     live = [seq for group in scheduler.groups.values() for seq in group.sequences]
     in_flight = [id(seq) for step in scheduler.in_flight for seq in step.sampled]
     for seq in live:
@@ -24,16 +24,17 @@ def check_scheduler(scheduler: Scheduler) -> None:
         _check_counts(scheduler, seq, in_flight.count(id(seq)))
     unfinished = sum(seq.status is not SequenceStatus.FINISHED for seq in live)
     unforked = sum(len(group.siblings) for group in scheduler.groups.values())
-    placed = len(running) + len(scheduler.waiting) + len(scheduler.swapped) + len(forks) + unforked
+    placed = len(running) + len(scheduler.waiting) + len(swapped) + len(forks) + unforked
     assert placed == unfinished, f"{unfinished} sequences live, {placed} are in a queue"
 
 
 def _check_place(scheduler: Scheduler, seq: Sequence) -> None:
     waits = seq in scheduler.waiting or any(seq is sibling for sibling in seq.group.siblings)
-    places = (seq in scheduler.running, waits, seq in scheduler.forks)
+    places = (seq in scheduler.running, waits, seq in scheduler.forks, seq in scheduler.swapped)
     status = seq.status
     expected = (
         status is SequenceStatus.RUNNING, status is SequenceStatus.WAITING, status is SequenceStatus.FORKED,
+        status is SequenceStatus.SWAPPED,
     )  # fmt: skip
     assert places == expected, f"in the wrong queue: {seq}"
 
@@ -50,6 +51,8 @@ def _check_counts(scheduler: Scheduler, seq: Sequence, in_flight: int) -> None:
         assert seq.num_pending <= 1, f"constrained, but {seq.num_pending} of its tokens are in flight: {seq}"
         assert seq.blocked == (awaited or seq.num_pending == 1), f"wrongly blocked or not: {seq}"
         assert seq.blocked or seq.constraint.mask() is not None, f"not blocked, but without a mask: {seq}"
+    assert len(seq.cpu_table) == scheduler.blocks.blocks_for(seq.num_swapped), f"wrong number of host blocks: {seq}"
+    assert (seq.num_swapped > 0) == (seq.status is SequenceStatus.SWAPPED), f"swapped or not: {seq}"
     if seq.status is not SequenceStatus.RUNNING:
         assert seq.row == -1 and seq.num_computed == 0, f"computed but not running: {seq}"
         return

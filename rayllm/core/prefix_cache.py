@@ -40,6 +40,10 @@ class PrefixCache:
             parent = hashlib.sha256(parent + array("q", token_ids[i * size : (i + 1) * size]).tobytes()).digest()
             hashes.append(parent)
 
+    def find(self, digest: bytes) -> int | None:
+        """The block that holds this content, if any."""
+        return self._block_of.get(digest)
+
     def match(self, hashes: list[bytes]) -> list[int]:
         """Blocks that hold the longest cached beginning of the chain."""
         blocks = []
@@ -56,11 +60,12 @@ class PrefixCache:
             self._block_of[digest] = block
             self._hash_of[block] = digest
 
-    def evict(self, block: int) -> None:
-        """Forget `block`, whose content is about to be overwritten. No-op if it is not cached."""
+    def evict(self, block: int) -> bytes | None:
+        """Forget `block`, whose content is about to be overwritten; returns its hash, None if it is not cached."""
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
+        return digest
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the two maps are each other's inverse."""

@@ -15,7 +15,10 @@ NEVER = sys.maxsize
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is. FORKED: holds its parent's blocks and waits for the next step to enter the batch."""
+    """Where a sequence is. FORKED: holds its parent's blocks and waits for the next step to enter the batch.
+
+    SWAPPED: preempted, with its KV in the host pool.
+    """
 
     WAITING = enum.auto()
     FORKED = enum.auto()
@@ -32,15 +35,17 @@ class Sequence:
     submitted steps have run. decoding: all tokens but the last (known or pending) are computed.
     capacity: tokens that block_table holds. max_len: tokens after which it ends.
     next_full: when the known tokens exceed this number, another block is full and enters the prefix cache.
-    row: its place in the workers' persistent batch while it runs. constraint: which tokens it may take; None for any.
+    row: its place in the workers' persistent batch while it runs.
+    cpu_table: while it is swapped out, the host blocks that hold the KV of its first num_swapped tokens.
+    constraint: which tokens it may take; None for any.
     blocked: constrained, and the mask of its next token is not known, because the token before it is in flight or the
     constraint still computes; until it is known, no step may sample for the sequence.
     """
 
     __slots__ = (
-        "block_hashes", "block_table", "blocked", "capacity", "constraint", "decoding", "fresh", "group", "index",
-        "key", "max_len", "next_full", "num_computed", "num_pending", "num_registered", "request_id", "row", "seed",
-        "status", "stop_ids", "token_ids",
+        "block_hashes", "block_table", "blocked", "capacity", "constraint", "cpu_table", "decoding", "fresh", "group",
+        "index", "key", "max_len", "next_full", "num_computed", "num_pending", "num_registered", "num_swapped",
+        "request_id", "row", "seed", "status", "stop_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, index: int, max_len: int, stop_ids: frozenset[int], key: tuple):
@@ -59,10 +64,12 @@ class Sequence:
         self.constraint: Constraint | None = None
         self.blocked = False
         self.block_hashes: list[bytes] = []
+        self.cpu_table: list[int] = []
+        self.num_swapped = 0
         self.reset()
 
     def reset(self) -> None:
-        """Forget the KV: the sequence will be computed from its first token again."""
+        """Forget the KV on the device. What the host holds of it stays."""
         self.block_table: list[int] = []
         self.capacity = 0
         self.decoding = False
@@ -87,8 +94,9 @@ class SequenceGroup:
     """One request: n sequences that share a prompt.
 
     siblings: those not forked off the first sequence yet. num_cached_tokens: prompt tokens found in the prefix
-    cache when the request was first admitted; None before. added_at, started_at: the scheduler's clock when the request
-    came and when it was first admitted. report_start: the front wants to know the latter at once.
+    cache when the request was first admitted; None before. num_preemptions: of all its sequences so far.
+    added_at, started_at: the scheduler's clock when the request came and when it was first admitted.
+    report_start: the front wants to know the latter at once.
     """
 
     request_id: str
@@ -99,6 +107,7 @@ class SequenceGroup:
     sequences: list[Sequence] = field(default_factory=list)
     siblings: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
+    num_preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     added_at: float = 0.0
     started_at: float = 0.0

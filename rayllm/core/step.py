@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rayllm.core.sequence import Sequence
+from rayllm.core.kv_memory import Moves
+from rayllm.core.sequence import Sequence, SequenceGroup
 from rayllm.types import SequenceData, StepPlan
 
 
@@ -22,7 +23,9 @@ class Draft:
     """budget: tokens that may still be scheduled. decodes, ending, partial: as StepPlan orders them, with token counts.
 
     copied: sources of copies, held until the plan is complete. forked: siblings that enter in the next step.
-    masks: of the constrained sequences that sample.
+    masks: of the constrained sequences that sample. arriving: sequences that entered, but whose blocks are filled while
+    the step computes. await_swap_ins: this step's rows read those blocks all the same. started: requests admitted for
+    the first time.
     """
 
     budget: int
@@ -35,6 +38,14 @@ class Draft:
     copied: list[int] = field(default_factory=list)
     forked: list[Sequence] = field(default_factory=list)
     masks: list[tuple[Sequence, bytes]] = field(default_factory=list)
+    arriving: list[Sequence] = field(default_factory=list)
+    await_swap_ins: bool = False
+    started: list[SequenceGroup] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """True while nothing is to be computed."""
+        return not (self.decodes or self.ending or self.partial)
 
     def constrain(self, seq: Sequence) -> None:
         """Note that a constrained sequence samples in this step, and block it until that token is known."""
@@ -44,7 +55,7 @@ class Draft:
         self.masks.append((seq, mask))
         seq.blocked = True
 
-    def finish(self, step_id: int, free_rows: list[int]) -> tuple[StepPlan, InFlight]:
+    def finish(self, step_id: int, free_rows: list[int], moves: Moves) -> tuple[StepPlan, InFlight]:
         """The plan and its record."""
         sampled = self.decodes + [seq for seq, _count in self.ending]
         prefills = self.ending + self.partial
@@ -60,5 +71,8 @@ class Draft:
             num_decodes=len(self.decodes),
             num_sampled=len(sampled),
             masks=[(place[id(seq)], mask) for seq, mask in self.masks],
+            swap_outs=moves.swap_outs,
+            swap_ins=moves.swap_ins,
+            await_swap_ins=self.await_swap_ins,
         )
         return plan, InFlight(step_id, sampled, {seq.row: seq for seq, _count in prefills})

@@ -21,7 +21,7 @@ from rayllm.errors import ConfigError, InvalidRequestError
 from rayllm.executor.base import Executor
 from rayllm.gc_pauses import freeze_heap, thaw_heap
 from rayllm.model_spec import ModelSpec, check_parallel, load_model_spec
-from rayllm.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
+from rayllm.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta, slowest
 
 MASK_WAIT_S = 0.05  # at most, before the loop looks at its inbox again
 
@@ -32,14 +32,14 @@ class EngineCore:
     """A scheduler and an executor that has been started with `num_blocks` blocks.
 
     depth: plans in flight, 1 or 2. With 2, the next step is scheduled while one computes. grammars: None if the engine
-    has no tokenizer.
-    Raises ConfigError if max_model_len is configured but the pool cannot hold one such sequence; if it is not
-    configured, the pool limits it.
+    has no tokenizer. num_cpu_blocks: of the host pool.
+    Raises ConfigError if max_model_len is configured but the pool cannot hold one such sequence (if it is not
+    configured, the pool limits it), and if preemption is to be by swap and the host pool holds no block.
     """
 
     def __init__(
         self, config: EngineConfig, spec: ModelSpec, executor: Executor, num_blocks: int, depth: int,
-        grammars: GrammarCompiler | None,
+        grammars: GrammarCompiler | None, num_cpu_blocks: int = 0,
     ):  # fmt: skip
         pool_tokens = num_blocks * config.block_size
         if config.max_model_len is not None and config.max_model_len > pool_tokens:
@@ -53,6 +53,8 @@ class EngineCore:
                 "the KV cache holds %d tokens: sequences are limited to that, not to the model's %d",
                 pool_tokens, spec.max_model_len,
             )  # fmt: skip
+        if config.preemption_mode == "swap" and not num_cpu_blocks:
+            raise ConfigError(f'preemption_mode "swap": swap_space {config.swap_space:g} GiB is less than a block')
         self.info = EngineInfo(
             model=config.model,
             max_model_len=max_model_len,
@@ -71,6 +73,9 @@ class EngineCore:
             policy=config.scheduling_policy,
             enable_prefix_caching=config.enable_prefix_caching,
             seed=config.seed,
+            num_cpu_blocks=num_cpu_blocks,
+            preemption_mode=config.preemption_mode,
+            costs=slowest(executor.report.kv_costs),
             clock=time.monotonic,
         )
         self._executor = executor
@@ -168,7 +173,9 @@ def build_engine_core(config: EngineConfig) -> EngineCore:
     executor = make_executor(config, spec)
     try:
         limits = executor.start()
-        core = EngineCore(config, spec, executor, limits.num_gpu_blocks, executor.max_in_flight, grammars)
+        core = EngineCore(
+            config, spec, executor, limits.num_gpu_blocks, executor.max_in_flight, grammars, limits.num_cpu_blocks
+        )
     except BaseException:
         if grammars is not None:
             grammars.close()

@@ -154,6 +154,12 @@ class EngineDriver:
         return not self._idle or not self._inbox.empty() or bool(self._compiling)
 
     @property
+    def num_fronts(self) -> int:
+        """How many fronts are attached, and may send requests."""
+        with self._lock:
+            return len(self._fronts)
+
+    @property
     def dead(self) -> str | None:
         """Why the engine stopped; None while it runs."""
         return self._dead

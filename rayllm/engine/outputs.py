@@ -108,6 +108,7 @@ def accumulate(total: RequestOutput | None, new: RequestOutput) -> RequestOutput
             new.prompt_logprobs,
             new.num_cached_tokens,
             new.times,
+            new.num_preemptions,
         )
     by_index = {output.index: output for output in total.outputs}
     for output in new.outputs:
@@ -120,6 +121,7 @@ def accumulate(total: RequestOutput | None, new: RequestOutput) -> RequestOutput
     if total.prompt_logprobs is None:
         total.prompt_logprobs = new.prompt_logprobs
     total.num_cached_tokens = max(total.num_cached_tokens, new.num_cached_tokens)
+    total.num_preemptions = max(total.num_preemptions, new.num_preemptions)
     total.times = total.times or new.times
     total.finished = total.finished or new.finished
     return total
@@ -161,6 +163,7 @@ class _Request:
         self._request = request
         self._prompt_text = prompt_text
         self._num_cached_tokens = 0
+        self._num_preemptions = 0
         self._running = {
             index: _Completion(tokenizer, request, index) for index in range(request.params.n)
         }  # over for the user: removed
@@ -175,6 +178,7 @@ class _Request:
         if delta.finish_reason is not None:
             self._in_engine.discard(delta.index)
         self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
+        self._num_preemptions = max(self._num_preemptions, delta.num_preemptions)
         completion = self._running.get(delta.index)
         if completion is None:
             return None
@@ -207,6 +211,7 @@ class _Request:
             prompt_logprobs,
             self._num_cached_tokens,
             times,
+            self._num_preemptions,
         )
 
 

@@ -34,7 +34,7 @@ class Executor(ABC):
     max_in_flight = MAX_IN_FLIGHT
 
     def __init__(self) -> None:
-        self.report = StartReport([], [], [])
+        self.report = StartReport([], [], [], [])
 
     @abstractmethod
     def start(self) -> WorkerLimits:

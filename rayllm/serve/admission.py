@@ -1,9 +1,11 @@
 """Admission and deadlines: how much work this front takes on, and how long a request may take.
 
-A completion is *live* from its request's arrival until the engine is done with it. At most `max_running` (what the
-engine runs at once) + `max_queued_requests` completions are live, and at most `max_queued_tokens` prompt tokens wait
-for their first token; a request that would exceed either is refused at once. A request is never refused for its
-own size: one that comes alone is always let in, as it would be refused for ever otherwise.
+A completion is *live* from its request's arrival until the engine is done with it. At most `max_running` (what a
+model's engines run at once) + `max_queued_requests` completions are live, and at most `max_queued_tokens` prompt tokens
+wait for their first token; a request that would exceed either is refused at once. A request is never refused for its
+own size: one that comes alone is always let in, as it would be refused for ever otherwise. Each model has limits of its
+own; until a request's body says which model it is for, it counts among those that have arrived, for all models
+together.
 
 One front's limits hold exactly. The live work of the other fronts is known from figures up to a second old, so N fronts
 together may exceed a limit by what they let in within that second, at most N times the limit.
@@ -16,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from rayllm.config import ServerConfig
+from rayllm.config import ModelServerConfig, ServerConfig
 from rayllm.serve.api_errors import ApiError
 
 RETRY_AFTER_S = 1
@@ -42,12 +44,15 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Admission:
-    """This front's live work against its limits. max_running: completions that the engine runs at once."""
+    """This front's live work against its limits.
 
-    def __init__(self, server: ServerConfig, max_running: int):
-        self._max_completions = max_running + server.max_queued_requests
+    max_running: completions that the engines run at once; it may change as replicas come and go.
+    """
+
+    def __init__(self, server: ModelServerConfig, max_running: int):
+        self.max_running = max_running
+        self._max_queued = server.max_queued_requests
         self._max_tokens = server.max_queued_tokens
-        self._text = f"{max_running} running and {server.max_queued_requests} queued completions"
         self._completions = self._tokens = 0
         self.others = Load()  # of the other fronts, as last heard
 
@@ -55,6 +60,11 @@ class Admission:
     def load(self) -> Load:
         """This front's own."""
         return Load(self._completions, self._tokens)
+
+    @property
+    def max_live(self) -> int:
+        """Completions that may be live."""
+        return self.max_running + self._max_queued
 
     def enter(self) -> Ticket:
         """Take in an HTTP request, as one completion as long as nobody knows more. Raises ApiError 429."""
@@ -66,8 +76,9 @@ class Admission:
     def _reserve(self, completions: int, tokens: int, own: int = 0) -> None:
         """Add to the load. own: completions that the same request holds already. Raises ApiError 429."""
         live = self._completions + self.others.completions
-        if live > own and live + completions > self._max_completions:
-            raise _queue_full(f"the server has {live} completions, and takes {self._text}")
+        if live > own and live + completions > self.max_live:
+            limit = f"{self.max_running} running and {self._max_queued} queued completions"
+            raise _queue_full(f"the server has {live} completions, and takes {limit}")
         waiting = self._tokens + self.others.queued_tokens
         if waiting and waiting + tokens > self._max_tokens:
             raise _queue_full(
@@ -87,6 +98,13 @@ class Ticket:
     def __init__(self, admission: Admission):
         self._admission = admission
         self.completions = self.tokens = 0
+
+    def move(self, admission: Admission) -> None:
+        """Hold the same share of another load instead. Raises ApiError 429, and keeps the old one then."""
+        if admission is not self._admission:
+            admission._reserve(self.completions, self.tokens)
+            self._admission._release(self.completions, self.tokens)
+            self._admission = admission
 
     def admit(self, completions: int, tokens: int) -> None:
         """Settle how much it is, once the body is known. Raises ApiError 429."""

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI
@@ -19,47 +19,27 @@ from starlette.types import Receive, Scope, Send
 import rayllm
 from rayllm.config import ServerConfig
 from rayllm.errors import EngineDeadError
-from rayllm.serve.admission import Admission, Deadlines
+from rayllm.serve.admission import Deadlines, Ticket
 from rayllm.serve.api_errors import ApiError, as_api_error
 from rayllm.serve.auth import ApiKey, Guard
 from rayllm.serve.chat_format import chat_format
 from rayllm.serve.convert import Job, chat_job, completion_job
 from rayllm.serve.fanout import Engine, RequestGroup, Watch
-from rayllm.serve.metrics import REFUSALS, FrontMetrics, render_metrics
+from rayllm.serve.metrics import REFUSALS, ModelFigures, render_models
 from rayllm.serve.openapi import openapi_document
 from rayllm.serve.protocol import ChatBody, CompletionBody, GenerationBody, parse_body
 from rayllm.serve.replies import DONE, ChatReply, CompletionReply, Reply, sse
 from rayllm.serve.request_log import MAX_PATH_CHARS, RequestLife, RequestRecord, Tracer, log_start, record_of
+from rayllm.serve.served import ServedModel, ServerState, find_model, require_engine
 from rayllm.serve.tokenize import detokenize, tokenize
 from rayllm.types import RequestOutput
 
 MAX_BODY_BYTES = 32 * 2**20
-STATS_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
-_Prepared = tuple[GenerationBody, Job, Reply]
-_Prepare = Callable[[bytes, Engine, RequestRecord], Awaitable[_Prepared]]
-
-
-class ServerState(Protocol):
-    """What the routes need to know. model_name: in the API. metrics: this server's own figures. admission: its load."""
-
-    model_name: str
-    metrics: FrontMetrics
-    admission: Admission
-
-    def engine(self) -> Engine:
-        """The engine to use now. Raises EngineDeadError while there is none."""
-        ...
-
-    async def unhealthy_reason(self) -> str | None:
-        """None if requests are being answered, else why not."""
-        ...
-
-    async def all_metrics(self) -> FrontMetrics:
-        """The figures of all servers of the deployment."""
-        ...
+_Prepared = tuple[ServedModel, Engine, GenerationBody, Job, Reply]
+_Prepare = Callable[[bytes, RequestRecord, Ticket], Awaitable[_Prepared]]
 
 
 def create_app(
@@ -125,78 +105,79 @@ class _Routes:
     async def openapi(self, _: Request) -> Response:
         return _json(openapi_document())
 
-    async def health(self, _: Request) -> Response:
-        reason = await self._state.unhealthy_reason()
-        if reason is not None:
-            raise ApiError(503, reason, kind="server_error", code="unhealthy", retry_after=2)
+    async def health(self, request: Request) -> Response:
+        name = request.query_params.get("model")
+        if name is not None and name not in self._state.models:  # who asks may have no key, and learns no names
+            raise ApiError(404, "there is no such model", param="model", code="model_not_found")
+        models = [model for model in self._state.models.values() if name in (None, model.name)]
+        reasons = {model.name: await model.unhealthy_reason() for model in models}
+        bad = [f"{name}: {why}" if len(models) > 1 else why for name, why in reasons.items() if why is not None]
+        if bad:
+            raise ApiError(503, "; ".join(bad), kind="server_error", code="unhealthy", retry_after=2)
         return _json({"status": "ok"})
 
     async def version(self, _: Request) -> Response:
         return _json({"version": rayllm.__version__})
 
     async def metrics(self, _: Request) -> Response:
-        try:
-            stats = await asyncio.wait_for(self._state.engine().stats(), STATS_TIMEOUT_S)
-        except (EngineDeadError, TimeoutError):
-            stats = None  # the front's own figures are still worth having
-        text = render_metrics(self._state.model_name, stats, await self._state.all_metrics())
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        figures = [
+            ModelFigures(model.name, await model.stats(), await model.all_metrics(), model.num_replicas)
+            for model in self._state.models.values()
+        ]
+        return Response(render_models(figures), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": [self._model_card()]})
+        return _json({"object": "list", "data": [self._model_card(model) for model in self._state.models.values()]})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["model_id"])
-        return _json(self._model_card())
+        return _json(self._model_card(find_model(self._state, request.path_params["model_id"])))
 
     async def tokenize(self, request: Request) -> Response:
-        engine = self._state.engine()
-        raw = await self._read_body(request, Deadlines(self._server))
-        return _json(await tokenize(raw, engine.info, engine.tokenizer, self._check_model))
+        require_engine(self._state)
+        return _json(await tokenize(await self._read_body(request, Deadlines(self._server)), self._engine))
 
     async def detokenize(self, request: Request) -> Response:
-        engine = self._state.engine()
-        raw = await self._read_body(request, Deadlines(self._server))
-        return _json(await detokenize(raw, engine.info, engine.tokenizer, self._check_model))
+        require_engine(self._state)
+        return _json(await detokenize(await self._read_body(request, Deadlines(self._server)), self._engine))
 
     async def completions(self, request: Request) -> Response:
-        async def prepare(raw: bytes, engine: Engine, record: RequestRecord) -> _Prepared:
+        async def prepare(raw: bytes, record: RequestRecord, ticket: Ticket) -> _Prepared:
             body = parse_body(CompletionBody, raw)
-            self._check_model(body.model)
+            model, engine = self._enter(body.model, record, ticket)
             reply_id = record.reply_id = f"cmpl-{uuid.uuid4().hex}"
             job = await completion_job(body, reply_id, engine.info, engine.tokenizer)
-            return body, job, CompletionReply(body, job, reply_id, self._state.model_name, engine.tokenizer)
+            return model, engine, body, job, CompletionReply(body, job, reply_id, model.name, engine.tokenizer)
 
         return await self._generate(request, prepare)
 
     async def chat_completions(self, request: Request) -> Response:
-        async def prepare(raw: bytes, engine: Engine, record: RequestRecord) -> _Prepared:
+        async def prepare(raw: bytes, record: RequestRecord, ticket: Ticket) -> _Prepared:
             body = parse_body(ChatBody, raw)
-            self._check_model(body.model)
+            model, engine = self._enter(body.model, record, ticket)
             reply_id = record.reply_id = f"chatcmpl-{uuid.uuid4().hex}"
-            form = chat_format(self._server, engine.tokenizer)
+            form = chat_format(model.server, engine.tokenizer)
             job = await chat_job(body, reply_id, engine.info, engine.tokenizer, form)
-            return body, job, ChatReply(body, job, reply_id, self._state.model_name, engine.tokenizer)
+            return model, engine, body, job, ChatReply(body, job, reply_id, model.name, engine.tokenizer)
 
         return await self._generate(request, prepare)
 
     async def _generate(self, request: Request, prepare: _Prepare) -> Response:
         """Admit a request, run it, answer it. What is refused is refused before the engine has seen it."""
         record, deadlines = record_of(request), Deadlines(self._server)
-        engine = self._state.engine()  # first of all: without an engine nothing is worth reading
-        ticket = self._state.admission.enter()
+        require_engine(self._state)  # first of all: without an engine nothing is worth reading
+        ticket = self._state.door.enter()
         try:
-            body, job, reply = await prepare(await self._read_body(request, deadlines), engine, record)
+            model, engine, body, job, reply = await prepare(await self._read_body(request, deadlines), record, ticket)
             choices = sum(each.params.n for each in job.requests)
             prompt_tokens = sum(len(each.prompt_token_ids) for each in job.requests)
-            record.model, record.stream = self._state.model_name, bool(body.stream)
+            record.stream = bool(body.stream)
             record.prompts, record.choices, record.prompt_tokens = len(job.requests), choices, prompt_tokens
             ticket.admit(choices, prompt_tokens)
             log_start(record)
         except BaseException:
             ticket.close()
             raise
-        return await self._answer(request, engine, job, reply, Watch(self._state.metrics, ticket, deadlines, record))
+        return await self._answer(request, engine, job, reply, Watch(model.metrics, ticket, deadlines, record))
 
     async def _answer(self, request: Request, engine: Engine, job: Job, reply: Reply, watch: Watch) -> Response:
         group = RequestGroup(engine, job, watch)
@@ -232,8 +213,11 @@ class _Routes:
         answer.__traceback__ = None  # its frames refer to it and to the body, which would stay until it is collected
         record.error = answer.code or answer.kind
         if answer.code in REFUSALS:
-            refused = self._state.metrics.refused
-            refused[answer.code] = refused.get(answer.code, 0) + 1
+            models = self._state.models
+            # One that was refused before its model was known would have been refused by any of them.
+            known = models.get(record.model or "")
+            for model in models.values() if known is None else [known]:
+                model.metrics.refused[answer.code] = model.metrics.refused.get(answer.code, 0) + 1
         return answer
 
     async def _read_body(self, request: Request, deadlines: Deadlines) -> bytes:
@@ -244,15 +228,22 @@ class _Routes:
         except TimeoutError:
             raise deadlines.body_missed() from None
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._state.model_name:
-            message = f"the model {name!r} does not exist; this server has {self._state.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+    def _engine(self, name: str | None) -> Engine:
+        """The engine of the model that a request asks for. Raises ApiError, EngineDeadError."""
+        return find_model(self._state, name).engine()
 
-    def _model_card(self) -> dict[str, Any]:
-        card = {"id": self._state.model_name, "object": "model", "created": self._created, "owned_by": "rayllm"}
+    def _enter(self, name: str | None, record: RequestRecord, ticket: Ticket) -> tuple[ServedModel, Engine]:
+        """The model that a request asks for, which counts among its load from now on. Raises as `_engine` does."""
+        model = find_model(self._state, name)
+        record.model = model.name
+        engine = model.engine()
+        ticket.move(model.admission)
+        return model, engine
+
+    def _model_card(self, model: ServedModel) -> dict[str, Any]:
+        card = {"id": model.name, "object": "model", "created": self._created, "owned_by": "rayllm"}
         try:
-            return card | {"max_model_len": self._state.engine().info.max_model_len}
+            return card | {"max_model_len": model.engine().info.max_model_len}
         except EngineDeadError:
             return card
 

@@ -1,16 +1,17 @@
-"""The two Ray Serve deployments: `EngineReplica`, the engine's driver, and `ApiServer`, the HTTP front.
+"""The Ray Serve application: an `EngineReplica` deployment a model, and `ApiServer`, the HTTP front of all of them.
 
-    proxy -> ApiServer (CPU only, any number) == Unix socket, msgpack ==> EngineReplica (one; its workers hold the GPUs)
+    proxy -> ApiServer (CPU only, any number) == Unix sockets, msgpack ==> EngineReplica (any number a model)
 
 `build_app` is the application builder for `serve run` and Serve's config files; `launcher.py` uses the same parts.
-Nothing here imports torch: only the replica's constructor does, in its own process.
+Nothing here imports torch: only a replica's constructor does, in its own process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import hashlib
 import os
+import re
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,71 +23,57 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from rayllm.config import EngineConfig, ServerConfig, make_config
-from rayllm.errors import ConfigError, EngineDeadError
+import rayllm
+from rayllm.config import EngineConfig, ModelConfig, ModelServerConfig, ServerConfig, make_models, split_options
+from rayllm.errors import ConfigError
 from rayllm.serve.admission import Admission
 from rayllm.serve.auth import ApiKey, load_api_keys
-from rayllm.serve.engine_replica import Endpoint, EngineReplica, node_id
-from rayllm.serve.metrics import FrontMetrics
+from rayllm.serve.autoscaling import autoscaling_options
+from rayllm.serve.engine_replica import EngineReplica
+from rayllm.serve.model_front import FrontModel, ModelFront
 from rayllm.serve.request_log import open_log
 from rayllm.serve.tracing import make_tracer, trace_endpoint
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from rayllm.engine.async_engine import AsyncEngine
-    from rayllm.serve.fanout import Engine
+    from rayllm.engine.tokenizer import Tokenizer
 
-logger = logging.getLogger("ray.serve")
-
-WATCH_S = 1.0  # how often an ApiServer looks whether the engine is still the same one
-CALL_TIMEOUT_S = 5.0
 # A fraction of a core each, so that a whole deployment fits on two. It is a reservation, not a limit.
 NUM_CPUS = 0.1
+ADDRESSED_ROUTER = "rayllm.serve.addressed_router.AddressedRouter"
+KILL_S = 10  # after the time that running requests have, before Serve ends a replica by force
 
 
 class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What an ApiServer is configured with. server: without its api_key, which is in `keys`, as a hash.
 
-    max_running: completions that the engine runs at once. trace_endpoint: where traces go; None for nowhere.
+    trace_endpoint: where traces go; None for nowhere.
     """
 
+    models: list[FrontModel]
     server: ServerConfig = ServerConfig()
     keys: list[ApiKey] = []
-    max_running: int = 256
     trace_endpoint: str | None = None
 
 
 class ApiServer:
-    """The HTTP front: validation, chat template, tokens, text, SSE. Follows the engine when it is restarted."""
+    """The HTTP front: validation, chat template, tokens, text, SSE, and the choice of a replica."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self,
-        engine: DeploymentHandle,
-        model: str,
-        model_name: str,
-        skip_tokenizer_init: bool = False,
-        options: FrontOptions = FrontOptions(),
+        self, engines: dict[str, DeploymentHandle], options: FrontOptions
     ) -> None:
-        self._handle = engine
-        self._model = model
+        """engines: model name -> its deployment."""
         self._options = options
-        self.model_name = model_name
-        self.metrics = FrontMetrics()
-        self.admission = Admission(options.server, options.max_running)
-        self._server_id = uuid.uuid4().hex
-        self._engine: AsyncEngine | None = None
-        self._endpoint: Endpoint | None = None
-        self._why_not = "the engine is starting"
-        open_log(options.server.log_format, _request_log(self._server_id))
+        server_id = uuid.uuid4().hex
+        open_log(options.server.log_format, _request_log(server_id))
         self._tracer = make_tracer(options.trace_endpoint)
-        self._tokenizer = None
-        if not skip_tokenizer_init:
-            from rayllm.engine.tokenizer import load_tokenizer
-
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, model)
-        await self._connect(await engine.endpoint.remote())  # which waits until the engine is up
-        self._watcher = asyncio.create_task(self._watch())
+        self.models: dict[str, ModelFront] = {}
+        for model in options.models:
+            tokenizer = await asyncio.to_thread(_tokenizer, model)
+            self.models[model.name] = ModelFront(model, engines[model.name], tokenizer, server_id)
+        self._door = Admission(ModelServerConfig(max_queued_requests=0), 0)
+        await asyncio.gather(*(model.start() for model in self.models.values()))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         from rayllm.serve.app import create_app
@@ -95,125 +82,128 @@ class ApiServer:
         # Serve's proxy puts the request's id into the response itself.
         return create_app(self, options.server, options.keys, tracer=self._tracer, echo_request_id=False)
 
-    def __del__(self) -> None:
-        """Serve calls this before it ends the replica."""
+    async def __del__(self) -> None:
+        """Serve calls this before it ends the replica, when its requests are done."""
         tracer = getattr(self, "_tracer", None)
         if tracer is not None:
             tracer.close()
+        for model in getattr(self, "models", {}).values():
+            await model.close()
 
-    def engine(self) -> Engine:
-        if self._engine is None or self._endpoint is None:
-            raise EngineDeadError(self._why_not)
-        if self._endpoint.draining:
-            raise EngineDeadError("the server is shutting down")
-        if self._engine.dead is not None:
-            raise EngineDeadError(self._engine.dead)
-        return self._engine
-
-    async def unhealthy_reason(self) -> str | None:
-        try:
-            self.engine()
-            return await asyncio.wait_for(self._handle.unhealthy_reason.remote(), CALL_TIMEOUT_S)
-        except EngineDeadError as error:
-            return str(error)
-        except Exception as error:
-            return f"the engine does not answer: {error or type(error).__name__}"
-
-    async def all_metrics(self) -> FrontMetrics:
-        try:
-            call = self._handle.exchange_metrics.remote(self._server_id, self.metrics)
-            return await asyncio.wait_for(call, CALL_TIMEOUT_S)
-        except Exception:
-            return self.metrics  # better the figures of one server than none
-
-    async def _connect(self, endpoint: Endpoint) -> None:
-        from rayllm.engine.async_engine import AsyncEngine
-        from rayllm.engine.client import EngineClient, ZmqClient
-        from rayllm.serve.relay import RelayClient
-
-        client: EngineClient
-        if endpoint.node_id == node_id():
-            client = ZmqClient(endpoint.address)
-        else:
-            logger.warning("the engine is on another node; requests are relayed, which costs some latency")
-            client = RelayClient(self._handle)
-        engine = AsyncEngine(client, self._tokenizer)
-        await engine.start()
-        self._engine, self._endpoint = engine, endpoint
-
-    async def _follow(self, endpoint: Endpoint) -> None:
-        """Connect anew if the engine is another one, or the connection is broken."""
-        if self._endpoint is not None and endpoint.address == self._endpoint.address and self._alive():
-            self._endpoint = endpoint
-        elif not endpoint.draining:
-            await self._disconnect("the engine was restarted")
-            await self._connect(endpoint)
-
-    def _alive(self) -> bool:
-        return self._engine is not None and self._engine.dead is None
-
-    async def _disconnect(self, reason: str) -> None:
-        engine, self._engine = self._engine, None
-        self._why_not = reason
-        if engine is not None:
-            await engine.close()
-
-    async def _watch(self) -> None:
-        """Notice a restarted or lost engine, also when no request does, and hand over this server's figures."""
-        while True:
-            await asyncio.sleep(WATCH_S)
-            try:
-                endpoint = await asyncio.wait_for(self._handle.endpoint.remote(self._server_id), CALL_TIMEOUT_S)
-                await self._follow(endpoint)
-                call = self._handle.exchange_load.remote(self._server_id, self.admission.load)
-                self.admission.others = await asyncio.wait_for(call, CALL_TIMEOUT_S)
-                await self.all_metrics()
-            except Exception as error:
-                logger.warning("the engine cannot be reached: %s", error or type(error).__name__)
-                await self._disconnect("the engine is being restarted")
+    @property
+    def door(self) -> Admission:
+        """Where requests count until their model is known: their own one's, or as many as all models may have."""
+        models = list(self.models.values())
+        if len(models) == 1:
+            return models[0].admission
+        self._door.max_running = sum(model.admission.max_live for model in models)
+        return self._door
 
 
 def make_application(
-    config: EngineConfig,
+    models: Sequence[ModelConfig],
     server: ServerConfig,
     replica: type[EngineReplica] = EngineReplica,
     *,
     keys: Sequence[ApiKey] = (),
+    free_gpus: float | None = None,
 ) -> serve.Application:
-    """The Serve application of one model. config.device must be "cpu" or "cuda" by now (see `resolve_device`).
+    """The Serve application. The models' device must be "cpu" or "cuda" by now (see `resolve_device`).
 
-    replica: the engine's class; tests put a stand-in here. keys: of the API (see `load_api_keys`). Raises ConfigError.
+    replica: the engines' class; tests put a stand-in here. keys: of the API (see `load_api_keys`). free_gpus: that an
+    update may use before it has freed any; None if that is not known. Raises ConfigError.
     """
     options = FrontOptions(
-        server=server.model_copy(update={"api_key": None}),
+        models=[_front_model(model) for model in models],
+        server=_without_key(server),
         keys=list(keys),
-        max_running=config.max_num_seqs,
         trace_endpoint=trace_endpoint(server.otlp_endpoint, os.environ),
     )
     logs = LoggingConfig(enable_access_log=False, encoding=server.log_format.upper())
-    engine = serve.deployment(
-        name="EngineReplica",
-        num_replicas=1,
-        max_ongoing_requests=100_000,  # the scheduler queues, not Serve
-        max_constructor_retry_count=1,  # a config or checkpoint that fails once fails again
-        health_check_period_s=2,
-        health_check_timeout_s=30,
-        graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=server.drain_timeout + 10,
-        logging_config=logs,
-        **engine_placement(config),
-    )(replica)
+    drain = max(server.drain_timeout, server.replica_drain_timeout)
+    engines = {}
+    for name, model in zip(deployment_names(models), models, strict=True):
+        engine = serve.deployment(
+            name=name,
+            max_ongoing_requests=100_000,  # the scheduler queues, not Serve
+            max_constructor_retry_count=1,  # a config or checkpoint that fails once fails again
+            health_check_period_s=2,
+            health_check_timeout_s=30,
+            graceful_shutdown_wait_loop_s=0.1,
+            graceful_shutdown_timeout_s=drain + KILL_S,
+            max_surge_percent=_surge_percent(model, free_gpus),
+            request_router_config={"request_router_class": ADDRESSED_ROUTER},
+            logging_config=logs,
+            **autoscaling_options(model.engine, model.server),
+            **engine_placement(model.engine),
+        )(replica)
+        arguments = (model.engine.model_dump(), server.replica_drain_timeout)
+        # Replicas that were started without autoscaling never report to it.
+        version = repr((arguments, model.server.max_replicas is not None))
+        engines[model.name] = _versioned(engine, version).bind(*arguments)
     api = serve.deployment(
         name="ApiServer",
         num_replicas=server.num_api_servers,
         max_ongoing_requests=100_000,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=server.drain_timeout + 5,
+        graceful_shutdown_timeout_s=drain + KILL_S,
+        max_surge_percent=100,
         ray_actor_options={"num_cpus": NUM_CPUS},
         logging_config=logs,
     )(serve.ingress()(ApiServer))
-    bound = engine.bind(config.model_dump(), server.drain_timeout)
-    return api.bind(bound, config.model, served_name(config, server), config.skip_tokenizer_init, options)
+    return _versioned(api, repr(options)).bind(engines, options)
+
+
+def deployment_names(models: Sequence[ModelConfig]) -> list[str]:
+    """The names of the models' deployments in Serve, which end up in paths, so they have only harmless characters."""
+    names = []
+    for model in models:
+        plain = re.sub(r"[^A-Za-z0-9._-]", "-", model.name)
+        digest = hashlib.sha256(model.name.encode()).hexdigest()[:8]
+        names.append(f"engine-{plain}" if plain == model.name else f"engine-{plain[:80]}-{digest}")
+    return names
+
+
+def _versioned(deployment: Any, options: str) -> Any:
+    """The deployment with a version that says what its replicas are made of: Serve replaces those of another one.
+
+    Left to itself, Serve replaces every replica of an application whenever it is deployed again.
+    """
+    version = hashlib.sha256(f"{rayllm.__version__} {options}".encode()).hexdigest()[:16]
+    return deployment.options(version=version, _internal=True)
+
+
+def _surge_percent(model: ModelConfig, free_gpus: float | None) -> int:
+    """How many new replicas, of 100 old ones, an update starts before it stops old ones.
+
+    All, if there is room. Without GPUs for even one, the old ones have to go first, one after the other.
+    """
+    if model.engine.device != "cuda" or free_gpus is None:
+        return 100
+    fitting = int(free_gpus) // model.engine.tensor_parallel_size
+    return min(100 * fitting // model.server.num_replicas, 100)
+
+
+def _front_model(model: ModelConfig) -> FrontModel:
+    return FrontModel(
+        name=model.name,
+        folder=model.engine.model,
+        server=_without_key(model.server),
+        skip_tokenizer_init=model.engine.skip_tokenizer_init,
+        max_num_seqs=model.engine.max_num_seqs,
+    )
+
+
+def _without_key(server: ServerConfig) -> ServerConfig:
+    return server.model_copy(update={"api_key": None})
+
+
+def _tokenizer(model: FrontModel) -> Tokenizer | None:
+    if model.skip_tokenizer_init:
+        return None
+    from rayllm.engine.tokenizer import load_tokenizer
+
+    return load_tokenizer(model.folder)
 
 
 def engine_placement(config: EngineConfig) -> dict[str, Any]:
@@ -233,9 +223,19 @@ def engine_placement(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def served_name(config: EngineConfig, server: ServerConfig) -> str:
-    """The model's name in the API."""
-    return server.served_model_name or Path(config.model).resolve().name
+def resolve_devices(models: Sequence[ModelConfig], cluster_gpus: float) -> list[ModelConfig]:
+    """Settle every model's device, see `resolve_device`. Raises ConfigError if all together need more GPUs than there
+    are."""
+    settled = [model._replace(engine=resolve_device(model.engine, cluster_gpus)) for model in models]
+    needed = {
+        model.name: model.engine.tensor_parallel_size * model.server.num_replicas
+        for model in settled
+        if model.engine.device == "cuda"
+    }
+    if sum(needed.values()) > cluster_gpus:
+        parts = ", ".join(f"{name} {count}" for name, count in needed.items())
+        raise ConfigError(f"the replicas need {sum(needed.values())} GPUs ({parts}); the cluster has {cluster_gpus:g}")
+    return settled
 
 
 def resolve_device(config: EngineConfig, cluster_gpus: float) -> EngineConfig:
@@ -253,34 +253,37 @@ def resolve_device(config: EngineConfig, cluster_gpus: float) -> EngineConfig:
 def build_app(args: dict[str, Any]) -> serve.Application:
     """Application builder for Ray Serve: `serve run rayllm.serve.deployment:build_app model=/path max_model_len=4096`.
 
-    args: options of EngineConfig and ServerConfig (host and port are Serve's own there); values may be strings, as the
-    command line has them. api_key is refused: Serve keeps and shows these arguments. Raises ConfigError or ModelError.
+    args: options of EngineConfig and ServerConfig, and `models` (host and port are Serve's own there); values may be
+    strings, as the command line has them. api_key is refused: Serve keeps and shows these arguments. Raises ConfigError
+    or ModelError.
     """
     import ray
 
     from rayllm.model_spec import check_parallel, load_model_spec
 
-    engine_options: dict[str, Any] = {}
-    server_options: dict[str, Any] = {}
-    for key, value in args.items():
-        options, kind = (
-            (server_options, ServerConfig) if key in ServerConfig.model_fields else (engine_options, EngineConfig)
-        )
-        field = kind.model_fields.get(key)
-        is_text = field is not None and field.annotation in (str, str | None)
-        options[key] = yaml.safe_load(value) if isinstance(value, str) and not is_text else value
-    config = make_config(EngineConfig, engine_options)
-    server = make_config(ServerConfig, server_options)
+    models, server = make_models(split_options({key: _from_text(key, value) for key, value in args.items()}))
     if server.api_key is not None:
         raise ConfigError("api_key would be shown by Ray Serve; use api_key_file or the environment's RAYLLM_API_KEY")
     keys = load_api_keys(server, dict(os.environ))
-    check_parallel(load_model_spec(config.model), config.tensor_parallel_size)
-    config = config.model_copy(update={"model": str(Path(config.model).resolve())})
-    if config.device == "auto":
-        # `serve run` builds the application before it connects: this machine has to stand for the cluster then.
-        has_gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else Path("/dev/nvidiactl").exists()
-        config = config.model_copy(update={"device": "cuda" if has_gpus else "cpu"})
-    return make_application(config, server, keys=keys)
+    # `serve run` builds the application before it connects: this machine has to stand for the cluster then.
+    knows = ray.is_initialized()
+    has_gpus = bool(ray.cluster_resources().get("GPU", 0)) if knows else Path("/dev/nvidiactl").exists()
+    settled = []
+    for model in models:
+        config = model.engine
+        check_parallel(load_model_spec(config.model), config.tensor_parallel_size)
+        device = config.device if config.device != "auto" else "cuda" if has_gpus else "cpu"
+        changes = {"model": str(Path(config.model).resolve()), "device": device}
+        settled.append(model._replace(engine=config.model_copy(update=changes)))
+    free = ray.available_resources().get("GPU", 0) if knows else None
+    return make_application(settled, server, keys=keys, free_gpus=free)
+
+
+def _from_text(key: str, value: Any) -> Any:
+    """An option's value, which may be the text of one that is no text."""
+    field = {**EngineConfig.model_fields, **ServerConfig.model_fields}.get(key)
+    is_text = field is not None and field.annotation in (str, str | None)
+    return yaml.safe_load(value) if isinstance(value, str) and not is_text else value
 
 
 def _request_log(server_id: str) -> Path | None:

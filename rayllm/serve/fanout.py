@@ -16,11 +16,11 @@ from rayllm.serve.convert import Job, Tokenizer
 from rayllm.serve.metrics import FrontMetrics, RequestTimer
 from rayllm.serve.protocol_parts import as_sent
 from rayllm.serve.request_log import RequestRecord
-from rayllm.types import EngineInfo, EngineStats, GenerationRequest, RequestOutput
+from rayllm.types import EngineInfo, GenerationRequest, RequestOutput
 
 
 class Engine(Protocol):
-    """What the front uses of `rayllm.engine.async_engine.AsyncEngine`."""
+    """What the routes use of a model's engines: `rayllm.engine.async_engine.AsyncEngine` has it, and `ModelFront`."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -29,7 +29,6 @@ class Engine(Protocol):
     def generate(
         self, request: GenerationRequest, prompt_text: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]: ...
-    async def stats(self) -> EngineStats: ...
 
 
 class Watch(NamedTuple):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -134,60 +135,92 @@ class RequestTimer:
         finished[reason] = finished.get(reason, 0) + count
 
 
+class ModelFigures(NamedTuple):
+    """One moment's figures of a model. engines: label `engine` -> figures; those that do not answer are left out.
+
+    front: of all API servers. num_replicas: engines for new requests, as the server that answers sees it.
+    """
+
+    name: str
+    engines: Mapping[str, EngineStats]
+    front: FrontMetrics
+    num_replicas: int
+
+
 def render_metrics(model_name: str, stats: EngineStats | None, front: FrontMetrics) -> bytes:
-    """The Prometheus text. stats is None while the engine does not answer: its figures are left out then."""
+    """The Prometheus text of one model with one engine, or none (stats is None)."""
+    return render_models([ModelFigures(model_name, {} if stats is None else {"0": stats}, front, stats is not None)])
+
+
+def render_models(models: Sequence[ModelFigures]) -> bytes:
+    """The Prometheus text. What API servers measure has the label engine="all"."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshot(model_name, stats, front))
+    registry.register(_Snapshot(models))
     return generate_latest(registry)
 
 
 class _Snapshot:
     """A prometheus_client collector over one moment's figures."""
 
-    def __init__(self, model_name: str, stats: EngineStats | None, front: FrontMetrics):
-        self._labels = [model_name, "0"]
-        self._stats = stats
-        self._front = front
+    def __init__(self, models: Sequence[ModelFigures]):
+        self._models = models
+        self._engines = [([model.name, name], stats) for model in models for name, stats in model.engines.items()]
+        self._fronts = [([model.name, "all"], model.front) for model in models]
 
     def collect(self) -> Iterator[Metric]:
-        if self._stats is not None:
-            yield from self._engine(self._stats)
+        replicas = GaugeMetricFamily("rayllm:num_replicas", "Engines that new requests can go to.", labels=LABELS)
+        for labels, model in zip((labels for labels, _ in self._fronts), self._models, strict=True):
+            replicas.add_metric(labels, model.num_replicas)
+        yield replicas
+        if self._engines:
+            yield from self._of_engines()
         finished = CounterMetricFamily(
             "rayllm:request_success", "Completions that ended, by reason.", labels=[*LABELS, "finished_reason"]
         )
-        for reason in sorted({*FINISH_REASONS, *self._front.finished}):
-            finished.add_metric([*self._labels, reason], self._front.finished.get(reason, 0))
-        yield finished
         refused = CounterMetricFamily(
             "rayllm:request_refused", "HTTP requests without an answer, by error code.", labels=[*LABELS, "code"]
         )
-        for code in REFUSALS:
-            refused.add_metric([*self._labels, code], self._front.refused.get(code, 0))
+        for labels, front in self._fronts:
+            for reason in sorted({*FINISH_REASONS, *front.finished}):
+                finished.add_metric([*labels, reason], front.finished.get(reason, 0))
+            for code in REFUSALS:
+                refused.add_metric([*labels, code], front.refused.get(code, 0))
+        yield finished
         yield refused
         for name, (text, bounds) in HISTOGRAMS.items():
-            figures = self._front.histograms.get(name) or Histogram([0] * (len(bounds) + 1))
-            yield self._histogram(name, text, bounds, figures)
+            none = Histogram([0] * (len(bounds) + 1))
+            yield _histogram(
+                name, text, bounds, [(labels, front.histograms.get(name) or none) for labels, front in self._fronts]
+            )
 
-    def _engine(self, stats: EngineStats) -> Iterator[Metric]:
+    def _of_engines(self) -> Iterator[Metric]:
         for name, text, field in _GAUGES:
             gauge = GaugeMetricFamily(f"rayllm:{name}", text, labels=LABELS)
-            gauge.add_metric(self._labels, getattr(stats, field))
+            for labels, stats in self._engines:
+                gauge.add_metric(labels, getattr(stats, field))
             yield gauge
         usage = GaugeMetricFamily("rayllm:kv_cache_usage_perc", "Used share of the KV blocks, 0 to 1.", labels=LABELS)
-        usage.add_metric(self._labels, stats.num_used_blocks / max(stats.num_total_blocks, 1))
+        for labels, stats in self._engines:
+            usage.add_metric(labels, stats.num_used_blocks / max(stats.num_total_blocks, 1))
         yield usage
         for name, text, field in _COUNTERS:
             counter = CounterMetricFamily(f"rayllm:{name}", text, labels=LABELS)
-            counter.add_metric(self._labels, getattr(stats, field))
+            for labels, stats in self._engines:
+                counter.add_metric(labels, getattr(stats, field))
             yield counter
-        steps = Histogram(stats.step_tokens or [0] * (len(STEP_TOKEN_BUCKETS) + 1), stats.computed_tokens)
-        yield self._histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKEN_BUCKETS, steps)
+        none = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
+        steps = [(labels, Histogram(each.step_tokens or none, each.computed_tokens)) for labels, each in self._engines]
+        yield _histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKEN_BUCKETS, steps)
 
-    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], histogram: Histogram) -> Metric:
+
+def _histogram(
+    name: str, text: str, bounds: tuple[float, ...], figures: list[tuple[list[str], Histogram]]
+) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(f"rayllm:{name}", text, labels=LABELS)
+    for labels, histogram in figures:
         cumulative, buckets = 0, []
         for bound, count in zip((*map(str, map(float, bounds)), "+Inf"), histogram.counts, strict=True):
             cumulative += count
             buckets.append((bound, cumulative))
-        family = HistogramMetricFamily(f"rayllm:{name}", text, labels=LABELS)
-        family.add_metric(self._labels, buckets, sum_value=histogram.total)
-        return family
+        family.add_metric(labels, buckets, sum_value=histogram.total)
+    return family

@@ -94,7 +94,7 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
 _BODY_ERRORS = (400, 401, 404, 408, 413, 500, 503)
 _ROUTES: tuple[tuple[str, str, str, type[BaseModel] | None, dict[str, Any], tuple[int, ...]], ...] = (
     ("get", "/", "A console in the browser.", None, {"text/html": _STRING}, (400, 401)),
-    ("get", "/health", "Whether requests are answered.", None, {"application/json": "Health"}, (400, 503)),
+    ("get", "/health", "Whether requests are answered.", None, {"application/json": "Health"}, (400, 404, 503)),
     ("get", "/metrics", "Figures for Prometheus.", None, {"text/plain": _STRING}, (400, 401)),
     ("get", "/version", "The version of rayllm.", None, {"application/json": "Version"}, (400, 401)),
     ("get", "/openapi.json", "This document.", None, {"application/json": {"type": "object"}}, (400, 401)),
@@ -156,6 +156,9 @@ def _operation(
         operation["responses"][str(status)] = _response(_MEANING[status], {"application/json": "Error"})
     if "{model_id}" in path:
         operation["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": _STRING}]
+    if path == "/health":
+        text = "The model to ask about; all if absent."
+        operation["parameters"] = [{"name": "model", "in": "query", "schema": _STRING, "description": text}]
     if body is not None:
         content = {"application/json": {"schema": {"$ref": _REF + body.__name__}}}
         operation["requestBody"] = {"required": True, "content": content}

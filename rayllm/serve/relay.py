@@ -19,11 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 class RelayClient:
-    """Talks to the `EngineReplica` behind a Serve handle; one streaming call a request."""
+    """Talks to one replica behind a Serve handle (see `addressed_router.py`); one streaming call a request.
 
-    def __init__(self, handle: Any):
+    A request for a replica that Serve has just taken away is run by another one.
+    """
+
+    def __init__(self, handle: Any, replica_id: str, info: EngineInfo):
         self._handle = handle
-        self._info: EngineInfo | None = None
+        self._replica_id = replica_id
+        self._info = info
         self._dead: str | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._on_deltas: OnDeltas = lambda _: None
@@ -31,11 +35,8 @@ class RelayClient:
 
     async def start(self, on_deltas: OnDeltas, on_dead: OnDead) -> None:
         self._on_deltas, self._on_dead = on_deltas, on_dead
-        self._info = await self._handle.info.remote()
 
     def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineDeadError("the engine's client has not been started")
         return self._info
 
     def add(self, request: GenerationRequest) -> None:
@@ -54,7 +55,7 @@ class RelayClient:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         try:
-            return await self._handle.stats.remote()
+            return await self._handle.stats.remote(replica_id=self._replica_id)
         except Exception as error:
             raise EngineDeadError(f"the engine does not answer: {error}") from None
 
@@ -66,7 +67,7 @@ class RelayClient:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, request: GenerationRequest) -> None:
-        response = self._handle.options(stream=True).relay.remote(request)
+        response = self._handle.options(stream=True).relay.remote(request, replica_id=self._replica_id)
         try:
             async for deltas in response:
                 self._on_deltas(deltas)

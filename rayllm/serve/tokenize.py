@@ -10,11 +10,11 @@ from pydantic import model_validator
 
 from rayllm.errors import InvalidRequestError
 from rayllm.serve.convert import LONG_TEXT, Tokenizer
+from rayllm.serve.fanout import Engine
 from rayllm.serve.protocol import parse_body
 from rayllm.serve.protocol_parts import Body, Message
-from rayllm.types import EngineInfo
 
-CheckModel = Callable[[str | None], None]
+FindEngine = Callable[[str | None], Engine]
 
 
 class TokenizeBody(Body):
@@ -52,11 +52,11 @@ class _Decoder(Protocol):
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
 
 
-async def tokenize(raw: bytes, info: EngineInfo, tokenizer: Tokenizer | None, check_model: CheckModel) -> Any:
-    """The answer to POST /tokenize. Raises InvalidRequestError, and what check_model raises."""
+async def tokenize(raw: bytes, find_engine: FindEngine) -> Any:
+    """The answer to POST /tokenize. Raises InvalidRequestError, and what find_engine raises for a model's name."""
     body = parse_body(TokenizeBody, raw)
-    check_model(body.model)
-    known = _tokenizer(tokenizer)
+    engine = find_engine(body.model)
+    known = _tokenizer(engine.tokenizer)
     if body.messages is not None:
         turns = [message.for_template() for message in body.messages]
         text = known.apply_chat_template(turns, add_generation_prompt=True)
@@ -64,20 +64,21 @@ async def tokenize(raw: bytes, info: EngineInfo, tokenizer: Tokenizer | None, ch
         text = body.prompt or ""
     special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     ids = await asyncio.to_thread(known.encode, text, special) if len(text) > LONG_TEXT else known.encode(text, special)
-    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": info.max_model_len}
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": engine.info.max_model_len}
     if body.return_token_strs:
         answer["token_strs"] = [known.token_text(token) for token in ids]
     return answer
 
 
-async def detokenize(raw: bytes, info: EngineInfo, tokenizer: Tokenizer | None, check_model: CheckModel) -> Any:
-    """The answer to POST /detokenize, special tokens included. Raises InvalidRequestError, or what check_model does."""
+async def detokenize(raw: bytes, find_engine: FindEngine) -> Any:
+    """The answer to POST /detokenize, special tokens included. Raises InvalidRequestError, or what find_engine does."""
     body = parse_body(DetokenizeBody, raw)
-    check_model(body.model)
-    decoder = cast(_Decoder, _tokenizer(tokenizer))
+    engine = find_engine(body.model)
+    decoder = cast(_Decoder, _tokenizer(engine.tokenizer))
+    vocab_size = engine.info.vocab_size
     for token in body.tokens:
-        if not 0 <= token < info.vocab_size:
-            message = f"tokens has token id {token}; ids of this model are 0 to {info.vocab_size - 1}"
+        if not 0 <= token < vocab_size:
+            message = f"tokens has token id {token}; ids of this model are 0 to {vocab_size - 1}"
             raise InvalidRequestError(message, "tokens")
     if len(body.tokens) > LONG_TEXT:
         return {"prompt": await asyncio.to_thread(decoder.decode, body.tokens, False)}

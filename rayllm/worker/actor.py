@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from rayllm.config import EngineConfig
 from rayllm.gc_pauses import freeze_heap
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.types import DeviceMemory, StepPlan, StepResult
+from rayllm.types import DeviceMemory, KVCosts, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from rayllm.model_spec import ModelSpec
@@ -45,6 +45,7 @@ class AnyWorker(Protocol):
     def determine_num_blocks(self) -> tuple[int, int]: ...
     def init_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None: ...
     def warm_up(self) -> DeviceMemory: ...
+    def measure_costs(self) -> KVCosts | None: ...
     def submit(self, plan: StepPlan) -> None: ...
     def collect(self) -> StepResult: ...
     def close(self) -> None: ...
@@ -233,6 +234,11 @@ class WorkerActor:
         memory: DeviceMemory = self._thread.call(self._worker.warm_up)
         freeze_heap()
         return memory
+
+    def measure_costs(self) -> KVCosts | None:
+        assert self._worker is not None
+        costs: KVCosts | None = self._thread.call(self._worker.measure_costs)
+        return costs
 
     def run(self) -> None:
         """The step loop: returns when the driver said stop and all plans before that are done.

@@ -6,9 +6,13 @@ contiguous piece to copy; attention sees strided views of one layer.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from rayllm.errors import ConfigError
 from rayllm.layers.attention import KVCache
+from rayllm.worker.copy_stream import CopyStream, staging_blocks
 from rayllm_kernels import ops
 
 
@@ -20,20 +24,31 @@ def block_bytes(num_layers: int, num_kv_heads: int, block_size: int, head_dim: i
 class CacheEngine:
     """Owns both pools. Block ids are checked by the driver's block manager, not here.
 
-    The host pool is pinned (on CUDA hosts) and allocated by the first swap: pinning gigabytes takes seconds that
-    an engine which never swaps should not pay.
+    On CUDA the host pool is pinned, the device has staging blocks behind its pool, and swaps run on a stream of their
+    own: see `CopyStream`. On CPUs both pools are host memory and swaps are plain copies.
     """
 
     def __init__(
         self, *, num_gpu_blocks: int, num_cpu_blocks: int, num_layers: int, num_kv_heads: int, block_size: int,
         head_dim: int, dtype: torch.dtype, device: torch.device,
     ):  # fmt: skip
-        self._shape = (num_layers, 2, num_kv_heads, block_size, head_dim)
-        self._num_cpu_blocks = num_cpu_blocks
-        self._host: torch.Tensor | None = None
+        shape = (num_layers, 2, num_kv_heads, block_size, head_dim)
+        pinned = device.type == "cuda" and num_cpu_blocks > 0
+        num_staging = 0
+        if pinned:
+            num_staging = staging_blocks(
+                block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype), num_cpu_blocks
+            )  # fmt: skip
         # Zeros, not garbage: a masked position times a NaN would still be NaN.
-        self.pool = torch.zeros(num_gpu_blocks, *self._shape, dtype=dtype, device=device)
+        self._blocks = torch.zeros(num_gpu_blocks + num_staging, *shape, dtype=dtype, device=device)
+        self.pool = self._blocks[:num_gpu_blocks]
         self.layers: list[KVCache] = [(self.pool[:, i, 0], self.pool[:, i, 1]) for i in range(num_layers)]
+        self.host_pool = _host_memory((num_cpu_blocks, *shape), dtype)
+        self._copy_stream: CopyStream | None = None
+        if pinned:
+            _pin(self.host_pool)
+            torch.cuda.current_stream().synchronize()  # the zeros, before other streams write
+            self._copy_stream = CopyStream(self._blocks, self.host_pool, num_staging)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy device blocks: (source, destination) pairs; no source may be a destination."""
@@ -41,22 +56,70 @@ class CacheEngine:
         ops.copy_blocks(self.pool, source, destination)
 
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy (device block, host block) pairs to the host pool; returns when the host pool holds them."""
-        source, destination = self._indices(pairs, self.pool.device)
-        self._host_pool()[destination.cpu()] = self.pool[source].cpu()
+        """Copy (device block, host block) pairs to the host pool, in order with the compute stream.
+
+        What that stream does next may overwrite the device blocks; later swap-ins find the host blocks filled.
+        """
+        if self._copy_stream is not None:
+            self._copy_stream.swap_out(pairs)
+            return
+        for block, host_block in pairs:  # faster than indexing, which looks at elements
+            self.host_pool[host_block].copy_(self.pool[block])
 
     def swap_in(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy (host block, device block) pairs to the device pool, in order with the compute stream."""
-        source, destination = self._indices(pairs, torch.device("cpu"))
-        self.pool[destination.to(self.pool.device)] = self._host_pool()[source].to(self.pool.device)
+        """Start copying (host block, device block) pairs to the device pool; they are there after `join_swap_ins`.
 
-    def _host_pool(self) -> torch.Tensor:
-        if self._host is None:
-            pinned = self.pool.device.type == "cuda"
-            self._host = torch.zeros(self._num_cpu_blocks, *self._shape, dtype=self.pool.dtype, pin_memory=pinned)
-        return self._host
+        Until then nothing else may use the device blocks.
+        """
+        if self._copy_stream is not None:
+            self._copy_stream.swap_in(pairs)
+            return
+        for host_block, block in pairs:
+            self.pool[block].copy_(self.host_pool[host_block])
+
+    def join_swap_ins(self) -> None:
+        """Let the compute stream wait for all swap-ins so far."""
+        if self._copy_stream is not None:
+            self._copy_stream.join()
+
+    def synchronize(self) -> None:
+        """Wait on the host until all swaps are done."""
+        if self._copy_stream is not None:
+            self._copy_stream.synchronize()
+
+    def close(self) -> None:
+        """Give the pinned memory back; the engine must not be used any more."""
+        if self._copy_stream is not None:
+            self._copy_stream.synchronize()
+            self._copy_stream = None
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.host_pool.data_ptr()))
 
     @staticmethod
     def _indices(pairs: list[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         source, destination = torch.tensor(pairs, dtype=torch.int64).t().contiguous().to(device)
         return source, destination
+
+
+def _host_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for the host pool, read only where it has been written. Raises ConfigError if there is not as much."""
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except RuntimeError as error:
+        raise ConfigError(f"swap_space: {_gib(shape, dtype)} of host memory cannot be had: {error}") from None
+
+
+def _pin(pool: torch.Tensor) -> None:
+    """Pin host memory in place: PyTorch's pinned allocator would round its size up to a power of two.
+
+    Raises ConfigError if that much cannot be pinned.
+    """
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"swap_space: {_gib(pool.shape, pool.dtype)} of host memory cannot be pinned: {error}"
+        ) from None
+
+
+def _gib(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{math.prod(shape) * dtype.itemsize / (1 << 30):.1f} GiB"

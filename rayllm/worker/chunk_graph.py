@@ -82,6 +82,11 @@ class ChunkGraphs:
         self._tables = torch.zeros(seqs, -(-max_model_len // block_size), dtype=torch.int32, device=device)
         self._graphs: dict[int, _Captured] = {}
 
+    def run_all(self) -> None:
+        """Compute a step of each size that is all padding. Must run on all ranks together."""
+        for size in reversed(self._sizes):
+            self._step(size)
+
     def capture(self, memory: StepMemory) -> None:
         """Capture all sizes, largest first. Must run on all ranks together."""
         for size in reversed(self._sizes):

@@ -73,13 +73,22 @@ class DecodeGraphs:
         self._query_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
 
+    def run_all(self) -> None:
+        """Compute a step of each size that is all padding. Must run on all ranks together."""
+        for size in reversed(self._sizes):
+            self._load_padding(size)
+            self._step(size)
+
     def capture(self, memory: StepMemory) -> None:
         """Capture all sizes. Must run on all ranks together."""
         for size in reversed(self._sizes):
-            nobody = np.zeros(0, np.int64)
-            self._packed[: WORDS * size].copy_(self._pack(size, nobody, nobody, DrawColumns.empty()))
+            self._load_padding(size)
             graph, (logits, token_ids) = memory.capture(partial(self._step, size))
             self._graphs[size] = (graph, logits, token_ids)
+
+    def _load_padding(self, size: int) -> None:
+        nobody = np.zeros(0, np.int64)
+        self._packed[: WORDS * size].copy_(self._pack(size, nobody, nobody, DrawColumns.empty()))
 
     def apply(self, plan: StepPlan) -> None:
         """Bring the device's block tables up to date with a plan."""

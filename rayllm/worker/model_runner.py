@@ -19,6 +19,7 @@ from rayllm.worker.chunk_graph import ChunkGraphs, step_graphs
 from rayllm.worker.cuda_graph import DecodeGraphs
 from rayllm.worker.input_batch import PersistentBatch, StepInputs, build, to_device
 from rayllm.worker.step_memory import StepMemory
+from rayllm_kernels import ops
 
 PROMPT_LOGITS_ROWS = 256  # positions whose logits are held at once for prompt logprobs
 
@@ -72,10 +73,13 @@ class ModelRunner:
             split_decodes=self._split_decodes, max_model_len=state.token_table.shape[1],
             block_size=state.block_size, device=self._device, logits_room=room,
         )  # fmt: skip
-        for graphs in reversed(chunk_graphs):  # the largest first
-            graphs.capture(memory)
         decode_graphs = DecodeGraphs(self._model, self._caches, state, max_num_seqs, self._split_decodes, room)
-        decode_graphs.capture(memory)
+        all_graphs: list[ChunkGraphs | DecodeGraphs] = [*reversed(chunk_graphs), decode_graphs]  # the largest first
+        with memory.active(), ops.compile_only():
+            for graphs in all_graphs:
+                graphs.run_all()
+        for graphs in all_graphs:
+            graphs.capture(memory)
         self._graphs, self._chunk_graphs = decode_graphs, chunk_graphs
 
     @torch.inference_mode()

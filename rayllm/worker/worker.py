@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -14,9 +17,10 @@ from rayllm.model_spec import ModelSpec
 from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.sample.sampling_table import SamplingTable
-from rayllm.types import DeviceMemory, StepPlan, StepResult
+from rayllm.types import DeviceMemory, KVCosts, StepPlan, StepResult
 from rayllm.worker.cache_engine import CacheEngine, block_bytes
 from rayllm.worker.chunk_graph import CHUNK_SIZES, MAX_CHUNKS, MIXED_SIZES
+from rayllm.worker.copy_stream import staging_blocks
 from rayllm.worker.cuda_graph import graph_sizes
 from rayllm.worker.input_batch import PersistentBatch
 from rayllm.worker.model_runner import ModelRunner, PendingResult
@@ -25,6 +29,10 @@ from rayllm_kernels import ops
 
 GIB, MIB = 1 << 30, 1 << 20
 CPU_POOL_BYTES = GIB  # a rank's pool on a CPU, unless num_gpu_blocks_override says otherwise
+# What the costs of computing and moving KV are measured with.
+PROBE_TOKENS = {"cuda": 8192, "cpu": 64}
+PROBE_BYTES = {"cuda": 256 * MIB, "cpu": 16 * MIB}
+PROBE_RUNS = 3
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +65,7 @@ def graph_bytes(max_num_seqs: int) -> int:
 
 
 class Worker:
-    """Life: load_model, determine_num_blocks, init_cache, warm_up; then submit and collect, in order; close."""
+    """Life: load_model, determine_num_blocks, init_cache, warm_up, measure_costs; then submit and collect; close."""
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, tp: TPGroup, device: torch.device):
         self._config, self._spec, self._tp, self._device = config, spec, tp, device
@@ -79,14 +87,19 @@ class Worker:
         self._finish_loading()
 
     def determine_num_blocks(self) -> tuple[int, int]:
-        """Blocks that fit on the device and in swap_space. On CUDA the largest batch runs once to see its memory."""
+        """Blocks that fit on the device and in swap_space. On CUDA the largest batch runs once to see its memory.
+
+        No host blocks if neither preemption nor a prefix cache would use them.
+        """
         num_cpu_blocks = int(self._config.swap_space * GIB) // self._block_bytes
+        if self._config.preemption_mode == "recompute" and not self._config.enable_prefix_caching:
+            num_cpu_blocks = 0
         if self._config.num_gpu_blocks_override is not None:
             return self._config.num_gpu_blocks_override, num_cpu_blocks
         if self._device.type == "cpu":
             most = self._config.max_num_seqs * -(-self._max_model_len // self._config.block_size)
             return max(1, min(most, CPU_POOL_BYTES // self._block_bytes)), num_cpu_blocks
-        return self._measure_blocks(), num_cpu_blocks
+        return self._measure_blocks(num_cpu_blocks), num_cpu_blocks
 
     def init_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         """Allocate the pool and everything that executes plans."""
@@ -112,12 +125,58 @@ class Worker:
             torch.cuda.synchronize()
         return self._memory_taken()
 
+    def measure_costs(self) -> KVCosts | None:
+        """What computing and moving KV takes, for whoever chooses between them; None without a host pool.
+
+        To be called on all ranks together, before the first step. What it moves are zeros.
+        """
+        cache = self._cache
+        num_blocks = min(cache.pool.shape[0], cache.host_pool.shape[0])
+        if not num_blocks:
+            return None
+        num_tokens = min(self._config.max_num_batched_tokens, PROBE_TOKENS[self._device.type])
+        many = min(num_blocks, max(1, PROBE_BYTES[self._device.type] // self._block_bytes))
+        pairs = [(block, block) for block in range(many)]
+        with self._memory.active():
+            prefill = self._seconds(partial(self._run_batch, cache, num_tokens))
+            out, into = (self._seconds(partial(move, pairs)) for move in (cache.swap_out, cache.swap_in))
+            least = min(self._seconds(partial(move, pairs[:1])) for move in (cache.swap_out, cache.swap_in))
+        beside = max(0.0, least - min(out, into) / many)
+        costs = KVCosts(prefill / num_tokens, out / many, into / many, beside)
+        logger.info(
+            "prefill %.0f tokens/s, swap out %.2f GB/s, in %.2f GB/s, %.0f us a transfer", num_tokens / prefill,
+            many * self._block_bytes / out / 1e9, many * self._block_bytes / into / 1e9, least * 1e6,
+        )  # fmt: skip
+        return costs
+
+    def _seconds(self, run: Callable[[], None]) -> float:
+        """The least that a run takes, to its end on the device, after one that is not measured."""
+        taken = []
+        for _ in range(PROBE_RUNS + 1):
+            started = time.perf_counter()
+            run()
+            self._cache.join_swap_ins()
+            self._synchronize()
+            taken.append(time.perf_counter() - started)
+        return min(taken[1:])
+
     def submit(self, plan: StepPlan) -> None:
         """Start a step; its result comes from `collect`."""
         with self._memory.active():
+            self._move_blocks(plan)
             if plan.copies:
                 self._cache.copy(plan.copies)
             self._pending.append(self._runner.submit(plan))
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        """Start the plan's swaps. Swap-ins of earlier plans have to be there, those of this one only if it says so."""
+        self._cache.join_swap_ins()
+        if plan.swap_outs:
+            self._cache.swap_out(plan.swap_outs)
+        if plan.swap_ins:
+            self._cache.swap_in(plan.swap_ins)
+            if plan.await_swap_ins:
+                self._cache.join_swap_ins()
 
     def collect(self) -> StepResult:
         """The result of the oldest submitted step, once it is on the host."""
@@ -126,6 +185,8 @@ class Worker:
     def close(self) -> None:
         """Let go of the device's memory."""
         self._pending.clear()
+        if hasattr(self, "_cache"):
+            self._cache.close()
         for name in ("_runner", "_cache", "_model", "_memory", "_tp"):
             if hasattr(self, name):
                 delattr(self, name)
@@ -133,10 +194,13 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _finish_loading(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()  # steps run on another stream
+        self._synchronize()  # steps run on another stream
 
-    def _measure_blocks(self) -> int:
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _measure_blocks(self, num_cpu_blocks: int) -> int:
         """Blocks in gpu_memory_utilization of the device, less all else that the engine and others use at most."""
         config = self._config
         spare = CacheEngine(
@@ -153,7 +217,7 @@ class Worker:
         logits = config.max_num_seqs * self._model.lm_head.num_tokens * self._dtype.itemsize
         graphs = 0 if config.enforce_eager else graph_bytes(config.max_num_seqs) + logits
         usable = total * config.gpu_memory_utilization - (total - free) - tables - graphs
-        blocks = int(usable) // self._block_bytes
+        blocks = int(usable) // self._block_bytes - staging_blocks(self._block_bytes, num_cpu_blocks)
         if blocks < 1:
             raise ConfigError(
                 f"gpu_memory_utilization {config.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no memory for "
@@ -176,11 +240,16 @@ class Worker:
             )  # fmt: skip
         return DeviceMemory(weights, kv_cache, total - free, allowed)
 
-    @torch.inference_mode()
     def _run_largest_batch(self, cache: CacheEngine) -> None:
-        """One forward pass over max_num_batched_tokens tokens that writes no KV, with logits for max_num_seqs rows."""
+        """One forward pass over max_num_batched_tokens tokens, after compiling its kernels side by side."""
+        with ops.compile_only():
+            self._run_batch(cache, self._config.max_num_batched_tokens)
+        self._run_batch(cache, self._config.max_num_batched_tokens)
+
+    @torch.inference_mode()
+    def _run_batch(self, cache: CacheEngine, total: int) -> None:
+        """One forward pass over `total` tokens that writes no KV, with logits for max_num_seqs rows."""
         config, device = self._config, self._device
-        total = config.max_num_batched_tokens
         length = min(total, self._max_model_len)
         starts = torch.tensor([*range(0, total, length), total], dtype=torch.int32, device=device)
         positions = torch.arange(total, device=device) % length
@@ -200,4 +269,4 @@ class Worker:
         hidden = self._model(batch, cache.layers)
         logits = self._model.compute_logits(hidden)
         logits.softmax(-1)  # sampling holds a few tensors of this size
-        torch.cuda.synchronize()
+        self._synchronize()

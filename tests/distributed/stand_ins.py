@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rayllm.errors import ConfigError, ModelError
-from rayllm.types import DeviceMemory, StepPlan, StepResult
+from rayllm.types import DeviceMemory, KVCosts, StepPlan, StepResult
 
 
 def make_plan(step_id: int, num_rows: int = 3) -> StepPlan:
@@ -46,6 +46,9 @@ class AddingWorker:
         assert self.limits == (100 - (self.tp.size - 1), 50)
         assert self.calls == ["load_model", "determine_num_blocks", "init_cache", "warm_up"]
         return DeviceMemory(weights=8 + self.tp.rank)
+
+    def measure_costs(self):
+        return KVCosts(1e-5, 1e-6 * (1 + self.tp.rank), 2e-6)
 
     def submit(self, plan):
         total = self.share.clone()

@@ -18,6 +18,7 @@ from rayllm.executor.local import LocalExecutor
 from rayllm.executor.placement import actor_environment
 from rayllm.executor.ray_gpu import RayExecutor
 from rayllm.model_spec import load_model_spec
+from rayllm.types import KVCosts, slowest
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 SPEC = load_model_spec(EngineConfig().model)
@@ -70,6 +71,7 @@ def test_results_come_in_order_and_equal_the_local_ones(started, tp):
     executor = make_executor(tp=tp)
     assert executor.start() == WorkerLimits(num_gpu_blocks=100 - (tp - 1), num_cpu_blocks=50)
     assert [memory.weights for memory in executor.report.memory] == [8 + rank for rank in range(tp)]
+    assert slowest(executor.report.kv_costs) == KVCosts(1e-5, 1e-6 * tp, 2e-6)
     assert len({place.split(", ")[1] for place in executor.report.placement}) == tp  # a process each
     names = [name for name, _ in executor.report.phases]
     assert names == [

@@ -88,14 +88,25 @@ class FakeEngine:
 
 
 class FakeState:
-    model_name = "org/fake"
+    """A model with one engine, and all of a server that has no other."""
 
-    def __init__(self, server=None):
+    def __init__(self, server=None, name="org/fake"):
+        self.name = name
+        self.server = server or ServerConfig()
         self.metrics = FrontMetrics()
-        self.admission = Admission(server or ServerConfig(), max_running=4)
+        self.admission = Admission(self.server, max_running=4)
         self.fake = FakeEngine()
         self.reason = None
         self.dead = False
+        self.models = {name: self}
+
+    @property
+    def door(self):
+        return self.admission
+
+    @property
+    def num_replicas(self):
+        return 0 if self.dead else 1
 
     def engine(self):
         if self.dead:
@@ -108,12 +119,15 @@ class FakeState:
     async def all_metrics(self):
         return self.metrics
 
+    async def stats(self):
+        return {} if self.dead else {"0": await self.fake.stats()}
+
 
 class Api:
     """The app with blocking calls."""
 
-    def __init__(self, server=None, keys=(), **options):
-        self.state = FakeState(server)
+    def __init__(self, server=None, keys=(), state=None, **options):
+        self.state = state or FakeState(server)
         self.app = create_app(self.state, server, keys, **options)
 
     def request(self, method, path, **kwargs):

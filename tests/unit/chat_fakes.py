@@ -77,9 +77,10 @@ class Played:
     """The app over a scripted engine, and what it was asked."""
 
     def __init__(self, *scripts, source=HERMES, step=3, finish="stop", fails=None, **options):
-        state = FakeState()
+        server = ServerConfig(**options)
+        state = FakeState(server)
         state.fake = self.engine = ScriptedEngine(source, scripts, step, finish, fails)
-        self._app = create_app(state, ServerConfig(**options))
+        self._app = create_app(state, server)
 
     @property
     def params(self):

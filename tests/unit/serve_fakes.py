@@ -1,10 +1,13 @@
-"""Stands in for Ray Serve's handle of the engine's replica."""
+"""Stands in for Ray Serve's handle of a model's replicas."""
 
 import asyncio
 from types import SimpleNamespace
 
-from rayllm.serve.admission import Load
-from rayllm.serve.deployment import Endpoint
+import msgspec
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from rayllm.serve.engine_replica import Endpoint, ReplicaReport
 from rayllm.types import EngineInfo, EngineStats, TokenDelta
 
 INFO = EngineInfo(model="m", max_model_len=64, vocab_size=100, num_kv_tokens=640, eos_token_ids=[0])
@@ -17,44 +20,59 @@ class Method:
         self.remote = function
 
 
-class FakeHandle:
-    """What ApiServer and RelayClient use of a DeploymentHandle."""
+class Answers:
+    """Of a broadcast: coroutines, one a replica."""
 
-    def __init__(self):
-        self.current = Endpoint("ipc://one", "here")
-        self.gone = False
+    def __init__(self, calls):
+        self._calls = calls
+
+    async def results_async(self, timeout_s, return_exceptions):
+        assert timeout_s > 0
+        return await asyncio.gather(*self._calls, return_exceptions=return_exceptions)
+
+
+class FakeHandle:
+    """What ModelFront and RelayClient use of a DeploymentHandle. reports: of the replicas that Serve counts, by id."""
+
+    def __init__(self, *replica_ids):
+        self.reports = {}
+        self.heard = []
         self.relayed = []
         self.cancelled = 0
-        self.loads = []
-        self.others = Load()
+        self.broken = False
+        for replica_id in replica_ids:
+            self.add(replica_id)
+
+    def add(self, replica_id, node_id="here", **fields):
+        endpoint = Endpoint(f"ipc://{replica_id}", node_id)
+        fields = {"index": len(self.reports), "info": INFO} | fields
+        self.reports[replica_id] = ReplicaReport(replica_id=replica_id, endpoint=endpoint, **fields)
+
+    def change(self, replica_id, **fields):
+        self.reports[replica_id] = msgspec.structs.replace(self.reports[replica_id], **fields)
+
+    def broadcast(self, name, report):
+        assert name == "exchange"
+        self.heard.append(report)
+        if self.broken:
+            raise TimeoutError
+        if not self.reports:
+            raise DeploymentUnavailableError(DeploymentID("engine"))
+        return Answers([_give(report) for report in self.reports.values()])
 
     def options(self, stream):
         assert stream
         return SimpleNamespace(relay=Method(self._relay))
 
-    def __getattr__(self, name):
-        async def call(*args):
-            if self.gone:
-                raise ConnectionError("no replica")
-            match name:
-                case "endpoint":
-                    return self.current
-                case "info":
-                    return INFO
-                case "stats":
-                    return EngineStats(num_running=3)
-                case "unhealthy_reason":
-                    return None
-                case "exchange_metrics":
-                    return args[1]
-                case "exchange_load":
-                    self.loads.append(args[1])
-                    return self.others
-            raise AssertionError(name)
+    @property
+    def info(self):
+        return Method(lambda: _give(INFO))
 
-        return Method(call)
+    @property
+    def stats(self):
+        return Method(lambda **who: _give(EngineStats(num_running=3 if who == {"replica_id": "one"} else 0)))
 
-    def _relay(self, request):
+    def _relay(self, request, replica_id):
         handle = self
 
         class Response:
@@ -62,7 +80,7 @@ class FakeHandle:
                 handle.cancelled += 1
 
             async def __aiter__(self):
-                handle.relayed.append(request.request_id)
+                handle.relayed.append((request.request_id, replica_id))
                 yield [TokenDelta(request.request_id, 0, [5])]
                 if request.request_id == "slow":
                     await asyncio.sleep(60)
@@ -71,6 +89,12 @@ class FakeHandle:
                 yield [TokenDelta(request.request_id, 0, [6], finish_reason="stop")]
 
         return Response()
+
+
+async def _give(answer):
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 async def until(condition):

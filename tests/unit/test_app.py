@@ -227,7 +227,9 @@ def test_metrics(api):
     response = api.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     labels = 'engine="0",model_name="org/fake"'
+    front = 'engine="all",model_name="org/fake"'
     for line in (
+        f"rayllm:num_replicas{{{front}}} 1.0",
         f"rayllm:num_requests_running{{{labels}}} 2.0",
         f"rayllm:num_requests_waiting{{{labels}}} 0.0",
         f"rayllm:num_requests_swapped{{{labels}}} 0.0",
@@ -237,11 +239,11 @@ def test_metrics(api):
         f"rayllm:num_preemptions_total{{{labels}}} 0.0",
         f"rayllm:prefix_cache_queries_total{{{labels}}} 0.0",
         f"rayllm:prefix_cache_hits_total{{{labels}}} 0.0",
-        'rayllm:request_success_total{engine="0",finished_reason="length",model_name="org/fake"} 3.0',
-        f"rayllm:time_to_first_token_seconds_count{{{labels}}} 2.0",
-        f"rayllm:inter_token_latency_seconds_count{{{labels}}} 6.0",
-        f"rayllm:e2e_request_latency_seconds_count{{{labels}}} 2.0",
-        f"rayllm:request_decode_time_seconds_count{{{labels}}} 2.0",
+        'rayllm:request_success_total{engine="all",finished_reason="length",model_name="org/fake"} 3.0',
+        f"rayllm:time_to_first_token_seconds_count{{{front}}} 2.0",
+        f"rayllm:inter_token_latency_seconds_count{{{front}}} 6.0",
+        f"rayllm:e2e_request_latency_seconds_count{{{front}}} 2.0",
+        f"rayllm:request_decode_time_seconds_count{{{front}}} 2.0",
     ):
         assert line in response.text, response.text
     api.state.dead = True

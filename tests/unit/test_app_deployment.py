@@ -1,7 +1,8 @@
-"""The Serve deployments without a cluster: placement, following a restarted engine, relaying, start-up errors."""
+"""The Serve deployments without a cluster: placement, versions, autoscaling, addressed calls, start-up errors."""
 
-import asyncio
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -9,16 +10,23 @@ from types import SimpleNamespace
 
 import pytest
 from ray.serve.deployment import Application
-from unit.serve_fakes import FakeHandle, until
 
-from rayllm.config import BUNDLED_MODEL, EngineConfig, ServerConfig
+from rayllm.config import BUNDLED_MODEL, EngineConfig, ModelConfig, ServerConfig
 from rayllm.errors import ConfigError, EngineDeadError, ModelError, StartupError
-from rayllm.serve import deployment
-from rayllm.serve.deployment import ApiServer, Endpoint, EngineReplica, build_app, engine_placement, resolve_device
-from rayllm.serve.launcher import check_before_start, startup_error, with_port
-from rayllm.serve.metrics import FrontMetrics
+from rayllm.serve import cluster, deployment, launcher
+from rayllm.serve.autoscaling import QueuedTokensPolicy, autoscaling_options
+from rayllm.serve.cluster import startup_error, with_port
+from rayllm.serve.deployment import (
+    _surge_percent,
+    build_app,
+    deployment_names,
+    engine_placement,
+    make_application,
+    resolve_device,
+    resolve_devices,
+)
+from rayllm.serve.launcher import check_before_start
 from rayllm.serve.processes import adopt_orphans, end_descendants
-from rayllm.serve.relay import RelayClient
 
 
 def test_one_rank_holds_the_gpu_itself():
@@ -53,6 +61,7 @@ def test_device_is_settled_by_the_cluster():
 def test_application_builder_takes_strings_as_the_command_line_has_them():
     args = {"model": BUNDLED_MODEL, "tensor_parallel_size": "2", "device": "cpu", "enforce_eager": "true", "port": "9"}
     assert isinstance(build_app(args), Application)
+    assert isinstance(build_app({"models": [{"served_model_name": "a"}, {}], "device": "cpu"}), Application)
     with pytest.raises(ConfigError, match="unknown option 'modle'"):
         build_app({"modle": "x"})
     with pytest.raises(ModelError, match="does not exist"):
@@ -117,111 +126,138 @@ def test_no_descendant_is_left_behind():
     assert callable(end_descendants)
 
 
-class FakeEngine:
-    """Stands in for AsyncEngine."""
+def test_a_new_version_is_what_replicas_are_made_of():
+    """Serve replaces the replicas of another version, and only those."""
 
-    def __init__(self, client, _tokenizer):
-        self.client = client
-        self.dead = None
-        self.closed = False
+    def versions(server=ServerConfig(), **options):
+        models = [
+            ModelConfig(EngineConfig(device="cpu", **options), server),
+            ModelConfig(EngineConfig(device="cpu"), server.model_copy(update={"served_model_name": "other"})),
+        ]
+        api = make_application(models, server)._bound_deployment
+        engines = [bound._bound_deployment for bound in api.init_args[0].values()]
+        return [each._version for each in (*engines, api)]
 
-    async def start(self):
-        pass
-
-    async def close(self):
-        self.closed = True
-
-
-@pytest.fixture
-def api(monkeypatch):
-    """An ApiServer in the middle of its life, outside of Serve, and its handle."""
-    monkeypatch.setattr("rayllm.engine.async_engine.AsyncEngine", FakeEngine)
-    monkeypatch.setattr(deployment, "node_id", lambda: "here")
-    monkeypatch.setattr(deployment, "WATCH_S", 0.01)
-    return FakeHandle()
+    first = versions()
+    assert versions() == first
+    assert [a == b for a, b in zip(versions(block_size=8), first, strict=True)] == [False, True, True]
+    assert [a == b for a, b in zip(versions(max_num_seqs=8), first, strict=True)] == [False, True, False]
+    more = versions(ServerConfig(num_replicas=2, num_api_servers=2, port=9))
+    assert more[:2] == first[:2]
+    assert versions(ServerConfig(queue_timeout=3))[:2] == first[:2]
+    assert versions(ServerConfig(queue_timeout=3))[2] != first[2]
 
 
-def run_api(handle, scenario):
-    async def run():
-        server = ApiServer.__new__(ApiServer)
-        await server.__init__(handle, "model", "name", skip_tokenizer_init=True)
-        try:
-            await scenario(server)
-        finally:
-            server._watcher.cancel()
+def test_updates_start_as_many_replicas_as_there_is_room_for():
+    def percent(free_gpus, device="cuda", num_replicas=4, tp=2):
+        engine = EngineConfig(device=device, tensor_parallel_size=tp)
+        return _surge_percent(ModelConfig(engine, ServerConfig(num_replicas=num_replicas)), free_gpus)
 
-    asyncio.run(run())
-
-
-def engine_or_none(server):
-    try:
-        return server.engine()
-    except EngineDeadError:
-        return None
+    assert percent(None) == percent(0, device="cpu") == 100
+    assert [percent(free) for free in (0, 1, 2, 4, 8, 100)] == [0, 0, 25, 50, 100, 100]
+    # Serve rounds up to whole replicas; there must not be more than fit.
+    assert all(-(-percent(free, num_replicas=7, tp=1) * 7 // 100) <= free for free in range(8))
 
 
-def test_front_follows_a_restarted_engine(api):
-    async def scenario(server):
-        first = server.engine()
-        assert await server.unhealthy_reason() is None
-        api.current = Endpoint("ipc://two", "here")
-        await until(lambda: engine_or_none(server) not in (None, first))
-        assert first.closed
-
-    run_api(api, scenario)
-
-
-def test_front_says_so_while_the_engine_is_away(api):
-    async def scenario(server):
-        first = server.engine()
-        api.gone = True
-        await until(lambda: engine_or_none(server) is None)
-        assert "restarted" in await server.unhealthy_reason()
-        assert first.closed
-        api.gone = False
-        await until(lambda: engine_or_none(server) is not None)
-
-    run_api(api, scenario)
+def test_replicas_of_all_models_need_gpus():
+    server = ServerConfig(num_replicas=2)
+    models = [
+        ModelConfig(EngineConfig(device=device), server.model_copy(update={"served_model_name": device}))
+        for device in ("cuda", "cpu", "auto")
+    ]
+    assert [model.engine.device for model in resolve_devices(models, 4)] == ["cuda", "cpu", "cuda"]
+    with pytest.raises(ConfigError, match=r"the replicas need 4 GPUs .*; the cluster has 3"):
+        resolve_devices(models, 3)
 
 
-def test_front_reconnects_a_broken_connection(api):
-    async def scenario(server):
-        first = server.engine()
-        first.dead = "the connection was closed"
-        with pytest.raises(EngineDeadError, match="the connection was closed"):
-            server.engine()
-        await until(lambda: engine_or_none(server) not in (None, first))
-
-    run_api(api, scenario)
+def test_deployment_names_are_harmless_and_differ():
+    names = ["tiny", "org/tiny", "org-tiny", "x#y", "é" * 200]
+    models = [ModelConfig(EngineConfig(), ServerConfig(served_model_name=name)) for name in names]
+    found = deployment_names(models)
+    assert found[0] == "engine-tiny"
+    assert len(set(found)) == len(names)
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name) for name in found)
 
 
-def test_front_refuses_requests_while_the_engine_drains(api):
-    async def scenario(server):
-        first = server.engine()
-        api.current = Endpoint("ipc://one", "here", draining=True)
-        await until(lambda: engine_or_none(server) is None)
-        assert not first.closed  # what runs goes on
-        assert await server.unhealthy_reason() == "the server is shutting down"
-
-    run_api(api, scenario)
+# ---- autoscaling
 
 
-def test_front_relays_to_another_node(api):
-    api.current = Endpoint("ipc://one", "elsewhere")
-
-    async def scenario(server):
-        assert isinstance(server.engine().client, RelayClient)
-
-    run_api(api, scenario)
+def policy(**metrics):
+    context = SimpleNamespace(aggregated_metrics=metrics)
+    return QueuedTokensPolicy(target_queued_tokens=100, max_num_seqs=8)(context)
 
 
-def test_engine_adds_up_the_figures_of_all_fronts():
-    replica = SimpleNamespace(_figures={})
+def test_the_policy_wants_replicas_for_what_waits_and_for_what_runs():
+    assert policy() == (1, {})
+    assert policy(queued_tokens={"a": 100.0, "b": 0.0}, completions={"a": 3.0, "b": 1.0})[0] == 1
+    assert policy(queued_tokens={"a": 101.0, "b": 0.0})[0] == 2
+    assert policy(queued_tokens={"a": 100.0, "b": 450.0})[0] == 6
+    assert policy(queued_tokens={"a": 0.0}, completions={"a": 9.0, "b": 8.0})[0] == 3
 
-    def exchange(server_id, **finished):
-        return asyncio.run(EngineReplica.exchange_metrics(replica, server_id, FrontMetrics(finished=finished)))
 
-    exchange("a", stop=1)
-    exchange("a", stop=3)
-    total = exchange("b", stop=2, length=1)
-    assert total.finished == {"stop": 5, "length": 1}
+def test_autoscaling_is_what_max_replicas_asks_for():
+    engine = EngineConfig(max_num_seqs=8)
+    assert autoscaling_options(engine, ServerConfig(num_replicas=3)) == {"num_replicas": 3}
+    server = ServerConfig(num_replicas=2, max_replicas=5, target_queued_tokens=70, upscale_delay=1, downscale_delay=9)
+    config = autoscaling_options(engine, server)["autoscaling_config"]
+    assert (config.min_replicas, config.max_replicas) == (2, 5)
+    assert (config.upscale_delay_s, config.downscale_delay_s) == (1, 9)
+    assert config.policy.policy_kwargs == {"target_queued_tokens": 70, "max_num_seqs": 8}
+    assert config.policy.get_policy() is QueuedTokensPolicy
+
+
+# ---- updates of a running server
+
+
+def watched(statuses, update, monkeypatch):
+    """What `rayllm launch` reports while its application goes through statuses; an update is asked for at once."""
+    monkeypatch.setattr(launcher, "_WATCH_S", 0)
+    signals, said = launcher._Signals(), []
+    signals._handle(signal.SIGUSR1, None)
+    left = iter(statuses)
+
+    def status():
+        found = next(left, None)
+        if found is None:
+            signals._handle(signal.SIGTERM, None)
+        return found or statuses[-1]
+
+    launcher._watch(SimpleNamespace(status=status), signals, said.append, update)
+    return said
+
+
+def test_an_update_is_reported(monkeypatch):
+    done = []
+    statuses = [("RUNNING", ""), ("RUNNING", "")]
+    assert watched(statuses, lambda: done.append(1), monkeypatch) == ["updating", "updated"]
+    assert done == [1]
+    statuses = [("DEPLOYING", ""), ("DEPLOYING", ""), ("DEPLOY_FAILED", "weights are broken"), ("UNHEALTHY", "x")]
+    assert watched(statuses, lambda: None, monkeypatch) == [
+        "updating",
+        "the server is DEPLOYING",
+        "the server is DEPLOY_FAILED: weights are broken",
+        "the update failed; the replicas that there were go on",
+        "the server is UNHEALTHY: x",
+    ]
+
+
+@pytest.mark.parametrize("error", [ConfigError("port cannot change"), ModelError("no weights"), StartupError("no")])
+def test_options_that_cannot_work_leave_the_server_as_it_is(monkeypatch, error):
+    def update():
+        raise error
+
+    assert watched([("RUNNING", "")], update, monkeypatch) == [f"the options stay as they are: {error}"]
+
+
+def test_why_an_update_failed(monkeypatch):
+    message = "A replica failed to start with exception. Error:\nrayllm.errors.ModelError: weights are broken\n"
+    app = SimpleNamespace(
+        status=SimpleNamespace(value="DEPLOY_FAILED"),
+        message="Failed to update the deployments ['engine-a'].",
+        deployments={"engine-a": SimpleNamespace(message=message)},
+    )
+    monkeypatch.setattr(cluster, "_applications", lambda: {"rayllm": app})
+    assert cluster.Cluster(ServerConfig()).status() == ("DEPLOY_FAILED", "weights are broken")
+    monkeypatch.setattr(cluster, "_applications", dict)
+    with pytest.raises(EngineDeadError, match="removed"):
+        cluster.Cluster(ServerConfig()).status()

@@ -17,7 +17,7 @@ def relay_client(scenario):
 
     async def run():
         handle, deltas = FakeHandle(), []
-        client = RelayClient(handle)
+        client = RelayClient(handle, "one", INFO)
         await client.start(deltas.extend, lambda _: None)
         await scenario(client, handle, deltas)
         await client.close()

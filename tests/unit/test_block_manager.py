@@ -125,3 +125,23 @@ def test_misuse_is_an_error():
     manager.release(table)
     with pytest.raises(RuntimeError, match="nobody holds it"):
         manager.release(table)
+
+
+def test_evictions_are_reported_and_a_touched_block_is_evicted_last():
+    cache, evicted = PrefixCache(SIZE), []
+    manager = BlockManager(3, SIZE, cache, lambda block, digest: evicted.append((block, digest)))
+    hashes: list[bytes] = []
+    cache.extend(hashes, cache.root(""), list(range(8)), 2)
+    first, second, third = manager.allocate(3)
+    cache.register(hashes[0], first)
+    cache.register(hashes[1], second)
+    for block in (first, second, third):
+        manager.release([block])
+    manager.touch(first)
+    assert manager.allocate(2) == [third, second]
+    assert evicted == [(second, hashes[1])]
+    manager.touch(second)  # held: nothing happens
+    manager.acquire([first])
+    assert manager.is_shared(first) is False
+    manager.fork([first])
+    assert manager.is_shared(first) is True

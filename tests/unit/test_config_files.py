@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rayllm.config import EngineConfig, ServerConfig, load_config_file, make_config
+from rayllm.config import load_config_file, make_models
 from rayllm.errors import ConfigError
 from rayllm.model_spec import check_parallel, load_model_spec
 
@@ -22,15 +22,15 @@ SHAPES = {  # billions of parameters, as published
 
 @pytest.mark.parametrize("path", DEPLOYMENTS, ids=lambda p: p.stem)
 def test_deployments_load(path):
-    engine, server = load_config_file(str(path))
-    config = make_config(EngineConfig, engine)
-    make_config(ServerConfig, server)
-    if not Path(config.model).is_absolute():
-        check_parallel(load_model_spec(str(ROOT / config.model)), config.tensor_parallel_size)
+    models, _ = make_models(load_config_file(str(path)))
+    for model in models:
+        config = model.engine
+        if not Path(config.model).is_absolute():
+            check_parallel(load_model_spec(str(ROOT / config.model)), config.tensor_parallel_size)
 
 
 def test_there_are_deployments():
-    assert {"tiny-pydoc", "llama-3.1-8b-tp4"} <= {p.stem for p in DEPLOYMENTS}
+    assert {"tiny-pydoc", "llama-3.1-8b-tp4", "two-models"} <= {p.stem for p in DEPLOYMENTS}
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda p: p.name)

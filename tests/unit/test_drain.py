@@ -6,18 +6,19 @@ import stat
 
 import pytest
 from unit.app_fakes import Api
-from unit.serve_fakes import FakeHandle, Method, until
+from unit.serve_fakes import Answers, Method
 from unit.test_driver_fakes import FakeCore, fake_request, wait_for
 
 from rayllm import ray_cluster
-from rayllm.config import EngineConfig, ServerConfig
+from rayllm.config import EngineConfig, ModelConfig, ServerConfig
 from rayllm.errors import EngineDeadError, StartupError
 from rayllm.ray_cluster import ensure_token
-from rayllm.serve import deployment, engine_replica
+from rayllm.serve import deployment, engine_replica, model_front
 from rayllm.serve.admission import Load
-from rayllm.serve.api_errors import ApiError
-from rayllm.serve.deployment import ApiServer, FrontOptions, make_application
-from rayllm.serve.engine_replica import Endpoint, EngineReplica
+from rayllm.serve.deployment import make_application
+from rayllm.serve.engine_replica import EngineReplica, FrontReport
+from rayllm.serve.metrics import FrontMetrics
+from rayllm.serve.model_front import FrontModel, ModelFront
 
 
 class Front:
@@ -43,12 +44,16 @@ class Handle:
     def __getattr__(self, name):
         return Method(getattr(self._replica, name))
 
+    def broadcast(self, name, *args):
+        return Answers([getattr(self._replica, name)(*args)])
+
 
 @pytest.fixture
 def engine(monkeypatch):
     """(core, driver, front, replica) with a core whose steps wait for `core.allow`."""
     monkeypatch.setattr("rayllm.engine.core.build_engine_core", lambda _: FakeCore(gated=True))
-    monkeypatch.setattr(engine_replica, "node_id", lambda: "here")
+    for name, value in (("node_id", "here"), ("replica_id", "one"), ("replica_index", 0)):
+        monkeypatch.setattr(engine_replica, name, lambda value=value: value)
     replica = EngineReplica({"device": "cpu"}, drain_timeout=30.0)
     front = Front()
     replica._driver.attach(front)
@@ -62,16 +67,15 @@ def test_a_stalled_engine_makes_health_a_503(engine, monkeypatch):
     core, driver, front, replica = engine
     monkeypatch.setattr(engine_replica, "STEP_DEADLINE_S", 0.05)
     monkeypatch.setattr("rayllm.engine.async_engine.AsyncEngine", FakeAsyncEngine)
-    monkeypatch.setattr(deployment, "node_id", lambda: "here")
-    server = ApiServer.__new__(ApiServer)
+    monkeypatch.setattr(model_front, "node_id", lambda: "here")
+    model = ModelFront(FrontModel(name="m", folder=""), Handle(replica), None, "server")
 
-    async def scenario():
-        await server.__init__(Handle(replica), "model", "name", skip_tokenizer_init=True)
-        server._watcher.cancel()
+    async def fresh_reason():
+        await model.refresh()
+        return await model.unhealthy_reason()
 
-    asyncio.run(scenario())
     api = Api()
-    api.state.unhealthy_reason = server.unhealthy_reason
+    api.state.unhealthy_reason = fresh_reason
     assert api.get("/health").status_code == 200, "an idle engine is healthy"
     driver.add(front, fake_request("a", max_tokens=2))
     wait_for(lambda: not driver.healthy(0.05))
@@ -103,20 +107,24 @@ class FakeAsyncEngine:
         pass
 
 
+def report(server_id, total=Load(), here=Load(), **finished):
+    """What an API server sends to the replica "one"."""
+    return FrontReport(server_id, total, {"one": here, "two": Load(99, 99)}, FrontMetrics(finished=finished))
+
+
 def test_running_requests_finish_before_the_engine_ends(engine):
     core, driver, front, replica = engine
     driver.add(front, fake_request("a", max_tokens=3))
 
     async def scenario():
-        await replica.exchange_load("one", Load(1, 0))
-        stopping = asyncio.create_task(replica.stop())
+        assert not (await replica.exchange(report("one"))).draining
+        stopping = asyncio.create_task(replica.stop(30))
         await asyncio.sleep(0.1)
-        endpoint = await replica.endpoint("one")
-        assert endpoint.draining
-        core.allow(2)
-        await asyncio.sleep(0.1)
-        assert not stopping.done()
-        core.allow(1)
+        assert (await replica.exchange(report("one"))).draining
+        core.allow(3)
+        await asyncio.sleep(0.3)
+        assert not stopping.done(), "the front may still send"
+        driver.detach(front)
         await asyncio.wait_for(stopping, 10)
 
     asyncio.run(scenario())
@@ -124,47 +132,30 @@ def test_running_requests_finish_before_the_engine_ends(engine):
     assert driver.dead == "the engine was shut down"
 
 
-def test_the_engine_waits_until_its_fronts_know(engine):
-    """So that a request that a front accepts in the last moment still finds it."""
-    *_, replica = engine
+def test_a_request_of_the_last_moment_still_finds_the_engine(engine):
+    """A front that has not heard of the drain sends one more, and disconnects when it is done."""
+    core, driver, front, replica = engine
 
     async def scenario():
-        for server in ("one", "two"):
-            await replica.exchange_load(server, Load())
-        stopping = asyncio.create_task(replica.stop())
-        await asyncio.sleep(0.1)
-        assert not stopping.done(), "nothing runs, but nobody knows"
-        await replica.endpoint("one")
-        await replica.endpoint()
-        await asyncio.sleep(0.1)
-        assert not stopping.done()
-        await replica.endpoint("two")
+        stopping = asyncio.create_task(replica.stop(30))
+        await asyncio.sleep(0.2)
+        driver.add(front, fake_request("a", max_tokens=2))
+        core.allow(2)
+        await asyncio.to_thread(wait_for, lambda: front.deltas and front.deltas[-1].finish_reason)
+        driver.detach(front)
         await asyncio.wait_for(stopping, 5)
 
     asyncio.run(scenario())
-
-
-def test_fronts_that_are_gone_are_not_waited_for(engine, monkeypatch):
-    *_, replica = engine
-    monkeypatch.setattr(engine_replica, "GONE_S", 0.05)
-
-    async def scenario():
-        await replica.exchange_load("one", Load(5, 5))
-        await asyncio.sleep(0.1)
-        assert await replica.exchange_load("two", Load(1, 1)) == Load()
-        await asyncio.wait_for(replica.stop(), 5)
-
-    asyncio.run(scenario())
+    assert [d.finish_reason for d in front.deltas] == [None, "length"]
 
 
 def test_what_does_not_finish_in_time_gets_an_answer(engine):
     core, driver, front, replica = engine
-    replica._drain_timeout = 0.1
     driver.add(front, fake_request("a", max_tokens=3))
     wait_for(lambda: driver.stats() is not None)
 
     async def scenario():
-        stopping = asyncio.create_task(replica.stop())
+        stopping = asyncio.create_task(replica.stop(0.1))
         await asyncio.sleep(0.3)
         core.allow(1)
         await asyncio.wait_for(stopping, 10)
@@ -174,50 +165,75 @@ def test_what_does_not_finish_in_time_gets_an_answer(engine):
     assert front.deltas[-1].finish_reason == "error"
 
 
+def test_who_stops_later_can_only_shorten_the_drain(engine):
+    *_, replica = engine
+
+    async def scenario():
+        long = asyncio.create_task(replica.__del__())
+        await asyncio.sleep(0.1)
+        assert not long.done()
+        await asyncio.wait_for(replica.stop(0.1), 5)
+        await asyncio.wait_for(long, 1)
+
+    asyncio.run(scenario())
+
+
 def test_each_front_hears_of_the_others_load(engine):
     *_, replica = engine
 
     async def scenario():
-        assert await replica.exchange_load("one", Load(3, 30)) == Load()
-        assert await replica.exchange_load("two", Load(1, 10)) == Load(3, 30)
-        assert await replica.exchange_load("three", Load()) == Load(4, 40)
-        assert await replica.exchange_load("one", Load(2, 0)) == Load(1, 10)
+        async def exchange(*args):
+            answer = await replica.exchange(report(*args))
+            return answer.others_total, answer.others_here
+
+        assert await exchange("one", Load(3, 30), Load(1, 10)) == (Load(), Load())
+        assert await exchange("two", Load(1, 10), Load(1, 5)) == (Load(3, 30), Load(1, 10))
+        assert await exchange("three") == (Load(4, 40), Load(2, 15))
+        assert await exchange("one", Load(2, 0), Load(2, 0)) == (Load(1, 10), Load(1, 5))
+        assert replica.record_autoscaling_stats() == {"queued_tokens": 5.0, "completions": 3.0}
 
     asyncio.run(scenario())
 
 
-def test_a_front_counts_the_others_and_refuses_while_the_engine_drains(monkeypatch):
-    monkeypatch.setattr("rayllm.engine.async_engine.AsyncEngine", FakeAsyncEngine)
-    monkeypatch.setattr(deployment, "node_id", lambda: "here")
-    monkeypatch.setattr(deployment, "WATCH_S", 0.01)
-    handle = FakeHandle()
-    handle.others = Load(3, 0)
-    options = FrontOptions(server=ServerConfig(max_queued_requests=1), max_running=4)
+def test_fronts_that_are_gone_do_not_count(engine, monkeypatch):
+    *_, replica = engine
+    monkeypatch.setattr(engine_replica, "GONE_S", 0.05)
 
     async def scenario():
-        server = ApiServer.__new__(ApiServer)
-        await server.__init__(handle, "model", "name", skip_tokenizer_init=True, options=options)
-        await until(lambda: server.admission.others == Load(3, 0))
-        server.admission.enter()
-        server.admission.enter()
-        with pytest.raises(ApiError):
-            server.admission.enter()
-        await until(lambda: handle.loads[-1] == Load(2, 0))
-        handle.current = Endpoint("ipc://one", "here", draining=True)
-        await until(lambda: server._endpoint.draining)
-        with pytest.raises(EngineDeadError, match="shutting down"):
-            server.engine()
-        server._watcher.cancel()
+        await replica.exchange(report("one", Load(5, 5), Load(5, 5)))
+        await asyncio.sleep(0.1)
+        assert replica.record_autoscaling_stats() == {"queued_tokens": 0.0, "completions": 0.0}
+        assert (await replica.exchange(report("two", Load(1, 1)))).others_total == Load()
 
     asyncio.run(scenario())
+
+
+def test_a_replica_keeps_the_figures_of_a_bounded_number_of_fronts(engine, monkeypatch):
+    *_, replica = engine
+    monkeypatch.setattr(engine_replica, "MAX_SERVERS", 2)
+
+    async def scenario():
+        for server_id, count in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
+            answer = await replica.exchange(report(server_id, stop=count))
+        return {server_id: figures.finished for server_id, figures in answer.metrics.items()}
+
+    assert asyncio.run(scenario()) == {"a": {"stop": 3}, "c": {"stop": 4}}
+
+
+def test_figures_of_a_replica_that_is_gone_are_not_taken_for_anothers(engine):
+    *_, replica = engine
+    assert asyncio.run(replica.stats("one")) == asyncio.run(replica.stats())
+    with pytest.raises(EngineDeadError, match="two is gone"):
+        asyncio.run(replica.stats("two"))
 
 
 def test_serve_waits_longer_than_the_drain(monkeypatch):
     made = []
     real = deployment.serve.deployment
     monkeypatch.setattr(deployment.serve, "deployment", lambda **options: made.append(options) or real(**options))
-    make_application(EngineConfig(device="cpu"), ServerConfig(drain_timeout=60, log_format="json"))
-    assert [options["name"] for options in made] == ["EngineReplica", "ApiServer"]
+    server = ServerConfig(drain_timeout=5, replica_drain_timeout=60, log_format="json", served_model_name="m")
+    make_application([ModelConfig(EngineConfig(device="cpu"), server)], server)
+    assert [options["name"] for options in made] == ["engine-m", "ApiServer"]
     assert all(options["graceful_shutdown_timeout_s"] > 60 for options in made)
     assert all(options["logging_config"].encoding == "JSON" for options in made)
 

@@ -117,7 +117,7 @@ def test_all_fronts_count_the_times(name):
     two.observe(name, 2.0)
     one.add(two)
     assert one.histograms[name].total == 3.0
-    assert b'rayllm:request_refused_total{code="queue_full",engine="0",model_name="m"} 2.0' in render_metrics(
+    assert b'rayllm:request_refused_total{code="queue_full",engine="all",model_name="m"} 2.0' in render_metrics(
         "m", EngineStats(), one
     )
 

@@ -5,115 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from fakes import VOCAB, FakeConstraint, FakeWorker, expected_output
+from fakes import VOCAB
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from unit.scheduler_harness import CHEAP, DEAR, EVEN, Harness
 
-from rayllm.core.scheduler import Scheduler
 from rayllm.sampling_params import SamplingParams
-from rayllm.types import GenerationRequest, TokenDelta
-
-EOS = 7
-
-
-class Harness:
-    """A scheduler and a fake worker with up to `depth` plans in flight; collects what fronts would see."""
-
-    def __init__(self, *, num_blocks: int, block_size: int, depth: int = 1, **options: object):
-        settings = {
-            "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": num_blocks * block_size, **options,
-        }  # fmt: skip
-        self.scheduler = Scheduler(num_blocks=num_blocks, block_size=block_size, eos_token_ids=[EOS], **settings)
-        self.worker = FakeWorker(num_blocks, block_size, self.scheduler.max_num_seqs)
-        self.depth = depth
-        self.results: list = []
-        self.outputs: dict[tuple[str, int], list[int]] = {}
-        self.reasons: dict[tuple[str, int], str] = {}
-        self.requests: dict[str, GenerationRequest] = {}
-        self.constraints: dict[str, dict | None] = {}
-        self.aborted: set[str] = set()
-
-    def add(
-        self, request_id: str, prompt: list[int], priority: int = 0, salt: str = "", constraint: dict | None = None,
-        **params: object,
-    ) -> None:  # fmt: skip
-        request = GenerationRequest(
-            request_id=request_id, prompt_token_ids=prompt, params=SamplingParams(**params), priority=priority,
-            cache_salt=salt,
-        )  # fmt: skip
-        if constraint is None:
-            self.scheduler.add(request)
-        else:
-            self.scheduler.add(request, lambda: FakeConstraint(**constraint))
-        self.requests[request_id] = request
-        self.constraints[request_id] = constraint
-        self.scheduler.check_integrity()
-
-    def abort(self, request_id: str) -> None:
-        self.scheduler.abort(request_id)
-        if request_id in self.requests:
-            self.aborted.add(request_id)
-        self.scheduler.check_integrity()
-
-    def step(self) -> bool:
-        """One turn of the engine loop. False if there was nothing to do."""
-        plan = self.scheduler.schedule()
-        self.scheduler.check_integrity()
-        if plan is not None:
-            self.results.append(self.worker.execute(plan))
-        if not self.results:
-            failed = self.scheduler.take_failed()
-            self.deliver(failed)
-            return bool(failed) or bool(self.scheduler.awaited_masks)
-        if plan is None or len(self.results) >= self.depth:
-            self.deliver(self.scheduler.update(self.results.pop(0)))
-        return True
-
-    def deliver(self, deltas: list[TokenDelta]) -> None:
-        for delta in deltas:
-            key = (delta.request_id, delta.index)
-            assert key not in self.reasons, f"{key} got a token after its end"
-            assert delta.request_id not in self.aborted
-            self.outputs.setdefault(key, []).extend(delta.token_ids)
-            if delta.finish_reason:
-                self.reasons[key] = delta.finish_reason
-        self.scheduler.check_integrity()
-
-    def run(self, limit: int = 20_000) -> None:
-        for _ in range(limit):
-            if not self.step():
-                break
-        assert not self.scheduler.has_work(), "a request starves"
-
-    def check_done(self) -> None:
-        """Every request that was not aborted has exactly the output of the naive oracle; nothing is left behind."""
-        seeds = {}
-        for request in self.requests.values():
-            if request.request_id in self.aborted:
-                continue
-            params = request.params
-            for index in range(params.n):
-                key = (request.request_id, index)
-                seeds[key] = self.seeds[key]
-                limit = min(self.scheduler.max_model_len, len(request.prompt_token_ids) + params.max_tokens)
-                stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
-                options = self.constraints[request.request_id]
-                constraint = None if options is None else FakeConstraint(**options)
-                expected = expected_output(request.prompt_token_ids, self.seeds[key], limit, stops, constraint)
-                assert self.outputs[key] == expected, key
-                reason = "length" if len(request.prompt_token_ids) + len(expected) >= limit else "error"
-                assert self.reasons[key] == ("stop" if expected[-1] in stops else reason)
-        stats = self.scheduler.stats()
-        assert stats.num_used_blocks == stats.num_running == stats.num_waiting == 0
-
-    @property
-    def seeds(self) -> dict[tuple[str, int], int]:
-        from rayllm.core.sequence import derive_seed
-
-        return {
-            (r.request_id, i): derive_seed(r.params.seed, i) for r in self.requests.values() for i in range(r.params.n)
-        }
-
+from rayllm.types import GenerationRequest
 
 PROMPTS = st.one_of(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
@@ -151,14 +49,18 @@ OPERATIONS = st.lists(
     depth=st.integers(1, 2),
     policy=st.sampled_from(["fcfs", "priority"]),
     caching=st.booleans(),
+    num_cpu_blocks=st.sampled_from([0, 1, 3, 8, 40]),
+    mode=st.sampled_from(["cost", "cost", "recompute", "swap"]),
+    costs=st.sampled_from([CHEAP, DEAR, EVEN]),
 )
 def test_random_histories_leave_every_output_right(
-    operations, block_size, spare_blocks, max_num_seqs, budget, depth, policy, caching
+    operations, block_size, spare_blocks, max_num_seqs, budget, depth, policy, caching, num_cpu_blocks, mode, costs
 ):
     num_blocks = -(-32 // block_size) + spare_blocks
     harness = Harness(
         num_blocks=num_blocks, block_size=block_size, depth=depth, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget, policy=policy, enable_prefix_caching=caching,
+        max_num_batched_tokens=budget, policy=policy, enable_prefix_caching=caching, num_cpu_blocks=num_cpu_blocks,
+        preemption_mode=mode if num_cpu_blocks or mode != "swap" else "cost", costs=costs,
     )  # fmt: skip
     for operation in operations:
         if operation[0] == "add":
@@ -174,14 +76,18 @@ def test_random_histories_leave_every_output_right(
     harness.check_done()
 
 
+@pytest.mark.parametrize(
+    ("mode", "caching"), [("recompute", True), ("recompute", False), ("swap", True), ("swap", False), ("cost", True)]
+)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_long_history_in_a_tight_pool_preempts_and_finishes(policy, depth):
+def test_a_long_history_in_a_tight_pool_preempts_and_finishes(policy, depth, mode, caching):
     rng = random.Random(0)
     harness = Harness(
-        num_blocks=12, block_size=4, depth=depth, max_num_seqs=8, max_num_batched_tokens=24, policy=policy
-    )
-    for i in range(150):
+        num_blocks=12, block_size=4, depth=depth, max_num_seqs=8, max_num_batched_tokens=24, policy=policy,
+        num_cpu_blocks=10, preemption_mode=mode, costs=EVEN, enable_prefix_caching=caching,
+    )  # fmt: skip
+    for i in range(80):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
         harness.add(
             f"r{i}", prompt, rng.randint(0, 2), n=rng.choice([1, 1, 3]), max_tokens=rng.randint(1, 28), seed=i,
@@ -193,7 +99,10 @@ def test_a_long_history_in_a_tight_pool_preempts_and_finishes(policy, depth):
             harness.abort(f"r{rng.randint(0, i)}")
     harness.run()
     harness.check_done()
-    assert harness.scheduler.stats().num_preemptions > 50
+    stats = harness.scheduler.stats()
+    assert stats.num_preemptions > 25
+    assert (stats.num_swap_preemptions > 10) == (mode != "recompute")
+    assert stats.swapped_in_blocks > 0 or (mode == "recompute" and not caching)
 
 
 def test_a_constrained_sequence_waits_for_its_mask_and_the_others_do_not():

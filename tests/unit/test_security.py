@@ -17,7 +17,7 @@ from unit.app_fakes import CHAT, Api
 from unit.test_app import error_of
 
 from rayllm import cli_env
-from rayllm.config import BUNDLED_MODEL, EngineConfig, ServerConfig, make_config
+from rayllm.config import BUNDLED_MODEL, EngineConfig, ModelConfig, ServerConfig, make_config
 from rayllm.core.prefix_cache import PrefixCache
 from rayllm.core.scheduler import Scheduler
 from rayllm.engine.chat_template import ChatTemplate
@@ -177,7 +177,7 @@ def test_keys_are_in_no_dump(monkeypatch, capsys):
     bound = []
     real = deployment.FrontOptions
     monkeypatch.setattr(deployment, "FrontOptions", lambda **options: bound.append(real(**options)) or bound[0])
-    make_application(EngineConfig(device="cpu"), server, keys=keys)
+    make_application([ModelConfig(EngineConfig(device="cpu"), server)], server, keys=keys)
     monkeypatch.undo()
     assert KEY.encode() not in pickle.dumps(bound[0])  # what Ray keeps
     assert hashlib.sha256(KEY.encode()).digest() in pickle.dumps(bound[0])

@@ -1,0 +1,143 @@
+"""`Admission`: which sequences enter the batch, in which order, and with which blocks."""
+
+from __future__ import annotations
+
+from rayllm.core.batch import RunningBatch
+from rayllm.core.kv_memory import KVMemory, Match
+from rayllm.core.preemption import Preemption
+from rayllm.core.prefill import schedule_chunk
+from rayllm.core.queue import WaitingQueue
+from rayllm.core.sequence import Sequence, SequenceStatus, policy_order
+from rayllm.core.step import Draft
+from rayllm.types import SequenceData
+
+WATERMARK = 0.01  # share of blocks kept free at admission, so that running sequences can grow a while
+
+
+class Admission:
+    """Lets sequences in while there is budget, a row and room. Nobody overtakes the first in policy order.
+
+    num_queries, num_hits, num_cpu_hits: tokens looked up in the prefix cache so far, found there, and found on the
+    host only.
+    """
+
+    def __init__(
+        self, memory: KVMemory, batch: RunningBatch, preemption: Preemption, waiting: WaitingQueue,
+        swapped: WaitingQueue,
+    ):  # fmt: skip
+        self._memory, self._batch, self._preemption = memory, batch, preemption
+        self._waiting, self._swapped = waiting, swapped
+        self._watermark = int(memory.gpu.num_blocks * WATERMARK)
+        self.num_queries = self.num_hits = self.num_cpu_hits = 0
+
+    def admit_forks(self, forks: list[Sequence], draft: Draft) -> None:
+        """Let forked siblings enter; those that don't fit give their blocks back and wait like new sequences."""
+        blocks = self._memory.gpu
+        for seq in forks:
+            if not (draft.budget and self._batch.free_rows and blocks.num_free > self._reserve(seq)):
+                self._preemption.send_back(seq)
+                continue
+            last = len(seq.group.prompt_token_ids) - 1
+            copy = blocks.make_writable(seq.block_table, last // blocks.block_size)
+            if copy is not None:
+                draft.copies.append(copy)
+                draft.copied.append(copy[0])
+            self._enter(seq, seq.block_table, last, draft)
+            schedule_chunk(seq, self._memory, draft)
+
+    def admit(self, draft: Draft) -> None:
+        """Admit swapped and waiting sequences in policy order, up to the first for which anything is short.
+
+        In that order whoever ran before comes before whoever is new.
+        """
+        while draft.budget and self._batch.free_rows:
+            seq = self._head()
+            if seq is None:
+                return
+            match = self._find(seq)
+            if not self._has_room(seq, match):
+                return
+            if seq.status is SequenceStatus.SWAPPED:
+                self._swapped.remove(seq)
+                num_computed = seq.num_swapped
+            else:
+                self._waiting.remove(seq)
+                num_computed = self._count(seq, match, draft)
+            table, arriving = self._memory.claim(seq, match, len(seq.token_ids))
+            self._memory.release_swapped(seq)
+            self._enter(seq, table, num_computed, draft)
+            if arriving:
+                draft.arriving.append(seq)  # its blocks arrive while this step computes
+            else:
+                schedule_chunk(seq, self._memory, draft)
+
+    def yield_to_urgent(self) -> None:
+        """Preempt sequences of lower priority while one of higher priority waits for a row or for blocks."""
+        head = self._head()
+        if head is None:
+            return
+        match = self._find(head)
+        running = self._batch.sequences
+        while running and head.key[0] < running[-1].key[0]:
+            if self._batch.free_rows and self._has_room(head, match):
+                return
+            self._preemption.preempt_last()
+
+    def _head(self) -> Sequence | None:
+        """The first in policy order outside the batch. None also while something about it is not known yet."""
+        heads = [seq for seq in (self._swapped.peek(), self._waiting.peek()) if seq is not None]
+        head = min(heads, key=policy_order, default=None)
+        # Preempted while its last token is in flight: the id is needed first, and then its mask.
+        return None if head is None or head.num_pending or head.blocked else head
+
+    def _find(self, seq: Sequence) -> Match:
+        return self._memory.match_swapped(seq) if seq.status is SequenceStatus.SWAPPED else self._memory.match(seq)
+
+    def _has_room(self, seq: Sequence, match: Match) -> bool:
+        """Whether the sequence's blocks can be allocated once those of the match are held."""
+        missing = self._memory.gpu.blocks_for(len(seq.token_ids)) - len(match.blocks)
+        return self._memory.num_free_after(match) - missing >= self._reserve(seq)
+
+    def _reserve(self, seq: Sequence) -> int:
+        """Blocks that admission leaves free; none for the only sequence, which could otherwise wait for ever.
+
+        One that was preempted would be the next victim again: it comes back when all that run can grow by a block.
+        """
+        running = len(self._batch.sequences)
+        if not running:
+            return 0
+        return max(self._watermark, running) if seq.group.num_preemptions else self._watermark
+
+    def _count(self, seq: Sequence, match: Match, draft: Draft) -> int:
+        """Record what the prefix cache found for a waiting sequence; returns how many tokens that is."""
+        size = self._memory.block_size
+        hit = len(match.blocks) * size
+        self.num_queries += len(seq.token_ids)
+        self.num_hits += hit
+        self.num_cpu_hits += len(match.host) * size
+        if seq.group.num_cached_tokens is None:
+            seq.group.num_cached_tokens = hit
+            draft.started.append(seq.group)
+        return hit
+
+    def _enter(self, seq: Sequence, block_table: list[int], num_computed: int, draft: Draft) -> None:
+        """Put a sequence into the batch; nothing of it is scheduled yet."""
+        size = self._memory.block_size
+        self._batch.enter(seq)
+        seq.block_table = block_table
+        seq.capacity = len(block_table) * size
+        seq.num_computed = num_computed
+        seq.num_registered = num_computed // size
+        if self._memory.caching:
+            seq.next_full = (seq.num_registered + 1) * size
+        draft.new.append(
+            SequenceData(
+                row=seq.row,
+                token_ids=list(seq.token_ids),
+                num_prompt_tokens=len(seq.group.prompt_token_ids),
+                num_computed_tokens=num_computed,
+                block_table=list(block_table),
+                params=seq.group.params,
+                seed=seq.seed,
+            )
+        )

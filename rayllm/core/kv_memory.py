@@ -1,0 +1,241 @@
+"""`KVMemory`: the blocks of both pools, the prefix cache over them, and the moves between them that a plan makes.
+
+The prefix cache has two tiers. A cached block that the device needs for something else is demoted to the host pool,
+where it stays findable until it is the least recently used there; a prompt that matches it brings it back. Swapped
+sequences hold host blocks of their own, registered in the same tier, so that a content is on the host once. Both pools
+are ordinary `BlockManager`s: what swapped sequences hold cannot be evicted, everything else on the host can.
+
+Moves are made by plans, all swap-outs of a plan before its swap-ins, so a device block may be handed out as soon as its
+swap-out is noted. A host block that a plan reads is held until the plan is complete, because a swap-out of the same
+plan would overwrite it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from rayllm.core.block_manager import BlockManager
+from rayllm.core.prefix_cache import PrefixCache
+from rayllm.core.sequence import Sequence
+from rayllm.types import KVCosts
+
+
+class Match(NamedTuple):
+    """Where the beginning of a sequence is, block by block.
+
+    blocks: device blocks; None where only the host has it. host: the host's blocks for those, in order.
+    """
+
+    blocks: list[int | None]
+    host: list[int]
+
+    @property
+    def on_device(self) -> list[int]:
+        """The device blocks alone."""
+        return [block for block in self.blocks if block is not None]
+
+
+class Moves(NamedTuple):
+    """As `StepPlan` has them: (device block, host block) out, (host block, device block) in."""
+
+    swap_outs: list[tuple[int, int]]
+    swap_ins: list[tuple[int, int]]
+
+
+class KVMemory:
+    """costs: what moving and computing take; needed if there are host blocks and a prefix cache to keep in them.
+
+    num_swapped_out, num_swapped_in: blocks moved so far.
+    """
+
+    def __init__(self, *, num_blocks: int, num_cpu_blocks: int, block_size: int, caching: bool, costs: KVCosts | None):
+        self.block_size = block_size
+        self.caching = caching
+        self.cache = PrefixCache(block_size)
+        self.cpu_cache = PrefixCache(block_size)
+        self._costs = costs
+        self._tiered = bool(caching and num_cpu_blocks and costs is not None and _tier_pays(costs, block_size))
+        demote = self._demote if self._tiered else None
+        self.gpu = BlockManager(num_blocks, block_size, self.cache if caching else None, demote)
+        self.cpu = BlockManager(num_cpu_blocks, block_size, self.cpu_cache if caching else None)
+        self.num_swapped_out = self.num_swapped_in = 0
+        self._swap_outs: dict[int, int] = {}  # host block -> device block; a later content replaces an earlier one
+        self._swap_ins: list[tuple[int, int]] = []
+        self._arriving: set[int] = set()  # device blocks that the plan in the making fills
+        self._reading: list[int] = []  # host blocks held for its swap-ins
+
+    # ---------------------------------------------------------------------------------------------- prefix cache
+
+    def match(self, seq: Sequence) -> Match:
+        """Where the cached beginning of a sequence is. At least its last token stays to be computed, for its logits.
+
+        Nothing behind the first block that only the host has counts if it is dearer to move than to compute.
+        """
+        group = seq.group
+        if not self.caching or (group.params.prompt_logprobs is not None and seq.fresh and seq.index == 0):
+            return Match([], [])  # prompt logprobs need every prompt position computed
+        usable = (len(seq.token_ids) - 1) // self.block_size
+        self.cache.extend(seq.block_hashes, group.root_hash, seq.token_ids, usable)
+        hashes = seq.block_hashes if len(seq.block_hashes) == usable else seq.block_hashes[:usable]
+        found: list[int | None] = list(self.cache.match(hashes))
+        if not self._tiered or len(found) == usable:
+            return Match(found, [])
+        return self._match_host(hashes, found)
+
+    def _match_host(self, hashes: list[bytes], found: list[int | None]) -> Match:
+        """Go on where the device's tier has a hole."""
+        assert self._costs is not None
+        hole = len(found)
+        host = []
+        for digest in hashes[hole:]:
+            block = self.cache.find(digest)
+            if block is None:
+                host_block = self.cpu_cache.find(digest)
+                if host_block is None:
+                    break
+                host.append(host_block)
+            found.append(block)
+        if host and self._costs.swap_in(len(host)) >= self._costs.recompute((len(found) - hole) * self.block_size):
+            return Match(found[:hole], [])
+        return Match(found, host)
+
+    def register(self, seq: Sequence, num_tokens: int) -> None:
+        """Make the full blocks among the first num_tokens tokens (ids known, KV written or scheduled) findable."""
+        full = num_tokens // self.block_size
+        self.cache.extend(seq.block_hashes, seq.group.root_hash, seq.token_ids, full)
+        for i in range(seq.num_registered, full):
+            self.cache.register(seq.block_hashes[i], seq.block_table[i])
+        seq.num_registered = full
+        seq.next_full = (full + 1) * self.block_size
+
+    def _demote(self, block: int, digest: bytes) -> None:
+        """Keep on the host what a device block holds that is about to be reused."""
+        host_block = self.cpu_cache.find(digest)
+        if host_block is not None:
+            self.cpu.touch(host_block)
+        elif self.cpu.num_free:
+            (host_block,) = self.cpu.allocate(1)
+            self.cpu_cache.register(digest, host_block)
+            self.cpu.release([host_block])
+            self._swap_outs[host_block] = block
+
+    # ---------------------------------------------------------------------------------------------- admission
+
+    def num_free_after(self, match: Match) -> int:
+        """Device blocks that would be free if what a match found were claimed."""
+        return self.gpu.num_free_after(match.on_device) - len(match.host)
+
+    def claim(self, seq: Sequence, match: Match, num_tokens: int) -> tuple[list[int], bool]:
+        """A table of device blocks for num_tokens tokens that begins with a match; the caller holds it.
+
+        Also returns whether the plan in the making fills any of these blocks, so that only later ones should read them.
+        """
+        self.gpu.acquire(match.on_device)
+        if match.host:
+            self.cpu.acquire(match.host)
+            self._reading += match.host
+        missing = self.gpu.blocks_for(num_tokens) - len(match.blocks)
+        fresh = self.gpu.allocate(len(match.host) + missing)
+        incoming = zip(match.host, fresh, strict=False)
+        full = self._num_hashed(seq, match)
+        table: list[int] = []
+        for i, found in enumerate(match.blocks):
+            if found is not None:
+                table.append(found)
+                continue
+            host_block, block = next(incoming)
+            self._swap_ins.append((host_block, block))
+            self._arriving.add(block)
+            if i < full:
+                self.cache.register(seq.block_hashes[i], block)
+            table.append(block)
+        table += fresh[len(match.host) :]
+        return table, not self._arriving.isdisjoint(table)
+
+    def _num_hashed(self, seq: Sequence, match: Match) -> int:
+        """How many leading blocks of a match are full, so that their hashes say what they hold."""
+        if not self.caching:
+            return 0
+        return seq.num_swapped // self.block_size if seq.cpu_table else len(match.blocks)
+
+    # ---------------------------------------------------------------------------------------------- swapped sequences
+
+    def swap_out_needs(self, seq: Sequence) -> int | None:
+        """Blocks to move to swap a running sequence out; None if the host pool has no room for them."""
+        found = self._on_host(seq)
+        missing = found.count(None)
+        held = [block for block in found if block is not None]
+        return missing if missing <= self.cpu.num_free_after(held) else None
+
+    def swap_out(self, seq: Sequence) -> None:
+        """Note the moves that bring a running sequence's KV to the host pool, and let the sequence hold it there.
+
+        Its device blocks may be released at once. There must be room: see `swap_out_needs`.
+        """
+        found = self._on_host(seq)
+        self.cpu.acquire(block for block in found if block is not None)
+        fresh = iter(self.cpu.allocate(found.count(None)))
+        hashed = seq.num_registered if self.caching else 0
+        seq.num_swapped = seq.num_computed
+        for i, host_block in enumerate(found):
+            if host_block is None:
+                host_block = next(fresh)
+                self._swap_outs[host_block] = seq.block_table[i]
+                if i < hashed:
+                    self.cpu_cache.register(seq.block_hashes[i], host_block)
+            seq.cpu_table.append(host_block)
+
+    def match_swapped(self, seq: Sequence) -> Match:
+        """Where a swapped sequence's KV is: blocks that the device still has, and the host's for the rest."""
+        full = seq.num_swapped // self.block_size if self.caching else 0
+        self.cache.extend(seq.block_hashes, seq.group.root_hash, seq.token_ids, full)
+        blocks = [self.cache.find(seq.block_hashes[i]) if i < full else None for i in range(len(seq.cpu_table))]
+        return Match(blocks, [host for host, block in zip(seq.cpu_table, blocks, strict=True) if block is None])
+
+    def release_swapped(self, seq: Sequence) -> None:
+        """Let go of a sequence's host blocks, if it has any. Full ones stay findable."""
+        self.cpu.release(seq.cpu_table)
+        seq.cpu_table = []
+        seq.num_swapped = 0
+
+    def num_kept(self, seq: Sequence) -> int:
+        """Leading blocks of a running sequence that others hold too and the prefix cache will find."""
+        if not self.caching:
+            return 0
+        for i, block in enumerate(seq.block_table[: seq.num_registered]):
+            if not self.gpu.is_shared(block):
+                return i
+        return seq.num_registered
+
+    def _on_host(self, seq: Sequence) -> list[int | None]:
+        """For each block with computed tokens of a running sequence, the host block of the same content, if any."""
+        used = self.gpu.blocks_for(seq.num_computed)
+        if not self.caching:
+            return [None] * used
+        self.cache.extend(seq.block_hashes, seq.group.root_hash, seq.token_ids, seq.num_registered)
+        return [self.cpu_cache.find(seq.block_hashes[i]) if i < seq.num_registered else None for i in range(used)]
+
+    # ---------------------------------------------------------------------------------------------- the plan
+
+    def take_moves(self) -> Moves:
+        """The moves noted since the last call, for a plan that is complete now."""
+        moves = Moves([(block, host_block) for host_block, block in self._swap_outs.items()], self._swap_ins)
+        self.num_swapped_out += len(moves.swap_outs)
+        self.num_swapped_in += len(moves.swap_ins)
+        self.cpu.release(self._reading)
+        self._swap_outs, self._swap_ins, self._arriving, self._reading = {}, [], set(), []
+        return moves
+
+    def check_integrity(self, tables: Iterable[list[int]], cpu_tables: Iterable[list[int]]) -> None:
+        """Raise AssertionError unless all holders are in these tables, between two plans."""
+        self.gpu.check_integrity(tables)
+        self.cpu.check_integrity(cpu_tables)
+        assert not (self._swap_ins or self._arriving or self._reading), "swap-ins were left out of the last plan"
+        for host_block in self._swap_outs:
+            assert 0 <= host_block < self.cpu.num_blocks, f"host block {host_block} does not exist"
+
+
+def _tier_pays(costs: KVCosts, block_size: int) -> bool:
+    """Whether a block takes less to move out and in, among others, than to compute again."""
+    return costs.swap_out_block + costs.swap_in_block < costs.recompute(block_size)

@@ -1,0 +1,52 @@
+"""Kernels compiled ahead: side by side, none launched, all there at the end. Needs no GPU, only the compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+# A driver that knows for what to compile; whoever launches a kernel finds no launcher.
+SCRIPT = """
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+class Driver:
+    get_current_device = get_current_stream = lambda self, *_: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+triton.runtime.driver.set_active(Driver())
+from rayllm_kernels import ops, triton_kernels
+
+launch = JITFunction.run
+with ops.compile_only():
+    for dim in (256, 256, 512, 1024):
+        x, weight = torch.ones(4, dim), torch.ones(dim)
+        y = triton_kernels.rms_norm(x, weight, 1e-5)
+        assert y.shape == x.shape
+    assert triton_kernels.silu_and_mul(torch.ones(4, 512)).shape == (4, 256)
+assert JITFunction.run is launch
+
+try:
+    with ops.compile_only():
+        raise KeyError("a step that fails")
+except KeyError:
+    assert JITFunction.run is launch
+else:
+    raise AssertionError("nothing was raised")
+print("passed")
+"""
+
+
+def test_kernels_are_compiled_and_not_run(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TRITON_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "passed"
+    compiled = sorted(path.stem for path in tmp_path.rglob("*.cubin"))
+    assert compiled == ["_rms_norm_kernel"] * 3 + ["_silu_and_mul_kernel"]
