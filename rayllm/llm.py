@@ -16,7 +16,7 @@ from rayllm.engine.outputs import OutputProcessor, accumulate
 from rayllm.engine.tokenizer import Tokenizer, load_tokenizer
 from rayllm.errors import InvalidRequestError
 from rayllm.sampling_params import SamplingParams
-from rayllm.types import EngineStats, GenerationRequest, RequestOutput, TokenDelta
+from rayllm.types import EngineStats, GenerationRequest, Pooling, RequestOutput, TokenDelta
 
 Prompt = str | list[int] | dict[str, list[int]]
 Message = dict[str, Any]
@@ -86,6 +86,17 @@ class LLM:
             for text, p in zip(texts, params, strict=True)
         ]
         return self._run(requests, use_tqdm)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Embed prompts, in the forms that `generate` takes: each output's `embedding`, in the prompts' order.
+
+        pooling: "last" takes the hidden state of the prompt's last token, "mean" the mean of all of them; both after
+        the final norm, scaled to length 1 (L2). Raises InvalidRequestError, before anything runs.
+        """
+        requests = [self._request(item, SamplingParams()) for item in _prompt_list(prompts)]
+        return self._run([(replace(request, pooling=pooling), text) for request, text in requests], use_tqdm)
 
     def stats(self) -> EngineStats:
         """The engine's counters."""

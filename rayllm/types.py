@@ -8,18 +8,26 @@ A *row* is a sequence's place in the workers' persistent batch, 0 <= row < max_n
 
 from __future__ import annotations
 
+from array import array
+from typing import Literal, get_args
+
 import msgspec
 
 from rayllm.sampling_params import SamplingParams
 
+Pooling = Literal["last", "mean"]
+POOLINGS: tuple[str, ...] = get_args(Pooling)
+
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue.
+    """One prompt to continue, or to embed.
 
     request_id: unique among the live requests of an engine. priority: lower runs first (policy "priority").
     arrival_time: seconds on the front's clock, for metrics and for ordering within a priority.
     cache_salt: prefix-cache blocks are shared only between requests of the same salt.
     report_start: send a delta without tokens as soon as the request is first scheduled.
+    pooling: make an embedding of the prompt instead of tokens: of the hidden states after the final norm the last
+    token's ("last"), or the mean of all ("mean"). params have to be the defaults then.
     """
 
     request_id: str
@@ -29,6 +37,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time: float = 0.0
     cache_salt: str = ""
     report_start: bool = False
+    pooling: Pooling | None = None
 
 
 class SequenceData(msgspec.Struct, frozen=True):
@@ -37,6 +46,7 @@ class SequenceData(msgspec.Struct, frozen=True):
     token_ids: every token known so far, prompt first. num_prompt_tokens: how many are prompt.
     num_computed_tokens: how many already have their KV in block_table. block_table: block ids in order.
     seed: counter-based noise is a function of (seed, position), so this fixes the sequence's randomness.
+    pooling: what the step that computes the last of token_ids returns instead of a sampled token.
     """
 
     row: int
@@ -46,6 +56,7 @@ class SequenceData(msgspec.Struct, frozen=True):
     block_table: list[int]
     params: SamplingParams
     seed: int
+    pooling: Pooling | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -56,7 +67,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     block_updates: (row, first index, block ids): block_table[row][first : first + len(ids)] = ids.
     copies: (source block, destination block) in the device pool, before any write of this step.
     rows, num_tokens: the scheduled sequences and how many tokens each computes, ordered: decodes (one token,
-    sampled), then prompts that end in this step (sampled), then partial chunks (not sampled).
+    sampled), then prompts that end in this step (sampled), then partial chunks, and all chunks of pooled prompts (not
+    sampled).
     num_decodes: leading entries that are decodes. num_sampled: leading entries that sample a token.
     masks: (index in rows, packed bits) of the sampling sequences that may not take every token: token i may come next
     if bit i % 8 of byte i // 8 is set. A mask has whole 32-bit words and covers the vocabulary.
@@ -99,13 +111,15 @@ class StepResult(msgspec.Struct, frozen=True):
 
     token_ids: [plan.num_sampled] sampled ids, in the plan's order. logprobs: same order, None where not asked
     for; the whole list is None if nobody asked. prompt_logprobs: (row, position of the first entry's token,
-    entries) for the prompt tokens whose predecessors were computed in this step.
+    entries) for the prompt tokens whose predecessors were computed in this step. embeddings: of the pooled prompts that
+    end in this step, in the plan's order, each as in TokenDelta.
     """
 
     step_id: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]] = []
+    embeddings: list[bytes] = []
 
 
 class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
@@ -119,7 +133,7 @@ class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one completion of one request, on the way to its front.
+    """New tokens of one completion of one request, or its embedding, on the way to its front.
 
     index: which of the n completions. finish_reason: None while it runs, then "stop", "length" or "error".
     stop_reason: the stop id that ended it (None for end-of-sequence), or the error message.
@@ -127,7 +141,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: prompt tokens found in the prefix cache. times: in the request's first delta with a token.
     bad_param: the engine refuses the whole request for this field (finish_reason is "error"); such deltas never come
     together with others. num_preemptions: how often sequences of the request were preempted so far; in first and last
-    deltas.
+    deltas. embedding: of a request with pooling, in its only delta without an error: [hidden_size] float32 of length 1
+    (L2), little-endian.
     """
 
     request_id: str
@@ -141,6 +156,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     times: RequestTimes | None = None
     bad_param: str | None = None
     num_preemptions: int = 0
+    embedding: bytes | None = None
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -171,7 +187,8 @@ class RequestOutput(msgspec.Struct):
     """A request's completions, in order of index; in a stream only those with something new.
 
     times: of the engine, in the first output with a token. num_cached_tokens: prompt tokens found in the prefix cache.
-    num_preemptions: how often its sequences were preempted so far.
+    num_preemptions: how often its sequences were preempted so far. embedding: [hidden_size] float32 values, a vector
+    of length 1 (L2), for a request with pooling; its only completion is empty.
     """
 
     request_id: str
@@ -183,6 +200,7 @@ class RequestOutput(msgspec.Struct):
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
     num_preemptions: int = 0
+    embedding: array[float] | None = None
 
 
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -192,8 +210,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     """A snapshot of the engine for metrics and health. Counters only grow.
 
     num_preemptions: by recompute or swap; num_swap_preemptions: those by swap. prefix_cache_queries: tokens looked up
-    in the prefix cache; prefix_cache_hits: those found, on either tier; cpu_prefix_cache_hits: those that had to come
-    from the CPU tier. step_tokens: steps by the tokens they computed, in the buckets of STEP_TOKEN_BUCKETS and one
+    in the prefix cache; prefix_cache_hits: those found, on either tier; cpu_prefix_cache_queries: those that the device
+    had not, so that the CPU tier, if there is one, was asked; cpu_prefix_cache_hits: those that had to come from there.
+    step_tokens: steps by the tokens they computed, in the buckets of STEP_TOKEN_BUCKETS and one
     beyond the last. computed_tokens: tokens of all steps. num_used_cpu_blocks: host blocks that swapped sequences hold.
     num_cached_cpu_blocks: host blocks findable by the prefix cache. swapped_out_blocks, swapped_in_blocks: blocks moved
     between the pools, for whatever reason.
@@ -219,6 +238,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_total_cpu_blocks: int = 0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
+    cpu_prefix_cache_queries: int = 0
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
@@ -278,7 +298,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """What fronts need to know of an engine before they send it anything.
 
     max_model_len: tokens of prompt and output together. num_kv_tokens: tokens the device pool holds, so that no
-    sequence can have more. eos_token_ids: ids that end a sequence unless ignore_eos.
+    sequence can have more. eos_token_ids: ids that end a sequence unless ignore_eos. hidden_size: of the model, the
+    number of an embedding's values.
     """
 
     model: str
@@ -287,3 +308,4 @@ class EngineInfo(msgspec.Struct, frozen=True):
     num_kv_tokens: int
     eos_token_ids: list[int]
     start: StartReport = StartReport()
+    hidden_size: int = 0

@@ -81,6 +81,13 @@ class FakeRow:
     tokens: list[int]
     table: list[int]
     computed: int
+    summed: list[int] = field(default_factory=list)
+
+
+def embedding(token_ids: list[int], kind: str | None) -> bytes:
+    """What the fake model makes of a pooled prompt: for a mean of what every token depends on, else of the last."""
+    parts = range(len(token_ids)) if kind == "mean" else [len(token_ids) - 1]
+    return b"".join(fingerprint(token_ids[: p + 1]) for p in parts)
 
 
 @dataclass
@@ -123,15 +130,20 @@ class FakeWorker:
             self._write(self.rows[row], count)
         masks = dict(plan.masks)
         assert all(index < plan.num_sampled for index in masks), "a mask for a sequence that does not sample"
-        tokens, logprobs, prompt_logprobs = [], [], []
+        tokens, logprobs, prompt_logprobs, embeddings = [], [], [], []
         for i, (row, count) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
             state = self.rows[row]
             wants = state.data.params.prompt_logprobs is not None
             if wants:
                 prompt_logprobs += self._prompt_logprobs(state, count)
             self._read(state)
+            state.summed += range(state.computed, state.computed + count)
             state.computed += count
-            assert (state.computed == len(state.tokens)) == (i < plan.num_sampled), "sampling flag is wrong"
+            ends, kind = state.computed == len(state.tokens), state.data.pooling
+            assert (ends and kind is None) == (i < plan.num_sampled), "sampling flag is wrong"
+            if ends and kind is not None:
+                parts = state.summed if kind == "mean" else state.summed[-1:]
+                embeddings.append(b"".join(fingerprint(state.tokens[: p + 1]) for p in parts))
             if i < plan.num_sampled:
                 bits = int.from_bytes(masks[i], "little") if i in masks else None
                 allowed = None if bits is None else [token for token in range(VOCAB) if bits >> token & 1]
@@ -141,7 +153,7 @@ class FakeWorker:
                 wanted = state.data.params.logprobs is not None
                 logprobs.append(TokenLogprobs(token, -1.0, 1, [], []) if wanted else None)
         some = logprobs if any(entry is not None for entry in logprobs) else None
-        return StepResult(plan.step_id, tokens, some, prompt_logprobs)
+        return StepResult(plan.step_id, tokens, some, prompt_logprobs, embeddings)
 
     def _swap(self, plan: StepPlan) -> None:
         """Swap-outs, then swap-ins, whose blocks are worth nothing until they have arrived."""

@@ -17,8 +17,8 @@ WATERMARK = 0.01  # share of blocks kept free at admission, so that running sequ
 class Admission:
     """Lets sequences in while there is budget, a row and room. Nobody overtakes the first in policy order.
 
-    num_queries, num_hits, num_cpu_hits: tokens looked up in the prefix cache so far, found there, and found on the
-    host only.
+    num_queries, num_hits: tokens looked up in the prefix cache so far, and found there. num_cpu_queries, num_cpu_hits:
+    those that the device had not and the host was asked for, and those found there.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Admission:
         self._memory, self._batch, self._preemption = memory, batch, preemption
         self._waiting, self._swapped = waiting, swapped
         self._watermark = int(memory.gpu.num_blocks * WATERMARK)
-        self.num_queries = self.num_hits = self.num_cpu_hits = 0
+        self.num_queries = self.num_hits = self.num_cpu_queries = self.num_cpu_hits = 0
 
     def admit_forks(self, forks: list[Sequence], draft: Draft) -> None:
         """Let forked siblings enter; those that don't fit give their blocks back and wait like new sequences."""
@@ -114,7 +114,9 @@ class Admission:
         hit = len(match.blocks) * size
         self.num_queries += len(seq.token_ids)
         self.num_hits += hit
-        self.num_cpu_hits += len(match.host) * size
+        if self._memory.tiered:
+            self.num_cpu_queries += len(seq.token_ids) - len(match.on_device) * size
+            self.num_cpu_hits += len(match.host) * size
         if seq.group.num_cached_tokens is None:
             seq.group.num_cached_tokens = hit
             draft.started.append(seq.group)
@@ -139,5 +141,6 @@ class Admission:
                 block_table=list(block_table),
                 params=seq.group.params,
                 seed=seq.seed,
+                pooling=seq.group.pooling,
             )
         )

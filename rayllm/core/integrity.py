@@ -18,7 +18,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     )  # fmt: skip
     scheduler.batch.check_integrity()
     live = [seq for group in scheduler.groups.values() for seq in group.sequences]
-    in_flight = [id(seq) for step in scheduler.in_flight for seq in step.sampled]
+    in_flight = [id(seq) for step in scheduler.in_flight for seq in (*step.sampled, *step.pooled)]
     for seq in live:
         _check_place(scheduler, seq)
         _check_counts(scheduler, seq, in_flight.count(id(seq)))

@@ -46,7 +46,7 @@ class Moves(NamedTuple):
 class KVMemory:
     """costs: what moving and computing take; needed if there are host blocks and a prefix cache to keep in them.
 
-    num_swapped_out, num_swapped_in: blocks moved so far.
+    tiered: the prefix cache has its second tier. num_swapped_out, num_swapped_in: blocks moved so far.
     """
 
     def __init__(self, *, num_blocks: int, num_cpu_blocks: int, block_size: int, caching: bool, costs: KVCosts | None):
@@ -55,8 +55,8 @@ class KVMemory:
         self.cache = PrefixCache(block_size)
         self.cpu_cache = PrefixCache(block_size)
         self._costs = costs
-        self._tiered = bool(caching and num_cpu_blocks and costs is not None and _tier_pays(costs, block_size))
-        demote = self._demote if self._tiered else None
+        self.tiered = bool(caching and num_cpu_blocks and costs is not None and _tier_pays(costs, block_size))
+        demote = self._demote if self.tiered else None
         self.gpu = BlockManager(num_blocks, block_size, self.cache if caching else None, demote)
         self.cpu = BlockManager(num_cpu_blocks, block_size, self.cpu_cache if caching else None)
         self.num_swapped_out = self.num_swapped_in = 0
@@ -75,11 +75,13 @@ class KVMemory:
         group = seq.group
         if not self.caching or (group.params.prompt_logprobs is not None and seq.fresh and seq.index == 0):
             return Match([], [])  # prompt logprobs need every prompt position computed
+        if group.pooling == "mean":
+            return Match([], [])  # so does the mean of their hidden states
         usable = (len(seq.token_ids) - 1) // self.block_size
         self.cache.extend(seq.block_hashes, group.root_hash, seq.token_ids, usable)
         hashes = seq.block_hashes if len(seq.block_hashes) == usable else seq.block_hashes[:usable]
         found: list[int | None] = list(self.cache.match(hashes))
-        if not self._tiered or len(found) == usable:
+        if not self.tiered or len(found) == usable:
             return Match(found, [])
         return self._match_host(hashes, found)
 

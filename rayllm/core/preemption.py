@@ -62,8 +62,8 @@ class Preemption:
         self._waiting.push(seq)
 
     def _swaps(self, victim: Sequence) -> bool:
-        if self._mode == "recompute":
-            return False
+        if self._mode == "recompute" or victim.group.pooling == "mean":
+            return False  # the workers' sum of hidden states goes with the row
         num_out = self._memory.swap_out_needs(victim)
         if num_out is None:
             return False

@@ -20,6 +20,10 @@ def schedule_chunk(seq: Sequence, memory: KVMemory, draft: Draft) -> None:
         return
     seq.decoding = True
     seq.num_pending += 1
+    if seq.group.pooling is not None:
+        draft.partial.append((seq, count))
+        draft.pooled.append(seq)
+        return
     if count == 1:
         draft.decodes.append(seq)
     else:

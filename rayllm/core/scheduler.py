@@ -124,8 +124,11 @@ class Scheduler:
         prompt, params = request.prompt_token_ids, request.params
         if request.request_id in self.groups:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        if not 0 < len(prompt) < self.max_model_len:
-            raise ValueError(f"a prompt has 1 to {self.max_model_len - 1} tokens, not {len(prompt)}")
+        longest = self.max_model_len - (request.pooling is None)
+        if not 0 < len(prompt) <= longest:
+            raise ValueError(f"a prompt has 1 to {longest} tokens, not {len(prompt)}")
+        if request.pooling is not None and params.n != 1:
+            raise ValueError(f"a pooled prompt has one embedding, not {params.n}")
         arrival = next(self._arrivals)
         group = SequenceGroup.of(
             request,
@@ -179,6 +182,7 @@ class Scheduler:
             num_total_cpu_blocks=cpu.num_blocks,
             swapped_out_blocks=memory.num_swapped_out,
             swapped_in_blocks=memory.num_swapped_in,
+            cpu_prefix_cache_queries=self.admission.num_cpu_queries,
         )
 
     # ---------------------------------------------------------------------------------------------- one step
@@ -233,7 +237,8 @@ class Scheduler:
     def update(self, result: StepResult) -> list[TokenDelta]:
         """Take in the result of the oldest plan in flight: append tokens, end sequences, report what is new."""
         step = self.in_flight.pop(0)
-        if step.step_id != result.step_id or len(step.sampled) != len(result.token_ids):
+        sizes = (len(step.sampled), len(step.pooled)) == (len(result.token_ids), len(result.embeddings))
+        if step.step_id != result.step_id or not sizes:
             raise RuntimeError(f"result of step {result.step_id} does not belong to step {step.step_id}")
         for row, position, entries in result.prompt_logprobs:
             prompt_logprobs = step.by_row[row].group.prompt_logprobs
@@ -242,7 +247,9 @@ class Scheduler:
         logprobs = result.logprobs
         register = self.memory.register
         deltas = self.take_failed()
-        num_failed = len(deltas)
+        if step.pooled:
+            deltas += self._embedded(step.pooled, result.embeddings)
+        num_others = len(deltas)
         any_finished = False
         for i, (seq, token) in enumerate(zip(step.sampled, result.token_ids, strict=True)):
             seq.num_pending -= 1
@@ -262,10 +269,33 @@ class Scheduler:
                 deltas.append(TokenDelta(seq.request_id, seq.index, [token]))
             if seq.constraint is not None and seq.status is not FINISHED:
                 self.awaited_masks.add(seq, token)
-        self._generation_tokens += len(deltas) - num_failed
+        self._generation_tokens += len(deltas) - num_others
         if any_finished:
             self.batch.drop_finished()
         return deltas
+
+    def _embedded(self, pooled: list[Sequence], embeddings: list[bytes]) -> list[TokenDelta]:
+        """End the pooled sequences whose embeddings have come; returns their only deltas."""
+        deltas = []
+        for seq, embedding in zip(pooled, embeddings, strict=True):
+            seq.num_pending -= 1
+            if seq.status is FINISHED:
+                continue  # aborted
+            group = seq.group
+            self._retire(seq)
+            del self.groups[seq.request_id]
+            deltas.append(
+                TokenDelta(
+                    seq.request_id, seq.index, [], finish_reason="stop", num_cached_tokens=group.num_cached_tokens or 0,
+                    times=self._times(group), num_preemptions=group.num_preemptions, embedding=embedding,
+                )
+            )  # fmt: skip
+        self.batch.drop_finished()
+        return deltas
+
+    def _times(self, group: SequenceGroup) -> RequestTimes:
+        """For the first delta with a result."""
+        return RequestTimes(group.started_at - group.added_at, self._clock() - group.started_at)
 
     def take_failed(self) -> list[TokenDelta]:
         """Last deltas of the sequences whose constraint failed, each once."""
@@ -297,7 +327,7 @@ class Scheduler:
             cached = group.num_cached_tokens or 0
             if seq.index == 0:
                 prompt_logprobs = group.prompt_logprobs
-                times = RequestTimes(group.started_at - group.added_at, self._clock() - group.started_at)
+                times = self._times(group)
         if reason is not None:
             self._retire(seq)
             if group.finished:

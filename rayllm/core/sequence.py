@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rayllm.core.constraint import Constraint, MakeConstraint
 from rayllm.sampling_params import MAX_SEED, SamplingParams
-from rayllm.types import GenerationRequest, TokenLogprobs
+from rayllm.types import GenerationRequest, Pooling, TokenLogprobs
 
 NEVER = sys.maxsize
 
@@ -31,7 +31,8 @@ class Sequence:
     """One completion: its tokens, its blocks and how far it has been computed.
 
     token_ids: tokens whose ids are known, prompt first. num_pending: tokens sampled by steps in flight, whose
-    ids are not known yet; they count as part of the sequence. num_computed: leading tokens whose KV is written once all
+    ids are not known yet; they count as part of the sequence. A pooled prompt's embedding counts as such a token, which
+    is the sequence's last. num_computed: leading tokens whose KV is written once all
     submitted steps have run. decoding: all tokens but the last (known or pending) are computed.
     capacity: tokens that block_table holds. max_len: tokens after which it ends.
     next_full: when the known tokens exceed this number, another block is full and enters the prefix cache.
@@ -96,7 +97,7 @@ class SequenceGroup:
     siblings: those not forked off the first sequence yet. num_cached_tokens: prompt tokens found in the prefix
     cache when the request was first admitted; None before. num_preemptions: of all its sequences so far.
     added_at, started_at: the scheduler's clock when the request came and when it was first admitted.
-    report_start: the front wants to know the latter at once.
+    report_start: the front wants to know the latter at once. pooling: the prompt is embedded, not continued.
     """
 
     request_id: str
@@ -112,6 +113,7 @@ class SequenceGroup:
     added_at: float = 0.0
     started_at: float = 0.0
     report_start: bool = False
+    pooling: Pooling | None = None
 
     @classmethod
     def of(
@@ -131,12 +133,17 @@ class SequenceGroup:
         known.
         """
         params, prompt = request.params, list(request.prompt_token_ids)
-        group = cls(request.request_id, prompt, params, seed, root_hash, report_start=request.report_start)
+        group = cls(
+            request.request_id, prompt, params, seed, root_hash,
+            report_start=request.report_start, pooling=request.pooling,
+        )  # fmt: skip
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None] * len(prompt)
         limit = max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
+        if request.pooling is not None:
+            limit = len(prompt) + 1
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= eos_token_ids

@@ -11,10 +11,14 @@ from rayllm.types import SequenceData, StepPlan
 
 @dataclass(slots=True)
 class InFlight:
-    """sampled: the sequences that sample, in the plan's order. by_row: the prefills, for prompt logprobs."""
+    """sampled: the sequences that sample. pooled: those whose embeddings come. Both are in the plan's order.
+
+    by_row: the prefills, for prompt logprobs.
+    """
 
     step_id: int
     sampled: list[Sequence]
+    pooled: list[Sequence]
     by_row: dict[int, Sequence]
 
 
@@ -22,6 +26,7 @@ class InFlight:
 class Draft:
     """budget: tokens that may still be scheduled. decodes, ending, partial: as StepPlan orders them, with token counts.
 
+    pooled: those of `partial` that end in this step, with an embedding instead of a sampled token.
     copied: sources of copies, held until the plan is complete. forked: siblings that enter in the next step.
     masks: of the constrained sequences that sample. arriving: sequences that entered, but whose blocks are filled while
     the step computes. await_swap_ins: this step's rows read those blocks all the same. started: requests admitted for
@@ -32,6 +37,7 @@ class Draft:
     decodes: list[Sequence] = field(default_factory=list)
     ending: list[tuple[Sequence, int]] = field(default_factory=list)
     partial: list[tuple[Sequence, int]] = field(default_factory=list)
+    pooled: list[Sequence] = field(default_factory=list)
     new: list[SequenceData] = field(default_factory=list)
     block_updates: list[tuple[int, int, list[int]]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -75,4 +81,4 @@ class Draft:
             swap_ins=moves.swap_ins,
             await_swap_ins=self.await_swap_ins,
         )
-        return plan, InFlight(step_id, sampled, {seq.row: seq for seq, _count in prefills})
+        return plan, InFlight(step_id, sampled, self.pooled, {seq.row: seq for seq, _count in prefills})

@@ -62,6 +62,7 @@ class EngineCore:
             num_kv_tokens=pool_tokens,
             eos_token_ids=spec.eos_token_ids,
             start=executor.report,
+            hidden_size=spec.hidden_size,
         )
         self.scheduler = Scheduler(
             num_blocks=num_blocks,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Sequence
 
 from rayllm.engine.detokenizer import StopChecker
 from rayllm.engine.tokenizer import Tokenizer
 from rayllm.errors import InvalidRequestError
+from rayllm.float32 import float32_values
 from rayllm.sampling_params import SamplingParams
 from rayllm.types import (
     CompletionOutput,
@@ -109,6 +111,7 @@ def accumulate(total: RequestOutput | None, new: RequestOutput) -> RequestOutput
             new.num_cached_tokens,
             new.times,
             new.num_preemptions,
+            new.embedding,
         )
     by_index = {output.index: output for output in total.outputs}
     for output in new.outputs:
@@ -123,6 +126,7 @@ def accumulate(total: RequestOutput | None, new: RequestOutput) -> RequestOutput
     total.num_cached_tokens = max(total.num_cached_tokens, new.num_cached_tokens)
     total.num_preemptions = max(total.num_preemptions, new.num_preemptions)
     total.times = total.times or new.times
+    total.embedding = total.embedding or new.embedding
     total.finished = total.finished or new.finished
     return total
 
@@ -164,8 +168,9 @@ class _Request:
         self._prompt_text = prompt_text
         self._num_cached_tokens = 0
         self._num_preemptions = 0
+        speaker = tokenizer if request.pooling is None else None  # an embedding has no text
         self._running = {
-            index: _Completion(tokenizer, request, index) for index in range(request.params.n)
+            index: _Completion(speaker, request, index) for index in range(request.params.n)
         }  # over for the user: removed
         self._in_engine = set(self._running)
 
@@ -188,7 +193,8 @@ class _Request:
         prompt_logprobs = None
         if delta.prompt_logprobs is not None:
             prompt_logprobs = [e if e is None else logprob_dict(self._tokenizer, e) for e in delta.prompt_logprobs]
-        return self._output([output], prompt_logprobs, delta.times)
+        embedding = None if delta.embedding is None else float32_values(delta.embedding)
+        return self._output([output], prompt_logprobs, delta.times, embedding)
 
     def fail(self, message: str) -> RequestOutput:
         """End all completions that still run with an error."""
@@ -201,6 +207,7 @@ class _Request:
         outputs: list[CompletionOutput],
         prompt_logprobs: list[dict[int, Logprob] | None] | None,
         times: RequestTimes | None = None,
+        embedding: array[float] | None = None,
     ) -> RequestOutput:
         return RequestOutput(
             self._request.request_id,
@@ -212,6 +219,7 @@ class _Request:
             self._num_cached_tokens,
             times,
             self._num_preemptions,
+            embedding,
         )
 
 

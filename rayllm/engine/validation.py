@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from rayllm.errors import InvalidRequestError
-from rayllm.types import EngineInfo, GenerationRequest
+from rayllm.sampling_params import SamplingParams
+from rayllm.types import POOLINGS, EngineInfo, GenerationRequest
 
 
 def validate_request(request: GenerationRequest, info: EngineInfo) -> None:
     """Raise InvalidRequestError, naming field and limit, for a request that the engine can never serve."""
     prompt, params = request.prompt_token_ids, request.params
+    if request.pooling is not None:
+        _check_pooling(request)
     if not prompt:
         raise InvalidRequestError("prompt must not be empty", "prompt")
-    if len(prompt) >= info.max_model_len:
+    room = 0 if request.pooling else 1
+    if len(prompt) + room > info.max_model_len:
         raise InvalidRequestError(
-            f"prompt has {len(prompt)} tokens; with at least one output token it must fit into the "
+            f"prompt has {len(prompt)} tokens; {'with at least one output token ' if room else ''}it must fit into the "
             f"model's context of {info.max_model_len} tokens",
             "prompt",
         )
-    if len(prompt) + 1 > info.num_kv_tokens:
+    if len(prompt) + room > info.num_kv_tokens:
         raise InvalidRequestError(
             f"prompt has {len(prompt)} tokens; the KV cache holds {info.num_kv_tokens} tokens in all", "prompt"
         )
@@ -37,3 +41,13 @@ def validate_request(request: GenerationRequest, info: EngineInfo) -> None:
                 raise InvalidRequestError(
                     f"{name} has token id {token}; ids of this model are 0 to {info.vocab_size - 1}", name
                 )
+
+
+def _check_pooling(request: GenerationRequest) -> None:
+    """An embedding has no tokens to choose, so parameters that choose some would be ignored."""
+    if request.pooling not in POOLINGS:
+        raise InvalidRequestError(f"pooling must be {' or '.join(POOLINGS)}, not {request.pooling!r}", "pooling")
+    defaults = SamplingParams()
+    for name in SamplingParams.__struct_fields__:
+        if getattr(request.params, name) != getattr(defaults, name):
+            raise InvalidRequestError(f"{name} cannot be combined with pooling, which generates nothing", name)

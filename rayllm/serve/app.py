@@ -24,6 +24,7 @@ from rayllm.serve.api_errors import ApiError, as_api_error
 from rayllm.serve.auth import ApiKey, Guard
 from rayllm.serve.chat_format import chat_format
 from rayllm.serve.convert import Job, chat_job, completion_job
+from rayllm.serve.embeddings import EmbeddingBody, EmbeddingReply, embedding_job
 from rayllm.serve.fanout import Engine, RequestGroup, Watch
 from rayllm.serve.metrics import REFUSALS, ModelFigures, render_models
 from rayllm.serve.openapi import openapi_document
@@ -38,7 +39,8 @@ MAX_BODY_BYTES = 32 * 2**20
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
-_Prepared = tuple[ServedModel, Engine, GenerationBody, Job, Reply]
+AnyReply = Reply | EmbeddingReply
+_Prepared = tuple[ServedModel, Engine, GenerationBody | EmbeddingBody, Job, AnyReply]
 _Prepare = Callable[[bytes, RequestRecord, Ticket], Awaitable[_Prepared]]
 
 
@@ -67,6 +69,7 @@ def create_app(
         ("GET", "/v1/models/{model_id:path}", routes.model),
         ("POST", "/v1/completions", routes.completions),
         ("POST", "/v1/chat/completions", routes.chat_completions),
+        ("POST", "/v1/embeddings", routes.embeddings),
         ("POST", "/tokenize", routes.tokenize),
         ("POST", "/detokenize", routes.detokenize),
     ):
@@ -161,6 +164,16 @@ class _Routes:
 
         return await self._generate(request, prepare)
 
+    async def embeddings(self, request: Request) -> Response:
+        async def prepare(raw: bytes, record: RequestRecord, ticket: Ticket) -> _Prepared:
+            body = parse_body(EmbeddingBody, raw)
+            model, engine = self._enter(body.model, record, ticket)
+            reply_id = record.reply_id = f"embd-{uuid.uuid4().hex}"
+            job = await embedding_job(body, reply_id, engine.info, engine.tokenizer)
+            return model, engine, body, job, EmbeddingReply(body, job, model.name)
+
+        return await self._generate(request, prepare)
+
     async def _generate(self, request: Request, prepare: _Prepare) -> Response:
         """Admit a request, run it, answer it. What is refused is refused before the engine has seen it."""
         record, deadlines = record_of(request), Deadlines(self._server)
@@ -179,10 +192,10 @@ class _Routes:
             raise
         return await self._answer(request, engine, job, reply, Watch(model.metrics, ticket, deadlines, record))
 
-    async def _answer(self, request: Request, engine: Engine, job: Job, reply: Reply, watch: Watch) -> Response:
+    async def _answer(self, request: Request, engine: Engine, job: Job, reply: AnyReply, watch: Watch) -> Response:
         group = RequestGroup(engine, job, watch)
         try:
-            if not watch.record.stream:
+            if not watch.record.stream or isinstance(reply, EmbeddingReply):
                 answer = await until_disconnect(request, _collect(group, reply))
                 watch.record.complete = True
                 return answer
@@ -263,7 +276,7 @@ class _EventStream(StreamingResponse):
             self._group.close()
 
 
-async def _collect(group: RequestGroup, reply: Reply) -> Response:
+async def _collect(group: RequestGroup, reply: AnyReply) -> Response:
     while outputs := await group.next():
         for index, output in outputs:
             reply.collect(index, output)

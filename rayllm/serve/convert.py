@@ -82,7 +82,7 @@ async def completion_job(body: CompletionBody, job_id: str, info: EngineInfo, to
     prompts: list[str | None] = []
     token_ids: list[list[int]] = []
     for prompt in body.prompts():
-        ids = await _encode(prompt, special, tokenizer)
+        ids = await encode(prompt, special, tokenizer)
         token_ids.append(ids)
         prompts.append(prompt if isinstance(prompt, str) else None)
     options = _sampling_options(body)
@@ -122,7 +122,7 @@ async def chat_job(
         raise InvalidRequestError(f"{name} must be at least 1", name)
     text = _prompt_text(body, tokenizer)
     # The template writes the special tokens itself; a second begin-of-sequence would change the answer.
-    ids = await _encode(text, body.add_special_tokens or False, tokenizer, param="messages")
+    ids = await encode(text, body.add_special_tokens or False, tokenizer, param="messages")
     options = _sampling_options(body)
     reply_format = _tool_format(body, form)
     if body.must_call:
@@ -228,16 +228,27 @@ def _request(
         arrival_time=time.time(),
         cache_salt=body.cache_salt or "",
     )
+    return checked(request, info, param, body.constraint_field)
+
+
+def checked(
+    request: GenerationRequest, info: EngineInfo, param: str, constraint_field: str = "structured_outputs"
+) -> GenerationRequest:
+    """A request that the engine can serve. Raises InvalidRequestError otherwise.
+
+    param: the body's field that holds the prompt. constraint_field: the one that constrains the output.
+    """
     try:
         validate_request(request, info)
     except InvalidRequestError as error:
         if error.param == "prompt" and param != "prompt":
-            raise InvalidRequestError(str(error), param) from None
-        raise as_sent(error, body.constraint_field) from None
+            raise InvalidRequestError(str(error).replace("prompt", param, 1), param) from None
+        raise as_sent(error, constraint_field) from None
     return request
 
 
-async def _encode(prompt: Prompt, special: bool, tokenizer: Tokenizer | None, param: str = "prompt") -> list[int]:
+async def encode(prompt: Prompt, special: bool, tokenizer: Tokenizer | None, param: str = "prompt") -> list[int]:
+    """The tokens of a prompt; `param` is the body's field that holds it. Raises InvalidRequestError."""
     if not isinstance(prompt, str):
         return prompt
     if tokenizer is None:

@@ -41,13 +41,21 @@ _GAUGES = (
     ("num_requests_running", "Sequences in the running batch.", "num_running"),
     ("num_requests_waiting", "Sequences waiting for a place.", "num_waiting"),
     ("num_requests_swapped", "Sequences swapped out to host memory.", "num_swapped"),
+    ("num_cpu_kv_blocks", "KV blocks of the host pool.", "num_total_cpu_blocks"),
+    ("num_cpu_kv_blocks_used", "Host blocks that swapped sequences hold.", "num_used_cpu_blocks"),
+    ("num_cpu_kv_blocks_cached", "Host blocks that the prefix cache finds.", "num_cached_cpu_blocks"),
 )
 _COUNTERS = (
     ("num_preemptions", "Preemptions, by recompute or swap.", "num_preemptions"),
+    ("num_swap_preemptions", "Preemptions by swap.", "num_swap_preemptions"),
+    ("swapped_out_blocks", "KV blocks moved to host memory, by swaps and the prefix cache.", "swapped_out_blocks"),
+    ("swapped_in_blocks", "KV blocks moved back from host memory.", "swapped_in_blocks"),
     ("prompt_tokens", "Prompt tokens computed or found in the prefix cache.", "prompt_tokens"),
     ("generation_tokens", "Tokens generated.", "generation_tokens"),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
-    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache, on either tier.", "prefix_cache_hits"),
+    ("cpu_prefix_cache_queries", "Those that its CPU tier was asked for.", "cpu_prefix_cache_queries"),
+    ("cpu_prefix_cache_hits", "Those that were found there.", "cpu_prefix_cache_hits"),
 )
 
 

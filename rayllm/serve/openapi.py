@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 import rayllm
 from rayllm.sampling_params import MAX_N
+from rayllm.serve.embeddings import MAX_INPUTS, EmbeddingBody
 from rayllm.serve.protocol import ChatBody, CompletionBody
 from rayllm.serve.tokenize import DetokenizeBody, TokenizeBody
 
@@ -18,16 +19,17 @@ _STRING, _INT = {"type": "string"}, {"type": "integer"}
 _TEXT_OR_NULL, _INT_OR_NULL = {"type": ["string", "null"]}, {"type": ["integer", "null"]}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
+
+def _texts_or_ids(length: dict[str, int]) -> dict[str, Any]:
+    """One prompt or several, whose number has limits."""
+    several = [{"type": "array", "items": items, **length} for items in (_STRING, _IDS)]
+    return {"anyOf": [_STRING, several[0], _IDS, several[1]]}
+
+
 # Fields that the models check by hand, for better messages than a union's.
 _BY_HAND: dict[str, dict[str, Any]] = {
-    "prompt": {
-        "anyOf": [
-            _STRING,
-            {"type": "array", "items": _STRING, "minItems": 1},
-            _IDS,
-            {"type": "array", "items": _IDS, "minItems": 1},
-        ]
-    },
+    "prompt": _texts_or_ids({"minItems": 1}),
+    "input": _texts_or_ids({"minItems": 1, "maxItems": MAX_INPUTS}),
     "stop": {"anyOf": [_STRING, {"type": "array", "items": _STRING}, {"type": "null"}]},
     "n": {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_N}, {"type": "null"}]},
 }
@@ -58,6 +60,7 @@ _USAGE = _object(
     }
 )
 _EVENT = _object({"data": _STRING})  # of a stream: the JSON of a chunk, or [DONE]
+_EMBEDDING = {"anyOf": [{"type": "array", "items": {"type": "number"}}, _STRING]}  # a string with base64
 _LOGPROBS = {"type": ["object", "null"]}
 
 
@@ -81,6 +84,14 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
     "ModelList": _object({"object": {"const": "list"}, "data": _list({"$ref": f"{_REF}Model"})}),
     "Completion": _reply("text_completion", {"text": _STRING}),
     "ChatCompletion": _reply("chat.completion", {"message": _object({"role": _STRING, "content": _TEXT_OR_NULL})}),
+    "Embeddings": _object(
+        {
+            "object": {"const": "list"},
+            "data": _list(_object({"object": {"const": "embedding"}, "index": _INT, "embedding": _EMBEDDING})),
+            "model": _STRING,
+            "usage": _object({"prompt_tokens": _INT, "total_tokens": _INT}),
+        }
+    ),
     "Tokens": _object(
         {"tokens": _list(_INT), "count": _INT, "max_model_len": _INT, "token_strs": _list(_STRING)},
         optional=("token_strs",),
@@ -108,6 +119,10 @@ _ROUTES: tuple[tuple[str, str, str, type[BaseModel] | None, dict[str, Any], tupl
         "post", "/v1/chat/completions", "Answer a conversation.", ChatBody,
         {"application/json": "ChatCompletion", "text/event-stream": _EVENT}, (*_BODY_ERRORS, 429),
     ),
+    (
+        "post", "/v1/embeddings", "Embed texts.", EmbeddingBody,
+        {"application/json": "Embeddings"}, (*_BODY_ERRORS, 429),
+    ),
     ("post", "/tokenize", "Tokens of a text.", TokenizeBody, {"application/json": "Tokens"}, _BODY_ERRORS),
     ("post", "/detokenize", "Text of tokens.", DetokenizeBody, {"application/json": "Text"}, _BODY_ERRORS),
 )  # fmt: skip
@@ -130,7 +145,7 @@ def openapi_document() -> dict[str, Any]:
     kinds = [(body, "validation") for *_, body, _, _ in _ROUTES if body is not None]
     _, bodies = models_json_schema(kinds, ref_template=_REF + "{model}")  # type: ignore[arg-type]
     schemas = bodies["$defs"] | _SCHEMAS
-    for kind in (CompletionBody, ChatBody):
+    for kind in (CompletionBody, ChatBody, EmbeddingBody):
         properties = schemas[kind.__name__]["properties"]
         properties.update({name: schema for name, schema in _BY_HAND.items() if name in properties})
     paths: dict[str, Any] = {}

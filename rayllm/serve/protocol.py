@@ -186,9 +186,9 @@ class CompletionBody(GenerationBody):
     @field_validator("prompt")
     @classmethod
     def _check_prompt(cls, value: Any) -> Any:
-        if isinstance(value, str) or _is_ids(value):
+        if isinstance(value, str) or is_ids(value):
             return value
-        if isinstance(value, list) and value and (all(isinstance(p, str) for p in value) or all(map(_is_ids, value))):
+        if isinstance(value, list) and value and (all(isinstance(p, str) for p in value) or all(map(is_ids, value))):
             return value
         if value == [] or (isinstance(value, list) and [] in value):
             raise InvalidRequestError("prompt must not be empty", "prompt")
@@ -233,7 +233,7 @@ class CompletionBody(GenerationBody):
 
     def prompts(self) -> list[Prompt]:
         """The prompts one by one, each a text or a list of token ids."""
-        if isinstance(self.prompt, str) or _is_ids(self.prompt):
+        if isinstance(self.prompt, str) or is_ids(self.prompt):
             return [self.prompt]
         return self.prompt
 
@@ -333,7 +333,7 @@ def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
             raise InvalidRequestError(f"{path}: {first['msg'][0].lower()}{first['msg'][1:]}", name)
 
 
-def _is_ids(value: Any) -> bool:
+def is_ids(value: Any) -> bool:
     """True for a list of integers that is not empty (True and False are not token ids)."""
     return isinstance(value, list) and bool(value) and set(map(type, value)) == {int}
 

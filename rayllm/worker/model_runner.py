@@ -18,6 +18,7 @@ from rayllm.types import StepPlan, StepResult, TokenLogprobs
 from rayllm.worker.chunk_graph import ChunkGraphs, step_graphs
 from rayllm.worker.cuda_graph import DecodeGraphs
 from rayllm.worker.input_batch import PersistentBatch, StepInputs, build, to_device
+from rayllm.worker.pooling import Pooler
 from rayllm.worker.step_memory import StepMemory
 from rayllm_kernels import ops
 
@@ -26,22 +27,27 @@ PROMPT_LOGITS_ROWS = 256  # positions whose logits are held at once for prompt l
 
 @dataclass(frozen=True, slots=True)
 class PendingResult:
-    """A step whose results are on their way to the host. `done`: recorded after the copies; None on the CPU."""
+    """A step whose results are on their way to the host. `done`: recorded after the copies; None on the CPU.
+
+    embeddings: [P, hidden_size] float32 of the P pooled prompts that end in the step; None for none.
+    """
 
     step_id: int
     sampled: SamplerOutput | None
     sampling: SamplingBatch | None  # None if nobody asked for logprobs, or nothing was sampled
     prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]]
+    embeddings: torch.Tensor | None
     done: torch.cuda.Event | None
 
     def wait(self) -> StepResult:
         """Block until the step's results are on the host."""
         if self.done is not None:
             self.done.synchronize()
+        embeddings = [] if self.embeddings is None else [row.tobytes() for row in self.embeddings.numpy()]
         if self.sampled is None:
-            return StepResult(self.step_id, [], None, self.prompt_logprobs)
+            return StepResult(self.step_id, [], None, self.prompt_logprobs, embeddings)
         logprobs = None if self.sampling is None else logprob_entries(self.sampled, self.sampling)
-        return StepResult(self.step_id, self.sampled.token_ids.tolist(), logprobs, self.prompt_logprobs)
+        return StepResult(self.step_id, self.sampled.token_ids.tolist(), logprobs, self.prompt_logprobs, embeddings)
 
 
 class ModelRunner:
@@ -61,6 +67,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._chunk_graphs: list[ChunkGraphs] = []
         self._prompt_logprobs_of: dict[int, int] = {}  # row -> top tokens asked for at each prompt position
+        self._pooler = Pooler(len(state.num_tokens), model.spec.hidden_size, device)
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int, max_tokens: int, memory: StepMemory) -> None:
@@ -86,45 +93,58 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> PendingResult:
         """Start a plan whose block copies are done (in stream order). Waits for the device only for prompt logprobs."""
         self._apply(plan)
-        sampled, sampling = None, None
+        sampled, sampling, embeddings = None, None, None
         prompt_entries: list[tuple[int, int, list[TokenLogprobs]]] = []
         if self._graphs is not None and plan.num_decodes == len(plan.rows):
             sampled, sampling = self._decode(self._graphs, np.array(plan.rows, np.int64), plan)
         else:
             inputs = build(self._state, plan, self._device, self._split_decodes)
-            logits, prompt_entries = self._forward(inputs)
+            if self._prompt_logprobs_of or self._pooler.wants(plan.rows):
+                logits, prompt_entries, embeddings = self._forward_all(inputs)
+            else:
+                logits = self._forward(inputs)
             if plan.num_sampled:
                 sampled, sampling = self._sample(logits, inputs.sampled_rows, inputs.sampled_positions, plan)
             self._state.advance(inputs.rows, inputs.counts, plan.num_sampled)
         output = None if sampled is None else sampled.to_host()
+        if embeddings is not None:
+            embeddings = embeddings.to("cpu", non_blocking=True)
         done = None
         if self._device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        return PendingResult(plan.step_id, output, sampling, prompt_entries, done)
+        return PendingResult(plan.step_id, output, sampling, prompt_entries, embeddings, done)
 
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.free_rows:
             self._table.clear(row)
             self._prompt_logprobs_of.pop(row, None)
+            self._pooler.free(row)
         self._state.apply(plan)
         if self._graphs is not None:
             self._graphs.apply(plan)
         for data in plan.new:
             self._table.set(data)
+            self._pooler.add(data)
             if data.params.prompt_logprobs is not None:
                 self._prompt_logprobs_of[data.row] = data.params.prompt_logprobs
 
-    def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, list[tuple[int, int, list[TokenLogprobs]]]]:
-        """Logits of the sampling sequences [num_sampled, vocab_size], and prompt logprobs where asked for."""
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits of the sampling sequences [num_sampled, vocab_size]."""
         batch = inputs.batch
-        if not self._prompt_logprobs_of:
-            for graphs in self._chunk_graphs:
-                if graphs.fits(batch):
-                    return self._model.gather_logits(graphs.run(batch)), []
-            return self._model.compute_logits(self._model(batch, self._caches)), []
+        for graphs in self._chunk_graphs:
+            if graphs.fits(batch):
+                return self._model.gather_logits(graphs.run(batch))
+        return self._model.compute_logits(self._model(batch, self._caches))
+
+    def _forward_all(
+        self, inputs: StepInputs
+    ) -> tuple[torch.Tensor, list[tuple[int, int, list[TokenLogprobs]]], torch.Tensor | None]:
+        """The same, without graphs, and what needs every token's hidden state: prompt logprobs, and embeddings."""
+        batch = inputs.batch
         hidden = self._model(replace(batch, logit_rows=None), self._caches)
-        return self._model.compute_logits(hidden[batch.logit_rows]), self._prompt_entries(inputs, hidden)
+        logits = self._model.compute_logits(hidden[batch.logit_rows])
+        return logits, self._prompt_entries(inputs, hidden), self._pooler.pool(inputs, hidden, self._state)
 
     def _decode(
         self, graphs: DecodeGraphs, rows: np.ndarray, plan: StepPlan

@@ -24,6 +24,7 @@ from rayllm.worker.copy_stream import staging_blocks
 from rayllm.worker.cuda_graph import graph_sizes
 from rayllm.worker.input_batch import PersistentBatch
 from rayllm.worker.model_runner import ModelRunner, PendingResult
+from rayllm.worker.pooling import pooling_bytes
 from rayllm.worker.step_memory import StepMemory
 from rayllm_kernels import ops
 
@@ -214,6 +215,7 @@ class Worker:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         tables = table_bytes(config.max_num_seqs, self._max_model_len, config.block_size)
+        tables += pooling_bytes(config.max_num_seqs, self._spec.hidden_size)
         logits = config.max_num_seqs * self._model.lm_head.num_tokens * self._dtype.itemsize
         graphs = 0 if config.enforce_eager else graph_bytes(config.max_num_seqs) + logits
         usable = total * config.gpu_memory_utilization - (total - free) - tables - graphs

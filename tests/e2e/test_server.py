@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -59,6 +60,21 @@ def test_completion(client):
     assert answer.choices[0].text == again.choices[0].text != ""
     assert answer.choices[0].finish_reason in ("stop", "length")
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_embeddings(server, client):
+    texts = ["The for statement", "A list is a mutable sequence.", "def"]
+    answer = client.embeddings.create(model=MODEL, input=texts)  # the client asks for base64, and decodes it
+    assert [each.index for each in answer.data] == [0, 1, 2]
+    vectors = [each.embedding for each in answer.data]
+    assert all(abs(math.hypot(*vector) - 1) < 1e-5 for vector in vectors)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens > 3
+    alone = httpx.post(f"{server.url}/v1/embeddings", json={"input": texts[1], "encoding_format": "float"}).json()
+    assert math.dist(alone["data"][0]["embedding"], vectors[1]) < 1e-4
+    mean = client.embeddings.create(model=MODEL, input=texts[1], extra_body={"pooling": "mean"}).data[0].embedding
+    assert abs(math.hypot(*mean) - 1) < 1e-5 and math.dist(mean, vectors[1]) > 0.1
+    with pytest.raises(openai.BadRequestError, match=f"dimensions must be {len(mean)}"):
+        client.embeddings.create(model=MODEL, input=texts, dimensions=len(mean) - 1)
 
 
 def test_chat_stops_by_itself(client):

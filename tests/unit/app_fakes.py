@@ -6,6 +6,7 @@ import httpx
 
 from rayllm.config import ServerConfig
 from rayllm.errors import EngineDeadError
+from rayllm.float32 import float32_bytes, float32_values
 from rayllm.serve.admission import Admission
 from rayllm.serve.app import create_app
 from rayllm.serve.metrics import FrontMetrics
@@ -45,7 +46,7 @@ class CharTokenizer:
 class FakeEngine:
     """Continues every prompt with the alphabet. A prompt "dead", "bad" or "poison" fails, "slow" never ends."""
 
-    info = EngineInfo(model="m", max_model_len=64, vocab_size=1000, num_kv_tokens=640, eos_token_ids=[0])
+    info = EngineInfo(model="m", max_model_len=64, vocab_size=1000, num_kv_tokens=640, eos_token_ids=[0], hidden_size=3)
 
     def __init__(self):
         self.tokenizer = CharTokenizer()
@@ -65,6 +66,9 @@ class FakeEngine:
                 part = CompletionOutput(0, "", [], finish_reason="error", stop_reason="no such kernel")
                 yield RequestOutput(request.request_id, prompt_text, request.prompt_token_ids, [part], True)
                 return
+            if request.pooling is not None:
+                yield self._embedding(request, prompt_text)
+                return
             for step in range(10**9 if prompt == "slow" else count):
                 await asyncio.sleep(0.01 if prompt == "slow" else 0)
                 if prompt == "dying" and step == 1:
@@ -72,6 +76,15 @@ class FakeEngine:
                 yield self._output(request, prompt_text, step, count)
         finally:
             self.aborted.append(request.request_id)
+
+    def _embedding(self, request, prompt_text):
+        """(0.6, 0.8 or -0.8 for a mean, the prompt's length / 64)."""
+        values = [0.6, 0.8 if request.pooling == "last" else -0.8, len(request.prompt_token_ids) / 64]
+        part = CompletionOutput(0, "", [], finish_reason="stop")
+        ids = request.prompt_token_ids
+        return RequestOutput(
+            request.request_id, prompt_text, ids, [part], True, embedding=float32_values(float32_bytes(values))
+        )
 
     def _output(self, request, prompt_text, step, count):
         token = 97 + step % 26

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fakes import FakeConstraint, FakeWorker, expected_output
+from fakes import FakeConstraint, FakeWorker, embedding, expected_output
 
 from rayllm.core.scheduler import Scheduler
 from rayllm.core.sequence import derive_seed
@@ -39,11 +39,13 @@ class Harness:
 
     def add(
         self, request_id: str, prompt: list[int], priority: int = 0, salt: str = "", constraint: dict | None = None,
-        **params: object,
+        pooling: str | None = None, **params: object,
     ) -> None:  # fmt: skip
+        if pooling is not None:
+            constraint, params = None, {}
         request = GenerationRequest(
             request_id=request_id, prompt_token_ids=prompt, params=SamplingParams(**params), priority=priority,
-            cache_salt=salt,
+            cache_salt=salt, pooling=pooling,
         )  # fmt: skip
         if constraint is None:
             self.scheduler.add(request)
@@ -96,6 +98,11 @@ class Harness:
         seeds = {}
         for request in self.requests.values():
             if request.request_id in self.aborted:
+                continue
+            if request.pooling is not None:
+                last = self.last_deltas[request.request_id, 0]
+                assert last.embedding == embedding(request.prompt_token_ids, request.pooling), request.request_id
+                assert last.finish_reason == "stop" and not self.outputs[request.request_id, 0]
                 continue
             params = request.params
             for index in range(params.n):

@@ -13,6 +13,7 @@ BASE = {
     "sampling_params",
     "config",
     "errors",
+    "float32",
     "model_spec",
     "rope_spec",
     "json_fields",

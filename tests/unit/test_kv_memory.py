@@ -281,6 +281,8 @@ def test_the_prefix_cache_goes_on_in_host_memory():
     assert stats.prefix_cache_hits == 4 * 20
     assert 0 < stats.cpu_prefix_cache_hits <= stats.prefix_cache_hits
     assert stats.cpu_prefix_cache_hits == stats.swapped_in_blocks * 4
+    on_device = stats.prefix_cache_hits - stats.cpu_prefix_cache_hits
+    assert stats.cpu_prefix_cache_queries == stats.prefix_cache_queries - on_device == 8 * 24 - on_device
     assert stats.num_cached_cpu_blocks > 10 and stats.num_used_cpu_blocks == 0
     out = stats.swapped_out_blocks
     assert chat(harness, "third", prompts[0]) == 4

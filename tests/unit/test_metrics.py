@@ -18,6 +18,13 @@ NAMES = [
     "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
     "request_prefill_time_seconds", "request_decode_time_seconds", "iteration_tokens_total",
 ]  # fmt: skip
+KV_TIERS = {  # name -> field of EngineStats
+    "num_cpu_kv_blocks": "num_total_cpu_blocks", "num_cpu_kv_blocks_used": "num_used_cpu_blocks",
+    "num_cpu_kv_blocks_cached": "num_cached_cpu_blocks", "num_swap_preemptions_total": "num_swap_preemptions",
+    "swapped_out_blocks_total": "swapped_out_blocks", "swapped_in_blocks_total": "swapped_in_blocks",
+    "cpu_prefix_cache_queries_total": "cpu_prefix_cache_queries",
+    "cpu_prefix_cache_hits_total": "cpu_prefix_cache_hits",
+}  # fmt: skip
 
 
 def samples():
@@ -35,6 +42,13 @@ def test_an_idle_server_has_every_figure(name):
     known = samples()
     (labels,) = [known[each] for each in (name, f"{name}_count") if each in known]
     assert {"model_name", "engine"} <= labels
+
+
+def test_figures_of_the_host_tier():
+    stats = EngineStats(**{field: 100 + i for i, field in enumerate(KV_TIERS.values())})
+    families = text_string_to_metric_families(render_metrics("m", stats, FrontMetrics()).decode())
+    found = {sample.name: sample.value for family in families for sample in family.samples}
+    assert {name: found[f"rayllm:{name}"] for name in KV_TIERS} == {name: 100 + i for i, name in enumerate(KV_TIERS)}
 
 
 def expressions():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from unit.scheduler_harness import CHEAP, DEAR, EVEN, Harness
 
 from rayllm.sampling_params import SamplingParams
-from rayllm.types import GenerationRequest
+from rayllm.types import GenerationRequest, StepResult
 
 PROMPTS = st.one_of(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
@@ -29,6 +29,7 @@ PARAMS = st.fixed_dictionaries(
         "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=2),
         "prompt_logprobs": st.sampled_from([None, None, 1]),
         "logprobs": st.sampled_from([None, 0]),
+        "pooling": st.sampled_from([None, None, None, "last", "mean"]),
         "constraint": st.sampled_from([None, None, {"lag": 0}, {"lag": 3}, {"lag": 1, "fail_after": 2}]),
     }
 )
@@ -65,7 +66,7 @@ def test_random_histories_leave_every_output_right(
     for operation in operations:
         if operation[0] == "add":
             _, prompt, params, priority, salt = operation
-            if len(prompt) < harness.scheduler.max_model_len:
+            if len(prompt) + (params["pooling"] is None) <= harness.scheduler.max_model_len:
                 harness.add(f"r{len(harness.requests)}", prompt, priority, salt, **params)
         elif operation[0] == "step":
             for _ in range(operation[1]):
@@ -92,6 +93,7 @@ def test_a_long_history_in_a_tight_pool_preempts_and_finishes(policy, depth, mod
         harness.add(
             f"r{i}", prompt, rng.randint(0, 2), n=rng.choice([1, 1, 3]), max_tokens=rng.randint(1, 28), seed=i,
             constraint=rng.choice([None, None, {"lag": rng.randint(0, 3)}]),
+            pooling=rng.choice([None, None, None, "last", "mean"]),
         )  # fmt: skip
         for _ in range(rng.randint(0, 6)):
             harness.step()
@@ -189,6 +191,57 @@ def test_prompt_logprobs_cover_the_prompt_in_chunks_and_after_a_cache_hit():
         entries = deltas[0].prompt_logprobs
         assert entries[0] is None and [e.token_id for e in entries[1:]] == prompt[1:]
         assert all(delta.prompt_logprobs is None for delta in deltas[1:])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_pooled_prompts_sample_nothing_and_means_compute_every_token(depth):
+    harness = Harness(num_blocks=32, block_size=4, depth=depth, max_num_batched_tokens=6)
+    prompt = list(range(17))
+    harness.add("before", prompt, max_tokens=3, seed=0)
+    harness.run()
+    harness.plans.clear()
+    for kind, num_computed in (("last", 1), ("mean", 17)):
+        harness.add(kind, prompt, pooling=kind)
+        harness.run()
+        assert sum(sum(plan.num_tokens) for plan in harness.plans) == num_computed
+        assert not any(plan.num_sampled or plan.num_decodes for plan in harness.plans)
+        assert harness.last_deltas[kind, 0].num_cached_tokens == (16 if kind == "last" else 0)
+        harness.plans.clear()
+    tokens_before = harness.scheduler.stats().generation_tokens
+    assert tokens_before == len(harness.outputs["before", 0])
+    harness.check_done()
+
+
+def test_a_mean_is_never_swapped_because_its_sum_would_stay_behind():
+    harness = Harness(
+        num_blocks=8, block_size=4, max_num_batched_tokens=6, policy="priority", num_cpu_blocks=8,
+        preemption_mode="swap",
+    )  # fmt: skip
+    for kind, swaps in (("last", 1), ("mean", 1)):
+        harness.add(kind, list(range(25)), priority=1, pooling=kind)
+        harness.step()
+        harness.add(f"urgent {kind}", [9] * 20, priority=0, max_tokens=2, seed=0)
+        harness.run()
+        assert harness.last_deltas[kind, 0].num_preemptions == 1
+        assert harness.scheduler.stats().num_swap_preemptions == swaps
+    harness.check_done()
+
+
+def test_a_pooled_prompt_may_fill_the_context():
+    harness = Harness(num_blocks=4, block_size=4, max_model_len=16)
+    harness.add("whole", [3] * 16, pooling="mean")
+    with pytest.raises(ValueError, match="1 to 16 tokens, not 17"):
+        harness.add("more", [3] * 17, pooling="last")
+    harness.run()
+    harness.check_done()
+
+
+def test_an_embedding_that_is_missing_is_an_error():
+    harness = Harness(num_blocks=4, block_size=4)
+    harness.add("a", [1, 2], pooling="last")
+    plan = harness.scheduler.schedule()
+    with pytest.raises(RuntimeError, match="does not belong"):
+        harness.scheduler.update(StepResult(plan.step_id, []))
 
 
 def test_what_can_never_fit_is_refused():

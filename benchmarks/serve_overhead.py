@@ -1,0 +1,206 @@
+"""What HTTP adds to the engine, beside what a bare Ray Serve stream of the same events takes. CPU, bundled model.
+
+    python benchmarks/serve_overhead.py [--clients 1 16 64]
+
+One after the other on one machine, with so many requests in flight: the engine alone, in this process; the whole stack,
+`rayllm launch` and its API; a Serve deployment that sends events recorded from that API, as far apart as the engine
+makes tokens at that load. "added" is the stack's time to the first token less the engine's and the bare stream's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import httpx
+from fastapi import FastAPI, Request
+from starlette.responses import StreamingResponse
+
+from rayllm import LLM, SamplingParams
+from rayllm.bench_serve_client import run_load
+from rayllm.bench_serve_load import ServeBenchOptions
+from rayllm.types import GenerationRequest
+
+PROMPT_TOKENS, TOKENS = 32, 64
+START_LIMIT_S = 120.0
+MAX_NUM_SEQS = 64
+
+
+class Times(NamedTuple):
+    """Median milliseconds: until the first token (or event), and from one to the next; how many requests failed."""
+
+    first: float
+    gap: float
+    failed: int = 0
+
+
+def num_requests(clients: int) -> int:
+    return max(50, 4 * clients)
+
+
+def engine_times(core: Any, clients: int) -> Times:
+    """The engine's own, with the next request added when one ends."""
+    rng = random.Random(clients)
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.6)
+    left, started, last = num_requests(clients), {}, {}
+    firsts: list[float] = []
+    gaps: list[float] = []
+
+    def add() -> None:
+        nonlocal left
+        name = f"{clients} {left}"
+        left -= 1
+        prompt = [rng.randrange(4, 250) for _ in range(PROMPT_TOKENS)]
+        started[name] = time.perf_counter()
+        core.add(GenerationRequest(request_id=name, prompt_token_ids=prompt, params=params))
+
+    for _ in range(clients):
+        add()
+    while core.has_work():
+        deltas, now = core.step(), time.perf_counter()
+        for delta in deltas:
+            if not delta.token_ids:
+                continue
+            name = delta.request_id
+            if name in last:
+                gaps.append(now - last[name])
+            else:
+                firsts.append(now - started[name])
+            last[name] = now
+            if delta.finish_reason is not None and left:
+                add()
+    return Times(statistics.median(firsts) * 1e3, statistics.median(gaps) * 1e3)
+
+
+def http_times(url: str, clients: int) -> Times:
+    """As a client sees them."""
+    options = ServeBenchOptions(
+        url=url, concurrency=clients, num_prompts=num_requests(clients), vocab_size=250, input_len=str(PROMPT_TOKENS),
+        output_len=str(TOKENS), warmup=min(clients, 8),
+    )  # fmt: skip
+    _, measured = run_load(options)
+    good = [sample for sample in measured.samples if sample.failure is None]
+    firsts = [sample.first - sample.sent for sample in good if sample.first is not None]
+    gaps = [gap for sample in good for gap in sample.gaps]
+    return Times(statistics.median(firsts) * 1e3, statistics.median(gaps) * 1e3, len(measured.samples) - len(good))
+
+
+def record_events(url: str) -> list[bytes]:
+    """The events of one stream of TOKENS tokens."""
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    body = {"model": model, "prompt": [5] * PROMPT_TOKENS, "max_tokens": TOKENS, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True}}  # fmt: skip
+    text = httpx.post(f"{url}/v1/completions", json=body, timeout=60).content
+    return [event + b"\n\n" for event in text.split(b"\n\n") if event.strip()]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def launched(port: int) -> Any:
+    """The whole stack at a port, ready."""
+    command = [sys.executable, "-m", "rayllm.cli", "launch", "--port", str(port), "--max-num-seqs", str(MAX_NUM_SEQS)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + START_LIMIT_S
+        while True:
+            try:
+                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                pass
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("the server did not come up")
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def bare_times(events: list[bytes], gaps: dict[int, float]) -> dict[int, Times]:
+    """A Serve deployment that sends `events`; gaps: clients -> milliseconds between two."""
+    import ray
+    from ray import serve
+    from ray.serve.config import HTTPOptions
+
+    app = FastAPI()
+
+    @serve.deployment(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})
+    @serve.ingress(app)
+    class Bare:
+        def __init__(self, events: list[bytes]):
+            self.events, self.gap = events, 0.0
+
+        @app.get("/v1/models")
+        def models(self) -> dict[str, Any]:
+            return {"object": "list", "data": [{"id": "bare", "object": "model"}]}
+
+        @app.post("/gap")
+        async def set_gap(self, request: Request) -> None:
+            self.gap = float(await request.json())
+
+        @app.post("/v1/completions")
+        async def stream(self, request: Request) -> StreamingResponse:
+            await request.json()
+            return StreamingResponse(self.send(), media_type="text/event-stream")
+
+        async def send(self) -> AsyncIterator[bytes]:
+            due = time.monotonic()
+            for event in self.events:
+                yield event
+                due += self.gap
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+
+    port = free_port()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
+        serve.run(Bare.bind(events), name="bare", route_prefix="/")  # type: ignore[attr-defined]
+        url, found = f"http://127.0.0.1:{port}", {}
+        for clients, gap in gaps.items():
+            httpx.post(f"{url}/gap", json=gap / 1e3).raise_for_status()
+            found[clients] = http_times(url, clients)
+        return found
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64])
+    clients = parser.parse_args().clients
+    with LLM(device="cpu", max_num_seqs=MAX_NUM_SEQS) as llm:
+        core = llm._engine()
+        engine_times(core, 4)  # warm
+        engine = {count: engine_times(core, count) for count in clients}
+    with launched(free_port()) as url:
+        http_times(url, 4)
+        stack = {count: http_times(url, count) for count in clients}
+        events = record_events(url)
+    bare = bare_times(events, {count: engine[count].gap for count in clients})
+    print("| clients | engine: first, gap | bare Serve | whole stack | added to first | failed |")
+    print("|---|---|---|---|---|---|")
+    for count in clients:
+        added = stack[count].first - engine[count].first - bare[count].first
+        cells = [f"{each[count].first:.1f}, {each[count].gap:.2f} ms" for each in (engine, bare, stack)]
+        print(f"| {count} | {' | '.join(cells)} | {added:.1f} ms | {stack[count].failed + bare[count].failed} |")
+
+
+if __name__ == "__main__":
+    main()
