@@ -159,15 +159,6 @@ def test_only_steps_without_pooled_prompts_are_captured_ones(tmp_path):
         assert graphs.steps > before
 
 
-def test_two_ranks(tmp_path, ray_cluster):
-    folder, prompts = make_model(tmp_path, "qwen3"), prompts_of(3)
-    states = hidden_states(folder, prompts)
-    with engine(folder, tensor_parallel_size=2, max_num_batched_tokens=32) as llm:
-        for pooling in ("last", "mean"):
-            outputs = llm.embed(prompts, pooling, use_tqdm=False)
-            assert (vectors_of(outputs) - expected(states, pooling)).abs().max() < TOLERANCE
-
-
 def test_the_whole_context_and_bad_requests(tmp_path):
     with engine(make_model(tmp_path, "llama"), max_model_len=40, max_num_batched_tokens=16) as llm:
         assert len(llm.embed([3] * 40, use_tqdm=False)[0].embedding) == 96
