@@ -23,12 +23,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import httpx
-from fastapi import FastAPI, Request
-from starlette.responses import StreamingResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from rayllm import LLM, SamplingParams
 from rayllm.bench_serve_client import run_load
-from rayllm.bench_serve_load import ServeBenchOptions
+from rayllm.bench_serve_load import bench_options
 from rayllm.types import GenerationRequest
 
 PROMPT_TOKENS, TOKENS = 32, 64
@@ -84,10 +84,9 @@ def engine_times(core: Any, clients: int) -> Times:
 
 def http_times(url: str, clients: int) -> Times:
     """As a client sees them."""
-    options = ServeBenchOptions(
-        url=url, concurrency=clients, num_prompts=num_requests(clients), vocab_size=250, input_len=str(PROMPT_TOKENS),
-        output_len=str(TOKENS), warmup=min(clients, 8),
-    )  # fmt: skip
+    load = {"url": url, "concurrency": clients, "num_prompts": num_requests(clients), "warmup": min(clients, 8)}
+    shape = {"vocab_size": 250, "input_len": str(PROMPT_TOKENS), "output_len": str(TOKENS)}
+    options = bench_options(load | shape)
     _, measured = run_load(options)
     good = [sample for sample in measured.samples if sample.failure is None]
     firsts = [sample.first - sample.sent for sample in good if sample.first is not None]
@@ -138,25 +137,18 @@ def bare_times(events: list[bytes], gaps: dict[int, float]) -> dict[int, Times]:
     from ray import serve
     from ray.serve.config import HTTPOptions
 
-    app = FastAPI()
-
     @serve.deployment(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})
-    @serve.ingress(app)
     class Bare:
         def __init__(self, events: list[bytes]):
             self.events, self.gap = events, 0.0
 
-        @app.get("/v1/models")
-        def models(self) -> dict[str, Any]:
-            return {"object": "list", "data": [{"id": "bare", "object": "model"}]}
-
-        @app.post("/gap")
-        async def set_gap(self, request: Request) -> None:
-            self.gap = float(await request.json())
-
-        @app.post("/v1/completions")
-        async def stream(self, request: Request) -> StreamingResponse:
-            await request.json()
+        async def __call__(self, request: Request) -> Response:
+            if request.method == "GET":
+                return JSONResponse({"object": "list", "data": [{"id": "bare", "object": "model"}]})
+            body = await request.json()
+            if request.url.path == "/gap":
+                self.gap = float(body)
+                return JSONResponse(self.gap)
             return StreamingResponse(self.send(), media_type="text/event-stream")
 
         async def send(self) -> AsyncIterator[bytes]:
