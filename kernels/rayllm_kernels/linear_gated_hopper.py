@@ -30,7 +30,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -38,6 +37,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .dependent_launch import can_overlap
+from .hopper_common import barriers, copy_async
 from .linear_gated_plan import BLOCK_TOKENS, TILE_OUTPUTS
 
 BLOCK = gl.constexpr(BLOCK_TOKENS)
@@ -48,8 +48,6 @@ GROUP_TOKENS = 2048  # that share their weights in L2: half and twice as many we
 REGISTERS = {2: 168, 3: 128}  # of a thread when a program starts, by consumers: they take the producer's
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SHARED_GATED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
-# Triton 3.9 renamed it.
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -76,9 +74,9 @@ def _produce(
             stage = use % STAGES
             mbarrier.wait(free.index(stage), (use // STAGES + 1) % 2)
             mbarrier.expect(full.index(stage), BYTES)
-            _copy(w_desc, [0, output_tile * OUTPUTS, step * DEPTH], full.index(stage), w_smem.index(stage))
+            copy_async(w_desc, [0, output_tile * OUTPUTS, step * DEPTH], full.index(stage), w_smem.index(stage))
             for consumer in gl.static_range(CONSUMERS):
-                _copy(x_desc, [(token_tile * CONSUMERS + consumer) * BLOCK, step * DEPTH], full.index(stage),
+                copy_async(x_desc, [(token_tile * CONSUMERS + consumer) * BLOCK, step * DEPTH], full.index(stage),
                       x_smem.index(stage * CONSUMERS + consumer))  # fmt: skip
             use += 1
     if OVERLAP:
@@ -130,14 +128,6 @@ def _consume(
         use += steps
 
 
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=arrivals)
-    return barriers
-
-
 @gluon.jit(do_not_specialize=["tokens", "output_octets", "token_tiles", "output_tiles", "group", "steps"])
 def _linear_gated_kernel(
     x_desc, w_desc, y_ptr, tokens, output_octets, token_tiles, output_tiles, group, steps,
@@ -146,7 +136,7 @@ def _linear_gated_kernel(
     DTYPE: gl.constexpr = y_ptr.dtype.element_ty
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES * CONSUMERS, BLOCK, DEPTH], SHARED)
     w_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 2, OUTPUTS, DEPTH], SHARED_GATED)
-    ring = (x_smem, w_smem, _barriers(STAGES, 1), _barriers(STAGES, CONSUMERS))
+    ring = (x_smem, w_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     fence_async_shared()
     outputs = output_octets * 8  # so that the compiler knows of rows that start at multiples of 16 bytes
     if CONSUMERS == 2:

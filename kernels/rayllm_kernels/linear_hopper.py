@@ -34,7 +34,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -42,6 +41,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .dependent_launch import can_overlap
+from .hopper_common import barriers, copy_async
 from .linear_hopper_plan import BLOCK_ROWS, Tile
 
 BLOCK = gl.constexpr(BLOCK_ROWS)
@@ -51,8 +51,7 @@ LEAD = gl.constexpr(6)  # uses of the ring before the last when the next kernel 
 MAX_PROGRAMS = 1024
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SHARED_GATED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
-# Triton 3.9 renamed them.
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+# Triton 3.9 renamed it.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
@@ -62,9 +61,9 @@ def _copy_weights(desc, tile_row, step, full, w_smem, stage, CONSUMERS: gl.const
     for consumer in gl.static_range(CONSUMERS):
         row, part = tile_row * CONSUMERS + consumer, w_smem.index(stage * CONSUMERS + consumer)
         if GATED:
-            _copy(desc, [row * (ROWS // 16), 0, 0, step * DEPTH], full, part)
+            copy_async(desc, [row * (ROWS // 16), 0, 0, step * DEPTH], full, part)
         else:
-            _copy(desc, [row * ROWS, step * DEPTH], full, part)
+            copy_async(desc, [row * ROWS, step * DEPTH], full, part)
 
 
 @gluon.jit
@@ -85,7 +84,9 @@ def _produce(
         gdc_wait()
     for use in range(ahead):
         unit = end - 1 - use
-        _copy(x_desc, [unit // steps % token_tiles * TOKENS, unit % steps * DEPTH], full.index(use), x_smem.index(use))
+        copy_async(
+            x_desc, [unit // steps % token_tiles * TOKENS, unit % steps * DEPTH], full.index(use), x_smem.index(use)
+        )
     if OVERLAP and end - start <= STAGES + LEAD:
         gdc_launch_dependents()
     for use in range(ahead, end - start):
@@ -96,7 +97,7 @@ def _produce(
         mbarrier.wait(free.index(stage), (use // STAGES + 1) % 2)
         mbarrier.expect(full.index(stage), BYTES)
         _copy_weights(w_desc, tile // token_tiles, step, full.index(stage), w_smem, stage, CONSUMERS, ROWS, GATED)
-        _copy(x_desc, [tile % token_tiles * TOKENS, step * DEPTH], full.index(stage), x_smem.index(stage))
+        copy_async(x_desc, [tile % token_tiles * TOKENS, step * DEPTH], full.index(stage), x_smem.index(stage))
 
 
 @gluon.jit
@@ -218,14 +219,6 @@ def _consume(
         stop = first_unit
 
 
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=arrivals)
-    return barriers
-
-
 @gluon.jit(do_not_specialize=["tokens", "units", "steps", "token_tiles"])
 def _linear_hopper_kernel(
     w_desc, x_desc, y_ptr, bias_ptr, partial_ptr, flags_ptr, tokens, outputs, units, steps, token_tiles,
@@ -242,7 +235,7 @@ def _linear_hopper_kernel(
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TOKENS, DEPTH], SHARED)
     Y_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, 2)
     y_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, min(TOKENS, CHUNK), WIDTH], Y_LAYOUT)
-    ring = (w_smem, x_smem, _barriers(STAGES, 1), _barriers(STAGES, CONSUMERS))
+    ring = (w_smem, x_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     fence_async_shared()
     program = gl.program_id(0)
     start = program * units // gl.num_programs(0)

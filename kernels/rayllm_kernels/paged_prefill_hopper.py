@@ -29,11 +29,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .hopper_common import barriers, copy_async
 
 LOG2E = 1.4426950408889634
 ROWS = gl.constexpr(128)
@@ -43,8 +44,6 @@ HALF = gl.constexpr(64)  # columns that a tensor copy takes: 128 bytes, the wide
 FIELDS = gl.constexpr(5)  # of a task: seq_len, query_len, first_query, first_row, kv_head
 SLOTS = gl.constexpr(2)  # tasks announced ahead
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-# Triton 3.9 renamed it.
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -108,7 +107,7 @@ def _copy_tile(desc, rows, tile, full, BOX: gl.constexpr, HEAD_DIM: gl.constexpr
     for i in gl.static_range(KEYS // BOX):
         for half in gl.static_range(HEAD_DIM // HALF):
             part = tile.slice(i * BOX, BOX, dim=0).slice(half * HALF, HALF, dim=1)
-            _copy(desc, [rows[i], half * HALF], full, part)
+            copy_async(desc, [rows[i], half * HALF], full, part)
 
 
 @gluon.jit
@@ -296,14 +295,6 @@ def _consume(
         seq_len = _read(mail, turn % SLOTS, 0)
 
 
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=arrivals)
-    return barriers
-
-
 @gluon.jit(do_not_specialize=["batch", "stride_table"])
 def _hopper_kernel(
     q_ptr, k_desc, v_desc, tables_ptr, seq_lens_ptr, starts_ptr, counter_ptr, out_ptr, batch,
@@ -314,9 +305,9 @@ def _hopper_kernel(
     q_smem = gl.allocate_shared_memory(DTYPE, [2, ROWS // 2, HEAD_DIM], SHARED)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, HEAD_DIM], SHARED)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, HEAD_DIM], SHARED)
-    ring = (k_smem, v_smem, _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1), _barriers(STAGES, 2))
+    ring = (k_smem, v_smem, barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1), barriers(STAGES, 2))
     mail = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    mailbox = (mail, _barriers(SLOTS, 1), _barriers(SLOTS, 2))
+    mailbox = (mail, barriers(SLOTS, 1), barriers(SLOTS, 2))
     fence_async_shared()
     gl.warp_specialize(
         [

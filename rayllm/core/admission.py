@@ -112,11 +112,12 @@ class Admission:
         """Record what the prefix cache found for a waiting sequence; returns how many tokens that is."""
         size = self._memory.block_size
         hit = len(match.blocks) * size
-        self.num_queries += len(seq.token_ids)
-        self.num_hits += hit
-        if self._memory.tiered:
-            self.num_cpu_queries += len(seq.token_ids) - len(match.on_device) * size
-            self.num_cpu_hits += len(match.host) * size
+        if self._memory.looks_up(seq):
+            self.num_queries += len(seq.token_ids)
+            self.num_hits += hit
+            if self._memory.tiered:
+                self.num_cpu_queries += len(seq.token_ids) - len(match.on_device) * size
+                self.num_cpu_hits += len(match.host) * size
         if seq.group.num_cached_tokens is None:
             seq.group.num_cached_tokens = hit
             draft.started.append(seq.group)

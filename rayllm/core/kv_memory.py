@@ -67,18 +67,21 @@ class KVMemory:
 
     # ---------------------------------------------------------------------------------------------- prefix cache
 
+    def looks_up(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence may begin with cached blocks: not if every position has to be computed."""
+        group = seq.group
+        prompt_logprobs = group.params.prompt_logprobs is not None and seq.fresh and seq.index == 0
+        return self.caching and not prompt_logprobs and group.pooling != "mean"
+
     def match(self, seq: Sequence) -> Match:
         """Where the cached beginning of a sequence is. At least its last token stays to be computed, for its logits.
 
         Nothing behind the first block that only the host has counts if it is dearer to move than to compute.
         """
-        group = seq.group
-        if not self.caching or (group.params.prompt_logprobs is not None and seq.fresh and seq.index == 0):
-            return Match([], [])  # prompt logprobs need every prompt position computed
-        if group.pooling == "mean":
-            return Match([], [])  # so does the mean of their hidden states
+        if not self.looks_up(seq):
+            return Match([], [])
         usable = (len(seq.token_ids) - 1) // self.block_size
-        self.cache.extend(seq.block_hashes, group.root_hash, seq.token_ids, usable)
+        self.cache.extend(seq.block_hashes, seq.group.root_hash, seq.token_ids, usable)
         hashes = seq.block_hashes if len(seq.block_hashes) == usable else seq.block_hashes[:usable]
         found: list[int | None] = list(self.cache.match(hashes))
         if not self.tiered or len(found) == usable:

@@ -38,11 +38,8 @@ def expected() -> dict[int, list[list[list[int]]]]:
     return {}
 
 
-@pytest.mark.parametrize(
-    ("mode", "caching", "tp"),
-    # Recompute on two ranks: test_parity.py.
-    [("recompute", True, 1), ("swap", True, 1), ("cost", False, 1), ("swap", True, 2), ("cost", False, 2)],
-)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("mode", "caching"), [("recompute", True), ("swap", True), ("cost", False)])
 def test_a_fifth_of_the_room(tp, mode, caching, expected, request):
     if tp > 1:
         request.getfixturevalue("ray_cluster")

@@ -101,8 +101,6 @@ def options_at(tp: int, kind: str, full: bool) -> list[tuple[int, bool, int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_over_ray(cases, kind, tp, ray_cluster, full_matrix):
-    if tp == 4 and kind not in ("llama3_rope", "qwen3") and not full_matrix:
-        pytest.skip("in the full matrix; all kinds run at tp=2")
     for budget, caching, block_size in options_at(tp, kind, full_matrix):
         check(
             cases[kind], tensor_parallel_size=tp, max_num_batched_tokens=budget, enable_prefix_caching=caching,
