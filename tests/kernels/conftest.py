@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -137,3 +138,18 @@ def paged_case(randn: Callable[..., Tensor], device: torch.device) -> Callable[.
         )  # fmt: skip
 
     return build
+
+
+@pytest.fixture
+def run_compiler():
+    """(script, environment variables) -> what the script prints, in a process that compiles and does not interpret."""
+
+    def run(script: str, **variables: str) -> str:
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        command = [sys.executable, "-c", script]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return run

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given
@@ -147,13 +143,9 @@ for consumers in (2, 3):
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs the kernel itself")
-def test_the_kernel_compiles_and_fits():
+def test_the_kernel_compiles_and_fits(run_compiler):
     """Gluon has no interpreter, and its API moves: at least, every version of Triton must build the kernel."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    result = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    for line in result.stdout.splitlines():
+    for line in run_compiler(COMPILE).splitlines():
         products, shared = map(int, line.split())
         assert products > 0
         assert shared <= 227 << 10  # bytes that a program may take
