@@ -1,28 +1,34 @@
-"""What HTTP adds to the engine, beside what a bare Ray Serve stream of the same events takes. CPU, bundled model.
+"""What HTTP adds to the engine, beside what a bare Ray Serve stream of the same events takes. By default the bundled
+model on the CPU.
 
-    python benchmarks/serve_overhead.py [--clients 1 16 64]
+    python benchmarks/serve_overhead.py [--clients 1 16 64] [--config FILE]
 
-One after the other on one machine, with so many requests in flight: the engine alone, in this process; the whole stack,
-`rayllm launch` and its API; a Serve deployment that sends events recorded from that API, as far apart as the engine
-makes tokens at that load. "added" is the stack's time to the first token less the engine's and the bare stream's.
+One after the other on one machine, with so many requests in flight: the engine alone, in this process, with as many
+OpenMP threads as a served one has (a core is left to the fronts); the whole stack, `rayllm launch` and its API; a Serve
+deployment that sends events recorded from that API, as far apart as the engine makes tokens at that load. "added" is
+the stack's time to the first token less the engine's and the bare stream's.
+
+FILE holds options of `rayllm launch`, those of the engine alone: configs/llama-3.1-8b-dummy.yaml, say.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
-import signal
-import socket
 import statistics
-import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import torch
+import yaml
+from launched_server import free_port, launched
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -32,7 +38,6 @@ from rayllm.bench_serve_load import bench_options
 from rayllm.types import GenerationRequest
 
 PROMPT_TOKENS, TOKENS = 32, 64
-START_LIMIT_S = 120.0
 MAX_NUM_SEQS = 64
 
 
@@ -103,32 +108,14 @@ def record_events(url: str) -> list[bytes]:
     return [event + b"\n\n" for event in text.split(b"\n\n") if event.strip()]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
-def launched(port: int) -> Any:
-    """The whole stack at a port, ready."""
-    command = [sys.executable, "-m", "rayllm.cli", "launch", "--port", str(port), "--max-num-seqs", str(MAX_NUM_SEQS)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + START_LIMIT_S
-        while True:
-            try:
-                if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("the server did not come up")
-            time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
+def served(options: dict[str, Any]) -> Iterator[str]:
+    """The address of the whole stack, with an engine of these options."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(options, file)
+        file.flush()
+        with launched("--config", file.name) as (url, _):
+            yield url
 
 
 def bare_times(events: list[bytes], gaps: dict[int, float]) -> dict[int, Times]:
@@ -176,12 +163,17 @@ def bare_times(events: list[bytes], gaps: dict[int, float]) -> dict[int, Times]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64])
-    clients = parser.parse_args().clients
-    with LLM(device="cpu", max_num_seqs=MAX_NUM_SEQS) as llm:
+    parser.add_argument("--config", help="YAML file of engine options")
+    args = parser.parse_args()
+    clients = args.clients
+    options = {"device": "cpu"} if args.config is None else yaml.safe_load(Path(args.config).read_text())
+    options["max_num_seqs"] = MAX_NUM_SEQS
+    torch.set_num_threads(max((os.cpu_count() or 1) - 1, 1))
+    with LLM(**options) as llm:
         core = llm._engine()
         engine_times(core, 4)  # warm
         engine = {count: engine_times(core, count) for count in clients}
-    with launched(free_port()) as url:
+    with served(options) as url:
         http_times(url, 4)
         stack = {count: http_times(url, count) for count in clients}
         events = record_events(url)

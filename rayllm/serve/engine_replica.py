@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -25,6 +26,7 @@ logger = logging.getLogger("ray.serve")
 
 STEP_DEADLINE_S = 120.0  # work queued and no step finished for so long: unhealthy
 GONE_S = 3.0  # an API server that has not come for so long is gone
+SWITCH_S = 2e-4  # the engine's thread gives way so soon to the one that sends its results; by default after 5 ms
 MAX_SERVERS = 256  # whose figures are kept after they are gone
 
 
@@ -86,6 +88,7 @@ class EngineReplica:
         from rayllm.engine.core import build_engine_core
         from rayllm.engine.driver import EngineDriver
 
+        sys.setswitchinterval(SWITCH_S)
         self._driver = EngineDriver(build_engine_core(make_config(EngineConfig, options)))
         self._driver.start()
         self._endpoint = Endpoint(self._driver.serve_zmq(), node_id())

@@ -58,6 +58,11 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._parents)
 
+    @property
+    def fill(self) -> float:
+        """Of its capacity, 0 to 1."""
+        return len(self._parents) / self.capacity
+
     def match(self, hashes: list[int]) -> int:
         """How many leading blocks of a prompt are known."""
         for count, block in enumerate(hashes):
@@ -112,8 +117,8 @@ class Router:
         """The replica for a prompt of these `prefix_hashes`, and remember that it got it.
 
         loads: of the replicas that may be chosen, at least one, all of them added before. Of those that have some of
-        the prompt cached and are not too busy, the one that has most; else the least busy one. Equals are chosen at
-        random.
+        the prompt cached and are not too busy, the one that has most; else the least busy one. Among equals the one
+        with most of its cache free, so that one replica does not evict what would fit into another; then at random.
         """
         matched = {replica_id: self._indexes[replica_id].match(hashes) * ROUTING_BLOCK for replica_id in loads}
         busy = {replica_id: weight(load) for replica_id, load in loads.items()}
@@ -123,8 +128,7 @@ class Router:
         fit = [each for each in loads if matched[each] and busy[each] - matched[each] / TOKENS_A_COMPLETION <= limit]
         longest = max((matched[each] for each in fit), default=0)
         candidates = [each for each in fit if matched[each] == longest] or list(loads)
-        least = min(busy[each] for each in candidates)
-        chosen = self._rng.choice([each for each in candidates if busy[each] == least])
+        chosen = min(candidates, key=lambda each: (busy[each], self._indexes[each].fill, self._rng.random()))
         self._indexes[chosen].add(hashes)
         return Choice(chosen, matched[chosen])
 
