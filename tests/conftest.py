@@ -1,9 +1,15 @@
-"""Shared by all tests: modules beside the tests are importable by name (tests are no package), one torch thread."""
+"""Shared by all tests: modules beside the tests are importable by name (tests are no package), one torch thread.
+
+With `pytest -n`, each of pytest's processes has Ray's files in a folder of its own, so that it sees only the clusters
+that its tests start.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +20,13 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, as transformers does
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_configure(config):
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Short: it is the beginning of the paths of sockets.
+        folder = os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_addoption(parser):

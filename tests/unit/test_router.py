@@ -112,12 +112,15 @@ def test_a_long_prefix_may_wait_longer():
     assert chosen(queued // SIZE, queued) == "a"
 
 
-def test_without_a_prefix_the_least_busy_one_is_chosen_and_equals_at_random():
+def test_without_a_prefix_the_least_busy_one_is_chosen_and_of_equals_the_emptiest():
     router = make_router(*"abc")
     loads = {"a": Load(5, 0), "b": Load(4, 0), "c": Load(3, 2 * TOKENS_A_COMPLETION)}
     assert {router.choose([i], loads).replica_id for i in range(20)} == {"b"}
     idle = {name: Load() for name in "abc"}
-    assert {router.choose([100 + i], idle).replica_id for i in range(50)} == set("abc")
+    chosen = [router.choose([100 + i], idle).replica_id for i in range(40)]
+    assert set(chosen) == {"a", "c"}, "b has 20 prompts already, these two get as many"
+    assert sorted(router.choose([200 + i], idle).replica_id for i in range(9)) == list("aaabbbccc")
+    assert len({make_router(*"abc", seed=seed).choose([1], idle).replica_id for seed in range(20)}) == 3
 
 
 def test_a_replica_that_went_is_forgotten():
