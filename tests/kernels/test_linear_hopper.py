@@ -88,3 +88,41 @@ def test_plans_keep_to_what_the_kernel_can_do(multiprocessors):
                     room = 2 * multiprocessors if tile in NARROW.values() else multiprocessors
                     assert 0 < programs <= room  # all run at once, since they wait for one another
     assert planned > 100
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from rayllm_kernels.linear_hopper import DEPTH, SHARED, SHARED_GATED, _linear_hopper_kernel
+from rayllm_kernels.linear_hopper_plan import NARROW, WIDE, WIDEST
+
+def descriptor(shape, layout):
+    return f"tensordesc<bf16{shape},{layout.value!r}>"
+
+for tile, gated in ((NARROW[16], False), (WIDE[64], True), (WIDEST, False)):
+    rows, depth = tile.blocks * 64, DEPTH.value
+    weight = descriptor([rows // 16, 2, 8, depth], SHARED_GATED) if gated else descriptor([rows, depth], SHARED)
+    constants = {"TOKENS": tile.tokens, "CONSUMERS": tile.consumers, "BLOCKS": tile.blocks, "STAGES": tile.stages,
+                 "REGISTERS": tile.registers, "HAS_BIAS": not gated, "GATED": gated, "OVERLAP": True}
+    types = {"w_desc": weight, "x_desc": descriptor([tile.tokens, depth], SHARED), "y_ptr": "*bf16",
+             "bias_ptr": "*bf16", "partial_ptr": "*fp32", "flags_ptr": "*i32"}
+    names = _linear_hopper_kernel.arg_names
+    signature = {n: types.get(n, "i32") for n in names} | dict.fromkeys(constants, "constexpr")
+    values = {(names.index(n),): value for n, value in constants.items()}
+    options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
+    source = GluonASTSource(_linear_hopper_kernel, signature, values)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(kernel.asm["ptx"].count("wgmma.mma"), kernel.metadata.shared, 2 if tile.consumers == 1 else 1)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")
+def test_the_kernel_compiles_and_fits(run_compiler):
+    """Gluon has no interpreter, and its API moves: at least, every version of Triton must build the kernel."""
+    lines = run_compiler(COMPILE).splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        products, shared, programs = map(int, line.split())
+        assert products > 0
+        assert programs * (shared + 1024) <= 228 << 10  # bytes of a multiprocessor, of which each program costs 1,024
