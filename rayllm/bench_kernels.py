@@ -2,7 +2,8 @@
 
 A floor is the time that the fewest bytes (or operations) would take at the rates an H200 was seen to reach; the ratio
 is floor over measured time, 1.00 the limit. Inputs are random and bf16; each call takes the next of several copies
-that together exceed the L2 cache; calls are replayed from a CUDA graph, so launch overhead is not in the figures.
+that together exceed the L2 cache; calls are replayed from a CUDA graph, so launch overhead is not in the figures. The
+floor of a case with an fp8 cache counts the bytes of that cache.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from rayllm.errors import ConfigError
 from rayllm_kernels import ops
+from rayllm_kernels.kv_format import FP8_MAX, KVScales
 
 DEVICE = "cuda"
 BYTES_PER_SECOND = 4.3e12
@@ -38,6 +40,7 @@ DECODE = [
 ]  # sequences, context
 RAGGED = [32, 64, 96, 128, 160, 256]  # sequences
 RAGGED_HEADS = [(32, 8, 128), (16, 8, 128), (12, 2, 128), (32, 8, 64)]  # query heads, KV heads, head size
+FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 PREFILL = [(1, 8192, 0), (8, 2048, 0), (1, 2048, 32768), (4, 512, 8192)]  # sequences, chunk, context before it
 TOKENS = [8192, 64]
 HIDDEN, INTERMEDIATE = 4096, 14336
@@ -100,21 +103,40 @@ def copies(call_bytes: float) -> int:
     return max(2, int(ROTATED_BYTES / call_bytes) + 1)
 
 
-def paged_context(batch: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A block-major pool [blocks, layers, 2, Hkv, block_size, D] of enough layers, shuffled tables, lengths."""
+def kv_pool(blocks: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """A block-major pool [blocks, layers, 2, Hkv, block_size, D] of normal numbers."""
+    pool = torch.empty(blocks, layers, 2, kv_heads, BLOCK_SIZE, head_dim, dtype=dtype, device=DEVICE)
+    for part in pool.split(max(1, ROTATED_BYTES // pool[0].nbytes)):
+        part.copy_(normal(*part.shape))
+    return pool
+
+
+def scales_of(pool: Tensor) -> KVScales | None:
+    """Of all layers alike; None if the pool is not in fp8."""
+    if pool.dtype not in FP8_MAX:
+        return None
+    return KVScales(*torch.rand(2, pool.shape[3], device=DEVICE).add_(0.5).unbind())
+
+
+def paged_context(batch: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """A pool of enough layers, shuffled tables, lengths."""
     blocks = -(-length // BLOCK_SIZE)
-    layers = copies(batch * length * KV_HEADS * HEAD_DIM * 4)
-    pool = normal(batch * blocks, layers, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    layers = copies(batch * length * KV_HEADS * HEAD_DIM * 2 * dtype.itemsize)
+    pool = kv_pool(batch * blocks, layers, KV_HEADS, HEAD_DIM, dtype)
     tables = torch.randperm(batch * blocks, device=DEVICE).to(torch.int32).view(batch, blocks)
     return pool, tables, torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
 
 
-def decode(name: str, lengths: list[int], heads: int, kv_heads: int, head_dim: int) -> Case:
+def decode(
+    name: str, lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16
+) -> Case:
     """One decode step's attention; the schedule is made once for all layers, as in the engine."""
     batch, tokens = len(lengths), sum(lengths)
     counts = [-(-length // BLOCK_SIZE) for length in lengths]
-    layers = copies(tokens * kv_heads * head_dim * 4)
-    pool = normal(sum(counts), layers, 2, kv_heads, BLOCK_SIZE, head_dim)
+    context_bytes = tokens * kv_heads * head_dim * 2 * dtype.itemsize
+    layers = copies(context_bytes)
+    pool = kv_pool(sum(counts), layers, kv_heads, head_dim, dtype)
+    scales = scales_of(pool)
     tables = torch.zeros(batch, max(counts), dtype=torch.int32)
     for row, ids in enumerate(torch.randperm(sum(counts)).to(torch.int32).split(counts)):
         tables[row, : len(ids)] = ids
@@ -126,10 +148,10 @@ def decode(name: str, lengths: list[int], heads: int, kv_heads: int, head_dim: i
     def layer_call(layer: int) -> Callable[[], object]:
         k, v = pool[:, layer, 0], pool[:, layer, 1]
         return lambda: ops.paged_decode_attention(
-            q, k, v, tables, seq_lens, scale=head_dim**-0.5, schedule=schedule, out=out
+            q, k, v, tables, seq_lens, scale=head_dim**-0.5, scales=scales, schedule=schedule, out=out
         )
 
-    return Case(name, [layer_call(i) for i in range(layers)], bytes=tokens * kv_heads * head_dim * 4 + 2 * q.nbytes)
+    return Case(name, [layer_call(i) for i in range(layers)], bytes=context_bytes + 2 * q.nbytes)
 
 
 def ragged_lengths(batch: int) -> list[int]:
@@ -137,8 +159,9 @@ def ragged_lengths(batch: int) -> list[int]:
     return (torch.randint(200, 1501, (batch,), generator=torch.Generator().manual_seed(batch)) + 75).tolist()
 
 
-def prefill(name: str, batch: int, chunk: int, context: int) -> Case:
-    pool, tables, lengths = paged_context(batch, context + chunk)
+def prefill(name: str, batch: int, chunk: int, context: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+    pool, tables, lengths = paged_context(batch, context + chunk, dtype)
+    scales = scales_of(pool)
     q = normal(batch * chunk, HEADS, HEAD_DIM)
     out = torch.empty_like(q)
     starts = torch.arange(0, batch * chunk + 1, chunk, dtype=torch.int32, device=DEVICE)
@@ -146,7 +169,7 @@ def prefill(name: str, batch: int, chunk: int, context: int) -> Case:
     def layer_call(layer: int) -> Callable[[], object]:
         k, v = pool[:, layer, 0], pool[:, layer, 1]
         return lambda: ops.paged_prefill_attention(
-            q, k, v, tables, lengths, starts, chunk, scale=HEAD_DIM**-0.5, out=out
+            q, k, v, tables, lengths, starts, chunk, scale=HEAD_DIM**-0.5, scales=scales, out=out
         )
 
     pairs = chunk * context + chunk * (chunk + 1) // 2
@@ -170,21 +193,23 @@ def silu(name: str, tokens: int) -> Case:
     return Case(name, [partial(ops.silu_and_mul, x) for x in gate_up], bytes=tokens * INTERMEDIATE * 6)
 
 
-def norm_rope_cache(name: str, tokens: int) -> Case:
+def norm_rope_cache(name: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Case:
     """Head norms, rotary positions and the cache write."""
     head_row, heads = HEAD_DIM * 2 * tokens, HEADS + 2 * KV_HEADS
     fused = normal(copies(head_row * heads), tokens, heads * HEAD_DIM)
     cos_sin, positions = torch.rand(tokens, HEAD_DIM, device=DEVICE), torch.arange(tokens, device=DEVICE)
     weight = normal(HEAD_DIM)
     blocks = -(-tokens // BLOCK_SIZE)
-    pool = normal(blocks, len(fused), 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    pool = kv_pool(blocks, len(fused), KV_HEADS, HEAD_DIM, dtype)
+    scales = scales_of(pool)
     slots = torch.randperm(blocks * BLOCK_SIZE, device=DEVICE)[:tokens].contiguous()
     calls = [
         partial(ops.qk_norm_rope_cache, qkv, positions, cos_sin, weight, weight, 1e-5, pool[:, i, 0], pool[:, i, 1],
-                slots, HEADS, KV_HEADS)
+                slots, HEADS, KV_HEADS, scales=scales)
         for i, qkv in enumerate(fused)
     ]  # fmt: skip
-    return Case(name, calls, bytes=2 * head_row * heads + cos_sin.nbytes)
+    written = head_row * HEADS + tokens * HEAD_DIM * 2 * KV_HEADS * dtype.itemsize
+    return Case(name, calls, bytes=head_row * heads + written + cos_sin.nbytes)
 
 
 def linear(name: str, tokens: int, inputs: int, outputs: int) -> Case:
@@ -218,6 +243,10 @@ def cases() -> dict[str, Callable[[str], Case]]:
         made[f"decode {batch} x {length}"] = partial(
             decode, lengths=[length] * batch, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM
         )
+        for kind, dtype in FP8.items():
+            made[f"decode {batch} x {length} {kind}"] = partial(
+                decode, lengths=[length] * batch, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype
+            )
     for heads, kv_heads, head_dim in RAGGED_HEADS:
         for batch in RAGGED:
             made[f"decode {batch} ragged, {heads}/{kv_heads} x {head_dim}"] = partial(
@@ -226,6 +255,8 @@ def cases() -> dict[str, Callable[[str], Case]]:
     for batch, chunk, context in PREFILL:
         name = f"prefill {batch} x {chunk}" + (f" on {context}" if context else "")
         made[name] = partial(prefill, batch=batch, chunk=chunk, context=context)
+        for kind, dtype in FP8.items():
+            made[f"{name} {kind}"] = partial(prefill, batch=batch, chunk=chunk, context=context, dtype=dtype)
     for inputs, outputs in LINEAR:
         for tokens in LINEAR_TOKENS:
             made[f"linear {tokens} x {inputs} -> {outputs}"] = partial(
@@ -237,6 +268,9 @@ def cases() -> dict[str, Callable[[str], Case]]:
         made[f"add and rms_norm {tokens} x {HIDDEN}"] = partial(add_norm, tokens=tokens)
         made[f"silu_and_mul {tokens} x {INTERMEDIATE}"] = partial(silu, tokens=tokens)
         made[f"qk_norm_rope_cache {tokens} x {HEADS}+2x{KV_HEADS}"] = partial(norm_rope_cache, tokens=tokens)
+        for kind, dtype in FP8.items():
+            name = f"qk_norm_rope_cache {tokens} x {HEADS}+2x{KV_HEADS} {kind}"
+            made[name] = partial(norm_rope_cache, tokens=tokens, dtype=dtype)
     made["copy_blocks 16 x 2 MiB"] = partial(copy_blocks, count=16)
     return made
 

@@ -30,8 +30,10 @@ class EngineConfig(BaseModel):
     rank; "auto" is local for one rank. device: "auto" is cuda where a GPU is visible. dtype: "auto" is the checkpoint's
     on GPUs (float32 checkpoints become bfloat16) and float32 on CPUs, where it is the faster one.
     max_model_len: tokens of prompt and output together; None takes the model's own limit.
-    block_size: tokens a KV block. num_gpu_blocks_override: blocks of the device pool; None sizes it from
-    gpu_memory_utilization (GPU) or 1 GiB a rank, at most what max_num_seqs full contexts need (CPU).
+    block_size: tokens a KV block. kv_cache_dtype: "auto" is the model's dtype; "fp8_e4m3" ("fp8" for short) and
+    "fp8_e5m2" store keys and values in one byte, so the cache holds twice as many tokens as in 16 bits, less precisely.
+    num_gpu_blocks_override: blocks of the device pool; None sizes it from gpu_memory_utilization (GPU) or 1 GiB a rank,
+    at most what max_num_seqs full contexts need (CPU).
     swap_space: GiB of host memory a rank for KV blocks (0: none): of swapped sequences, and those that fell out of the
     prefix cache on the device. preemption_mode: what becomes of the KV of a sequence that has to make room: "recompute"
     forgets it, "swap" moves it to swap_space (as long as it fits there), "cost" does what takes less time, as measured
@@ -56,6 +58,7 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: int | None = Field(default=None, ge=1)
     block_size: int = Field(default=16, ge=1, le=1024)
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     num_gpu_blocks_override: int | None = Field(default=None, ge=1)
     swap_space: float = Field(default=0, ge=0, allow_inf_nan=False)
     preemption_mode: Literal["cost", "recompute", "swap"] = "cost"

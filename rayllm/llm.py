@@ -34,7 +34,7 @@ class LLM:
 
     def __init__(
         self, model: str | None = None, *, tensor_parallel_size: int = 1, executor: str = "auto", device: str = "auto",
-        dtype: str = "auto", max_model_len: int | None = None, block_size: int = 16,
+        dtype: str = "auto", kv_cache_dtype: str = "auto", max_model_len: int | None = None, block_size: int = 16,
         num_gpu_blocks_override: int | None = None, swap_space: float = 0, gpu_memory_utilization: float = 0.9,
         max_num_seqs: int = 256, max_num_batched_tokens: int = OFFLINE_BATCHED_TOKENS,
         enable_prefix_caching: bool = True, scheduling_policy: str = "fcfs", enforce_eager: bool = False,

@@ -14,6 +14,7 @@ from rayllm.json_fields import JsonFields, read_json_object
 from rayllm.rope_spec import RopeSpec, parse_rope
 
 MAX_HEAD_DIM = 256  # of the attention kernels
+BLOOM_POSITIONS = 2048  # what BLOOM was trained with; ALiBi itself has no limit, and not all files say it (seq_length)
 DTYPES = ("float32", "bfloat16", "float16")
 GATED_ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = (*GATED_ACTIVATIONS, "relu")
@@ -34,12 +35,19 @@ class OPTSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class BloomSpec:
+    """What only BLOOM has. residual_after_norm: residuals are taken after the norms of attention and MLP."""
+
+    residual_after_norm: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One model's shape. Sizes are of the whole model, not of a rank.
 
     max_model_len: tokens of prompt and output that the position embedding is good for. dtype: of the checkpoint.
     sliding_windows: one entry a layer, tokens a query sees counting itself, None for all.
-    rope is None for OPT, opt is None for the others.
+    rope is None for OPT and BLOOM, opt and bloom are None for the others.
     """
 
     architecture: str
@@ -65,6 +73,7 @@ class ModelSpec:
     bos_token_id: int | None
     rope: RopeSpec | None = None
     opt: OPTSpec | None = None
+    bloom: BloomSpec | None = None
 
     @property
     def sliding_window(self) -> int | None:
@@ -88,9 +97,7 @@ def load_model_spec(path: str) -> ModelSpec:
         raise ModelError(f"model folder {path} {state}")
     config = JsonFields(read_json_object(folder / "config.json"), str(folder / "config.json"))
     architecture = _architecture(config)
-    if quantization := config.data.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ModelError(f"{config.file}: quantised checkpoints ({method or 'quantization_config'}) are not supported")
+    _check_quantization(config)
     eos, bos = config.data.get("eos_token_id", _DEFAULT_EOS[architecture]), config.integer_or_none("bos_token_id")
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -100,8 +107,8 @@ def load_model_spec(path: str) -> ModelSpec:
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(isinstance(i, int) for i in ids):
         raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, not {eos!r}")
-    parse = _parse_opt if architecture == "OPTForCausalLM" else _parse_llama
-    return parse(architecture, config, ids, bos)
+    parsers = {"OPTForCausalLM": _parse_opt, "BloomForCausalLM": _parse_bloom}
+    return parsers.get(architecture, _parse_llama)(architecture, config, ids, bos)
 
 
 def check_parallel(spec: ModelSpec, tp: int) -> None:
@@ -125,6 +132,7 @@ _DEFAULT_EOS: dict[str, int | None] = {
     "Qwen2ForCausalLM": None,
     "Qwen3ForCausalLM": None,
     "OPTForCausalLM": 2,
+    "BloomForCausalLM": 2,
 }
 SUPPORTED_ARCHITECTURES = tuple(_DEFAULT_EOS)
 
@@ -137,6 +145,18 @@ def _architecture(config: JsonFields) -> str:
     if name not in SUPPORTED_ARCHITECTURES:
         raise ModelError(f"architecture {name} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
     return str(name)
+
+
+def _check_quantization(config: JsonFields) -> None:
+    """Raises ModelError if weights are quantised. Scales for a KV cache in fp8 alone are none of that."""
+    quantization = config.data.get("quantization_config")
+    if not quantization:
+        return
+    told = quantization if isinstance(quantization, dict) else {}
+    method = told.get("quant_method")
+    if method == "compressed-tensors" and told.get("kv_cache_scheme") and not told.get("config_groups"):
+        return
+    raise ModelError(f"{config.file}: quantised checkpoints ({method or 'quantization_config'}) are not supported")
 
 
 def _dtype(config: JsonFields) -> str:
@@ -267,4 +287,40 @@ def _parse_opt(architecture: str, config: JsonFields, eos: list[int], bos: int |
             final_norm=pre_norm and not config.flag("_remove_final_layer_norm", False),
             norm_affine=config.flag("layer_norm_elementwise_affine", True),
         ),
+    )
+
+
+def _parse_bloom(architecture: str, config: JsonFields, eos: list[int], bos: int | None) -> ModelSpec:
+    """Sizes go by several names, of which transformers prefers those of older files."""
+
+    def size(name: str, other: str, default: int) -> int:
+        return config.size(name, config.size(other, default))
+
+    hidden_size, num_heads = size("n_embed", "hidden_size", 64), size("n_head", "num_attention_heads", 8)
+    num_layers, max_position = size("n_layer", "num_hidden_layers", 2), config.size("seq_length", BLOOM_POSITIONS)
+    head_dim = _split_hidden(config, hidden_size, num_heads)
+    _check_heads(config, num_heads, num_heads, head_dim)
+    return ModelSpec(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        intermediate_size=4 * hidden_size,
+        vocab_size=config.size("vocab_size", 250880),
+        max_position_embeddings=max_position,
+        max_model_len=max_position,
+        norm_eps=config.number("layer_norm_epsilon", 1e-5),
+        hidden_act="gelu_pytorch_tanh",
+        dtype=_dtype(config),
+        tie_word_embeddings=config.flag("tie_word_embeddings", True),
+        qkv_bias=True,
+        attention_out_bias=True,
+        mlp_bias=True,
+        qk_norm=False,
+        sliding_windows=(None,) * num_layers,
+        eos_token_ids=eos,
+        bos_token_id=bos,
+        bloom=BloomSpec(residual_after_norm=config.flag("apply_residual_connection_post_layernorm", False)),
     )

@@ -299,7 +299,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     max_model_len: tokens of prompt and output together. num_kv_tokens: tokens the device pool holds, so that no
     sequence can have more. eos_token_ids: ids that end a sequence unless ignore_eos. hidden_size: of the model, the
-    number of an embedding's values.
+    number of an embedding's values. kv_cache_dtype: as in `EngineConfig`.
     """
 
     model: str
@@ -309,3 +309,4 @@ class EngineInfo(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
     start: StartReport = StartReport()
     hidden_size: int = 0
+    kv_cache_dtype: str = "auto"

@@ -17,6 +17,7 @@ BOS, EOS, PAD = 256, 257, 258
 MAX_POSITION = 512
 KINDS = (
     "llama", "llama3_rope", "llama_linear", "llama_yarn", "mistral", "qwen2", "qwen3", "qwen3_tied", "opt", "opt_post",
+    "bloom",
 )  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "ln_f.weight")):
                 parameter.copy_(1.0 + 0.1 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.1 * noise)
@@ -71,6 +72,10 @@ def _config(kind: str) -> tuple[str, dict[str, Any]]:
         if kind == "opt_post":
             options |= {"do_layer_norm_before": False, "word_embed_proj_dim": 64}
         return "OPT", options
+    if kind == "bloom":  # 12 heads: no power of two
+        return "Bloom", {
+            "vocab_size": VOCAB_SIZE, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 12, **specials
+        }  # fmt: skip
     options = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": MAX_POSITION,
@@ -100,10 +105,12 @@ class PagedRunner:
     """Sequences of one model over a paged cache, stepped by hand. Unwritten slots hold NaN, so a stray read shows."""
 
     def __init__(self, model: Any, *, num_blocks: int = 64, block_size: int = 8, dtype: torch.dtype = torch.float32):
+        from rayllm.layers.attention import KVCache
+
         shape = (num_blocks, model.num_kv_heads_per_rank, block_size, model.head_dim)
         self.model, self.block_size = model, block_size
         self.caches = [
-            (torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype))
+            KVCache(torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype))
             for _ in range(model.num_layers)
         ]
         self.free = list(range(num_blocks))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .decode_work import DecodeSchedule
+from .kv_format import FP8_MAX, KVScales, is_fp8
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT_RULE = "must be float32, float16 or bfloat16"
@@ -57,9 +58,14 @@ def check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
     """
     if k_cache.dim() != 4:
         fail("k_cache", "must be [num_blocks, num_kv_heads, block_size, head_dim]", k_cache.shape)
-    if k_cache.dtype not in FLOAT_DTYPES:
-        fail("k_cache", FLOAT_RULE, k_cache.dtype)
+    if k_cache.dtype not in FLOAT_DTYPES and k_cache.dtype not in FP8_MAX:
+        fail("k_cache", "must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2", k_cache.dtype)
     check_last_dim(k_cache, "k_cache")
+    if is_fp8(k_cache):
+        for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            layout = (cache.shape[3], *cache.stride()[:3], cache.storage_offset())
+            if any(number % 2 for number in layout):
+                fail(argument, "in fp8 must have an even head_dim, even strides and an even offset", layout)
     if v_cache.shape != k_cache.shape:
         fail("v_cache", f"must have the shape of k_cache, {tuple(k_cache.shape)}", v_cache.shape)
     if v_cache.stride() != k_cache.stride():
@@ -67,9 +73,27 @@ def check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
     check_like(v_cache, "v_cache", k_cache, "k_cache")
 
 
+def check_format(tensor: Tensor, argument: str, k_cache: Tensor, scales: KVScales | None) -> None:
+    """`tensor` and the cache must be of one dtype, or the cache of an fp8 one, and then, and only then, have scales."""
+    if not is_fp8(k_cache):
+        check_like(tensor, argument, k_cache, "k_cache")
+        if scales is not None:
+            fail("scales", f"must be None for a cache of {k_cache.dtype}", scales)
+        return
+    if tensor.dtype not in FLOAT_DTYPES:
+        fail(argument, FLOAT_RULE, tensor.dtype)
+    if tensor.device != k_cache.device:
+        fail(argument, f"must be on the device of k_cache, {k_cache.device}", tensor.device)
+    if scales is None:
+        fail("scales", f"must be given for a cache of {k_cache.dtype}", scales)
+    check_vector(scales.k, "scales.k", k_cache.shape[1], torch.float32, k_cache.device)
+    check_vector(scales.v, "scales.v", k_cache.shape[1], torch.float32, k_cache.device)
+
+
 def check_paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
     scale: float, sliding_window: int | None, alibi_slopes: Tensor | None, soft_cap: float | None, out: Tensor | None,
+    scales: KVScales | None,
 ) -> None:  # fmt: skip
     """What decode and prefill have in common; the batch size is taken from `seq_lens`."""
     check_cache(k_cache, v_cache)
@@ -82,7 +106,7 @@ def check_paged_attention(
         fail("q", f"must have a head_dim of at most {MAX_HEAD_DIM}", q.shape)
     if q.shape[1] % kv_heads != 0:
         fail("q", f"must have a multiple of {kv_heads} heads", q.shape)
-    check_like(q, "q", k_cache, "k_cache")
+    check_format(q, "q", k_cache, scales)
     check_last_dim(q, "q")
     check_vector(seq_lens, "seq_lens", seq_lens.numel(), torch.int32, q.device)
     if block_tables.dim() != 2 or block_tables.shape[0] != seq_lens.shape[0]:
@@ -207,15 +231,17 @@ def check_rotary(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor)
     check_last_dim(cos_sin_cache, "cos_sin_cache")
 
 
-def check_reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def check_reshape_and_cache(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, scales: KVScales | None
+) -> None:
     check_cache(k_cache, v_cache)
     kv_heads, _, head_dim = k_cache.shape[1:]
     if key.dim() != 3 or key.shape[1] != kv_heads or key.shape[2] != head_dim:
         fail("key", f"must be [T, {kv_heads}, {head_dim}]", key.shape)
     if value.shape != key.shape:
         fail("value", f"must have the shape of key, {tuple(key.shape)}", value.shape)
-    check_like(key, "key", k_cache, "k_cache")
-    check_like(value, "value", k_cache, "k_cache")
+    check_format(key, "key", k_cache, scales)
+    check_like(value, "value", key, "key")
     check_last_dim(key, "key")
     check_last_dim(value, "value")
     check_vector(slot_mapping, "slot_mapping", key.shape[0], torch.int64, key.device)
@@ -224,6 +250,7 @@ def check_reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache
 def check_qk_norm_rope_cache(
     qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
     k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int,
+    scales: KVScales | None,
 ) -> None:  # fmt: skip
     check_cache(k_cache, v_cache)
     head_dim = k_cache.shape[3]
@@ -232,7 +259,7 @@ def check_qk_norm_rope_cache(
     width = (num_heads + 2 * num_kv_heads) * head_dim
     if qkv.dim() != 2 or qkv.shape[1] != width:
         fail("qkv", f"must be [T, {width}]", qkv.shape)
-    check_like(qkv, "qkv", k_cache, "k_cache")
+    check_format(qkv, "qkv", k_cache, scales)
     check_last_dim(qkv, "qkv")
     heads = qkv.unflatten(1, (-1, head_dim))
     check_rotary(positions, heads, heads, cos_sin_cache)

@@ -80,7 +80,8 @@ def decode_schedule(
     schedule = empty_schedule(q, num_ranges or choose_num_ranges(programs, _multiprocessors(q.device)))
     _schedule_kernel[(schedule.ranges.shape[0],)](
         seq_lens, schedule.contexts, schedule.ranges, batch, min(sliding_window or 0, 1 << 30),
-        KEYS=choose_tiles(head_dim, q.element_size()).keys, USE_WINDOW=sliding_window is not None,
-        BATCH_PADDED=triton.next_power_of_2(max(batch, 1)), FIELDS=RANGE_FIELDS, num_warps=4,
+        KEYS=choose_tiles(head_dim, q.element_size(), k_cache.element_size()).keys,
+        USE_WINDOW=sliding_window is not None, BATCH_PADDED=triton.next_power_of_2(max(batch, 1)),
+        FIELDS=RANGE_FIELDS, num_warps=4,
     )  # fmt: skip
     return schedule

@@ -35,10 +35,15 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(head_dim: int, itemsize: int) -> Tiles:
-    """As measured on H200: 16 KB of keys a tile and two tiles ahead; two programs of that fit a multiprocessor."""
+def choose_tiles(head_dim: int, itemsize: int, cache_itemsize: int) -> Tiles:
+    """As measured on H200: 16 KB of keys a tile and two tiles ahead; two programs of that fit a multiprocessor.
+
+    itemsize: of queries. cache_itemsize: of keys; fp8 tiles have the same bytes, or more of them ahead.
+    """
     if itemsize == 4:  # no tensor cores in exact fp32: larger tiles spill registers
         return Tiles(32 if head_dim <= 128 else 16, 4, 2)
+    if cache_itemsize == 1:
+        return Tiles(64 if head_dim > 128 else 128, 4, 3 if head_dim > 64 else 5)
     if head_dim > 128:
         return Tiles(32, 4, 3)
     return Tiles(64 if head_dim > 64 else 128, 4, 3)

@@ -7,7 +7,9 @@ can be captured in a CUDA graph.
 Names of dimensions: T tokens, B sequences, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), D head size (up to 256;
 sizes that are no power of two are padded on chip). The KV cache of a layer is two tensors
 [num_blocks, Hkv, block_size, D] of equal strides, usually slices of one pool; block_size is any positive integer.
-Dtypes are fp32, fp16 and bf16.
+Dtypes are fp32, fp16 and bf16. A cache may also be in fp8, float8_e4m3fn or float8_e5m2, if the device has it: Triton
+needs compute capability 8.9 for e4m3. It then comes with `scales`, a `KVScales` of a number for each KV head by which
+stored keys and values are multiplied (`kv_format.py`); for other caches scales are None.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from . import reference
 from .decode_work import DecodeSchedule
+from .kv_format import KVScales
 from .reference_sampling import NO_TOKEN
 
 
@@ -59,14 +62,18 @@ def compile_only() -> AbstractContextManager[None]:
     return context
 
 
-def reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def reshape_and_cache(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
+    scales: KVScales | None = None,
+) -> None:  # fmt: skip
     """Write the keys and values of T tokens into their slots of the cache, in place.
 
-    key, value: [T, Hkv, D] in the cache's dtype, last dimension contiguous (slices of a fused qkv tensor will do).
+    key, value: [T, Hkv, D] in the cache's dtype, or for an fp8 cache in any other, last dimension contiguous (slices of
+    a fused qkv tensor will do).
     slot_mapping: [T] int64, slot = block * block_size + offset; negative for a padding token, which is skipped. Two
     tokens never name the same slot.
     """
-    _kernels_for(key).reshape_and_cache(key, value, k_cache, v_cache, slot_mapping)
+    _kernels_for(key).reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, scales=scales)
 
 
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
@@ -81,7 +88,8 @@ def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
 def paged_decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
     scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, schedule: DecodeSchedule | None = None, out: Tensor | None = None,
+    soft_cap: float | None = None, scales: KVScales | None = None, schedule: DecodeSchedule | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one new token per sequence over its cached context -> [B, Hq, D] in q's dtype (`out` if given).
 
@@ -90,12 +98,12 @@ def paged_decode_attention(
     scale: factor of the scores, positive. sliding_window: the query at p attends to keys in (p - window, p]; blocks
     wholly before that are not read, and their table entries may hold anything. alibi_slopes: [Hq] fp32, adds
     slope * (key position - query position). soft_cap: s -> cap * tanh(s / cap), after the scale, before ALiBi and mask.
-    schedule: of `decode_schedule` for these seq_lens and this window; None makes one for this call. Calls that
-    share a schedule, which holds scratch space, must follow one another in one stream.
+    schedule: of `decode_schedule` for these seq_lens, this window and caches of this dtype; None makes one for this
+    call. Calls that share a schedule, which holds scratch space, must follow one another in one stream.
     """
     return _kernels_for(q).paged_decode_attention(
         q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-        alibi_slopes=alibi_slopes, soft_cap=soft_cap, schedule=schedule, out=out,
+        alibi_slopes=alibi_slopes, soft_cap=soft_cap, scales=scales, schedule=schedule, out=out,
     )  # fmt: skip
 
 
@@ -113,7 +121,8 @@ def decode_schedule(
 def paged_prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, deterministic: bool = False, out: Tensor | None = None,
+    soft_cap: float | None = None, scales: KVScales | None = None, deterministic: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of a chunk of new tokens per sequence over its context -> [T, Hq, D] in q's dtype.
 
@@ -125,11 +134,13 @@ def paged_prefill_attention(
     of a sequence of length 0, are not computed: they keep what `out` held, or are unspecified if `out` is not given.
     deterministic: a query's result depends on its context alone, to the bit, and not on how its sequence is cut into
     chunks or what else is in the batch. Slower for short chunks.
+    On Hopper GPUs, long chunks without window, slopes or soft cap and with a cache in q's dtype have a kernel of their
+    own (`paged_prefill_hopper.py`); all others, fp8 caches among them, go to the general one.
     """
     return _kernels_for(q).paged_prefill_attention(
         q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, max_query_len, scale=scale,
-        sliding_window=sliding_window, alibi_slopes=alibi_slopes, soft_cap=soft_cap, deterministic=deterministic,
-        out=out,
+        sliding_window=sliding_window, alibi_slopes=alibi_slopes, soft_cap=soft_cap, scales=scales,
+        deterministic=deterministic, out=out,
     )  # fmt: skip
 
 
@@ -254,18 +265,19 @@ def decode_inputs(
 def qk_norm_rope_cache(
     qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
     k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int, *,
-    deterministic: bool = False,
+    scales: KVScales | None = None, deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """From the qkv projection to attention in one launch -> queries [T, Hq, D], a new contiguous tensor.
 
     `rms_norm` of each query and key head (only if q_weight and k_weight, [D] each, are given), `rotary_embedding` of
     both, `reshape_and_cache` of keys and values, with the roundings of the three in sequence. qkv: [T, (Hq + 2 Hkv) D]
-    in the cache's dtype, heads in the order q, k, v, last dimension contiguous; not changed. The rest as for those.
+    in the cache's dtype (or any, for an fp8 cache), heads in the order q, k, v, last dimension contiguous; not changed.
+    The rest as for those.
     deterministic: a token's bits do not depend on the number of tokens. Slower for few.
     """
     return _kernels_for(qkv).qk_norm_rope_cache(
         qkv, positions, cos_sin_cache, q_weight, k_weight, eps, k_cache, v_cache, slot_mapping, num_heads, num_kv_heads,
-        deterministic=deterministic,
+        scales=scales, deterministic=deterministic,
     )  # fmt: skip
 
 

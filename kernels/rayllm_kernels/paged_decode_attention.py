@@ -2,6 +2,9 @@
 
     s_j = cap(scale * <q, k_j>) + slope * (j - p);  out = sum_j softmax(s)_j v_j,  p = seq_len - 1,  p - window < j <= p
 
+In an fp8 cache k_j and v_j are stored numbers times a scale of their head. These are factors of `scale` and of `out`,
+so they cost nothing a key; products are computed in fp16 (`widen_queries`), values are read in pairs (`split_pairs`).
+
 Algorithm: flash-decoding (Dao, Haziza, Massa, Sizov, 2023), the online softmax of Milakov and Gimelshein (2018), and
 work cut into equal ranges of key tiles as in lean attention (Sanovar, Bharadwaj, St. Amant, Ruehle, Rajmohan, 2024).
 
@@ -25,6 +28,8 @@ from .checks import check_paged_attention, check_paged_decode
 from .decode_schedule import decode_schedule, key_tiles
 from .decode_work import MAX_HEAD_TILE, RANGE_FIELDS, DecodeSchedule, choose_tiles, programs_a_range
 from .dependent_launch import announce_and_wait, can_overlap, wait_for_predecessor
+from .fp8_cache import split_pairs, widen_queries
+from .kv_format import KVScales
 
 # The merge's programs wait on the multiprocessors for the main kernel to end: the fewer warps, the less they are in the
 # way of it and of the next kernel.
@@ -66,8 +71,11 @@ def _load_blocks(tables_ptr, sequence, stride_table, tile, seq_len, KEYS: tl.con
 
 
 @triton.jit
-def _fold(scores, valid, v, acc, totals, peak, unit):
-    """A step of the online softmax; `totals` [rows, keys] are summed over keys at the end only."""
+def _weigh(scores, valid, totals, peak, unit):
+    """A step of the online softmax: (weights, decay of what came before, totals, peak).
+
+    `totals` [rows, keys] are summed over keys at the end only.
+    """
     scores = tl.where(valid[None, :], scores, float("-inf"))
     # Every tile holds a visible key, so the peak is finite from the first one on.
     new_peak = tl.maximum(peak, tl.max(scores, 1) * unit)
@@ -75,19 +83,24 @@ def _fold(scores, valid, v, acc, totals, peak, unit):
     decay = tl.exp2(peak - new_peak)
     # Before the product: after it, the compiled loop was 5% slower.
     totals = totals * decay[:, None] + weights
-    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return acc, totals, new_peak
+    return weights, decay, totals, new_peak
+
+
+@triton.jit
+def _add_values(acc, weights, decay, v):
+    return tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["batch", "stride_table"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, seq_lens_ptr, slopes_ptr, out_ptr,
-    contexts_ptr, ranges_ptr, partials_ptr, lse_ptr,
+    contexts_ptr, ranges_ptr, partials_ptr, lse_ptr, k_scale_ptr, v_scale_ptr,
     stride_qb, stride_qh, stride_block, stride_kv_head, stride_slot, stride_table, stride_ob, stride_oh,
     scale, soft_cap, window, batch, num_heads,
     GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, FIELDS: tl.constexpr,
-    USE_WINDOW: tl.constexpr, USE_SOFT_CAP: tl.constexpr, USE_ALIBI: tl.constexpr, OVERLAP: tl.constexpr,
+    USE_WINDOW: tl.constexpr, USE_SOFT_CAP: tl.constexpr, USE_ALIBI: tl.constexpr, USE_SCALES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(OVERLAP)
     record = ranges_ptr + tl.program_id(1) * FIELDS
@@ -111,6 +124,9 @@ def _decode_kernel(
 
     head_offset = kv_head.to(tl.int64) * stride_kv_head
     slopes = tl.load(slopes_ptr + head, mask=row_valid, other=0.0) if USE_ALIBI else 0.0
+    if USE_SCALES:
+        scale = scale * tl.load(k_scale_ptr + kv_head)
+        v_scale = tl.load(v_scale_ptr + kv_head)
     unit = score_unit(scale, USE_SOFT_CAP, USE_ALIBI)
     first_key, first_tile, tiles = key_tiles(seq_len, window, KEYS, USE_WINDOW)
     tile = first_tile + range_first - origin
@@ -118,16 +134,23 @@ def _decode_kernel(
     next_sequence, next_len = _load_context(contexts_ptr, context + 1, batch)
     totals = tl.zeros([ROWS, KEYS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
-    acc = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
+    # Of an fp8 cache, the even dimensions in `acc`, the odd ones in `odd`.
+    ACC_WIDTH: tl.constexpr = HEAD_DIM_PADDED // 2 if USE_SCALES else HEAD_DIM_PADDED
+    acc = tl.zeros([ROWS, ACC_WIDTH], tl.float32)
+    odd = acc
+    pair_dims = tl.arange(0, HEAD_DIM_PADDED // 2)
     # One loop over all tiles, not one a sequence, so that the loads of the next sequence run under the end of this one.
     for position in range(range_first, range_end):
         key = tile * KEYS + tl.arange(0, KEYS)
         valid = (key < seq_len) & (key >= first_key)
         offsets = head_offset + slot_offsets(block, key, stride_block, stride_slot, BLOCK_SIZE)
         q_ptrs = q_ptr + sequence.to(tl.int64) * stride_qb + head[:, None] * stride_qh + dims[None, :]
-        q = tl.load(q_ptrs, mask=mask, other=0.0)
-        k = load_tile(k_ptr, offsets, valid, dims, HEAD_DIM, HEAD_DIM_PADDED, True)
-        v = load_tile(v_ptr, offsets, valid, dims, HEAD_DIM, HEAD_DIM_PADDED, True)
+        q = widen_queries(tl.load(q_ptrs, mask=mask, other=0.0), USE_SCALES)
+        k = load_tile(k_ptr, offsets, valid, dims, HEAD_DIM, HEAD_DIM_PADDED, True).to(q.dtype)
+        if USE_SCALES:
+            v = load_tile(v_ptr, offsets // 2, valid, pair_dims, HEAD_DIM // 2, HEAD_DIM_PADDED // 2, True)
+        else:
+            v = load_tile(v_ptr, offsets, valid, dims, HEAD_DIM, HEAD_DIM_PADDED, True)
         distance = (key - (seq_len - 1))[None, :]
         this_sequence, this_origin = sequence, origin
         last = position + 1 == origin + tiles
@@ -145,10 +168,17 @@ def _decode_kernel(
 
         scores = finish_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), distance, slopes, scale, soft_cap,
                                USE_SOFT_CAP, USE_ALIBI)  # fmt: skip
-        acc, totals, peak = _fold(scores, valid, v, acc, totals, peak, unit)
+        weights, decay, totals, peak = _weigh(scores, valid, totals, peak, unit)
+        if USE_SCALES:
+            v, odd_v = split_pairs(v, k_ptr.dtype.element_ty.fp_mantissa_width == 2)
+            odd = _add_values(odd, weights, decay, odd_v.to(q.dtype))
+        acc = _add_values(acc, weights, decay, v.to(q.dtype))
         if last | (position + 1 == range_end):
             total = tl.sum(totals, 1)
-            values = acc / total[:, None]
+            if USE_SCALES:
+                values = tl.interleave(acc, odd) * (v_scale / total)[:, None]
+            else:
+                values = acc / total[:, None]
             begins = this_origin >= range_first
             if last & begins:
                 row_ptr = out_ptr + this_sequence.to(tl.int64) * stride_ob
@@ -160,7 +190,8 @@ def _decode_kernel(
                 tl.store(lse_ptr + part, peak + tl.log2(total), mask=row_valid)
             totals = tl.zeros([ROWS, KEYS], tl.float32)
             peak = tl.full([ROWS], float("-inf"), tl.float32)
-            acc = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
+            acc = tl.zeros([ROWS, ACC_WIDTH], tl.float32)
+            odd = acc
 
 
 @triton.jit
@@ -213,11 +244,12 @@ def _merge_kernel(
 def paged_decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
     scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, schedule: DecodeSchedule | None = None, out: Tensor | None = None,
+    soft_cap: float | None = None, scales: KVScales | None = None, schedule: DecodeSchedule | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """One query per sequence against its paged context; see `ops.paged_decode_attention` for the contract."""
     check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out)  # fmt: skip
+                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, scales=scales)  # fmt: skip
     check_paged_decode(q, seq_lens, schedule)
     batch, heads, head_dim = q.shape
     if out is None:
@@ -227,19 +259,22 @@ def paged_decode_attention(
     kv_heads, block_size = k_cache.shape[1:3]
     group = heads // kv_heads
     head_tile = min(group, MAX_HEAD_TILE)
-    head_dim_padded = padded_head_dim(head_dim)
-    tiles = choose_tiles(head_dim, q.element_size())
+    # Even and odd dimensions of an fp8 cache are columns of two products, each of them 16 or more.
+    head_dim_padded = max(padded_head_dim(head_dim), 16 if scales is None else 32)
+    tiles = choose_tiles(head_dim, q.element_size(), k_cache.element_size())
     window = min(sliding_window or 0, 1 << 30)
     num_ranges = schedule.ranges.shape[0]
     overlap = can_overlap(q.device)
     _decode_kernel[(programs_a_range(heads, kv_heads), num_ranges)](
-        q, k_cache, v_cache, block_tables, seq_lens, q if alibi_slopes is None else alibi_slopes, out, *schedule,
+        q, k_cache, v_cache if scales is None else v_cache.view(torch.int16), block_tables, seq_lens,
+        q if alibi_slopes is None else alibi_slopes, out, *schedule, *(scales or (q, q)),
         q.stride(0), q.stride(1), *k_cache.stride()[:3], block_tables.stride(0), out.stride(0), out.stride(1),
         scale, soft_cap or 1.0, window, batch, heads,
         GROUP=group, HEAD_TILE=head_tile, ROWS=max(16, triton.next_power_of_2(head_tile)), KEYS=tiles.keys,
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded, FIELDS=RANGE_FIELDS,
         USE_WINDOW=sliding_window is not None, USE_SOFT_CAP=soft_cap is not None, USE_ALIBI=alibi_slopes is not None,
-        OVERLAP=overlap, num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=overlap,
+        USE_SCALES=scales is not None, OVERLAP=overlap,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=overlap,
     )  # fmt: skip
     if num_ranges > 1:
         _merge_kernel[(heads, num_ranges - 1)](

@@ -13,7 +13,11 @@ The key range of a query tile is cut in three: tiles that the window's lower edg
 whole (no masks), and tiles on the diagonal or past the sequence's end. Query tiles run longest first.
 
 This kernel runs on any GPU and in the interpreter. Chunks that fill the tiles of `paged_prefill_hopper.py` go there
-on a Hopper GPU, unless they need a window, ALiBi or a soft cap.
+on a Hopper GPU, unless they need a window, ALiBi or a soft cap, or the cache is in fp8: products there take keys and
+values as the tensor copies leave them in shared memory, so for fp8 it would need a fourth role that converts them.
+
+In an fp8 cache k_j and v_j are stored numbers times a scale of their head: factors of `scale` and of `out`. Products
+are computed in fp16 then (`widen_queries`).
 
 Either kernel gives a query the same bits however its sequence is cut into chunks: key tiles lie at fixed positions and
 are folded in in one order, and a tile that a query sees nothing of changes nothing of its (acc, total, peak). Only the
@@ -36,6 +40,8 @@ from torch import Tensor
 
 from .attention_common import finish_scores, load_tile, padded_head_dim, score_unit, slot_offsets
 from .checks import check_paged_attention, check_paged_prefill
+from .fp8_cache import widen_queries
+from .kv_format import KVScales
 
 # Rows (queries x heads of a group) of the longest chunk up to which the tiles here, half as tall, are faster.
 SHORT_CHUNK_ROWS = 64
@@ -78,7 +84,7 @@ def _attend_keys(
         valid = (key < seq_len) & (key >= first_key) if MASKED else key >= 0
         offsets = head_offset + slot_offsets(block, key, stride_block, stride_slot, BLOCK_SIZE)
         block = tl.load(table_ptr + (key + KEYS) // BLOCK_SIZE, mask=key + KEYS < seq_len, other=0)
-        k = load_tile(k_ptr, offsets, valid, dims, HEAD_DIM, HEAD_DIM_PADDED, MASKED)
+        k = load_tile(k_ptr, offsets, valid, dims, HEAD_DIM, HEAD_DIM_PADDED, MASKED).to(q.dtype)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         distance = key[None, :] - q_pos[:, None]
         scores = finish_scores(products, distance, slopes, scale, soft_cap, USE_SOFT_CAP, USE_ALIBI)
@@ -94,7 +100,7 @@ def _attend_keys(
         decay = tl.exp2(peak - shift)
         total = total * decay + tl.sum(weights, 1)
         peak = new_peak
-        v = load_tile(v_ptr, offsets, valid, dims, HEAD_DIM, HEAD_DIM_PADDED, MASKED)
+        v = load_tile(v_ptr, offsets, valid, dims, HEAD_DIM, HEAD_DIM_PADDED, MASKED).to(q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, total, peak
 
@@ -119,12 +125,12 @@ def _key_tiles(first_pos, last_pos, window, KEYS: tl.constexpr, USE_WINDOW: tl.c
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, tables_ptr, seq_lens_ptr, starts_ptr, slopes_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, tables_ptr, seq_lens_ptr, starts_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr, out_ptr,
     stride_qt, stride_qh, stride_block, stride_kv_head, stride_slot, stride_table, stride_ot, stride_oh,
     scale, soft_cap, window,
     GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
-    USE_WINDOW: tl.constexpr, USE_SOFT_CAP: tl.constexpr, USE_ALIBI: tl.constexpr,
+    USE_WINDOW: tl.constexpr, USE_SOFT_CAP: tl.constexpr, USE_ALIBI: tl.constexpr, USE_SCALES: tl.constexpr,
 ):  # fmt: skip
     queries: tl.constexpr = ROWS // HEAD_TILE
     head_tiles: tl.constexpr = (GROUP + HEAD_TILE - 1) // HEAD_TILE
@@ -147,7 +153,9 @@ def _prefill_kernel(
     dims = tl.arange(0, HEAD_DIM_PADDED)
     q_mask = row_valid[:, None] & (dims[None, :] < HEAD_DIM)
     q_ptrs = q_ptr + (q_row * stride_qt + head * stride_qh)[:, None] + dims[None, :]
-    q = tl.load(q_ptrs, mask=q_mask, other=0.0)
+    q = widen_queries(tl.load(q_ptrs, mask=q_mask, other=0.0), USE_SCALES)
+    if USE_SCALES:
+        scale = scale * tl.load(k_scale_ptr + kv_head)
     slopes = tl.load(slopes_ptr + head, mask=row_valid, other=0.0) if USE_ALIBI else 0.0
 
     q_pos = seq_len - query_len + query
@@ -175,7 +183,8 @@ def _prefill_kernel(
         KEYS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, True, USE_WINDOW, USE_SOFT_CAP, USE_ALIBI)  # fmt: skip
 
     # Only padding rows can have seen nothing, and they are not stored.
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    total = tl.where(total == 0.0, 1.0, total)
+    acc = acc * (tl.load(v_scale_ptr + kv_head) / total)[:, None] if USE_SCALES else acc / total[:, None]
     out = out_ptr + (q_row * stride_ot + head * stride_oh)[:, None] + dims[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
 
@@ -198,6 +207,7 @@ def hopper_takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     stride_block, stride_head, stride_slot, _ = k_cache.stride()
     return (
         q.dtype in (torch.bfloat16, torch.float16)
+        and k_cache.dtype == q.dtype
         and head_dim in (64, 128)
         and q.shape[1] // kv_heads <= 128
         and block_size % 8 == 0
@@ -213,11 +223,12 @@ def hopper_takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 def paged_prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, deterministic: bool = False, out: Tensor | None = None,
+    soft_cap: float | None = None, scales: KVScales | None = None, deterministic: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """A chunk of queries per sequence against its paged context; see `ops.paged_prefill_attention` for the contract."""
     check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out)  # fmt: skip
+                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, scales=scales)  # fmt: skip
     batch, (_, heads, head_dim) = seq_lens.shape[0], q.shape
     check_paged_prefill(q, seq_lens, query_start_loc, max_query_len)
     if out is None:
@@ -236,12 +247,13 @@ def paged_prefill_attention(
     head_tile = min(group, tiles.rows)
     query_tiles = triton.cdiv(max_query_len, tiles.rows // head_tile)
     _prefill_kernel[(query_tiles, kv_heads * triton.cdiv(group, head_tile), batch)](
-        q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, q if alibi_slopes is None else alibi_slopes, out,
+        q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, q if alibi_slopes is None else alibi_slopes,
+        *(scales or (q, q)), out,
         q.stride(0), q.stride(1), *k_cache.stride()[:3], block_tables.stride(0), out.stride(0), out.stride(1),
         scale, soft_cap or 1.0, min(sliding_window or 0, 1 << 30),
         GROUP=group, HEAD_TILE=head_tile, ROWS=tiles.rows, KEYS=tiles.keys, BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
         USE_WINDOW=sliding_window is not None, USE_SOFT_CAP=soft_cap is not None, USE_ALIBI=alibi_slopes is not None,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        USE_SCALES=scales is not None, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out

@@ -21,6 +21,7 @@ from .checks import (
     check_rotary,
     check_silu_and_mul,
 )
+from .kv_format import KVScales, as_bytes, quantise
 from .reference_attention import decode_schedule, paged_decode_attention, paged_prefill_attention
 from .reference_sampling import decode_inputs, gather_logprobs, gumbel_argmax, gumbel_keys, penalise
 from .reference_truncation import truncate_draws
@@ -50,16 +51,21 @@ __all__ = [
 ]
 
 
-def reshape_and_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """cache[slot // block_size, :, slot % block_size] = key for every slot >= 0."""
-    check_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping)
+def reshape_and_cache(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
+    scales: KVScales | None = None,
+) -> None:  # fmt: skip
+    """cache[slot // block_size, :, slot % block_size] = key for every slot >= 0, in the cache's format."""
+    check_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, scales)
     used = slot_mapping >= 0
     if not bool(used.all()):
         key, value, slot_mapping = key[used], value[used], slot_mapping[used]
     block_size = k_cache.shape[2]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    k_cache[block, :, offset] = key
-    v_cache[block, :, offset] = value
+    if scales is not None:
+        key, value = quantise(key, scales.k, k_cache.dtype), quantise(value, scales.v, v_cache.dtype)
+    as_bytes(k_cache)[block, :, offset] = as_bytes(key)
+    as_bytes(v_cache)[block, :, offset] = as_bytes(value)
 
 
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
@@ -106,14 +112,24 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def qk_norm_rope_cache(
     qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
     k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int, *,
-    deterministic: bool = False,  # noqa: ARG001
+    scales: KVScales | None = None, deterministic: bool = False,  # noqa: ARG001
 ) -> Tensor:  # fmt: skip
     """rms_norm of q and k where they have weights, rotary_embedding, reshape_and_cache.
 
     `deterministic` makes no difference here: a head's norm does not depend on how many there are.
     """
     check_qk_norm_rope_cache(
-        qkv, positions, cos_sin_cache, q_weight, k_weight, k_cache, v_cache, slot_mapping, num_heads, num_kv_heads
+        qkv,
+        positions,
+        cos_sin_cache,
+        q_weight,
+        k_weight,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        num_heads,
+        num_kv_heads,
+        scales,
     )
     heads = qkv.unflatten(1, (-1, k_cache.shape[3]))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -122,7 +138,7 @@ def qk_norm_rope_cache(
     else:
         q, k = q.clone(memory_format=torch.contiguous_format), k.clone()
     rotary_embedding(positions, q, k, cos_sin_cache)
-    reshape_and_cache(k, v, k_cache, v_cache, slot_mapping)
+    reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, scales=scales)
     return q
 
 

@@ -6,8 +6,8 @@ For one query at position p of a sequence, head h, its KV head g, and the keys j
     out = sum_j softmax(s)_j * v_j
 
 j runs over the sequence's cached positions with j <= p, and j > p - sliding_window when a window is set. The soft
-cap (Gemma 2) and the ALiBi slopes (Press et al., 2021) apply when given. All arithmetic is fp32; the result is
-rounded once, to q's dtype.
+cap (Gemma 2) and the ALiBi slopes (Press et al., 2021) apply when given. Keys and values of an fp8 cache are what is
+stored times their head's scale. All arithmetic is fp32; the result is rounded once, to q's dtype.
 """
 
 from __future__ import annotations
@@ -19,24 +19,39 @@ from torch import Tensor
 
 from .checks import check_decode_schedule, check_paged_attention, check_paged_decode, check_paged_prefill
 from .decode_work import DecodeSchedule, choose_tiles, empty_schedule
+from .kv_format import KVScales, as_bytes
 
 # Prefill holds a score matrix of [heads, this many queries, context] in fp32 at a time.
 QUERY_CHUNK = 256
 
 
-def _gather(cache: Tensor, block_tables: Tensor, positions: Tensor) -> Tensor:
-    """The cache's rows at `positions` int64 [N, L] through tables [N, blocks] -> a copy [N, Hkv, L, D]."""
+def _gather(cache: Tensor, scale: Tensor | None, block_tables: Tensor, positions: Tensor) -> Tensor:
+    """The cache's rows at `positions` int64 [N, L] through tables [N, blocks] -> a copy [N, Hkv, L, D].
+
+    With scale [Hkv], which an fp8 cache has: their values in fp32.
+    """
     _, kv_heads, block_size, head_dim = cache.shape
     stride_block, stride_head, stride_slot, _ = cache.stride()
     # One index_select over the rows of the whole pool: several times faster than indexing by block and head.
     unit = math.gcd(stride_block, stride_head, stride_slot)
     last = sum((size - 1) * stride for size, stride in zip(cache.shape[:3], cache.stride()[:3], strict=True))
-    rows = cache.as_strided((last // unit + 1, head_dim), (unit, 1))
+    rows = as_bytes(cache).as_strided((last // unit + 1, head_dim), (unit, 1))
     block = block_tables.gather(1, positions // block_size).long()
     row = block * (stride_block // unit) + positions % block_size * (stride_slot // unit)
     heads = torch.arange(kv_heads, device=cache.device) * (stride_head // unit)
     index = row[:, None] + heads[:, None]
-    return rows.index_select(0, index.flatten()).view(*index.shape, head_dim)
+    gathered = rows.index_select(0, index.flatten()).view(*index.shape, head_dim)
+    return gathered if scale is None else gathered.view(cache.dtype).float().mul_(scale[:, None, None])
+
+
+def _gather_both(
+    k_cache: Tensor, v_cache: Tensor, scales: KVScales | None, block_tables: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    k_scale, v_scale = (None, None) if scales is None else scales
+    return (
+        _gather(k_cache, k_scale, block_tables, positions),
+        _gather(v_cache, v_scale, block_tables, positions),
+    )
 
 
 def _attend(
@@ -73,7 +88,7 @@ def decode_schedule(
     """Equal ranges of key tiles; see `ops.decode_schedule` for the contract. On the CPU, one range unless told."""
     check_decode_schedule(q, k_cache, seq_lens, sliding_window, num_ranges)
     schedule = empty_schedule(q, num_ranges or 1)
-    keys = choose_tiles(q.shape[2], q.element_size()).keys
+    keys = choose_tiles(q.shape[2], q.element_size(), k_cache.element_size()).keys
     batch, count = q.shape[0], schedule.ranges.shape[0]
     empty = (seq_lens == 0).long()
     order = torch.argsort(empty, stable=True)
@@ -97,14 +112,15 @@ def decode_schedule(
 def paged_decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
     scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, schedule: DecodeSchedule | None = None, out: Tensor | None = None,
+    soft_cap: float | None = None, scales: KVScales | None = None, schedule: DecodeSchedule | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """One query per sequence against its paged context; see `ops.paged_decode_attention` for the contract.
 
     Vectorised over the batch: keys are gathered padded to the longest sequence. A `schedule` has no use here.
     """
     check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out)  # fmt: skip
+                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, scales=scales)  # fmt: skip
     check_paged_decode(q, seq_lens, schedule)
     lengths = seq_lens.long()[:, None]
     first = torch.zeros_like(lengths) if sliding_window is None else (lengths - sliding_window).clamp_min_(0)
@@ -115,7 +131,7 @@ def paged_decode_attention(
     # Past its end a sequence repeats its last key, at weight zero: what unwritten slots hold (NaN, say) is never read.
     used = torch.minimum(k_pos, (lengths - 1).clamp_min_(0))
     tables = block_tables.masked_fill(lengths == 0, 0)
-    k, v = _gather(k_cache, tables, used), _gather(v_cache, tables, used)
+    k, v = _gather_both(k_cache, v_cache, scales, tables, used)
     distance = (k_pos - (lengths - 1))[:, None]
     result = _attend(q[:, None], k, v, distance, scale=scale, sliding_window=None, alibi_slopes=alibi_slopes,
                      soft_cap=soft_cap)[:, 0]  # fmt: skip
@@ -126,7 +142,8 @@ def paged_decode_attention(
 def paged_prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, deterministic: bool = False, out: Tensor | None = None,
+    soft_cap: float | None = None, scales: KVScales | None = None, deterministic: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """A chunk of queries per sequence against its paged context; see `ops.paged_prefill_attention` for the contract.
 
@@ -134,7 +151,7 @@ def paged_prefill_attention(
     matrix product's sums follows its shape), each against only the keys that it may see.
     """
     check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out)  # fmt: skip
+                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, scales=scales)  # fmt: skip
     check_paged_prefill(q, seq_lens, query_start_loc, max_query_len)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -148,7 +165,7 @@ def paged_prefill_attention(
         origin = max(0, begin + shift - reach + 1)
         k_pos = torch.arange(origin, seq_len, device=q.device)
         table = block_tables[sequence : sequence + 1]
-        k, v = _gather(k_cache, table, k_pos[None]), _gather(v_cache, table, k_pos[None])
+        k, v = _gather_both(k_cache, v_cache, scales, table, k_pos[None])
         step = 1 if deterministic else QUERY_CHUNK
         for first in range(begin, end, step):
             last = min(first + step, end)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from rayllm.layers.batch import ForwardBatch
 from rayllm_kernels import ops
 from rayllm_kernels.decode_work import DecodeSchedule
+from rayllm_kernels.kv_format import KVScales
 
-KVCache = tuple[torch.Tensor, torch.Tensor]
+
+class KVCache(NamedTuple):
+    """Keys and values of one layer, each [num_blocks, kv heads, block_size, head_dim], in the model's dtype or in fp8.
+
+    scales: of the rank's KV heads, exactly if they are in fp8.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    scales: KVScales | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +69,38 @@ class AttentionPlan:
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan, *,
-    scale: float, sliding_window: int | None = None,
+    scale: float, sliding_window: int | None = None, alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Store k, v [T, kv heads, head_dim] in the cache, then attend q [T, heads, head_dim] -> [T, heads, head_dim], new.
 
-    kv_cache: keys and values of this layer, each [num_blocks, kv heads, block_size, head_dim]; written in place.
+    kv_cache is written in place. The rest: as for `attend`.
     """
-    ops.reshape_and_cache(k, v, *kv_cache, plan.batch.slot_mapping)
-    return attend(q, kv_cache, plan, scale=scale, sliding_window=sliding_window)
+    ops.reshape_and_cache(k, v, kv_cache.k, kv_cache.v, plan.batch.slot_mapping, scales=kv_cache.scales)
+    return attend(q, kv_cache, plan, scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes)
 
 
 def attend(
-    q: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan, *, scale: float, sliding_window: int | None = None
-) -> torch.Tensor:
-    """Attend q [T, heads, head_dim] to a cache that holds this step's keys and values -> a new tensor like q."""
-    batch, (k_cache, v_cache) = plan.batch, kv_cache
+    q: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan, *, scale: float, sliding_window: int | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attend q [T, heads, head_dim] to a cache that holds this step's keys and values -> a new tensor like q.
+
+    alibi_slopes: [heads] float32, of the rank's heads.
+    """
+    batch, (k_cache, v_cache, scales) = plan.batch, kv_cache
     out = q.new_empty(q.shape)
     decodes = batch.num_decodes
     if decodes:
         ops.paged_decode_attention(
             q[:decodes], k_cache, v_cache, plan.decode_tables, plan.decode_lens,
-            scale=scale, sliding_window=sliding_window, schedule=plan.decode_schedule(q, k_cache, sliding_window),
-            out=out[:decodes],
+            scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes, scales=scales,
+            schedule=plan.decode_schedule(q, k_cache, sliding_window), out=out[:decodes],
         )  # fmt: skip
     first = plan.prefill_row
     if first < q.shape[0]:  # after the decodes, whose padding rows are zeroed there
         ops.paged_prefill_attention(
             q[first:], k_cache, v_cache, plan.prefill_tables, plan.prefill_lens, plan.prefill_starts,
-            batch.max_query_len, scale=scale, sliding_window=sliding_window, out=out[first:],
+            batch.max_query_len, scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes, scales=scales,
+            out=out[first:],
         )  # fmt: skip
     return out

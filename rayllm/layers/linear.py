@@ -128,6 +128,25 @@ class QKVParallelLinear(nn.Module):
             _load_rows(self.weight, self.bias, offset, source, prefix + name, shape, first * self.head_dim, rows)
             offset += rows
 
+    def load_interleaved(self, source: WeightSource, name: str) -> None:
+        """Read the rank's heads of the one projection `name`: head by head, the rows of its q, then of its k, then v.
+
+        Only for as many KV heads as query heads.
+        """
+        if self.total_heads != self.total_kv_heads:
+            raise ValueError(f"{self.total_heads} query heads and {self.total_kv_heads} KV heads cannot be interleaved")
+        rows, first = 3 * self.head_dim, self.tp.rank * self.num_heads
+        bounds = 0, first * rows, (first + self.num_heads) * rows
+        whole = self.total_heads * rows
+        weight = source.slice(name + ".weight", (whole, self.hidden_size), *bounds)
+        source.write(self.weight, self._parts_together(weight))
+        if self.bias is not None:
+            source.write(self.bias, self._parts_together(source.slice(name + ".bias", (whole,), *bounds)))
+
+    def _parts_together(self, interleaved: torch.Tensor) -> torch.Tensor:
+        """[heads * 3 * head_dim, ...], head by head -> the same rows, those of all q first, then k, then v."""
+        return interleaved.unflatten(0, (self.num_heads, 3, self.head_dim)).transpose(0, 1).flatten(0, 2)
+
 
 class RowParallelLinear(nn.Module):
     """A layer split by inputs: [T, in / tp] -> [T, out], the same on all ranks. The bias is added once."""

@@ -30,6 +30,10 @@ class WeightSource(ABC):
     def slice(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> torch.Tensor:
         """Entries [start, stop) along `dim` of the tensor `name`, whose full shape is `shape`."""
 
+    def optional(self, name: str) -> torch.Tensor | None:  # noqa: ARG002
+        """The whole tensor `name`, of whatever shape; None if there is none, or if weights are made up."""
+        return None
+
     @abstractmethod
     def skip(self, name: str) -> None:
         """Say that `name` is left unread on purpose."""

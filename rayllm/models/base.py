@@ -13,6 +13,7 @@ from rayllm.layers.embedding import ParallelLMHead
 from rayllm.layers.weights import WeightSource
 from rayllm.model_spec import ModelSpec
 from rayllm.parallel.tp_group import TPGroup
+from rayllm_kernels.kv_format import KVScales
 
 
 class CausalLM(nn.Module, ABC):
@@ -22,6 +23,7 @@ class CausalLM(nn.Module, ABC):
     is in the batch, nor on how they came in. Captured batches must then hold decodes as chunks.
     lm_head: which part of the vocabulary is this rank's. num_layers: length of the list of KV caches.
     num_kv_heads_per_rank, head_dim: a cache is two tensors [num_blocks, num_kv_heads_per_rank, block_size, head_dim].
+    kv_scales: of each layer, for a cache in fp8: those of the checkpoint, None where it has none.
     """
 
     lm_head: ParallelLMHead
@@ -34,6 +36,7 @@ class CausalLM(nn.Module, ABC):
         self.num_layers = spec.num_layers
         self.num_kv_heads_per_rank = spec.kv_heads_per_rank(tp.size)
         self.head_dim = spec.head_dim
+        self.kv_scales: list[KVScales | None] = [None] * spec.num_layers
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
@@ -62,9 +65,9 @@ class CausalLM(nn.Module, ABC):
         """Fill every parameter with this rank's slices."""
 
 
-def name_prefix(source: WeightSource, probe: str) -> str:
-    """What precedes the names of the weights: "model." as saved from the whole model, "" as saved from its body alone.
+def name_prefix(source: WeightSource, probe: str, body: str = "model.") -> str:
+    """What precedes the names of the weights: `body` as saved from the whole model, "" as saved from its body alone.
 
     probe: a name that every checkpoint of this model has, without the prefix.
     """
-    return "" if source.has(probe) and not source.has("model." + probe) else "model."
+    return "" if source.has(probe) and not source.has(body + probe) else body

@@ -14,6 +14,7 @@ from rayllm.layers.attention import AttentionPlan, KVCache, attend
 from rayllm.layers.attention_deterministic import attend_deterministic
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from rayllm.layers.kv_scales import load_kv_scales
 from rayllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from rayllm.layers.norm import RMSNorm
 from rayllm.layers.rotary import RotaryEmbedding
@@ -56,8 +57,9 @@ class LlamaAttention(nn.Module):
         q = ops.qk_norm_rope_cache(
             qkv, plan.batch.positions, rotary.cos_sin,
             None if self.q_norm is None else self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight,
-            self.norm_eps, *kv_cache, plan.batch.slot_mapping, self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads,
-            deterministic=self.deterministic,
+            self.norm_eps, kv_cache.k, kv_cache.v, plan.batch.slot_mapping,
+            self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads,
+            scales=kv_cache.scales, deterministic=self.deterministic,
         )  # fmt: skip
         if self.deterministic:
             out = attend_deterministic(
@@ -195,5 +197,7 @@ class LlamaForCausalLM(CausalLM):
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, LlamaLayer)
             layer.load(source, f"{prefix}layers.{i}.")
+            names = f"{prefix}layers.{i}.self_attn."
+            self.kv_scales[i] = load_kv_scales(source, names, self.spec.num_kv_heads, self.tp)
         self.norm.load(source, prefix + "norm")
         self.lm_head.load(source, "lm_head")

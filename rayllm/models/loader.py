@@ -21,6 +21,7 @@ from rayllm.parallel.tp_group import TPGroup
 
 # Buffers that old checkpoints hold and that the model derives from its config.
 DERIVED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+NORM_NAMES = ("norm.weight", "ln_f.weight")
 FLOAT_STORAGE = ("F64", "F32", "F16", "BF16")
 NAMES_IN_ERRORS = 5
 
@@ -54,6 +55,10 @@ class Checkpoint(WeightSource):
             return torch.zeros(()).expand(*shape[:dim], stop - start, *shape[dim + 1 :])
         return view[(slice(None),) * dim + (slice(start, stop),)]
 
+    def optional(self, name: str) -> torch.Tensor | None:
+        view = self._view(name, None) if name in self._file_of else None
+        return None if view is None else view[...]
+
     def skip(self, name: str) -> None:
         self._used.add(name)
 
@@ -68,8 +73,8 @@ class Checkpoint(WeightSource):
             )
         self._open.clear()
 
-    def _view(self, name: str, shape: tuple[int, ...]) -> Any:
-        """A lazy slice of the stored tensor, None if there is none."""
+    def _view(self, name: str, shape: tuple[int, ...] | None) -> Any:
+        """A lazy slice of the stored tensor, None if there is none. shape: None takes any."""
         if name not in self._file_of:
             self._missing.append(name)
             return None
@@ -84,7 +89,7 @@ class Checkpoint(WeightSource):
             self._missing.append(name)
             return None
         stored = tuple(view.get_shape())
-        if stored != shape:
+        if shape is not None and stored != shape:
             raise ModelError(f"{file}: weight {name} has shape {list(stored)}, but config.json asks for {list(shape)}")
         if view.get_dtype() not in FLOAT_STORAGE:
             raise ModelError(f"{file}: weight {name} is stored as {view.get_dtype()}, which is not supported")
@@ -144,7 +149,7 @@ class DummyCheckpoint(WeightSource):
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "little"))
         noise = torch.randn(shape, generator=generator, device=self._device, dtype=self._dtype).mul_(0.02)
-        return noise.add_(1.0) if name.endswith("norm.weight") else noise
+        return noise.add_(1.0) if name.endswith(NORM_NAMES) else noise
 
     def slice(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> torch.Tensor:
         return self.tensor(name, shape).narrow(dim, start, stop - start)

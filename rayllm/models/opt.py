@@ -10,6 +10,7 @@ from rayllm.layers.attention import AttentionPlan, KVCache, attention
 from rayllm.layers.attention_deterministic import attend_deterministic
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from rayllm.layers.kv_scales import load_kv_scales
 from rayllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from rayllm.layers.norm import LayerNorm
 from rayllm.layers.weights import WeightSource
@@ -62,7 +63,7 @@ class OPTLayer(nn.Module):
     def _attend(self, x: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
         q, k, v = self.qkv_proj(x)
         if self.deterministic:
-            ops.reshape_and_cache(k, v, *kv_cache, plan.batch.slot_mapping)
+            ops.reshape_and_cache(k, v, kv_cache.k, kv_cache.v, plan.batch.slot_mapping, scales=kv_cache.scales)
             out = attend_deterministic(q, kv_cache, plan.batch, scale=self.scale)
         else:
             out = attention(q, k, v, kv_cache, plan, scale=self.scale)
@@ -146,6 +147,8 @@ class OPTForCausalLM(CausalLM):
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, OPTLayer)
             layer.load(source, f"{prefix}layers.{i}.")
+            names = f"{prefix}layers.{i}.self_attn."
+            self.kv_scales[i] = load_kv_scales(source, names, self.spec.num_kv_heads, self.tp)
         if self.final_layer_norm is not None:
             self.final_layer_norm.load(source, prefix + "final_layer_norm")
         self.lm_head.load(source, "lm_head")

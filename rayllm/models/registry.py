@@ -9,6 +9,7 @@ import torch
 from rayllm.errors import ModelError
 from rayllm.model_spec import SUPPORTED_ARCHITECTURES, ModelSpec
 from rayllm.models.base import CausalLM
+from rayllm.models.bloom import BloomForCausalLM
 from rayllm.models.llama import LlamaForCausalLM
 from rayllm.models.opt import OPTForCausalLM
 from rayllm.parallel.tp_group import TPGroup
@@ -22,6 +23,7 @@ MODEL_CLASSES: dict[str, ModelClass] = {
     "Qwen2ForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": LlamaForCausalLM,
     "OPTForCausalLM": OPTForCausalLM,
+    "BloomForCausalLM": BloomForCausalLM,
 }
 
 

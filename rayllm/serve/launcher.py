@@ -40,7 +40,8 @@ def describe_start(info: EngineInfo) -> list[str]:
     lines = [f"rank {rank}   {place}" for rank, place in enumerate(report.placement)]
     lines += [f"memory   {_describe_memory(report, i)}" for i in range(len(report.memory))]
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report.phases)
-    return [*lines, f"KV cache {info.num_kv_tokens:,} tokens", f"engine   {phases} s"]
+    kind = "" if info.kv_cache_dtype == "auto" else f" in {info.kv_cache_dtype}"
+    return [*lines, f"KV cache {info.num_kv_tokens:,} tokens{kind}", f"engine   {phases} s"]
 
 
 def _describe_memory(report: StartReport, rank: int) -> str:

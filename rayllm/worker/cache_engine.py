@@ -1,7 +1,7 @@
 """`CacheEngine`: the KV pools of one rank, on the device and in host memory.
 
 Both are block-major: [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim], so that a block is one
-contiguous piece to copy; attention sees strided views of one layer.
+contiguous piece to copy; attention sees strided views of one layer. Pools in fp8 are bytes to all but those views.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from rayllm.errors import ConfigError
 from rayllm.layers.attention import KVCache
 from rayllm.worker.copy_stream import CopyStream, staging_blocks
 from rayllm_kernels import ops
+from rayllm_kernels.kv_format import FP8_MAX, KVScales
 
 
 def block_bytes(num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -26,12 +27,16 @@ class CacheEngine:
 
     On CUDA the host pool is pinned, the device has staging blocks behind its pool, and swaps run on a stream of their
     own: see `CopyStream`. On CPUs both pools are host memory and swaps are plain copies.
+
+    scales: of each layer, exactly if dtype is an fp8 one.
     """
 
     def __init__(
         self, *, num_gpu_blocks: int, num_cpu_blocks: int, num_layers: int, num_kv_heads: int, block_size: int,
-        head_dim: int, dtype: torch.dtype, device: torch.device,
+        head_dim: int, dtype: torch.dtype, device: torch.device, scales: list[KVScales] | None = None,
     ):  # fmt: skip
+        if (scales is not None) != (dtype in FP8_MAX):
+            raise ValueError(f"a cache of {dtype} must {'have' if dtype in FP8_MAX else 'not have'} scales")
         shape = (num_layers, 2, num_kv_heads, block_size, head_dim)
         pinned = device.type == "cuda" and num_cpu_blocks > 0
         num_staging = 0
@@ -39,11 +44,16 @@ class CacheEngine:
             num_staging = staging_blocks(
                 block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype), num_cpu_blocks
             )  # fmt: skip
+        storage = torch.uint8 if dtype in FP8_MAX else dtype
         # Zeros, not garbage: a masked position times a NaN would still be NaN.
-        self._blocks = torch.zeros(num_gpu_blocks + num_staging, *shape, dtype=dtype, device=device)
+        self._blocks = torch.zeros(num_gpu_blocks + num_staging, *shape, dtype=storage, device=device)
         self.pool = self._blocks[:num_gpu_blocks]
-        self.layers: list[KVCache] = [(self.pool[:, i, 0], self.pool[:, i, 1]) for i in range(num_layers)]
-        self.host_pool = _host_memory((num_cpu_blocks, *shape), dtype)
+        numbers = self.pool.view(dtype)
+        self.layers = [
+            KVCache(numbers[:, i, 0], numbers[:, i, 1], None if scales is None else scales[i])
+            for i in range(num_layers)
+        ]
+        self.host_pool = _host_memory((num_cpu_blocks, *shape), storage)
         self._copy_stream: CopyStream | None = None
         if pinned:
             _pin(self.host_pool)

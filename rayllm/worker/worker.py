@@ -12,6 +12,7 @@ import torch
 
 from rayllm.config import EngineConfig
 from rayllm.errors import ConfigError
+from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.model_spec import ModelSpec
 from rayllm.models.loader import load_model
@@ -23,6 +24,7 @@ from rayllm.worker.chunk_graph import CHUNK_SIZES, MAX_CHUNKS, MIXED_SIZES
 from rayllm.worker.copy_stream import staging_blocks
 from rayllm.worker.cuda_graph import graph_sizes
 from rayllm.worker.input_batch import PersistentBatch
+from rayllm.worker.kv_scales import find_scales
 from rayllm.worker.model_runner import ModelRunner, PendingResult
 from rayllm.worker.pooling import pooling_bytes
 from rayllm.worker.step_memory import StepMemory
@@ -44,6 +46,24 @@ def resolve_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -
     if name == "auto":
         name = "float32" if device.type == "cpu" else "bfloat16" if spec.dtype == "float32" else spec.dtype
     return getattr(torch, name)
+
+
+def resolve_kv_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of the KV cache; dtype is the model's. Raises ConfigError for a format that model or device cannot have."""
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if spec.head_dim % 2:
+        raise ConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype} needs an even head_dim; the model's is {spec.head_dim}"
+        )
+    if config.kv_cache_dtype == "fp8_e5m2":
+        return torch.float8_e5m2
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype} needs a GPU of compute capability 8.9 or more, and "
+            f"{torch.cuda.get_device_name(device)} has less; fp8_e5m2 works there"
+        )
+    return torch.float8_e4m3fn
 
 
 def model_len(config: EngineConfig, spec: ModelSpec) -> int:
@@ -72,8 +92,9 @@ class Worker:
         self._config, self._spec, self._tp, self._device = config, spec, tp, device
         self._dtype = resolve_dtype(config, spec, device)
         self._max_model_len = model_len(config, spec)
+        self._kv_dtype = resolve_kv_dtype(config, spec, self._dtype, device)
         self._block_bytes = block_bytes(
-            spec.num_layers, spec.kv_heads_per_rank(tp.size), config.block_size, spec.head_dim, self._dtype
+            spec.num_layers, spec.kv_heads_per_rank(tp.size), config.block_size, spec.head_dim, self._kv_dtype
         )
         self._memory = StepMemory(device)
         self._pending: deque[PendingResult] = deque()
@@ -86,6 +107,9 @@ class Worker:
         self._tp = self._tp.with_symmetric_memory(self._spec.hidden_size, self._dtype)
         self._model = load_model(self._spec, self._config, self._tp, self._device, self._dtype)
         self._finish_loading()
+        self._scales = find_scales(
+            self._model, self._kv_dtype, self._dtype, self._device, self._config.block_size, self._run_once
+        )
 
     def determine_num_blocks(self) -> tuple[int, int]:
         """Blocks that fit on the device and in swap_space. On CUDA the largest batch runs once to see its memory.
@@ -104,16 +128,19 @@ class Worker:
 
     def init_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         """Allocate the pool and everything that executes plans."""
-        self._cache = CacheEngine(
-            num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=num_cpu_blocks, num_layers=self._spec.num_layers,
-            num_kv_heads=self._model.num_kv_heads_per_rank, block_size=self._config.block_size,
-            head_dim=self._model.head_dim, dtype=self._dtype, device=self._device,
-        )  # fmt: skip
+        self._cache = self._new_cache(num_gpu_blocks, num_cpu_blocks)
         state = PersistentBatch(self._config.max_num_seqs, self._max_model_len, self._config.block_size, self._device)
         table = SamplingTable(self._config.max_num_seqs, self._spec.vocab_size, self._spec.eos_token_ids)
         split_decodes = not self._config.deterministic
         self._runner = ModelRunner(self._model, self._cache.layers, state, table, self._device, split_decodes)
         self._finish_loading()
+
+    def _new_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> CacheEngine:
+        return CacheEngine(
+            num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=num_cpu_blocks, num_layers=self._spec.num_layers,
+            num_kv_heads=self._model.num_kv_heads_per_rank, block_size=self._config.block_size,
+            head_dim=self._model.head_dim, dtype=self._kv_dtype, device=self._device, scales=self._scales,
+        )  # fmt: skip
 
     def warm_up(self) -> DeviceMemory:
         """On CUDA: compile the kernels and, unless enforce_eager, capture graphs. Returns what memory is taken then."""
@@ -204,11 +231,7 @@ class Worker:
     def _measure_blocks(self, num_cpu_blocks: int) -> int:
         """Blocks in gpu_memory_utilization of the device, less all else that the engine and others use at most."""
         config = self._config
-        spare = CacheEngine(
-            num_gpu_blocks=1, num_cpu_blocks=0, num_layers=self._spec.num_layers,
-            num_kv_heads=self._model.num_kv_heads_per_rank, block_size=config.block_size,
-            head_dim=self._model.head_dim, dtype=self._dtype, device=self._device,
-        )  # fmt: skip
+        spare = self._new_cache(1, 0)
         with self._memory.active():
             self._run_largest_batch(spare)
         del spare
@@ -241,6 +264,17 @@ class Worker:
                 (total - free) / GIB, self._config.gpu_memory_utilization, allowed / GIB,
             )  # fmt: skip
         return DeviceMemory(weights, kv_cache, total - free, allowed)
+
+    @torch.inference_mode()
+    def _run_once(self, batch: ForwardBatch, caches: list[KVCache]) -> None:
+        """A forward pass before there is a runner, to its end on the device."""
+        self._synchronize()
+        with self._memory.active():
+            if self._device.type == "cuda":
+                with ops.compile_only():
+                    self._model(batch, caches)
+            self._model(batch, caches)
+        self._synchronize()
 
     def _run_largest_batch(self, cache: CacheEngine) -> None:
         """One forward pass over max_num_batched_tokens tokens, after compiling its kernels side by side."""

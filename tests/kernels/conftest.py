@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rayllm_kernels.decode_work import DecodeSchedule
+from rayllm_kernels.kv_format import FP8_MAX, KVScales
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
@@ -87,6 +88,7 @@ class PagedCase:
     seq_lens: Tensor
     query_start_loc: Tensor
     max_query_len: int
+    scales: KVScales | None = None
 
     @property
     def scale(self) -> float:
@@ -94,8 +96,9 @@ class PagedCase:
 
     def decode(self, module: ModuleType, **options: object) -> Tensor:
         return module.paged_decode_attention(
-            self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens, scale=self.scale, **options
-        )
+            self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens, scale=self.scale,
+            scales=self.scales, **options,
+        )  # fmt: skip
 
     def schedule(self, module: ModuleType, **options: object) -> DecodeSchedule:
         return module.decode_schedule(self.q, self.k_cache, self.seq_lens, **options)
@@ -103,17 +106,21 @@ class PagedCase:
     def prefill(self, module: ModuleType, **options: object) -> Tensor:
         return module.paged_prefill_attention(
             self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens, self.query_start_loc,
-            self.max_query_len, scale=self.scale, **options,
+            self.max_query_len, scale=self.scale, scales=self.scales, **options,
         )  # fmt: skip
 
 
 @pytest.fixture
 def paged_case(randn: Callable[..., Tensor], device: torch.device) -> Callable[..., PagedCase]:
-    """Builds a PagedCase: layer 1 of a block-major pool, shuffled blocks, NaN in every slot no sequence owns."""
+    """Builds a PagedCase: layer 1 of a block-major pool, shuffled blocks, NaN in every slot no sequence owns.
+
+    cache_dtype: None is dtype; an fp8 one comes with scales from 0.5 to 2.
+    """
 
     def build(
         seq_lens: list[int], query_lens: list[int] | None = None, *, heads: tuple[int, int] = (4, 2),
         head_dim: int = 64, block_size: int = 16, dtype: torch.dtype = torch.float32, spread: float = 1.0,
+        cache_dtype: torch.dtype | None = None,
     ) -> PagedCase:  # fmt: skip
         query_heads, kv_heads = heads
         query_lens = [1] * len(seq_lens) if query_lens is None else query_lens
@@ -132,9 +139,14 @@ def paged_case(randn: Callable[..., Tensor], device: torch.device) -> Callable[.
         # The queries are a strided slice, as of a fused qkv tensor.
         qkv = randn(tokens, query_heads + 2 * kv_heads, head_dim, dtype=dtype) * spread
         starts = torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32)
+        scales = None
+        if cache_dtype in FP8_MAX:
+            pool = pool.to(cache_dtype)
+            scales = KVScales(*torch.linspace(0.5, 2.0, 2 * kv_heads, device=device).view(2, kv_heads))
         return PagedCase(
             qkv[:, :query_heads], pool[:, 1, 0], pool[:, 1, 1], tables.to(device),
             torch.tensor(seq_lens, dtype=torch.int32, device=device), starts, max(query_lens, default=0),
+            scales,
         )  # fmt: skip
 
     return build

@@ -34,7 +34,7 @@ def test_every_tile_falls_to_one_range(paged_case, kernels, seq_lens, num_ranges
     for contexts in (schedule.contexts, expected.contexts):
         assert list(map(tuple, contexts.tolist())) == used + padding
 
-    keys = choose_tiles(16, 4).keys
+    keys = choose_tiles(16, 4, 4).keys
     # (sequence, tiles of its own before it) of every tile, in order
     firsts = [0 if window is None else max(length - window, 0) // keys for length in seq_lens]
     counts = [-(-length // keys) - first for length, first in zip(seq_lens, firsts, strict=True)]

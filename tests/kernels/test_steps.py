@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rayllm.config import EngineConfig
+from rayllm.layers.attention import KVCache
 from rayllm.model_spec import load_model_spec
 from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
@@ -103,7 +104,7 @@ def test_decode_steps(case, interpreted):
             eager.step([(str(row), ids[:-1])])
         table = [*eager.tables.get(str(row), []), *([eager.free[row]] * 2)]
         new.append(SequenceData(row, ids, len(ids), len(ids) - 1, table, SamplingParams(), 0))
-    caches = [(k.clone(), v.clone()) for k, v in eager.caches]
+    caches = [KVCache(cache.k.clone(), cache.v.clone()) for cache in eager.caches]
     graphs = DecodeGraphs(model, caches, state, max_num_seqs=8, split_decodes=not deterministic)
     plan = StepPlan(0, [], new, [], [], [], [], 0, 0)
     state.apply(plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from rayllm import bench_kernels as bench
 from rayllm.errors import ConfigError
@@ -20,10 +21,13 @@ def on_cpu(monkeypatch):
     "case",
     [
         lambda: bench.decode("", [5, 40], 4, 2, 16),
+        lambda: bench.decode("", [5, 40], 4, 2, 16, torch.float8_e4m3fn),
         lambda: bench.prefill("", 2, 9, 20),
+        lambda: bench.prefill("", 2, 9, 20, torch.float8_e5m2),
         lambda: bench.add_norm("", 3),
         lambda: bench.silu("", 3),
         lambda: bench.norm_rope_cache("", 3),
+        lambda: bench.norm_rope_cache("", 3, torch.float8_e4m3fn),
         lambda: bench.linear("", 3, 16, 24),
         lambda: bench.gumbel("", 3),
     ],
@@ -42,6 +46,10 @@ def test_floors():
     decode = bench.decode("", [5, 40], 4, kv_heads, head_dim)
     assert decode.bytes == tokens * kv_heads * head_dim * 2 * 2 + q_and_out
     assert decode.floor_us() == decode.bytes / 4.3e12 * 1e6
+    small = bench.decode("", [5, 40], 4, kv_heads, head_dim, torch.float8_e5m2)
+    assert small.bytes == tokens * kv_heads * head_dim * 2 + q_and_out
+    write, small_write = (bench.norm_rope_cache("", 3, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn))
+    assert write.bytes - small_write.bytes == 3 * 2 * bench.KV_HEADS * bench.HEAD_DIM
     product = bench.linear("", 3000, 16, 24)
     assert product.flops == 2 * 3000 * 16 * 24
 

@@ -11,6 +11,7 @@ from model_factory import PagedRunner, make_model
 from rayllm import LLM, SamplingParams
 from rayllm.config import EngineConfig, make_config
 from rayllm.errors import ConfigError
+from rayllm.layers.attention import KVCache
 from rayllm.layers.attention_deterministic import attend_deterministic
 from rayllm.layers.batch import ForwardBatch
 from rayllm.model_spec import load_model_spec
@@ -58,7 +59,7 @@ def test_results_do_not_depend_on_the_batch(tmp_path, kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_tied", "mistral", "opt"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_tied", "mistral", "opt", "bloom"])
 def test_logits_do_not_depend_on_chunks(tmp_path, kind, dtype):
     folder = make_model(tmp_path, kind)
     config = EngineConfig(model=folder, deterministic=True)
@@ -82,7 +83,7 @@ def test_captured_steps_with_decodes_of_their_own_are_refused(tmp_path):
     batch = runner.batch([("a", [1])], num_decodes=1, padding=0)
     captured = ForwardBatch(**{name: getattr(batch, name) for name in batch.__slots__} | {"prefill_row": 0})
     q = torch.zeros(1, 8, 16)
-    attend_deterministic(q, (torch.zeros(64, 4, 8, 16),) * 2, batch, scale=1.0)
+    attend_deterministic(q, KVCache(*torch.zeros(2, 64, 4, 8, 16)), batch, scale=1.0)
     with pytest.raises(ValueError, match="decodes as chunks"):
         attend_deterministic(q, runner.caches[0], captured, scale=1.0)
 

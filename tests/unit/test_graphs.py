@@ -13,6 +13,7 @@ import torch
 from model_factory import PagedRunner, make_model
 
 from rayllm.config import EngineConfig
+from rayllm.layers.attention import KVCache
 from rayllm.model_spec import load_model_spec
 from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
@@ -93,7 +94,7 @@ def test_what_does_not_fit_a_graph(model):
 @torch.inference_mode()
 def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes):
     eager = PagedRunner(model)
-    caches = [(k.zero_(), v.zero_()) for k, v in PagedRunner(model).caches]
+    caches = [KVCache(cache.k.zero_(), cache.v.zero_()) for cache in PagedRunner(model).caches]
     state = PersistentBatch(max_num_seqs=8, max_model_len=64, block_size=8, device=CPU)
     graphs = DecodeGraphs(model, caches, state, max_num_seqs=8, split_decodes=split_decodes)
     prompts = {row: tokens(5 + 3 * row, row) for row in range(7)}
@@ -103,14 +104,14 @@ def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes)
         new.append(
             SequenceData(row, ids, len(ids), len(ids) - 1, eager.tables[str(row)] + [50 + row], SamplingParams(), 0)
         )
-    for (k, v), (source_k, source_v) in zip(caches, eager.caches, strict=True):
-        k.copy_(source_k.nan_to_num())
-        v.copy_(source_v.nan_to_num())
+    for cache, source in zip(caches, eager.caches, strict=True):
+        cache.k.copy_(source.k.nan_to_num())
+        cache.v.copy_(source.v.nan_to_num())
     plan = StepPlan(0, [], new, [], [], [], [], 0, 0)
     state.apply(plan)
     graphs.apply(plan)
     for rows in ([3], [0, 1, 2, 3, 4, 5, 6], [6, 2, 4], [5, 0]):
-        before = [k.clone() for k, _v in caches]
+        before = [cache.k.clone() for cache in caches]
         expected = torch.stack([eager.step([(str(row), [prompts[row][-1]])])[0][-1] for row in rows])
         positions = np.array([len(prompts[row]) - 1 for row in rows])
         greedy = DrawColumns(
@@ -123,5 +124,5 @@ def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes)
         for i, row in enumerate(rows):
             assert state.token_table[row, positions[i] + 1] == token_ids[i]
             prompts[row].append(int(token_ids[i]))
-        changed = sum(int((k != old).any(dim=(1, 3)).sum()) for (k, _v), old in zip(caches, before, strict=True))
+        changed = sum(int((cache.k != old).any(dim=(1, 3)).sum()) for cache, old in zip(caches, before, strict=True))
         assert changed <= len(rows) * len(caches), "padding wrote into the cache"

@@ -104,6 +104,9 @@ VARIANTS = {
                 "_remove_final_layer_norm": True},
     ),
     "opt without affine norms": ("opt", {"layer_norm_elementwise_affine": False, "word_embed_proj_dim": 48}),
+    "bloom with residuals after norms, 5 heads": (
+        "bloom", {"apply_residual_connection_post_layernorm": True, "num_attention_heads": 5, "hidden_size": 80},
+    ),
 }  # fmt: skip
 
 
@@ -159,9 +162,9 @@ def test_padded_decode_batch(tmp_path):
         plain.step(work, num_decodes=2), padded.step(work, num_decodes=2, padding=2), strict=True
     ):  # fmt: skip
         torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
-    for (k, v), (padded_k, padded_v) in zip(plain.caches, padded.caches, strict=True):
-        assert torch.equal(k.isnan(), padded_k.isnan())
-        assert torch.equal(v.isnan(), padded_v.isnan())
+    for cache, other in zip(plain.caches, padded.caches, strict=True):
+        assert torch.equal(cache.k.isnan(), other.k.isnan())
+        assert torch.equal(cache.v.isnan(), other.v.isnan())
 
 
 def test_bfloat16_stays_close(tmp_path):
@@ -176,7 +179,7 @@ def test_bfloat16_stays_close(tmp_path):
     assert (rounded - exact).abs().mean() < 0.05 * exact.std()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "opt_post"])
+@pytest.mark.parametrize("kind", ["qwen3", "opt_post", "bloom"])
 def test_decode_reads_nothing_on_the_host(tmp_path, kind, monkeypatch):
     """A CUDA graph can capture a decode: no operation outside the kernels depends on a tensor's contents."""
     model = load(factory.make_model(tmp_path, kind))
@@ -184,7 +187,7 @@ def test_decode_reads_nothing_on_the_host(tmp_path, kind, monkeypatch):
     runner.step([("a", tokens_of(9, 7))])
     batch = runner.batch([("a", [5])], num_decodes=1, padding=3)
     # The torch references of these do read tensors; their Triton counterparts do not.
-    monkeypatch.setattr(attention_ops, "reshape_and_cache", lambda *_: None)
+    monkeypatch.setattr(attention_ops, "reshape_and_cache", lambda *_, **__: None)
 
     def queries(qkv, *rest, **_):
         return qkv.view(len(qkv), -1, model.head_dim)[:, : rest[-2]]

@@ -73,8 +73,9 @@ def run_ranks(folder, size, load_format="auto"):
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("llama", (2, 8)), ("mistral", (4,)), ("qwen2", (2,)), ("qwen3_tied", (4,)), ("opt", (4,)), ("opt_post", (2,))],
-)
+    [("llama", (2, 8)), ("mistral", (4,)), ("qwen2", (2,)), ("qwen3_tied", (4,)), ("opt", (4,)), ("opt_post", (2,)),
+     ("bloom", (2, 4))],
+)  # fmt: skip
 def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):
     """Among them: more ranks than KV heads (llama at 8, mistral at 4) and a vocabulary of 259."""
     folder = factory.make_model(tmp_path, kind, num_hidden_layers=2)
@@ -87,7 +88,7 @@ def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):
         torch.testing.assert_close(ranks[0], whole, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "opt"])
+@pytest.mark.parametrize("kind", ["qwen3", "opt", "bloom"])
 def test_dummy_weights_do_not_depend_on_ranks(tmp_path, kind):
     folder = factory.make_model(tmp_path, kind, num_hidden_layers=2)
     whole = drive(folder, TPGroup.single(), "dummy")

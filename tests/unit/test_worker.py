@@ -35,7 +35,8 @@ def make_cache(num_gpu_blocks: int = 6, num_cpu_blocks: int = 4) -> CacheEngine:
 def test_layers_are_views_of_one_block_major_pool():
     cache = make_cache()
     assert len(cache.layers) == 3
-    for i, (k, v) in enumerate(cache.layers):
+    for i, (k, v, scales) in enumerate(cache.layers):
+        assert scales is None
         assert k.shape == v.shape == (6, 2, 4, 8)
         assert k.data_ptr() == cache.pool[0, i, 0].data_ptr()
         assert v.data_ptr() == cache.pool[0, i, 1].data_ptr()

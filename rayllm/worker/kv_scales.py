@@ -1,0 +1,95 @@
+"""The scales of an fp8 KV cache: the checkpoint's, or else measured with random tokens when the engine starts.
+
+A float format is as fine at one scale as at another, so a scale has only to keep numbers inside the format's range.
+e5m2 is as precise as it gets from 6e-5 to 57344: a scale of 1 does. e4m3 is so from 2^-6 to 448, and keys of some
+models are in the hundreds: there the largest key and value of each head in a forward pass over random tokens are mapped
+to between a quarter and a half of 448. The room above is for what other texts and positions bring (rotation alone may
+turn the largest of a pair into 1.4 times as much); beyond it numbers saturate. It costs nothing but at the other end:
+numbers below 1 / 7,000 to 1 / 14,000 of a head's largest lose precision. Scales are powers of two, so that the last
+bits of the pass, which differ between devices and numbers of ranks, do not show, and dividing by them is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from rayllm.errors import ModelError
+from rayllm.layers.attention import KVCache
+from rayllm.layers.batch import ForwardBatch
+from rayllm.models.base import CausalLM
+from rayllm_kernels.kv_format import FP8_MAX, KVScales
+
+CALIBRATION_TOKENS = 512
+MARGIN = 2.0  # at least, between what was seen and the largest number of the format
+SEED = 1
+
+
+def find_scales(
+    model: CausalLM, kv_dtype: torch.dtype, dtype: torch.dtype, device: torch.device, block_size: int,
+    run: Callable[[ForwardBatch, list[KVCache]], None],
+) -> list[KVScales] | None:  # fmt: skip
+    """Scales of each layer of the rank's model on `device`; None if kv_dtype is no fp8 format.
+
+    dtype: of the model. run: computes a step of the model, on all ranks together; called at most once. Nothing else
+    of the engine's options has a part in it, so that they leave the results alone. Raises ModelError if the model's keys
+    or values are not finite.
+    """
+    if kv_dtype not in FP8_MAX:
+        return None
+    found = model.kv_scales
+    if any(scales is None for scales in found):
+        if kv_dtype == torch.float8_e4m3fn:
+            measured = _calibrate(model, kv_dtype, dtype, device, block_size, run)
+        else:
+            ones = torch.ones(model.num_kv_heads_per_rank)
+            measured = [KVScales(ones, ones)] * model.num_layers
+        found = [own or other for own, other in zip(found, measured, strict=True)]
+    return [KVScales(scales.k.to(device), scales.v.to(device)) for scales in found if scales is not None]
+
+
+def scale_for(largest: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
+    """The least power of two at which `largest` [heads] float32 stays MARGIN below the format's largest number.
+
+    1 for what is next to nothing.
+    """
+    needed = largest * (MARGIN / FP8_MAX[kv_dtype])
+    mantissa, exponent = torch.frexp(needed)  # mantissas are at least a half
+    power = torch.ldexp(torch.ones_like(needed), exponent - (mantissa == 0.5).int())
+    return torch.where(needed > 2.0**-100, power, 1.0)
+
+
+def _calibrate(
+    model: CausalLM, kv_dtype: torch.dtype, dtype: torch.dtype, device: torch.device, block_size: int,
+    run: Callable[[ForwardBatch, list[KVCache]], None],
+) -> list[KVScales]:  # fmt: skip
+    """Scales from the largest keys and values in a cache of the model's own dtype, after one sequence."""
+    tokens = min(CALIBRATION_TOKENS, model.spec.max_model_len)
+    blocks = math.ceil(tokens / block_size)
+    shape = (2, blocks, model.num_kv_heads_per_rank, block_size, model.head_dim)
+    caches = [KVCache(*torch.zeros(shape, dtype=dtype, device=device)) for _ in range(model.num_layers)]
+    ids = torch.randint(model.spec.vocab_size, (tokens,), generator=torch.Generator().manual_seed(SEED))
+    positions = torch.arange(tokens, device=device)
+    run(
+        ForwardBatch(
+            input_ids=ids.to(device),
+            positions=positions,
+            slot_mapping=positions,
+            block_tables=torch.arange(blocks, dtype=torch.int32, device=device)[None],
+            seq_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+            query_start_loc=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+            logit_rows=torch.tensor([tokens - 1], device=device),
+            num_decodes=0,
+            max_query_len=tokens,
+        ),
+        caches,
+    )
+    scales = []
+    for layer, cache in enumerate(caches):
+        largest = torch.stack([part.abs().amax((0, 2, 3)).float() for part in (cache.k, cache.v)]).cpu()
+        if not bool(largest.isfinite().all()):
+            raise ModelError(f"kv_cache_dtype: keys or values of layer {layer} are not finite for random tokens")
+        scales.append(KVScales(*scale_for(largest, kv_dtype)))
+    return scales
