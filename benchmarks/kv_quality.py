@@ -5,9 +5,8 @@
 model: the bundled model (or --model) over texts of Python's documentation (`pydoc_data`), as far as its context goes.
 
     text      as written; a context is one stretch of --tokens tokens
-    recall    synthetic long contexts: paragraphs of about 150 tokens, all repeated in another order. Figures are of the
+    recall    synthetic long contexts: paragraphs of 150 tokens, all repeated in another order. Figures are of the
               repeated half, whose tokens are best found in the cache
-    noise     synthetic long contexts of random tokens, where nothing but the cache tells one context from another
 
   perplexity; agreement: share of positions whose most likely token is that of the unquantised cache, given the same
   tokens before; greedy: share of tokens up to the first difference, of 64 generated after a quarter of each context.
@@ -27,6 +26,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -71,9 +71,7 @@ def contexts(llm: LLM, count: int, tokens: int) -> list[Contexts]:
         again = parts.copy()
         rng.shuffle(again)
         recall.append([token for part in parts + again for token in part])
-    vocab_size = llm._engine().info.vocab_size
-    noise = [[rng.randrange(vocab_size) for _ in range(tokens)] for _ in range(count)]
-    return [Contexts("text", texts, 1), Contexts("recall", recall, len(recall[0]) // 2), Contexts("noise", noise, 1)]
+    return [Contexts("text", texts, 1), Contexts("recall", recall, len(recall[0]) // 2)]
 
 
 def read(llm: LLM, context: Contexts) -> tuple[float, list[int]]:
@@ -104,12 +102,13 @@ def same_until(ours: list[int], theirs: list[int]) -> int:
 def compare_models(options: argparse.Namespace) -> None:
     results: dict[str, dict[str, tuple[float, list[int], list[list[int]]]]] = {}
     for kind in ("auto", *FORMATS):
-        with LLM(options.model, device=options.device, kv_cache_dtype=kind, enable_prefix_caching=False,
-                 max_num_seqs=8) as llm:  # fmt: skip
+        with LLM(options.model, device=options.device, dtype=options.dtype, kv_cache_dtype=kind, max_num_seqs=8,
+                 enable_prefix_caching=False) as llm:  # fmt: skip
             tokens = min(options.tokens, llm._engine().info.max_model_len - 1)
             made = contexts(llm, options.texts, tokens)
             results[kind] = {each.name: (*read(llm, each), write(llm, each)) for each in made}
-    print(f"{options.model}, {options.texts} contexts of {tokens} tokens")
+    count = len(made[0].ids)
+    print(f"{Path(options.model).name}, {count} contexts of {tokens} tokens, model in {llm.config.dtype}")
     print(f"{'contexts':10s} {'cache':10s} {'perplexity':>11s} {'change':>8s} {'agreement':>10s} {'greedy':>8s}")
     for name, (base, base_best, base_text) in results["auto"].items():
         for kind, figures in results.items():
@@ -172,6 +171,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=24, help="contexts of each kind")
     parser.add_argument("--tokens", type=int, default=2000, help="of a context")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
     for part in options.parts:
         if part not in PARTS:

@@ -71,6 +71,12 @@ def _load_blocks(tables_ptr, sequence, stride_table, tile, seq_len, KEYS: tl.con
 
 
 @triton.jit
+def _load_queries(q_ptr, sequence, head, dims, stride_qb, stride_qh, mask):
+    q_ptrs = q_ptr + sequence.to(tl.int64) * stride_qb + head[:, None] * stride_qh + dims[None, :]
+    return tl.load(q_ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
 def _weigh(scores, valid, totals, peak, unit):
     """A step of the online softmax: (weights, decay of what came before, totals, peak).
 
@@ -134,18 +140,20 @@ def _decode_kernel(
     next_sequence, next_len = _load_context(contexts_ptr, context + 1, batch)
     totals = tl.zeros([ROWS, KEYS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
-    # Of an fp8 cache, the even dimensions in `acc`, the odd ones in `odd`.
     ACC_WIDTH: tl.constexpr = HEAD_DIM_PADDED // 2 if USE_SCALES else HEAD_DIM_PADDED
     acc = tl.zeros([ROWS, ACC_WIDTH], tl.float32)
-    odd = acc
-    pair_dims = tl.arange(0, HEAD_DIM_PADDED // 2)
+    if USE_SCALES:
+        odd = acc  # odd dimensions, `acc` has the even ones
+        pair_dims = tl.arange(0, HEAD_DIM_PADDED // 2)
+        # Converted once a sequence, because a tile's own conversions are what this loop has most of.
+        q = widen_queries(_load_queries(q_ptr, sequence, head, dims, stride_qb, stride_qh, mask), True)
     # One loop over all tiles, not one a sequence, so that the loads of the next sequence run under the end of this one.
     for position in range(range_first, range_end):
         key = tile * KEYS + tl.arange(0, KEYS)
         valid = (key < seq_len) & (key >= first_key)
         offsets = head_offset + slot_offsets(block, key, stride_block, stride_slot, BLOCK_SIZE)
-        q_ptrs = q_ptr + sequence.to(tl.int64) * stride_qb + head[:, None] * stride_qh + dims[None, :]
-        q = widen_queries(tl.load(q_ptrs, mask=mask, other=0.0), USE_SCALES)
+        if not USE_SCALES:
+            q = _load_queries(q_ptr, sequence, head, dims, stride_qb, stride_qh, mask)
         k = load_tile(k_ptr, offsets, valid, dims, HEAD_DIM, HEAD_DIM_PADDED, True).to(q.dtype)
         if USE_SCALES:
             v = load_tile(v_ptr, offsets // 2, valid, pair_dims, HEAD_DIM // 2, HEAD_DIM_PADDED // 2, True)
@@ -191,7 +199,9 @@ def _decode_kernel(
             totals = tl.zeros([ROWS, KEYS], tl.float32)
             peak = tl.full([ROWS], float("-inf"), tl.float32)
             acc = tl.zeros([ROWS, ACC_WIDTH], tl.float32)
-            odd = acc
+            if USE_SCALES:
+                odd = acc
+                q = widen_queries(_load_queries(q_ptr, sequence, head, dims, stride_qb, stride_qh, mask), True)
 
 
 @triton.jit
@@ -254,6 +264,8 @@ def paged_decode_attention(
     batch, heads, head_dim = q.shape
     if out is None:
         out = torch.empty((batch, heads, head_dim), dtype=q.dtype, device=q.device)
+    if batch == 0:  # there is not even a first row to load
+        return out
     if schedule is None:
         schedule = decode_schedule(q, k_cache, seq_lens, sliding_window=sliding_window)
     kv_heads, block_size = k_cache.shape[1:3]

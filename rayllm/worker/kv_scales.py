@@ -34,7 +34,7 @@ def find_scales(
     """Scales of each layer of the rank's model on `device`; None if kv_dtype is no fp8 format.
 
     dtype: of the model. run: computes a step of the model, on all ranks together; called at most once. Nothing else
-    of the engine's options has a part in it, so that they leave the results alone. Raises ModelError if the model's keys
+    of the engine's options has a part in it, so that they leave results alone. Raises ModelError if the model's keys
     or values are not finite.
     """
     if kv_dtype not in FP8_MAX:

@@ -20,7 +20,7 @@ from rayllm.config import BUNDLED_MODEL
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 FOUR_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
 
-KINDS = ("llama3_rope", "mistral", "qwen2", "qwen3", "opt")
+KINDS = ("llama3_rope", "mistral", "qwen2", "qwen3", "opt", "bloom")
 NUM_TOKENS = 64
 
 
@@ -36,7 +36,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 def make_case(folder: Path, kind: str) -> Case:
-    size = {"hidden_size": 512} if kind == "opt" else {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}
+    sizes = {"opt": {"hidden_size": 512}, "bloom": {"hidden_size": 768}}
+    size = sizes.get(kind, {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64})
     make_model(folder, kind, dtype="bfloat16", **size)
     rng = random.Random(kind)
     return Case(str(folder), [[rng.randrange(EOS - 1) for _ in range(rng.randint(1, 200))] for _ in range(16)])

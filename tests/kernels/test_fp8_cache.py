@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -224,9 +225,54 @@ def test_scales_belong_to_fp8_caches_alone(paged_case, kernels, device):
             dataclasses.replace(small, q=small.q.double()).decode(module)
 
 
+COMPILE = """
+import pathlib, sys, torch, triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    get_current_device = get_current_stream = lambda self, *_: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+triton.runtime.driver.set_active(Driver())
+from rayllm_kernels import ops, triton_kernels
+from rayllm_kernels.kv_format import KVScales
+
+pool = torch.zeros(4, 1, 2, 2, 16, 128).to(torch.float8_e4m3fn)
+q, lens = torch.zeros(4, 8, 128, dtype=torch.bfloat16), torch.ones(4, dtype=torch.int32)
+with ops.compile_only():
+    triton_kernels.paged_decode_attention(
+        q, pool[:, 0, 0], pool[:, 0, 1], torch.zeros(4, 2, dtype=torch.int32), lens, scale=0.1,
+        scales=KVScales(*torch.ones(2, 2)))
+[ptx] = pathlib.Path(sys.argv[-1]).rglob("_decode_kernel.ptx")
+print(ptx.read_text())
+"""
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs the kernel itself")
+def test_decodes_convert_in_registers(run_compiler, tmp_path):
+    """Two numbers an instruction, from whole matrices of shared memory; no byte is loaded alone."""
+    script = COMPILE.replace("sys.argv[-1]", repr(str(tmp_path)))
+    ptx = run_compiler(script, TRITON_CACHE_DIR=str(tmp_path))
+    keys, dims, threads = 128, 128, 128
+    assert ptx.count("cvt.rn.f16x2.e4m3x2") == 2 * keys * dims // 2 // threads
+    assert re.search(r"ldmatrix\S*trans", ptx)
+    assert not re.search(r"ld\.shared\.[bu]8", ptx)
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in ptx
+
+
 def test_the_hopper_kernel_takes_no_fp8(paged_case):
     from rayllm_kernels.paged_prefill_attention import hopper_takes
 
     case = paged_case([40], [40], heads=(8, 2), head_dim=128, dtype=torch.float16)
     assert hopper_takes(case.q, case.k_cache, case.v_cache)
     assert not hopper_takes(case.q, case.k_cache.to(E4M3), case.v_cache.to(E4M3))
+
+
+@pytest.mark.parametrize("seq_lens", [[], [0, 0], [0, 1, 300, 0, 2]])
+def test_ranges_without_keys_and_padding(paged_case, assert_kernel_close, kernels, seq_lens):
+    """Queries stay on chip from tile to tile: each sequence gets its own, also after padding rows."""
+    case = paged_case(seq_lens, head_dim=32, cache_dtype=E4M3)
+    out = torch.full_like(case.q, float("nan"))
+    case.decode(kernels, schedule=case.schedule(kernels, num_ranges=4), out=out)
+    if seq_lens:
+        assert_kernel_close(out, case.decode(reference))

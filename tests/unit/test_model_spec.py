@@ -157,6 +157,28 @@ def test_opt(tmp_path):
     assert not old.final_norm
 
 
+BLOOM = {"architectures": ["BloomForCausalLM"], "vocab_size": 259}
+
+
+def test_bloom(tmp_path):
+    spec = spec_of(tmp_path, base=BLOOM, n_embed=96, n_layer=3, n_head=12, eos_token_id=...)
+    assert (spec.hidden_size, spec.num_layers, spec.num_heads, spec.num_kv_heads) == (96, 3, 12, 12)
+    assert (spec.head_dim, spec.intermediate_size, spec.hidden_act) == (8, 384, "gelu_pytorch_tanh")
+    assert (spec.max_model_len, spec.eos_token_ids, spec.tie_word_embeddings) == (2048, [2], True)
+    assert (spec.rope, spec.opt) == (None, None)
+    assert spec.bloom is not None
+    assert not spec.bloom.residual_after_norm
+    other = spec_of(
+        tmp_path, base=BLOOM, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, seq_length=4096,
+        apply_residual_connection_post_layernorm=True,
+    )  # fmt: skip
+    assert (other.hidden_size, other.num_layers, other.num_heads, other.max_model_len) == (64, 2, 4, 4096)
+    assert other.bloom is not None
+    assert other.bloom.residual_after_norm
+    with pytest.raises(ModelError, match="7 attention heads do not divide hidden_size 64"):
+        spec_of(tmp_path, base=BLOOM, hidden_size=64, n_head=7)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
