@@ -148,7 +148,7 @@ def decode(
     def layer_call(layer: int) -> Callable[[], object]:
         k, v = pool[:, layer, 0], pool[:, layer, 1]
         return lambda: ops.paged_decode_attention(
-            q, k, v, tables, seq_lens, scale=head_dim**-0.5, scales=scales, schedule=schedule, out=out
+            q, k, v, tables, seq_lens, scale=head_dim**-0.5, kv_scales=scales, schedule=schedule, out=out
         )
 
     return Case(name, [layer_call(i) for i in range(layers)], bytes=context_bytes + 2 * q.nbytes)
@@ -169,7 +169,7 @@ def prefill(name: str, batch: int, chunk: int, context: int, dtype: torch.dtype 
     def layer_call(layer: int) -> Callable[[], object]:
         k, v = pool[:, layer, 0], pool[:, layer, 1]
         return lambda: ops.paged_prefill_attention(
-            q, k, v, tables, lengths, starts, chunk, scale=HEAD_DIM**-0.5, scales=scales, out=out
+            q, k, v, tables, lengths, starts, chunk, scale=HEAD_DIM**-0.5, kv_scales=scales, out=out
         )
 
     pairs = chunk * context + chunk * (chunk + 1) // 2
@@ -205,7 +205,7 @@ def norm_rope_cache(name: str, tokens: int, dtype: torch.dtype = torch.bfloat16)
     slots = torch.randperm(blocks * BLOCK_SIZE, device=DEVICE)[:tokens].contiguous()
     calls = [
         partial(ops.qk_norm_rope_cache, qkv, positions, cos_sin, weight, weight, 1e-5, pool[:, i, 0], pool[:, i, 1],
-                slots, HEADS, KV_HEADS, scales=scales)
+                slots, HEADS, KV_HEADS, kv_scales=scales)
         for i, qkv in enumerate(fused)
     ]  # fmt: skip
     written = head_row * HEADS + tokens * HEAD_DIM * 2 * KV_HEADS * dtype.itemsize

@@ -73,27 +73,27 @@ def check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
     check_like(v_cache, "v_cache", k_cache, "k_cache")
 
 
-def check_format(tensor: Tensor, argument: str, k_cache: Tensor, scales: KVScales | None) -> None:
-    """`tensor` and the cache must be of one dtype, or the cache of an fp8 one, and then, and only then, have scales."""
+def check_format(tensor: Tensor, argument: str, k_cache: Tensor, kv_scales: KVScales | None) -> None:
+    """`tensor` and the cache must be of one dtype, or the cache of an fp8 one: then, and only then, it has scales."""
     if not is_fp8(k_cache):
         check_like(tensor, argument, k_cache, "k_cache")
-        if scales is not None:
-            fail("scales", f"must be None for a cache of {k_cache.dtype}", scales)
+        if kv_scales is not None:
+            fail("kv_scales", f"must be None for a cache of {k_cache.dtype}", kv_scales)
         return
     if tensor.dtype not in FLOAT_DTYPES:
         fail(argument, FLOAT_RULE, tensor.dtype)
     if tensor.device != k_cache.device:
         fail(argument, f"must be on the device of k_cache, {k_cache.device}", tensor.device)
-    if scales is None:
-        fail("scales", f"must be given for a cache of {k_cache.dtype}", scales)
-    check_vector(scales.k, "scales.k", k_cache.shape[1], torch.float32, k_cache.device)
-    check_vector(scales.v, "scales.v", k_cache.shape[1], torch.float32, k_cache.device)
+    if kv_scales is None:
+        fail("kv_scales", f"must be given for a cache of {k_cache.dtype}", kv_scales)
+    check_vector(kv_scales.k, "kv_scales.k", k_cache.shape[1], torch.float32, k_cache.device)
+    check_vector(kv_scales.v, "kv_scales.v", k_cache.shape[1], torch.float32, k_cache.device)
 
 
 def check_paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
     scale: float, sliding_window: int | None, alibi_slopes: Tensor | None, soft_cap: float | None, out: Tensor | None,
-    scales: KVScales | None,
+    kv_scales: KVScales | None,
 ) -> None:  # fmt: skip
     """What decode and prefill have in common; the batch size is taken from `seq_lens`."""
     check_cache(k_cache, v_cache)
@@ -106,7 +106,7 @@ def check_paged_attention(
         fail("q", f"must have a head_dim of at most {MAX_HEAD_DIM}", q.shape)
     if q.shape[1] % kv_heads != 0:
         fail("q", f"must have a multiple of {kv_heads} heads", q.shape)
-    check_format(q, "q", k_cache, scales)
+    check_format(q, "q", k_cache, kv_scales)
     check_last_dim(q, "q")
     check_vector(seq_lens, "seq_lens", seq_lens.numel(), torch.int32, q.device)
     if block_tables.dim() != 2 or block_tables.shape[0] != seq_lens.shape[0]:
@@ -232,7 +232,7 @@ def check_rotary(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor)
 
 
 def check_reshape_and_cache(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, scales: KVScales | None
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, kv_scales: KVScales | None
 ) -> None:
     check_cache(k_cache, v_cache)
     kv_heads, _, head_dim = k_cache.shape[1:]
@@ -240,7 +240,7 @@ def check_reshape_and_cache(
         fail("key", f"must be [T, {kv_heads}, {head_dim}]", key.shape)
     if value.shape != key.shape:
         fail("value", f"must have the shape of key, {tuple(key.shape)}", value.shape)
-    check_format(key, "key", k_cache, scales)
+    check_format(key, "key", k_cache, kv_scales)
     check_like(value, "value", key, "key")
     check_last_dim(key, "key")
     check_last_dim(value, "value")
@@ -250,7 +250,7 @@ def check_reshape_and_cache(
 def check_qk_norm_rope_cache(
     qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
     k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int,
-    scales: KVScales | None,
+    kv_scales: KVScales | None,
 ) -> None:  # fmt: skip
     check_cache(k_cache, v_cache)
     head_dim = k_cache.shape[3]
@@ -259,7 +259,7 @@ def check_qk_norm_rope_cache(
     width = (num_heads + 2 * num_kv_heads) * head_dim
     if qkv.dim() != 2 or qkv.shape[1] != width:
         fail("qkv", f"must be [T, {width}]", qkv.shape)
-    check_format(qkv, "qkv", k_cache, scales)
+    check_format(qkv, "qkv", k_cache, kv_scales)
     check_last_dim(qkv, "qkv")
     heads = qkv.unflatten(1, (-1, head_dim))
     check_rotary(positions, heads, heads, cos_sin_cache)

@@ -7,9 +7,9 @@ can be captured in a CUDA graph.
 Names of dimensions: T tokens, B sequences, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), D head size (up to 256;
 sizes that are no power of two are padded on chip). The KV cache of a layer is two tensors
 [num_blocks, Hkv, block_size, D] of equal strides, usually slices of one pool; block_size is any positive integer.
-Dtypes are fp32, fp16 and bf16. A cache may also be in fp8, float8_e4m3fn or float8_e5m2, if the device has it: Triton
-needs compute capability 8.9 for e4m3. It then comes with `scales`, a `KVScales` of a number for each KV head by which
-stored keys and values are multiplied (`kv_format.py`); for other caches scales are None.
+Dtypes are fp32, fp16 and bf16. A cache may also be in fp8, float8_e4m3fn or float8_e5m2, of an even head size, if the
+device has it: Triton needs compute capability 8.9 for e4m3. It then comes with `kv_scales`, a `KVScales` of a number
+for each KV head by which stored keys and values are multiplied (`kv_format.py`); for other caches they are None.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def compile_only() -> AbstractContextManager[None]:
 
 def reshape_and_cache(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
-    scales: KVScales | None = None,
+    kv_scales: KVScales | None = None,
 ) -> None:  # fmt: skip
     """Write the keys and values of T tokens into their slots of the cache, in place.
 
@@ -73,7 +73,7 @@ def reshape_and_cache(
     slot_mapping: [T] int64, slot = block * block_size + offset; negative for a padding token, which is skipped. Two
     tokens never name the same slot.
     """
-    _kernels_for(key).reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, scales=scales)
+    _kernels_for(key).reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, kv_scales=kv_scales)
 
 
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
@@ -88,7 +88,7 @@ def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
 def paged_decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
     scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, scales: KVScales | None = None, schedule: DecodeSchedule | None = None,
+    soft_cap: float | None = None, kv_scales: KVScales | None = None, schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one new token per sequence over its cached context -> [B, Hq, D] in q's dtype (`out` if given).
@@ -103,7 +103,7 @@ def paged_decode_attention(
     """
     return _kernels_for(q).paged_decode_attention(
         q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-        alibi_slopes=alibi_slopes, soft_cap=soft_cap, scales=scales, schedule=schedule, out=out,
+        alibi_slopes=alibi_slopes, soft_cap=soft_cap, kv_scales=kv_scales, schedule=schedule, out=out,
     )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def decode_schedule(
 def paged_prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, scales: KVScales | None = None, deterministic: bool = False,
+    soft_cap: float | None = None, kv_scales: KVScales | None = None, deterministic: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of a chunk of new tokens per sequence over its context -> [T, Hq, D] in q's dtype.
@@ -139,7 +139,7 @@ def paged_prefill_attention(
     """
     return _kernels_for(q).paged_prefill_attention(
         q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, max_query_len, scale=scale,
-        sliding_window=sliding_window, alibi_slopes=alibi_slopes, soft_cap=soft_cap, scales=scales,
+        sliding_window=sliding_window, alibi_slopes=alibi_slopes, soft_cap=soft_cap, kv_scales=kv_scales,
         deterministic=deterministic, out=out,
     )  # fmt: skip
 
@@ -265,7 +265,7 @@ def decode_inputs(
 def qk_norm_rope_cache(
     qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
     k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int, *,
-    scales: KVScales | None = None, deterministic: bool = False,
+    kv_scales: KVScales | None = None, deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """From the qkv projection to attention in one launch -> queries [T, Hq, D], a new contiguous tensor.
 
@@ -277,7 +277,7 @@ def qk_norm_rope_cache(
     """
     return _kernels_for(qkv).qk_norm_rope_cache(
         qkv, positions, cos_sin_cache, q_weight, k_weight, eps, k_cache, v_cache, slot_mapping, num_heads, num_kv_heads,
-        scales=scales, deterministic=deterministic,
+        kv_scales=kv_scales, deterministic=deterministic,
     )  # fmt: skip
 
 

@@ -254,12 +254,12 @@ def _merge_kernel(
 def paged_decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
     scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, scales: KVScales | None = None, schedule: DecodeSchedule | None = None,
+    soft_cap: float | None = None, kv_scales: KVScales | None = None, schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """One query per sequence against its paged context; see `ops.paged_decode_attention` for the contract."""
     check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, scales=scales)  # fmt: skip
+                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, kv_scales=kv_scales)  # fmt: skip
     check_paged_decode(q, seq_lens, schedule)
     batch, heads, head_dim = q.shape
     if out is None:
@@ -272,20 +272,20 @@ def paged_decode_attention(
     group = heads // kv_heads
     head_tile = min(group, MAX_HEAD_TILE)
     # Even and odd dimensions of an fp8 cache are columns of two products, each of them 16 or more.
-    head_dim_padded = max(padded_head_dim(head_dim), 16 if scales is None else 32)
+    head_dim_padded = max(padded_head_dim(head_dim), 16 if kv_scales is None else 32)
     tiles = choose_tiles(head_dim, q.element_size(), k_cache.element_size())
     window = min(sliding_window or 0, 1 << 30)
     num_ranges = schedule.ranges.shape[0]
     overlap = can_overlap(q.device)
     _decode_kernel[(programs_a_range(heads, kv_heads), num_ranges)](
-        q, k_cache, v_cache if scales is None else v_cache.view(torch.int16), block_tables, seq_lens,
-        q if alibi_slopes is None else alibi_slopes, out, *schedule, *(scales or (q, q)),
+        q, k_cache, v_cache if kv_scales is None else v_cache.view(torch.int16), block_tables, seq_lens,
+        q if alibi_slopes is None else alibi_slopes, out, *schedule, *(kv_scales or (q, q)),
         q.stride(0), q.stride(1), *k_cache.stride()[:3], block_tables.stride(0), out.stride(0), out.stride(1),
         scale, soft_cap or 1.0, window, batch, heads,
         GROUP=group, HEAD_TILE=head_tile, ROWS=max(16, triton.next_power_of_2(head_tile)), KEYS=tiles.keys,
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded, FIELDS=RANGE_FIELDS,
         USE_WINDOW=sliding_window is not None, USE_SOFT_CAP=soft_cap is not None, USE_ALIBI=alibi_slopes is not None,
-        USE_SCALES=scales is not None, OVERLAP=overlap,
+        USE_SCALES=kv_scales is not None, OVERLAP=overlap,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=overlap,
     )  # fmt: skip
     if num_ranges > 1:

@@ -223,12 +223,12 @@ def hopper_takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 def paged_prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, scales: KVScales | None = None, deterministic: bool = False,
+    soft_cap: float | None = None, kv_scales: KVScales | None = None, deterministic: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """A chunk of queries per sequence against its paged context; see `ops.paged_prefill_attention` for the contract."""
     check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, scales=scales)  # fmt: skip
+                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, kv_scales=kv_scales)  # fmt: skip
     batch, (_, heads, head_dim) = seq_lens.shape[0], q.shape
     check_paged_prefill(q, seq_lens, query_start_loc, max_query_len)
     if out is None:
@@ -248,12 +248,12 @@ def paged_prefill_attention(
     query_tiles = triton.cdiv(max_query_len, tiles.rows // head_tile)
     _prefill_kernel[(query_tiles, kv_heads * triton.cdiv(group, head_tile), batch)](
         q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, q if alibi_slopes is None else alibi_slopes,
-        *(scales or (q, q)), out,
+        *(kv_scales or (q, q)), out,
         q.stride(0), q.stride(1), *k_cache.stride()[:3], block_tables.stride(0), out.stride(0), out.stride(1),
         scale, soft_cap or 1.0, min(sliding_window or 0, 1 << 30),
         GROUP=group, HEAD_TILE=head_tile, ROWS=tiles.rows, KEYS=tiles.keys, BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
         USE_WINDOW=sliding_window is not None, USE_SOFT_CAP=soft_cap is not None, USE_ALIBI=alibi_slopes is not None,
-        USE_SCALES=scales is not None, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        USE_SCALES=kv_scales is not None, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out

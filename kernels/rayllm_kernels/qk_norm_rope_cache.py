@@ -120,7 +120,7 @@ def _qk_norm_rope_cache_kernel(
 def qk_norm_rope_cache(
     qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
     k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int, *,
-    scales: KVScales | None = None, deterministic: bool = False,
+    kv_scales: KVScales | None = None, deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """Queries ready for attention, keys and values stored; see `ops.qk_norm_rope_cache` for the contract."""
     check_qk_norm_rope_cache(
@@ -134,7 +134,7 @@ def qk_norm_rope_cache(
         slot_mapping,
         num_heads,
         num_kv_heads,
-        scales,
+        kv_scales,
     )
     tokens, head_dim = qkv.shape[0], k_cache.shape[3]
     q = torch.empty((tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -151,11 +151,11 @@ def qk_norm_rope_cache(
     overlap = can_overlap(qkv.device)
     _qk_norm_rope_cache_kernel[(tokens, tiles)](
         qkv, positions, cos_sin_cache, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
-        k_cache, v_cache, slot_mapping, *(scales or (qkv, qkv)), q, eps,
+        k_cache, v_cache, slot_mapping, *(kv_scales or (qkv, qkv)), q, eps,
         qkv.stride(0), cos_sin_cache.stride(0), *k_cache.stride()[:3], num_heads, num_kv_heads,
         HEADS=heads, BLOCK_SIZE=k_cache.shape[2], NORM=q_weight is not None, HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=head_dim_padded, HALF=half, HALF_PADDED=triton.next_power_of_2(half),
-        REST_PADDED=triton.next_power_of_2(rest) if rest else 0, USE_SCALES=scales is not None,
+        REST_PADDED=triton.next_power_of_2(rest) if rest else 0, USE_SCALES=kv_scales is not None,
         OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
     )  # fmt: skip
     return q

@@ -53,17 +53,17 @@ __all__ = [
 
 def reshape_and_cache(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
-    scales: KVScales | None = None,
+    kv_scales: KVScales | None = None,
 ) -> None:  # fmt: skip
     """cache[slot // block_size, :, slot % block_size] = key for every slot >= 0, in the cache's format."""
-    check_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, scales)
+    check_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, kv_scales)
     used = slot_mapping >= 0
     if not bool(used.all()):
         key, value, slot_mapping = key[used], value[used], slot_mapping[used]
     block_size = k_cache.shape[2]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    if scales is not None:
-        key, value = quantise(key, scales.k, k_cache.dtype), quantise(value, scales.v, v_cache.dtype)
+    if kv_scales is not None:
+        key, value = quantise(key, kv_scales.k, k_cache.dtype), quantise(value, kv_scales.v, v_cache.dtype)
     as_bytes(k_cache)[block, :, offset] = as_bytes(key)
     as_bytes(v_cache)[block, :, offset] = as_bytes(value)
 
@@ -112,7 +112,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def qk_norm_rope_cache(
     qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
     k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int, *,
-    scales: KVScales | None = None, deterministic: bool = False,  # noqa: ARG001
+    kv_scales: KVScales | None = None, deterministic: bool = False,  # noqa: ARG001
 ) -> Tensor:  # fmt: skip
     """rms_norm of q and k where they have weights, rotary_embedding, reshape_and_cache.
 
@@ -129,7 +129,7 @@ def qk_norm_rope_cache(
         slot_mapping,
         num_heads,
         num_kv_heads,
-        scales,
+        kv_scales,
     )
     heads = qkv.unflatten(1, (-1, k_cache.shape[3]))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -138,7 +138,7 @@ def qk_norm_rope_cache(
     else:
         q, k = q.clone(memory_format=torch.contiguous_format), k.clone()
     rotary_embedding(positions, q, k, cos_sin_cache)
-    reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, scales=scales)
+    reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, kv_scales=kv_scales)
     return q
 
 

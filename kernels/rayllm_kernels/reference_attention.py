@@ -45,9 +45,9 @@ def _gather(cache: Tensor, scale: Tensor | None, block_tables: Tensor, positions
 
 
 def _gather_both(
-    k_cache: Tensor, v_cache: Tensor, scales: KVScales | None, block_tables: Tensor, positions: Tensor
+    k_cache: Tensor, v_cache: Tensor, kv_scales: KVScales | None, block_tables: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    k_scale, v_scale = (None, None) if scales is None else scales
+    k_scale, v_scale = (None, None) if kv_scales is None else kv_scales
     return (
         _gather(k_cache, k_scale, block_tables, positions),
         _gather(v_cache, v_scale, block_tables, positions),
@@ -112,7 +112,7 @@ def decode_schedule(
 def paged_decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
     scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, scales: KVScales | None = None, schedule: DecodeSchedule | None = None,
+    soft_cap: float | None = None, kv_scales: KVScales | None = None, schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """One query per sequence against its paged context; see `ops.paged_decode_attention` for the contract.
@@ -120,7 +120,7 @@ def paged_decode_attention(
     Vectorised over the batch: keys are gathered padded to the longest sequence. A `schedule` has no use here.
     """
     check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, scales=scales)  # fmt: skip
+                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, kv_scales=kv_scales)  # fmt: skip
     check_paged_decode(q, seq_lens, schedule)
     lengths = seq_lens.long()[:, None]
     first = torch.zeros_like(lengths) if sliding_window is None else (lengths - sliding_window).clamp_min_(0)
@@ -131,7 +131,7 @@ def paged_decode_attention(
     # Past its end a sequence repeats its last key, at weight zero: what unwritten slots hold (NaN, say) is never read.
     used = torch.minimum(k_pos, (lengths - 1).clamp_min_(0))
     tables = block_tables.masked_fill(lengths == 0, 0)
-    k, v = _gather_both(k_cache, v_cache, scales, tables, used)
+    k, v = _gather_both(k_cache, v_cache, kv_scales, tables, used)
     distance = (k_pos - (lengths - 1))[:, None]
     result = _attend(q[:, None], k, v, distance, scale=scale, sliding_window=None, alibi_slopes=alibi_slopes,
                      soft_cap=soft_cap)[:, 0]  # fmt: skip
@@ -142,7 +142,7 @@ def paged_decode_attention(
 def paged_prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, scales: KVScales | None = None, deterministic: bool = False,
+    soft_cap: float | None = None, kv_scales: KVScales | None = None, deterministic: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """A chunk of queries per sequence against its paged context; see `ops.paged_prefill_attention` for the contract.
@@ -151,7 +151,7 @@ def paged_prefill_attention(
     matrix product's sums follows its shape), each against only the keys that it may see.
     """
     check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, scales=scales)  # fmt: skip
+                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, kv_scales=kv_scales)  # fmt: skip
     check_paged_prefill(q, seq_lens, query_start_loc, max_query_len)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -165,7 +165,7 @@ def paged_prefill_attention(
         origin = max(0, begin + shift - reach + 1)
         k_pos = torch.arange(origin, seq_len, device=q.device)
         table = block_tables[sequence : sequence + 1]
-        k, v = _gather_both(k_cache, v_cache, scales, table, k_pos[None])
+        k, v = _gather_both(k_cache, v_cache, kv_scales, table, k_pos[None])
         step = 1 if deterministic else QUERY_CHUNK
         for first in range(begin, end, step):
             last = min(first + step, end)

@@ -47,16 +47,16 @@ def _reshape_and_cache_kernel(
 
 def reshape_and_cache(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
-    scales: KVScales | None = None,
+    kv_scales: KVScales | None = None,
 ) -> None:  # fmt: skip
     """Store T rows; see `ops.reshape_and_cache` for the contract."""
-    check_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, scales)
+    check_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, kv_scales)
     tokens, num_heads, head_dim = key.shape
     head_dim_padded = triton.next_power_of_2(head_dim)
     heads = min(triton.next_power_of_2(num_heads), max(1, TILE_ELEMENTS // head_dim_padded))
     _reshape_and_cache_kernel[(tokens, triton.cdiv(num_heads, heads))](
-        key, value, k_cache, v_cache, slot_mapping, *(scales or (key, key)),
+        key, value, k_cache, v_cache, slot_mapping, *(kv_scales or (key, key)),
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), *k_cache.stride()[:3], num_heads,
         HEADS=heads, BLOCK_SIZE=k_cache.shape[2], HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
-        USE_SCALES=scales is not None, num_warps=4,
+        USE_SCALES=kv_scales is not None, num_warps=4,
     )  # fmt: skip

@@ -75,7 +75,7 @@ def attention(
 
     kv_cache is written in place. The rest: as for `attend`.
     """
-    ops.reshape_and_cache(k, v, kv_cache.k, kv_cache.v, plan.batch.slot_mapping, scales=kv_cache.scales)
+    ops.reshape_and_cache(k, v, kv_cache.k, kv_cache.v, plan.batch.slot_mapping, kv_scales=kv_cache.scales)
     return attend(q, kv_cache, plan, scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes)
 
 
@@ -93,14 +93,14 @@ def attend(
     if decodes:
         ops.paged_decode_attention(
             q[:decodes], k_cache, v_cache, plan.decode_tables, plan.decode_lens,
-            scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes, scales=scales,
+            scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes, kv_scales=scales,
             schedule=plan.decode_schedule(q, k_cache, sliding_window), out=out[:decodes],
         )  # fmt: skip
     first = plan.prefill_row
     if first < q.shape[0]:  # after the decodes, whose padding rows are zeroed there
         ops.paged_prefill_attention(
             q[first:], k_cache, v_cache, plan.prefill_tables, plan.prefill_lens, plan.prefill_starts,
-            batch.max_query_len, scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes, scales=scales,
-            out=out[first:],
+            batch.max_query_len, scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes,
+            kv_scales=scales, out=out[first:],
         )  # fmt: skip
     return out

@@ -23,5 +23,5 @@ def attend_deterministic(
     return ops.paged_prefill_attention(
         q, kv_cache.k, kv_cache.v, batch.block_tables, batch.seq_lens, batch.query_start_loc,
         max(batch.max_query_len, 1), scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes,
-        scales=kv_cache.scales, deterministic=True,
+        kv_scales=kv_cache.scales, deterministic=True,
     )  # fmt: skip

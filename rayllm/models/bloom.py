@@ -59,7 +59,7 @@ class BloomLayer(nn.Module):
         q, k, v = self.qkv_proj(x)
         slopes = alibi.slopes
         if self.deterministic:
-            ops.reshape_and_cache(k, v, kv_cache.k, kv_cache.v, plan.batch.slot_mapping, scales=kv_cache.scales)
+            ops.reshape_and_cache(k, v, kv_cache.k, kv_cache.v, plan.batch.slot_mapping, kv_scales=kv_cache.scales)
             out = attend_deterministic(q, kv_cache, plan.batch, scale=self.scale, alibi_slopes=slopes)
         else:
             out = attention(q, k, v, kv_cache, plan, scale=self.scale, alibi_slopes=slopes)

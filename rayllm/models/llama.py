@@ -59,7 +59,7 @@ class LlamaAttention(nn.Module):
             None if self.q_norm is None else self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight,
             self.norm_eps, kv_cache.k, kv_cache.v, plan.batch.slot_mapping,
             self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads,
-            scales=kv_cache.scales, deterministic=self.deterministic,
+            kv_scales=kv_cache.scales, deterministic=self.deterministic,
         )  # fmt: skip
         if self.deterministic:
             out = attend_deterministic(

@@ -63,7 +63,7 @@ class OPTLayer(nn.Module):
     def _attend(self, x: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
         q, k, v = self.qkv_proj(x)
         if self.deterministic:
-            ops.reshape_and_cache(k, v, kv_cache.k, kv_cache.v, plan.batch.slot_mapping, scales=kv_cache.scales)
+            ops.reshape_and_cache(k, v, kv_cache.k, kv_cache.v, plan.batch.slot_mapping, kv_scales=kv_cache.scales)
             out = attend_deterministic(q, kv_cache, plan.batch, scale=self.scale)
         else:
             out = attention(q, k, v, kv_cache, plan, scale=self.scale)

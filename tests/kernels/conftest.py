@@ -97,7 +97,7 @@ class PagedCase:
     def decode(self, module: ModuleType, **options: object) -> Tensor:
         return module.paged_decode_attention(
             self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens, scale=self.scale,
-            scales=self.scales, **options,
+            kv_scales=self.scales, **options,
         )  # fmt: skip
 
     def schedule(self, module: ModuleType, **options: object) -> DecodeSchedule:
@@ -106,7 +106,7 @@ class PagedCase:
     def prefill(self, module: ModuleType, **options: object) -> Tensor:
         return module.paged_prefill_attention(
             self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens, self.query_start_loc,
-            self.max_query_len, scale=self.scale, scales=self.scales, **options,
+            self.max_query_len, scale=self.scale, kv_scales=self.scales, **options,
         )  # fmt: skip
 
 

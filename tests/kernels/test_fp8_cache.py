@@ -65,7 +65,7 @@ def test_borders_between_numbers_are_written_to_the_bit(kernels, device, dtype, 
     for scale in (1.0, 0.25):
         scales = KVScales(*torch.full((2, 1), scale, device=device))
         chosen = kernels if module == "kernels" else module
-        chosen.reshape_and_cache(values * scale, -values * scale, *cache, slots, scales=scales)
+        chosen.reshape_and_cache(values * scale, -values * scale, *cache, slots, kv_scales=scales)
         assert same_bits(cache[0, :, :, 0], quantise(values, torch.ones(1, device=device), dtype))
         assert same_bits(cache[1, :, :, 0], quantise(-values, torch.ones(1, device=device), dtype))
 
@@ -97,7 +97,7 @@ def test_the_fused_write_equals_the_sequence(
     scales = KVScales(*torch.linspace(0.003, 0.7, 2 * kv_heads, device=device).view(2, kv_heads))
     results = [
         module.qk_norm_rope_cache(qkv, positions, cos_sin, weight, weight, 1e-6, cache[:, 1, 0], cache[:, 1, 1], slots,
-                                  query_heads, kv_heads, scales=scales)
+                                  query_heads, kv_heads, kv_scales=scales)
         for module, cache in ((kernels, pool[0]), (reference, pool[1]))
     ]  # fmt: skip
     assert torch.allclose(results[0].float(), results[1].float(), rtol=1e-2, atol=1e-3)
@@ -192,7 +192,7 @@ def test_deterministic_chunks_do_not_show(paged_case, cache_dtype, dtype):
         lens = torch.tensor([last]).to(case.seq_lens)
         part = MODULE.paged_prefill_attention(
             case.q[first:last], case.k_cache, case.v_cache, case.block_tables, lens, starts, last - first,
-            scale=case.scale, scales=case.scales, deterministic=True,
+            scale=case.scale, kv_scales=case.scales, deterministic=True,
         )  # fmt: skip
         assert torch.equal(part, whole[first:last])
 
@@ -202,10 +202,10 @@ def test_scales_belong_to_fp8_caches_alone(paged_case, kernels, device):
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     for module in (reference, kernels):
         for case, scales, name in (
-            (plain, small.scales, "scales"),
-            (small, None, "scales"),
-            (small, KVScales(small.scales.k[:1], small.scales.v), "scales.k"),
-            (small, KVScales(small.scales.k, small.scales.v.double()), "scales.v"),
+            (plain, small.scales, "kv_scales"),
+            (small, None, "kv_scales"),
+            (small, KVScales(small.scales.k[:1], small.scales.v), "kv_scales.k"),
+            (small, KVScales(small.scales.k, small.scales.v.double()), "kv_scales.v"),
         ):
             wrong = dataclasses.replace(case, scales=scales)
             rows = wrong.q[:, :2].contiguous()
@@ -213,7 +213,7 @@ def test_scales_belong_to_fp8_caches_alone(paged_case, kernels, device):
                 lambda wrong=wrong, module=module: wrong.decode(module),
                 lambda wrong=wrong, module=module: wrong.prefill(module),
                 lambda wrong=wrong, module=module, rows=rows: module.reshape_and_cache(
-                    rows, rows, wrong.k_cache, wrong.v_cache, slots, scales=wrong.scales
+                    rows, rows, wrong.k_cache, wrong.v_cache, slots, kv_scales=wrong.scales
                 ),
             ):
                 with pytest.raises(ValueError, match=f"^{name} "):
@@ -242,7 +242,7 @@ q, lens = torch.zeros(4, 8, 128, dtype=torch.bfloat16), torch.ones(4, dtype=torc
 with ops.compile_only():
     triton_kernels.paged_decode_attention(
         q, pool[:, 0, 0], pool[:, 0, 1], torch.zeros(4, 2, dtype=torch.int32), lens, scale=0.1,
-        scales=KVScales(*torch.ones(2, 2)))
+        kv_scales=KVScales(*torch.ones(2, 2)))
 [ptx] = pathlib.Path(sys.argv[-1]).rglob("_decode_kernel.ptx")
 print(ptx.read_text())
 """

@@ -11,10 +11,12 @@ import torch
 
 from rayllm.config import EngineConfig
 from rayllm.errors import ModelError
+from rayllm.layers.attention import KVCache
 from rayllm.model_spec import load_model_spec
 from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.worker.cuda_graph import draw
+from rayllm.worker.kv_scales import find_scales
 from rayllm_kernels import ops
 
 CPU = torch.device("cpu")
@@ -86,6 +88,44 @@ def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):
         for logits in ranks[1:]:
             assert torch.equal(logits, ranks[0])
         torch.testing.assert_close(ranks[0], whole, rtol=0, atol=1e-4)
+
+
+def drive_fp8(folder, tp):
+    """Prefill and decode over a cache in e4m3, calibrated -> (its scales, all logits [tokens, vocab])."""
+    torch.set_num_threads(1)
+    model = load_model(load_model_spec(folder), EngineConfig(model=folder), tp, CPU, torch.float32)
+
+    def run(batch, caches):
+        with torch.inference_mode():
+            model(batch, caches)
+
+    scales = find_scales(model, torch.float8_e4m3fn, torch.float32, CPU, 8, run)
+    runner = factory.PagedRunner(model)
+    runner.caches = [
+        KVCache(*(part.nan_to_num().to(torch.float8_e4m3fn) for part in cache[:2]), own)
+        for cache, own in zip(runner.caches, scales, strict=True)
+    ]
+    prompt = torch.arange(3, 240, 8).tolist()
+    logits = [*runner.step([("a", prompt), ("b", prompt[:7])]), *runner.step([("b", [3]), ("a", [9])], num_decodes=2)]
+    return scales, torch.cat(logits)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_cache_in_fp8_is_split_like_any_other(tmp_path, size):
+    """Each rank calibrates its own heads, and finds what the whole model would; with 8 ranks, two share a head."""
+    folder = factory.make_model(tmp_path, "llama", num_hidden_layers=2)
+    scales, whole = drive_fp8(folder, TPGroup.single())
+    with ThreadPoolExecutor(size) as pool:
+        ranks = [each.result(timeout=120) for each in
+                 [pool.submit(drive_fp8, folder, tp) for tp in ThreadGroup.make(size)]]  # fmt: skip
+    for layer in range(2):
+        for part in range(2):
+            parts = torch.cat([own[layer][part] for own, _ in ranks])
+            assert torch.equal(parts, scales[layer][part].repeat_interleave(max(1, size // 4)))
+    for _, logits in ranks:
+        assert torch.equal(logits, ranks[0][1])
+        # Where the ranks' sums differ in the last bit, a number may be stored as its neighbour.
+        assert (logits - whole).norm() / whole.norm() < 0.02
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "opt", "bloom"])
