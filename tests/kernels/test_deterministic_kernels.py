@@ -45,9 +45,12 @@ def cuts(length, sizes):
         ((4, 4), 80, {}),
         ((8, 2), 64, {"sliding_window": 70}),
         ((4, 2), 128, {"soft_cap": 5.0}),
+        ((6, 6), 64, {"alibi_slopes": [2.0**-i for i in range(1, 7)]}),
     ],
 )
-def test_chunks_do_not_show(paged_case, heads, head_dim, options, dtype):
+def test_chunks_do_not_show(paged_case, device, heads, head_dim, options, dtype):
+    options = {name: torch.tensor(each, device=device) if isinstance(each, list) else each
+               for name, each in options.items()}  # fmt: skip
     length = 700 if ON_GPU else 150
     case = paged_case([length], [length], heads=heads, head_dim=head_dim, dtype=dtype, spread=2.0)
     whole = attend(case, [(0, length)], **options)
