@@ -80,6 +80,16 @@ class ModelSpec:
         """The window of the layers that have one; None if no layer has."""
         return next((window for window in self.sliding_windows if window is not None), None)
 
+    @property
+    def kv_window(self) -> int | None:
+        """Tokens that a query sees in the layer that sees most, counting itself; None if one sees them all."""
+        widest = 0
+        for window in self.sliding_windows:
+            if window is None:
+                return None
+            widest = max(widest, window)
+        return widest
+
     def kv_heads_per_rank(self, tp: int) -> int:
         """KV heads that each of `tp` ranks holds: replicated where there are more ranks than heads."""
         return max(1, self.num_kv_heads // tp)

@@ -44,7 +44,8 @@ class SequenceData(msgspec.Struct, frozen=True):
     """A sequence that takes a row of the persistent batch: all that a worker needs to compute it.
 
     token_ids: every token known so far, prompt first. num_prompt_tokens: how many are prompt.
-    num_computed_tokens: how many already have their KV in block_table. block_table: block ids in order.
+    num_computed_tokens: how many already have their KV in the pool. block_table: block ids in order, from block
+    first_block of the sequence on; no token still to be computed sees those before it.
     seed: counter-based noise is a function of (seed, position), so this fixes the sequence's randomness.
     pooling: what the step that computes the last of token_ids returns instead of a sampled token.
     """
@@ -57,6 +58,7 @@ class SequenceData(msgspec.Struct, frozen=True):
     params: SamplingParams
     seed: int
     pooling: Pooling | None = None
+    first_block: int = 0
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -297,9 +299,9 @@ class StartReport(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True):
     """What fronts need to know of an engine before they send it anything.
 
-    max_model_len: tokens of prompt and output together. num_kv_tokens: tokens the device pool holds, so that no
-    sequence can have more. eos_token_ids: ids that end a sequence unless ignore_eos. hidden_size: of the model, the
-    number of an embedding's values. kv_cache_dtype: as in `EngineConfig`.
+    max_model_len: tokens of prompt and output together. num_kv_tokens: tokens the device pool holds; a sequence can
+    have more only if a sliding window lets go of its beginning. eos_token_ids: ids that end a sequence unless
+    ignore_eos. hidden_size: of the model, the number of an embedding's values. kv_cache_dtype: as in `EngineConfig`.
     """
 
     model: str

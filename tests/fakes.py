@@ -96,13 +96,14 @@ class FakeWorker:
 
     Every read of a cached position is checked, so a block that is shared, freed, copied or overwritten wrongly is found
     at the step that reads it. Blocks that are swapped in hold nothing until the next step begins, unless the plan waits
-    for them.
+    for them. window: a token reads so many positions, its own included; None for all.
     """
 
     num_blocks: int
     block_size: int
     max_num_seqs: int
     num_cpu_blocks: int = 0
+    window: int | None = None
     host: dict[int, dict[int, bytes]] = field(default_factory=dict)
     arriving: list[tuple[int, dict[int, bytes]]] = field(default_factory=list)
     pool: dict[tuple[int, int], bytes] = field(default_factory=dict)
@@ -116,7 +117,9 @@ class FakeWorker:
             del self.rows[row]
         for data in plan.new:
             assert data.row not in self.rows and 0 <= data.row < self.max_num_seqs, f"row {data.row} is taken"
-            self.rows[data.row] = FakeRow(data, list(data.token_ids), list(data.block_table), data.num_computed_tokens)
+            self.rows[data.row] = FakeRow(
+                data, list(data.token_ids), [-1] * data.first_block + data.block_table, data.num_computed_tokens
+            )
         for row, first, ids in plan.block_updates:
             table = self.rows[row].table
             assert first <= len(table)
@@ -204,7 +207,8 @@ class FakeWorker:
         self.num_tokens_computed += count
 
     def _read(self, state: FakeRow) -> None:
-        for position in range(state.computed):
+        first = 0 if self.window is None else max(0, state.computed - self.window + 1)
+        for position in range(first, state.computed):
             slot = self._slot(state, position)
             assert self.pool.get(slot) == fingerprint(state.tokens[: position + 1]), f"wrong KV at {position}: {state}"
 

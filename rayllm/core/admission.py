@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rayllm.core.batch import RunningBatch
+from rayllm.core.forecast import Forecast
 from rayllm.core.kv_memory import KVMemory, Match
 from rayllm.core.preemption import Preemption
 from rayllm.core.prefill import schedule_chunk
@@ -23,26 +24,32 @@ class Admission:
 
     def __init__(
         self, memory: KVMemory, batch: RunningBatch, preemption: Preemption, waiting: WaitingQueue,
-        swapped: WaitingQueue,
+        swapped: WaitingQueue, longest_chunk: int, preemptive: bool,
     ):  # fmt: skip
         self._memory, self._batch, self._preemption = memory, batch, preemption
         self._waiting, self._swapped = waiting, swapped
+        self._longest_chunk, self._preemptive = longest_chunk, preemptive
+        self.forecast = Forecast(memory, batch, longest_chunk)
         self._watermark = int(memory.gpu.num_blocks * WATERMARK)
         self.num_queries = self.num_hits = self.num_cpu_queries = self.num_cpu_hits = 0
 
-    def admit_forks(self, forks: list[Sequence], draft: Draft) -> None:
-        """Let forked siblings enter; those that don't fit give their blocks back and wait like new sequences."""
+    def admit_forks(self, forks: list[Sequence], draft: Draft, in_flight: int) -> None:
+        """Let forked siblings enter; those that don't fit give their blocks back and wait like new sequences.
+
+        in_flight: steps whose results are not known yet.
+        """
         blocks = self._memory.gpu
+        self.forecast.start_step(in_flight)
         for seq in forks:
-            if not (draft.budget and self._batch.free_rows and blocks.num_free > self._reserve(seq)):
+            if not (draft.budget and self._batch.free_rows and self._has_room_for_fork(seq)):
                 self._preemption.send_back(seq)
                 continue
             last = len(seq.group.prompt_token_ids) - 1
-            copy = blocks.make_writable(seq.block_table, last // blocks.block_size)
+            copy = blocks.make_writable(seq.block_table, last // blocks.block_size - seq.first_block)
             if copy is not None:
                 draft.copies.append(copy)
                 draft.copied.append(copy[0])
-            self._enter(seq, seq.block_table, last, draft)
+            self._enter(seq, last, draft)
             schedule_chunk(seq, self._memory, draft)
 
     def admit(self, draft: Draft) -> None:
@@ -63,9 +70,8 @@ class Admission:
             else:
                 self._waiting.remove(seq)
                 num_computed = self._count(seq, match, draft)
-            table, arriving = self._memory.claim(seq, match, len(seq.token_ids))
-            self._memory.release_swapped(seq)
-            self._enter(seq, table, num_computed, draft)
+            arriving = self._claim(seq, match, num_computed)
+            self._enter(seq, num_computed, draft)
             if arriving:
                 draft.arriving.append(seq)  # its blocks arrive while this step computes
             else:
@@ -95,8 +101,43 @@ class Admission:
 
     def _has_room(self, seq: Sequence, match: Match) -> bool:
         """Whether the sequence's blocks can be allocated once those of the match are held."""
-        missing = self._memory.gpu.blocks_for(len(seq.token_ids)) - len(match.blocks)
-        return self._memory.num_free_after(match) - missing >= self._reserve(seq)
+        missing = self._missing(seq, match)
+        room = self._memory.num_free_after(match) - missing - self._reserve(seq)
+        return self._will_have_room(seq, len(match.blocks) + missing, self._memory.num_shared(match), room)
+
+    def _has_room_for_fork(self, seq: Sequence) -> bool:
+        """Whether there is a block for the copy of the last one."""
+        room = self._memory.gpu.num_free - 1 - self._reserve(seq)
+        return self._will_have_room(seq, len(seq.block_table), seq.num_shared, room)
+
+    def _will_have_room(self, seq: Sequence, held: int, shared: int, room: int) -> bool:
+        """Whether there is room now, and will be for all that run. Those less urgent make room when it comes to it."""
+        running = self._batch.sequences
+        if room < 0 or not running:
+            return room >= 0
+        yields = self._preemptive and seq.key[0] < running[-1].key[0]
+        return yields or self.forecast.fits(seq, held, shared, room)
+
+    def _missing(self, seq: Sequence, match: Match) -> int:
+        """Blocks beyond the match until it decodes: for all of its tokens, or for a window and the longest chunk."""
+        memory = self._memory
+        missing = max(0, memory.gpu.blocks_for(len(seq.token_ids)) - match.end)
+        if memory.window.tokens is None:
+            return missing
+        most = memory.window.most_blocks(len(seq.token_ids)) + memory.gpu.blocks_for(self._longest_chunk)
+        return min(missing, max(1, most - len(match.blocks))) if self._batch.sequences else 1
+
+    def _claim(self, seq: Sequence, match: Match, num_computed: int) -> bool:
+        """Take the sequence's blocks: all of them, or with a sliding window the first, and its chunks find the others.
+
+        Returns whether some of them arrive while this step computes.
+        """
+        whole = self._memory.window.tokens is None
+        seq.first_block = match.first
+        seq.num_shared = self._memory.num_shared(match)
+        seq.block_table, arriving = self._memory.claim(seq, match, len(seq.token_ids) if whole else num_computed + 1)
+        self._memory.release_swapped(seq)
+        return arriving
 
     def _reserve(self, seq: Sequence) -> int:
         """Blocks that admission leaves free; none for the only sequence, which could otherwise wait for ever.
@@ -111,24 +152,23 @@ class Admission:
     def _count(self, seq: Sequence, match: Match, draft: Draft) -> int:
         """Record what the prefix cache found for a waiting sequence; returns how many tokens that is."""
         size = self._memory.block_size
-        hit = len(match.blocks) * size
+        hit = match.end * size
         if self._memory.looks_up(seq):
             self.num_queries += len(seq.token_ids)
             self.num_hits += hit
             if self._memory.tiered:
-                self.num_cpu_queries += len(seq.token_ids) - len(match.on_device) * size
+                self.num_cpu_queries += len(seq.token_ids) - hit + len(match.host) * size
                 self.num_cpu_hits += len(match.host) * size
         if seq.group.num_cached_tokens is None:
             seq.group.num_cached_tokens = hit
             draft.started.append(seq.group)
         return hit
 
-    def _enter(self, seq: Sequence, block_table: list[int], num_computed: int, draft: Draft) -> None:
-        """Put a sequence into the batch; nothing of it is scheduled yet."""
+    def _enter(self, seq: Sequence, num_computed: int, draft: Draft) -> None:
+        """Put a sequence that has blocks into the batch; nothing of it is scheduled yet."""
         size = self._memory.block_size
         self._batch.enter(seq)
-        seq.block_table = block_table
-        seq.capacity = len(block_table) * size
+        seq.capacity = (seq.first_block + len(seq.block_table)) * size
         seq.num_computed = num_computed
         seq.num_registered = num_computed // size
         if self._memory.caching:
@@ -139,9 +179,10 @@ class Admission:
                 token_ids=list(seq.token_ids),
                 num_prompt_tokens=len(seq.group.prompt_token_ids),
                 num_computed_tokens=num_computed,
-                block_table=list(block_table),
+                block_table=list(seq.block_table),
                 params=seq.group.params,
                 seed=seq.seed,
                 pooling=seq.group.pooling,
+                first_block=seq.first_block,
             )
         )

@@ -16,6 +16,8 @@ from rayllm.core.prefix_cache import PrefixCache
 class BlockManager:
     """Reference-counted blocks with fork and copy-on-write. Every operation is O(1) a block.
 
+    num_shared: blocks with more than one holder.
+
     on_evict: called with (block, hash) when a cached block is about to be reused, before anything else happens to it.
     """
 
@@ -31,6 +33,7 @@ class BlockManager:
         self.block_size = block_size
         self._cache = prefix_cache
         self._holders = [0] * num_blocks
+        self.num_shared = 0
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
@@ -67,9 +70,12 @@ class BlockManager:
     def acquire(self, blocks: Iterable[int]) -> None:
         """Become one more holder of blocks, held or free (a prefix match)."""
         for block in blocks:
-            if self._holders[block] == 0:
+            count = self._holders[block]
+            if count == 0:
                 del self._free[block]
-            self._holders[block] += 1
+            elif count == 1:
+                self.num_shared += 1
+            self._holders[block] = count + 1
 
     def release(self, blocks: list[int]) -> None:
         """Give up one hold on each block. A table's later blocks are reused before its earlier, more shared ones."""
@@ -78,7 +84,9 @@ class BlockManager:
             if count <= 0:
                 raise RuntimeError(f"block {block} is released but nobody holds it")
             self._holders[block] = count - 1
-            if count == 1:
+            if count == 2:
+                self.num_shared -= 1
+            elif count == 1:
                 self._free[block] = None
                 if self._cache is None or block not in self._cache:
                     self._free.move_to_end(block, last=False)
@@ -87,6 +95,10 @@ class BlockManager:
         """Make a free block the last to be reused; no-op for a held one."""
         if self._holders[block] == 0:
             self._free.move_to_end(block)
+
+    def is_held(self, block: int) -> bool:
+        """True if a block has a holder."""
+        return self._holders[block] > 0
 
     def is_shared(self, block: int) -> bool:
         """True if a block has more than one holder."""
@@ -126,5 +138,6 @@ class BlockManager:
                 f"block {block} has {self._holders[block]} holders on record, {held[block]} in tables"
             )
             assert (block in self._free) == (held[block] == 0), f"block {block} is in the wrong list"
+        assert self.num_shared == sum(count > 1 for count in self._holders), "shared blocks are counted wrongly"
         if self._cache is not None:
             self._cache.check_integrity()

@@ -51,19 +51,23 @@ def _check_counts(scheduler: Scheduler, seq: Sequence, in_flight: int) -> None:
         assert seq.num_pending <= 1, f"constrained, but {seq.num_pending} of its tokens are in flight: {seq}"
         assert seq.blocked == (awaited or seq.num_pending == 1), f"wrongly blocked or not: {seq}"
         assert seq.blocked or seq.constraint.mask() is not None, f"not blocked, but without a mask: {seq}"
-    assert len(seq.cpu_table) == scheduler.blocks.blocks_for(seq.num_swapped), f"wrong number of host blocks: {seq}"
+    window = scheduler.memory.window
+    swapped = scheduler.blocks.blocks_for(seq.num_swapped) - window.first_block(seq.num_swapped)
+    assert len(seq.cpu_table) == swapped, f"wrong number of host blocks: {seq}"
     assert (seq.num_swapped > 0) == (seq.status is SequenceStatus.SWAPPED), f"swapped or not: {seq}"
     if seq.status is not SequenceStatus.RUNNING:
         assert seq.row == -1 and seq.num_computed == 0, f"computed but not running: {seq}"
         return
-    assert seq.capacity == len(seq.block_table) * size, f"capacity is wrong: {seq}"
+    assert seq.capacity == (seq.first_block + len(seq.block_table)) * size, f"capacity is wrong: {seq}"
+    assert seq.first_block <= window.first_block(seq.num_computed), f"a block that it needs is gone: {seq}"
+    assert 0 <= seq.num_shared <= len(seq.block_table), f"shares blocks that it does not hold: {seq}"
     assert seq.num_computed <= seq.capacity, f"computed beyond its blocks: {seq}"
     if seq.decoding:
         assert seq.num_computed == length - 1, f"decoding, but not one token behind: {seq}"
     else:
         assert seq.num_computed < length and not seq.num_pending, f"in its prompt, but nothing is left of it: {seq}"
     if seq.num_computed < seq.capacity:
-        block = seq.block_table[seq.num_computed // size]
+        block = seq.block_table[seq.num_computed // size - seq.first_block]
         if any(fork.block_table[-1] == block for fork in scheduler.forks):
             return  # the next plan copies it for the siblings before it writes
         assert not scheduler.blocks.needs_copy(block), f"the next write would change a shared block: {seq}"

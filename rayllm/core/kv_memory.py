@@ -12,23 +12,31 @@ plan would overwrite it first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from rayllm.core.block_manager import BlockManager
 from rayllm.core.prefix_cache import PrefixCache
 from rayllm.core.sequence import Sequence
+from rayllm.core.window import KVWindow
 from rayllm.types import KVCosts
 
 
 class Match(NamedTuple):
     """Where the beginning of a sequence is, block by block.
 
-    blocks: device blocks; None where only the host has it. host: the host's blocks for those, in order.
+    blocks: device blocks; None where only the host has it. host: the host's blocks for those, in order. first: the
+    block of the sequence that `blocks` begins with; those before it are not needed.
     """
 
     blocks: list[int | None]
     host: list[int]
+    first: int = 0
+
+    @property
+    def end(self) -> int:
+        """Leading blocks of the sequence that need not be computed."""
+        return self.first + len(self.blocks)
 
     @property
     def on_device(self) -> list[int]:
@@ -46,11 +54,17 @@ class Moves(NamedTuple):
 class KVMemory:
     """costs: what moving and computing take; needed if there are host blocks and a prefix cache to keep in them.
 
+    sliding_window: tokens that the layer that sees most sees; None for all. Blocks behind the window are let go while
+    their sequence runs, and a match needs only the blocks of the last window.
     tiered: the prefix cache has its second tier. num_swapped_out, num_swapped_in: blocks moved so far.
     """
 
-    def __init__(self, *, num_blocks: int, num_cpu_blocks: int, block_size: int, caching: bool, costs: KVCosts | None):
+    def __init__(
+        self, *, num_blocks: int, num_cpu_blocks: int, block_size: int, caching: bool, costs: KVCosts | None,
+        sliding_window: int | None = None,
+    ):  # fmt: skip
         self.block_size = block_size
+        self.window = KVWindow(sliding_window, block_size)
         self.caching = caching
         self.cache = PrefixCache(block_size)
         self.cpu_cache = PrefixCache(block_size)
@@ -83,6 +97,8 @@ class KVMemory:
         usable = (len(seq.token_ids) - 1) // self.block_size
         self.cache.extend(seq.block_hashes, seq.group.root_hash, seq.token_ids, usable)
         hashes = seq.block_hashes if len(seq.block_hashes) == usable else seq.block_hashes[:usable]
+        if self.window.tokens is not None:
+            return self._match_window(hashes)
         found: list[int | None] = list(self.cache.match(hashes))
         if not self.tiered or len(found) == usable:
             return Match(found, [])
@@ -105,12 +121,46 @@ class KVMemory:
             return Match(found[:hole], [])
         return Match(found, host)
 
+    def _match_window(self, hashes: list[bytes]) -> Match:
+        """The longest beginning whose last window is there: on the device or, if moving that in pays, on the host."""
+        end = self._window_end(hashes, lambda digest: self.cache.find(digest) is not None)
+        if self.tiered:
+            assert self._costs is not None
+            farther = self._window_end(
+                hashes, lambda digest: self.cache.find(digest) is not None or self.cpu_cache.find(digest) is not None
+            )
+            match = self._found(hashes, farther)
+            if self._costs.swap_in(len(match.host)) < self._costs.recompute((farther - end) * self.block_size):
+                return match
+        return self._found(hashes, end)
+
+    def _window_end(self, hashes: list[bytes], has: Callable[[bytes], bool]) -> int:
+        """The most leading blocks of which all are there that what follows them can see."""
+        end = first = len(hashes)  # blocks first..end are there
+        while first > self.window.first_block(end * self.block_size):
+            first -= 1
+            if not has(hashes[first]):
+                end = first
+        return end
+
+    def _found(self, hashes: list[bytes], end: int) -> Match:
+        """The match of `end` leading blocks, of which the last window is there."""
+        first = self.window.first_block(end * self.block_size)
+        blocks = [self.cache.find(digest) for digest in hashes[first:end]]
+        found = (
+            self.cpu_cache.find(digest)
+            for digest, block in zip(hashes[first:end], blocks, strict=True)
+            if block is None
+        )
+        return Match(blocks, [host for host in found if host is not None], first)
+
     def register(self, seq: Sequence, num_tokens: int) -> None:
         """Make the full blocks among the first num_tokens tokens (ids known, KV written or scheduled) findable."""
         full = num_tokens // self.block_size
         self.cache.extend(seq.block_hashes, seq.group.root_hash, seq.token_ids, full)
-        for i in range(seq.num_registered, full):
-            self.cache.register(seq.block_hashes[i], seq.block_table[i])
+        first = seq.first_block
+        for i in range(max(seq.num_registered, first), full):
+            self.cache.register(seq.block_hashes[i], seq.block_table[i - first])
         seq.num_registered = full
         seq.next_full = (full + 1) * self.block_size
 
@@ -131,8 +181,15 @@ class KVMemory:
         """Device blocks that would be free if what a match found were claimed."""
         return self.gpu.num_free_after(match.on_device) - len(match.host)
 
+    def num_shared(self, match: Match) -> int:
+        """Leading blocks of a match that somebody holds."""
+        for i, block in enumerate(match.blocks):
+            if block is None or not self.gpu.is_held(block):
+                return i
+        return len(match.blocks)
+
     def claim(self, seq: Sequence, match: Match, num_tokens: int) -> tuple[list[int], bool]:
-        """A table of device blocks for num_tokens tokens that begins with a match; the caller holds it.
+        """Device blocks from match.first on, for num_tokens tokens, that begin with a match; the caller holds them.
 
         Also returns whether the plan in the making fills any of these blocks, so that only later ones should read them.
         """
@@ -140,7 +197,7 @@ class KVMemory:
         if match.host:
             self.cpu.acquire(match.host)
             self._reading += match.host
-        missing = self.gpu.blocks_for(num_tokens) - len(match.blocks)
+        missing = max(0, self.gpu.blocks_for(num_tokens) - match.end)
         fresh = self.gpu.allocate(len(match.host) + missing)
         incoming = zip(match.host, fresh, strict=False)
         full = self._num_hashed(seq, match)
@@ -153,7 +210,7 @@ class KVMemory:
             self._swap_ins.append((host_block, block))
             self._arriving.add(block)
             if i < full:
-                self.cache.register(seq.block_hashes[i], block)
+                self.cache.register(seq.block_hashes[match.first + i], block)
             table.append(block)
         table += fresh[len(match.host) :]
         return table, not self._arriving.isdisjoint(table)
@@ -162,7 +219,28 @@ class KVMemory:
         """How many leading blocks of a match are full, so that their hashes say what they hold."""
         if not self.caching:
             return 0
-        return seq.num_swapped // self.block_size if seq.cpu_table else len(match.blocks)
+        return seq.num_swapped // self.block_size - match.first if seq.num_swapped else len(match.blocks)
+
+    # ---------------------------------------------------------------------------------------------- running sequences
+
+    def extend_table(self, seq: Sequence, num_blocks: int) -> list[int]:
+        """Give a running sequence num_blocks more blocks; there must be as many free. Returns them."""
+        blocks = self.gpu.allocate(num_blocks)
+        seq.block_table += blocks
+        seq.capacity += num_blocks * self.block_size
+        return blocks
+
+    def drop_behind(self, seq: Sequence) -> None:
+        """Let go of a running sequence's blocks behind the window of its next token; cached ones stay findable.
+
+        Nothing of the sequence may be scheduled in the step in the making, whose plan may hand these blocks out again.
+        """
+        count = self.window.first_block(seq.num_computed) - seq.first_block
+        if count > 0:
+            self.gpu.release(seq.block_table[:count])
+            del seq.block_table[:count]
+            seq.first_block += count
+            seq.num_shared = max(0, seq.num_shared - count)
 
     # ---------------------------------------------------------------------------------------------- swapped sequences
 
@@ -176,7 +254,8 @@ class KVMemory:
     def swap_out(self, seq: Sequence) -> None:
         """Note the moves that bring a running sequence's KV to the host pool, and let the sequence hold it there.
 
-        Its device blocks may be released at once. There must be room: see `swap_out_needs`.
+        Blocks behind the window have to be dropped before. The device blocks may be released at once. There must be
+        room: see `swap_out_needs`.
         """
         found = self._on_host(seq)
         self.cpu.acquire(block for block in found if block is not None)
@@ -187,16 +266,18 @@ class KVMemory:
             if host_block is None:
                 host_block = next(fresh)
                 self._swap_outs[host_block] = seq.block_table[i]
-                if i < hashed:
-                    self.cpu_cache.register(seq.block_hashes[i], host_block)
+                if seq.first_block + i < hashed:
+                    self.cpu_cache.register(seq.block_hashes[seq.first_block + i], host_block)
             seq.cpu_table.append(host_block)
 
     def match_swapped(self, seq: Sequence) -> Match:
         """Where a swapped sequence's KV is: blocks that the device still has, and the host's for the rest."""
         full = seq.num_swapped // self.block_size if self.caching else 0
         self.cache.extend(seq.block_hashes, seq.group.root_hash, seq.token_ids, full)
-        blocks = [self.cache.find(seq.block_hashes[i]) if i < full else None for i in range(len(seq.cpu_table))]
-        return Match(blocks, [host for host, block in zip(seq.cpu_table, blocks, strict=True) if block is None])
+        first = self.window.first_block(seq.num_swapped)
+        places = range(first, first + len(seq.cpu_table))
+        blocks = [self.cache.find(seq.block_hashes[i]) if i < full else None for i in places]
+        return Match(blocks, [host for host, block in zip(seq.cpu_table, blocks, strict=True) if block is None], first)
 
     def release_swapped(self, seq: Sequence) -> None:
         """Let go of a sequence's host blocks, if it has any. Full ones stay findable."""
@@ -205,21 +286,23 @@ class KVMemory:
         seq.num_swapped = 0
 
     def num_kept(self, seq: Sequence) -> int:
-        """Leading blocks of a running sequence that others hold too and the prefix cache will find."""
+        """Leading blocks of a running sequence that others keep in the prefix cache, as far as it would begin there."""
         if not self.caching:
             return 0
-        for i, block in enumerate(seq.block_table[: seq.num_registered]):
+        first = kept = seq.first_block
+        for block in seq.block_table[: max(0, seq.num_registered - first)]:
             if not self.gpu.is_shared(block):
-                return i
-        return seq.num_registered
+                break
+            kept += 1
+        return kept if self.window.first_block(kept * self.block_size) >= first else 0
 
     def _on_host(self, seq: Sequence) -> list[int | None]:
         """For each block with computed tokens of a running sequence, the host block of the same content, if any."""
-        used = self.gpu.blocks_for(seq.num_computed)
+        used = range(seq.first_block, self.gpu.blocks_for(seq.num_computed))
         if not self.caching:
-            return [None] * used
+            return [None] * len(used)
         self.cache.extend(seq.block_hashes, seq.group.root_hash, seq.token_ids, seq.num_registered)
-        return [self.cpu_cache.find(seq.block_hashes[i]) if i < seq.num_registered else None for i in range(used)]
+        return [self.cpu_cache.find(seq.block_hashes[i]) if i < seq.num_registered else None for i in used]
 
     # ---------------------------------------------------------------------------------------------- the plan
 

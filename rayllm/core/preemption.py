@@ -42,6 +42,7 @@ class Preemption:
         """Take the last sequence in policy order out of the batch."""
         victim = self._batch.pop_last()
         victim.group.num_preemptions += 1
+        self._memory.drop_behind(victim)
         self.num_preemptions += 1
         if self._swaps(victim):
             self.num_swaps += 1
@@ -72,7 +73,8 @@ class Preemption:
     def _swap_seconds(self, victim: Sequence, num_out: int) -> float:
         """Out what the host has not got yet, in what the device will not have any more."""
         assert self._costs is not None
-        num_in = self._memory.gpu.blocks_for(victim.num_computed) - self._memory.num_kept(victim)
+        begin = max(victim.first_block, self._memory.num_kept(victim))
+        num_in = self._memory.gpu.blocks_for(victim.num_computed) - begin
         return self._costs.swap_out(num_out) + self._costs.swap_in(num_in)
 
     def _recompute_seconds(self, victim: Sequence) -> float:

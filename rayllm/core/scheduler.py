@@ -49,7 +49,8 @@ class Scheduler:
 
     num_cpu_blocks: of the host pool, for swapped sequences and for the prefix cache's second tier; 0 without.
     preemption_mode: "cost", "recompute" or "swap". costs: as the workers measured them, needed if there is a
-    host pool. clock: seconds, for the times that requests report; nothing is decided by it.
+    host pool. sliding_window: tokens that the layer that sees most sees; None for all. clock: seconds, for the times
+    that requests report; nothing is decided by it.
 
     Raises ValueError for limits that contradict each other.
     """
@@ -69,18 +70,19 @@ class Scheduler:
         num_cpu_blocks: int = 0,
         preemption_mode: str = "cost",
         costs: KVCosts | None = None,
+        sliding_window: int | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ):
-        if max_model_len > num_blocks * block_size:
-            raise ValueError(
-                f"max_model_len {max_model_len} exceeds the pool of {num_blocks} blocks of {block_size} tokens"
-            )
         if num_cpu_blocks and costs is None:
             raise ValueError("a host pool needs the measured costs")
         self.memory = KVMemory(
             num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, block_size=block_size, caching=enable_prefix_caching,
-            costs=costs,
+            costs=costs, sliding_window=sliding_window,
         )  # fmt: skip
+        if max_model_len > self.memory.window.longest(num_blocks):
+            raise ValueError(
+                f"max_model_len {max_model_len} exceeds the pool of {num_blocks} blocks of {block_size} tokens"
+            )
         self.cache = self.memory.cache
         self.blocks = self.memory.gpu
         self.max_num_seqs = max_num_seqs
@@ -95,7 +97,10 @@ class Scheduler:
         self.swapped = WaitingQueue()
         self.batch = RunningBatch(max_num_seqs)
         self.preemption = Preemption(preemption_mode, self.memory, self.batch, self.waiting, self.swapped, costs)
-        self.admission = Admission(self.memory, self.batch, self.preemption, self.waiting, self.swapped)
+        self.admission = Admission(
+            self.memory, self.batch, self.preemption, self.waiting, self.swapped, max_num_batched_tokens,
+            self.preemptive,
+        )  # fmt: skip
         self.forks: list[Sequence] = []
         self.in_flight: list[InFlight] = []
         self.awaited_masks = AwaitedMasks()
@@ -202,7 +207,7 @@ class Scheduler:
         for seq in prefilling:
             if draft.budget and seq.status is RUNNING:  # a decode may have preempted it
                 schedule_chunk(seq, self.memory, draft)
-        self.admission.admit_forks(self.forks, draft)
+        self.admission.admit_forks(self.forks, draft, len(self.in_flight))
         self.admission.admit(draft)
         if draft.arriving and draft.is_empty:
             self._schedule_arriving(draft)
@@ -348,6 +353,8 @@ class Scheduler:
         decodes, running, budget = draft.decodes, self.running, draft.budget
         for seq in running:  # preemption shortens the list from its end, which ends the loop early
             if not seq.decoding:
+                if seq.num_computed >= seq.capacity and not self._grow(seq, draft):
+                    break  # as below; only where a sliding window lets a prompt begin without all of its blocks
                 prefilling.append(seq)
                 continue
             computed = seq.num_computed
@@ -368,16 +375,15 @@ class Scheduler:
 
     def _grow(self, seq: Sequence, draft: Draft) -> bool:
         """Give a sequence one more block, preempting from the end of the order. False if it had to go itself."""
+        self.memory.drop_behind(seq)
         while not self.blocks.num_free:
             if self.forks:
                 self.preemption.send_back(self.forks.pop())
                 continue
             if self.preemption.preempt_last() is seq:
                 return False
-        block = self.blocks.allocate(1)
-        draft.block_updates.append((seq.row, len(seq.block_table), block))
-        seq.block_table += block
-        seq.capacity += self.blocks.block_size
+        index = seq.first_block + len(seq.block_table)
+        draft.block_updates.append((seq.row, index, self.memory.extend_table(seq, 1)))
         return True
 
     def _retire(self, seq: Sequence) -> None:
@@ -390,6 +396,7 @@ class Scheduler:
         self.swapped.remove(seq)
         self.blocks.release(seq.block_table)
         self.memory.release_swapped(seq)
+        self.admission.forecast.ended(seq)
         seq.reset()
         seq.status = FINISHED
 

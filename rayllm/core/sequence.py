@@ -34,19 +34,23 @@ class Sequence:
     ids are not known yet; they count as part of the sequence. A pooled prompt's embedding counts as such a token, which
     is the sequence's last. num_computed: leading tokens whose KV is written once all
     submitted steps have run. decoding: all tokens but the last (known or pending) are computed.
-    capacity: tokens that block_table holds. max_len: tokens after which it ends.
+    block_table: of the blocks from first_block on; those before it lie behind the sliding window and were let go.
+    num_shared: leading blocks of block_table that others held when it was made.
+    expected_len: tokens that it is expected to have in the end, as last forecast; 0 before.
+    capacity: tokens up to which block_table reaches. max_len: tokens after which it ends.
     next_full: when the known tokens exceed this number, another block is full and enters the prefix cache.
     row: its place in the workers' persistent batch while it runs.
-    cpu_table: while it is swapped out, the host blocks that hold the KV of its first num_swapped tokens.
+    cpu_table: while it is swapped out, the host blocks that hold the KV of its first num_swapped tokens, from the
+    first block on that it still needs.
     constraint: which tokens it may take; None for any.
     blocked: constrained, and the mask of its next token is not known, because the token before it is in flight or the
     constraint still computes; until it is known, no step may sample for the sequence.
     """
 
     __slots__ = (
-        "block_hashes", "block_table", "blocked", "capacity", "constraint", "cpu_table", "decoding", "fresh", "group",
-        "index", "key", "max_len", "next_full", "num_computed", "num_pending", "num_registered", "num_swapped",
-        "request_id", "row", "seed", "status", "stop_ids", "token_ids",
+        "block_hashes", "block_table", "blocked", "capacity", "constraint", "cpu_table", "decoding", "expected_len",
+        "first_block", "fresh", "group", "index", "key", "max_len", "next_full", "num_computed", "num_pending",
+        "num_registered", "num_shared", "num_swapped", "request_id", "row", "seed", "status", "stop_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, index: int, max_len: int, stop_ids: frozenset[int], key: tuple):
@@ -62,6 +66,7 @@ class Sequence:
         self.fresh = True  # nothing has been sent to the front yet
         self.row = -1
         self.num_pending = 0
+        self.expected_len = 0
         self.constraint: Constraint | None = None
         self.blocked = False
         self.block_hashes: list[bytes] = []
@@ -72,6 +77,7 @@ class Sequence:
     def reset(self) -> None:
         """Forget the KV on the device. What the host holds of it stays."""
         self.block_table: list[int] = []
+        self.first_block = self.num_shared = 0
         self.capacity = 0
         self.decoding = False
         self.num_computed = 0

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 
 from rayllm.config import EngineConfig
 from rayllm.core.scheduler import Scheduler
+from rayllm.core.window import KVWindow
 from rayllm.engine.grammar import Grammar, bad_grammar
 from rayllm.engine.grammar_compiler import GrammarCompiler
 from rayllm.engine.validation import validate_request
@@ -33,8 +34,9 @@ class EngineCore:
 
     depth: plans in flight, 1 or 2. With 2, the next step is scheduled while one computes. grammars: None if the engine
     has no tokenizer. num_cpu_blocks: of the host pool.
-    Raises ConfigError if max_model_len is configured but the pool cannot hold one such sequence (if it is not
-    configured, the pool limits it), and if preemption is to be by swap and the host pool holds no block.
+    Raises ConfigError if max_model_len is configured but the pool cannot hold one such sequence, or its window where
+    all layers have one (if it is not configured, the pool limits it), and if preemption is to be by swap and the host
+    pool holds no block.
     """
 
     def __init__(
@@ -42,12 +44,13 @@ class EngineCore:
         grammars: GrammarCompiler | None, num_cpu_blocks: int = 0,
     ):  # fmt: skip
         pool_tokens = num_blocks * config.block_size
-        if config.max_model_len is not None and config.max_model_len > pool_tokens:
+        longest = KVWindow(spec.kv_window, config.block_size).longest(num_blocks)
+        if config.max_model_len is not None and config.max_model_len > longest:
             raise ConfigError(
                 f"max_model_len {config.max_model_len} does not fit into the KV cache of {pool_tokens} tokens "
                 f"({num_blocks} blocks of {config.block_size})"
             )
-        max_model_len = min(config.max_model_len or spec.max_model_len, pool_tokens)
+        max_model_len = min(config.max_model_len or spec.max_model_len, longest)
         if config.max_model_len is None and max_model_len < spec.max_model_len:
             logger.warning(
                 "the KV cache holds %d tokens: sequences are limited to that, not to the model's %d",
@@ -78,6 +81,7 @@ class EngineCore:
             num_cpu_blocks=num_cpu_blocks,
             preemption_mode=config.preemption_mode,
             costs=slowest(executor.report.kv_costs),
+            sliding_window=spec.kv_window,
             clock=time.monotonic,
         )
         self._executor = executor

@@ -21,10 +21,6 @@ def validate_request(request: GenerationRequest, info: EngineInfo) -> None:
             f"model's context of {info.max_model_len} tokens",
             "prompt",
         )
-    if len(prompt) + room > info.num_kv_tokens:
-        raise InvalidRequestError(
-            f"prompt has {len(prompt)} tokens; the KV cache holds {info.num_kv_tokens} tokens in all", "prompt"
-        )
     if params.structured_outputs is not None and not info.eos_token_ids:
         raise InvalidRequestError(
             "structured_outputs: this model has no end-of-sequence token, by which its text could end",

@@ -92,7 +92,7 @@ class DecodeGraphs:
 
     def apply(self, plan: StepPlan) -> None:
         """Bring the device's block tables up to date with a plan."""
-        updates = [(data.row, 0, data.block_table) for data in plan.new] + plan.block_updates
+        updates = [(data.row, data.first_block, data.block_table) for data in plan.new] + plan.block_updates
         if not updates:
             return
         starts = np.array([row * self._max_blocks + first for row, first, _ids in updates], np.int64)

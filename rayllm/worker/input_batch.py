@@ -35,7 +35,8 @@ class PersistentBatch:
             self.num_tokens[row] = length
             self.num_computed[row] = data.num_computed_tokens
             self.num_prompt[row] = data.num_prompt_tokens
-            self.block_table[row, : len(data.block_table)] = data.block_table
+            first = data.first_block  # what lies before it is never read
+            self.block_table[row, first : first + len(data.block_table)] = data.block_table
             (tokens,) = to_device([np.array(data.token_ids, np.int32)], np.int32, self.token_table.device)
             self.token_table[row, :length] = tokens
         for row, first, ids in plan.block_updates:

@@ -16,17 +16,25 @@ EVEN = KVCosts(recompute_token=1.0, swap_out_block=1.4, swap_in_block=1.4, trans
 
 
 class Harness:
-    """A scheduler and a fake worker with up to `depth` plans in flight; collects what fronts would see."""
+    """A scheduler and a fake worker with up to `depth` plans in flight; collects what fronts would see.
 
-    def __init__(self, *, num_blocks: int, block_size: int, depth: int = 1, **options: object):
+    foresight: admission by forecast; without it, sequences enter as soon as their prompts fit, and preemption follows.
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, depth: int = 1, foresight: bool = True, **options: object
+    ):  # fmt: skip
         settings = {
             "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": num_blocks * block_size, "costs": CHEAP,
             **options,
         }  # fmt: skip
         self.scheduler = Scheduler(num_blocks=num_blocks, block_size=block_size, eos_token_ids=[EOS], **settings)
         self.worker = FakeWorker(
-            num_blocks, block_size, self.scheduler.max_num_seqs, self.scheduler.memory.cpu.num_blocks
+            num_blocks, block_size, self.scheduler.max_num_seqs, self.scheduler.memory.cpu.num_blocks,
+            self.scheduler.memory.window.tokens,
         )  # fmt: skip
+        if not foresight:
+            self.scheduler.admission.forecast.fits = lambda *_: True  # type: ignore[method-assign]
         self.depth = depth
         self.results: list = []
         self.outputs: dict[tuple[str, int], list[int]] = {}

@@ -28,11 +28,14 @@ def make_sequence(memory: KVMemory, ids: list[int], salt: str = "") -> Sequence:
 class Pools(RuleBasedStateMachine):
     """device, host: what each block holds, as the tokens up to its end. Steps are over when their plan is complete."""
 
-    @initialize(caching=st.booleans(), costs=st.sampled_from([CHEAP, EVEN, DEAR]))
-    def start(self, caching: bool, costs: KVCosts) -> None:
+    @initialize(
+        caching=st.booleans(), costs=st.sampled_from([CHEAP, EVEN, DEAR]), window=st.sampled_from([None, None, 1, 5, 8])
+    )
+    def start(self, caching: bool, costs: KVCosts, window: int | None) -> None:
         self.memory = KVMemory(
-            num_blocks=NUM_BLOCKS, num_cpu_blocks=NUM_CPU_BLOCKS, block_size=SIZE, caching=caching, costs=costs
-        )
+            num_blocks=NUM_BLOCKS, num_cpu_blocks=NUM_CPU_BLOCKS, block_size=SIZE, caching=caching, costs=costs,
+            sliding_window=window,
+        )  # fmt: skip
         self.running: list[Sequence] = []
         self.swapped: list[Sequence] = []
         self.entered: list[Sequence] = []  # in this step
@@ -45,9 +48,10 @@ class Pools(RuleBasedStateMachine):
         return tuple(seq.token_ids[: min(num_tokens, (index + 1) * SIZE)])
 
     def enter(self, seq: Sequence, match: Match) -> bool:
-        missing = self.memory.gpu.blocks_for(len(seq.token_ids)) - len(match.blocks)
+        missing = self.memory.gpu.blocks_for(len(seq.token_ids)) - match.end
         if self.memory.num_free_after(match) < missing:
             return False
+        seq.first_block = match.first
         before = self.memory.num_free_after(match)
         seq.block_table, arriving = self.memory.claim(seq, match, len(seq.token_ids))
         assert self.memory.gpu.num_free == before - missing
@@ -60,10 +64,10 @@ class Pools(RuleBasedStateMachine):
     def admit(self, ids: list[int]) -> None:
         seq = make_sequence(self.memory, ids)
         match = self.memory.match(seq)
-        assert len(match.blocks) * SIZE < len(ids), "nothing is left to compute"
+        assert match.end * SIZE < len(ids), "nothing is left to compute"
         if self.enter(seq, match):
-            seq.num_computed = len(match.blocks) * SIZE
-            seq.num_registered = len(match.blocks)
+            seq.num_computed = match.end * SIZE
+            seq.num_registered = match.end
 
     @precondition(lambda self: self.swapped)
     @rule(data=st.data())
@@ -80,11 +84,13 @@ class Pools(RuleBasedStateMachine):
     @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.running))
+        self.memory.drop_behind(seq)
         needed = self.memory.swap_out_needs(seq)
         if needed is None:
             return
         free = self.memory.cpu.num_free
         self.memory.swap_out(seq)
+        assert len(seq.cpu_table) == len(seq.block_table[: -(-seq.num_computed // SIZE) - seq.first_block])
         assert free - self.memory.cpu.num_free >= needed
         self.memory.gpu.release(seq.block_table)
         seq.reset()
@@ -112,14 +118,19 @@ class Pools(RuleBasedStateMachine):
         self.running += self.entered
         self.entered = []
         for seq in self.running:
-            for i in range(-(-seq.num_computed // SIZE)):
+            window = self.memory.window.tokens or seq.num_computed + 1
+            for i in range(max(0, seq.num_computed - window + 1) // SIZE, -(-seq.num_computed // SIZE)):
                 expected = self.content(seq, i, seq.num_computed)
-                assert self.device[seq.block_table[i]][: len(expected)] == expected, "wrong KV"
+                block = seq.block_table[i - seq.first_block]
+                assert self.device[block][: len(expected)] == expected, "wrong KV"
+            self.memory.drop_behind(seq)
         for seq in self.running:
             if seq.num_computed == len(seq.token_ids):
                 continue
             seq.num_computed = data.draw(st.integers(seq.num_computed + 1, len(seq.token_ids)))
-            for i, block in enumerate(seq.block_table[: -(-seq.num_computed // SIZE)]):
+            for i, block in enumerate(
+                seq.block_table[: -(-seq.num_computed // SIZE) - seq.first_block], seq.first_block
+            ):
                 if len(self.device.get(block, ())) <= i * SIZE or i >= seq.num_registered:
                     self.device[block] = self.content(seq, i, seq.num_computed)
             if self.memory.caching:
@@ -134,10 +145,9 @@ test_random_histories = Pools.TestCase
 
 
 def tight(**options: object) -> Harness:
-    """Room for two of three sequences at their full length, and a host pool."""
-    return Harness(
-        **{"num_blocks": 12, "block_size": 4, "num_cpu_blocks": 20, "max_num_batched_tokens": 64, **options}
-    )  # fmt: skip
+    """Room for two of three sequences at their full length, and a host pool; all enter, so that one is preempted."""
+    room = {"num_blocks": 12, "block_size": 4, "num_cpu_blocks": 20, "max_num_batched_tokens": 64, "foresight": False}
+    return Harness(**{**room, **options})
 
 
 def fill(harness: Harness, count: int = 3, **params: object) -> None:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.scheduler_harness import CHEAP, DEAR, EVEN, Harness
 
+from rayllm.core.window import KVWindow
 from rayllm.sampling_params import SamplingParams
 from rayllm.types import GenerationRequest, StepResult
 
@@ -53,15 +54,19 @@ OPERATIONS = st.lists(
     num_cpu_blocks=st.sampled_from([0, 1, 3, 8, 40]),
     mode=st.sampled_from(["cost", "cost", "recompute", "swap"]),
     costs=st.sampled_from([CHEAP, DEAR, EVEN]),
+    window=st.sampled_from([None, None, None, 1, 2, 5, 9, 16]),
+    foresight=st.booleans(),
 )
 def test_random_histories_leave_every_output_right(
-    operations, block_size, spare_blocks, max_num_seqs, budget, depth, policy, caching, num_cpu_blocks, mode, costs
-):
-    num_blocks = -(-32 // block_size) + spare_blocks
+    operations, block_size, spare_blocks, max_num_seqs, budget, depth, policy, caching, num_cpu_blocks, mode, costs,
+    window, foresight,
+):  # fmt: skip
+    num_blocks = KVWindow(window, block_size).most_blocks(32) + spare_blocks
     harness = Harness(
         num_blocks=num_blocks, block_size=block_size, depth=depth, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget, policy=policy, enable_prefix_caching=caching, num_cpu_blocks=num_cpu_blocks,
         preemption_mode=mode if num_cpu_blocks or mode != "swap" else "cost", costs=costs,
+        sliding_window=window, max_model_len=max(32, num_blocks * block_size), foresight=foresight,
     )  # fmt: skip
     for operation in operations:
         if operation[0] == "add":
@@ -86,7 +91,7 @@ def test_a_long_history_in_a_tight_pool_preempts_and_finishes(policy, depth, mod
     rng = random.Random(0)
     harness = Harness(
         num_blocks=12, block_size=4, depth=depth, max_num_seqs=8, max_num_batched_tokens=24, policy=policy,
-        num_cpu_blocks=10, preemption_mode=mode, costs=EVEN, enable_prefix_caching=caching,
+        num_cpu_blocks=10, preemption_mode=mode, costs=EVEN, enable_prefix_caching=caching, foresight=False,
     )  # fmt: skip
     for i in range(80):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
