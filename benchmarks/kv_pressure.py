@@ -1,11 +1,13 @@
 """What an engine does when its KV pool is too small: oversubscription by preemption mode, and chats over two tiers.
 
-    python benchmarks/kv_pressure.py oversubscribed [--factors 1.5 2 3] [--modes recompute swap cost] [engine options]
+    python benchmarks/kv_pressure.py oversubscribed [--factors 1.5 2 3] [--modes recompute swap cost] [--no-forecast]
+        [engine options]
     python benchmarks/kv_pressure.py chats [--users 32] [--turns 8] [--working-set 2] [--swap-spaces 0 16]
     python benchmarks/kv_pressure.py no-reuse [--swap-spaces 0 16]
 
 oversubscribed: requests that all arrive at once, through pools that hold 1/factor of what they need together; output
-tokens a second and latencies until the last token. chats: users take turns in order, each turn adds a message and the
+tokens a second and latencies until the last token. Their lengths are known, so admission avoids preemption; with
+--no-forecast they enter as soon as their prompts fit, and the modes differ. chats: users take turns in order, each turn adds a message and the
 answer to the history; mean and p99 time to first token of the turns after the first, with and without host memory, over
 pools that hold 1/working-set of all histories. no-reuse: distinct prompts only, where the second tier can but cost.
 
@@ -109,6 +111,8 @@ def oversubscribed(args: argparse.Namespace) -> None:
                 max_model_len=longest, max_num_seqs=args.requests, swap_space=args.swap_space,
                 enable_prefix_caching=not args.no_prefix_caching,
             )  # fmt: skip
+            if args.no_forecast:
+                core.scheduler.admission.forecast.fits = lambda *_: True  # type: ignore[method-assign]
             run(core, [Job("warm", random_ids(rng, low), 8)])
             result = run(core, jobs)
             core.check_integrity()
@@ -190,6 +194,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["recompute", "swap", "cost"])
     parser.add_argument("--swap-space", type=float, default=4.0)
     parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--no-forecast", action="store_true", help="admit without looking ahead")
     parser.add_argument("--users", type=int, default=32)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--working-set", type=float, default=2.0, help="all histories, in device pools")

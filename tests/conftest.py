@@ -40,6 +40,14 @@ def full_matrix(request) -> bool:
     return request.config.getoption("--full-matrix")
 
 
+@pytest.fixture
+def no_forecast(monkeypatch):
+    """Engines of this process admit sequences as soon as their prompts fit, so that a small pool means preemption."""
+    from rayllm.core.forecast import Forecast
+
+    monkeypatch.setattr(Forecast, "fits", lambda *_: True)
+
+
 @pytest.fixture(scope="session")
 def ray_cluster():
     """One local Ray for all tests that need one; engines join it and leave it running."""

@@ -40,7 +40,7 @@ def expected() -> dict[int, list[list[list[int]]]]:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(("mode", "caching"), [("recompute", True), ("swap", True), ("cost", False)])
-def test_a_fifth_of_the_room(tp, mode, caching, expected, request):
+def test_a_fifth_of_the_room(tp, mode, caching, expected, request, no_forecast):
     if tp > 1:
         request.getfixturevalue("ray_cluster")
     if tp not in expected:

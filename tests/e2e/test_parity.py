@@ -79,7 +79,7 @@ def test_tp1(cases, kind, budget, caching, block_size):
 
 
 @pytest.mark.parametrize(("kind", "tp"), [("mistral", 1), ("qwen3", 1), ("qwen3", 2)])
-def test_a_pool_so_small_that_sequences_are_preempted_many_times(cases, kind, tp, ray_cluster):
+def test_a_pool_so_small_that_sequences_are_preempted_many_times(cases, kind, tp, ray_cluster, no_forecast):
     whole = cases[kind]
     short = [i for i, prompt in enumerate(whole.prompts) if len(prompt) <= 90] * 8
     case = Case(whole.folder, [whole.prompts[i] for i in short], [whole.expected[i] for i in short])

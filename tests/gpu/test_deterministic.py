@@ -37,7 +37,7 @@ def generate(llm: LLM, batch: list[list[int]], params: SamplingParams) -> list[o
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_results_do_not_depend_on_the_batch(tmp_path, kind):
+def test_results_do_not_depend_on_the_batch(tmp_path, kind, no_forecast):
     if kind == "bundled":
         folder = BUNDLED_MODEL
     else:

@@ -87,7 +87,7 @@ def test_tp1(cases, kind, enforce_eager):
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen3"])
-def test_small_chunks_and_preemption(cases, kind):
+def test_small_chunks_and_preemption(cases, kind, no_forecast):
     check(cases[kind], max_num_batched_tokens=64, num_gpu_blocks_override=60, block_size=8, max_num_seqs=32)
 
 

@@ -42,7 +42,7 @@ def engine(folder: str, **options: object) -> LLM:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "opt_post"])
-def test_results_do_not_depend_on_the_batch(tmp_path, kind):
+def test_results_do_not_depend_on_the_batch(tmp_path, kind, no_forecast):
     folder = make_model(tmp_path, kind)
     mine, others = prompts(3, seed=1), prompts(10, seed=2)
     with engine(folder) as llm:

@@ -110,7 +110,7 @@ def test_n_completions_each_follow_the_grammar_and_differ(llm):
     assert run(llm, [params(REGEX, 5)])[0].outputs[0].text == texts[0]
 
 
-def test_preempted_sequences_go_on_where_they_were(llm):
+def test_preempted_sequences_go_on_where_they_were(llm, no_forecast):
     long = StructuredOutputs(regex="([a-z]{2,4} ){40}end")
     wanted = [params(long, i, max_tokens=110, n=1 + 2 * (i == 3)) for i in range(5)]
     wanted += [params(None, i, max_tokens=110, ignore_eos=True) for i in range(3)]
