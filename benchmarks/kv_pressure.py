@@ -7,9 +7,10 @@
 
 oversubscribed: requests that all arrive at once, through pools that hold 1/factor of what they need together; output
 tokens a second and latencies until the last token. Their lengths are known, so admission avoids preemption; with
---no-forecast they enter as soon as their prompts fit, and the modes differ. chats: users take turns in order, each turn adds a message and the
-answer to the history; mean and p99 time to first token of the turns after the first, with and without host memory, over
-pools that hold 1/working-set of all histories. no-reuse: distinct prompts only, where the second tier can but cost.
+--no-forecast they enter as soon as their prompts fit, and the modes differ. chats: users take turns in order, each turn
+adds a message and the answer to the history; mean and p99 time to first token of the turns after the first, with and
+without host memory, over pools that hold 1/working-set of all histories. no-reuse: distinct prompts only, where the
+second tier can but cost.
 
 Engine options: --model, --dtype, --device, --load-format (dummy by default), --tp.
 """

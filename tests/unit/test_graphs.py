@@ -90,6 +90,14 @@ def test_what_does_not_fit_a_graph(model):
     assert fits([(name, tokens(2, 0)) for name in "cdef"], 0) == (False, False)
 
 
+def test_a_device_table_may_begin_behind_the_window(model):
+    state = PersistentBatch(max_num_seqs=2, max_model_len=64, block_size=8, device=CPU)
+    graphs = DecodeGraphs(model, PagedRunner(model).caches, state, max_num_seqs=2)
+    data = SequenceData(1, list(range(34)), 34, 33, [6, 4], SamplingParams(), 0, first_block=3)
+    graphs.apply(StepPlan(0, [], [data], [(1, 5, [9])], [], [], [], 0, 0))
+    assert graphs._block_table[1].tolist() == [0, 0, 0, 6, 4, 9, 0, 0]
+
+
 @pytest.mark.parametrize("split_decodes", [True, False])
 @torch.inference_mode()
 def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes):

@@ -9,9 +9,13 @@ import pytest
 from fakes import VOCAB
 from hypothesis import given
 from hypothesis import strategies as st
+from model_factory import make_model
 from unit.scheduler_harness import CHEAP, DEAR, Harness
 
+from rayllm import LLM, SamplingParams
 from rayllm.core.window import KVWindow
+from rayllm.errors import ConfigError
+from rayllm.model_spec import load_model_spec
 
 
 @given(tokens=st.integers(1, 40), size=st.integers(1, 9), position=st.integers(0, 90))
@@ -127,3 +131,36 @@ def test_siblings_share_the_window_of_the_prompt():
     assert stats.num_used_blocks <= 15 + 7, "the last chunk, its window, and an own block for each of 7 siblings"
     harness.run()
     harness.check_done()
+
+
+def generate(folder: str, **options: object) -> tuple[list[list[int]], int]:
+    """Greedy tokens of prompts that are much longer than the window, and the longest a sequence may be."""
+    prompts = [prompt_of(length, length) for length in (200, 30, 120)]
+    with LLM(folder, device="cpu", skip_tokenizer_init=True, block_size=8, **options) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), use_tqdm=False)
+        llm._engine().check_integrity()
+        return [output.outputs[0].token_ids for output in outputs], llm._engine().info.max_model_len
+
+
+def test_a_model_with_windows_in_a_pool_smaller_than_its_prompts(tmp_path):
+    """window 24: positions p - 23 to p lie in at most 4 blocks of 8."""
+    folder = make_model(tmp_path, "mistral")
+    ample = generate(folder)
+    assert generate(folder, num_gpu_blocks_override=9, max_num_batched_tokens=40, swap_space=0.01) == ample
+    assert generate(folder, num_gpu_blocks_override=4) == ample
+    with pytest.raises(ConfigError, match="max_model_len 200 does not fit into the KV cache of 24 tokens"):
+        generate(folder, num_gpu_blocks_override=3, max_model_len=200)
+
+
+@pytest.mark.parametrize(
+    ("options", "window"),
+    [
+        ({"sliding_window": None}, None),
+        ({}, 24),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, None),  # the first layer sees all
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, 16),
+    ],
+)
+def test_blocks_are_only_let_go_if_every_layer_has_a_window(tmp_path, options, window):
+    folder = make_model(tmp_path, "qwen2" if "use_sliding_window" in options else "mistral", **options)
+    assert load_model_spec(folder).kv_window == window

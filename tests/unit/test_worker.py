@@ -117,6 +117,15 @@ def test_a_row_forgets_its_former_sequence(state):
     assert state.block_table[2, :2].tolist() == [6, 4]
 
 
+def test_a_table_may_begin_behind_the_window(state):
+    data = SequenceData(2, list(range(20)), 18, 17, [6, 4], SamplingParams(), 0, first_block=3)
+    state.apply(make_plan(free_rows=[2], new=[data], block_updates=[(2, 5, [9])]))
+    inputs = build(state, make_plan(rows=[2], num_tokens=[3], num_sampled=1), CPU)
+    assert inputs.batch.slot_mapping.tolist() == [4 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3]
+    assert inputs.batch.block_tables[0, 3:].tolist() == [6, 4]
+    assert state.block_table[2, 5] == 9
+
+
 @pytest.mark.parametrize(
     ("most", "expected"), [(1, [1]), (3, [1, 2, 3]), (16, [1, 2, 4, 8, 16]), (40, [1, 2, 4, 8, 16, 32, 40])]
 )
