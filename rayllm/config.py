@@ -40,6 +40,9 @@ class EngineConfig(BaseModel):
     when the engine starts.
     max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step; more raise throughput
     and the pauses of running streams, so `LLM` and `rayllm bench offline` take 16384 if it is not given.
+    target_itl_ms: milliseconds between the tokens of a running stream that are aimed at while prompts arrive: chunks of
+    prompts become as short as that takes, at the expense of their own time to first token; None leaves them as long as
+    max_num_batched_tokens.
     scheduling_policy: "fcfs", or "priority" (lower runs first). enforce_eager: no CUDA graphs; CPUs have none anyway.
     gpu_memory_utilization: share of a GPU's memory that the engine may take, others' use included; no effect on CPUs.
     load_format: "auto" reads safetensors; "dummy" fills seeded random weights.
@@ -65,6 +68,7 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     max_num_seqs: int = Field(default=256, ge=1)
     max_num_batched_tokens: int = Field(default=8192, ge=1)
+    target_itl_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     enable_prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     enforce_eager: bool = False

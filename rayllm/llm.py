@@ -39,7 +39,7 @@ class LLM:
         max_num_seqs: int = 256, max_num_batched_tokens: int = OFFLINE_BATCHED_TOKENS,
         enable_prefix_caching: bool = True, scheduling_policy: str = "fcfs", enforce_eager: bool = False,
         deterministic: bool = False, load_format: str = "auto", skip_tokenizer_init: bool = False, seed: int = 0,
-        preemption_mode: str = "cost",
+        preemption_mode: str = "cost", target_itl_ms: float | None = None,
     ):  # fmt: skip
         options = {name: value for name, value in locals().items() if name != "self"}
         if model is None:

@@ -217,7 +217,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     step_tokens: steps by the tokens they computed, in the buckets of STEP_TOKEN_BUCKETS and one
     beyond the last. computed_tokens: tokens of all steps. num_used_cpu_blocks: host blocks that swapped sequences hold.
     num_cached_cpu_blocks: host blocks findable by the prefix cache. swapped_out_blocks, swapped_in_blocks: blocks moved
-    between the pools, for whatever reason.
+    between the pools, for whatever reason. prefill_chunk_limit: prompt tokens that the last step with decodes and
+    prompts had time for within target_itl_ms; 0 without a target, or before.
     """
 
     num_running: int = 0
@@ -241,6 +242,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     cpu_prefix_cache_queries: int = 0
+    prefill_chunk_limit: int = 0
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):

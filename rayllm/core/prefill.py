@@ -10,7 +10,13 @@ from rayllm.core.step import Draft
 def schedule_chunk(seq: Sequence, memory: KVMemory, draft: Draft) -> None:
     """Compute the next tokens of a sequence that isn't decoding; all its ids are known and blocks for one are there."""
     uncomputed = len(seq.token_ids) - seq.num_computed
-    count = _find_blocks(seq, min(draft.budget, uncomputed), memory, draft)
+    count = min(draft.budget, uncomputed)
+    if draft.pace is not None:
+        count = draft.pace.take(seq.num_computed, count)
+        if not count:
+            draft.budget = 0  # time is up for this step
+            return
+    count = _find_blocks(seq, count, memory, draft)
     draft.budget -= count
     seq.num_computed += count
     if seq.next_full <= seq.num_computed:

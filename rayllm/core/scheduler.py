@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 
 from rayllm.core.admission import Admission
 from rayllm.core.batch import RunningBatch
+from rayllm.core.chunk_budget import ChunkBudget, Pace
 from rayllm.core.constraint import AwaitedMasks, MakeConstraint
 from rayllm.core.integrity import check_scheduler
 from rayllm.core.kv_memory import KVMemory
@@ -29,6 +30,7 @@ from rayllm.core.preemption import Preemption
 from rayllm.core.prefill import schedule_chunk
 from rayllm.core.queue import WaitingQueue
 from rayllm.core.sequence import Sequence, SequenceGroup, SequenceStatus, derive_seed
+from rayllm.core.stats import take_stats
 from rayllm.core.step import Draft, InFlight
 from rayllm.types import (
     STEP_TOKEN_BUCKETS,
@@ -49,8 +51,9 @@ class Scheduler:
 
     num_cpu_blocks: of the host pool, for swapped sequences and for the prefix cache's second tier; 0 without.
     preemption_mode: "cost", "recompute" or "swap". costs: as the workers measured them, needed if there is a
-    host pool. sliding_window: tokens that the layer that sees most sees; None for all. clock: seconds, for the times
-    that requests report; nothing is decided by it.
+    host pool. sliding_window: tokens that the layer that sees most sees; None for all. target_itl: seconds between the
+    tokens of a decoding sequence that chunks of prompts are cut for; None for no such target. clock: seconds, for the
+    times that requests report; nothing else is decided by it than the length of those chunks.
 
     Raises ValueError for limits that contradict each other.
     """
@@ -71,6 +74,7 @@ class Scheduler:
         preemption_mode: str = "cost",
         costs: KVCosts | None = None,
         sliding_window: int | None = None,
+        target_itl: float | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ):
         if num_cpu_blocks and costs is None:
@@ -107,11 +111,14 @@ class Scheduler:
         self._failed: list[TokenDelta] = []  # last deltas of sequences whose constraint failed
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
-        self._num_steps = 0
-        self._prompt_tokens = self._generation_tokens = 0
+        self.num_steps = 0
+        self.prompt_tokens = self.generation_tokens = 0
         self._clock = clock
-        self._step_tokens = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
-        self._computed_tokens = 0
+        self.step_tokens = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
+        self.computed_tokens = 0
+        self.chunk_budget: ChunkBudget | None = None
+        if target_itl is not None:
+            self.chunk_budget = ChunkBudget(target_itl, max_num_batched_tokens, sliding_window)
         self.to_report: list[str] = []  # requests with report_start that the last `schedule` started
 
     @property
@@ -146,7 +153,7 @@ class Scheduler:
         )
         group.added_at = self._clock()
         self.groups[request.request_id] = group
-        self._prompt_tokens += len(prompt)
+        self.prompt_tokens += len(prompt)
         self.waiting.push(group.sequences[0])
 
     def abort(self, request_id: str) -> None:
@@ -165,30 +172,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """A snapshot of queues, pools and counters."""
-        memory, cpu = self.memory, self.memory.cpu
-        return EngineStats(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting) + len(self.forks),
-            num_swapped=len(self.swapped),
-            num_used_blocks=self.blocks.num_blocks - self.blocks.num_free,
-            num_total_blocks=self.blocks.num_blocks,
-            num_preemptions=self.preemption.num_preemptions,
-            num_steps=self._num_steps,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            prefix_cache_queries=self.admission.num_queries,
-            prefix_cache_hits=self.admission.num_hits,
-            step_tokens=self._step_tokens.copy(),
-            computed_tokens=self._computed_tokens,
-            num_swap_preemptions=self.preemption.num_swaps,
-            cpu_prefix_cache_hits=self.admission.num_cpu_hits,
-            num_used_cpu_blocks=cpu.num_blocks - cpu.num_free,
-            num_cached_cpu_blocks=len(memory.cpu_cache),
-            num_total_cpu_blocks=cpu.num_blocks,
-            swapped_out_blocks=memory.num_swapped_out,
-            swapped_in_blocks=memory.num_swapped_in,
-            cpu_prefix_cache_queries=self.admission.num_cpu_queries,
-        )
+        return take_stats(self)
 
     # ---------------------------------------------------------------------------------------------- one step
 
@@ -204,6 +188,8 @@ class Scheduler:
         if self.preemptive:
             self.admission.yield_to_urgent()
         prefilling = self._schedule_decodes(draft)
+        if self.chunk_budget is not None and draft.decodes:
+            draft.pace = Pace(self.chunk_budget, len(draft.decodes))
         for seq in prefilling:
             if draft.budget and seq.status is RUNNING:  # a decode may have preempted it
                 schedule_chunk(seq, self.memory, draft)
@@ -218,10 +204,13 @@ class Scheduler:
         if draft.is_empty:
             return None
         plan, record = draft.finish(next(self._step_ids), self.batch.take_left_rows(), self.memory.take_moves())
-        self._num_steps += 1
-        computed = self.max_num_batched_tokens - draft.budget
-        self._step_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, computed)] += 1
-        self._computed_tokens += computed
+        self.num_steps += 1
+        computed = sum(plan.num_tokens)
+        self.step_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, computed)] += 1
+        self.computed_tokens += computed
+        if self.chunk_budget is not None:
+            record.work = self.chunk_budget.work_of(len(draft.decodes), draft.ending + draft.partial)
+            record.scheduled_at = self._clock()
         self.in_flight.append(record)
         return plan
 
@@ -245,6 +234,8 @@ class Scheduler:
         sizes = (len(step.sampled), len(step.pooled)) == (len(result.token_ids), len(result.embeddings))
         if step.step_id != result.step_id or not sizes:
             raise RuntimeError(f"result of step {result.step_id} does not belong to step {step.step_id}")
+        if self.chunk_budget is not None and step.work is not None:
+            self.chunk_budget.observe(step.work, step.scheduled_at, self._clock())
         for row, position, entries in result.prompt_logprobs:
             prompt_logprobs = step.by_row[row].group.prompt_logprobs
             if prompt_logprobs is not None:
@@ -274,7 +265,7 @@ class Scheduler:
                 deltas.append(TokenDelta(seq.request_id, seq.index, [token]))
             if seq.constraint is not None and seq.status is not FINISHED:
                 self.awaited_masks.add(seq, token)
-        self._generation_tokens += len(deltas) - num_others
+        self.generation_tokens += len(deltas) - num_others
         if any_finished:
             self.batch.drop_finished()
         return deltas

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rayllm.core.chunk_budget import Pace
 from rayllm.core.kv_memory import Moves
 from rayllm.core.sequence import Sequence, SequenceGroup
+from rayllm.core.step_time import StepWork
 from rayllm.types import SequenceData, StepPlan
 
 
@@ -13,13 +15,16 @@ from rayllm.types import SequenceData, StepPlan
 class InFlight:
     """sampled: the sequences that sample. pooled: those whose embeddings come. Both are in the plan's order.
 
-    by_row: the prefills, for prompt logprobs.
+    by_row: the prefills, for prompt logprobs. work, scheduled_at: what it computes, and the clock then; work is None if
+    nobody wants to know how long steps take.
     """
 
     step_id: int
     sampled: list[Sequence]
     pooled: list[Sequence]
     by_row: dict[int, Sequence]
+    work: StepWork | None = None
+    scheduled_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -30,7 +35,7 @@ class Draft:
     copied: sources of copies, held until the plan is complete. forked: siblings that enter in the next step.
     masks: of the constrained sequences that sample. arriving: sequences that entered, but whose blocks are filled while
     the step computes. await_swap_ins: this step's rows read those blocks all the same. started: requests admitted for
-    the first time.
+    the first time. pace: how long the chunks of prompts may take; None as long as they like.
     """
 
     budget: int
@@ -47,6 +52,7 @@ class Draft:
     arriving: list[Sequence] = field(default_factory=list)
     await_swap_ins: bool = False
     started: list[SequenceGroup] = field(default_factory=list)
+    pace: Pace | None = None
 
     @property
     def is_empty(self) -> bool:

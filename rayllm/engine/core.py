@@ -82,6 +82,7 @@ class EngineCore:
             preemption_mode=config.preemption_mode,
             costs=slowest(executor.report.kv_costs),
             sliding_window=spec.kv_window,
+            target_itl=None if config.target_itl_ms is None else config.target_itl_ms / 1e3,
             clock=time.monotonic,
         )
         self._executor = executor

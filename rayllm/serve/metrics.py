@@ -43,6 +43,11 @@ _GAUGES = (
     ("num_requests_swapped", "Sequences swapped out to host memory.", "num_swapped"),
     ("num_cpu_kv_blocks", "KV blocks of the host pool.", "num_total_cpu_blocks"),
     ("num_cpu_kv_blocks_used", "Host blocks that swapped sequences hold.", "num_used_cpu_blocks"),
+    (
+        "prefill_chunk_limit",
+        "Prompt tokens a step within target_itl_ms; 0 without.",
+        "prefill_chunk_limit",
+    ),
     ("num_cpu_kv_blocks_cached", "Host blocks that the prefix cache finds.", "num_cached_cpu_blocks"),
 )
 _COUNTERS = (

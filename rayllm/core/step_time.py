@@ -1,0 +1,143 @@
+"""`StepTimes`: how long a step of given work takes, learned from the steps so far.
+
+    seconds = a + b * decodes + c * prompt tokens + d * (query, key) pairs of the prompts' attention
+
+fitted by least squares to the relative error, with old steps forgotten, and with all coefficients at least zero. Steps
+with and without prompts are forgotten separately, so that a long time without prompts does not make the fit forget what
+those cost. On top of the fit comes a factor by which the last steps with prompts took longer than it says: it follows a
+device that slows down faster than a fit over many steps can.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+FORGET = 0.97  # of a step's weight is left after the next step of its kind
+FORGET_FACTOR = 0.8
+FORGET_ERROR = 0.95
+RIDGE = 1e-6  # of the normal equations' diagonal, for steps that are all alike
+OUTLIER = 3.0  # a step that takes longer than so many times what was expected says nothing beyond that
+FIRST_ERROR = 0.1
+
+
+class StepWork(NamedTuple):
+    """What a step computes. decodes: sequences that decode. prompt_tokens: of chunks, and pairs: keys that these attend
+    to, summed over the tokens."""
+
+    decodes: int
+    prompt_tokens: int
+    pairs: int
+
+
+def attended(start: int, count: int, window: int | None) -> int:
+    """Keys that `count` tokens from position `start` on attend to, themselves included, summed over the tokens."""
+    ramp = count if window is None else min(count, max(0, window - 1 - start))  # these see all tokens before them
+    pairs = ramp * start + ramp * (ramp + 1) // 2
+    return pairs if window is None else pairs + (count - ramp) * window
+
+
+class StepTimes:
+    """error: of late predictions for steps with prompts and decodes, relative, as a standard deviation.
+
+    most_tokens: prompt tokens of the largest step, forgotten as the rest is; predictions far beyond it are guesses.
+    """
+
+    def __init__(self) -> None:
+        self._sums = [_Sums(), _Sums()]  # of steps without prompts and with
+        self._factor = 1.0
+        self._variance = FIRST_ERROR**2
+        self._coefficients: list[float] | None = None
+        self.most_tokens = 0.0
+
+    @property
+    def error(self) -> float:
+        return math.sqrt(self._variance)
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """A step of this work took so long."""
+        if seconds <= 0:
+            return  # a clock that stands still teaches nothing
+        known = self._sums[work.prompt_tokens > 0].count > 3
+        if known:
+            expected = self._fit(work)
+            if expected > 0:
+                seconds = min(seconds, OUTLIER * expected * max(1.0, self._factor))
+                if work.prompt_tokens and work.decodes:
+                    self._compare(seconds / expected)
+        self._sums[work.prompt_tokens > 0].add(_features(work), seconds)
+        self._coefficients = None
+        if work.prompt_tokens:
+            self.most_tokens = max(work.prompt_tokens, FORGET * self.most_tokens)
+
+    def predict(self, work: StepWork) -> float:
+        """Seconds; 0 as long as nothing is known."""
+        return self._fit(work) * self._factor
+
+    def _compare(self, ratio: float) -> None:
+        """What a step took over what the fit alone says of it."""
+        error = ratio / self._factor - 1
+        square = min(error * error, 9 * self._variance)
+        self._variance = FORGET_ERROR * self._variance + (1 - FORGET_ERROR) * square
+        self._factor = FORGET_FACTOR * self._factor + (1 - FORGET_FACTOR) * ratio
+
+    def _fit(self, work: StepWork) -> float:
+        if self._coefficients is None:
+            self._coefficients = _solve(self._sums[0].plus(self._sums[1]))
+        return sum(c * x for c, x in zip(self._coefficients, _features(work), strict=True))
+
+
+def _features(work: StepWork) -> tuple[float, float, float, float]:
+    """Scaled to the same magnitude, so that the normal equations are well-conditioned."""
+    return 1.0, work.decodes / 64, work.prompt_tokens / 1024, work.pairs / 2**22
+
+
+class _Sums:
+    """The normal equations of steps: sums of x x' / t^2 and x / t, where t is a step's time. count: of steps."""
+
+    def __init__(self) -> None:
+        self.rows = [[0.0] * 5 for _ in range(4)]  # the right side is the last column
+        self.count = 0.0
+
+    def add(self, x: tuple[float, ...], seconds: float) -> None:
+        scaled = [value / seconds for value in x]
+        for row, value in zip(self.rows, scaled, strict=True):
+            for j, other in enumerate((*scaled, 1.0)):
+                row[j] = FORGET * row[j] + value * other
+        self.count = FORGET * self.count + 1
+
+    def plus(self, other: _Sums) -> list[list[float]]:
+        return [[a + b for a, b in zip(r, s, strict=True)] for r, s in zip(self.rows, other.rows, strict=True)]
+
+
+def _solve(rows: list[list[float]]) -> list[float]:
+    """The least squares' coefficients, none below zero: while one is, the lowest is left out."""
+    used = [i for i in range(4) if rows[i][i] > 0]
+    while used:
+        solved = _eliminate([[rows[i][j] for j in used] + [rows[i][4]] for i in used])
+        least = min(range(len(used)), key=solved.__getitem__)
+        if solved[least] >= 0:
+            coefficients = [0.0] * 4
+            for i, value in zip(used, solved, strict=True):
+                coefficients[i] = value
+            return coefficients
+        del used[least]
+    return [0.0] * 4
+
+
+def _eliminate(matrix: list[list[float]]) -> list[float]:
+    """Solve symmetric positive semidefinite equations, the right side in the last column, by Gaussian elimination."""
+    size = len(matrix)
+    for i in range(size):
+        matrix[i][i] *= 1 + RIDGE
+    for i in range(size):
+        pivot = matrix[i][i] or 1.0
+        for k in range(i + 1, size):
+            share = matrix[k][i] / pivot
+            for j in range(i, size + 1):
+                matrix[k][j] -= share * matrix[i][j]
+    solved = [0.0] * size
+    for i in reversed(range(size)):
+        rest = matrix[i][size] - sum(matrix[i][j] * solved[j] for j in range(i + 1, size))
+        solved[i] = rest / (matrix[i][i] or 1.0)
+    return solved

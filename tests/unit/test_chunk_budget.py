@@ -1,0 +1,225 @@
+"""What steps take, as learned from steps, and the inter-token latency that chunks are cut for, on a made-up device."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.scheduler_harness import Harness
+
+from rayllm.config import EngineConfig, make_config
+from rayllm.core.chunk_budget import MIN_CHUNK
+from rayllm.core.scheduler import Scheduler
+from rayllm.core.step_time import StepTimes, StepWork, attended
+from rayllm.errors import ConfigError
+from rayllm.sampling_params import SamplingParams
+from rayllm.types import GenerationRequest, StepResult
+
+TARGET = 0.030
+
+
+@given(start=st.integers(0, 60), count=st.integers(0, 60), window=st.sampled_from([None, 1, 2, 17, 50]))
+def test_attended_pairs(start, count, window):
+    expected = sum(min(p + 1, window or p + 1) for p in range(start, start + count))
+    assert attended(start, count, window) == expected
+
+
+def seconds_of(work: StepWork) -> float:
+    """About an 8B model on an H200: 6 ms for the weights, 38,000 prompt tokens a second, and their attention."""
+    return 6e-3 + 2e-5 * work.decodes + 2.6e-5 * work.prompt_tokens + 1.0e-9 * work.pairs
+
+
+def test_a_linear_device_is_known_after_a_few_steps():
+    times, rng = StepTimes(), random.Random(0)
+    for _ in range(120):
+        tokens = rng.choice([0, 0, rng.randint(1, 4000)])
+        work = StepWork(rng.randint(1, 200), tokens, attended(rng.randint(0, 30_000), tokens, None))
+        times.observe(work, seconds_of(work))
+    for work in (StepWork(100, 0, 0), StepWork(1, 2000, attended(20_000, 2000, None)), StepWork(200, 300, 50_000)):
+        assert times.predict(work) == pytest.approx(seconds_of(work), rel=1e-3)
+    assert times.error < 0.05
+
+
+def test_a_long_time_without_prompts_does_not_forget_what_they_cost():
+    times = StepTimes()
+    for i in range(20):
+        work = StepWork(32, 200 + 20 * i, attended(500 * i, 200 + 20 * i, None))
+        times.observe(work, seconds_of(work))
+    for _ in range(5000):
+        times.observe(StepWork(32, 0, 0), seconds_of(StepWork(32, 0, 0)))
+    work = StepWork(32, 500, attended(8000, 500, None))
+    assert times.predict(work) == pytest.approx(seconds_of(work), rel=0.02)
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 300), st.integers(0, 20_000), st.integers(0, 30_000), st.floats(-1, 100)),
+        max_size=40,
+    )
+)
+def test_whatever_steps_take_more_work_never_takes_less(steps):
+    times = StepTimes()
+    for decodes, tokens, start, seconds in steps:
+        times.observe(StepWork(decodes, tokens, attended(start, tokens, None)), seconds)
+    small, large = StepWork(8, 100, 10_000), StepWork(9, 101, 10_101)
+    assert 0 <= times.predict(small) <= times.predict(large)
+    assert math.isfinite(times.predict(large)) and math.isfinite(times.error)
+
+
+class Device:
+    """Steps on a simulated clock, up to `depth` in flight; between[i]: seconds between results i and i + 1."""
+
+    def __init__(self, seconds: Callable[[StepWork, float], float], target: float | None, depth: int, **options: int):
+        self.now = 0.0
+        settings = {
+            "num_blocks": 12_000, "block_size": 16, "max_num_seqs": 64, "max_num_batched_tokens": 8192,
+            "max_model_len": 40_000, **options,
+        }  # fmt: skip
+        self.scheduler = Scheduler(**settings, target_itl=target, clock=lambda: self.now, enable_prefix_caching=False)
+        self.seconds, self.depth = seconds, depth
+        self.running: deque[tuple[float, StepResult, int]] = deque()
+        self.device_free = 0.0
+        self.between: list[float] = []
+        self.chunks: list[int] = []
+
+    def add(self, name: str, length: int, max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        self.scheduler.add(GenerationRequest(request_id=name, prompt_token_ids=[5] * length, params=params))
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.now += 1e-4  # the host's part
+            record = self.scheduler.in_flight[-1]
+            chunks = list(zip(plan.rows, plan.num_tokens, strict=True))[plan.num_decodes :]
+            pairs = sum(attended(record.by_row[row].num_computed - n, n, None) for row, n in chunks)
+            work = StepWork(plan.num_decodes, sum(n for _row, n in chunks), pairs)
+            self.chunks.append(work.prompt_tokens)
+            self.device_free = max(self.now, self.device_free) + self.seconds(work, self.now)
+            self.running.append((self.device_free, StepResult(plan.step_id, [9] * plan.num_sampled), plan.num_decodes))
+        if self.running and (plan is None or len(self.running) >= self.depth):
+            end, result, num_decodes = self.running.popleft()
+            before, self.now = self.now, max(self.now, end)
+            if num_decodes:
+                self.between.append(self.now - self.last_result)
+            self.last_result = self.now
+            assert self.now >= before
+            self.scheduler.update(result)
+
+    last_result = 0.0
+
+    def arrive_among_streams(self, prompts: int = 1) -> list[float]:
+        """32 streams, then prompts of 32k tokens, one after the other: inter-token latencies from their arrival on."""
+        for i in range(32):
+            self.add(f"stream {i}", 200 + i, 4000)
+        for _ in range(60):
+            self.step()
+        first = len(self.between)
+        for i in range(prompts):
+            self.add(f"long {i}", 32_000, 1)
+            while f"long {i}" in self.scheduler.groups:
+                self.step()
+        self.scheduler.check_integrity()
+        return self.between[first:]
+
+
+def p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * len(values))]
+
+
+def steady(work: StepWork, _now: float) -> float:
+    return seconds_of(work)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_long_prompt_does_not_hold_up_streams(depth):
+    fixed = Device(steady, None, depth).arrive_among_streams()
+    assert p99(fixed) > 10 * TARGET
+    device = Device(steady, TARGET, depth)
+    latencies = device.arrive_among_streams()
+    assert p99(latencies) <= TARGET
+    used = sum(latencies) / len(latencies)
+    assert used > 0.75 * TARGET, "the time that is left goes to the prompt"
+    assert device.scheduler.stats().prefill_chunk_limit > MIN_CHUNK
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_is_allowed_for(seed):
+    rng = random.Random(seed)
+    device = Device(lambda work, _now: seconds_of(work) * math.exp(rng.gauss(0, 0.05)), TARGET, 2)
+    latencies = device.arrive_among_streams(prompts=4)
+    assert p99(latencies) <= TARGET
+    assert sum(latencies) / len(latencies) > 0.6 * TARGET
+
+
+def test_a_device_that_is_not_linear():
+    """Up to some 230 tokens cost no more than reading the weights: what is learned of some lengths misleads of others."""
+    device = Device(lambda work, _now: max(6e-3, seconds_of(work) - 6e-3) + 1e-3, TARGET, 2)
+    latencies = device.arrive_among_streams(prompts=3)
+    assert p99(latencies) <= 1.05 * TARGET
+    assert sum(latencies) / len(latencies) > 0.75 * TARGET
+
+
+def test_a_device_that_slows_down_is_followed():
+    """Twice as slow within ten seconds, and some noise."""
+    rng = random.Random(1)
+    device = Device(
+        lambda work, now: seconds_of(work) * min(2.0, 1 + now / 10) * math.exp(rng.gauss(0, 0.02)), TARGET, 2
+    )  # fmt: skip
+    latencies = device.arrive_among_streams(prompts=5)
+    assert p99(latencies) <= TARGET
+    assert sum(latencies) / len(latencies) > 0.6 * TARGET
+
+
+def test_a_sudden_change_is_over_the_target_for_a_few_steps_only():
+    device = Device(lambda work, now: seconds_of(work) * (1 + (now > 3)), TARGET, 2)
+    latencies = device.arrive_among_streams(prompts=4)
+    assert sum(latency > TARGET for latency in latencies) <= 12
+    assert latencies[-1] <= TARGET and len(latencies) > 300
+
+
+def test_a_hiccup_is_forgotten():
+    hiccups = iter([0.5])
+    device = Device(lambda work, now: seconds_of(work) + (next(hiccups, 0) if now > 2 else 0), TARGET, 2)
+    latencies = device.arrive_among_streams(prompts=3)
+    assert sum(latency > TARGET for latency in latencies) == 1
+    assert sum(latencies[-50:]) / 50 > 0.7 * TARGET
+
+
+def test_prompts_make_progress_beside_decodes_that_take_too_long():
+    device = Device(steady, 1e-3, 2)
+    device.arrive_among_streams()
+    beside = device.chunks[100:-40]
+    assert set(beside) == {MIN_CHUNK}
+
+
+def test_a_prompt_alone_takes_all_it_can():
+    device = Device(steady, TARGET, 2)
+    device.add("long", 32_000, 1)
+    while device.scheduler.has_work():
+        device.step()
+    assert device.chunks == [8192, 8192, 8192, 32_000 - 3 * 8192]
+
+
+def test_without_a_clock_chunks_stay_short_and_outputs_right():
+    harness = Harness(
+        num_blocks=200, block_size=4, max_num_seqs=6, max_num_batched_tokens=600, target_itl=1e-3, depth=2
+    )
+    for i in range(4):
+        harness.add(f"r{i}", [i] * (300 * (i % 2) + 5), max_tokens=30, seed=i, n=1 + i % 2)
+        harness.step()
+    harness.run()
+    harness.check_done()
+    mixed = [plan for plan in harness.plans if plan.num_decodes]
+    assert max(sum(plan.num_tokens[plan.num_decodes :]) for plan in mixed) == 2 * MIN_CHUNK
+
+
+@pytest.mark.parametrize("value", [0, -5, float("nan"), float("inf"), "fast"])
+def test_targets_that_are_none(value):
+    with pytest.raises(ConfigError, match="target_itl_ms: input should be"):
+        make_config(EngineConfig, {"target_itl_ms": value})
