@@ -6,8 +6,8 @@ Requests arrive together and need `factor` times the pool if all that have a row
 is the scheduler's plan, and each sequence ends after a length drawn for it, two plans in flight. "known": requests
 ignore end-of-sequence, so they get as long as max_tokens says. "unknown": max_tokens is four times the mean length, and
 lengths are drawn from an exponential distribution or, half of them short and half of them long, from two peaks. The
-watermark rule lets a sequence in as soon as its prompt fits and a hundredth of the pool stays free. Seconds are what the
-steps would take on a device that takes 6 ms and 26 us a prompt token, and 20 us a decode; the last column is what
+watermark rule lets a sequence in as soon as its prompt fits and a hundredth of the pool stays free. Seconds are what
+the steps would take on a device that takes 6 ms, 26 us a prompt token and 20 us a decode; the last column is what
 `schedule` and `update` took here, a step.
 """
 

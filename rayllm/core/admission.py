@@ -119,13 +119,22 @@ class Admission:
         return yields or self.forecast.fits(seq, held, shared, room)
 
     def _missing(self, seq: Sequence, match: Match) -> int:
-        """Blocks beyond the match until it decodes: for all of its tokens, or for a window and the longest chunk."""
-        memory = self._memory
-        missing = max(0, memory.gpu.blocks_for(len(seq.token_ids)) - match.end)
-        if memory.window.tokens is None:
+        """Blocks beyond the match that it has to find at first, or until it decodes if its chunks find them.
+
+        The latter are those of a window and the longest chunk; the only sequence gets along with less.
+        """
+        blocks_for, window = self._memory.gpu.blocks_for, self._memory.window
+        missing = max(0, blocks_for(len(seq.token_ids)) - match.end)
+        if window.tokens is None:
             return missing
-        most = memory.window.most_blocks(len(seq.token_ids)) + memory.gpu.blocks_for(self._longest_chunk)
-        return min(missing, max(1, most - len(match.blocks))) if self._batch.sequences else 1
+        if not self._batch.sequences:
+            return max(0, blocks_for(self._num_found(seq, match) + 1) - match.end)
+        most = window.most_blocks(len(seq.token_ids)) + blocks_for(self._longest_chunk)
+        return min(missing, max(1, most - len(match.blocks)))
+
+    def _num_found(self, seq: Sequence, match: Match) -> int:
+        """Tokens that need not be computed any more."""
+        return seq.num_swapped or match.end * self._memory.block_size
 
     def _claim(self, seq: Sequence, match: Match, num_computed: int) -> bool:
         """Take the sequence's blocks: all of them, or with a sliding window the first, and its chunks find the others.

@@ -8,14 +8,13 @@ from rayllm.core.sequence import Sequence, SequenceStatus, policy_order
 
 
 class RunningBatch:
-    """sequences: those that run, in policy order. free_rows: rows that nobody has. num_left: who has left so far."""
+    """sequences: those that run, in policy order. free_rows: rows that nobody has."""
 
     def __init__(self, max_num_seqs: int):
         self.max_num_seqs = max_num_seqs
         self.sequences: list[Sequence] = []
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._left: list[int] = []
-        self.num_left = 0
 
     def enter(self, seq: Sequence) -> None:
         """Give a sequence a row; there must be a free one."""
@@ -32,7 +31,6 @@ class RunningBatch:
     def free_row(self, seq: Sequence) -> None:
         """Take a sequence's row back. Unless it was popped, `drop_finished` has to follow."""
         self._left.append(seq.row)
-        self.num_left += 1
         self.free_rows.append(seq.row)
         seq.row = -1
 

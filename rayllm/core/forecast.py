@@ -66,10 +66,14 @@ class Need:
         else:
             self._events.append((steps, base, residue, 0, own))
 
-    def fits(self, room: int, kept: int) -> bool:
-        """Whether it never exceeds `room` blocks. kept: of the blocks let go, so many stay in use."""
+    def steps_to_fit(self, room: int, kept: int) -> int:
+        """0 if it never exceeds `room` blocks; otherwise steps before which the last one added does not fit either.
+
+        kept: of the blocks let go, so many stay in use. The later one enters, the fewer blocks it has at the step at
+        which there are too few: one less every block_size steps. And once that step has passed, it is no obstacle.
+        """
         if self._total <= room:
-            return True
+            return 0
         self._events.sort()
         size, counts = self._size, self._counts.copy()
         growing, need, freed, last = self._growing, self._base + self._full, -kept, -1
@@ -78,15 +82,17 @@ class Need:
                 last = step
                 turns, rest = divmod(step, size)
                 level = need + growing * turns - (freed if freed > 0 else 0)
-                if level + growing > room and level + sum(counts[size - rest :]) > room:
-                    return False
+                if level + growing > room:
+                    missing = level + sum(counts[size - rest :]) - room
+                    if missing > 0:
+                        return min(step + 1, (missing - 1) * size + 1)
             if residue >= 0:
                 growing -= 1
                 need -= base
                 counts[residue] -= 1
             need += full
             freed += own
-        return True
+        return 0
 
 
 class Forecast:
@@ -101,7 +107,7 @@ class Forecast:
         self._window_blocks = memory.window.most_blocks(sys.maxsize)  # without a window, more than there can be
         self.lengths = OutputLengths()
         self._need: Need | None = None
-        self._refused: tuple[Sequence, int] | None = None  # and how many had left the batch then
+        self._refused: Sequence | None = None
         self._looks_to_skip = 0
         self._longest_chunk = longest_chunk
         self._lag = 0
@@ -112,7 +118,9 @@ class Forecast:
         self._lag = in_flight
 
     def ended(self, seq: Sequence) -> None:
-        """A sequence has ended: learn from its length, unless it was known."""
+        """A sequence has ended, or its request: learn from its length, unless it was known."""
+        if len(seq.token_ids) < seq.expected_len:
+            self._refused = None  # there is more room than was foreseen
         generated = len(seq.token_ids) - len(seq.group.prompt_token_ids)
         if generated > 0 and not _reaches_limit(seq):
             self.lengths.add(generated)
@@ -121,9 +129,9 @@ class Forecast:
         """Whether nobody will lack a block if a sequence enters now, as it then has to.
 
         held: blocks it is going to hold at first; shared: those of them that others hold. room: free blocks after that.
-        One that was refused is looked at again when a sequence has left the batch, or its own need is a block less.
+        One that was refused is looked at again when that can make a difference.
         """
-        if self._refused == (seq, self._batch.num_left) and self._looks_to_skip:
+        if self._refused is seq and self._looks_to_skip:
             self._looks_to_skip -= 1
             return False
         need = self._need or self._of_running()
@@ -133,11 +141,12 @@ class Forecast:
         most = max(held, self._window_blocks)
         # It samples its first token in this step already, if its prompt ends in it.
         need.add(length, self._steps_left(seq, length), first, held, held - shared, most)
-        if need.fits(room, self._memory.gpu.num_shared + shared):
+        wait = need.steps_to_fit(room, self._memory.gpu.num_shared + shared)
+        if not wait:
             self._need = need
             return True
         self._need = None
-        self._refused, self._looks_to_skip = (seq, self._batch.num_left), self._memory.block_size - 1
+        self._refused, self._looks_to_skip = seq, wait - 1
         return False
 
     def _of_running(self) -> Need:

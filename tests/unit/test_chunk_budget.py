@@ -158,7 +158,7 @@ def test_noise_is_allowed_for(seed):
 
 
 def test_a_device_that_is_not_linear():
-    """Up to some 230 tokens cost no more than reading the weights: what is learned of some lengths misleads of others."""
+    """Up to some 230 tokens cost no more than reading the weights: what some lengths teach misleads about others."""
     device = Device(lambda work, _now: max(6e-3, seconds_of(work) - 6e-3) + 1e-3, TARGET, 2)
     latencies = device.arrive_among_streams(prompts=3)
     assert p99(latencies) <= 1.05 * TARGET

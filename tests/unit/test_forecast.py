@@ -56,8 +56,8 @@ def test_the_peak_is_exact(sequences, size, tokens, kept):
         grown = sum(table[step] - table[0] for table in tables if step < len(table))
         freed = sum(table[0] for table in tables if step >= len(table))
         peak = max(peak, grown - max(0, freed - kept))
-    assert need.fits(peak, kept)
-    assert peak == 0 or not need.fits(peak - 1, kept)
+    assert need.steps_to_fit(peak, kept) == 0
+    assert peak == 0 or need.steps_to_fit(peak - 1, kept) > 0
 
 
 @given(
