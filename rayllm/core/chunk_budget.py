@@ -15,7 +15,7 @@ from __future__ import annotations
 from rayllm.core.sequence import Sequence
 from rayllm.core.step_time import StepTimes, StepWork, attended
 
-MIN_CHUNK = 128
+MIN_CHUNK = 64
 GROWTH = 2  # no more than so many times the prompt tokens of the largest step seen: what lies beyond is a guess
 MARGIN = 3.0  # standard deviations of the prediction's error, which is never less than LEAST_ERROR
 LEAST_ERROR = 0.01

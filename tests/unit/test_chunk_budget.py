@@ -10,8 +10,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from model_factory import make_model
 from unit.scheduler_harness import Harness
 
+from rayllm import LLM
 from rayllm.config import EngineConfig, make_config
 from rayllm.core.chunk_budget import MIN_CHUNK
 from rayllm.core.scheduler import Scheduler
@@ -217,6 +219,43 @@ def test_without_a_clock_chunks_stay_short_and_outputs_right():
     harness.check_done()
     mixed = [plan for plan in harness.plans if plan.num_decodes]
     assert max(sum(plan.num_tokens[plan.num_decodes :]) for plan in mixed) == 2 * MIN_CHUNK
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_prompts_that_have_to_wait_in_the_batch(monkeypatch, policy, window):
+    """No time for more than two tokens a step: sequences enter, fork, are preempted and swapped before they compute."""
+    monkeypatch.setattr("rayllm.core.chunk_budget.MIN_CHUNK", 2)
+    rng = random.Random(3)
+    harness = Harness(
+        num_blocks=14, block_size=4, max_num_seqs=6, max_num_batched_tokens=24, policy=policy, target_itl=1e-3, depth=2,
+        num_cpu_blocks=8, foresight=False, sliding_window=window, max_model_len=56,
+    )  # fmt: skip
+    for i in range(40):
+        prompt = [rng.randrange(4) for _ in range(rng.randint(1, 20))]
+        harness.add(f"r{i}", prompt, rng.randint(0, 2), n=rng.choice([1, 1, 3]), max_tokens=rng.randint(1, 28), seed=i)
+        for _ in range(rng.randint(0, 6)):
+            harness.step()
+        if rng.random() < 0.1:
+            harness.abort(f"r{rng.randint(0, i)}")
+    harness.run()
+    harness.check_done()
+    waits = [plan for plan in harness.plans if not {data.row for data in plan.new} <= set(plan.rows)]
+    assert len(waits) > 10
+
+
+def test_an_engine_with_a_target(tmp_path):
+    folder = make_model(tmp_path, "qwen2")
+    prompts = [[7 * i % 200 + j % 50 for j in range(length)] for i, length in enumerate((30, 300, 20, 350))]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    results = []
+    for target in (None, 0.1):
+        with LLM(
+            folder, device="cpu", skip_tokenizer_init=True, target_itl_ms=target, max_num_batched_tokens=480
+        ) as llm:
+            results.append([o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)])
+            assert llm.stats().prefill_chunk_limit == (0 if target is None else MIN_CHUNK)
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("value", [0, -5, float("nan"), float("inf"), "fast"])

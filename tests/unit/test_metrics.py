@@ -23,7 +23,7 @@ KV_TIERS = {  # name -> field of EngineStats
     "num_cpu_kv_blocks_cached": "num_cached_cpu_blocks", "num_swap_preemptions_total": "num_swap_preemptions",
     "swapped_out_blocks_total": "swapped_out_blocks", "swapped_in_blocks_total": "swapped_in_blocks",
     "cpu_prefix_cache_queries_total": "cpu_prefix_cache_queries",
-    "cpu_prefix_cache_hits_total": "cpu_prefix_cache_hits",
+    "cpu_prefix_cache_hits_total": "cpu_prefix_cache_hits", "prefill_chunk_limit": "prefill_chunk_limit",
 }  # fmt: skip
 
 
