@@ -69,8 +69,9 @@ class Need:
     def steps_to_fit(self, room: int, kept: int) -> int:
         """0 if it never exceeds `room` blocks; otherwise steps before which the last one added does not fit either.
 
-        kept: of the blocks let go, so many stay in use. The later one enters, the fewer blocks it has at the step at
-        which there are too few: one less every block_size steps. And once that step has passed, it is no obstacle.
+        kept: of the blocks let go, so many stay in use. The later it enters, the fewer blocks it has at the step at
+        which there are too few: one less every block_size steps. And once that step has passed, it is no obstacle. As
+        needs are estimated with some caution, block_size steps are the most.
         """
         if self._total <= room:
             return 0
@@ -85,7 +86,7 @@ class Need:
                 if level + growing > room:
                     missing = level + sum(counts[size - rest :]) - room
                     if missing > 0:
-                        return min(step + 1, (missing - 1) * size + 1)
+                        return min(step + 1, (missing - 1) * size + 1, size)
             if residue >= 0:
                 growing -= 1
                 need -= base
@@ -136,7 +137,7 @@ class Forecast:
             return False
         need = self._need or self._of_running()
         length = len(seq.token_ids)
-        seq.expected_len = 0
+        seq.expected_len = 0  # by what is known now
         first = max(0, self._memory.gpu.blocks_for(length) - held)
         most = max(held, self._window_blocks)
         # It samples its first token in this step already, if its prompt ends in it.
@@ -165,8 +166,9 @@ class Forecast:
         if seq.expected_len <= length < seq.max_len:  # not looked at before, or longer than expected
             prompt = len(seq.group.prompt_token_ids)
             limit = seq.max_len - prompt
+            seq.length_share = seq.length_share or self.lengths.next_share()
             seq.expected_len = prompt + (
-                limit if _reaches_limit(seq) else self.lengths.expected(length - prompt, limit)
+                limit if _reaches_limit(seq) else self.lengths.expected(length - prompt, limit, seq.length_share)
             )  # fmt: skip
         steps = max(0, seq.expected_len - length) + self._lag
         return steps if seq.decoding else steps + (length - seq.num_computed) // self._longest_chunk

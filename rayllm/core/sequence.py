@@ -36,7 +36,8 @@ class Sequence:
     submitted steps have run. decoding: all tokens but the last (known or pending) are computed.
     block_table: of the blocks from first_block on; those before it lie behind the sliding window and were let go.
     num_shared: leading blocks of block_table that others held when it was made.
-    expected_len: tokens that it is expected to have in the end, as last forecast; 0 before.
+    expected_len: tokens that it is expected to have in the end, as last forecast; 0 before. length_share: where
+    among possible lengths that is, in [0, 1); 0 before.
     capacity: tokens up to which block_table reaches. max_len: tokens after which it ends.
     next_full: when the known tokens exceed this number, another block is full and enters the prefix cache.
     row: its place in the workers' persistent batch while it runs.
@@ -49,8 +50,9 @@ class Sequence:
 
     __slots__ = (
         "block_hashes", "block_table", "blocked", "capacity", "constraint", "cpu_table", "decoding", "expected_len",
-        "first_block", "fresh", "group", "index", "key", "max_len", "next_full", "num_computed", "num_pending",
-        "num_registered", "num_shared", "num_swapped", "request_id", "row", "seed", "status", "stop_ids", "token_ids",
+        "first_block", "fresh", "group", "index", "key", "length_share", "max_len", "next_full", "num_computed",
+        "num_pending", "num_registered", "num_shared", "num_swapped", "request_id", "row", "seed", "status", "stop_ids",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, index: int, max_len: int, stop_ids: frozenset[int], key: tuple):
@@ -67,6 +69,7 @@ class Sequence:
         self.row = -1
         self.num_pending = 0
         self.expected_len = 0
+        self.length_share = 0.0
         self.constraint: Constraint | None = None
         self.blocked = False
         self.block_hashes: list[bytes] = []

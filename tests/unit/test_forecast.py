@@ -64,27 +64,38 @@ def test_the_peak_is_exact(sequences, size, tokens, kept):
     lengths=st.lists(st.integers(1, 300), max_size=RECENT + 40),
     generated=st.integers(0, 300),
     room=st.integers(1, 300),
+    share=st.floats(0, 1, exclude_max=True),
 )
-def test_expected_lengths(lengths, generated, room):
+def test_expected_lengths(lengths, generated, room, share):
     model = OutputLengths()
     for length in lengths:
         model.add(length)
     limit = generated + room
-    longer = [min(length, limit) for length in [*PRIOR, *lengths][-RECENT:] if length > generated]
-    expected = -(-sum(longer) // len(longer)) if longer else min(limit, max(generated + 1, 2 * generated))
-    assert model.expected(generated, limit) == expected
-    assert generated < expected <= limit
+    longer = sorted(length for length in [*PRIOR, *lengths][-RECENT:] if length > generated)
+    expected = longer[int(share * len(longer))] if longer else max(generated + 1, 2 * generated)
+    assert model.expected(generated, limit, share) == min(limit, expected)
+    assert generated < min(limit, expected)
+
+
+def test_many_sequences_are_expected_to_be_as_those_before():
+    model, rng = OutputLengths(), random.Random(0)
+    lengths = [int(rng.expovariate(0.01)) + 1 for _ in range(RECENT)]
+    for length in lengths:
+        model.add(length)
+    drawn = [model.expected(0, 10**6, model.next_share()) for _ in range(100)]
+    assert sum(drawn) / 100 == pytest.approx(sum(lengths) / RECENT, rel=0.05)
+    assert sorted(drawn)[75] == pytest.approx(sorted(lengths)[3 * RECENT // 4], rel=0.1)
 
 
 def test_recent_lengths_replace_older_ones():
     model = OutputLengths()
     for _ in range(RECENT):
         model.add(100)
-    assert (model.expected(0, 5000), model.expected(0, 30), model.expected(99, 5000)) == (100, 30, 100)
-    assert model.expected(100, 5000) == 200, "longer than all: as long again"
+    assert [model.expected(*args, 0.9) for args in ((0, 5000), (0, 30), (99, 5000))] == [100, 30, 100]
+    assert model.expected(100, 5000, 0.1) == 200, "longer than all: as long again"
     for _ in range(RECENT):
         model.add(1000)
-    assert model.expected(0, 5000) == 1000
+    assert model.expected(0, 5000, 0.0) == 1000
 
 
 def crowd(foresight: bool, seed: int, ignore_eos: bool = True) -> Harness:
@@ -109,6 +120,31 @@ def test_known_lengths_are_not_preempted_and_take_no_longer(seed):
     assert foreseen.scheduler.stats().num_preemptions == 0
     assert len(foreseen.plans) <= 1.1 * len(blind.plans)
     assert foreseen.worker.num_tokens_computed < blind.worker.num_tokens_computed
+
+
+def test_who_was_refused_enters_when_somebody_ends_early():
+    harness = Harness(num_blocks=30, block_size=4, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100)
+    for name in ("a", "b"):
+        harness.add(name, [1, 2, 3, 4], max_tokens=50, seed=1, ignore_eos=True)
+    harness.step()
+    harness.add("c", [5] * 4, max_tokens=50, seed=1, ignore_eos=True)
+    for _ in range(3):
+        harness.step()
+    stats = harness.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting) == (2, 1) and stats.num_used_blocks < 6, "all three need 42 blocks"
+    harness.abort("a")
+    harness.step()
+    assert harness.scheduler.stats().num_running == 2
+    harness.run()
+    harness.check_done()
+    assert harness.scheduler.stats().num_preemptions == 0
+
+
+def test_looking_less_often_delays_little(monkeypatch):
+    steps = [len(crowd(True, seed).plans) for seed in range(4)]
+    look = Need.steps_to_fit
+    monkeypatch.setattr(Need, "steps_to_fit", lambda *args: min(1, look(*args)))
+    assert sum(steps) <= 1.03 * sum(len(crowd(True, seed).plans) for seed in range(4))
 
 
 def test_lengths_are_learned():
