@@ -11,7 +11,7 @@ def schedule_chunk(seq: Sequence, memory: KVMemory, draft: Draft) -> None:
     """Compute the next tokens of a sequence that isn't decoding; all its ids are known and blocks for one are there."""
     uncomputed = len(seq.token_ids) - seq.num_computed
     count = min(draft.budget, uncomputed)
-    if draft.pace is not None:
+    if draft.pace is not None and uncomputed > 1:  # a single token is as a decode
         count = draft.pace.take(seq.num_computed, count)
         if not count:
             draft.budget = 0  # time is up for this step
