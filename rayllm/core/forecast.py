@@ -47,24 +47,28 @@ class Need:
         first, held: it holds so many blocks from that one on. own: those that nobody else holds. most: blocks that it
         holds at once at most, at least `held`; so many at once if it does not grow token by token.
         """
-        size = self._size
-        quotient, residue = divmod(tokens + size - 1, size)
-        full_at = (first + most - 1) * size + 1 - tokens
+        full_at = (first + most - 1) * self._size + 1 - tokens
         if full_at <= 0:
-            self._events.append((steps, 0, -1, held - most, own))
             self._full += most - held
             self._total += most - held
+        elif full_at < steps:
+            self.add_growing(tokens, full_at, first + held, 0)
+            step, base, residue, _full, _own = self._events[-1]
+            self._events[-1] = (step, base, residue, most - held, 0)
+        else:
+            self.add_growing(tokens, steps, first + held, own)
             return
-        base = quotient - first - held
+        self._events.append((steps, 0, -1, held - most, own))
+
+    def add_growing(self, tokens: int, steps: int, end: int, own: int) -> None:
+        """A sequence that grows by a token a step to its end. end: of the blocks that it holds."""
+        quotient, residue = divmod(tokens + self._size - 1, self._size)
+        base = quotient - end
         self._growing += 1
         self._base += base
         self._counts[residue] += 1
-        self._total += base + (steps + residue) // size
-        if full_at < steps:
-            self._events.append((full_at, base, residue, most - held, 0))
-            self._events.append((steps, 0, -1, held - most, own))
-        else:
-            self._events.append((steps, base, residue, 0, own))
+        self._total += base + (steps + residue) // self._size
+        self._events.append((steps, base, residue, 0, own))
 
     def steps_to_fit(self, room: int, kept: int) -> int:
         """0 if it never exceeds `room` blocks; otherwise steps before which the last one added does not fit either.
@@ -152,15 +156,26 @@ class Forecast:
 
     def _of_running(self) -> Need:
         need = Need(self._memory.block_size)
-        blocks_for, windowed = self._memory.gpu.blocks_for, self._memory.window.tokens is not None
-        for seq in self._batch.sequences:
+        windowed = self._memory.window.tokens is not None
+        for seq in self._batch.sequences:  # written for speed, as there may be many
             length = len(seq.token_ids) + seq.num_pending
-            held, first = len(seq.block_table), seq.first_block
-            most = self._window_blocks if held <= self._window_blocks else held
-            if not seq.decoding and windowed:
-                most = max(most, min(blocks_for(length) - first, self._window_blocks + self._chunk_blocks))
-            need.add(length - 1, self._steps_left(seq, length), first, held, held - seq.num_shared, most)
+            steps = seq.expected_len - length + self._lag
+            if steps <= self._lag or not seq.decoding:
+                steps = self._steps_left(seq, length)
+            held = len(seq.block_table)
+            if windowed:
+                need.add(length - 1, steps, seq.first_block, held, held - seq.num_shared, self._most(seq, length))
+            else:
+                need.add_growing(length - 1, steps, held, held - seq.num_shared)
         return need
+
+    def _most(self, seq: Sequence, length: int) -> int:
+        """Blocks that a running sequence holds at once at most, with a sliding window."""
+        most = max(len(seq.block_table), self._window_blocks)
+        if seq.decoding:
+            return most
+        prompt = self._memory.gpu.blocks_for(length) - seq.first_block
+        return max(most, min(prompt, self._window_blocks + self._chunk_blocks))
 
     def _steps_left(self, seq: Sequence, length: int) -> int:
         if seq.expected_len <= length < seq.max_len:  # not looked at before, or longer than expected
