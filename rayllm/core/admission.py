@@ -37,9 +37,11 @@ class Admission:
             if not (draft.budget and self._batch.free_rows and blocks.num_free > self._reserve(seq)):
                 self._preemption.send_back(seq)
                 continue
-            last = len(seq.group.prompt_token_ids) - 1
-            copy = blocks.make_writable(seq.block_table, last // blocks.block_size)
-            if copy is not None:
+            last = len(seq.token_ids) - 1
+            place = last // blocks.block_size
+            if place == len(seq.block_table):  # a beam's token, behind full blocks
+                seq.block_table += blocks.allocate(1)
+            elif (copy := blocks.make_writable(seq.block_table, place)) is not None:
                 draft.copies.append(copy)
                 draft.copied.append(copy[0])
             self._enter(seq, seq.block_table, last, draft)
@@ -51,7 +53,7 @@ class Admission:
         In that order whoever ran before comes before whoever is new.
         """
         while draft.budget and self._batch.free_rows:
-            seq = self._head()
+            seq = self.head()
             if seq is None:
                 return
             match = self._find(seq)
@@ -73,7 +75,7 @@ class Admission:
 
     def yield_to_urgent(self) -> None:
         """Preempt sequences of lower priority while one of higher priority waits for a row or for blocks."""
-        head = self._head()
+        head = self.head()
         if head is None:
             return
         match = self._find(head)
@@ -83,7 +85,14 @@ class Admission:
                 return
             self._preemption.preempt_last()
 
-    def _head(self) -> Sequence | None:
+    def make_way(self, draft: Draft) -> None:
+        """Let the first in order in at the cost of the last that run; called if all that run await a group's choice."""
+        running = self._batch.sequences
+        while draft.is_empty and not draft.arriving and running and self.head() is not None:
+            self._preemption.preempt_last()
+            self.admit(draft)
+
+    def head(self) -> Sequence | None:
         """The first in policy order outside the batch. None also while something about it is not known yet."""
         heads = [seq for seq in (self._swapped.peek(), self._waiting.peek()) if seq is not None]
         head = min(heads, key=policy_order, default=None)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 
 from rayllm.core.admission import Admission
 from rayllm.core.batch import RunningBatch
+from rayllm.core.beam_group import BeamGroups
 from rayllm.core.constraint import AwaitedMasks, MakeConstraint
 from rayllm.core.integrity import check_scheduler
 from rayllm.core.kv_memory import KVMemory
@@ -29,6 +30,7 @@ from rayllm.core.preemption import Preemption
 from rayllm.core.prefill import schedule_chunk
 from rayllm.core.queue import WaitingQueue
 from rayllm.core.sequence import Sequence, SequenceGroup, SequenceStatus, derive_seed
+from rayllm.core.stats import engine_stats
 from rayllm.core.step import Draft, InFlight
 from rayllm.types import (
     STEP_TOKEN_BUCKETS,
@@ -96,17 +98,19 @@ class Scheduler:
         self.batch = RunningBatch(max_num_seqs)
         self.preemption = Preemption(preemption_mode, self.memory, self.batch, self.waiting, self.swapped, costs)
         self.admission = Admission(self.memory, self.batch, self.preemption, self.waiting, self.swapped)
+        self.beams = BeamGroups(
+            self.memory, self.batch, self.waiting, self.swapped, self.groups, self._retire, self._times
+        )
         self.forks: list[Sequence] = []
         self.in_flight: list[InFlight] = []
         self.awaited_masks = AwaitedMasks()
         self._failed: list[TokenDelta] = []  # last deltas of sequences whose constraint failed
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
-        self._num_steps = 0
-        self._prompt_tokens = self._generation_tokens = 0
+        self.num_steps = self.computed_tokens = 0
+        self.prompt_tokens = self.generation_tokens = 0
         self._clock = clock
-        self._step_tokens = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
-        self._computed_tokens = 0
+        self.step_tokens = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
         self.to_report: list[str] = []  # requests with report_start that the last `schedule` started
 
     @property
@@ -129,6 +133,8 @@ class Scheduler:
             raise ValueError(f"a prompt has 1 to {longest} tokens, not {len(prompt)}")
         if request.pooling is not None and params.n != 1:
             raise ValueError(f"a pooled prompt has one embedding, not {params.n}")
+        if params.use_beam_search and params.width > self.max_num_seqs:
+            raise ValueError(f"{params.width} beams cannot run at once; max_num_seqs is {self.max_num_seqs}")
         arrival = next(self._arrivals)
         group = SequenceGroup.of(
             request,
@@ -141,7 +147,7 @@ class Scheduler:
         )
         group.added_at = self._clock()
         self.groups[request.request_id] = group
-        self._prompt_tokens += len(prompt)
+        self.prompt_tokens += len(prompt)
         self.waiting.push(group.sequences[0])
 
     def abort(self, request_id: str) -> None:
@@ -160,30 +166,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """A snapshot of queues, pools and counters."""
-        memory, cpu = self.memory, self.memory.cpu
-        return EngineStats(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting) + len(self.forks),
-            num_swapped=len(self.swapped),
-            num_used_blocks=self.blocks.num_blocks - self.blocks.num_free,
-            num_total_blocks=self.blocks.num_blocks,
-            num_preemptions=self.preemption.num_preemptions,
-            num_steps=self._num_steps,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            prefix_cache_queries=self.admission.num_queries,
-            prefix_cache_hits=self.admission.num_hits,
-            step_tokens=self._step_tokens.copy(),
-            computed_tokens=self._computed_tokens,
-            num_swap_preemptions=self.preemption.num_swaps,
-            cpu_prefix_cache_hits=self.admission.num_cpu_hits,
-            num_used_cpu_blocks=cpu.num_blocks - cpu.num_free,
-            num_cached_cpu_blocks=len(memory.cpu_cache),
-            num_total_cpu_blocks=cpu.num_blocks,
-            swapped_out_blocks=memory.num_swapped_out,
-            swapped_in_blocks=memory.num_swapped_in,
-            cpu_prefix_cache_queries=self.admission.num_cpu_queries,
-        )
+        return engine_stats(self)
 
     # ---------------------------------------------------------------------------------------------- one step
 
@@ -204,6 +187,8 @@ class Scheduler:
                 schedule_chunk(seq, self.memory, draft)
         self.admission.admit_forks(self.forks, draft)
         self.admission.admit(draft)
+        if draft.is_empty and not self.in_flight and not self.awaited_masks:
+            self.admission.make_way(draft)
         if draft.arriving and draft.is_empty:
             self._schedule_arriving(draft)
         self.blocks.release(draft.copied)
@@ -212,11 +197,13 @@ class Scheduler:
             self._report(draft.started)
         if draft.is_empty:
             return None
-        plan, record = draft.finish(next(self._step_ids), self.batch.take_left_rows(), self.memory.take_moves())
-        self._num_steps += 1
+        plan, record = draft.finish(
+            next(self._step_ids), self.batch.take_left_rows(), self.memory.take_moves(), self.batch.take_tokens()
+        )
+        self.num_steps += 1
         computed = self.max_num_batched_tokens - draft.budget
-        self._step_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, computed)] += 1
-        self._computed_tokens += computed
+        self.step_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, computed)] += 1
+        self.computed_tokens += computed
         self.in_flight.append(record)
         return plan
 
@@ -255,6 +242,9 @@ class Scheduler:
             seq.num_pending -= 1
             if seq.status is FINISHED:
                 continue  # aborted, or found finished while this step was in flight: the token is dropped
+            if seq.beam is not None:
+                self.beams.take(seq, None if logprobs is None else logprobs[i])
+                continue
             token_ids = seq.token_ids
             token_ids.append(token)
             length = len(token_ids)
@@ -269,10 +259,10 @@ class Scheduler:
                 deltas.append(TokenDelta(seq.request_id, seq.index, [token]))
             if seq.constraint is not None and seq.status is not FINISHED:
                 self.awaited_masks.add(seq, token)
-        self._generation_tokens += len(deltas) - num_others
+        self.generation_tokens += len(deltas) - num_others
         if any_finished:
             self.batch.drop_finished()
-        return deltas
+        return deltas + self.beams.choose(self.forks) if self.beams.due else deltas
 
     def _embedded(self, pooled: list[Sequence], embeddings: list[bytes]) -> list[TokenDelta]:
         """End the pooled sequences whose embeddings have come; returns their only deltas."""
@@ -352,13 +342,15 @@ class Scheduler:
                 continue
             computed = seq.num_computed
             if seq.blocked or computed + 1 >= seq.max_len:
-                continue  # its next mask is not known, or a step in flight samples its last token
+                continue  # its next mask or token is not known, or a step in flight samples its last token
             if not budget:
                 break
             if computed >= seq.capacity and not self._grow(seq, draft):
                 break  # the last in order, it was preempted itself
             if seq.constraint is not None:
                 draft.constrain(seq)
+            elif seq.beam is not None:
+                seq.blocked = True
             budget -= 1
             seq.num_computed = computed + 1
             seq.num_pending += 1

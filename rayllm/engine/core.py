@@ -63,6 +63,7 @@ class EngineCore:
             eos_token_ids=spec.eos_token_ids,
             start=executor.report,
             hidden_size=spec.hidden_size,
+            max_num_seqs=config.max_num_seqs,
         )
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
