@@ -31,7 +31,7 @@ def allowed_after(generated: list[int]) -> list[int]:
 
 
 def fake_logprobs(token_ids: list[int]) -> list[float]:
-    """The fake model for beam search: of each token, something that depends on the whole sequence; ties are possible."""
+    """The fake model for beam search: a number for each token, by the whole sequence; ties are possible."""
     digest = hashlib.shake_128(repr(token_ids).encode()).digest(2 * VOCAB)
     return [-int.from_bytes(digest[2 * i : 2 * i + 2], "little") / 8192 for i in range(VOCAB)]
 
@@ -60,7 +60,9 @@ def expected_beams(
             if ends:
                 finished.append((-worth / length**power, tokens, -worth))
         finished = sorted(finished, key=lambda each: -each[0])[:width]
-        beams = [(-worth, tokens) for (worth, _, _, _, tokens), ends in zip(top, ended, strict=True) if not ends][:width]
+        beams = [(-worth, tokens) for (worth, _, _, _, tokens), ends in zip(top, ended, strict=True) if not ends][
+            :width
+        ]
         if len(finished) == width and beams:
             longest = params.early_stopping == "never" and power > 0
             hoped = beams[0][0] / (max_len - len(prompt) if longest else length) ** power

@@ -143,5 +143,7 @@ class Harness:
     @property
     def seeds(self) -> dict[tuple[str, int], int]:
         return {
-            (r.request_id, i): derive_seed(r.params.seed, i) for r in self.requests.values() for i in range(r.params.width)
+            (r.request_id, i): derive_seed(r.params.seed, i)
+            for r in self.requests.values()
+            for i in range(r.params.width)
         }

@@ -32,6 +32,8 @@ PARAMS = st.fixed_dictionaries(
         "pooling": st.sampled_from([None, None, None, "last", "mean"]),
         "beams": st.one_of(
             st.none(),
+            st.none(),
+            st.none(),
             st.fixed_dictionaries(
                 {
                     "width": st.integers(2, 5),
