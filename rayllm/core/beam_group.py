@@ -16,7 +16,8 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from rayllm.core.batch import RunningBatch
-from rayllm.core.beam_search import Beam, BeamSearch, Hypothesis
+from rayllm.core.beam_search import Beam, BeamSearch
+from rayllm.core.deltas import result_deltas, search_delta
 from rayllm.core.kv_memory import KVMemory
 from rayllm.core.queue import WaitingQueue
 from rayllm.core.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -60,11 +61,11 @@ class BeamGroups:
         for group in due:
             assert group.search is not None
             if not group.search.started:
-                deltas.append(_first_delta(group, self._times(group)))
+                deltas.append(search_delta(group, self._times(group)))
             self._advance(group, group.search, forks)
             if group.finished:
                 del self._groups[group.request_id]
-                deltas += _results(group, group.search.finished)
+                deltas += result_deltas(group, group.search.finished)
         self._batch.drop_finished()
         self.num_tokens += sum(len(delta.token_ids) for delta in deltas)
         return deltas
@@ -122,34 +123,6 @@ class BeamGroups:
         else:
             self._waiting.push(seq)
         return seq
-
-
-def _first_delta(group: SequenceGroup, times: RequestTimes) -> TokenDelta:
-    """Says that the prompt is done. Tokens come when the search is over."""
-    logprobs: list[TokenLogprobs] | None = None if group.params.logprobs is None else []
-    return TokenDelta(
-        group.request_id, 0, [], logprobs, num_cached_tokens=group.num_cached_tokens or 0,
-        prompt_logprobs=group.prompt_logprobs, times=times,
-    )  # fmt: skip
-
-
-def _results(group: SequenceGroup, finished: list[Hypothesis]) -> list[TokenDelta]:
-    """The only deltas with tokens of a request, best first."""
-    params, deltas = group.params, []
-    for index in range(params.n):
-        if index >= len(finished):  # only if logits are not numbers
-            message = "the search found fewer sequences than were asked for"
-            deltas.append(TokenDelta(group.request_id, index, [], finish_reason="error", stop_reason=message))
-            continue
-        _score, token_ids, cumulative, stop_id, entries = finished[index]
-        deltas.append(
-            TokenDelta(
-                group.request_id, index, token_ids, None if params.logprobs is None else entries,
-                "length" if stop_id is None else "stop", stop_id if stop_id in params.stop_token_ids else None,
-                num_preemptions=group.num_preemptions, cumulative_logprob=cumulative,
-            )
-        )  # fmt: skip
-    return deltas
 
 
 def _unused(indices: set[int]) -> Iterator[int]:

@@ -23,6 +23,7 @@ from rayllm.core.admission import Admission
 from rayllm.core.batch import RunningBatch
 from rayllm.core.beam_group import BeamGroups
 from rayllm.core.constraint import AwaitedMasks, MakeConstraint
+from rayllm.core.deltas import embedding_delta, token_delta
 from rayllm.core.integrity import check_scheduler
 from rayllm.core.kv_memory import KVMemory
 from rayllm.core.policy import POLICIES
@@ -30,7 +31,7 @@ from rayllm.core.preemption import Preemption
 from rayllm.core.prefill import schedule_chunk
 from rayllm.core.queue import WaitingQueue
 from rayllm.core.sequence import Sequence, SequenceGroup, SequenceStatus, derive_seed
-from rayllm.core.stats import engine_stats
+from rayllm.core.stats import take_stats
 from rayllm.core.step import Draft, InFlight
 from rayllm.types import (
     STEP_TOKEN_BUCKETS,
@@ -166,7 +167,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """A snapshot of queues, pools and counters."""
-        return engine_stats(self)
+        return take_stats(self)
 
     # ---------------------------------------------------------------------------------------------- one step
 
@@ -271,15 +272,9 @@ class Scheduler:
             seq.num_pending -= 1
             if seq.status is FINISHED:
                 continue  # aborted
-            group = seq.group
             self._retire(seq)
             del self.groups[seq.request_id]
-            deltas.append(
-                TokenDelta(
-                    seq.request_id, seq.index, [], finish_reason="stop", num_cached_tokens=group.num_cached_tokens or 0,
-                    times=self._times(group), num_preemptions=group.num_preemptions, embedding=embedding,
-                )
-            )  # fmt: skip
+            deltas.append(embedding_delta(seq, embedding, self._times(seq.group)))
         self.batch.drop_finished()
         return deltas
 
@@ -305,27 +300,12 @@ class Scheduler:
 
     def _delta(self, seq: Sequence, token: int, logprobs: list | None) -> TokenDelta:
         """The delta of a first, last or logprobs-carrying token; retires the sequence if it is the last."""
-        group, reason, stop = seq.group, None, None
-        if token in seq.stop_ids:
-            reason = "stop"
-            stop = token if token in group.params.stop_token_ids else None
-        elif len(seq.token_ids) >= seq.max_len:
-            reason = "length"
-        cached, prompt_logprobs, times = 0, None, None
-        if seq.fresh:
-            seq.fresh = False
-            cached = group.num_cached_tokens or 0
-            if seq.index == 0:
-                prompt_logprobs = group.prompt_logprobs
-                times = self._times(group)
-        if reason is not None:
+        delta = token_delta(seq, token, logprobs, self._times)
+        if delta.finish_reason is not None:
             self._retire(seq)
-            if group.finished:
+            if seq.group.finished:
                 del self.groups[seq.request_id]
-        return TokenDelta(
-            seq.request_id, seq.index, [token], logprobs, reason, stop, cached, prompt_logprobs, times,
-            num_preemptions=group.num_preemptions,
-        )  # fmt: skip
+        return delta
 
     # ---------------------------------------------------------------------------------------------- the passes
 

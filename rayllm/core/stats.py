@@ -1,4 +1,4 @@
-"""`engine_stats`: a scheduler's figures."""
+"""`take_stats`: a scheduler's figures for metrics and health."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rayllm.core.scheduler import Scheduler
 
 
-def engine_stats(scheduler: Scheduler) -> EngineStats:
+def take_stats(scheduler: Scheduler) -> EngineStats:
     """A snapshot of queues, pools and counters."""
     memory, cpu = scheduler.memory, scheduler.memory.cpu
     return EngineStats(

@@ -109,8 +109,8 @@ def test_a_long_history_of_beams_and_samples_in_a_tight_pool(mode, caching):
     harness.run()
     harness.check_done()
     stats = harness.scheduler.stats()
-    assert stats.num_preemptions > 50
-    assert (stats.num_swap_preemptions > 5) == (mode != "recompute")
+    assert stats.num_preemptions > 10
+    assert (stats.num_swap_preemptions > 0) == (mode != "recompute")
 
 
 def test_an_abort_in_mid_search_leaves_nothing_behind():
