@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -93,9 +93,14 @@ def generate(
     temperature: Temperature = 1.0,
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 0,
+    n: Annotated[int, typer.Option("--n", help="Completions of each prompt.")] = 1,
+    best_of: Annotated[int | None, typer.Option(help="Choose them from so many samples or beams; n if absent.")] = None,
+    use_beam_search: Annotated[bool, typer.Option(help="Look for the most likely texts, with best_of beams.")] = False,
+    length_penalty: Annotated[float, typer.Option(help="Of beams: below 1 prefers short texts.")] = 1.0,
+    early_stopping: Annotated[str, typer.Option(metavar="[false|true|never]", help="When beam search ends.")] = "false",
     sampling_seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends a completion; may be repeated.")] = None,
-    json_lines: Annotated[bool, typer.Option("--json", help="One JSON object a prompt.")] = False,
+    json_lines: Annotated[bool, typer.Option("--json", help="One JSON object a completion.")] = False,
     **options: Any,
 ) -> None:
     """Complete prompts with a model in this process."""
@@ -108,6 +113,11 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        n=n,
+        best_of=best_of,
+        use_beam_search=use_beam_search,
+        length_penalty=length_penalty,
+        early_stopping={"false": False, "true": True}.get(early_stopping, cast(Any, early_stopping)),
         seed=sampling_seed,
         stop=stop or [],
     )

@@ -9,17 +9,17 @@ from rayllm.sampling_params import SamplingParams
 
 
 def run_generate(config: EngineConfig, prompts: list[str], params: SamplingParams, json_lines: bool) -> None:
-    """Print the completions in the prompts' order. Raises RayllmError."""
+    """Print the completions in the prompts' order, a prompt's best first where it has several. Raises RayllmError."""
     from rayllm.llm import LLM
 
     with LLM(**config.model_dump()) as llm:
         outputs = llm.generate(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
-        completion = output.outputs[0]
-        if json_lines:
-            fields = {"prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason}
-            print(json.dumps(fields, ensure_ascii=False))
-        elif len(prompts) == 1:
-            print(completion.text)
-        else:
-            print(f"> {prompt}\n{completion.text}\n")
+        for completion in output.outputs:
+            if json_lines:
+                fields = {"prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason}
+                print(json.dumps(fields, ensure_ascii=False))
+            elif len(prompts) * params.n == 1:
+                print(completion.text)
+            else:
+                print(f"> {prompt}\n{completion.text}\n")

@@ -207,7 +207,7 @@ class DeltaBuffer:
                 ready.append(
                     replace(
                         held, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason,
-                        num_preemptions=delta.num_preemptions,
+                        num_preemptions=delta.num_preemptions, cumulative_logprob=delta.cumulative_logprob,
                     )
                 )  # fmt: skip
         return ready

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,7 +15,22 @@ MAX_STOPS = 64
 MAX_SEED = 2**63 - 1
 MAX_STRUCTURE_BYTES = 64 * 1024  # of a schema, regex or grammar, or of all choices together, as UTF-8
 MAX_CHOICES = 1000
+MAX_LENGTH_PENALTY = 10.0  # either way; the longest sequences to this power are still far from overflow
 GREEDY_EPS = 1e-5  # temperatures below this are greedy: dividing by them would overflow
+
+# Fields that would choose other tokens than beam search does, or end a text before it is chosen -> values that do not.
+_WITHOUT_BEAMS: dict[str, tuple[Any, ...]] = {
+    "temperature": (0, 1),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": (None, {}),
+    "stop": ([],),
+    "structured_outputs": (None,),
+}
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,7 +79,14 @@ def _bad_structure(reason: str) -> InvalidRequestError:
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of one request; names and defaults follow vLLM.
 
-    n: completions per prompt, 1 to 128. temperature: 0 is greedy. top_k: 0 or -1 keeps all tokens.
+    n: completions per prompt, 1 to 128. best_of: sequences to choose them from, n (the default) to 128: so many are
+    sampled, and the n of the highest log-probability per token are returned, best first.
+    use_beam_search: instead of sampling, look for the most likely sequences with best_of beams, at least 2; the n best
+    are returned, best first, by cumulative log-probability / tokens ** length_penalty (-10 to 10). early_stopping:
+    the search ends when there are best_of finished sequences (True), when the best beam can hardly become better than
+    the worst of them (False), or when no beam can ("never"); all as transformers' `generate` does it. Parameters that
+    sampling uses cannot be given with it, nor can stop, which looks at text, and structured_outputs.
+    temperature: 0 is greedy. top_k: 0 or -1 keeps all tokens.
     top_p, min_p: probability thresholds in (0, 1] and [0, 1]. repetition_penalty: > 0, over prompt and output;
     presence_penalty, frequency_penalty: -2 to 2, over the output. logit_bias: token id -> value added to its logit,
     -100 to 100. min_tokens: neither end-of-sequence nor stop ids before this many tokens. max_tokens: None
@@ -80,6 +102,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -108,6 +134,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.stop_token_ids is None:
             msgspec.structs.force_setattr(self, "stop_token_ids", [])
         _check_number("n", self.n, 1, MAX_N, integer=True)
+        if self.best_of is not None:
+            _check_number("best_of", self.best_of, 1, MAX_N, integer=True)
+        _check_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         _check_number("temperature", self.temperature, 0.0, 100.0)
         _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_number("top_k", self.top_k, -1, 2**31 - 1, integer=True)
@@ -123,7 +152,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 _check_number(name, getattr(self, name), 0, MAX_LOGPROBS, integer=True)
         if self.seed is not None:
             _check_number("seed", self.seed, 0, MAX_SEED, integer=True)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("use_beam_search", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
@@ -139,20 +168,59 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
             )
-        if self.greedy and self.n > 1:
-            raise InvalidRequestError(
-                f"n must be 1 with temperature 0, where all completions are equal; it is {self.n}", "n"
-            )
+        if self.width < self.n:
+            raise InvalidRequestError(f"best_of must be at least n ({self.n}), not {self.best_of}", "best_of")
+        if self.use_beam_search:
+            self._check_beams()
+        else:
+            self._check_no_beams()
+
+    @property
+    def width(self) -> int:
+        """Sequences that run at once: samples or beams."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_completions(self) -> int:
+        """Completions that the engine reports. The n best of several samples are chosen where their text ends."""
+        return self.n if self.use_beam_search else self.width
 
     @property
     def greedy(self) -> bool:
-        """True if the most likely token is always taken."""
-        return self.temperature < GREEDY_EPS
+        """True if nothing is drawn: beam search, or the most likely token is always taken."""
+        return self.use_beam_search or self.temperature < GREEDY_EPS
 
     @property
     def penalised(self) -> bool:
         """True if the tokens so far change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def _check_beams(self) -> None:
+        if self.width < 2:
+            raise InvalidRequestError(
+                f"best_of, or else n, is the number of beams: it must be at least 2 with use_beam_search, "
+                f"not {self.width}",
+                "best_of",
+            )
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidRequestError(
+                f'early_stopping must be true, false or "never", not {repr(self.early_stopping)[:80]}',
+                "early_stopping",
+            )
+        for name, neutral in _WITHOUT_BEAMS.items():
+            if getattr(self, name) not in neutral:
+                raise InvalidRequestError(f"{name} cannot be combined with use_beam_search; leave it out", name)
+
+    def _check_no_beams(self) -> None:
+        for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(self, name) != default:
+                raise InvalidRequestError(f"{name} is only allowed with use_beam_search", name)
+        if self.greedy and self.width > 1:
+            name = "n" if self.n > 1 else "best_of"
+            raise InvalidRequestError(
+                f"{name} must be 1 with temperature 0, where all completions are equal; it is {getattr(self, name)}",
+                name,
+            )
 
     def _check_stops(self) -> None:
         if not isinstance(self.stop, list) or not all(isinstance(s, str) and s for s in self.stop):

@@ -75,6 +75,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     masks: (index in rows, packed bits) of the sampling sequences that may not take every token: token i may come next
     if bit i % 8 of byte i // 8 is set. A mask has whole 32-bit words and covers the vocabulary.
     swap_outs: (device block, host block), each read before anything else of this step writes a block.
+    tokens: (row, token id), each the newest token of a row, instead of the one that it sampled.
     swap_ins: (host block, device block), after the swap-outs; only rows of later plans read these blocks, so they may
     arrive while this step computes. await_swap_ins: rows of this one read them too.
     """
@@ -92,6 +93,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     swap_outs: list[tuple[int, int]] = []
     swap_ins: list[tuple[int, int]] = []
     await_swap_ins: bool = False
+    tokens: list[tuple[int, int]] = []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -137,7 +139,7 @@ class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one completion of one request, or its embedding, on the way to its front.
 
-    index: which of the n completions. finish_reason: None while it runs, then "stop", "length" or "error".
+    index: which of the completions. finish_reason: None while it runs, then "stop", "length" or "error".
     stop_reason: the stop id that ended it (None for end-of-sequence), or the error message.
     prompt_logprobs: only in the request's first delta; entry 0 is None (the first token has no predecessor).
     num_cached_tokens: prompt tokens found in the prefix cache. times: in the request's first delta with a token.
@@ -145,6 +147,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     together with others. num_preemptions: how often sequences of the request were preempted so far; in first and last
     deltas. embedding: of a request with pooling, in its only delta without an error: [hidden_size] float32 of length 1
     (L2), little-endian.
+
+    With beam search a delta without tokens says what first deltas do when the first choice is made. At the end each
+    completion has one with all of its tokens and cumulative_logprob, the sum of their log-probabilities.
     """
 
     request_id: str
@@ -159,6 +164,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     bad_param: str | None = None
     num_preemptions: int = 0
     embedding: bytes | None = None
+    cumulative_logprob: float | None = None
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -172,6 +178,8 @@ class Logprob(msgspec.Struct, frozen=True):
 class CompletionOutput(msgspec.Struct):
     """One completion. From `LLM.generate` it is whole; in a stream it holds what is new since the last output.
 
+    cumulative_logprob: the sum of the tokens' log-probabilities, with logprobs, beam search and best_of. Where the
+    best were chosen, they are in the order of cumulative_logprob / len(token_ids) ** length_penalty.
     logprobs: one dict a token, token id -> Logprob, the sampled token always in it.
     finish_reason: "stop", "length", "error"; None while it runs. stop_reason: stop string or id, if one ended it.
     """
@@ -190,7 +198,8 @@ class RequestOutput(msgspec.Struct):
 
     times: of the engine, in the first output with a token. num_cached_tokens: prompt tokens found in the prefix cache.
     num_preemptions: how often its sequences were preempted so far. embedding: [hidden_size] float32 values, a vector
-    of length 1 (L2), for a request with pooling; its only completion is empty.
+    of length 1 (L2), for a request with pooling; its only completion is empty. num_discarded_tokens: of samples that
+    were made and not chosen, for best_of.
     """
 
     request_id: str
@@ -203,6 +212,7 @@ class RequestOutput(msgspec.Struct):
     times: RequestTimes | None = None
     num_preemptions: int = 0
     embedding: array[float] | None = None
+    num_discarded_tokens: int = 0
 
 
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -304,6 +314,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_model_len: tokens of prompt and output together. num_kv_tokens: tokens the device pool holds; a sequence can
     have more only if a sliding window lets go of its beginning. eos_token_ids: ids that end a sequence unless
     ignore_eos. hidden_size: of the model, the number of an embedding's values. kv_cache_dtype: as in `EngineConfig`.
+    max_num_seqs: sequences that run at once, and so beams of a request.
     """
 
     model: str
@@ -314,3 +325,4 @@ class EngineInfo(msgspec.Struct, frozen=True):
     start: StartReport = StartReport()
     hidden_size: int = 0
     kv_cache_dtype: str = "auto"
+    max_num_seqs: int = 256

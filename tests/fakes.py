@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+from rayllm.sampling_params import SamplingParams
 from rayllm.types import SequenceData, StepPlan, StepResult, TokenLogprobs
 
 VOCAB = 50
+EOS = 7
+UNCHOSEN = -1  # what a fake worker puts where a beam's next token will be
 
 
 def fingerprint(token_ids: list[int]) -> bytes:
@@ -25,6 +28,48 @@ def allowed_after(generated: list[int]) -> list[int]:
     """The fake grammar: one to four tokens, by what was generated so far."""
     digest = hashlib.md5(repr(generated).encode()).digest()
     return sorted({byte % VOCAB for byte in digest[: 1 + digest[15] % 4]})
+
+
+def fake_logprobs(token_ids: list[int]) -> list[float]:
+    """The fake model for beam search: a number for each token, by the whole sequence; ties are possible."""
+    digest = hashlib.shake_128(repr(token_ids).encode()).digest(2 * VOCAB)
+    return [-int.from_bytes(digest[2 * i : 2 * i + 2], "little") / 8192 for i in range(VOCAB)]
+
+
+def expected_beams(
+    prompt: list[int], params: SamplingParams, max_len: int, stop_ids: frozenset[int]
+) -> list[tuple[list[int], float]]:
+    """What beam search must find: (generated tokens, cumulative log-probability), best first.
+
+    As transformers writes it down: over the whole vocabulary, with candidates to spare for tokens that end a sequence.
+    """
+    width, power = params.width, params.length_penalty
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    finished: list[tuple[float, list[int], float]] = []
+    while True:
+        candidates = []
+        for rank, (total, tokens) in enumerate(beams):
+            for token, logprob in enumerate(fake_logprobs(prompt + tokens)):
+                if len(tokens) >= params.min_tokens or token not in stop_ids:
+                    candidates.append((-total - logprob, rank, -logprob, token, [*tokens, token]))
+        top = sorted(candidates)[: max(2, 1 + len(stop_ids)) * width]
+        length = len(beams[0][1]) + 1
+        full = len(prompt) + length >= max_len
+        ended = [full or token in stop_ids for _, _, _, token, _ in top]
+        for (worth, _, _, _, tokens), ends in list(zip(top, ended, strict=True))[:width]:
+            if ends:
+                finished.append((-worth / length**power, tokens, -worth))
+        finished = sorted(finished, key=lambda each: -each[0])[:width]
+        beams = [(-worth, tokens) for (worth, _, _, _, tokens), ends in zip(top, ended, strict=True) if not ends][
+            :width
+        ]
+        if len(finished) == width and beams:
+            longest = params.early_stopping == "never" and power > 0
+            hoped = beams[0][0] / (max_len - len(prompt) if longest else length) ** power
+            if params.early_stopping is True or hoped <= finished[-1][0]:
+                beams = []
+        if not beams:
+            return [(tokens, total) for _score, tokens, total in finished[: params.n]]
 
 
 @dataclass
@@ -124,6 +169,8 @@ class FakeWorker:
             table = self.rows[row].table
             assert first <= len(table)
             table[first : first + len(ids)] = ids
+        for row, token in plan.tokens:
+            self.rows[row].tokens[-1] = token
         self._copy(plan.copies)
         assert len(set(plan.rows)) == len(plan.rows) == len(plan.num_tokens), "a row is scheduled twice"
         assert all(n == 1 for n in plan.num_tokens[: plan.num_decodes])
@@ -147,7 +194,11 @@ class FakeWorker:
             if ends and kind is not None:
                 parts = state.summed if kind == "mean" else state.summed[-1:]
                 embeddings.append(b"".join(fingerprint(state.tokens[: p + 1]) for p in parts))
-            if i < plan.num_sampled:
+            if i < plan.num_sampled and state.data.params.use_beam_search:
+                tokens.append(UNCHOSEN)
+                logprobs.append(self._best_tokens(state))
+                state.tokens.append(UNCHOSEN)
+            elif i < plan.num_sampled:
                 bits = int.from_bytes(masks[i], "little") if i in masks else None
                 allowed = None if bits is None else [token for token in range(VOCAB) if bits >> token & 1]
                 token = next_token(state.tokens, state.data.seed, allowed)
@@ -157,6 +208,13 @@ class FakeWorker:
                 logprobs.append(TokenLogprobs(token, -1.0, 1, [], []) if wanted else None)
         some = logprobs if any(entry is not None for entry in logprobs) else None
         return StepResult(plan.step_id, tokens, some, prompt_logprobs, embeddings)
+
+    def _best_tokens(self, state: FakeRow) -> TokenLogprobs:
+        """As many as a beam search needs and no more."""
+        params, found = state.data.params, fake_logprobs(state.tokens)
+        count = params.width + len(set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS}))
+        best = sorted(range(VOCAB), key=lambda token: (-found[token], token))[:count]
+        return TokenLogprobs(UNCHOSEN, 0.0, 1, best, [found[token] for token in best])
 
     def _swap(self, plan: StepPlan) -> None:
         """Swap-outs, then swap-ins, whose blocks are worth nothing until they have arrived."""

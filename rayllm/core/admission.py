@@ -44,9 +44,11 @@ class Admission:
             if not (draft.budget and self._batch.free_rows and self._has_room_for_fork(seq)):
                 self._preemption.send_back(seq)
                 continue
-            last = len(seq.group.prompt_token_ids) - 1
-            copy = blocks.make_writable(seq.block_table, last // blocks.block_size - seq.first_block)
-            if copy is not None:
+            last = len(seq.token_ids) - 1
+            place = last // blocks.block_size - seq.first_block
+            if place == len(seq.block_table):  # a beam's token, behind full blocks
+                seq.block_table += blocks.allocate(1)
+            elif (copy := blocks.make_writable(seq.block_table, place)) is not None:
                 draft.copies.append(copy)
                 draft.copied.append(copy[0])
             self._enter(seq, last, draft)
@@ -58,7 +60,7 @@ class Admission:
         In that order whoever ran before comes before whoever is new.
         """
         while draft.budget and self._batch.free_rows:
-            seq = self._head()
+            seq = self.head()
             if seq is None:
                 return
             match = self._find(seq)
@@ -79,7 +81,7 @@ class Admission:
 
     def yield_to_urgent(self) -> None:
         """Preempt sequences of lower priority while one of higher priority waits for a row or for blocks."""
-        head = self._head()
+        head = self.head()
         if head is None:
             return
         match = self._find(head)
@@ -89,7 +91,14 @@ class Admission:
                 return
             self._preemption.preempt_last()
 
-    def _head(self) -> Sequence | None:
+    def make_way(self, draft: Draft) -> None:
+        """Let the first in order in at the cost of the last that run; called if all that run await a group's choice."""
+        running = self._batch.sequences
+        while draft.is_empty and not draft.arriving and running and self.head() is not None:
+            self._preemption.preempt_last()
+            self.admit(draft)
+
+    def head(self) -> Sequence | None:
         """The first in policy order outside the batch. None also while something about it is not known yet."""
         heads = [seq for seq in (self._swapped.peek(), self._waiting.peek()) if seq is not None]
         head = min(heads, key=policy_order, default=None)
@@ -115,6 +124,8 @@ class Admission:
         running = self._batch.sequences
         if room < 0 or not running:
             return room >= 0
+        if seq.group.search is not None and seq.group.search.started:
+            return True  # it takes the place of a beam that died, or its group waits for it alone
         yields = self._preemptive and seq.key[0] < running[-1].key[0]
         return yields or self.forecast.fits(seq, held, shared, room)
 

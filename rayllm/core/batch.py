@@ -15,6 +15,7 @@ class RunningBatch:
         self.sequences: list[Sequence] = []
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._left: list[int] = []
+        self._tokens: dict[int, int] = {}
 
     def enter(self, seq: Sequence) -> None:
         """Give a sequence a row; there must be a free one."""
@@ -31,12 +32,22 @@ class RunningBatch:
     def free_row(self, seq: Sequence) -> None:
         """Take a sequence's row back. Unless it was popped, `drop_finished` has to follow."""
         self._left.append(seq.row)
+        self._tokens.pop(seq.row, None)
         self.free_rows.append(seq.row)
         seq.row = -1
 
     def drop_finished(self) -> None:
         """Take out the sequences that do not run any more."""
         self.sequences = [seq for seq in self.sequences if seq.status is SequenceStatus.RUNNING]
+
+    def set_token(self, seq: Sequence, token: int) -> None:
+        """Let the next plan replace the newest token of a running sequence."""
+        self._tokens[seq.row] = token
+
+    def take_tokens(self) -> list[tuple[int, int]]:
+        """(row, token id) as set since the last call, of sequences that still have their rows."""
+        tokens, self._tokens = self._tokens, {}
+        return list(tokens.items())
 
     def take_left_rows(self) -> list[int]:
         """Rows freed since the last call, for the workers to forget."""

@@ -127,7 +127,7 @@ class Forecast:
         if len(seq.token_ids) < seq.expected_len:
             self._refused = None  # there is more room than was foreseen
         generated = len(seq.token_ids) - len(seq.group.prompt_token_ids)
-        if generated > 0 and not _reaches_limit(seq):
+        if generated > 0 and seq.beam is None and not _reaches_limit(seq):  # beams die at any length
             self.lengths.add(generated)
 
     def fits(self, seq: Sequence, held: int, shared: int, room: int) -> bool:

@@ -50,7 +50,8 @@ class Preemption:
             self._memory.gpu.release(victim.block_table)
             victim.reset()
             victim.status = SequenceStatus.SWAPPED
-            self._swapped.push(victim)
+            if not victim.awaits_choice:
+                self._swapped.push(victim)
         else:
             self.send_back(victim)
         return victim
@@ -60,7 +61,8 @@ class Preemption:
         self._memory.gpu.release(seq.block_table)
         seq.reset()
         seq.status = SequenceStatus.WAITING
-        self._waiting.push(seq)
+        if not seq.awaits_choice:
+            self._waiting.push(seq)
 
     def _swaps(self, victim: Sequence) -> bool:
         if self._mode == "recompute" or victim.group.pooling == "mean":

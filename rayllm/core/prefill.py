@@ -36,6 +36,8 @@ def schedule_chunk(seq: Sequence, memory: KVMemory, draft: Draft) -> None:
         draft.ending.append((seq, count))
     if seq.constraint is not None:
         draft.constrain(seq)
+    elif seq.beam is not None:
+        seq.blocked = True
     if seq.group.siblings:
         _fork_siblings(seq, memory, draft)
 

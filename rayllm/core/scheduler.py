@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterable
 
 from rayllm.core.admission import Admission
 from rayllm.core.batch import RunningBatch
+from rayllm.core.beam_group import BeamGroups
 from rayllm.core.chunk_budget import ChunkBudget, Pace
 from rayllm.core.constraint import AwaitedMasks, MakeConstraint
+from rayllm.core.deltas import embedding_delta, token_delta
 from rayllm.core.integrity import check_scheduler
 from rayllm.core.kv_memory import KVMemory
 from rayllm.core.policy import POLICIES
@@ -105,6 +107,9 @@ class Scheduler:
             self.memory, self.batch, self.preemption, self.waiting, self.swapped, max_num_batched_tokens,
             self.preemptive,
         )  # fmt: skip
+        self.beams = BeamGroups(
+            self.memory, self.batch, self.waiting, self.swapped, self.groups, self._retire, self._times
+        )
         self.forks: list[Sequence] = []
         self.in_flight: list[InFlight] = []
         self.awaited_masks = AwaitedMasks()
@@ -141,6 +146,8 @@ class Scheduler:
             raise ValueError(f"a prompt has 1 to {longest} tokens, not {len(prompt)}")
         if request.pooling is not None and params.n != 1:
             raise ValueError(f"a pooled prompt has one embedding, not {params.n}")
+        if params.use_beam_search and params.width > self.max_num_seqs:
+            raise ValueError(f"{params.width} beams cannot run at once; max_num_seqs is {self.max_num_seqs}")
         arrival = next(self._arrivals)
         group = SequenceGroup.of(
             request,
@@ -195,6 +202,8 @@ class Scheduler:
                 schedule_chunk(seq, self.memory, draft)
         self.admission.admit_forks(self.forks, draft, len(self.in_flight))
         self.admission.admit(draft)
+        if draft.is_empty and not self.in_flight and not self.awaited_masks:
+            self.admission.make_way(draft)
         if draft.arriving and draft.is_empty:
             self._schedule_arriving(draft)
         self.blocks.release(draft.copied)
@@ -203,7 +212,9 @@ class Scheduler:
             self._report(draft.started)
         if draft.is_empty:
             return None
-        plan, record = draft.finish(next(self._step_ids), self.batch.take_left_rows(), self.memory.take_moves())
+        plan, record = draft.finish(
+            next(self._step_ids), self.batch.take_left_rows(), self.memory.take_moves(), self.batch.take_tokens()
+        )
         self.num_steps += 1
         computed = sum(plan.num_tokens)
         self.step_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, computed)] += 1
@@ -251,6 +262,9 @@ class Scheduler:
             seq.num_pending -= 1
             if seq.status is FINISHED:
                 continue  # aborted, or found finished while this step was in flight: the token is dropped
+            if seq.beam is not None:
+                self.beams.take(seq, None if logprobs is None else logprobs[i])
+                continue
             token_ids = seq.token_ids
             token_ids.append(token)
             length = len(token_ids)
@@ -268,7 +282,7 @@ class Scheduler:
         self.generation_tokens += len(deltas) - num_others
         if any_finished:
             self.batch.drop_finished()
-        return deltas
+        return deltas + self.beams.choose(self.forks) if self.beams.due else deltas
 
     def _embedded(self, pooled: list[Sequence], embeddings: list[bytes]) -> list[TokenDelta]:
         """End the pooled sequences whose embeddings have come; returns their only deltas."""
@@ -277,15 +291,9 @@ class Scheduler:
             seq.num_pending -= 1
             if seq.status is FINISHED:
                 continue  # aborted
-            group = seq.group
             self._retire(seq)
             del self.groups[seq.request_id]
-            deltas.append(
-                TokenDelta(
-                    seq.request_id, seq.index, [], finish_reason="stop", num_cached_tokens=group.num_cached_tokens or 0,
-                    times=self._times(group), num_preemptions=group.num_preemptions, embedding=embedding,
-                )
-            )  # fmt: skip
+            deltas.append(embedding_delta(seq, embedding, self._times(seq.group)))
         self.batch.drop_finished()
         return deltas
 
@@ -311,27 +319,12 @@ class Scheduler:
 
     def _delta(self, seq: Sequence, token: int, logprobs: list | None) -> TokenDelta:
         """The delta of a first, last or logprobs-carrying token; retires the sequence if it is the last."""
-        group, reason, stop = seq.group, None, None
-        if token in seq.stop_ids:
-            reason = "stop"
-            stop = token if token in group.params.stop_token_ids else None
-        elif len(seq.token_ids) >= seq.max_len:
-            reason = "length"
-        cached, prompt_logprobs, times = 0, None, None
-        if seq.fresh:
-            seq.fresh = False
-            cached = group.num_cached_tokens or 0
-            if seq.index == 0:
-                prompt_logprobs = group.prompt_logprobs
-                times = self._times(group)
-        if reason is not None:
+        delta = token_delta(seq, token, logprobs, self._times)
+        if delta.finish_reason is not None:
             self._retire(seq)
-            if group.finished:
+            if seq.group.finished:
                 del self.groups[seq.request_id]
-        return TokenDelta(
-            seq.request_id, seq.index, [token], logprobs, reason, stop, cached, prompt_logprobs, times,
-            num_preemptions=group.num_preemptions,
-        )  # fmt: skip
+        return delta
 
     # ---------------------------------------------------------------------------------------------- the passes
 
@@ -350,13 +343,15 @@ class Scheduler:
                 continue
             computed = seq.num_computed
             if seq.blocked or computed + 1 >= seq.max_len:
-                continue  # its next mask is not known, or a step in flight samples its last token
+                continue  # its next mask or token is not known, or a step in flight samples its last token
             if not budget:
                 break
             if computed >= seq.capacity and not self._grow(seq, draft):
                 break  # the last in order, it was preempted itself
             if seq.constraint is not None:
                 draft.constrain(seq)
+            elif seq.beam is not None:
+                seq.blocked = True
             budget -= 1
             seq.num_computed = computed + 1
             seq.num_pending += 1

@@ -7,6 +7,7 @@ import hashlib
 import sys
 from dataclasses import dataclass, field
 
+from rayllm.core.beam_search import Beam, BeamSearch
 from rayllm.core.constraint import Constraint, MakeConstraint
 from rayllm.sampling_params import MAX_SEED, SamplingParams
 from rayllm.types import GenerationRequest, Pooling, TokenLogprobs
@@ -44,15 +45,17 @@ class Sequence:
     cpu_table: while it is swapped out, the host blocks that hold the KV of its first num_swapped tokens, from the
     first block on that it still needs.
     constraint: which tokens it may take; None for any.
+    beam: what it is to its group's beam search; None without one.
     blocked: constrained, and the mask of its next token is not known, because the token before it is in flight or the
-    constraint still computes; until it is known, no step may sample for the sequence.
+    constraint still computes; or a beam whose next token is in flight or not chosen yet, so that it is pending. Until
+    that is known, no step may sample for the sequence.
     """
 
     __slots__ = (
-        "block_hashes", "block_table", "blocked", "capacity", "constraint", "cpu_table", "decoding", "expected_len",
-        "first_block", "fresh", "group", "index", "key", "length_share", "max_len", "next_full", "num_computed",
-        "num_pending", "num_registered", "num_shared", "num_swapped", "request_id", "row", "seed", "status", "stop_ids",
-        "token_ids",
+        "beam", "block_hashes", "block_table", "blocked", "capacity", "constraint", "cpu_table", "decoding",
+        "expected_len", "first_block", "fresh", "group", "index", "key", "length_share", "max_len", "next_full",
+        "num_computed", "num_pending", "num_registered", "num_shared", "num_swapped", "request_id", "row", "seed",
+        "status", "stop_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, index: int, max_len: int, stop_ids: frozenset[int], key: tuple):
@@ -71,6 +74,7 @@ class Sequence:
         self.expected_len = 0
         self.length_share = 0.0
         self.constraint: Constraint | None = None
+        self.beam: Beam | None = None
         self.blocked = False
         self.block_hashes: list[bytes] = []
         self.cpu_table: list[int] = []
@@ -87,6 +91,11 @@ class Sequence:
         self.num_registered = 0
         self.next_full = NEVER
 
+    @property
+    def awaits_choice(self) -> bool:
+        """True for a beam that has found its best continuations. Its step is over, so it is in no queue meanwhile."""
+        return self.beam is not None and self.beam.found is not None
+
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request_id}/{self.index} {self.status.name} row={self.row} known={len(self.token_ids)} "
@@ -101,8 +110,9 @@ def policy_order(seq: Sequence) -> tuple:
 
 @dataclass(slots=True)
 class SequenceGroup:
-    """One request: n sequences that share a prompt.
+    """One request: sequences that share a prompt, of samples or beams.
 
+    sequences: all samples, or the beams that live, best first. search: the beam search, if it is one.
     siblings: those not forked off the first sequence yet. num_cached_tokens: prompt tokens found in the prefix
     cache when the request was first admitted; None before. num_preemptions: of all its sequences so far.
     added_at, started_at: the scheduler's clock when the request came and when it was first admitted.
@@ -123,6 +133,7 @@ class SequenceGroup:
     started_at: float = 0.0
     report_start: bool = False
     pooling: Pooling | None = None
+    search: BeamSearch | None = None
 
     @classmethod
     def of(
@@ -156,8 +167,12 @@ class SequenceGroup:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= eos_token_ids
-        group.sequences = [Sequence(group, index, limit, stop_ids, (*order, index)) for index in range(params.n)]
+        count = 1 if params.use_beam_search else params.width
+        group.sequences = [Sequence(group, index, limit, stop_ids, (*order, index)) for index in range(count)]
         group.siblings = group.sequences[1:]
+        if params.use_beam_search:
+            group.search = BeamSearch(params, len(prompt), limit)
+            group.sequences[0].beam = Beam()
         if constrain is not None:
             for seq in group.sequences:
                 seq.constraint = constrain()

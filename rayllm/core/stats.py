@@ -22,7 +22,7 @@ def take_stats(scheduler: Scheduler) -> EngineStats:
         num_preemptions=scheduler.preemption.num_preemptions,
         num_steps=scheduler.num_steps,
         prompt_tokens=scheduler.prompt_tokens,
-        generation_tokens=scheduler.generation_tokens,
+        generation_tokens=scheduler.generation_tokens + scheduler.beams.num_tokens,
         prefix_cache_queries=scheduler.admission.num_queries,
         prefix_cache_hits=scheduler.admission.num_hits,
         step_tokens=scheduler.step_tokens.copy(),

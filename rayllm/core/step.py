@@ -67,8 +67,10 @@ class Draft:
         self.masks.append((seq, mask))
         seq.blocked = True
 
-    def finish(self, step_id: int, free_rows: list[int], moves: Moves) -> tuple[StepPlan, InFlight]:
-        """The plan and its record."""
+    def finish(
+        self, step_id: int, free_rows: list[int], moves: Moves, tokens: list[tuple[int, int]]
+    ) -> tuple[StepPlan, InFlight]:
+        """The plan and its record. The last three arguments are as in `StepPlan`."""
         sampled = self.decodes + [seq for seq, _count in self.ending]
         prefills = self.ending + self.partial
         place = {id(seq): i for i, seq in enumerate(sampled)} if self.masks else {}
@@ -86,5 +88,6 @@ class Draft:
             swap_outs=moves.swap_outs,
             swap_ins=moves.swap_ins,
             await_swap_ins=self.await_swap_ins,
+            tokens=tokens,
         )
         return plan, InFlight(step_id, sampled, self.pooled, {seq.row: seq for seq, _count in prefills})

@@ -67,6 +67,7 @@ class EngineCore:
             start=executor.report,
             hidden_size=spec.hidden_size,
             kv_cache_dtype=config.kv_cache_dtype,
+            max_num_seqs=config.max_num_seqs,
         )
         self.scheduler = Scheduler(
             num_blocks=num_blocks,

@@ -272,7 +272,7 @@ class EngineDriver:
         except Exception as error:  # a poisonous request fails alone
             self._refuse(front, request, error)
         else:
-            self._live[request.request_id] = _Live(front, request, set(range(request.params.n)))
+            self._live[request.request_id] = _Live(front, request, set(range(request.params.num_completions)))
 
     def _take_grammar(self, request: GenerationRequest, done: Future[Grammar]) -> None:
         waiting = self._compiling.get(request.request_id)
@@ -359,5 +359,5 @@ def error_deltas(
     """Terminal deltas for completions of a request, by default for all. bad_param: the field it is refused for."""
     return [
         TokenDelta(request.request_id, index, [], finish_reason="error", stop_reason=message, bad_param=bad_param)
-        for index in (range(request.params.n) if indices is None else sorted(indices))
+        for index in (range(request.params.num_completions) if indices is None else sorted(indices))
     ]

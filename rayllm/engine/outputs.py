@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from array import array
 from collections.abc import Sequence
 
@@ -112,6 +113,7 @@ def accumulate(total: RequestOutput | None, new: RequestOutput) -> RequestOutput
             new.times,
             new.num_preemptions,
             new.embedding,
+            new.num_discarded_tokens,
         )
     by_index = {output.index: output for output in total.outputs}
     for output in new.outputs:
@@ -127,6 +129,7 @@ def accumulate(total: RequestOutput | None, new: RequestOutput) -> RequestOutput
     total.num_preemptions = max(total.num_preemptions, new.num_preemptions)
     total.times = total.times or new.times
     total.embedding = total.embedding or new.embedding
+    total.num_discarded_tokens += new.num_discarded_tokens
     total.finished = total.finished or new.finished
     return total
 
@@ -159,6 +162,33 @@ def _extend(total: CompletionOutput, new: CompletionOutput) -> None:
         total.finish_reason, total.stop_reason = new.finish_reason, new.stop_reason
 
 
+class _Samples:
+    """A request's samples as long as it is not known which are the best. n: how many are wanted."""
+
+    def __init__(self, n: int):
+        self._n = n
+        self._samples: dict[int, CompletionOutput] = {}
+
+    def add(self, output: CompletionOutput) -> None:
+        """Take what is new in one of them."""
+        earlier = self._samples.setdefault(output.index, output)
+        if earlier is not output:
+            _extend(earlier, output)
+
+    def best(self) -> tuple[list[CompletionOutput], int]:
+        """The n of the highest log-probability per token, best first, and how many tokens the others have."""
+        ranked = sorted(self._samples.values(), key=_badness)
+        for index, output in enumerate(ranked[: self._n]):
+            output.index = index
+        return ranked[: self._n], sum(len(output.token_ids) for output in ranked[self._n :])
+
+
+def _badness(output: CompletionOutput) -> float:
+    if output.finish_reason == "error" or output.cumulative_logprob is None:
+        return math.inf
+    return -output.cumulative_logprob / max(len(output.token_ids), 1)
+
+
 class _Request:
     """A live request. in_engine: the engine has not said that all its completions are over."""
 
@@ -170,8 +200,9 @@ class _Request:
         self._num_preemptions = 0
         speaker = tokenizer if request.pooling is None else None  # an embedding has no text
         self._running = {
-            index: _Completion(speaker, request, index) for index in range(request.params.n)
+            index: _Completion(speaker, request, index) for index in range(request.params.num_completions)
         }  # over for the user: removed
+        self._samples = _Samples(request.params.n) if len(self._running) > request.params.n else None
         self._in_engine = set(self._running)
 
     @property
@@ -179,7 +210,7 @@ class _Request:
         return bool(self._in_engine)
 
     def advance(self, delta: TokenDelta) -> RequestOutput | None:
-        """What a delta brings for the user; None if its completion is over."""
+        """What a delta brings for the user; None if its completion is over, or not known to be one of the best."""
         if delta.finish_reason is not None:
             self._in_engine.discard(delta.index)
         self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
@@ -194,11 +225,18 @@ class _Request:
         if delta.prompt_logprobs is not None:
             prompt_logprobs = [e if e is None else logprob_dict(self._tokenizer, e) for e in delta.prompt_logprobs]
         embedding = None if delta.embedding is None else float32_values(delta.embedding)
-        return self._output([output], prompt_logprobs, delta.times, embedding)
+        if self._samples is None:
+            return self._output([output], prompt_logprobs, delta.times, embedding)
+        self._samples.add(output)
+        if self._running and delta.token_ids and delta.times is None:
+            return None
+        best, num_discarded = ([], 0) if self._running else self._samples.best()
+        return self._output(best, prompt_logprobs, delta.times, num_discarded=num_discarded)
 
     def fail(self, message: str) -> RequestOutput:
         """End all completions that still run with an error."""
-        outputs = [CompletionOutput(i, "", [], finish_reason="error", stop_reason=message) for i in self._running]
+        failed = self._running if self._samples is None else range(self._request.params.n)
+        outputs = [CompletionOutput(i, "", [], finish_reason="error", stop_reason=message) for i in failed]
         self._running.clear()
         return self._output(outputs, None)
 
@@ -208,6 +246,7 @@ class _Request:
         prompt_logprobs: list[dict[int, Logprob] | None] | None,
         times: RequestTimes | None = None,
         embedding: array[float] | None = None,
+        num_discarded: int = 0,
     ) -> RequestOutput:
         return RequestOutput(
             self._request.request_id,
@@ -220,6 +259,7 @@ class _Request:
             times,
             self._num_preemptions,
             embedding,
+            num_discarded,
         )
 
 
@@ -232,7 +272,7 @@ class _Completion:
         self._index = index
         self._params = params
         self._num_tokens = 0
-        self._cumulative_logprob = 0.0
+        self._cumulative_logprob: float | None = None
         self._detokenizer = (
             None if tokenizer is None else tokenizer.detokenizer(request.prompt_token_ids, params.skip_special_tokens)
         )
@@ -244,14 +284,18 @@ class _Completion:
         token_ids = delta.token_ids[:kept]
         self._num_tokens += kept
         logprobs = None
+        if delta.cumulative_logprob is not None:
+            self._cumulative_logprob = delta.cumulative_logprob
+        elif delta.logprobs is not None:
+            so_far = self._cumulative_logprob or 0.0
+            self._cumulative_logprob = so_far + sum(entry.logprob for entry in delta.logprobs[:kept])
         if delta.logprobs is not None and self._params.logprobs is not None:
             logprobs = [logprob_dict(self._tokenizer, entry) for entry in delta.logprobs[:kept]]
-            self._cumulative_logprob += sum(entry.logprob for entry in delta.logprobs[:kept])
         return CompletionOutput(
             self._index,
             text,
             token_ids,
-            None if self._params.logprobs is None else self._cumulative_logprob,
+            self._cumulative_logprob,
             logprobs,
             delta.finish_reason if stop is None else "stop",
             delta.stop_reason if stop is None else stop,

@@ -31,12 +31,28 @@ def validate_request(request: GenerationRequest, info: EngineInfo) -> None:
         raise InvalidRequestError(
             f"prompt has token id {worst}; ids of this model are 0 to {info.vocab_size - 1}", "prompt"
         )
+    if params.use_beam_search:
+        _check_beams(params, info)
     for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
         for token in ids:
             if token >= info.vocab_size:
                 raise InvalidRequestError(
                     f"{name} has token id {token}; ids of this model are 0 to {info.vocab_size - 1}", name
                 )
+
+
+def _check_beams(params: SamplingParams, info: EngineInfo) -> None:
+    """Beams need rows, and the first of them enough other beginnings."""
+    ending = set(params.stop_token_ids).union(() if params.ignore_eos else info.eos_token_ids)
+    limit = min(info.max_num_seqs, info.vocab_size - len(ending))
+    if params.width > limit:
+        name = "n" if params.best_of is None else "best_of"
+        reason = "sequences run at once" if limit == info.max_num_seqs else "tokens do not end a sequence"
+        raise InvalidRequestError(
+            f"{name} is the number of beams with use_beam_search: it must be at most {limit}, as so many {reason} on "
+            f"this engine, not {params.width}",
+            name,
+        )
 
 
 def _check_pooling(request: GenerationRequest) -> None:

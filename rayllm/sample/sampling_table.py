@@ -22,6 +22,7 @@ from rayllm.sample.sampling_batch import (
     PenaltyRows,
     SamplingBatch,
 )
+from rayllm.sampling_params import SamplingParams
 from rayllm.types import SequenceData
 
 # Bits of a row's features. A row without any is plain greedy.
@@ -104,9 +105,9 @@ class SamplingTable:
             features |= _MIN_TOKENS
             self._min_tokens[row] = params.min_tokens
             self._ending_ids[row] = np.array(sorted(ending), dtype=np.int64)
-        if params.logprobs is not None:
+        if (num_top := _num_top(params, len(ending))) is not None:
             features |= _LOGPROBS
-            self._num_top_logprobs[row] = min(params.logprobs, self._vocab_size)
+            self._num_top_logprobs[row] = min(num_top, self._vocab_size)
         self._features[row] = features
 
     def _set_draw(self, data: SequenceData) -> int:
@@ -235,6 +236,19 @@ class SamplingTable:
         assert np.all((self._temperature > 0) & (self._top_p >= 0) & (self._seed >= 0)), "a parameter is out of range"
         lengths = zip(self._bias_ids, self._bias_values, strict=True)
         assert all(len(ids) == len(values) for ids, values in lengths), "biases without ids"
+
+
+def _num_top(params: SamplingParams, num_ending: int) -> int | None:
+    """Top tokens to report; None for no log-probabilities at all. num_ending: tokens that end a sequence.
+
+    A beam needs as many tokens as there are beams, and they must not be among those that end it. The most likely of
+    several samples are found by their log-probabilities.
+    """
+    if params.use_beam_search:
+        return max(params.logprobs or 0, params.width + num_ending)
+    if params.logprobs is None and params.width > params.n:
+        return 0
+    return params.logprobs
 
 
 def _entries(index: np.ndarray, ids: list[np.ndarray]) -> np.ndarray:

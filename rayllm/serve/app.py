@@ -181,7 +181,7 @@ class _Routes:
         ticket = self._state.door.enter()
         try:
             model, engine, body, job, reply = await prepare(await self._read_body(request, deadlines), record, ticket)
-            choices = sum(each.params.n for each in job.requests)
+            choices = sum(each.params.width for each in job.requests)
             prompt_tokens = sum(len(each.prompt_token_ids) for each in job.requests)
             record.stream = bool(body.stream)
             record.prompts, record.choices, record.prompt_tokens = len(job.requests), choices, prompt_tokens

@@ -26,7 +26,7 @@ LONG_TEXT = 16_384  # characters; longer texts are tokenised in a thread, so tha
 _SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
-    "prompt_logprobs", "seed",
+    "prompt_logprobs", "seed", "n", "best_of", "use_beam_search", "length_penalty", "early_stopping",
 )  # fmt: skip
 
 
@@ -87,8 +87,6 @@ async def completion_job(body: CompletionBody, job_id: str, info: EngineInfo, to
         prompts.append(prompt if isinstance(prompt, str) else None)
     options = _sampling_options(body)
     options["logprobs"] = body.logprobs
-    if body.num_sampled > (body.n or 1) and body.logprobs is None:
-        options["logprobs"] = 0  # the best completions are the most likely ones
     if echo and body.logprobs is not None and body.prompt_logprobs is None:
         options["prompt_logprobs"] = body.logprobs
     requests = []
@@ -97,7 +95,7 @@ async def completion_job(body: CompletionBody, job_id: str, info: EngineInfo, to
         limit = body.token_limit
         if limit is None:
             limit = min(DEFAULT_COMPLETION_TOKENS, max(room, 1))
-        params = SamplingParams(**options, max_tokens=max(limit, 1))
+        params = _sampling_params(body, options, max(limit, 1))
         requests.append(_request(body, f"{job_id}-{index}", ids, params, info))
     if echo:  # only now, when the ids are known to be valid
         prompts = [
@@ -133,7 +131,7 @@ async def chat_job(
     if reply_format.tags & tokenizer.special_texts:
         options.setdefault("skip_special_tokens", False)  # or what has to be looked for would not be in the text
     options["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
-    params = SamplingParams(**options, max_tokens=body.token_limit)
+    params = _sampling_params(body, options, body.token_limit)
     requests = [_request(body, f"{job_id}-0", ids, params, info, param="messages")]
     return Job(requests, [text], reply_format=reply_format, constraint_field=body.constraint_field)
 
@@ -189,12 +187,18 @@ def _calls_constraint(body: ChatBody, form: ChatFormat) -> StructuredOutputs:
 def _sampling_options(body: GenerationBody) -> dict[str, Any]:
     """The sampling fields that were given (null is not given)."""
     options = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
-    options["n"] = body.num_sampled
     if body.logit_bias is not None:
         options["logit_bias"] = dict(_bias_entry(key, value) for key, value in body.logit_bias.items())
     if (constraint := body.constraint()) is not None:
         options["structured_outputs"] = constraint
     return options
+
+
+def _sampling_params(body: GenerationBody, options: dict[str, Any], max_tokens: int | None) -> SamplingParams:
+    try:
+        return SamplingParams(**options, max_tokens=max_tokens)
+    except InvalidRequestError as error:
+        raise as_sent(error, body.constraint_field) from None
 
 
 def _bias_entry(key: str, value: float) -> tuple[int, float]:

@@ -96,7 +96,7 @@ class RequestGroup:
             async with timeout, aclosing(engine.generate(request, text)) as outputs:
                 async for output in outputs:
                     timer.saw(output)
-                    is_news = any(c.token_ids or c.finish_reason for c in output.outputs)
+                    is_news = has_begun(output)
                     if not started or (is_news and not has_token):
                         started, has_token = True, is_news
                         when, name = deadlines.next(started=started, has_token=has_token)
@@ -107,6 +107,7 @@ class RequestGroup:
                             _note_first(record, output)
                     if is_news:  # else the engine only says that it has started
                         record.completion_tokens += sum(len(c.token_ids) for c in output.outputs)
+                        record.completion_tokens += output.num_discarded_tokens
                         self._queue.put_nowait((index, output))
         except Exception as error:
             missed = isinstance(error, TimeoutError) and timeout.expired()
@@ -115,7 +116,12 @@ class RequestGroup:
             self._queue.put_nowait((index, None))
         finally:
             timer.close()
-            ticket.release(request.params.n, waiting)
+            ticket.release(request.params.width, waiting)
+
+
+def has_begun(output: RequestOutput) -> bool:
+    """Whether an output says that the prompt is done, with a first token or, if the best are still to be found, not."""
+    return output.times is not None or any(each.token_ids or each.finish_reason for each in output.outputs)
 
 
 def _note_first(record: RequestRecord, output: RequestOutput) -> None:

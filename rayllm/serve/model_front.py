@@ -20,6 +20,7 @@ from rayllm.errors import EngineDeadError
 from rayllm.serve.admission import Admission, Load
 from rayllm.serve.convert import Tokenizer
 from rayllm.serve.engine_replica import FrontReport, ReplicaReport, node_id
+from rayllm.serve.fanout import has_begun
 from rayllm.serve.metrics import FrontMetrics
 from rayllm.serve.router import Router, prefix_hashes
 from rayllm.types import EngineInfo, EngineStats, GenerationRequest, RequestOutput
@@ -164,13 +165,13 @@ class ModelFront:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request on a replica, as `AsyncEngine.generate` does. Raises EngineDeadError, InvalidRequestError."""
         replica, waiting = self._route(request)
-        live = request.params.n
+        live = request.params.width
         replica.completions += live
         replica.queued_tokens += waiting
         try:
             async with aclosing(replica.engine.generate(request, prompt_text)) as outputs:
                 async for output in outputs:
-                    if waiting and any(each.token_ids or each.finish_reason for each in output.outputs):
+                    if waiting and has_begun(output):
                         replica.queued_tokens -= waiting
                         waiting = 0
                     ended = sum(each.finish_reason is not None for each in output.outputs)

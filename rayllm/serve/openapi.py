@@ -31,6 +31,8 @@ _BY_HAND: dict[str, dict[str, Any]] = {
     "prompt": _texts_or_ids({"minItems": 1}),
     "input": _texts_or_ids({"minItems": 1, "maxItems": MAX_INPUTS}),
     "stop": {"anyOf": [_STRING, {"type": "array", "items": _STRING}, {"type": "null"}]},
+    "early_stopping": {"anyOf": [{"type": "boolean"}, {"const": "never"}, {"type": "null"}]},
+    "best_of": {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_N}, {"type": "null"}]},
     "n": {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_N}, {"type": "null"}]},
 }
 

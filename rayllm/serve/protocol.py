@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rayllm.errors import InvalidRequestError
-from rayllm.sampling_params import GREEDY_EPS, MAX_LOGPROBS, MAX_N, StructuredOutputs
+from rayllm.sampling_params import MAX_LOGPROBS, MAX_N, StructuredOutputs
 from rayllm.serve.protocol_parts import (
     Body,
     Message,
@@ -43,7 +43,6 @@ _NOT_HONOURED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "length_penalty": (1, 1.0),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": ("none",),
@@ -51,7 +50,6 @@ _NOT_HONOURED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none",),
     "tools": ([],),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -83,6 +81,10 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Extensions.
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: Any = None  # a boolean or "never"
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -135,6 +137,9 @@ class GenerationBody(Body):
             raise InvalidRequestError(f"{name} must be at least 0 and at most {2**31 - 1}, not {limit}", name)
         if self.n is not None and not 1 <= self.n <= MAX_N:
             raise InvalidRequestError(f"n must be at least 1 and at most {MAX_N}, not {self.n}", "n")
+        if self.stream and (self.use_beam_search or self.num_sampled > (self.n or 1)):
+            name = "use_beam_search" if self.use_beam_search else "best_of greater than n"
+            raise InvalidRequestError(f"{name} is not available with stream: true", name.split()[0])
         if self.structured_outputs is not None and self.response_format and self.response_format.type != "text":
             raise InvalidRequestError("give response_format or structured_outputs, not both", "structured_outputs")
         self.constraint()  # raises for what it refuses
@@ -153,8 +158,8 @@ class GenerationBody(Body):
 
     @property
     def num_sampled(self) -> int:
-        """Completions that are made of each prompt."""
-        return self.n or 1
+        """Sequences that run for each prompt; the best n of them are the answer."""
+        return max(self.best_of or 1, self.n or 1)
 
     @property
     def token_limit(self) -> int | None:
@@ -181,7 +186,6 @@ class CompletionBody(GenerationBody):
     prompt: Any
     echo: bool | None = None
     logprobs: int | None = None
-    best_of: int | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -199,7 +203,6 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionBody:
         _check_logprobs("logprobs", self.logprobs)
-        self._check_best_of()
         choices = len(self.prompts()) * self.num_sampled
         if choices > MAX_CHOICES:
             raise InvalidRequestError(
@@ -208,28 +211,9 @@ class CompletionBody(GenerationBody):
             )
         return self
 
-    def _check_best_of(self) -> None:
-        if self.best_of is None or self.best_of == (self.n or 1):
-            return
-        if not (self.n or 1) <= self.best_of <= MAX_N:
-            raise InvalidRequestError(
-                f"best_of must be at least n ({self.n or 1}) and at most {MAX_N}, not {self.best_of}", "best_of"
-            )
-        if self.stream:
-            raise InvalidRequestError("best_of greater than n is not available with stream: true", "best_of")
-        if self.temperature is not None and self.temperature < GREEDY_EPS:
-            raise InvalidRequestError(
-                "best_of must be 1 with temperature 0, where all completions are equal", "best_of"
-            )
-
     @property
     def _factor(self) -> str:
         return "n" if self.num_sampled == (self.n or 1) else "best_of"
-
-    @property
-    def num_sampled(self) -> int:
-        """Completions that are made of each prompt; the best n of them are the answer."""
-        return max(self.best_of or 1, self.n or 1)
 
     def prompts(self) -> list[Prompt]:
         """The prompts one by one, each a text or a list of token ids."""

@@ -80,7 +80,7 @@ class RelayClient:
             self._on_deltas(
                 [
                     TokenDelta(request.request_id, index, [], finish_reason="error", stop_reason=message)
-                    for index in range(request.params.n)
+                    for index in range(request.params.num_completions)
                 ]
             )
 
@@ -104,7 +104,7 @@ class RelayFront:
         self._driver.attach(self)
         try:
             self._driver.add(self, request)
-            open_choices = set(range(request.params.n))
+            open_choices = set(range(request.params.num_completions))
             while open_choices:
                 item = await self._queue.get()
                 if isinstance(item, str):

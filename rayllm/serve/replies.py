@@ -25,8 +25,6 @@ class CompletionReply(Reply):
         super().__init__(body, job, reply_id, model, tokenizer)
         self._echo = bool(body.echo)
         self._top = body.logprobs
-        self._asked_n = body.n or 1
-        self._likelihood: dict[int, tuple[float, int]] = {}  # choice -> (cumulative log-probability, tokens)
         self._offsets: dict[int, int] = {}
 
     def _delta(self, prompt_index: int, index: int, completion: CompletionOutput) -> Delta:
@@ -99,32 +97,6 @@ class CompletionReply(Reply):
         if self._wants_prompt_logprobs:
             answer["prompt_logprobs"] = self._prompt_logprobs(index // self._n)
         return answer
-
-    def _add(self, choice: dict[str, Any], delta: Delta) -> None:
-        super()._add(choice, delta)
-        if delta.cumulative_logprob is not None:
-            _, count = self._likelihood.get(delta.choice, (0.0, 0))
-            self._likelihood[delta.choice] = (delta.cumulative_logprob, count + len(delta.token_ids))
-
-    def whole(self) -> dict[str, Any]:
-        """With best_of: of each prompt's completions the n of the highest log-probability per token, best first."""
-        answer = super().whole()
-        if self._asked_n < self._n:
-            answer["choices"] = [
-                self._choice_of_rank(answer["choices"], prompt, rank)
-                for prompt in range(len(self._job.requests))
-                for rank in range(self._asked_n)
-            ]
-        return answer
-
-    def _choice_of_rank(self, choices: list[dict[str, Any]], prompt: int, rank: int) -> dict[str, Any]:
-        made = choices[prompt * self._n : (prompt + 1) * self._n]
-        best = sorted(made, key=lambda choice: -self._mean_logprob(choice["index"]))[rank]
-        return best | {"index": prompt * self._asked_n + rank}
-
-    def _mean_logprob(self, index: int) -> float:
-        total, count = self._likelihood[index]
-        return total / max(count, 1)
 
 
 class ChatReply(Reply):

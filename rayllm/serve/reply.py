@@ -34,7 +34,7 @@ def sse(payload: Any) -> bytes:
 class Delta(NamedTuple):
     """What is new in one choice. prompt_index: whose prompt it continues. first: nothing was sent of it before.
 
-    cumulative_logprob: of all its tokens so far. parsed: what the text turned out to be, in chats.
+    parsed: what the text turned out to be, in chats.
     """
 
     prompt_index: int
@@ -44,7 +44,6 @@ class Delta(NamedTuple):
     entries: Entries | None
     finish_reason: str | None
     first: bool
-    cumulative_logprob: float | None = None
     parsed: ParsedText | None = None
 
 
@@ -55,7 +54,7 @@ class Reply(ABC):
     whole_object: str
 
     def __init__(self, body: GenerationBody, job: Job, reply_id: str, model: str, tokenizer: Tokenizer | None):
-        self._n = body.num_sampled
+        self._n = body.n or 1
         self._job = job
         self._tokenizer = tokenizer
         self._head = {"id": reply_id, "created": int(time.time()), "model": model}
@@ -110,6 +109,8 @@ class Reply(ABC):
         if output.prompt_logprobs is not None:
             self._prompt_entries[prompt_index] = output.prompt_logprobs
         self._cached_tokens[prompt_index] = max(self._cached_tokens[prompt_index], output.num_cached_tokens)
+        if not self._job.discard_output:
+            self._completion_tokens += output.num_discarded_tokens
         deltas = []
         for completion in output.outputs:
             if completion.finish_reason == "error":
@@ -132,7 +133,6 @@ class Reply(ABC):
             completion.logprobs,
             completion.finish_reason,
             first,
-            completion.cumulative_logprob,
         )
 
     def _usage(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class PersistentBatch:
         self.token_table = torch.zeros(max_num_seqs + 1, max_model_len, dtype=torch.int32, device=device)
 
     def apply(self, plan: StepPlan) -> None:
-        """Let the plan's new sequences in and extend block tables."""
+        """Let the plan's new sequences in, extend block tables, and replace tokens that were not to be taken."""
         for data in plan.new:
             row, length = data.row, len(data.token_ids)
             self.num_tokens[row] = length
@@ -41,6 +41,10 @@ class PersistentBatch:
             self.token_table[row, :length] = tokens
         for row, first, ids in plan.block_updates:
             self.block_table[row, first : first + len(ids)] = ids
+        if plan.tokens:
+            rows, ids = np.array(plan.tokens, np.int64).T
+            where = to_device([rows, self.num_tokens[rows] - 1, ids], np.int64, self.token_table.device)
+            self.token_table[where[0], where[1]] = where[2].to(torch.int32)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every row's counts are possible."""

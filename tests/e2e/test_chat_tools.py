@@ -100,6 +100,42 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_the_field_it_came_in(mod
     assert with_client(model, use) == ["tools", "response_format", "structured_outputs"]
 
 
+def test_beams(model):
+    """Over HTTP: the most likely text first, in completions and chats; no text by any other means is more likely."""
+
+    async def use(client):
+        fields = {"model": "org/fake", "max_tokens": 8, "logprobs": 0}
+        beams = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": True}
+        found = await client.completions.create(
+            prompt=["The for statement", "Return"], n=2, best_of=4, extra_body=beams, **fields
+        )
+        greedy = await client.completions.create(prompt=["The for statement", "Return"], temperature=0, **fields)
+        talk = [{"role": "user", "content": "What does len do?"}]
+        chat = await client.chat.completions.create(
+            model="org/fake", messages=talk, max_tokens=8, n=2, extra_body={**beams, "best_of": 3}
+        )
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(
+                model="org/fake", messages=talk, tools=TOOLS, tool_choice="required", n=2, extra_body=beams
+            )
+        return found, greedy, chat, caught.value.body
+
+    found, greedy, chat, refusal = with_client(model, use)
+
+    def score(choice, penalty=0.5):
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs) ** penalty
+
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    for prompt in range(2):
+        first, second = found.choices[2 * prompt : 2 * prompt + 2]
+        assert score(first) >= score(second) and first.text != second.text
+        assert score(first) >= score(greedy.choices[prompt]) - 1e-4
+    assert found.usage.completion_tokens == sum(len(choice.logprobs.tokens) for choice in found.choices)
+    texts = [choice.message.content for choice in chat.choices]
+    assert len(set(texts)) == 2 and all(texts)
+    assert refusal["param"] == "tools" and "use_beam_search" in refusal["message"]
+
+
 def test_best_of_and_echo(model):
     async def use(client):
         best = await client.completions.create(

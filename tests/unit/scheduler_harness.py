@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fakes import FakeConstraint, FakeWorker, embedding, expected_output
+import pytest
+from fakes import EOS, FakeConstraint, FakeWorker, embedding, expected_beams, expected_output
 
 from rayllm.core.scheduler import Scheduler
 from rayllm.core.sequence import derive_seed
 from rayllm.sampling_params import SamplingParams
 from rayllm.types import GenerationRequest, KVCosts, StepPlan, TokenDelta
 
-EOS = 7
 CHEAP = KVCosts(recompute_token=1.0, swap_out_block=1e-3, swap_in_block=1e-3)  # to move, that is
 DEAR = KVCosts(recompute_token=1.0, swap_out_block=1e3, swap_in_block=1e3)
 EVEN = KVCosts(recompute_token=1.0, swap_out_block=1.4, swap_in_block=1.4, transfer=2.0)  # what pays depends
@@ -113,7 +113,10 @@ class Harness:
                 assert last.finish_reason == "stop" and not self.outputs[request.request_id, 0]
                 continue
             params = request.params
-            for index in range(params.n):
+            if params.use_beam_search:
+                self.check_beams(request)
+                continue
+            for index in range(params.width):
                 key = (request.request_id, index)
                 seeds[key] = self.seeds[key]
                 limit = min(self.scheduler.max_model_len, len(request.prompt_token_ids) + params.max_tokens)
@@ -128,8 +131,27 @@ class Harness:
         assert stats.num_used_blocks == stats.num_running == stats.num_waiting == 0
         assert stats.num_used_cpu_blocks == stats.num_swapped == 0
 
+    def check_beams(self, request: GenerationRequest) -> None:
+        params = request.params
+        limit = min(self.scheduler.max_model_len, len(request.prompt_token_ids) + params.max_tokens)
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
+        expected = expected_beams(request.prompt_token_ids, params, limit, stops)
+        assert len(expected) == params.n
+        for index, (tokens, cumulative) in enumerate(expected):
+            key = (request.request_id, index)
+            last = self.last_deltas[key]
+            assert self.outputs[key] == last.token_ids == tokens, key
+            assert last.cumulative_logprob == cumulative, key
+            assert last.finish_reason == ("stop" if tokens[-1] in stops else "length"), key
+            assert last.stop_reason == (tokens[-1] if tokens[-1] in params.stop_token_ids else None)
+            if params.logprobs is not None:
+                assert [entry.token_id for entry in last.logprobs] == tokens
+                assert sum(entry.logprob for entry in last.logprobs) == pytest.approx(cumulative)
+
     @property
     def seeds(self) -> dict[tuple[str, int], int]:
         return {
-            (r.request_id, i): derive_seed(r.params.seed, i) for r in self.requests.values() for i in range(r.params.n)
+            (r.request_id, i): derive_seed(r.params.seed, i)
+            for r in self.requests.values()
+            for i in range(r.params.width)
         }

@@ -66,7 +66,10 @@ def test_the_other_fronts_count():
 
 
 class StagedEngine(FakeEngine):
-    """Prompts are stages: "stuck" never starts; "s..." starts; "st..." has one token too; then it hangs."""
+    """Prompts are stages: "stuck" never starts; "s..." starts; "st..." has one token too; then it hangs.
+
+    "search" is over its prompt, and has its tokens when all other deadlines are over.
+    """
 
     async def generate(self, request, prompt_text=None):
         self.started.append(request.request_id)
@@ -78,7 +81,10 @@ class StagedEngine(FakeEngine):
             if prompt.startswith("st"):
                 part = CompletionOutput(0, "a", [97])
                 yield RequestOutput(request.request_id, prompt_text, ids, [part], False, times=RequestTimes(0.25, 0.5))
-            await asyncio.sleep(0 if prompt == "go" else 60)
+            if prompt == "search":
+                yield RequestOutput(request.request_id, prompt_text, ids, [], False, times=RequestTimes(0.25, 0.5))
+                await asyncio.sleep(0.15)
+            await asyncio.sleep(0 if prompt in ("go", "search") else 60)
             part = CompletionOutput(0, "b", [98], finish_reason="stop")
             yield RequestOutput(request.request_id, prompt_text, ids, [part], True)
         finally:
@@ -129,6 +135,32 @@ def test_each_deadline_can_be_off():
     assert api.completion(prompt="never").json()["error"]["code"] == "first_token_timeout"
     api = staged(queue_timeout=0.05, request_timeout=0.2)  # it starts, so only the last one counts
     assert api.completion(prompt="s").json()["error"]["code"] == "request_timeout"
+
+
+def test_a_first_token_counts_when_it_is_known_although_it_is_sent_later():
+    api = staged(queue_timeout=0.05, first_token_timeout=0.1)
+    answer = api.completion(prompt="search", use_beam_search=True, n=1, best_of=4)
+    assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "b")
+    check_all_is_released(api)
+
+
+def test_beams_and_samples_count_as_completions():
+    api = Api(ServerConfig(max_queued_requests=2))  # the fakes run 4 at once
+
+    async def scenario():
+        tasks = await in_turn(
+            api, [{"prompt": "slow"}, {"prompt": "slow", "best_of": 3}, {"prompt": "x", "best_of": 3, "n": 2}]
+        )
+        assert [task.done() for task in tasks] == [False, False, True]
+        assert tasks[2].result().status_code == 429
+        assert api.state.admission.load.completions == 4
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await asyncio.sleep(0.05)
+
+    asyncio.run(scenario())
+    check_all_is_released(api)
 
 
 def test_one_late_prompt_ends_its_request():

@@ -272,24 +272,40 @@ def test_chat_answer_with_logprobs():
     ]
 
 
-def test_best_of_returns_the_most_likely_per_token():
+def test_choices_are_the_n_best_and_usage_counts_all():
     body, job = completion(prompt=["a", "b"], n=2, best_of=3)
-    assert (job.requests[0].params.n, job.requests[0].params.logprobs) == (3, 0)
+    params = job.requests[0].params
+    assert (params.n, params.best_of, params.logprobs) == (2, 3, None)
     reply = CompletionReply(body, job, "cmpl-1", "m", CharTokenizer())
-    for prompt, totals in enumerate([(-9.0, -1.0, -2.0), (-1.0, -2.0, -0.5)]):
-        for index, total in enumerate(totals):
-            first = output("xy", index=index, with_logprobs=True)
-            first.outputs[0].cumulative_logprob = total / 2
-            last = output("z" * (index + 1), index=index, finish="stop", with_logprobs=True)
-            last.outputs[0].cumulative_logprob = total
-            reply.collect(prompt, first)
-            reply.collect(prompt, last)
+    for prompt in range(2):
+        both = [CompletionOutput(i, "xyz"[i:], [120, 121], -1.0 - i, finish_reason="stop") for i in range(2)]
+        reply.collect(prompt, RequestOutput("r", None, [1], both, True, num_discarded_tokens=7))
     answer = reply.whole()
-    # Per token: -9/3, -1/4, -2/5 and -1/3, -2/4, -0.5/5.
     assert [(c["index"], c["text"], c["logprobs"]) for c in answer["choices"]] == [
-        (0, "xyzz", None), (1, "xyzzz", None), (2, "xyzzz", None), (3, "xyz", None),
+        (0, "xyz", None), (1, "yz", None), (2, "xyz", None), (3, "yz", None),
     ]  # fmt: skip
-    assert answer["usage"]["completion_tokens"] == 2 * (3 + 4 + 5)
+    assert answer["usage"]["completion_tokens"] == 2 * (2 + 2 + 7)
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_beams_reach_the_engine(make):
+    _body, job = make(use_beam_search=True, best_of=4, n=3, length_penalty=0.5, early_stopping="never")
+    params = job.requests[0].params
+    assert (params.use_beam_search, params.width, params.n) == (True, 4, 3)
+    assert (params.length_penalty, params.early_stopping) == (0.5, "never")
+
+
+def test_what_beams_cannot_have_is_refused_by_its_own_name():
+    for fields, name in (
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"temperature": 0.7}, "temperature"),
+        ({"stop": "x"}, "stop"),
+        ({"best_of": 1}, "best_of"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            completion(**{"use_beam_search": True, "best_of": 2} | fields)
+        assert caught.value.param == name
+        assert name in str(caught.value)
 
 
 class PieceTokenizer(CharTokenizer):

@@ -15,7 +15,7 @@ from rayllm.engine.outputs import OutputProcessor, accumulate
 from rayllm.engine.tokenizer import Tokenizer
 from rayllm.errors import InvalidRequestError
 from rayllm.sampling_params import SamplingParams
-from rayllm.types import GenerationRequest, Logprob, RequestOutput, TokenDelta, TokenLogprobs
+from rayllm.types import GenerationRequest, Logprob, RequestOutput, RequestTimes, TokenDelta, TokenLogprobs
 
 EOS = "<eos>"
 
@@ -236,6 +236,49 @@ def test_logprobs_0_is_the_token_itself_and_tokens_after_a_stop_have_none():
     (completion,) = outputs[0].outputs
     assert [list(d.values()) for d in completion.logprobs] == [[Logprob(-1.0, 1, "a")], [Logprob(-2.0, 3, "b")]]
     assert completion.cumulative_logprob == -3.0
+
+
+def test_the_best_samples_come_when_all_have_ended_and_end_where_a_stop_string_does():
+    processor = processor_for(make_request(n=2, best_of=3, stop=["!"]))
+    first, _ = processor.process([delta("a", logprobs=[entry("a", -1.0, 1)], times=RequestTimes(0.0, 1.0))])
+    assert [(o.outputs, o.times, o.finished) for o in first] == [([], RequestTimes(0.0, 1.0), False)]
+    assert processor.process([delta("b", 1, logprobs=[entry("b", -3.0, 1)])]) == ([], [])
+    assert processor.process([delta("!", 1, logprobs=[entry("!", -1.0, 1)])]) == ([], [])
+    late = [delta("c", 1, logprobs=[entry("c", -9.0, 1)]), delta("a", 2, logprobs=[entry("a", -8.0, 1)])]
+    assert processor.process(late) == ([], [])
+    outputs, aborts = processor.process(
+        [
+            delta("x", 0, logprobs=[entry("x", -9.0, 2)], finish_reason="length"),
+            delta("yz", 2, logprobs=[entry("y", 0.0, 1), entry("z", -0.5, 1)], finish_reason="stop"),
+        ]
+    )
+    (last,) = outputs
+    assert aborts == ["r"], "what went on behind the stop string"
+    assert [(o.index, o.text, o.cumulative_logprob, o.finish_reason) for o in last.outputs] == [
+        (0, "b", -4.0, "stop"), (1, "ay", -8.5, "stop"),
+    ]  # fmt: skip
+    assert (last.finished, last.num_discarded_tokens) == (True, 2)
+    assert all(o.logprobs is None for o in last.outputs)
+
+
+def test_a_failed_request_has_as_many_errors_as_completions_were_asked_for():
+    processor = processor_for(make_request(n=2, best_of=4))
+    failed = [delta("", i, finish_reason="error", stop_reason="lost") for i in range(4)]
+    outputs, _ = processor.process(failed)
+    assert [(o.index, o.finish_reason, o.stop_reason) for o in outputs[0].outputs] == [
+        (0, "error", "lost"), (1, "error", "lost"),
+    ]  # fmt: skip
+
+
+def test_beams_come_whole_with_the_sum_of_their_log_probabilities():
+    processor = processor_for(make_request(n=2, use_beam_search=True, best_of=3))
+    outputs, _ = processor.process([delta("", 0, times=RequestTimes(0.0, 1.0), num_cached_tokens=4)])
+    assert (outputs[0].times, outputs[0].num_cached_tokens) == (RequestTimes(0.0, 1.0), 4)
+    outputs, aborts = processor.process(
+        [delta(t, i, finish_reason="length", cumulative_logprob=-1.5 - i) for i, t in enumerate(("abc", "de"))]
+    )
+    assert [(o.text, o.cumulative_logprob) for o in outputs[0].outputs] == [("abc", -1.5), ("de", -2.5)]
+    assert (outputs[0].finished, aborts, len(processor)) == (True, [], 0)
 
 
 def test_prompt_logprobs():

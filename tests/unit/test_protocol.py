@@ -95,18 +95,19 @@ def test_what_is_not_honoured_says_so():
     assert refusal(completion, suffix="x")[0] == "suffix is not supported here"
 
 
-def test_best_of():
+def test_best_of_and_beams():
     assert completion(best_of=3, n=2).num_sampled == 3
-    for fields, text in (
-        ({"best_of": 2, "stream": True}, "stream: true"),
-        ({"best_of": 2, "temperature": 0}, "temperature 0"),
-        ({"best_of": 129}, "at most 128"),
-        ({"best_of": 1, "n": 2}, "at least n (2)"),
-        ({"best_of": 128, "prompt": ["a"] * 9}, "prompts x best_of is 1152"),
-    ):
-        message, param = refusal(completion, **fields)
-        assert param == "best_of"
-        assert text in message
+    message, param = refusal(completion, best_of=128, prompt=["a"] * 9)
+    assert (param, "prompts x best_of is 1152" in message) == ("best_of", True)
+    for make in (completion, chat):
+        assert refusal(make, best_of=2, stream=True) == (
+            "best_of greater than n is not available with stream: true",
+            "best_of",
+        )
+        for fields in ({"best_of": 2}, {"n": 2}):
+            message, param = refusal(make, use_beam_search=True, stream=True, **fields)
+            assert (message, param) == ("use_beam_search is not available with stream: true", "use_beam_search")
+        assert make(best_of=2, n=2, stream=True).num_sampled == 2
 
 
 @pytest.mark.parametrize(
@@ -126,9 +127,6 @@ def test_chat_only_and_completion_only_fields():
     assert chat(parallel_tool_calls=True).parallel_tool_calls
     assert refusal(completion, parallel_tool_calls=True)[1] == "parallel_tool_calls"
     assert refusal(chat, echo=True)[1] == "echo"
-    assert refusal(chat, best_of=1)[1] == "best_of"
-    assert completion(best_of=2, n=2).n == 2
-    assert refusal(completion, best_of=1, n=2)[1] == "best_of"
 
 
 def test_field_combinations():

@@ -49,6 +49,21 @@ def features_of(batch):
     }
 
 
+def test_what_rows_of_beams_and_of_the_best_samples_report():
+    table = table_of(
+        entering(0, use_beam_search=True, best_of=4, n=2),
+        entering(1, use_beam_search=True, n=3, logprobs=20, stop_token_ids=[2, 9], ignore_eos=True),
+        entering(2, n=2, best_of=3),
+        entering(3, n=2, best_of=3, logprobs=1),
+        entering(4, n=2),
+        entering(5, use_beam_search=True, n=120),
+    )
+    batch = batch_of(table, [0, 1, 2, 3, 4, 5], [3] * 6)
+    assert batch.logprobs.host_rows == [0, 1, 2, 3, 5]
+    assert batch.logprobs.num_top == [4 + 1, 20, 0, 1, VOCAB], "a beam must find one that goes on for every beam"
+    assert batch_of(table, [0, 1, 5], [3] * 3).draw is None
+
+
 def test_rows_that_were_never_set_are_greedy():
     batch = batch_of(table_of(), [0, 5], [1, 1])
     assert features_of(batch) == set()

@@ -31,6 +31,20 @@ PARAMS = st.fixed_dictionaries(
         "prompt_logprobs": st.sampled_from([None, None, 1]),
         "logprobs": st.sampled_from([None, 0]),
         "pooling": st.sampled_from([None, None, None, "last", "mean"]),
+        "beams": st.one_of(
+            st.none(),
+            st.none(),
+            st.none(),
+            st.fixed_dictionaries(
+                {
+                    "width": st.integers(2, 5),
+                    "n": st.integers(1, 5),
+                    "length_penalty": st.sampled_from([1.0, 0.0, 2.0, -1.0]),
+                    "early_stopping": st.sampled_from([False, True, "never"]),
+                    "min_tokens": st.sampled_from([0, 0, 4]),
+                }
+            ),
+        ),
         "constraint": st.sampled_from([None, None, {"lag": 0}, {"lag": 3}, {"lag": 1, "fail_after": 2}]),
     }
 )
@@ -39,6 +53,14 @@ OPERATIONS = st.lists(
     st.one_of(ADD, st.tuples(st.just("step"), st.integers(1, 8)), st.tuples(st.just("abort"), st.integers(0, 20))),
     max_size=40,
 )
+
+
+def beam_params(params, beams, max_num_seqs):
+    """Beams instead of samples, as many as can run."""
+    width = min(beams["width"], max_num_seqs)
+    options = {"use_beam_search": True, "best_of": width, "n": min(beams["n"], width), "constraint": None}
+    options |= {name: beams[name] for name in ("length_penalty", "early_stopping")}
+    return options | {"min_tokens": min(beams["min_tokens"], params["max_tokens"]), "pooling": None}
 
 
 @settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -71,6 +93,10 @@ def test_random_histories_leave_every_output_right(
     for operation in operations:
         if operation[0] == "add":
             _, prompt, params, priority, salt = operation
+            params, beams = dict(params), params["beams"]
+            del params["beams"]
+            if beams is not None and max_num_seqs > 1:
+                params |= beam_params(params, beams, max_num_seqs)
             if len(prompt) + (params["pooling"] is None) <= harness.scheduler.max_model_len:
                 harness.add(f"r{len(harness.requests)}", prompt, priority, salt, **params)
         elif operation[0] == "step":

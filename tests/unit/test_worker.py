@@ -117,6 +117,18 @@ def test_a_row_forgets_its_former_sequence(state):
     assert state.block_table[2, :2].tolist() == [6, 4]
 
 
+def test_a_newest_token_is_replaced_where_the_next_step_reads_it(state):
+    before = state.token_table.clone()
+    state.advance(np.array([0, 2]), np.array([1, 6]), 2)
+    lengths = state.num_tokens[[0, 2]].tolist()
+    state.apply(make_plan(tokens=[(2, 77), (0, 66)]))
+    assert [int(state.token_table[row, n - 1]) for row, n in zip((0, 2), lengths, strict=True)] == [66, 77]
+    changed = (state.token_table != before).nonzero().tolist()
+    assert changed == [[0, lengths[0] - 1], [2, lengths[1] - 1]]
+    inputs = build(state, make_plan(rows=[2, 0], num_tokens=[1, 1], num_decodes=2, num_sampled=2), CPU)
+    assert inputs.batch.input_ids.tolist() == [77, 66]
+
+
 def test_a_table_may_begin_behind_the_window(state):
     data = SequenceData(2, list(range(20)), 18, 17, [6, 4], SamplingParams(), 0, first_block=3)
     state.apply(make_plan(free_rows=[2], new=[data], block_updates=[(2, 5, [9])]))
