@@ -242,7 +242,7 @@ def plain_tokens():
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
-def test_the_bundled_model(plain_tokens, kind):
+def test_the_bundled_model(plain_tokens, kind, no_forecast):
     """Cached prefixes, preemption by swap and a small pool change nothing; against fp32 most greedy tokens stay."""
     with LLM(device="cpu", kv_cache_dtype=kind) as llm:
         first = generate(llm)
