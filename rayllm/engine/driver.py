@@ -220,11 +220,12 @@ class EngineDriver:
         """The engine loop: take what fronts sent, step while there is work, sleep on the inbox when there is none."""
         try:
             while self._dead is None and self._take_inbox():
+                deltas: list[TokenDelta] = []
                 if self._core.has_work():
                     deltas = self._core.step()
                     self.last_step_time = self._last_progress = time.monotonic()
-                    self._route(deltas)
-                self._stats = self._core.stats()
+                self._stats = self._core.stats()  # first, so that who has a result finds it in the figures
+                self._route(deltas)
         except BaseException as error:
             logger.exception("the engine died")
             self._die(f"the engine died: {type(error).__name__}: {error}")

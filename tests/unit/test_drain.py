@@ -3,6 +3,7 @@
 import asyncio
 import os
 import stat
+import sys
 
 import pytest
 from unit.app_fakes import Api
@@ -54,12 +55,15 @@ def engine(monkeypatch):
     monkeypatch.setattr("rayllm.engine.core.build_engine_core", lambda _: FakeCore(gated=True))
     for name, value in (("node_id", "here"), ("replica_id", "one"), ("replica_index", 0)):
         monkeypatch.setattr(engine_replica, name, lambda value=value: value)
+    switch_interval = sys.getswitchinterval()
     replica = EngineReplica({"device": "cpu"}, drain_timeout=30.0)
+    assert sys.getswitchinterval() < switch_interval
     front = Front()
     replica._driver.attach(front)
     yield replica._driver._core, replica._driver, front, replica
     replica._driver._core.allow(1000)
     replica._driver.shutdown(timeout=5)
+    sys.setswitchinterval(switch_interval)
 
 
 def test_a_stalled_engine_makes_health_a_503(engine, monkeypatch):
@@ -88,7 +92,7 @@ def test_a_stalled_engine_makes_health_a_503(engine, monkeypatch):
     with pytest.raises(EngineDeadError, match="no step has finished"):  # what makes Serve restart the replica
         asyncio.run(replica.check_health())
     core.allow(10)
-    wait_for(lambda: not driver.stats().num_running)
+    wait_for(lambda: not driver.busy)
     assert api.get("/health").status_code == 200
 
 
