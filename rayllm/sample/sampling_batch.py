@@ -112,11 +112,6 @@ class SamplingBatch:
         """True if greedy rows too need more than the raw logits."""
         return self.bias is not None or self.bans is not None or self.penalties is not None
 
-    @property
-    def simple(self) -> bool:
-        """True if tokens are chosen by temperature alone, greedily or not, and nothing is reported of them."""
-        return self.cut is None and not self.changes_logits and self.logprobs is None
-
 
 class Packer:
     """Collects host arrays and brings them to a device in one copy."""

@@ -160,11 +160,6 @@ class ModelFigures(NamedTuple):
     num_replicas: int
 
 
-def render_metrics(model_name: str, stats: EngineStats | None, front: FrontMetrics) -> bytes:
-    """The Prometheus text of one model with one engine, or none (stats is None)."""
-    return render_models([ModelFigures(model_name, {} if stats is None else {"0": stats}, front, stats is not None)])
-
-
 def render_models(models: Sequence[ModelFigures]) -> bytes:
     """The Prometheus text. What API servers measure has the label engine="all"."""
     registry = CollectorRegistry(auto_describe=False)

@@ -101,10 +101,6 @@ class Router:
         self._rng = rng or random.Random()
         self._indexes: dict[str, PrefixIndex] = {}
 
-    @property
-    def replica_ids(self) -> set[str]:
-        return set(self._indexes)
-
     def add_replica(self, replica_id: str, num_kv_tokens: int) -> None:
         """num_kv_tokens: tokens that its KV pool holds."""
         self._indexes[replica_id] = PrefixIndex(min(max(num_kv_tokens // ROUTING_BLOCK, 1), MAX_INDEX_BLOCKS))

@@ -1,4 +1,4 @@
-"""Stands in for Ray Serve's handle of a model's replicas."""
+"""Stands in for Ray Serve's handle of a model's replicas; the metrics text of one engine."""
 
 import asyncio
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from rayllm.serve.engine_replica import Endpoint, ReplicaReport
+from rayllm.serve.metrics import ModelFigures, render_models
 from rayllm.types import EngineInfo, EngineStats, TokenDelta
 
 INFO = EngineInfo(model="m", max_model_len=64, vocab_size=100, num_kv_tokens=640, eos_token_ids=[0])
@@ -103,3 +104,8 @@ async def until(condition):
             return
         await asyncio.sleep(0.01)
     raise AssertionError("it did not come true")
+
+
+def render_metrics(model_name, stats, front):
+    """The Prometheus text of one model with one engine, or none (stats is None)."""
+    return render_models([ModelFigures(model_name, {} if stats is None else {"0": stats}, front, stats is not None)])

@@ -13,9 +13,10 @@ from html.parser import HTMLParser
 import pytest
 import uvicorn
 from unit.app_fakes import Api
+from unit.serve_fakes import render_metrics
 
 from rayllm.serve.console import console_page
-from rayllm.serve.metrics import HISTOGRAMS, FrontMetrics, render_metrics
+from rayllm.serve.metrics import HISTOGRAMS, FrontMetrics
 from rayllm.types import EngineStats
 
 PAGE = console_page().body.decode()

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from unit.serve_fakes import render_metrics
 
-from rayllm.serve.metrics import FrontMetrics, render_metrics
+from rayllm.serve.metrics import FrontMetrics
 from rayllm.types import EngineStats
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "configs" / "grafana-dashboard.json").read_text())

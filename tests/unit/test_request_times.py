@@ -6,12 +6,13 @@ import msgspec
 import pytest
 from fakes import FakeWorker
 from unit.app_fakes import Api, FakeEngine
+from unit.serve_fakes import render_metrics
 from unit.test_driver_fakes import fake_request
 
 from rayllm.config import ServerConfig
 from rayllm.core.scheduler import Scheduler
 from rayllm.engine.outputs import OutputProcessor, accumulate
-from rayllm.serve.metrics import HISTOGRAMS, FrontMetrics, RequestTimer, render_metrics
+from rayllm.serve.metrics import HISTOGRAMS, FrontMetrics, RequestTimer
 from rayllm.types import CompletionOutput, EngineStats, RequestOutput, RequestTimes, TokenDelta
 
 

@@ -68,7 +68,6 @@ def test_rows_that_were_never_set_are_greedy():
     batch = batch_of(table_of(), [0, 5], [1, 1])
     assert features_of(batch) == set()
     assert batch.draw is None
-    assert batch.simple
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,6 @@ def test_simple_rows_use_temperature_at_most(feature):
     )
     for rows, simple in (([0], True), ([1, 0, 7], True), ([2], False), ([1, 2, 0], False)):
         assert table.is_simple(np.array(rows)) == simple
-        assert batch_of(table, rows, [3] * len(rows)).simple == simple
     assert table.is_simple(np.array([], dtype=np.int64))
 
 
