@@ -90,6 +90,12 @@ class ModelSpec:
             widest = max(widest, window)
         return widest
 
+    @property
+    def num_telling_layers(self) -> int:
+        """How many of the first layers run every kernel of the model: all windows occur, and the first does not add."""
+        last_new = max(self.sliding_windows.index(window) for window in set(self.sliding_windows))
+        return min(self.num_layers, max(2, last_new + 1))
+
     def kv_heads_per_rank(self, tp: int) -> int:
         """KV heads that each of `tp` ranks holds: replicated where there are more ranks than heads."""
         return max(1, self.num_kv_heads // tp)

@@ -19,7 +19,7 @@ from .checks import check_copy_blocks
 TILE_ELEMENTS = 8192
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["src_ptr", "dst_ptr"])
 def _copy_blocks_kernel(pool_ptr, src_ptr, dst_ptr, stride_block, block_elements, TILE: tl.constexpr):
     pair = tl.program_id(1)
     source = tl.load(src_ptr + pair) * stride_block

@@ -41,7 +41,7 @@ def _next_of_row(row_ptr, vocab_size, key, token, WIDTH: tl.constexpr):
     return top, tl.min(tl.where(best == top, best_token, NO_TOKEN), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_ptr", "token_ids_ptr", "num_top", "group_k"])
 def _gather_kernel(
     logits_ptr, rows_ptr, token_ids_ptr, logprobs_ptr, ranks_ptr, top_ids_ptr, top_logprobs_ptr, values_ptr,
     tokens_ptr, counters_ptr, stride_row, vocab_size, num_top, group_k, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,

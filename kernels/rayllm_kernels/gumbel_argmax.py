@@ -29,7 +29,7 @@ TARGET_PROGRAMS = 1056  # eight a multiprocessor on the largest GPUs: more slice
 MAX_SLICES = 128
 
 
-@triton.jit(do_not_specialize=["num_slices"])
+@triton.jit(do_not_specialize=["seeds_ptr", "positions_ptr", "temperature_ptr", "noise_scale_ptr", "num_slices"])
 def _scan_kernel(
     logits_ptr, seeds_ptr, positions_ptr, temperature_ptr, noise_scale_ptr, best_ptr, best_token_ptr,
     stride_row, first, vocab_size, num_slices, slice_size,

@@ -123,7 +123,7 @@ def _key_tiles(first_pos, last_pos, window, KEYS: tl.constexpr, USE_WINDOW: tl.c
     return first_key, first_key // KEYS, whole_low, whole_high, high
 
 
-@triton.jit(do_not_specialize=["stride_table"])
+@triton.jit(do_not_specialize=["tables_ptr", "seq_lens_ptr", "starts_ptr", "stride_table"])
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, seq_lens_ptr, starts_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr, out_ptr,
     stride_qt, stride_qh, stride_block, stride_kv_head, stride_slot, stride_table, stride_ot, stride_oh,

@@ -295,7 +295,7 @@ def _consume(
         seq_len = _read(mail, turn % SLOTS, 0)
 
 
-@gluon.jit(do_not_specialize=["batch", "stride_table"])
+@gluon.jit(do_not_specialize=["tables_ptr", "seq_lens_ptr", "starts_ptr", "batch", "stride_table"])
 def _hopper_kernel(
     q_ptr, k_desc, v_desc, tables_ptr, seq_lens_ptr, starts_ptr, counter_ptr, out_ptr, batch,
     stride_qt, stride_qh, rows_per_block, rows_per_head, stride_table, stride_ot, stride_oh, unit,

@@ -28,7 +28,10 @@ def _load_tokens(token_ptr, start, num_tokens, vocab_size, TILE: tl.constexpr):
     return token, (token >= 0) & (token < vocab_size)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows_ptr", "table_rows_ptr", "num_prompt_ptr", "num_tokens_ptr", "repetition_ptr",
+                       "presence_ptr", "frequency_ptr"]
+)  # fmt: skip
 def _penalise_kernel(
     logits_ptr, token_table_ptr, rows_ptr, table_rows_ptr, num_prompt_ptr, num_tokens_ptr, repetition_ptr,
     presence_ptr, frequency_ptr, counts_ptr, stride_row, stride_table, vocab_size, TILE: tl.constexpr,

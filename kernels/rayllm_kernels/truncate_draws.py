@@ -131,7 +131,10 @@ def _draw_from_list(
     return token
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows_ptr", "top_k_ptr", "top_p_ptr", "log_min_p_ptr", "seeds_ptr", "positions_ptr",
+                       "temperature_ptr"]
+)  # fmt: skip
 def _truncate_kernel(
     token_ids_ptr, logits_ptr, rows_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, seeds_ptr, positions_ptr,
     temperature_ptr, values_ptr, tokens_ptr, counters_ptr, stride_row, vocab_size,

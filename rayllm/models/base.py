@@ -42,7 +42,9 @@ class CausalLM(nn.Module, ABC):
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
         """Hidden states of batch.logit_rows after the final norm, [N, hidden_size]; writes all tokens' KV.
 
-        A batch of decodes only reads no tensor on the host and can be captured in a CUDA graph.
+        kv_caches: one a layer, or those of the first layers: then the others are left out, which is of use where only
+        the kernels that run matter. A batch of decodes only reads no tensor on the host and can be captured in a CUDA
+        graph.
         """
 
     @abstractmethod

@@ -100,7 +100,7 @@ class BloomForCausalLM(CausalLM):
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch)
         x = self.word_embeddings_layernorm(self.word_embeddings(batch.input_ids))
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=False):
             x = layer(x, self.alibi, kv_cache, plan)
         if batch.logit_rows is not None:
             x = x[batch.logit_rows]

@@ -177,7 +177,7 @@ class LlamaForCausalLM(CausalLM):
         plan = AttentionPlan.of(batch)
         x = self.embed_tokens(batch.input_ids)
         residual: torch.Tensor | None = None
-        *layers, last = zip(self.layers, kv_caches, strict=True)
+        *layers, last = zip(self.layers, kv_caches, strict=False)
         for layer, kv_cache in layers:
             x, residual = layer(x, residual, self.rotary, kv_cache, plan)
         # In the last layer a prompt's tokens matter for their keys and values alone. A captured step may have room for

@@ -128,7 +128,7 @@ class OPTForCausalLM(CausalLM):
         if self.project_in is not None:
             x = self.project_in(x)
         x = x + self.embed_positions(batch.positions + POSITION_OFFSET)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=False):
             x = layer(x, kv_cache, plan)
         if batch.logit_rows is not None:
             x = x[batch.logit_rows]

@@ -82,15 +82,15 @@ class ChunkGraphs:
         self._tables = torch.zeros(seqs, -(-max_model_len // block_size), dtype=torch.int32, device=device)
         self._graphs: dict[int, _Captured] = {}
 
-    def run_all(self) -> None:
-        """Compute a step of each size that is all padding. Must run on all ranks together."""
+    def run_all(self, caches: list[KVCache]) -> None:
+        """Compute a step of padding of each size, by the layers of `caches`. Must run on all ranks together."""
         for size in reversed(self._sizes):
-            self._step(size)
+            self._step(size, caches)
 
     def capture(self, memory: StepMemory) -> None:
         """Capture all sizes, largest first. Must run on all ranks together."""
         for size in reversed(self._sizes):
-            self._graphs[size] = _Captured(*memory.capture(partial(self._step, size)))
+            self._graphs[size] = _Captured(*memory.capture(partial(self._step, size, self._caches)))
 
     def fits(self, batch: ForwardBatch) -> bool:
         """Whether a step can be replayed."""
@@ -134,7 +134,7 @@ class ChunkGraphs:
         self._logit_rows[len(rows) :].fill_(0)  # rows of a larger graph would be out of bounds
         return size
 
-    def _step(self, size: int) -> torch.Tensor:
+    def _step(self, size: int, caches: list[KVCache]) -> torch.Tensor:
         room = self._room(size)
         seqs = room + self._max_chunks
         batch = ForwardBatch(
@@ -149,4 +149,4 @@ class ChunkGraphs:
             max_query_len=size,
             prefill_row=0,
         )
-        return self._model.local_logits(self._model(batch, self._caches), self._logits_room)
+        return self._model.local_logits(self._model(batch, caches), self._logits_room)

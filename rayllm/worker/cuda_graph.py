@@ -73,17 +73,17 @@ class DecodeGraphs:
         self._query_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
 
-    def run_all(self) -> None:
-        """Compute a step of each size that is all padding. Must run on all ranks together."""
+    def run_all(self, caches: list[KVCache]) -> None:
+        """Compute a step of padding of each size, by the layers of `caches`. Must run on all ranks together."""
         for size in reversed(self._sizes):
             self._load_padding(size)
-            self._step(size)
+            self._step(size, caches)
 
     def capture(self, memory: StepMemory) -> None:
         """Capture all sizes. Must run on all ranks together."""
         for size in reversed(self._sizes):
             self._load_padding(size)
-            graph, (logits, token_ids) = memory.capture(partial(self._step, size))
+            graph, (logits, token_ids) = memory.capture(partial(self._step, size, self._caches))
             self._graphs[size] = (graph, logits, token_ids)
 
     def _load_padding(self, size: int) -> None:
@@ -134,7 +134,7 @@ class DecodeGraphs:
         floats[size : size + count], floats[size + count :] = draw.noise_scale, 0.0
         return packed
 
-    def _step(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step(self, size: int, caches: list[KVCache]) -> tuple[torch.Tensor, torch.Tensor]:
         rows, positions, seeds, floats = self._packed[: WORDS * size].view(WORDS, size).unbind(0)
         temperature, noise_scale = floats.view(torch.float32).view(2, size).unbind(0)
         batch = ForwardBatch(
@@ -153,7 +153,7 @@ class DecodeGraphs:
             slots=batch.slot_mapping, seq_lens=batch.seq_lens, block_tables=batch.block_tables,
         )  # fmt: skip
         model = self._model
-        logits = model.local_logits(model(batch, self._caches), self._logits_room)
+        logits = model.local_logits(model(batch, caches), self._logits_room)
         targets = positions + 1  # a padding row's is 0, in the spare row
         token_ids = draw(logits, seeds, targets, temperature, noise_scale, model.lm_head.first_token, model.tp)
         self._token_table.index_put_((rows, targets), token_ids.to(torch.int32))

@@ -14,7 +14,8 @@ from rayllm.sample.sampler import SamplerOutput, logprob_entries, sample
 from rayllm.sample.sampling_batch import SamplingBatch
 from rayllm.sample.sampling_table import SamplingTable
 from rayllm.sample.token_mask import TokenMasks
-from rayllm.types import StepPlan, StepResult, TokenLogprobs
+from rayllm.sampling_params import SamplingParams
+from rayllm.types import SequenceData, StepPlan, StepResult, TokenLogprobs
 from rayllm.worker.chunk_graph import ChunkGraphs, step_graphs
 from rayllm.worker.cuda_graph import DecodeGraphs
 from rayllm.worker.input_batch import PersistentBatch, StepInputs, build, to_device
@@ -22,6 +23,11 @@ from rayllm.worker.pooling import Pooler
 from rayllm.worker.step_memory import StepMemory
 from rayllm_kernels import ops
 
+# With these, sampling runs every kernel that it has: on logits as they are, and on changed ones.
+ALL_WAYS = tuple(
+    SamplingParams(temperature=0.5, top_k=2, top_p=0.5, min_p=0.1, logprobs=1, repetition_penalty=penalty)
+    for penalty in (1.0, 2.0)
+)
 PROMPT_LOGITS_ROWS = 256  # positions whose logits are held at once for prompt logprobs
 
 
@@ -82,12 +88,35 @@ class ModelRunner:
         )  # fmt: skip
         decode_graphs = DecodeGraphs(self._model, self._caches, state, max_num_seqs, self._split_decodes, room)
         all_graphs: list[ChunkGraphs | DecodeGraphs] = [*reversed(chunk_graphs), decode_graphs]  # the largest first
-        with memory.active(), ops.compile_only():
+        telling = self._caches[: self._model.spec.num_telling_layers]
+        with memory.active():
+            with ops.compile_only():
+                for graphs in all_graphs:
+                    graphs.run_all(telling)
             for graphs in all_graphs:
-                graphs.run_all()
+                graphs.run_all(telling)
+        torch.cuda.synchronize()
         for graphs in all_graphs:
             graphs.capture(memory)
         self._graphs, self._chunk_graphs = decode_graphs, chunk_graphs
+
+    @torch.inference_mode()
+    def sample_all_ways(self) -> None:
+        """Sample with all that requests may ask for, from rows that nobody has yet. Must run on all ranks together.
+
+        On CUDA for its kernels alone, under `ops.compile_only`: a server would stop for seconds while they are compiled
+        for the first request that needs them.
+        """
+        for count in {1, min(3, len(self._state.num_tokens))}:
+            rows, head = np.arange(count), self._model.lm_head
+            local = torch.zeros(count, head.num_tokens, dtype=head.weight.dtype, device=self._device)
+            logits = self._model.gather_logits(local)
+            for params in ALL_WAYS:
+                for row in range(count):
+                    self._table.set(SequenceData(row, [0], 1, 0, [], params, seed=0))
+                sample(logits, self._table.batch(rows, rows, self._device), self._state.token_table)
+            for row in range(count):
+                self._table.clear(row)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingResult:

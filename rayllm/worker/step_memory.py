@@ -35,13 +35,10 @@ class StepMemory:
             yield
 
     def capture(self, step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """A graph of `step`, and what it returns, whose memory stays taken. The step runs once before.
+        """A graph of `step`, and what it returns, whose memory stays taken.
 
-        That run compiles kernels and lets libraries allocate, which a capture forbids.
+        Its kernels must have run before: a capture forbids to compile or load them, and libraries to allocate.
         """
-        with self.active():
-            step()
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool.id, stream=self._stream):  # type: ignore[arg-type] # too narrow a stub
             result = step()

@@ -143,11 +143,16 @@ class Worker:
         )  # fmt: skip
 
     def warm_up(self) -> DeviceMemory:
-        """On CUDA: compile the kernels and, unless enforce_eager, capture graphs. Returns what memory is taken then."""
+        """On CUDA: compile all kernels and, unless enforce_eager, capture graphs. Returns what memory is taken then."""
         if self._device.type == "cuda":
             config = self._config
+            telling = self._cache.layers[: self._spec.num_telling_layers]
             with self._memory.active():
-                self._run_largest_batch(self._cache)
+                with ops.compile_only():
+                    self._run_batch(telling, config.max_num_batched_tokens)
+                    self._runner.sample_all_ways()
+                    self._cache.copy([(0, 0)])
+                self._run_batch(telling, config.max_num_batched_tokens)
             if not config.enforce_eager:
                 self._runner.capture_graphs(config.max_num_seqs, config.max_num_batched_tokens, self._memory)
             torch.cuda.synchronize()
@@ -166,7 +171,7 @@ class Worker:
         many = min(num_blocks, max(1, PROBE_BYTES[self._device.type] // self._block_bytes))
         pairs = [(block, block) for block in range(many)]
         with self._memory.active():
-            prefill = self._seconds(partial(self._run_batch, cache, num_tokens))
+            prefill = self._seconds(partial(self._run_batch, cache.layers, num_tokens))
             out, into = (self._seconds(partial(move, pairs)) for move in (cache.swap_out, cache.swap_in))
             least = min(self._seconds(partial(move, pairs[:1])) for move in (cache.swap_out, cache.swap_in))
         beside = max(0.0, least - min(out, into) / many)
@@ -233,7 +238,9 @@ class Worker:
         config = self._config
         spare = self._new_cache(1, 0)
         with self._memory.active():
-            self._run_largest_batch(spare)
+            with ops.compile_only():
+                self._run_batch(spare.layers[: self._spec.num_telling_layers], config.max_num_batched_tokens)
+            self._run_batch(spare.layers, config.max_num_batched_tokens)
         del spare
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
@@ -276,15 +283,9 @@ class Worker:
             self._model(batch, caches)
         self._synchronize()
 
-    def _run_largest_batch(self, cache: CacheEngine) -> None:
-        """One forward pass over max_num_batched_tokens tokens, after compiling its kernels side by side."""
-        with ops.compile_only():
-            self._run_batch(cache, self._config.max_num_batched_tokens)
-        self._run_batch(cache, self._config.max_num_batched_tokens)
-
     @torch.inference_mode()
-    def _run_batch(self, cache: CacheEngine, total: int) -> None:
-        """One forward pass over `total` tokens that writes no KV, with logits for max_num_seqs rows."""
+    def _run_batch(self, caches: list[KVCache], total: int) -> None:
+        """A pass over `total` tokens by the layers of `caches`: no KV is written, max_num_seqs rows get logits."""
         config, device = self._config, self._device
         length = min(total, self._max_model_len)
         starts = torch.tensor([*range(0, total, length), total], dtype=torch.int32, device=device)
@@ -302,7 +303,7 @@ class Worker:
             num_decodes=0,
             max_query_len=length,
         )
-        hidden = self._model(batch, cache.layers)
+        hidden = self._model(batch, caches)
         logits = self._model.compute_logits(hidden)
         logits.softmax(-1)  # sampling holds a few tensors of this size
         self._synchronize()

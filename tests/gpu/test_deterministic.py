@@ -41,7 +41,9 @@ def test_results_do_not_depend_on_the_batch(tmp_path, kind, no_forecast):
     if kind == "bundled":
         folder = BUNDLED_MODEL
     else:
-        folder = make_model(tmp_path, kind, dtype="bfloat16", **({"hidden_size": 512} if kind == "opt" else SIZES))
+        # A window narrower than prompts, but wide enough that sequences need many blocks.
+        sizes = {"opt": {"hidden_size": 512}, "mistral": SIZES | {"sliding_window": 200}}
+        folder = make_model(tmp_path, kind, dtype="bfloat16", **sizes.get(kind, SIZES))
     engine = partial(LLM, folder, device="cuda", dtype="bfloat16", deterministic=True, skip_tokenizer_init=True,
                      max_num_seqs=72, max_model_len=400)  # fmt: skip
     mine, others = prompts(8, seed=1), prompts(64, seed=2)

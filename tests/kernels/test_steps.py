@@ -87,7 +87,7 @@ def test_steps_with_chunks(case, interpreted):
         batch = padded.batch(work, num_decodes=decodes, padding=0)
         chosen = next(g for g in graphs if g.fits(batch))
         interpreted(True)
-        assert_near(chosen._step(chosen._load(batch))[: len(work)], expected, dtype)
+        assert_near(chosen._step(chosen._load(batch), padded.caches)[: len(work)], expected, dtype)
 
 
 @torch.inference_mode()
@@ -115,7 +115,7 @@ def test_decode_steps(case, interpreted):
     positions = np.array([len(prompts[row]) - 1 for row in rows])
     greedy = DrawColumns(np.zeros(5, np.int64), np.ones(5, np.float32), np.zeros(5, np.float32))
     interpreted(True)
-    logits, token_ids = graphs._step(graphs._load(np.array(rows), positions, greedy))
+    logits, token_ids = graphs._step(graphs._load(np.array(rows), positions, greedy), caches)
     assert logits.shape[0] == 8
     assert_near(logits[:5], expected, dtype)
     assert token_ids[:5].tolist() == logits[:5].argmax(-1).tolist()

@@ -17,12 +17,13 @@ from rayllm.layers.attention import KVCache
 from rayllm.model_spec import load_model_spec
 from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.sample.sampling_table import DrawColumns
+from rayllm.sample.sampling_table import DrawColumns, SamplingTable
 from rayllm.sampling_params import SamplingParams
 from rayllm.types import SequenceData, StepPlan
 from rayllm.worker.chunk_graph import step_graphs
 from rayllm.worker.cuda_graph import DecodeGraphs
 from rayllm.worker.input_batch import PersistentBatch
+from rayllm.worker.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
 
@@ -68,7 +69,7 @@ def test_captured_steps_equal_eager_ones_whatever_ran_before(model, split_decode
         ran.append(graphs)
         size = graphs._load(batch)
         assert size >= sum(len(ids) for _name, ids in work)
-        actual = graphs._step(size)[: len(work)]
+        actual = graphs._step(size, padded.caches)[: len(work)]
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
     assert ran == ([alone, mixed, mixed, mixed, alone] if split_decodes else [alone] * 5)
 
@@ -88,6 +89,30 @@ def test_what_does_not_fit_a_graph(model):
     assert fits([("a", tokens(129, 0))], 0) == (False, False)
     assert fits([("a", tokens(1, 0)), ("b", tokens(5, 0))], 1) == (False, True)
     assert fits([(name, tokens(2, 0)) for name in "cdef"], 0) == (False, False)
+
+
+def test_padding_by_the_first_layers_alone_touches_nothing(model):
+    """As before a capture: whatever runs then must leave cache, tokens and logits of later steps as they were."""
+    runner = PagedRunner(model)
+    state = PersistentBatch(max_num_seqs=4, max_model_len=64, block_size=8, device=CPU)
+    chunks = step_graphs(model, runner.caches, max_tokens=64, max_num_seqs=4, split_decodes=True, max_model_len=64,
+                         block_size=8, device=CPU)  # fmt: skip
+    with torch.inference_mode():
+        for graphs in (*chunks, DecodeGraphs(model, runner.caches, state, max_num_seqs=4)):
+            graphs.run_all(runner.caches[: model.spec.num_telling_layers])
+    assert model.spec.num_telling_layers == 2 < len(runner.caches)
+    assert all(part.isnan().all() for cache in runner.caches for part in (cache.k, cache.v))
+    assert not state.token_table[:4].any()
+
+
+def test_sampling_in_all_ways_is_forgotten(model):
+    state = PersistentBatch(max_num_seqs=4, max_model_len=64, block_size=8, device=CPU)
+    table = SamplingTable(4, model.spec.vocab_size, [2])
+    ModelRunner(model, PagedRunner(model).caches, state, table, CPU).sample_all_ways()
+    assert table.is_simple(np.arange(4))
+    assert not state.token_table.any()
+    batch = table.batch(np.arange(4), np.arange(4), CPU)
+    assert (batch.draw, batch.cut, batch.penalties, batch.logprobs) == (None,) * 4
 
 
 def test_a_device_table_may_begin_behind_the_window(model):
@@ -126,7 +151,7 @@ def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes)
             np.zeros(len(rows), np.int64), np.ones(len(rows), np.float32), np.zeros(len(rows), np.float32)
         )
         size = graphs._load(np.array(rows), positions, greedy)
-        logits, token_ids = graphs._step(size)
+        logits, token_ids = graphs._step(size, caches)
         torch.testing.assert_close(logits[: len(rows)], expected, atol=1e-4, rtol=0)
         assert token_ids[: len(rows)].tolist() == expected.argmax(-1).tolist()
         for i, row in enumerate(rows):

@@ -117,24 +117,25 @@ def test_partial_rotary(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "windows"),
+    ("fields", "windows", "telling"),
     [
-        (arch("Mistral") | {"sliding_window": 24}, (24,) * 4),
-        (arch("Mistral") | {"sliding_window": None}, (None,) * 4),
-        (arch("Mistral"), (4096,) * 4),
-        (arch("Llama") | {"sliding_window": 24}, (None,) * 4),
-        (arch("Qwen2") | {"sliding_window": 24, "max_window_layers": 2}, (None,) * 4),
-        (arch("Qwen3") | {"sliding_window": 24, "use_sliding_window": False}, (None,) * 4),
+        (arch("Mistral") | {"sliding_window": 24}, (24,) * 4, 2),
+        (arch("Mistral") | {"sliding_window": None}, (None,) * 4, 2),
+        (arch("Mistral"), (4096,) * 4, 2),
+        (arch("Llama") | {"sliding_window": 24}, (None,) * 4, 2),
+        (arch("Qwen2") | {"sliding_window": 24, "max_window_layers": 2}, (None,) * 4, 2),
+        (arch("Qwen3") | {"sliding_window": 24, "use_sliding_window": False}, (None,) * 4, 2),
         (arch("Qwen2") | {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 3},
-         (None, None, None, 24)),
+         (None, None, None, 24), 4),
         (arch("Qwen3") | {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 4,
-                          "layer_types": ["sliding_attention", "full_attention"] * 2}, (24, None, 24, None)),
+                          "layer_types": ["sliding_attention", "full_attention"] * 2}, (24, None, 24, None), 2),
     ],
 )  # fmt: skip
-def test_sliding_windows(tmp_path, fields, windows):
+def test_sliding_windows(tmp_path, fields, windows, telling):
     spec = spec_of(tmp_path, **fields)
     assert spec.sliding_windows == windows
     assert spec.sliding_window == next((w for w in windows if w), None)
+    assert spec.num_telling_layers == telling
 
 
 def test_generation_config_wins(tmp_path):
