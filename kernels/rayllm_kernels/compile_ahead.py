@@ -1,21 +1,100 @@
 """Compiles many kernels side by side, before they are first launched.
 
 A kernel is compiled when it is first launched, one after the other; on a machine with many cores that is most of an
-engine's first start. Compiling happens outside of Python's lock for the most part, so threads share it well.
+engine's first start. Compilers keep Python's lock while they work, so threads would gain nothing: children of this
+process compile into the kernel cache on disk, from which this process then loads.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import signal
+import struct
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
-MAX_THREADS = 32
+CACHED_SECONDS = 0.05  # loading a kernel from the cache takes less, compiling one more
+STUCK_SECONDS = 300.0  # no kernel takes as long
+PR_SET_PDEATHSIG = 1
+INDEX = struct.Struct("i")
+
+logger = logging.getLogger(__name__)
+
+
+class _Jobs(Executor):
+    """Collects what is submitted; `run` does it all."""
+
+    def __init__(self) -> None:
+        self._jobs: list[tuple[Callable[[], Any], Future[Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.append((lambda: fn(*args, **kwargs), future))
+        return future
+
+    def run(self) -> None:
+        """Compile, in this process until the cache turns out not to hold all, then in children too."""
+        alone = True
+        for i, (job, future) in enumerate(self._jobs):
+            started = time.monotonic()
+            try:
+                future.set_result(job())
+            except Exception as error:  # for whoever waits for the future
+                future.set_exception(error)
+            if alone and time.monotonic() - started > CACHED_SECONDS:
+                alone = False
+                compile_in_children([job for job, _future in self._jobs[i + 1 :]])
+
+    def give_up(self, error: BaseException) -> None:
+        for _job, future in self._jobs:
+            future.set_exception(error)
+
+
+def compile_in_children(jobs: list[Callable[[], object]]) -> None:
+    """Do jobs in as many forked children as there are cores, each taking the next one that nobody has taken.
+
+    Of use for what jobs leave on disk: results and errors are lost with the children. Jobs must not use CUDA, nor any
+    lock that another thread of this process may hold.
+    """
+    receiver, sender = os.pipe()
+    # Fits into a pipe's buffer, so nobody need write while children read.
+    os.write(sender, b"".join(INDEX.pack(i) for i in range(min(len(jobs), 4096 // INDEX.size))))
+    os.close(sender)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, see above
+        children = {_fork(jobs, receiver) for _ in range(min(len(jobs), len(os.sched_getaffinity(0))))}
+    os.close(receiver)
+    deadline = time.monotonic() + STUCK_SECONDS
+    while children and time.monotonic() < deadline:
+        children = {child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0}
+        time.sleep(0.01)
+    for child in children:
+        logger.warning("compiling kernels in a child process took more than %g s; it goes on here", STUCK_SECONDS)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _fork(jobs: list[Callable[[], object]], receiver: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        # Devices that this process holds open would stay in use if it died before its children.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        while taken := os.read(receiver, INDEX.size):
+            with suppress(Exception):  # the job's error shows where it is done again
+                jobs[INDEX.unpack(taken)[0]]()
+    finally:
+        os._exit(0)  # no clean-up: what this process has open is the parent's
 
 
 @contextmanager
@@ -29,9 +108,15 @@ def compile_only() -> Iterator[None]:
     def compile_kernel(self: Any, *args: Any, **options: Any) -> Any:
         return launch(self, *args, **(options | {"warmup": True}))
 
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads, AsyncCompileMode(threads):
+    jobs = _Jobs()
+    with AsyncCompileMode(jobs) as mode:
         JITFunction.run = compile_kernel
         try:
             yield
+        except BaseException as error:
+            mode.ignore_errors = True
+            jobs.give_up(error)
+            raise
         finally:
             JITFunction.run = launch
+        jobs.run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 # A driver that knows for what to compile; whoever launches a kernel finds no launcher.
 SCRIPT = """
 import torch
@@ -40,3 +42,19 @@ def test_kernels_are_compiled_and_not_run(run_compiler, tmp_path):
     assert run_compiler(SCRIPT, TRITON_CACHE_DIR=str(tmp_path)).strip() == "passed"
     compiled = sorted(path.stem for path in tmp_path.rglob("*.cubin"))
     assert compiled == ["_rms_norm_kernel"] * 3 + ["_silu_and_mul_kernel"]
+
+
+def test_children_share_the_jobs_and_leave_nothing(tmp_path):
+    from rayllm_kernels.compile_ahead import compile_in_children
+
+    def job(number: int) -> None:
+        if number % 7 == 3:
+            raise ValueError("a kernel that cannot be compiled")
+        (tmp_path / str(number)).write_text(str(os.getpid()))
+
+    compile_in_children([lambda number=number: job(number) for number in range(40)])
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [i for i in range(40) if i % 7 != 3]
+    writers = {int(path.read_text()) for path in tmp_path.iterdir()}
+    assert os.getpid() not in writers
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in writers)
+    compile_in_children([])
