@@ -85,6 +85,14 @@ def graph_bytes(max_num_seqs: int) -> int:
     return count * 3 * MIB + 64 * MIB
 
 
+def growing(most: int) -> list[int]:
+    """1 to `most`, each a quarter more than the one before: kernels change at larger distances."""
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(min(most, sizes[-1] + max(1, sizes[-1] // 4)))
+    return sizes
+
+
 class Worker:
     """Life: load_model, determine_num_blocks, init_cache, warm_up, measure_costs; then submit and collect; close."""
 
@@ -149,7 +157,7 @@ class Worker:
             telling = self._cache.layers[: self._spec.num_telling_layers]
             with self._memory.active():
                 with ops.compile_only():
-                    self._run_batch(telling, config.max_num_batched_tokens)
+                    self._run_all_sizes(telling)
                     self._runner.sample_all_ways()
                     self._cache.copy([(0, 0)])
                 self._run_batch(telling, config.max_num_batched_tokens)
@@ -283,11 +291,22 @@ class Worker:
             self._model(batch, caches)
         self._synchronize()
 
+    def _run_all_sizes(self, caches: list[KVCache]) -> None:
+        """Prompts and decodes of all sizes, by the layers of `caches`: which kernels run depends on the size."""
+        for total in growing(self._config.max_num_batched_tokens):
+            self._run_batch(caches, total)
+        for total in growing(self._config.max_num_seqs):
+            self._run_batch(caches, total, length=1)
+
     @torch.inference_mode()
-    def _run_batch(self, caches: list[KVCache], total: int) -> None:
-        """A pass over `total` tokens by the layers of `caches`: no KV is written, max_num_seqs rows get logits."""
+    def _run_batch(self, caches: list[KVCache], total: int, length: int | None = None) -> None:
+        """A pass over `total` tokens by the layers of `caches`: no KV is written, max_num_seqs rows get logits.
+
+        length: of a sequence, 1 for decodes; None for as long as can be.
+        """
         config, device = self._config, self._device
-        length = min(total, self._max_model_len)
+        length = min(total, self._max_model_len if length is None else length)
+        decodes = length == 1 and not config.deterministic
         starts = torch.tensor([*range(0, total, length), total], dtype=torch.int32, device=device)
         positions = torch.arange(total, device=device) % length
         num_seqs = len(starts) - 1
@@ -300,8 +319,8 @@ class Worker:
             seq_lens=starts.diff(),
             query_start_loc=starts,
             logit_rows=torch.arange(min(config.max_num_seqs, total), device=device),
-            num_decodes=0,
-            max_query_len=length,
+            num_decodes=num_seqs if decodes else 0,
+            max_query_len=0 if decodes else length,
         )
         hidden = self._model(batch, caches)
         logits = self._model.compute_logits(hidden)
