@@ -1,4 +1,4 @@
-"""Ranks on GPUs that are killed or stopped: errors within seconds, nothing left on the GPUs, and a new engine starts."""
+"""Ranks on GPUs that are killed or stopped: errors in seconds, nothing left on the GPUs, and a new engine starts."""
 
 from __future__ import annotations
 
