@@ -35,7 +35,7 @@ def key_tiles(seq_len, window, KEYS: tl.constexpr, USE_WINDOW: tl.constexpr):
     return first_key, first_tile, tl.cdiv(seq_len, KEYS) - first_tile
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["seq_lens_ptr", "batch"])
 def _schedule_kernel(
     seq_lens_ptr, contexts_ptr, ranges_ptr, batch, window,
     KEYS: tl.constexpr, USE_WINDOW: tl.constexpr, BATCH_PADDED: tl.constexpr, FIELDS: tl.constexpr,

@@ -97,7 +97,7 @@ def _add_values(acc, weights, decay, v):
     return tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["batch", "stride_table"])
+@triton.jit(do_not_specialize=["tables_ptr", "seq_lens_ptr", "batch", "stride_table"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, seq_lens_ptr, slopes_ptr, out_ptr,
     contexts_ptr, ranges_ptr, partials_ptr, lse_ptr, k_scale_ptr, v_scale_ptr,

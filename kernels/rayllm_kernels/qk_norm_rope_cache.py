@@ -74,7 +74,7 @@ def _norm_rotate(
         store_rows(target + past, rest, scale, valid & in_rest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
 def _qk_norm_rope_cache_kernel(
     qkv_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr, k_ptr, v_ptr, slots_ptr,
     k_scale_ptr, v_scale_ptr, q_ptr, eps,

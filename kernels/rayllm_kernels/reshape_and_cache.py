@@ -22,7 +22,7 @@ from .kv_format import KVScales
 TILE_ELEMENTS = 4096  # of one token, by one program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_ptr"])
 def _reshape_and_cache_kernel(
     key_ptr, value_ptr, k_ptr, v_ptr, slots_ptr, k_scale_ptr, v_scale_ptr,
     stride_kt, stride_kh, stride_vt, stride_vh, stride_block, stride_cache_head, stride_slot, num_heads,

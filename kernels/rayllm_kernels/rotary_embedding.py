@@ -33,7 +33,7 @@ def _rotate(ptr, stride_head, first_head, num_heads, cos, sin, HEADS: tl.constex
     tl.store(first_ptr + HALF, (b * cos + a * sin).to(first.dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions_ptr"])
 def _rotary_kernel(
     positions_ptr, q_ptr, k_ptr, cos_sin_ptr, stride_qt, stride_qh, stride_kt, stride_kh, stride_cos_sin,
     q_heads, k_heads, q_programs,

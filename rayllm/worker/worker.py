@@ -25,7 +25,7 @@ from rayllm.worker.copy_stream import staging_blocks
 from rayllm.worker.cuda_graph import graph_sizes
 from rayllm.worker.input_batch import PersistentBatch
 from rayllm.worker.kv_scales import find_scales
-from rayllm.worker.model_runner import ModelRunner, PendingResult
+from rayllm.worker.model_runner import PROMPT_LOGITS_ROWS, ModelRunner, PendingResult
 from rayllm.worker.pooling import pooling_bytes
 from rayllm.worker.step_memory import StepMemory
 from rayllm_kernels import ops
@@ -300,7 +300,7 @@ class Worker:
 
     @torch.inference_mode()
     def _run_batch(self, caches: list[KVCache], total: int, length: int | None = None) -> None:
-        """A pass over `total` tokens by the layers of `caches`: no KV is written, max_num_seqs rows get logits.
+        """A pass over `total` tokens by the layers of `caches`: no KV is written, as many rows get logits as may.
 
         length: of a sequence, 1 for decodes; None for as long as can be.
         """
@@ -318,7 +318,7 @@ class Worker:
             block_tables=tables,
             seq_lens=starts.diff(),
             query_start_loc=starts,
-            logit_rows=torch.arange(min(config.max_num_seqs, total), device=device),
+            logit_rows=torch.arange(min(max(config.max_num_seqs, PROMPT_LOGITS_ROWS), total), device=device),
             num_decodes=num_seqs if decodes else 0,
             max_query_len=0 if decodes else length,
         )

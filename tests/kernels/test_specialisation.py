@@ -18,19 +18,17 @@ CHANGING = {"batch", "tokens", "num_tokens", "num_rows", "num_seqs", "rows", "co
             "num_slices", "elements", "stride_table", "units", "token_tiles", "num_top", "group_k"}  # fmt: skip
 # What has an entry a row or sequence: often a part of a larger tensor, which begins somewhere else in every step.
 MOVING = {"rows_ptr", "token_ids_ptr", "seeds_ptr", "positions_ptr", "temperature_ptr", "noise_scale_ptr",
-          "tables_ptr", "seq_lens_ptr", "starts_ptr", "src_ptr", "dst_ptr", "top_k_ptr", "top_p_ptr", "log_min_p_ptr",
+          "tables_ptr", "seq_lens_ptr", "starts_ptr", "slots_ptr", "src_ptr", "dst_ptr", "top_k_ptr", "top_p_ptr",
+          "log_min_p_ptr",
           "table_rows_ptr", "num_prompt_ptr", "num_tokens_ptr", "repetition_ptr", "presence_ptr",
           "frequency_ptr"}  # fmt: skip
 # A table of fixed width, not one made for a step.
 FIXED = {("penalise", "stride_table"), ("decode_inputs", "stride_table")}
 # It takes one or two tokens, both met at start.
 EXEMPT = {("linear_rows", "tokens")}
-# Tensors of their own, or the first rows of one, which begin where the allocator says.
-WHOLE = {("decode_schedule", "seq_lens_ptr"), ("paged_decode_attention", "seq_lens_ptr"),
-         ("paged_decode_attention", "tables_ptr"), ("qk_norm_rope_cache", "positions_ptr"),
-         ("rotary_embedding", "positions_ptr"), ("truncate_draws", "token_ids_ptr")}  # fmt: skip
+WHOLE = {("truncate_draws", "token_ids_ptr")}  # a tensor of its own, which begins where the allocator says
 # Captured for every size, so compiled for every place that they can have.
-WHOLE |= {("decode_inputs", name) for name in ("rows_ptr", "positions_ptr", "seq_lens_ptr")}
+WHOLE |= {("decode_inputs", name) for name in ("rows_ptr", "positions_ptr", "seq_lens_ptr", "slots_ptr")}
 
 
 def kernels(path: Path):
