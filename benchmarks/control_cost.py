@@ -1,17 +1,16 @@
-"""What the control path adds to a decode step on GPUs: steps through driver, broadcast and Ray actors, against the same
-CUDA graphs replayed one after the other on the ranks without any of it.
+"""What the control path adds to a decode step on GPUs: driver, broadcast and Ray actors, beside the step's CUDA graph.
 
     python benchmarks/control_cost.py [--model configs/models/llama-3.1-8b] [--tp 4] [--batches 1 8 64 256]
 
-For each batch all sequences decode, and the median time from one result to the next is taken. When all is measured, and
-the inputs of the last steps are still on the devices, every rank replays the graph of each batch size many times.
+For each batch all sequences decode. Compared are the median time from one result to the next, as the driver sees it,
+and what the steps' CUDA graphs take on the device of the slowest rank, from a replay's first kernel to its last. The
+difference is time in which the devices wait: for a plan, for its inputs, or for a result to be handled.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import tempfile
@@ -27,38 +26,48 @@ from rayllm.engine.core import EngineCore
 from rayllm.executor.ray_gpu import RayExecutor
 from rayllm.model_spec import load_model_spec
 from rayllm.sampling_params import SamplingParams
-from rayllm.types import GenerationRequest
+from rayllm.types import DeviceMemory, GenerationRequest
 from rayllm.worker.worker import Worker
 
 PROMPT_TOKENS = 512
-STEPS, WARM_STEPS, REPLAYS = 200, 40, 200
+STEPS, WARM_STEPS = 300, 40
 
 
-class ReplayingWorker(Worker):
-    """A worker that times bare graph replays before it closes. folder: gets a file of each rank."""
+class TimedGraph:
+    """A captured step that notes how long its replays take on the device; after STEPS / 2 of them, it writes that."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, file: Path):
+        self._graph, self._file = graph, file
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def replay(self) -> None:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        self._graph.replay()
+        end.record()
+        self._events.append((begin, end))
+        if len(self._events) == STEPS // 2:
+            end.synchronize()
+            taken = statistics.median(begin.elapsed_time(end) for begin, end in self._events[WARM_STEPS:])
+            self._file.write_text(str(taken))
+
+
+class TimingWorker(Worker):
+    """A worker that times its decode graphs. folder: gets a file of each rank and batch."""
 
     def __init__(self, *args: Any, batches: list[int], folder: str):
         super().__init__(*args)
-        self._batches, self._file = batches, Path(folder) / f"{self._tp.rank}.json"
+        self._batches, self._folder = batches, Path(folder)
 
-    def close(self) -> None:
-        graphs = self._runner._graphs
-        assert graphs is not None
-        taken = []
-        with self._memory.active():
-            for batch in self._batches:
-                graph = graphs._graphs[graphs._size_for[batch - 1]][0]
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                for _ in range(10):
-                    graph.replay()
-                begin.record()
-                for _ in range(REPLAYS):
-                    graph.replay()
-                end.record()
-                end.synchronize()
-                taken.append(begin.elapsed_time(end) / REPLAYS)
-        self._file.write_text(json.dumps(taken))
-        super().close()
+    def warm_up(self) -> DeviceMemory:
+        memory = super().warm_up()
+        graphs: Any = self._runner._graphs
+        for batch in self._batches:
+            graph, *rest = graphs._graphs[batch]
+            file = self._folder / f"{self._tp.rank} {batch}"
+            timed = TimedGraph(graph, file)
+            graphs._graphs[batch] = (timed, *rest)
+        return memory
 
 
 def step_ms(core: EngineCore, batch: int, rng: random.Random) -> float:
@@ -73,7 +82,7 @@ def step_ms(core: EngineCore, batch: int, rng: random.Random) -> float:
         core.step()
         times.append(time.perf_counter() if decoding else None)
     gaps = [b - a for a, b in itertools.pairwise(times) if a is not None and b is not None]
-    return statistics.median(gaps[WARM_STEPS:]) * 1e3
+    return statistics.median(gaps[WARM_STEPS : STEPS // 2]) * 1e3  # while the graphs are timed
 
 
 def main() -> None:
@@ -88,7 +97,7 @@ def main() -> None:
             skip_tokenizer_init=True, enable_prefix_caching=False,
         )  # fmt: skip
         spec = load_model_spec(args.model)
-        executor = RayExecutor(config, spec, partial(ReplayingWorker, batches=args.batches, folder=folder))
+        executor = RayExecutor(config, spec, partial(TimingWorker, batches=args.batches, folder=folder))
         limits = executor.start()
         core = EngineCore(config, spec, executor, limits.num_gpu_blocks, executor.max_in_flight, None)
         try:
@@ -96,11 +105,11 @@ def main() -> None:
             steps = [step_ms(core, batch, rng) for batch in args.batches]
         finally:
             core.shutdown()
-        bare = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(args.tp)]
-    print("| sequences | step | graph alone, slowest rank | control path adds |\n|---|---|---|---|")
-    for i, batch in enumerate(args.batches):
-        alone = max(ranks[i] for ranks in bare)
-        print(f"| {batch} | {steps[i]:.3f} ms | {alone:.3f} ms | {steps[i] / alone - 1:.1%} |")
+        alone = [max(float((Path(folder) / f"{rank} {batch}").read_text()) for rank in range(args.tp))
+                 for batch in args.batches]  # fmt: skip
+    print("| sequences | step | graph, slowest rank | control path adds |\n|---|---|---|---|")
+    for batch, step, graph in zip(args.batches, steps, alone, strict=True):
+        print(f"| {batch} | {step:.3f} ms | {graph:.3f} ms | {step / graph - 1:.1%} |")
 
 
 if __name__ == "__main__":
