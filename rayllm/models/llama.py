@@ -61,6 +61,7 @@ class LlamaAttention(nn.Module):
             self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads,
             kv_scales=kv_cache.scales, deterministic=self.deterministic,
         )  # fmt: skip
+        del qkv  # the largest tensor of many a step, and nobody needs it any more
         if self.deterministic:
             out = attend_deterministic(
                 q, kv_cache, plan.batch, scale=self.scale, sliding_window=self.sliding_window

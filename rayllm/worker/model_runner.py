@@ -28,6 +28,7 @@ ALL_WAYS = tuple(
     SamplingParams(temperature=0.5, top_k=2, top_p=0.5, min_p=0.1, logprobs=1, repetition_penalty=penalty)
     for penalty in (1.0, 2.0)
 )
+CHANGED_ROWS = 64  # whose changed logits are held at once, beside the raw ones of all rows
 PROMPT_LOGITS_ROWS = 256  # positions whose logits are held at once for prompt logprobs
 
 
@@ -191,18 +192,30 @@ class ModelRunner:
     ) -> tuple[SamplerOutput, SamplingBatch]:
         """Choose a token for each row [N], by all of its parameters, and write it into the token table."""
         sampling = self._table.batch(rows, positions, self._device)
-        if plan.masks:
-            output = self._sample_masked(logits, sampling, plan)
+        if plan.masks or (sampling.changes_logits and len(rows) > CHANGED_ROWS):
+            output = self._sample_in_parts(logits, sampling, rows, positions, plan)
         else:
             output = sample(logits, sampling, self._state.token_table)
         where = to_device([rows, positions], np.int64, self._device)
         self._state.token_table[where[0], where[1]] = output.token_ids.to(torch.int32)
         return output, sampling
 
-    def _sample_masked(self, logits: torch.Tensor, sampling: SamplingBatch, plan: StepPlan) -> SamplerOutput:
-        """Sample where the plan's masks allow; log-probabilities are still those of the raw logits."""
-        allowed = TokenMasks.of(plan.masks, self._device).apply(logits)
-        token_ids = sample(allowed, replace(sampling, logprobs=None), self._state.token_table).token_ids
+    def _sample_in_parts(
+        self, logits: torch.Tensor, sampling: SamplingBatch, rows: np.ndarray, positions: np.ndarray, plan: StepPlan
+    ) -> SamplerOutput:
+        """Sample where the plan's masks allow, so many rows at a time that the copies of logits which that takes stay
+        small. Log-probabilities are still those of the raw logits.
+        """
+        parts = []
+        for first in range(0, len(rows), CHANGED_ROWS):
+            part = slice(first, first + CHANGED_ROWS)
+            allowed = logits[part]
+            masks = [(row - first, bits) for row, bits in plan.masks if part.start <= row < part.stop]
+            if masks:
+                allowed = TokenMasks.of(masks, self._device).apply(allowed)
+            batch = replace(self._table.batch(rows[part], positions[part], self._device), logprobs=None)
+            parts.append(sample(allowed, batch, self._state.token_table).token_ids)
+        token_ids = torch.cat(parts)
         asked = sampling.logprobs
         if asked is None:
             return SamplerOutput(token_ids, None)

@@ -56,6 +56,25 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(llm):
     assert crowd[-1].outputs[0].token_ids == alone
 
 
+def test_sampling_in_parts_of_a_batch_changes_nothing(llm, monkeypatch):
+    """Changed logits of large batches are held for a part of the rows at a time."""
+    ways = [
+        {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
+        {"temperature": 0.9, "seed": 5, "presence_penalty": 0.7, "top_p": 0.9},
+        {"temperature": 0.0, "logprobs": 0},
+        {"temperature": 1.1, "seed": 6, "logit_bias": {70: 3.0}, "top_k": 9, "logprobs": 1},
+        {"temperature": 0.0, "structured_outputs": {"regex": "[a-f]{4,9}"}, "logprobs": 1},
+        {"temperature": 0.8, "seed": 7, "min_tokens": 9},
+    ]
+    params = [SamplingParams(max_tokens=10, **way) for way in ways * 2]
+    prompts = [f"{PROMPT} {i}" for i in range(len(params))]
+    whole = generate(llm, prompts, params)
+    monkeypatch.setattr("rayllm.worker.model_runner.CHANGED_ROWS", 4)
+    for ours, theirs in zip(generate(llm, prompts, params), whole, strict=True):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+        assert ours.outputs[0].logprobs == theirs.outputs[0].logprobs
+
+
 def test_n_completions_differ_and_the_first_is_that_of_n_1(llm):
     one = generate(llm, PROMPT, SamplingParams(temperature=1.5, seed=3, max_tokens=10))[0]
     many = generate(llm, PROMPT, SamplingParams(temperature=1.5, seed=3, max_tokens=10, n=5))[0]

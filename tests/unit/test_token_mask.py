@@ -43,7 +43,7 @@ class StepByStep(DecodeGraphs):
 
     def run(self, rows: np.ndarray, positions: np.ndarray, draw: DrawColumns) -> tuple[torch.Tensor, torch.Tensor]:
         self.num_steps += 1
-        logits, token_ids = self._step(self._load(rows, positions, draw))
+        logits, token_ids = self._step(self._load(rows, positions, draw), self._caches)
         return logits[: len(rows)], token_ids[: len(rows)]
 
 
