@@ -13,6 +13,7 @@ from model_factory import make_model
 from rayllm import LLM, SamplingParams
 from rayllm.config import BUNDLED_MODEL
 from rayllm.errors import ConfigError, InvalidRequestError, ModelError
+from rayllm.sampling_params import StructuredOutputs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPT = "The for statement"
@@ -63,7 +64,7 @@ def test_sampling_in_parts_of_a_batch_changes_nothing(llm, monkeypatch):
         {"temperature": 0.9, "seed": 5, "presence_penalty": 0.7, "top_p": 0.9},
         {"temperature": 0.0, "logprobs": 0},
         {"temperature": 1.1, "seed": 6, "logit_bias": {70: 3.0}, "top_k": 9, "logprobs": 1},
-        {"temperature": 0.0, "structured_outputs": {"regex": "[a-f]{4,9}"}, "logprobs": 1},
+        {"temperature": 0.0, "structured_outputs": StructuredOutputs(regex="[a-f]{4,9}"), "logprobs": 1},
         {"temperature": 0.8, "seed": 7, "min_tokens": 9},
     ]
     params = [SamplingParams(max_tokens=10, **way) for way in ways * 2]
