@@ -136,7 +136,7 @@ class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
     prefill: float
 
 
-class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one completion of one request, or its embedding, on the way to its front.
 
     index: which of the completions. finish_reason: None while it runs, then "stop", "length" or "error".

@@ -271,7 +271,7 @@ def check_qk_norm_rope_cache(
             check_vector(weight, name, head_dim, qkv.dtype, qkv.device)
 
 
-def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> None:
     if x.dim() != 2:
         fail("x", "must be [T, in]", x.shape)
     check_rows(x, "x")
@@ -281,6 +281,10 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_last_dim(weight, "weight")
     if bias is not None:
         check_vector(bias, "bias", weight.shape[0], x.dtype, x.device)
+    if out is not None:
+        if out.shape != (x.shape[0], weight.shape[0]) or not out.is_contiguous():
+            fail("out", f"must be [{x.shape[0]}, {weight.shape[0]}] and contiguous", out.shape)
+        check_like(out, "out", x, "x")
 
 
 def check_gated(weight: Tensor) -> None:

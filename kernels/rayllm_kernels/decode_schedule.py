@@ -77,10 +77,11 @@ def decode_schedule(
     check_decode_schedule(q, k_cache, seq_lens, sliding_window, num_ranges)
     batch, heads, head_dim = q.shape
     programs = programs_a_range(heads, k_cache.shape[1])
-    schedule = empty_schedule(q, num_ranges or choose_num_ranges(programs, _multiprocessors(q.device)))
+    tiles = choose_tiles(head_dim, q.element_size(), k_cache.element_size())
+    schedule = empty_schedule(q, num_ranges or choose_num_ranges(programs, _multiprocessors(q.device), tiles))
     _schedule_kernel[(schedule.ranges.shape[0],)](
         seq_lens, schedule.contexts, schedule.ranges, batch, min(sliding_window or 0, 1 << 30),
-        KEYS=choose_tiles(head_dim, q.element_size(), k_cache.element_size()).keys,
+        KEYS=tiles.keys,
         USE_WINDOW=sliding_window is not None, BATCH_PADDED=triton.next_power_of_2(max(batch, 1)),
         FIELDS=RANGE_FIELDS, num_warps=4,
     )  # fmt: skip

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 MAX_HEAD_TILE = 64  # query heads of one KV head that one program takes
-PROGRAMS_PER_MULTIPROCESSOR = 2  # as many as fit one at once
 RANGE_FIELDS = 8
 
 
@@ -28,21 +27,25 @@ class DecodeSchedule(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Keys a tile, warps a program and pipeline stages."""
+    """Keys a tile, warps a program, pipeline stages, and programs that a multiprocessor runs at once."""
 
     keys: int
     num_warps: int
     num_stages: int
+    programs: int = 2
 
 
 def choose_tiles(head_dim: int, itemsize: int, cache_itemsize: int) -> Tiles:
     """As measured on H200: 16 KB of keys a tile and two tiles ahead; two programs of that fit a multiprocessor.
 
-    itemsize: of queries. cache_itemsize: of keys; fp8 tiles have the same bytes, or more of them ahead.
+    itemsize: of queries. cache_itemsize: of keys. Converting fp8 keeps a program from loading, so that more of them, of
+    two warps each, are faster; measured for heads of 128.
     """
     if itemsize == 4:  # no tensor cores in exact fp32: larger tiles spill registers
         return Tiles(32 if head_dim <= 128 else 16, 4, 2)
     if cache_itemsize == 1:
+        if 64 < head_dim <= 128:
+            return Tiles(64, 2, 3, 4)
         return Tiles(64 if head_dim > 128 else 128, 4, 3 if head_dim > 64 else 5)
     if head_dim > 128:
         return Tiles(32, 4, 3)
@@ -54,9 +57,9 @@ def programs_a_range(heads: int, kv_heads: int) -> int:
     return kv_heads * -(-heads // kv_heads // MAX_HEAD_TILE)
 
 
-def choose_num_ranges(programs: int, multiprocessors: int) -> int:
+def choose_num_ranges(programs: int, multiprocessors: int, tiles: Tiles) -> int:
     """Ranges that fill the device once, at so many programs a range."""
-    return max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // programs)
+    return max(1, tiles.programs * multiprocessors // programs)
 
 
 def empty_schedule(q: Tensor, num_ranges: int) -> DecodeSchedule:

@@ -22,6 +22,7 @@ from .linear_gated_plan import plan_gated
 from .linear_hopper_plan import hopper_takes, plan_hopper
 from .linear_rows import linear_rows
 from .linear_tiles import Tiles, linear_tiles
+from .reference import linear_into
 from .rms_norm import fused_add_rms_norm, rms_norm
 from .silu_and_mul import silu_and_mul
 
@@ -93,7 +94,9 @@ def _norm_fits(x: Tensor, weight: Tensor) -> bool:
     return _rows_fit(x) and (x.shape[0] == 1 or x.shape[1] <= MAX_NORM_INPUTS) and weight.shape[0] > 0
 
 
-def _few(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor | None:
+def _few(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, out: Tensor | None = None
+) -> Tensor | None:  # fmt: skip
     """The projection by one of this package's kernels, None where those are not the fastest."""
     tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -101,17 +104,17 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor 
         return None
     if _rows_fit(x):
         rows, warps = choose_rows(tokens, inputs, gated, norm=False)
-        return linear_rows(x, weight, rows=rows, num_warps=warps, bias=bias, gated=gated)[0]
+        return linear_rows(x, weight, rows=rows, num_warps=warps, bias=bias, gated=gated, out=out)[0]
     hopper = _hopper_kernels(x.device, "linear_hopper")
     if hopper is not None and hopper_takes(x, weight, gated):
         plan = plan_hopper(tokens, weight.shape[0], inputs, gated, _multiprocessors(x.device))
         if plan is not None:
-            y: Tensor = hopper.linear_hopper(x, weight, *plan, bias=bias, gated=gated)
+            y: Tensor = hopper.linear_hopper(x, weight, *plan, bias=bias, gated=gated, out=out)
             return y
     fits = 0 < tokens <= MAX_TILES_TOKENS and inputs > 0 and x.dtype != torch.float32
     if fits and _has_room_for_tiles(x.device):
         tiles = choose_tiles(tokens, outputs, gated, _multiprocessors(x.device))
-        return linear_tiles(x, weight, tiles, bias=bias, gated=gated)
+        return linear_tiles(x, weight, tiles, bias=bias, gated=gated, out=out)
     return None
 
 
@@ -128,11 +131,11 @@ def _many_gated(x: Tensor, weight: Tensor) -> Tensor | None:
     return y
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x W^T + bias; see `ops.linear` for the contract."""
-    check_linear(x, weight, bias)
-    y = _few(x, weight, bias, False)
-    return F.linear(x, weight, bias) if y is None else y
+    check_linear(x, weight, bias, out)
+    y = _few(x, weight, bias, False, out)
+    return linear_into(x, weight, bias, out) if y is None else y
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:

@@ -282,12 +282,13 @@ def flags(device: torch.device) -> Tensor:
 
 
 def linear_hopper(
-    x: Tensor, weight: Tensor, tile: Tile, programs: int, *, bias: Tensor | None = None, gated: bool = False
+    x: Tensor, weight: Tensor, tile: Tile, programs: int, *, bias: Tensor | None = None, gated: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """y of checked arguments that `hopper_takes`, by at most so many programs, MAX_PROGRAMS or fewer."""
     tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
+    y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
     rows, stride = tile.blocks * BLOCK_ROWS, weight.stride(0)
     if gated:
         w_desc = TensorDescriptor(weight, [outputs // 8, 2, 8, inputs], [8 * stride, outputs * stride, stride, 1],

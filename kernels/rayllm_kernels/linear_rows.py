@@ -111,12 +111,12 @@ def _linear_rows_kernel(
 
 def linear_rows(
     x: Tensor, weight: Tensor, *, rows: int, num_warps: int, bias: Tensor | None = None, residual: Tensor | None = None,
-    norm_weight: Tensor | None = None, eps: float = 0.0, gated: bool = False,
+    norm_weight: Tensor | None = None, eps: float = 0.0, gated: bool = False, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, total) of checked arguments, total being x where there is no residual; `rows` outputs to a program."""
     tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
+    y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
     total = x if residual is None else torch.empty((tokens, inputs), dtype=x.dtype, device=x.device)
     vector = VECTOR_BYTES // x.element_size()
     depth = min(32 * num_warps * vector, max(vector, triton.next_power_of_2(inputs)))

@@ -113,12 +113,13 @@ def _linear_tiles_kernel(
 
 
 def linear_tiles(
-    x: Tensor, weight: Tensor, tiles: Tiles, *, bias: Tensor | None = None, gated: bool = False
+    x: Tensor, weight: Tensor, tiles: Tiles, *, bias: Tensor | None = None, gated: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """y of checked arguments."""
     tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
-    y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
+    y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
     overlap = can_overlap(x.device)
     _linear_tiles_kernel[(triton.cdiv(outputs, tiles.outputs),)](
         x, weight, x if bias is None else bias, y, x.stride(0), weight.stride(0), tokens, inputs, outputs,

@@ -281,13 +281,13 @@ def qk_norm_rope_cache(
     )  # fmt: skip
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias -> a new tensor [T, out], made for few tokens and right for any number.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """x W^T + bias -> [T, out], a new tensor or the contiguous `out`; made for few tokens and right for any number.
 
     x: [T, in], weight: [out, in], last dimensions contiguous; bias: [out]. Sums are fp32, rounded once, in an order
     that depends on shapes alone: equal calls give equal results.
     """
-    return _kernels_for(x).linear(x, weight, bias)
+    return _kernels_for(x).linear(x, weight, bias, out)
 
 
 def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

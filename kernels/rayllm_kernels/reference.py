@@ -142,10 +142,18 @@ def qk_norm_rope_cache(
     return q
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """x W^T + bias of checked arguments, by PyTorch's own product."""
+    if out is None:
+        return F.linear(x, weight, bias)
+    torch.mm(x, weight.t(), out=out)
+    return out if bias is None else out.add_(bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x W^T + bias."""
-    check_linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+    check_linear(x, weight, bias, out)
+    return linear_into(x, weight, bias, out)
 
 
 def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -74,6 +74,10 @@ def _check_counts(scheduler: Scheduler, seq: Sequence, in_flight: int) -> None:
         assert seq.num_pending <= 1, f"constrained, but {seq.num_pending} of its tokens are in flight: {seq}"
         assert seq.blocked == (awaited or seq.num_pending == 1), f"wrongly blocked or not: {seq}"
         assert seq.blocked or seq.constraint.mask() is not None, f"not blocked, but without a mask: {seq}"
+    plain = seq.beam is None and seq.constraint is None and seq.status is SequenceStatus.RUNNING
+    most = seq.max_len - 1 if plain else 0
+    assert seq.steady_computed <= (min(most, seq.capacity) if seq.decoding else 0), f"decodes without a look: {seq}"
+    assert seq.steady_known <= (0 if seq.fresh else min(most, seq.next_full)), f"takes tokens without a look: {seq}"
     window = scheduler.memory.window
     swapped = scheduler.blocks.blocks_for(seq.num_swapped) - window.first_block(seq.num_swapped)
     assert len(seq.cpu_table) == swapped, f"wrong number of host blocks: {seq}"

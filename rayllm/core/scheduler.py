@@ -256,29 +256,35 @@ class Scheduler:
         deltas = self.take_failed()
         if step.pooled:
             deltas += self._embedded(step.pooled, result.embeddings)
-        num_others = len(deltas)
+        num_others, add = len(deltas), deltas.append
         any_finished = False
         for i, (seq, token) in enumerate(zip(step.sampled, result.token_ids, strict=True)):
             seq.num_pending -= 1
+            token_ids = seq.token_ids
+            length = len(token_ids) + 1
+            if length <= seq.steady_known and logprobs is None and token not in seq.stop_ids:
+                token_ids.append(token)
+                add(TokenDelta(seq.request_id, seq.index, [token]))
+                continue
             if seq.status is FINISHED:
                 continue  # aborted, or found finished while this step was in flight: the token is dropped
             if seq.beam is not None:
                 self.beams.take(seq, None if logprobs is None else logprobs[i])
                 continue
-            token_ids = seq.token_ids
             token_ids.append(token)
-            length = len(token_ids)
             if length > seq.next_full:
                 register(seq, length - 1)
             if seq.fresh or logprobs is not None or length >= seq.max_len or token in seq.stop_ids:
                 entry = logprobs[i] if logprobs is not None else None
                 delta = self._delta(seq, token, None if entry is None else [entry])
                 any_finished |= delta.finish_reason is not None
-                deltas.append(delta)
+                add(delta)
             else:
-                deltas.append(TokenDelta(seq.request_id, seq.index, [token]))
+                add(TokenDelta(seq.request_id, seq.index, [token]))
             if seq.constraint is not None and seq.status is not FINISHED:
                 self.awaited_masks.add(seq, token)
+            elif seq.status is RUNNING:
+                seq.steady_known = min(seq.next_full, seq.max_len - 1)
         self.generation_tokens += len(deltas) - num_others
         if any_finished:
             self.batch.drop_finished()
@@ -334,14 +340,20 @@ class Scheduler:
         This loop runs over all running sequences in every step: it is written for speed.
         """
         prefilling: list[Sequence] = []
-        decodes, running, budget = draft.decodes, self.running, draft.budget
+        running, budget, add = self.running, draft.budget, draft.decodes.append
         for seq in running:  # preemption shortens the list from its end, which ends the loop early
+            computed = seq.num_computed
+            if computed < seq.steady_computed and budget:
+                budget -= 1
+                seq.num_computed = computed + 1
+                seq.num_pending += 1
+                add(seq)
+                continue
             if not seq.decoding:
-                if seq.num_computed >= seq.capacity and not self._grow(seq, draft):
+                if computed >= seq.capacity and not self._grow(seq, draft):
                     break  # as below; only where a sliding window lets a prompt begin without all of its blocks
                 prefilling.append(seq)
                 continue
-            computed = seq.num_computed
             if seq.blocked or computed + 1 >= seq.max_len:
                 continue  # its next mask or token is not known, or a step in flight samples its last token
             if not budget:
@@ -352,10 +364,12 @@ class Scheduler:
                 draft.constrain(seq)
             elif seq.beam is not None:
                 seq.blocked = True
+            else:
+                seq.steady_computed = min(seq.capacity, seq.max_len - 1)
             budget -= 1
             seq.num_computed = computed + 1
             seq.num_pending += 1
-            decodes.append(seq)
+            add(seq)
         draft.budget = budget
         return prefilling
 

@@ -41,6 +41,8 @@ class Sequence:
     among possible lengths that is, in [0, 1); 0 before.
     capacity: tokens up to which block_table reaches. max_len: tokens after which it ends.
     next_full: when the known tokens exceed this number, another block is full and enters the prefix cache.
+    steady_computed: while fewer tokens are computed, the next decode needs no look at the sequence. steady_known: while
+    no more are known, a token that does not stop it only has to be appended. Neither ever allows too much.
     row: its place in the workers' persistent batch while it runs.
     cpu_table: while it is swapped out, the host blocks that hold the KV of its first num_swapped tokens, from the
     first block on that it still needs.
@@ -55,7 +57,7 @@ class Sequence:
         "beam", "block_hashes", "block_table", "blocked", "capacity", "constraint", "cpu_table", "decoding",
         "expected_len", "first_block", "fresh", "group", "index", "key", "length_share", "max_len", "next_full",
         "num_computed", "num_pending", "num_registered", "num_shared", "num_swapped", "request_id", "row", "seed",
-        "status", "stop_ids", "token_ids",
+        "status", "steady_computed", "steady_known", "stop_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, index: int, max_len: int, stop_ids: frozenset[int], key: tuple):
@@ -90,6 +92,7 @@ class Sequence:
         self.num_computed = 0
         self.num_registered = 0
         self.next_full = NEVER
+        self.steady_computed = self.steady_known = 0
 
     @property
     def awaits_choice(self) -> bool:

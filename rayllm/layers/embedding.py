@@ -15,7 +15,7 @@ from rayllm.parallel.tp_group import TPGroup
 from rayllm_kernels import ops
 
 # Up to so many rows our own product is mostly faster for weights as wide as a vocabulary (benchmarks/RESULTS.md).
-MAX_OWN_ROWS = 32
+FEW_ROWS = 32
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -43,8 +43,8 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(nn.Module):
     """Logits. forward: [N, dim] -> [N, num_tokens], of this rank's tokens, which begin at first_token.
 
-    room: a tensor of N rows or more, where the result is put if it has more than MAX_OWN_ROWS: calls whose results are
-    not needed at the same time can share memory. gather: such parts of all ranks -> [N, vocab_size], on all ranks.
+    room: a tensor of N rows or more, where the result is put: calls whose results are not needed at the same time can
+    share memory. gather: such parts of all ranks -> [N, vocab_size], on all ranks.
     tied: the embedding whose table is the head's weight too; None gives the head its own. deterministic: a row's
     logits do not depend on the other rows, to the bit.
     """
@@ -64,11 +64,11 @@ class ParallelLMHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
         weight, rows = self.weight[: self.num_tokens], hidden.shape[0]
-        out = None if room is None or rows <= MAX_OWN_ROWS else room[:rows]
+        out = None if room is None else room[:rows]
         if self.deterministic:
             logits = ops.linear_invariant(hidden, weight)
             return logits if out is None else out.copy_(logits)
-        return ops.linear(hidden, weight) if rows <= MAX_OWN_ROWS else torch.mm(hidden, weight.t(), out=out)
+        return ops.linear(hidden, weight, out=out) if rows <= FEW_ROWS else torch.mm(hidden, weight.t(), out=out)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:

@@ -7,6 +7,8 @@ step needs, instead of that once for eager steps and once more for graphs.
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -14,6 +16,23 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+
+STACK_BYTES = 256
+CU_LIMIT_STACK_SIZE = 0
+
+logger = logging.getLogger(__name__)
+
+
+def limit_stacks(device: torch.device) -> None:
+    """Let the driver keep STACK_BYTES of stack a thread instead of 1 KiB: on an H200 that is 198 MiB less of memory.
+
+    It keeps as much for every thread that the device can run at once, and takes more by itself as soon as a kernel
+    needs it. Says in the log if the driver refuses.
+    """
+    torch.cuda.synchronize(device)  # makes the context, if nothing has yet
+    error = ctypes.CDLL("libcuda.so.1").cuCtxSetLimit(CU_LIMIT_STACK_SIZE, ctypes.c_size_t(STACK_BYTES))
+    if error:
+        logger.warning("the stacks of %s cannot be limited to %d bytes: CUDA error %d", device, STACK_BYTES, error)
 
 
 class StepMemory:

@@ -27,7 +27,7 @@ from rayllm.worker.input_batch import PersistentBatch
 from rayllm.worker.kv_scales import find_scales
 from rayllm.worker.model_runner import CHANGED_ROWS, PROMPT_LOGITS_ROWS, ModelRunner, PendingResult
 from rayllm.worker.pooling import pooling_bytes
-from rayllm.worker.step_memory import StepMemory
+from rayllm.worker.step_memory import StepMemory, limit_stacks
 from rayllm_kernels import ops
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
@@ -114,6 +114,7 @@ class Worker:
         """Load this rank's weights. Raises ModelError."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+            limit_stacks(self._device)
         ops.prepare(self._device)  # now, because steps allocate from a pool in which nothing may last
         self._tp = self._tp.with_symmetric_memory(self._spec.hidden_size, self._dtype)
         self._model = load_model(self._spec, self._config, self._tp, self._device, self._dtype)

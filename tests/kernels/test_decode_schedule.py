@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rayllm_kernels import reference
-from rayllm_kernels.decode_work import PROGRAMS_PER_MULTIPROCESSOR, choose_num_ranges, choose_tiles
+from rayllm_kernels.decode_work import choose_num_ranges, choose_tiles
 
 CASES = [
     ([], 3),
@@ -54,6 +54,9 @@ def test_every_tile_falls_to_one_range(paged_case, kernels, seq_lens, num_ranges
 
 
 def test_ranges_fill_the_device():
-    assert choose_num_ranges(8, 132) == PROGRAMS_PER_MULTIPROCESSOR * 132 // 8
-    assert choose_num_ranges(1, 1) == PROGRAMS_PER_MULTIPROCESSOR
-    assert choose_num_ranges(5000, 132) == 1
+    two, four = choose_tiles(128, 2, 2), choose_tiles(128, 2, 1)
+    assert (two.programs, four.programs) == (2, 4)
+    assert choose_num_ranges(8, 132, two) == 2 * 132 // 8
+    assert choose_num_ranges(8, 132, four) == 4 * 132 // 8
+    assert choose_num_ranges(1, 1, two) == 2
+    assert choose_num_ranges(5000, 132, four) == 1

@@ -31,6 +31,18 @@ def test_linear(randn, assert_kernel_close, kernels, tokens, outputs, inputs, dt
     assert_kernel_close(kernels.linear(x, weight), exact.to(dtype))
     assert_kernel_close(kernels.linear(x, weight, bias), (exact + bias.double()).to(dtype))
     assert torch.equal(kernels.linear(x, weight, bias), kernels.linear(x, weight, bias))
+    room = randn(tokens + 1, outputs, dtype=dtype)
+    last = room[tokens].clone()
+    out = kernels.linear(x, weight, bias, out=room[:tokens])
+    assert out.data_ptr() == room.data_ptr()
+    assert_kernel_close(room[:tokens], (exact + bias.double()).to(dtype))
+    assert torch.equal(room[tokens], last)
+
+
+@pytest.mark.parametrize("out", [(3, 5), (2, 4)])
+def test_a_result_that_does_not_fit_is_refused(randn, out):
+    with pytest.raises(ValueError, match="out"):
+        reference.linear(randn(2, 8), randn(5, 8), out=randn(*out))
 
 
 @pytest.mark.parametrize(("tokens", "outputs", "inputs", "dtype"), CASES)
