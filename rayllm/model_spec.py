@@ -92,9 +92,13 @@ class ModelSpec:
 
     @property
     def num_telling_layers(self) -> int:
-        """How many of the first layers run every kernel of the model: all windows occur, and the first does not add."""
+        """How many of the first layers run every kernel of the model, and need as much memory as all of them.
+
+        All windows occur, and one layer at least is neither the first, which adds to nothing, nor the last, which goes
+        on with fewer tokens after attention.
+        """
         last_new = max(self.sliding_windows.index(window) for window in set(self.sliding_windows))
-        return min(self.num_layers, max(2, last_new + 1))
+        return min(self.num_layers, max(3, last_new + 1))
 
     def kv_heads_per_rank(self, tp: int) -> int:
         """KV heads that each of `tp` ranks holds: replicated where there are more ranks than heads."""

@@ -100,7 +100,7 @@ def test_padding_by_the_first_layers_alone_touches_nothing(model):
     with torch.inference_mode():
         for graphs in (*chunks, DecodeGraphs(model, runner.caches, state, max_num_seqs=4)):
             graphs.run_all(runner.caches[: model.spec.num_telling_layers])
-    assert model.spec.num_telling_layers == 2 < len(runner.caches)
+    assert 1 < model.spec.num_telling_layers <= len(runner.caches)
     assert all(part.isnan().all() for cache in runner.caches for part in (cache.k, cache.v))
     assert not state.token_table[:4].any()
 

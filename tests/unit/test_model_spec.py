@@ -119,16 +119,16 @@ def test_partial_rotary(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "windows", "telling"),
     [
-        (arch("Mistral") | {"sliding_window": 24}, (24,) * 4, 2),
-        (arch("Mistral") | {"sliding_window": None}, (None,) * 4, 2),
-        (arch("Mistral"), (4096,) * 4, 2),
-        (arch("Llama") | {"sliding_window": 24}, (None,) * 4, 2),
-        (arch("Qwen2") | {"sliding_window": 24, "max_window_layers": 2}, (None,) * 4, 2),
-        (arch("Qwen3") | {"sliding_window": 24, "use_sliding_window": False}, (None,) * 4, 2),
+        (arch("Mistral") | {"sliding_window": 24}, (24,) * 4, 3),
+        (arch("Mistral") | {"sliding_window": None}, (None,) * 4, 3),
+        (arch("Mistral"), (4096,) * 4, 3),
+        (arch("Llama") | {"sliding_window": 24}, (None,) * 4, 3),
+        (arch("Qwen2") | {"sliding_window": 24, "max_window_layers": 2}, (None,) * 4, 3),
+        (arch("Qwen3") | {"sliding_window": 24, "use_sliding_window": False}, (None,) * 4, 3),
         (arch("Qwen2") | {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 3},
          (None, None, None, 24), 4),
         (arch("Qwen3") | {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 4,
-                          "layer_types": ["sliding_attention", "full_attention"] * 2}, (24, None, 24, None), 2),
+                          "layer_types": ["sliding_attention", "full_attention"] * 2}, (24, None, 24, None), 3),
     ],
 )  # fmt: skip
 def test_sliding_windows(tmp_path, fields, windows, telling):
