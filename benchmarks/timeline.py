@@ -75,12 +75,23 @@ def split_steps(kernels: list[Span]) -> list[list[Span]]:
     return [[span for span in step if not span.name.startswith("Mem")] for step in steps]
 
 
+def apart(kernels: list[Span]) -> list[Span]:
+    """Kernels without the time in which they wait for one before them: dependent launch starts them early."""
+    spans, busy_until = [], 0.0
+    for span in kernels:
+        if span.end > busy_until:
+            spans.append(span._replace(start=max(span.start, busy_until)))
+            busy_until = span.end
+    return spans
+
+
 def draw(kernels: list[Span], host: list[Span], begin: float, end: float, title: str) -> str:
     """An SVG of the spans between two times."""
     scale = (WIDTH - LEFT - 20) / (end - begin)
+    kernels, host = ([s for s in spans if s.end > begin and s.start < end] for spans in (apart(kernels), host))
     time_of: dict[str, float] = defaultdict(float)
     for span in kernels:
-        time_of[span.name] += span.end - span.start
+        time_of[span.name] += min(span.end, end) - max(span.start, begin)
     names = sorted(time_of, key=lambda name: -time_of[name])
     color = {name: COLORS[min(i, len(COLORS) - 1)] for i, name in enumerate(names)}
     color |= dict(zip(HOST, COLORS, strict=False))
@@ -94,15 +105,14 @@ def draw(kernels: list[Span], host: list[Span], begin: float, end: float, title:
         lines.append(f'<text x="10" y="{y + 24}">{label}</text>')
         for span in spans:
             x, right = LEFT + (max(span.start, begin) - begin) * scale, LEFT + (min(span.end, end) - begin) * scale
-            if right > LEFT and x < WIDTH - 20:
-                tip = f"<title>{escape(span.name[:80])}: {span.end - span.start:.1f} us</title>"
-                lines.append(f'<rect x="{x:.2f}" y="{y}" width="{max(right - x, 0.1):.2f}" height="36" '
-                             f'fill="{color[span.name]}">{tip}</rect>')  # fmt: skip
+            tip = f"<title>{escape(span.name[:80])}: {span.end - span.start:.1f} us</title>"
+            lines.append(f'<rect x="{x:.2f}" y="{y}" width="{max(right - x, 0.1):.2f}" height="36" '
+                         f'fill="{color[span.name]}">{tip}</rect>')  # fmt: skip
     axis = 40 + 2 * TRACK + 12
     for i in range(11):
         x = LEFT + (WIDTH - LEFT - 20) * i / 10
         lines.append(f'<text x="{x:.0f}" y="{axis}" text-anchor="middle">{(end - begin) * i / 10:.0f} us</text>')
-    legend = [f"{name[:44]} {time_of[name] / (end - begin):.0%}" for name in names[: len(COLORS) - 1]]
+    legend = [f"{name[:36]} {time_of[name] / (end - begin):.0%}" for name in names[: len(COLORS) - 1]]
     for i, (text, fill) in enumerate([*zip(legend, COLORS, strict=False), ("other kernels", COLORS[-1])]):
         x, y = LEFT + 330 * (i % 4), axis + 24 + 20 * (i // 4)
         lines.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{fill}"/>')
