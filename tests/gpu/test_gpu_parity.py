@@ -16,6 +16,7 @@ from model_factory import EOS, make_model
 
 from rayllm import LLM, SamplingParams
 from rayllm.config import BUNDLED_MODEL
+from rayllm.executor.local import LocalExecutor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 FOUR_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
@@ -84,6 +85,17 @@ def check(case: Case, slack: float = 1e-3, **options: object) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tp1(cases, kind, enforce_eager):
     check(cases[kind], enforce_eager=enforce_eager, gpu_memory_utilization=0.3, max_num_seqs=32)
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize("kind", ["llama3_rope", "qwen3"])
+def test_without_overlap(cases, kind, enforce_eager, monkeypatch):
+    """A step is planned when the one before it is done, in place of one ahead."""
+    overlapped = generate(cases[kind], enforce_eager=enforce_eager, gpu_memory_utilization=0.3, max_num_seqs=32)
+    monkeypatch.setattr(LocalExecutor, "max_in_flight", 1)
+    check(cases[kind], enforce_eager=enforce_eager, gpu_memory_utilization=0.3, max_num_seqs=32)
+    alone = generate(cases[kind], enforce_eager=enforce_eager, gpu_memory_utilization=0.3, max_num_seqs=32)
+    assert [tokens for tokens, _ in alone] == [tokens for tokens, _ in overlapped]
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen3"])
