@@ -18,7 +18,8 @@ from rayllm.errors import InvalidRequestError
 from rayllm.sampling_params import SamplingParams
 from rayllm.types import EngineStats, GenerationRequest, Pooling, RequestOutput, TokenDelta
 
-Prompt = str | list[int] | dict[str, list[int]]
+Prompt = str | list[int] | dict[str, Any]
+PROMPT_FIELDS = {"prompt", "prompt_token_ids", "cache_salt"}
 Message = dict[str, Any]
 
 
@@ -58,7 +59,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts; the outputs are in the prompts' order.
 
-        prompts: a string, a list of strings, a list of token ids, a list of those, or {"prompt_token_ids": [...]}.
+        prompts: a string, a list of strings, a list of token ids, a list of those, or dicts: {"prompt": ...} or
+        {"prompt_token_ids": [...]}, and, if they share cached prefixes with the same salt only, {"cache_salt": ...}.
         sampling_params: one for all, or one each. Raises InvalidRequestError, before anything runs, if a
         prompt or a parameter cannot be served.
         """
@@ -120,20 +122,17 @@ class LLM:
         return self._core
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> tuple[GenerationRequest, str | None]:
-        text: str | None = None
+        salt = ""
+        if isinstance(prompt, dict):
+            salt, prompt = _read_prompt(prompt)
+        text = None
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequestError(
                     "prompt must be token ids; the engine was made with skip_tokenizer_init", "prompt"
                 )
-            text, ids = prompt, self.tokenizer.encode(prompt)
-        elif isinstance(prompt, dict):
-            if set(prompt) != {"prompt_token_ids"}:
-                raise InvalidRequestError(f"a prompt dict has only prompt_token_ids, not {sorted(prompt)}", "prompt")
-            ids = list(prompt["prompt_token_ids"])
-        else:
-            ids = list(prompt)
-        return self._make(ids, params), text
+            text, prompt = prompt, self.tokenizer.encode(prompt)
+        return replace(self._make(list(prompt), params), cache_salt=salt), text
 
     def _make(self, ids: list[int], params: SamplingParams) -> GenerationRequest:
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
@@ -226,6 +225,21 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
                 f"a prompt is a string, a list of token ids or a dict of them, not {type(item).__name__}", "prompt"
             )
     return cast(list[Prompt], items)
+
+
+def _read_prompt(fields: dict[str, Any]) -> tuple[str, str | list[int]]:
+    """(cache salt, text or token ids) of a prompt that is a dict."""
+    if not fields.keys() <= PROMPT_FIELDS or len(fields.keys() & {"prompt", "prompt_token_ids"}) != 1:
+        message = f"a prompt dict has prompt or prompt_token_ids, and perhaps cache_salt, not {sorted(fields)}"
+        raise InvalidRequestError(message, "prompt")
+    salt = fields.get("cache_salt", "")
+    if not isinstance(salt, str):
+        raise InvalidRequestError(f"cache_salt must be a string, not {salt!r}", "cache_salt")
+    if not isinstance(fields.get("prompt", ""), str):
+        raise InvalidRequestError(f"prompt must be a string in a dict, not {fields['prompt']!r}", "prompt")
+    if not isinstance(fields.get("prompt_token_ids", []), list | tuple):
+        raise InvalidRequestError("prompt_token_ids must be a list of token ids", "prompt_token_ids")
+    return salt, fields.get("prompt") or fields.get("prompt_token_ids") or []
 
 
 def _conversations(messages: list[Message] | list[list[Message]]) -> list[list[Message]]:

@@ -34,7 +34,7 @@ def generate(llm: LLM, prompts, params=GREEDY):
 
 def test_the_forms_of_a_prompt_mean_the_same(llm):
     ids = llm.tokenizer.encode(PROMPT)
-    forms = [PROMPT, [PROMPT], ids, [ids], {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}]]
+    forms = [PROMPT, [PROMPT], ids, [ids], {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}], {"prompt": PROMPT}]
     texts = {generate(llm, form)[0].outputs[0].text for form in forms}
     assert len(texts) == 1
     assert texts.pop().startswith(" is used to iterate over the elements of a sequence")
@@ -55,6 +55,15 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(llm):
     alone = generate(llm, PROMPT, params)[0].outputs[0].token_ids
     crowd = generate(llm, [f"{i} is a number" for i in range(12)] + [PROMPT], params)
     assert crowd[-1].outputs[0].token_ids == alone
+
+
+def test_cached_prefixes_are_shared_under_one_salt_only(llm):
+    ids = [7 + i % 50 for i in range(64)]
+
+    def cached(salt: str) -> int:
+        return generate(llm, {"prompt_token_ids": ids, "cache_salt": salt})[0].num_cached_tokens
+
+    assert [cached("a"), cached("a"), cached("b"), cached("a"), cached("b")] == [0, 48, 0, 48, 48]
 
 
 def test_sampling_in_parts_of_a_batch_changes_nothing(llm, monkeypatch):
@@ -137,7 +146,13 @@ def test_logprobs_match_transformers(llm):
         ([[1] * 2048], GREEDY, "has 2048 tokens.*context of 2048"),
         ([[1.5]], GREEDY, "must be integers"),
         ([3.5], GREEDY, "a prompt is a string"),
-        ([{"prompt": "x"}], GREEDY, "only prompt_token_ids"),
+        ([{"prompt": "x", "prompt_token_ids": [5]}], GREEDY, "prompt or prompt_token_ids"),
+        ([{"prompt": "x", "salt": "a"}], GREEDY, "perhaps cache_salt, not"),
+        ([{"cache_salt": "a"}], GREEDY, "prompt or prompt_token_ids"),
+        ([{"prompt": "x", "cache_salt": 5}], GREEDY, "cache_salt must be a string"),
+        ([{"prompt": ""}], GREEDY, "prompt must not be empty"),
+        ([{"prompt": [5]}], GREEDY, "prompt must be a string"),
+        ([{"prompt_token_ids": "x"}], GREEDY, "prompt_token_ids must be a list"),
         (["a", "b"], [GREEDY], "sampling_params has 1 entries for"),
         ("a", SamplingParams(stop_token_ids=[9999]), "stop_token_ids has token id 9999"),
         ("a", SamplingParams(logit_bias={9999: 1.0}), "logit_bias has token id 9999"),
