@@ -131,7 +131,7 @@ def _many_gated(x: Tensor, weight: Tensor) -> Tensor | None:
     return y
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """x W^T + bias; see `ops.linear` for the contract."""
     check_linear(x, weight, bias, out)
     y = _few(x, weight, bias, False, out)

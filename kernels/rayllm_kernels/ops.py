@@ -287,7 +287,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     x: [T, in], weight: [out, in], last dimensions contiguous; bias: [out]. Sums are fp32, rounded once, in an order
     that depends on shapes alone: equal calls give equal results.
     """
-    return _kernels_for(x).linear(x, weight, bias, out)
+    return _kernels_for(x).linear(x, weight, bias, out=out)
 
 
 def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

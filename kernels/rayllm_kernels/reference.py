@@ -150,7 +150,7 @@ def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | No
     return out if bias is None else out.add_(bias)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """x W^T + bias."""
     check_linear(x, weight, bias, out)
     return linear_into(x, weight, bias, out)
