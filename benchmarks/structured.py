@@ -1,10 +1,11 @@
 """Do other streams notice when hard schemas compile? Inter-token latency before and meanwhile. CPU, bundled model.
 
-    python benchmarks/structured.py [--streams 8] [--schemas 10]
+    python benchmarks/structured.py [--streams 8] [--schemas 10] [--rounds 8]
 
 The engine runs in a thread, as behind the HTTP API, with a core less than there are for its OpenMP threads. A schema is
-hard in having many long enumerations, patterns and nested objects, all different; the time that compiling them took,
-one after the other or two at a time as the engine does it, is printed.
+hard in having many long enumerations, patterns and nested objects, all different. In every round new ones come, all at
+once, between a time without and one with as many requests without schemas, so that what changes slowly, like the
+lengths of the contexts or the machine's speed, is in all three alike.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ import queue
 import random
 import statistics
 import string
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from rayllm.engine.driver import EngineDriver
 from rayllm.sampling_params import SamplingParams, StructuredOutputs
 from rayllm.types import GenerationRequest, TokenDelta
 
-BASE_SECONDS = 15.0
+BASE_SECONDS = 1.0
 
 
 class Streams:
@@ -79,7 +79,7 @@ def hard_schema(seed: int) -> str:
         return "".join(rng.choices(string.ascii_lowercase, k=length))
 
     def leaf(number: int) -> dict[str, Any]:
-        kinds = [
+        kinds: list[dict[str, Any]] = [
             {"enum": [word(rng.randrange(8, 24)) for _ in range(60)]},
             {"type": "string", "pattern": f"^({word(3)}|{word(4)})-[0-9]{{2,9}}(\\.[a-f]{{1,{number + 3}}}){{0,4}}$"},
             {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 1, "maxItems": 12},
@@ -95,33 +95,30 @@ def hard_schema(seed: int) -> str:
     return json.dumps(node(3))
 
 
-def percentiles(gaps: list[float]) -> str:
+def row(name: str, gaps: list[float], base: float) -> str:
     ordered = sorted(gaps)
-    return f"mean {statistics.mean(ordered) * 1e3:.2f}, p50 {ordered[len(ordered) // 2] * 1e3:.2f}, " + (
-        f"p99 {ordered[int(len(ordered) * 0.99)] * 1e3:.2f} ms ({len(ordered)} tokens)"
-    )
-
-
-def timed(work: Callable[[], None]) -> tuple[float, float]:
-    start = time.perf_counter()
-    work()
-    return start, time.perf_counter()
+    mean, p50, p99 = (value * 1e3 for value in (statistics.mean(ordered), ordered[len(ordered) // 2],
+                                                ordered[int(len(ordered) * 0.99)]))  # fmt: skip
+    return f"| {name} | {mean:.2f} ms, {mean / base / 1e3 - 1:+.0%} | {p50:.2f} ms | {p99:.2f} ms | {len(ordered)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--schemas", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
     torch.set_num_threads(max((os.cpu_count() or 1) - 1, 1))
+    seeds = iter(range(1 + args.rounds * args.schemas))
+    rounds = [[hard_schema(next(seeds)) for _ in range(args.schemas)] for _ in range(args.rounds)]
     driver = EngineDriver(build_engine_core(EngineConfig(device="cpu", max_num_seqs=64)))
     driver.start()
     try:
         streams = Streams(driver, args.streams)
 
-        def ask(schemas: list[str]) -> None:
+        def ask(schemas: Sequence[str | None]) -> None:
             for i, schema in enumerate(schemas):
-                structure = StructuredOutputs(json=schema)
+                structure = None if schema is None else StructuredOutputs(json=schema)
                 # One token: what is measured is the compilation, not how a constrained sequence runs.
                 params = SamplingParams(max_tokens=1, structured_outputs=structure)
                 request = GenerationRequest(request_id=f"schema {i}", prompt_token_ids=[5, 6, 7], params=params)
@@ -131,20 +128,36 @@ def main() -> None:
                 if delta.finish_reason == "error":
                     raise SystemExit(f"a schema was refused: {delta.stop_reason}")
 
-        ask([hard_schema(0)])  # starts the processes that try grammars
+        ask([hard_schema(next(seeds))])  # starts the processes that try grammars
         time.sleep(3.0)
-        base = timed(lambda: threading.Event().wait(BASE_SECONDS))
-        compiling = timed(lambda: ask([hard_schema(1 + i) for i in range(args.schemas)]))
-        after = timed(lambda: threading.Event().wait(BASE_SECONDS))
+        periods: dict[str, list[tuple[float, float]]] = {"nothing else": [], "schemas compile": [], "no schemas": []}
+        for schemas in rounds:
+            time.sleep(0.5)
+            start = time.perf_counter()
+            time.sleep(BASE_SECONDS)
+            periods["nothing else"].append((start, time.perf_counter()))
+            start = time.perf_counter()
+            ask(schemas)
+            periods["schemas compile"].append((start, time.perf_counter()))
+            time.sleep(0.5)
+            start = time.perf_counter()
+            ask([None] * args.schemas)
+            time.sleep(BASE_SECONDS)
+            periods["no schemas"].append((start, time.perf_counter()))
         gaps = streams.gaps.copy()
     finally:
         driver.shutdown()
-    size = len(hard_schema(1))
-    print(
-        f"{args.streams} streams; {args.schemas} schemas of about {size} bytes in {compiling[1] - compiling[0]:.2f} s"
-    )
-    for name, (start, end) in (("before", base), ("compiling", compiling), ("after", after)):
-        print(f"{name}: {percentiles([gap for at, gap in gaps if start <= at < end])}")
+    compiling = statistics.mean(end - start for start, end in periods["schemas compile"])
+    print(f"{args.streams} streams; {args.rounds} times {args.schemas} schemas of about {len(rounds[0][0])} bytes, "
+          f"{compiling:.2f} s each time on average")  # fmt: skip
+    within = {
+        name: [gap for at, gap in gaps if any(start <= at < end for start, end in times)]
+        for name, times in periods.items()
+    }
+    base = statistics.mean(within["nothing else"])
+    print("| meanwhile | mean, change | p50 | p99 | tokens |\n|---|---|---|---|---|")
+    for name, values in within.items():
+        print(row(name, values, base))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -24,6 +25,7 @@ MAX_GRAMMARS = 128
 MAX_GRAMMAR_BYTES = 512 * 2**20  # of all that are kept
 MAX_ONE_GRAMMAR_BYTES = 64 * 2**20
 NUM_COMPILING = 2  # at once, so that one slow grammar does not hold up all
+REST = 9.0  # a compilation in this process holds up the engine: the next one waits so many times as long as it took
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ class GrammarCompiler:
         self._grammars: OrderedDict[bytes, Future[Grammar]] = OrderedDict()  # the latest used last
         self._sizes: dict[bytes, int] = {}  # of those that are compiled
         self._closed = False
+        self._turn = threading.Lock()  # of who compiles in this process, and the next line
+        self._rested = 0.0  # time.monotonic() from which the next may
         self._limit_s = limit_s
         self._trials: queue.SimpleQueue[Trial] = queue.SimpleQueue()
         self._all_trials: list[Trial] = []
@@ -101,7 +105,11 @@ class GrammarCompiler:
             raise bad_grammar(
                 f"it is too complex: compiled it takes {size >> 20} MiB, and the limit is {MAX_ONE_GRAMMAR_BYTES >> 20}"
             )
-        matcher, mask = tokenizer.compile(structure)
+        with self._turn:
+            time.sleep(max(0.0, self._rested - time.monotonic()))
+            started = time.monotonic()
+            matcher, mask = tokenizer.compile(structure)
+            self._rested = time.monotonic() + REST * (time.monotonic() - started)
         return Grammar(tokenizer, matcher, mask, self.threads, size + len(msgspec.msgpack.encode(structure)))
 
     def _settle(self, key: bytes, done: Future[Grammar]) -> None:
