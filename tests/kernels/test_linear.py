@@ -31,11 +31,16 @@ def test_linear(randn, assert_kernel_close, kernels, tokens, outputs, inputs, dt
     assert_kernel_close(kernels.linear(x, weight), exact.to(dtype))
     assert_kernel_close(kernels.linear(x, weight, bias), (exact + bias.double()).to(dtype))
     assert torch.equal(kernels.linear(x, weight, bias), kernels.linear(x, weight, bias))
-    room = randn(tokens + 1, outputs, dtype=dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 70])
+def test_a_result_goes_where_it_is_wanted(randn, assert_kernel_close, kernels, tokens):
+    x, weight, bias = randn(tokens, 64), scaled(randn, 24, 64, torch.float32), randn(24)
+    room = randn(tokens + 1, 24)
     last = room[tokens].clone()
     out = kernels.linear(x, weight, bias, out=room[:tokens])
     assert out.data_ptr() == room.data_ptr()
-    assert_kernel_close(room[:tokens], (exact + bias.double()).to(dtype))
+    assert_kernel_close(room[:tokens], kernels.linear(x, weight, bias))
     assert torch.equal(room[tokens], last)
 
 
