@@ -144,9 +144,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: only in the request's first delta; entry 0 is None (the first token has no predecessor).
     num_cached_tokens: prompt tokens found in the prefix cache. times: in the request's first delta with a token.
     bad_param: the engine refuses the whole request for this field (finish_reason is "error"); such deltas never come
-    together with others. num_preemptions: how often sequences of the request were preempted so far; in first and last
-    deltas. embedding: of a request with pooling, in its only delta without an error: [hidden_size] float32 of length 1
-    (L2), little-endian.
+    together with others. num_preemptions: how often sequences of the request were preempted so far; at least in first
+    and last deltas. embedding: of a request with pooling, in its only delta without an error: [hidden_size] float32 of
+    length 1 (L2), little-endian.
 
     With beam search a delta without tokens says what first deltas do when the first choice is made. At the end each
     completion has one with all of its tokens and cumulative_logprob, the sum of their log-probabilities.

@@ -24,6 +24,7 @@ from rayllm.core.batch import RunningBatch
 from rayllm.core.beam_group import BeamGroups
 from rayllm.core.chunk_budget import ChunkBudget, Pace
 from rayllm.core.constraint import AwaitedMasks, MakeConstraint
+from rayllm.core.decode import schedule_decodes
 from rayllm.core.deltas import embedding_delta, token_delta
 from rayllm.core.integrity import check_scheduler
 from rayllm.core.kv_memory import KVMemory
@@ -194,7 +195,7 @@ class Scheduler:
         self.to_report = []
         if self.preemptive:
             self.admission.yield_to_urgent()
-        prefilling = self._schedule_decodes(draft)
+        prefilling = schedule_decodes(self.running, draft, self._grow)
         if self.chunk_budget is not None and draft.decodes:
             draft.pace = Pace(self.chunk_budget, len(draft.decodes))
         for seq in prefilling:
@@ -274,13 +275,10 @@ class Scheduler:
             token_ids.append(token)
             if length > seq.next_full:
                 register(seq, length - 1)
-            if seq.fresh or logprobs is not None or length >= seq.max_len or token in seq.stop_ids:
-                entry = logprobs[i] if logprobs is not None else None
-                delta = self._delta(seq, token, None if entry is None else [entry])
-                any_finished |= delta.finish_reason is not None
-                add(delta)
-            else:
-                add(TokenDelta(seq.request_id, seq.index, [token]))
+            entry = logprobs[i] if logprobs is not None else None
+            delta = self._delta(seq, token, None if entry is None else [entry])
+            any_finished |= delta.finish_reason is not None
+            add(delta)
             if seq.constraint is not None and seq.status is not FINISHED:
                 self.awaited_masks.add(seq, token)
             elif seq.status is RUNNING:
@@ -324,7 +322,7 @@ class Scheduler:
             self.batch.drop_finished()
 
     def _delta(self, seq: Sequence, token: int, logprobs: list | None) -> TokenDelta:
-        """The delta of a first, last or logprobs-carrying token; retires the sequence if it is the last."""
+        """The delta of a token that may be more than that; retires the sequence if it is the last."""
         delta = token_delta(seq, token, logprobs, self._times)
         if delta.finish_reason is not None:
             self._retire(seq)
@@ -333,45 +331,6 @@ class Scheduler:
         return delta
 
     # ---------------------------------------------------------------------------------------------- the passes
-
-    def _schedule_decodes(self, draft: Draft) -> list[Sequence]:
-        """Advance every decoding sequence by one token. Returns the running ones that are still in their prompt.
-
-        This loop runs over all running sequences in every step: it is written for speed.
-        """
-        prefilling: list[Sequence] = []
-        running, budget, add = self.running, draft.budget, draft.decodes.append
-        for seq in running:  # preemption shortens the list from its end, which ends the loop early
-            computed = seq.num_computed
-            if computed < seq.steady_computed and budget:
-                budget -= 1
-                seq.num_computed = computed + 1
-                seq.num_pending += 1
-                add(seq)
-                continue
-            if not seq.decoding:
-                if computed >= seq.capacity and not self._grow(seq, draft):
-                    break  # as below; only where a sliding window lets a prompt begin without all of its blocks
-                prefilling.append(seq)
-                continue
-            if seq.blocked or computed + 1 >= seq.max_len:
-                continue  # its next mask or token is not known, or a step in flight samples its last token
-            if not budget:
-                break
-            if computed >= seq.capacity and not self._grow(seq, draft):
-                break  # the last in order, it was preempted itself
-            if seq.constraint is not None:
-                draft.constrain(seq)
-            elif seq.beam is not None:
-                seq.blocked = True
-            else:
-                seq.steady_computed = min(seq.capacity, seq.max_len - 1)
-            budget -= 1
-            seq.num_computed = computed + 1
-            seq.num_pending += 1
-            add(seq)
-        draft.budget = budget
-        return prefilling
 
     def _grow(self, seq: Sequence, draft: Draft) -> bool:
         """Give a sequence one more block, preempting from the end of the order. False if it had to go itself."""

@@ -100,7 +100,7 @@ class EngineCore:
             raise ValueError("only requests with structured_outputs have a grammar")
         if self._grammars is None:
             raise bad_grammar("needs a tokenizer, and skip_tokenizer_init left it out")
-        return self._grammars.compile(request.params.structured_outputs)
+        return self._grammars.compile(request.params.structured_outputs, self.has_work())
 
     def add(self, request: GenerationRequest, grammar: Grammar | None = None) -> None:
         """Queue a request. Raises InvalidRequestError if it can never be served or its id is in use.

@@ -51,8 +51,11 @@ class GrammarCompiler:
         self._pool = ThreadPoolExecutor(NUM_COMPILING, "rayllm-grammars")
         self._tokenizer = self._pool.submit(self._prepare, model, vocab_size, eos_token_ids)
 
-    def compile(self, structure: StructuredOutputs) -> Future[Grammar]:
-        """The grammar, soon. Its exception is InvalidRequestError for one that cannot be used."""
+    def compile(self, structure: StructuredOutputs, gently: bool = False) -> Future[Grammar]:
+        """The grammar, soon. Its exception is InvalidRequestError for one that cannot be used.
+
+        gently: the engine has work meanwhile, which compilations one right after the other would slow down.
+        """
         key = hashlib.sha256(msgspec.msgpack.encode(structure)).digest()
         with self._lock:
             self._drop_broken()
@@ -60,7 +63,7 @@ class GrammarCompiler:
             if future is not None:
                 self._grammars.move_to_end(key)
                 return future
-            future = self._grammars[key] = self._pool.submit(self._compile, structure)
+            future = self._grammars[key] = self._pool.submit(self._compile, structure, gently)
         future.add_done_callback(lambda done: self._settle(key, done))
         return future
 
@@ -89,7 +92,7 @@ class GrammarCompiler:
             self._trials.put(trial)
         return made
 
-    def _compile(self, structure: StructuredOutputs) -> Grammar:
+    def _compile(self, structure: StructuredOutputs, gently: bool) -> Grammar:
         try:
             tokenizer = self._tokenizer.result()
         except (ModelError, ValueError) as error:
@@ -106,7 +109,8 @@ class GrammarCompiler:
                 f"it is too complex: compiled it takes {size >> 20} MiB, and the limit is {MAX_ONE_GRAMMAR_BYTES >> 20}"
             )
         with self._turn:
-            time.sleep(max(0.0, self._rested - time.monotonic()))
+            if gently:
+                time.sleep(max(0.0, self._rested - time.monotonic()))
             started = time.monotonic()
             matcher, mask = tokenizer.compile(structure)
             self._rested = time.monotonic() + REST * (time.monotonic() - started)
