@@ -2,14 +2,14 @@
 
     python benchmarks/kv_pressure.py oversubscribed [--factors 1.5 2 3] [--modes recompute swap cost] [--no-forecast]
         [engine options]
-    python benchmarks/kv_pressure.py chats [--users 32] [--turns 8] [--working-set 2] [--swap-spaces 0 16]
+    python benchmarks/kv_pressure.py chats [--users 32] [--turns 8] [--document 0] [--working-set 2] [--swap-spaces 0 16]
     python benchmarks/kv_pressure.py no-reuse [--swap-spaces 0 16]
 
 oversubscribed: requests that all arrive at once, through pools that hold 1/factor of what they need together; output
 tokens a second and latencies until the last token. Their lengths are known, so admission avoids preemption; with
 --no-forecast they enter as soon as their prompts fit, and the modes differ. chats: users take turns in order, each turn
-adds a message and the answer to the history; mean and p99 time to first token of the turns after the first, with and
-without host memory, over pools that hold 1/working-set of all histories. no-reuse: distinct prompts only, where the
+adds a message and the answer to the history, which begins with a document of so many tokens; time to first token of the
+turns after the first, with and without host memory, over pools that hold 1/working-set of all histories. no-reuse: distinct prompts only, where the
 second tier can but cost.
 
 Engine options: --model, --dtype, --device, --load-format (dummy by default), --tp.
@@ -129,7 +129,7 @@ def oversubscribed(args: argparse.Namespace) -> None:
 
 def chats(args: argparse.Namespace) -> None:
     """Time to first token of later turns, by host memory."""
-    length = args.turns * (args.input_len + args.output_len)
+    length = args.document + args.turns * (args.input_len + args.output_len)
     blocks = int(args.users * blocks_of(length) / args.working_set)
     for swap_space in args.swap_spaces:
         core = make_core(
@@ -137,21 +137,22 @@ def chats(args: argparse.Namespace) -> None:
         )
         rng = random.Random(0)
         run(core, [Job("warm", random_ids(rng, args.input_len), 8)])
-        histories: list[list[int]] = [[] for _ in range(args.users)]
-        first: list[float] = []
-        for turn in range(args.turns):
+        histories = [random_ids(rng, args.document) for _ in range(args.users)]
+        turns: list[list[float]] = [[] for _ in range(args.turns)]
+        for turn, first in enumerate(turns):
             for user, history in enumerate(histories):
                 history += random_ids(rng, args.input_len)
                 result = run(core, [Job(f"{user}/{turn}", list(history), args.output_len)])
                 history += result.outputs[0]
-                if turn:
-                    first += result.first
+                first += result.first
         stats = core.stats()
         core.check_integrity()
         core.shutdown()
+        later = [value for first in turns[1:] for value in first]
         print(
-            f"swap_space {swap_space:g} GiB: time to first token mean {sum(first) / len(first) * 1e3:.1f} ms, p99 "
-            f"{percentile(first, 0.99) * 1e3:.1f} ms; of {stats.prefix_cache_queries} tokens looked up "
+            f"swap_space {swap_space:g} GiB: time to first token mean {sum(later) / len(later) * 1e3:.1f} ms, p99 "
+            f"{percentile(later, 0.99) * 1e3:.1f} ms, by turn "
+            f"{' '.join(f'{sum(first) / len(first) * 1e3:.1f}' for first in turns[1:])}; of {stats.prefix_cache_queries} tokens looked up "
             f"{stats.prefix_cache_hits - stats.cpu_prefix_cache_hits} were on the device, "
             f"{stats.cpu_prefix_cache_hits} on the host",
             flush=True,
@@ -198,6 +199,7 @@ def main() -> None:
     parser.add_argument("--no-forecast", action="store_true", help="admit without looking ahead")
     parser.add_argument("--users", type=int, default=32)
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--document", type=int, default=0, help="tokens that each chat begins with")
     parser.add_argument("--working-set", type=float, default=2.0, help="all histories, in device pools")
     parser.add_argument("--swap-spaces", type=float, nargs="+", default=[0.0, 4.0])
     args = parser.parse_args()
