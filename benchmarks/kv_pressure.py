@@ -2,15 +2,16 @@
 
     python benchmarks/kv_pressure.py oversubscribed [--factors 1.5 2 3] [--modes recompute swap cost] [--no-forecast]
         [engine options]
-    python benchmarks/kv_pressure.py chats [--users 32] [--turns 8] [--document 0] [--working-set 2] [--swap-spaces 0 16]
+    python benchmarks/kv_pressure.py chats [--users 32] [--turns 8] [--document 0] [--working-set 2]
+        [--swap-spaces 0 16]
     python benchmarks/kv_pressure.py no-reuse [--swap-spaces 0 16]
 
 oversubscribed: requests that all arrive at once, through pools that hold 1/factor of what they need together; output
 tokens a second and latencies until the last token. Their lengths are known, so admission avoids preemption; with
 --no-forecast they enter as soon as their prompts fit, and the modes differ. chats: users take turns in order, each turn
 adds a message and the answer to the history, which begins with a document of so many tokens; time to first token of the
-turns after the first, with and without host memory, over pools that hold 1/working-set of all histories. no-reuse: distinct prompts only, where the
-second tier can but cost.
+turns after the first, with and without host memory, over pools that hold 1/working-set of all histories. no-reuse:
+distinct prompts only, where the second tier can but cost.
 
 Engine options: --model, --dtype, --device, --load-format (dummy by default), --tp.
 """
@@ -149,10 +150,10 @@ def chats(args: argparse.Namespace) -> None:
         core.check_integrity()
         core.shutdown()
         later = [value for first in turns[1:] for value in first]
+        by_turn = " ".join(f"{sum(first) / len(first) * 1e3:.1f}" for first in turns[1:])
         print(
             f"swap_space {swap_space:g} GiB: time to first token mean {sum(later) / len(later) * 1e3:.1f} ms, p99 "
-            f"{percentile(later, 0.99) * 1e3:.1f} ms, by turn "
-            f"{' '.join(f'{sum(first) / len(first) * 1e3:.1f}' for first in turns[1:])}; of {stats.prefix_cache_queries} tokens looked up "
+            f"{percentile(later, 0.99) * 1e3:.1f} ms, by turn {by_turn}; of {stats.prefix_cache_queries} tokens looked up "
             f"{stats.prefix_cache_hits - stats.cpu_prefix_cache_hits} were on the device, "
             f"{stats.cpu_prefix_cache_hits} on the host",
             flush=True,
