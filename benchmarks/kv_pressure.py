@@ -153,7 +153,8 @@ def chats(args: argparse.Namespace) -> None:
         by_turn = " ".join(f"{sum(first) / len(first) * 1e3:.1f}" for first in turns[1:])
         print(
             f"swap_space {swap_space:g} GiB: time to first token mean {sum(later) / len(later) * 1e3:.1f} ms, p99 "
-            f"{percentile(later, 0.99) * 1e3:.1f} ms, by turn {by_turn}; of {stats.prefix_cache_queries} tokens looked up "
+            f"{percentile(later, 0.99) * 1e3:.1f} ms, by turn {by_turn}; "
+            f"of {stats.prefix_cache_queries} tokens looked up "
             f"{stats.prefix_cache_hits - stats.cpu_prefix_cache_hits} were on the device, "
             f"{stats.cpu_prefix_cache_hits} on the host",
             flush=True,
