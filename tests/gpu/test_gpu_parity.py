@@ -1,4 +1,4 @@
-"""bf16 on CUDA: the engine's log-probabilities against transformers', at tp=1 and, with four GPUs, at tp=4 over Ray.
+"""bf16 on CUDA: the engine's log-probabilities against transformers', at tp=1 and, with four GPUs, at tp=2 and 4 over Ray.
 
 The yardstick is transformers in float32 on the tokens that the engine chose. The engine's error against it must not
 exceed that of transformers' own bf16 run by more than half, so the tolerance follows the model and is not guessed.
@@ -122,6 +122,7 @@ def test_fp8_kv_cache(kv_cache_dtype, slack, enforce_eager):
 
 
 @FOUR_GPUS
+@pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tp4_over_ray(cases, kind):
-    check(cases[kind], tensor_parallel_size=4, gpu_memory_utilization=0.3, max_num_seqs=32)
+def test_over_ray(cases, kind, tp):
+    check(cases[kind], tensor_parallel_size=tp, gpu_memory_utilization=0.3, max_num_seqs=32)
