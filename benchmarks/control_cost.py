@@ -26,7 +26,7 @@ from rayllm.engine.core import EngineCore
 from rayllm.executor.ray_gpu import RayExecutor
 from rayllm.model_spec import load_model_spec
 from rayllm.sampling_params import SamplingParams
-from rayllm.types import DeviceMemory, GenerationRequest
+from rayllm.types import GenerationRequest, RankReady
 from rayllm.worker.worker import Worker
 
 PROMPT_TOKENS = 512
@@ -59,15 +59,15 @@ class TimingWorker(Worker):
         super().__init__(*args)
         self._batches, self._folder = batches, Path(folder)
 
-    def warm_up(self) -> DeviceMemory:
-        memory = super().warm_up()
+    def warm_up(self) -> RankReady:
+        ready = super().warm_up()
         graphs: Any = self._runner._graphs
         for batch in self._batches:
             graph, *rest = graphs._graphs[batch]
             file = self._folder / f"{self._tp.rank} {batch}"
             timed = TimedGraph(graph, file)
             graphs._graphs[batch] = (timed, *rest)
-        return memory
+        return ready
 
 
 def step_ms(core: EngineCore, batch: int, rng: random.Random) -> float:

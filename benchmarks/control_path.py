@@ -23,7 +23,7 @@ from rayllm.engine.core import EngineCore
 from rayllm.executor.ray_gpu import RayExecutor
 from rayllm.model_spec import load_model_spec
 from rayllm.sampling_params import SamplingParams
-from rayllm.types import DeviceMemory, GenerationRequest, StepPlan, StepResult
+from rayllm.types import GenerationRequest, RankReady, StepPlan, StepResult
 
 STEPS = 400
 
@@ -45,8 +45,8 @@ class TimedWorker:
     def init_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         pass
 
-    def warm_up(self) -> DeviceMemory:
-        return DeviceMemory()
+    def warm_up(self) -> RankReady:
+        return RankReady()
 
     def measure_costs(self) -> None:
         return None

@@ -264,6 +264,17 @@ class DeviceMemory(msgspec.Struct, frozen=True):
     allowed: int = 0
 
 
+class RankReady(msgspec.Struct, frozen=True):
+    """What a rank says once it is warm.
+
+    step_sizes: tokens, ascending, to which steps that are not all decodes are padded, because they are captured; larger
+    ones are computed as they are.
+    """
+
+    memory: DeviceMemory = DeviceMemory()
+    step_sizes: list[int] = []
+
+
 class KVCosts(msgspec.Struct, frozen=True):
     """Seconds that a rank takes to compute and to move KV, as measured when it started.
 
@@ -297,14 +308,14 @@ def slowest(costs: list[KVCosts]) -> KVCosts | None:
 
 
 class StartReport(msgspec.Struct, frozen=True):
-    """How an engine came up. phases: (name, seconds), in order. placement, memory: one entry a rank.
+    """How an engine came up. phases: (name, seconds), in order. placement, ready: one entry a rank.
 
     kv_costs: one entry a rank, or none if the engine has no host pool, and so nothing to decide.
     """
 
     phases: list[tuple[str, float]] = []
     placement: list[str] = []
-    memory: list[DeviceMemory] = []
+    ready: list[RankReady] = []
     kv_costs: list[KVCosts] = []
 
 

@@ -12,6 +12,8 @@ without a pause, and that is what streams see.
 
 from __future__ import annotations
 
+import bisect
+
 from rayllm.core.sequence import Sequence
 from rayllm.core.step_time import StepTimes, StepWork, attended
 
@@ -28,38 +30,41 @@ class Pace:
         self._budget = budget
         self._most = budget.most_tokens()
         self._seconds = budget.seconds()
-        self._work = StepWork(decodes, 0, 0)
+        self._decodes = decodes
+        self._tokens = self._pairs = 0  # of the chunks so far
 
     def take(self, start: int, count: int) -> int:
         """How many of `count` tokens from position `start` on to compute, which count as taken; 0 if time is up."""
-        done = self._work.prompt_tokens
-        least = max(0, MIN_CHUNK - done)
-        most = max(least, self._most - done)
+        least = max(0, MIN_CHUNK - self._tokens)
+        most = max(least, self._most - self._tokens)
         while least < most:
             middle = (least + most + 1) // 2
-            if self._budget.times.predict(self._plus(start, middle)) <= self._seconds:
+            pairs = self._pairs + attended(start, middle, self._budget.window)
+            work = self._budget.work(self._decodes, self._tokens + middle, pairs)
+            if self._budget.times.predict(work) <= self._seconds:
                 least = middle
             else:
                 most = middle - 1
-        if not done:
+        if not self._tokens:
             self._budget.limit = least
         count = min(count, least)
-        self._work = self._plus(start, count)
+        self._tokens += count
+        self._pairs += attended(start, count, self._budget.window)
         return count
-
-    def _plus(self, start: int, count: int) -> StepWork:
-        decodes, tokens, pairs = self._work
-        return StepWork(decodes, tokens + count, pairs + attended(start, count, self._budget.window))
 
 
 class ChunkBudget:
     """target: seconds between a stream's tokens. max_tokens: of a step. window: as of `KVWindow`.
 
+    step_sizes: tokens, ascending, that steps with prompts are padded to unless they have more than the last of them:
+    what fills a step up costs nothing.
+
     limit: prompt tokens that the last step with both decodes and prompts had time for; 0 before.
     """
 
-    def __init__(self, target: float, max_tokens: int, window: int | None):
+    def __init__(self, target: float, max_tokens: int, window: int | None, step_sizes: list[int]):
         self._target, self._max_tokens, self.window = target, max_tokens, window
+        self._step_sizes = step_sizes
         self.times = StepTimes()
         self._last_result = 0.0
         self.limit = 0
@@ -80,4 +85,12 @@ class ChunkBudget:
     def work_of(self, decodes: int, chunks: list[tuple[Sequence, int]]) -> StepWork:
         """What a step computes. chunks: sequences that are not decoding, with token counts, counted as computed."""
         pairs = sum(attended(seq.num_computed - count, count, self.window) for seq, count in chunks)
-        return StepWork(decodes, sum(count for _seq, count in chunks), pairs)
+        return self.work(decodes, sum(count for _seq, count in chunks), pairs)
+
+    def work(self, decodes: int, prompt_tokens: int, pairs: int) -> StepWork:
+        """The same, with the chunks' tokens counted; the step is padded."""
+        if prompt_tokens:
+            i = bisect.bisect_left(self._step_sizes, decodes + prompt_tokens)
+            if i < len(self._step_sizes):
+                prompt_tokens = self._step_sizes[i] - decodes
+        return StepWork(decodes, prompt_tokens, pairs)

@@ -22,8 +22,8 @@ FIRST_ERROR = 0.1
 
 
 class StepWork(NamedTuple):
-    """What a step computes. decodes: sequences that decode. prompt_tokens: of chunks, and pairs: keys that these attend
-    to, summed over the tokens."""
+    """What a step computes. decodes: sequences that decode. prompt_tokens: of chunks, with what the step is padded by.
+    pairs: keys that the chunks' tokens attend to, summed over these."""
 
     decodes: int
     prompt_tokens: int

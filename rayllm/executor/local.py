@@ -54,7 +54,7 @@ class LocalExecutor(Executor):
         with self._phase("allocate KV cache"):
             worker.init_cache(*limits)
         with self._phase("warm up"):
-            self.report.memory.append(worker.warm_up())
+            self.report.ready.append(worker.warm_up())
             self.report.kv_costs.extend(costs for costs in [worker.measure_costs()] if costs is not None)
         self.report.placement.append(f"this process, {device_name(device)}")
         return limits

@@ -112,7 +112,7 @@ class RayExecutor(Executor):
         with self._phase("allocate KV cache"):
             ranks.call("allocate the KV cache", "init_cache", *limits, seconds=START_SECONDS)
         with self._phase("warm up"):
-            self.report.memory.extend(ranks.call("warm up", "warm_up", seconds=START_SECONDS))
+            self.report.ready.extend(ranks.call("warm up", "warm_up", seconds=START_SECONDS))
             costs = ranks.call("measure costs", "measure_costs", seconds=START_SECONDS)
             self.report.kv_costs.extend(of_rank for of_rank in costs if of_rank is not None)
         ranks.run()

@@ -38,14 +38,14 @@ def describe_start(info: EngineInfo) -> list[str]:
     """Lines about an engine: where its ranks are, what their memory is for, how long each phase took."""
     report = info.start
     lines = [f"rank {rank}   {place}" for rank, place in enumerate(report.placement)]
-    lines += [f"memory   {_describe_memory(report, i)}" for i in range(len(report.memory))]
+    lines += [f"memory   {_describe_memory(report, i)}" for i in range(len(report.ready))]
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report.phases)
     kind = "" if info.kv_cache_dtype == "auto" else f" in {info.kv_cache_dtype}"
     return [*lines, f"KV cache {info.num_kv_tokens:,} tokens{kind}", f"engine   {phases} s"]
 
 
 def _describe_memory(report: StartReport, rank: int) -> str:
-    memory: DeviceMemory = report.memory[rank]
+    memory: DeviceMemory = report.ready[rank].memory
     text = f"rank {rank}: weights {memory.weights / GIB:.2f} GiB, KV cache {memory.kv_cache / GIB:.2f} GiB"
     if not memory.allowed:
         return text

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from rayllm.config import EngineConfig
 from rayllm.gc_pauses import freeze_heap
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.types import DeviceMemory, KVCosts, StepPlan, StepResult
+from rayllm.types import KVCosts, RankReady, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from rayllm.model_spec import ModelSpec
@@ -44,7 +44,7 @@ class AnyWorker(Protocol):
     def load_model(self) -> None: ...
     def determine_num_blocks(self) -> tuple[int, int]: ...
     def init_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None: ...
-    def warm_up(self) -> DeviceMemory: ...
+    def warm_up(self) -> RankReady: ...
     def measure_costs(self) -> KVCosts | None: ...
     def submit(self, plan: StepPlan) -> None: ...
     def collect(self) -> StepResult: ...
@@ -229,11 +229,11 @@ class WorkerActor:
         assert self._worker is not None
         self._thread.call(self._worker.init_cache, num_gpu_blocks, num_cpu_blocks)
 
-    def warm_up(self) -> DeviceMemory:
+    def warm_up(self) -> RankReady:
         assert self._worker is not None
-        memory: DeviceMemory = self._thread.call(self._worker.warm_up)
+        ready: RankReady = self._thread.call(self._worker.warm_up)
         freeze_heap()
-        return memory
+        return ready
 
     def measure_costs(self) -> KVCosts | None:
         assert self._worker is not None

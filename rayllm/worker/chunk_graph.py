@@ -18,8 +18,8 @@ from rayllm.layers.batch import ForwardBatch
 from rayllm.models.base import CausalLM
 from rayllm.worker.step_memory import StepMemory
 
-CHUNK_SIZES = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-MIXED_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+CHUNK_SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
+MIXED_SIZES = (*CHUNK_SIZES[1:], 3072, 4096, 6144, 8192)
 MAX_CHUNKS = 64  # of a step without decodes, where more would only be padding to walk over
 # Above 2,048 tokens, a step is captured if it computes for less than launching it takes: about 20 ms.
 CAPTURED_FLOPS = 1.5e13
@@ -59,7 +59,7 @@ class _Captured:
 class ChunkGraphs:
     """Captured steps of given sizes, in tokens, ascending. `run` returns logits that the next `run` overwrites.
 
-    logits_room: for them, as `CausalLM.local_logits` takes it.
+    sizes: those. logits_room: for logits, as `CausalLM.local_logits` takes it.
 
     max_decodes, max_chunks: room for sequences with one token that the decode kernel attends, and for others; without
     room for decodes these count as chunks. max_sampled: rows of logits.
@@ -71,7 +71,7 @@ class ChunkGraphs:
         logits_room: torch.Tensor | None = None,
     ):  # fmt: skip
         self._logits_room = logits_room
-        self._model, self._caches, self._sizes = model, caches, sizes
+        self._model, self._caches, self.sizes = model, caches, sizes
         self._max_decodes, self._max_chunks, self._max_sampled = max_decodes, max_chunks, max_sampled
         tokens, seqs = max(sizes, default=0), max_decodes + max_chunks
         self._input_ids, self._positions = torch.zeros(2, tokens, dtype=torch.int64, device=device)
@@ -84,18 +84,18 @@ class ChunkGraphs:
 
     def run_all(self, caches: list[KVCache]) -> None:
         """Compute a step of padding of each size, by the layers of `caches`. Must run on all ranks together."""
-        for size in reversed(self._sizes):
+        for size in reversed(self.sizes):
             self._step(size, caches)
 
     def capture(self, memory: StepMemory) -> None:
         """Capture all sizes, largest first. Must run on all ranks together."""
-        for size in reversed(self._sizes):
+        for size in reversed(self.sizes):
             self._graphs[size] = _Captured(*memory.capture(partial(self._step, size, self._caches)))
 
     def fits(self, batch: ForwardBatch) -> bool:
         """Whether a step can be replayed."""
         tokens, seqs = batch.input_ids.shape[0], batch.seq_lens.shape[0]
-        if not self._sizes or tokens > self._sizes[-1] or len(_rows(batch)) > self._max_sampled:
+        if not self.sizes or tokens > self.sizes[-1] or len(_rows(batch)) > self._max_sampled:
             return False
         decodes = min(batch.num_decodes, self._max_decodes)
         return (batch.num_decodes == 0 or self._max_decodes > 0) and seqs - decodes <= self._max_chunks
@@ -113,7 +113,7 @@ class ChunkGraphs:
     def _load(self, batch: ForwardBatch) -> int:
         """Copy a batch to where the graphs read it, over what a larger one left there; returns the graph's size."""
         num_tokens, num_seqs = batch.input_ids.shape[0], batch.seq_lens.shape[0]
-        size = next(size for size in self._sizes if size >= num_tokens)
+        size = next(size for size in self.sizes if size >= num_tokens)
         self._input_ids[:num_tokens].copy_(batch.input_ids)
         self._positions[:num_tokens].copy_(batch.positions)
         self._slots[:num_tokens].copy_(batch.slot_mapping)

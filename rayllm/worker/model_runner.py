@@ -101,6 +101,11 @@ class ModelRunner:
             graphs.capture(memory)
         self._graphs, self._chunk_graphs = decode_graphs, chunk_graphs
 
+    @property
+    def step_sizes(self) -> list[int]:
+        """Tokens, ascending, that steps with both decodes and prompts are padded to."""
+        return self._chunk_graphs[-1].sizes if self._chunk_graphs else []
+
     @torch.inference_mode()
     def sample_all_ways(self) -> None:
         """Sample with all that requests may ask for, from rows that nobody has yet. Must run on all ranks together.

@@ -18,7 +18,7 @@ from rayllm.model_spec import ModelSpec
 from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.sample.sampling_table import SamplingTable
-from rayllm.types import DeviceMemory, KVCosts, StepPlan, StepResult
+from rayllm.types import DeviceMemory, KVCosts, RankReady, StepPlan, StepResult
 from rayllm.worker.cache_engine import CacheEngine, block_bytes
 from rayllm.worker.chunk_graph import CHUNK_SIZES, MAX_CHUNKS, MIXED_SIZES
 from rayllm.worker.copy_stream import staging_blocks
@@ -31,6 +31,9 @@ from rayllm.worker.step_memory import StepMemory, limit_stacks
 from rayllm_kernels import ops
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
+# By how much the memory of steps may grow after it was measured, because it is cut in other ways. By 2 MiB at most on an
+# H200, over whole workloads, in either mode.
+ROOM_FOR_GAPS = 32 * MIB
 CPU_POOL_BYTES = GIB  # a rank's pool on a CPU, unless num_gpu_blocks_override says otherwise
 # What the costs of computing and moving KV are measured with.
 PROBE_TOKENS = {"cuda": 8192, "cpu": 64}
@@ -82,15 +85,6 @@ def table_bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
 def graph_bytes(max_num_seqs: int, num_layers: int) -> int:
     """What captured graphs take of the driver's memory. Measured on H200: 33 to 40 KiB a layer and graph."""
     return 48 * KIB * num_layers * (len(graph_sizes(max_num_seqs)) + len(CHUNK_SIZES) + len(MIXED_SIZES))
-
-
-def room_for_gaps(deterministic: bool) -> int:
-    """Bytes by which the memory of steps may grow after it was measured, because it is cut in other ways.
-
-    On an H200 it did not grow, but for 96 MiB in the deterministic mode. That was when two layers were measured, none
-    of them in the middle; it has not been measured since.
-    """
-    return (128 if deterministic else 32) * MIB
 
 
 def growing(most: int) -> list[int]:
@@ -159,8 +153,8 @@ class Worker:
             head_dim=self._model.head_dim, dtype=self._kv_dtype, device=self._device, scales=self._scales,
         )  # fmt: skip
 
-    def warm_up(self) -> DeviceMemory:
-        """On CUDA: compile all kernels and, unless enforce_eager, capture graphs. Returns what memory is taken then."""
+    def warm_up(self) -> RankReady:
+        """On CUDA: compile all kernels and, unless enforce_eager, capture graphs."""
         if self._device.type == "cuda":
             config = self._config
             telling = self._cache.layers[: self._spec.num_telling_layers]
@@ -173,7 +167,7 @@ class Worker:
             if not config.enforce_eager:
                 self._runner.capture_graphs(config.max_num_seqs, config.max_num_batched_tokens, self._memory)
             torch.cuda.synchronize()
-        return self._memory_taken()
+        return RankReady(self._memory_taken(), self._runner.step_sizes)
 
     def measure_costs(self) -> KVCosts | None:
         """What computing and moving KV takes, for whoever chooses between them; None without a host pool.
@@ -268,14 +262,13 @@ class Worker:
         tables += pooling_bytes(config.max_num_seqs, self._spec.hidden_size)
         logits = config.max_num_seqs * self._model.lm_head.num_tokens * self._dtype.itemsize
         graphs = 0 if config.enforce_eager else graph_bytes(config.max_num_seqs, self._spec.num_layers) + logits
-        gaps = room_for_gaps(config.deterministic)
-        usable = total * config.gpu_memory_utilization - (total - free) - tables - graphs - gaps
+        usable = total * config.gpu_memory_utilization - (total - free) - tables - graphs - ROOM_FOR_GAPS
         blocks = int(usable) // self._block_bytes - staging_blocks(self._block_bytes, num_cpu_blocks)
         if blocks < 1:
             raise ConfigError(
                 f"gpu_memory_utilization {config.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no memory for "
                 f"the KV cache: weights and the largest step take {(total - free) / GIB:.1f} GiB, tables, graphs "
-                f"and room for gaps {(tables + graphs + gaps) / GIB:.1f} GiB"
+                f"and room for gaps {(tables + graphs + ROOM_FOR_GAPS) / GIB:.1f} GiB"
             )
         return blocks
 

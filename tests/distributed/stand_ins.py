@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rayllm.errors import ConfigError, ModelError
-from rayllm.types import DeviceMemory, KVCosts, StepPlan, StepResult
+from rayllm.types import DeviceMemory, KVCosts, RankReady, StepPlan, StepResult
 
 
 def make_plan(step_id: int, num_rows: int = 3) -> StepPlan:
@@ -45,7 +45,7 @@ class AddingWorker:
         self.calls.append("warm_up")
         assert self.limits == (100 - (self.tp.size - 1), 50)
         assert self.calls == ["load_model", "determine_num_blocks", "init_cache", "warm_up"]
-        return DeviceMemory(weights=8 + self.tp.rank)
+        return RankReady(DeviceMemory(weights=8 + self.tp.rank))
 
     def measure_costs(self):
         return KVCosts(1e-5, 1e-6 * (1 + self.tp.rank), 2e-6)

@@ -70,7 +70,7 @@ def started(request):
 def test_results_come_in_order_and_equal_the_local_ones(started, tp):
     executor = make_executor(tp=tp)
     assert executor.start() == WorkerLimits(num_gpu_blocks=100 - (tp - 1), num_cpu_blocks=50)
-    assert [memory.weights for memory in executor.report.memory] == [8 + rank for rank in range(tp)]
+    assert [ready.memory.weights for ready in executor.report.ready] == [8 + rank for rank in range(tp)]
     assert slowest(executor.report.kv_costs) == KVCosts(1e-5, 1e-6 * tp, 2e-6)
     assert len({place.split(", ")[1] for place in executor.report.placement}) == tp  # a process each
     names = [name for name, _ in executor.report.phases]

@@ -6,6 +6,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -76,8 +77,9 @@ def test_whatever_steps_take_more_work_never_takes_less(steps):
 class Device:
     """Steps on a simulated clock, up to `depth` in flight; between[i]: seconds between results i and i + 1."""
 
-    def __init__(self, seconds: Callable[[StepWork, float], float], target: float | None, depth: int, **options: int):
+    def __init__(self, seconds: Callable[[StepWork, float], float], target: float | None, depth: int, **options: Any):
         self.now = 0.0
+        self.step_sizes = list(options.get("step_sizes", []))
         settings = {
             "num_blocks": 12_000, "block_size": 16, "max_num_seqs": 64, "max_num_batched_tokens": 8192,
             "max_model_len": 40_000, **options,
@@ -100,8 +102,12 @@ class Device:
             record = self.scheduler.in_flight[-1]
             chunks = list(zip(plan.rows, plan.num_tokens, strict=True))[plan.num_decodes :]
             pairs = sum(attended(record.by_row[row].num_computed - n, n, None) for row, n in chunks)
-            work = StepWork(plan.num_decodes, sum(n for _row, n in chunks), pairs)
-            self.chunks.append(work.prompt_tokens)
+            tokens = sum(n for _row, n in chunks)
+            self.chunks.append(tokens)
+            if tokens:
+                size = plan.num_decodes + tokens
+                tokens = min((s for s in self.step_sizes if s >= size), default=size) - plan.num_decodes
+            work = StepWork(plan.num_decodes, tokens, pairs)
             self.device_free = max(self.now, self.device_free) + self.seconds(work, self.now)
             self.running.append((self.device_free, StepResult(plan.step_id, [9] * plan.num_sampled), plan.num_decodes))
         if self.running and (plan is None or len(self.running) >= self.depth):
@@ -165,6 +171,16 @@ def test_a_device_that_is_not_linear():
     latencies = device.arrive_among_streams(prompts=3)
     assert p99(latencies) <= 1.05 * TARGET
     assert sum(latencies) / len(latencies) > 0.75 * TARGET
+
+
+def test_steps_that_are_padded():
+    """As the workers' captured steps are: what they take is known as well as without padding, and made use of."""
+    sizes = [64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048]
+    device = Device(steady, TARGET, 2, step_sizes=sizes)
+    latencies = device.arrive_among_streams(prompts=3)
+    assert p99(latencies) <= TARGET
+    assert device.scheduler.chunk_budget.times.error < 0.01
+    assert sum(latencies) / len(latencies) > 0.85 * TARGET
 
 
 def test_a_device_that_slows_down_is_followed():
