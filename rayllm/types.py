@@ -78,6 +78,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     tokens: (row, token id), each the newest token of a row, instead of the one that it sampled.
     swap_ins: (host block, device block), after the swap-outs; only rows of later plans read these blocks, so they may
     arrive while this step computes. await_swap_ins: rows of this one read them too.
+    write_backs: (device block, host block), after the swap-ins; nothing is written to these device blocks before a plan
+    whose await_write_backs is this step or a later one. await_write_backs: a step; its write-backs, and those of all
+    steps before it, have to be done before this step writes a block. -1 for none.
     """
 
     step_id: int
@@ -93,6 +96,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     swap_outs: list[tuple[int, int]] = []
     swap_ins: list[tuple[int, int]] = []
     await_swap_ins: bool = False
+    write_backs: list[tuple[int, int]] = []
+    await_write_backs: int = -1
     tokens: list[tuple[int, int]] = []
 
 

@@ -141,7 +141,9 @@ class FakeWorker:
 
     Every read of a cached position is checked, so a block that is shared, freed, copied or overwritten wrongly is found
     at the step that reads it. Blocks that are swapped in hold nothing until the next step begins, unless the plan waits
-    for them. window: a token reads so many positions, its own included; None for all.
+    for them; those that are written back must not change until a plan waits for that.
+
+    window: a token reads so many positions, its own included; None for all.
     """
 
     num_blocks: int
@@ -151,6 +153,8 @@ class FakeWorker:
     window: int | None = None
     host: dict[int, dict[int, bytes]] = field(default_factory=dict)
     arriving: list[tuple[int, dict[int, bytes]]] = field(default_factory=list)
+    leaving: list[tuple[int, int, dict[int, bytes]]] = field(default_factory=list)  # step, block, its content
+    num_written_back: int = 0
     pool: dict[tuple[int, int], bytes] = field(default_factory=dict)
     rows: dict[int, FakeRow] = field(default_factory=dict)
     num_tokens_computed: int = 0
@@ -219,6 +223,7 @@ class FakeWorker:
     def _swap(self, plan: StepPlan) -> None:
         """Swap-outs, then swap-ins, whose blocks are worth nothing until they have arrived."""
         self._arrive()
+        self._leave(plan.await_write_backs)
         host_blocks = [host for _block, host in plan.swap_outs]
         blocks = [block for _host, block in plan.swap_ins]
         assert len(set(host_blocks)) == len(host_blocks), "two swap-outs into one block"
@@ -231,6 +236,20 @@ class FakeWorker:
             self._fill(block, {})
         if plan.await_swap_ins:
             self._arrive()
+        moved = {block for block, _host in plan.swap_outs} | set(blocks)
+        others = {host for host, _block in plan.swap_ins} | set(host_blocks)
+        for block, host in plan.write_backs:
+            assert block not in moved and host not in others, "moved twice in a plan"
+            others.add(host)
+            self.host[host] = self._content(block)
+            self.leaving.append((plan.step_id, block, self.host[host]))
+        self.num_written_back += len(plan.write_backs)
+
+    def _leave(self, step_id: int) -> None:
+        """Nothing has changed what was being written back; what earlier steps wrote back is done now."""
+        for _step, block, content in self.leaving:
+            assert self._content(block) == content, f"block {block} was written before it was copied"
+        self.leaving = [entry for entry in self.leaving if entry[0] > step_id]
 
     def _arrive(self) -> None:
         for block, content in self.arriving:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from rayllm.core.prefix_cache import PrefixCache
 
@@ -16,7 +17,7 @@ from rayllm.core.prefix_cache import PrefixCache
 class BlockManager:
     """Reference-counted blocks with fork and copy-on-write. Every operation is O(1) a block.
 
-    num_shared: blocks with more than one holder.
+    num_shared: blocks with more than one holder. num_allocated: blocks handed out so far.
 
     on_evict: called with (block, hash) when a cached block is about to be reused, before anything else happens to it.
     """
@@ -33,7 +34,7 @@ class BlockManager:
         self.block_size = block_size
         self._cache = prefix_cache
         self._holders = [0] * num_blocks
-        self.num_shared = 0
+        self.num_shared = self.num_allocated = 0
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
@@ -56,6 +57,7 @@ class BlockManager:
         """
         if count > len(self._free):
             raise RuntimeError(f"{count} blocks asked for, {len(self._free)} free")
+        self.num_allocated += count
         blocks = []
         for _ in range(count):
             block, _none = self._free.popitem(last=False)
@@ -95,6 +97,10 @@ class BlockManager:
         """Make a free block the last to be reused; no-op for a held one."""
         if self._holders[block] == 0:
             self._free.move_to_end(block)
+
+    def next_reused(self, count: int) -> list[int]:
+        """The free blocks that `allocate` takes next, in order, as far as there are so many."""
+        return list(islice(self._free, count))
 
     def is_held(self, block: int) -> bool:
         """True if a block has a holder."""

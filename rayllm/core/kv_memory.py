@@ -19,6 +19,7 @@ from rayllm.core.block_manager import BlockManager
 from rayllm.core.prefix_cache import PrefixCache
 from rayllm.core.sequence import Sequence
 from rayllm.core.window import KVWindow
+from rayllm.core.write_ahead import WriteAhead
 from rayllm.types import KVCosts
 
 
@@ -49,6 +50,8 @@ class Moves(NamedTuple):
 
     swap_outs: list[tuple[int, int]]
     swap_ins: list[tuple[int, int]]
+    write_backs: list[tuple[int, int]]
+    await_write_backs: int
 
 
 class KVMemory:
@@ -56,12 +59,13 @@ class KVMemory:
 
     sliding_window: tokens that the layer that sees most sees; None for all. Blocks behind the window are let go while
     their sequence runs, and a match needs only the blocks of the last window.
+    write_ahead: blocks that are copied to the host before they are reused, at most.
     tiered: the prefix cache has its second tier. num_swapped_out, num_swapped_in: blocks moved so far.
     """
 
     def __init__(
         self, *, num_blocks: int, num_cpu_blocks: int, block_size: int, caching: bool, costs: KVCosts | None,
-        sliding_window: int | None = None,
+        sliding_window: int | None = None, write_ahead: int = 0,
     ):  # fmt: skip
         self.block_size = block_size
         self.window = KVWindow(sliding_window, block_size)
@@ -73,6 +77,8 @@ class KVMemory:
         demote = self._demote if self.tiered else None
         self.gpu = BlockManager(num_blocks, block_size, self.cache if caching else None, demote)
         self.cpu = BlockManager(num_cpu_blocks, block_size, self.cpu_cache if caching else None)
+        self._write_ahead = WriteAhead(self.gpu, self.cache, self.cpu, self.cpu_cache, write_ahead)
+        self._await_write_backs = -1
         self.num_swapped_out = self.num_swapped_in = 0
         self._swap_outs: dict[int, int] = {}  # host block -> device block; a later content replaces an earlier one
         self._swap_ins: list[tuple[int, int]] = []
@@ -166,6 +172,7 @@ class KVMemory:
 
     def _demote(self, block: int, digest: bytes) -> None:
         """Keep on the host what a device block holds that is about to be reused."""
+        self._await_write_backs = max(self._await_write_backs, self._write_ahead.reuse(block))
         host_block = self.cpu_cache.find(digest)
         if host_block is not None:
             self.cpu.touch(host_block)
@@ -306,10 +313,17 @@ class KVMemory:
 
     # ---------------------------------------------------------------------------------------------- the plan
 
-    def take_moves(self) -> Moves:
-        """The moves noted since the last call, for a plan that is complete now."""
-        moves = Moves([(block, host_block) for host_block, block in self._swap_outs.items()], self._swap_ins)
-        self.num_swapped_out += len(moves.swap_outs)
+    def take_moves(self, step_id: int, num_tokens: int) -> Moves:
+        """The moves noted since the last call, for a plan that is complete now. num_tokens: that it computes."""
+        write_backs = []
+        if self.tiered:
+            write_backs = self._write_ahead.choose(step_id, num_tokens, self.cpu.num_free - len(self._swap_outs))
+            for _block, host_block in write_backs:
+                self._swap_outs.pop(host_block, None)  # nobody needs any more what it was to hold
+        swap_outs = [(block, host_block) for host_block, block in self._swap_outs.items()]
+        moves = Moves(swap_outs, self._swap_ins, write_backs, self._await_write_backs)
+        self._await_write_backs = -1
+        self.num_swapped_out += len(swap_outs) + len(write_backs)
         self.num_swapped_in += len(moves.swap_ins)
         self.cpu.release(self._reading)
         self._swap_outs, self._swap_ins, self._arriving, self._reading = {}, [], set(), []

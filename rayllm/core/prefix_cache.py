@@ -44,6 +44,10 @@ class PrefixCache:
         """The block that holds this content, if any."""
         return self._block_of.get(digest)
 
+    def digest_of(self, block: int) -> bytes | None:
+        """What `block` is cached under, if it is."""
+        return self._hash_of.get(block)
+
     def match(self, hashes: list[bytes]) -> list[int]:
         """Blocks that hold the longest cached beginning of the chain."""
         blocks = []

@@ -86,7 +86,7 @@ class Scheduler:
             raise ValueError("a host pool needs the measured costs")
         self.memory = KVMemory(
             num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, block_size=block_size, caching=enable_prefix_caching,
-            costs=costs, sliding_window=sliding_window,
+            costs=costs, sliding_window=sliding_window, write_ahead=2 * max_num_batched_tokens // block_size,
         )  # fmt: skip
         if max_model_len > self.memory.window.longest(num_blocks):
             raise ValueError(
@@ -215,11 +215,11 @@ class Scheduler:
             self._report(draft.started)
         if draft.is_empty:
             return None
+        step_id, computed = next(self._step_ids), draft.num_tokens
         plan, record = draft.finish(
-            next(self._step_ids), self.batch.take_left_rows(), self.memory.take_moves(), self.batch.take_tokens()
+            step_id, self.batch.take_left_rows(), self.memory.take_moves(step_id, computed), self.batch.take_tokens()
         )
         self.num_steps += 1
-        computed = sum(plan.num_tokens)
         self.step_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, computed)] += 1
         self.computed_tokens += computed
         if self.chunk_budget is not None:

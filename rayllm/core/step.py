@@ -59,6 +59,11 @@ class Draft:
         """True while nothing is to be computed."""
         return not (self.decodes or self.ending or self.partial)
 
+    @property
+    def num_tokens(self) -> int:
+        """What is to be computed."""
+        return len(self.decodes) + sum(count for _seq, count in self.ending + self.partial)
+
     def constrain(self, seq: Sequence) -> None:
         """Note that a constrained sequence samples in this step, and block it until that token is known."""
         assert seq.constraint is not None
@@ -87,6 +92,8 @@ class Draft:
             masks=[(place[id(seq)], mask) for seq, mask in self.masks],
             swap_outs=moves.swap_outs,
             swap_ins=moves.swap_ins,
+            write_backs=moves.write_backs,
+            await_write_backs=moves.await_write_backs,
             await_swap_ins=self.await_swap_ins,
             tokens=tokens,
         )

@@ -87,6 +87,21 @@ class CacheEngine:
         for host_block, block in pairs:
             self.pool[block].copy_(self.host_pool[host_block])
 
+    def write_back(self, pairs: list[tuple[int, int]], step_id: int) -> None:
+        """Start copying (device block, host block) pairs to the host pool, behind all that is computed so far.
+
+        The device blocks may be read meanwhile, and written after `join_write_backs` of this step or a later one.
+        """
+        if self._copy_stream is not None:
+            self._copy_stream.write_back(pairs, step_id)
+            return
+        self.swap_out(pairs)
+
+    def join_write_backs(self, step_id: int) -> None:
+        """Let the compute stream wait for the write-backs of all steps up to this one."""
+        if self._copy_stream is not None:
+            self._copy_stream.join_write_backs(step_id)
+
     def join_swap_ins(self) -> None:
         """Let the compute stream wait for all swap-ins so far."""
         if self._copy_stream is not None:

@@ -31,8 +31,8 @@ from rayllm.worker.step_memory import StepMemory, limit_stacks
 from rayllm_kernels import ops
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
-# By how much the memory of steps may grow after it was measured, because it is cut in other ways. By 2 MiB at most on an
-# H200, over whole workloads, in either mode.
+# By how much the memory of steps may grow after it was measured, because it is cut in other ways. On an H200 it grows
+# by 2 MiB at most, over whole workloads, in either mode.
 ROOM_FOR_GAPS = 32 * MIB
 CPU_POOL_BYTES = GIB  # a rank's pool on a CPU, unless num_gpu_blocks_override says otherwise
 # What the costs of computing and moving KV are measured with.
@@ -213,14 +213,18 @@ class Worker:
             self._pending.append(self._runner.submit(plan))
 
     def _move_blocks(self, plan: StepPlan) -> None:
-        """Start the plan's swaps. Swap-ins of earlier plans have to be there, those of this one only if it says so."""
+        """Start the plan's moves. Swap-ins of earlier plans have to be there, those of this one only if it says so."""
         self._cache.join_swap_ins()
+        if plan.await_write_backs >= 0:
+            self._cache.join_write_backs(plan.await_write_backs)
         if plan.swap_outs:
             self._cache.swap_out(plan.swap_outs)
         if plan.swap_ins:
             self._cache.swap_in(plan.swap_ins)
             if plan.await_swap_ins:
                 self._cache.join_swap_ins()
+        if plan.write_backs:
+            self._cache.write_back(plan.write_backs, plan.step_id)
 
     def collect(self) -> StepResult:
         """The result of the oldest submitted step, once it is on the host."""

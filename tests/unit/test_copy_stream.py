@@ -110,6 +110,7 @@ def test_every_order_that_events_allow_is_the_programs(device):
     raw = pool.as_subclass(torch.Tensor)
     expected_pool, expected_host = [0.0] * GPU_BLOCKS, [0.0] * CPU_BLOCKS
     arriving: set[int] = set()
+    leaving: dict[int, int] = {}  # block -> step of its last write-back
     checks = []
 
     def write(block: int, value: float) -> None:
@@ -121,11 +122,12 @@ def test_every_order_that_events_allow_is_the_programs(device):
         device.enqueue(lambda: checks.append((raw[block].unique().tolist(), [expected])))
 
     value = 0.0
-    for _ in range(60):
+    for step in range(60):
         free = [block for block in range(GPU_BLOCKS) if block not in arriving]
-        action = rng.choice(["write", "write", "read", "out", "in", "join"])
+        writable = [block for block in free if block not in leaving]
+        action = rng.choice(["write", "write", "read", "out", "in", "join", "back", "join back"])
         if action == "write":
-            for block in rng.sample(free, min(len(free), 3)):
+            for block in rng.sample(writable, min(len(writable), 3)):
                 value += 1.0
                 write(block, value)
         elif action == "read":
@@ -139,13 +141,24 @@ def test_every_order_that_events_allow_is_the_programs(device):
             for block, host_block in pairs:
                 expected_host[host_block] = expected_pool[block]
         elif action == "in":
-            count = rng.randint(0, min(len(free), CPU_BLOCKS))
-            pairs = list(zip(rng.sample(range(CPU_BLOCKS), count), rng.sample(free, count), strict=True))
+            count = rng.randint(0, min(len(writable), CPU_BLOCKS))
+            pairs = list(zip(rng.sample(range(CPU_BLOCKS), count), rng.sample(writable, count), strict=True))
             if pairs:
                 copies.swap_in(pairs)
             for host_block, block in pairs:
                 expected_pool[block] = expected_host[host_block]
                 arriving.add(block)
+        elif action == "back":
+            count = rng.randint(0, min(len(free), CPU_BLOCKS))
+            pairs = list(zip(rng.sample(free, count), rng.sample(range(CPU_BLOCKS), count), strict=True))
+            copies.write_back(pairs, step)
+            for block, host_block in pairs:
+                expected_host[host_block] = expected_pool[block]
+                leaving[block] = step
+        elif action == "join back":
+            done = rng.randint(0, step)
+            copies.join_write_backs(done)
+            leaving = {block: last for block, last in leaving.items() if last > done}
         else:
             copies.join()
             arriving.clear()

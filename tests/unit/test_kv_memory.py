@@ -14,6 +14,8 @@ from rayllm.core.sequence import Sequence, SequenceGroup
 from rayllm.sampling_params import SamplingParams
 from rayllm.types import GenerationRequest, KVCosts
 
+pytestmark = pytest.mark.usefixtures("small_pools")
+
 SIZE, NUM_BLOCKS, NUM_CPU_BLOCKS = 4, 10, 7
 
 
@@ -29,19 +31,27 @@ class Pools(RuleBasedStateMachine):
     """device, host: what each block holds, as the tokens up to its end. Steps are over when their plan is complete."""
 
     @initialize(
-        caching=st.booleans(), costs=st.sampled_from([CHEAP, EVEN, DEAR]), window=st.sampled_from([None, None, 1, 5, 8])
+        caching=st.booleans(),
+        costs=st.sampled_from([CHEAP, EVEN, DEAR]),
+        window=st.sampled_from([None, None, 1, 5, 8]),
+        write_ahead=st.sampled_from([0, 3, 20]),
     )
-    def start(self, caching: bool, costs: KVCosts, window: int | None) -> None:
+    def start(self, caching: bool, costs: KVCosts, window: int | None, write_ahead: int) -> None:
         self.memory = KVMemory(
             num_blocks=NUM_BLOCKS, num_cpu_blocks=NUM_CPU_BLOCKS, block_size=SIZE, caching=caching, costs=costs,
-            sliding_window=window,
+            sliding_window=window, write_ahead=write_ahead,
         )  # fmt: skip
         self.running: list[Sequence] = []
         self.swapped: list[Sequence] = []
         self.entered: list[Sequence] = []  # in this step
         self.device: dict[int, tuple[int, ...]] = {}
         self.host: dict[int, tuple[int, ...]] = {}
-        self.overwritten: set[int] = set()
+        self.step_id = 0
+        self.leaving: list[tuple[int, int]] = []  # steps that write back, with the device blocks
+
+    def write(self, block: int, content: tuple[int, ...]) -> None:
+        assert all(block != leaving for _step, leaving in self.leaving), "written before it was copied"
+        self.device[block] = content
 
     @staticmethod
     def content(seq: Sequence, index: int, num_tokens: int) -> tuple[int, ...]:
@@ -108,13 +118,22 @@ class Pools(RuleBasedStateMachine):
     @rule(data=st.data())
     def plan(self, data: st.DataObject) -> None:
         """Execute the moves, then compute some tokens of every sequence that entered before or just now."""
-        moves = self.memory.take_moves()
+        step_id, num_tokens = self.step_id, data.draw(st.integers(0, 40))
+        self.step_id += 1
+        moves = self.memory.take_moves(step_id, num_tokens)
+        self.leaving = [entry for entry in self.leaving if entry[0] > moves.await_write_backs]
         assert len({host for _block, host in moves.swap_outs}) == len(moves.swap_outs)
         assert len({block for _host, block in moves.swap_ins}) == len(moves.swap_ins)
         for block, host in moves.swap_outs:
             self.host[host] = self.device[block]
-        arrived = {block: self.host[host] for host, block in moves.swap_ins}
-        self.device.update(arrived)
+        for block, content in [(block, self.host[host]) for host, block in moves.swap_ins]:
+            self.write(block, content)
+        moved = {host for _block, host in moves.swap_outs} | {host for host, _block in moves.swap_ins}
+        for block, host in moves.write_backs:
+            assert host not in moved
+            moved.add(host)
+            self.host[host] = self.device[block]
+            self.leaving.append((step_id, block))
         self.running += self.entered
         self.entered = []
         for seq in self.running:
@@ -132,7 +151,7 @@ class Pools(RuleBasedStateMachine):
                 seq.block_table[: -(-seq.num_computed // SIZE) - seq.first_block], seq.first_block
             ):
                 if len(self.device.get(block, ())) <= i * SIZE or i >= seq.num_registered:
-                    self.device[block] = self.content(seq, i, seq.num_computed)
+                    self.write(block, self.content(seq, i, seq.num_computed))
             if self.memory.caching:
                 self.memory.register(seq, seq.num_computed)
         self.memory.check_integrity(
@@ -362,3 +381,36 @@ def test_contradictory_limits_are_refused():
         Scheduler(**options, preemption_mode="swap")
     with pytest.raises(ValueError, match="preemption_mode must be one of cost, recompute, swap, not 'swop'"):
         Scheduler(**options, preemption_mode="swop")
+
+
+def test_what_is_reused_next_is_on_the_host_before_and_holds_nothing_up():
+    """Prompts that have nothing in common fill the pool again and again; blocks leave beside steps that decode."""
+    harness = Harness(
+        num_blocks=32, block_size=4, num_cpu_blocks=64, max_num_batched_tokens=24, max_num_seqs=2, costs=CHEAP
+    )
+    for i in range(20):
+        harness.add(f"r{i}", [i % 7, i // 7, *range(18)], max_tokens=12, ignore_eos=True, seed=i)
+        harness.run()
+    harness.check_done()
+    demoted = sum(len(plan.swap_outs) for plan in harness.plans)
+    assert harness.worker.num_written_back > 5 * demoted
+    waits = [plan.step_id - plan.await_write_backs for plan in harness.plans if plan.await_write_backs >= 0]
+    assert waits and min(waits) > 1, "no step waits for what the one before has just begun to copy"
+
+
+def test_what_is_written_back_is_found_when_the_device_has_reused_it():
+    harness = Harness(
+        num_blocks=16, block_size=4, num_cpu_blocks=64, max_num_batched_tokens=64, max_num_seqs=1, costs=CHEAP
+    )
+    prompts = [[i, *range(20)] for i in range(4)]
+    for turn in range(3):
+        for i, prompt in enumerate(prompts):
+            harness.add(f"r{i}/{turn}", prompt, max_tokens=8, ignore_eos=True, seed=i)
+            harness.run()
+    harness.check_done()
+    stats = harness.scheduler.stats()
+    assert harness.worker.num_written_back > 0
+    assert stats.cpu_prefix_cache_hits >= 2 * 4 * 20 - 3 * 20, "all but what the device still had"
+    assert stats.swapped_out_blocks == harness.worker.num_written_back + sum(
+        len(plan.swap_outs) for plan in harness.plans
+    )

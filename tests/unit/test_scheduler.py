@@ -63,7 +63,14 @@ def beam_params(params, beams, max_num_seqs):
     return options | {"min_tokens": min(beams["min_tokens"], params["max_tokens"]), "pooling": None}
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@pytest.mark.usefixtures("small_pools")
+@settings(
+    max_examples=2000,
+    deadline=None,
+    suppress_health_check=[
+        HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture,
+    ],
+)  # fmt: skip
 @given(
     operations=OPERATIONS,
     block_size=st.sampled_from([1, 2, 4, 8]),
