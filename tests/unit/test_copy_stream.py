@@ -122,7 +122,7 @@ def test_every_order_that_events_allow_is_the_programs(device):
         device.enqueue(lambda: checks.append((raw[block].unique().tolist(), [expected])))
 
     value = 0.0
-    for step in range(60):
+    for step in range(200):
         free = [block for block in range(GPU_BLOCKS) if block not in arriving]
         writable = [block for block in free if block not in leaving]
         action = rng.choice(["write", "write", "read", "out", "in", "join", "back", "join back"])
@@ -156,7 +156,7 @@ def test_every_order_that_events_allow_is_the_programs(device):
                 expected_host[host_block] = expected_pool[block]
                 leaving[block] = step
         elif action == "join back":
-            done = rng.randint(0, step)
+            done = rng.randint(step // 2, step)
             copies.join_write_backs(done)
             leaving = {block: last for block, last in leaving.items() if last > done}
         else:
