@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import rayllm.errors
 from rayllm.config import ModelConfig, ServerConfig
 from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
 from rayllm.serve.auth import ApiKey
+from rayllm.serve.haproxy import enable_haproxy
 from rayllm.serve.processes import adopt_orphans, end_descendants
 from rayllm.types import EngineInfo
 
@@ -50,6 +52,7 @@ class Cluster:
         self._drain_timeout = server.drain_timeout
         self._models: list[ModelConfig] = []
         self._owned = False
+        self._haproxy: TemporaryDirectory[str] | None = None
         self._deployed = self._running = False
         self._serve_was_running = False
 
@@ -64,10 +67,14 @@ class Cluster:
             ranks = sum(each.engine.tensor_parallel_size * each.server.num_replicas for each in on_cpu)
             threads = max(((os.cpu_count() or 1) - 1) // ranks, 1)
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        if self._server.ingress == "haproxy":
+            self._haproxy = enable_haproxy()
         adopt_orphans()
         from rayllm.ray_cluster import connect_to_ray
 
         self._owned = connect_to_ray()
+        if self._haproxy is not None and not self._owned:
+            raise ConfigError("ingress haproxy is for a Ray that starts here; this one was there before")
 
     def start_serve(self, models: list[ModelConfig]) -> str:
         """Start Serve, or find it. Returns the URL. Raises ConfigError for models that this cluster cannot hold."""
@@ -111,7 +118,7 @@ class Cluster:
     def update(self, models: list[ModelConfig], server: ServerConfig, keys: list[ApiKey]) -> None:
         """Start a rolling update to other options. Raises ConfigError, ModelError or StartupError, and changes
         nothing."""
-        for field in ("host", "port"):
+        for field in ("host", "port", "ingress"):
             now, new = getattr(self._server, field), getattr(server, field)
             if new != now:
                 raise ConfigError(f"{field} cannot change from {now} to {new} while the server runs")
@@ -193,6 +200,8 @@ class Cluster:
             logger.warning("stopping the server: %s", _last_line(str(error)))
         ray.shutdown()
         end_descendants(_END_S)
+        if self._haproxy is not None:
+            self._haproxy.cleanup()
 
     def _handles(self) -> list[tuple[ModelConfig, Any]]:
         """Each model and a handle of its engines."""

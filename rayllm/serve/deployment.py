@@ -79,7 +79,7 @@ class ApiServer:
         from rayllm.serve.app import create_app
 
         options = self._options
-        # Serve's proxy puts the request's id into the response itself.
+        # Serve puts the request's id into the response itself.
         return create_app(self, options.server, options.keys, tracer=self._tracer, echo_request_id=False)
 
     async def __del__(self) -> None:

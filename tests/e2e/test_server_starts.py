@@ -7,11 +7,23 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
+import httpx
 import pytest
-from e2e.launched import BUNDLED, RAYLLM, ROOT, START_LIMIT_S, Launched, clean_environment, free_port, session_processes
+from e2e.launched import (
+    BUNDLED,
+    MODEL,
+    RAYLLM,
+    ROOT,
+    START_LIMIT_S,
+    Launched,
+    clean_environment,
+    free_port,
+    session_processes,
+)
 
 
 def failing_launch(*args):
@@ -87,3 +99,25 @@ def test_a_stop_while_starting_leaves_nothing(tmp_path):
         assert "ready" not in launched.log.read_text()
     finally:
         launched.kill()
+
+
+def test_haproxy_in_front(tmp_path):
+    before = set(Path(tempfile.gettempdir()).glob("rayllm-haproxy-*"))
+    port = free_port()
+    server = Launched(tmp_path / "log", "--port", str(port), "--device", "cpu", "--ingress", "haproxy")
+    try:
+        server.wait_for("ready")
+        url = f"http://127.0.0.1:{port}"
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == MODEL
+        body = {"model": MODEL, "prompt": "def", "max_tokens": 5, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+            events = [line for line in response.iter_lines() if line.startswith("data: {")]
+        assert len(events) > 1 and '"finish_reason":"length"' in events[-1]
+        refused = httpx.post(f"{url}/v1/completions", json=body | {"max_tokens": "x"})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
+        mine = set(Path(tempfile.gettempdir()).glob("rayllm-haproxy-*")) - before
+        assert [folder.stat().st_mode & 0o777 for folder in mine] == [0o700]
+        assert server.stop() == 0
+        assert not any(folder.exists() for folder in mine)
+    finally:
+        server.kill()

