@@ -4,17 +4,18 @@
 
 A load is the whole phase "load model" of an engine's start, of all ranks together, as `rayllm launch` prints it. Each
 number of ranks loads twice: the files come out of the page cache where they fit into memory, which the first line
-says. Beside it stands one rank's share of the bytes, and a plain read of all files by as many threads.
+says. Beside them stands one rank's share of the bytes, and a plain read of all files by as many threads.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 from rayllm import LLM
 
 MODELS = Path(__file__).parents[1] / "configs" / "models"
-SHARD_BYTES = 5 * 10**9
+SHARD_BYTES = 10**9
 READ_BYTES = 16 * 2**20
 
 
@@ -34,32 +35,32 @@ def make_checkpoint(config: Path, folder: Path) -> int:
     shutil.copy(config / "config.json", folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
-    shapes = {name: weight.shape for name, weight in model.named_parameters()}  # tied ones once
-    numbers = (torch.randn(1 << 24) * 0.02).bfloat16()
-    shards: list[dict[str, torch.Tensor]] = [{}]
+    shards: list[dict[str, torch.Size]] = [{}]
     size = total = 0
-    index: dict[str, int] = {}
-    for name, shape in shapes.items():
-        count = shape.numel()
-        weight = numbers.repeat(-(-count // len(numbers)))[:count].view(shape)
-        if size + weight.nbytes > SHARD_BYTES:
-            _save(shards[-1], folder, len(shards))
+    for name, weight in model.named_parameters():  # tied ones once
+        num_bytes = 2 * weight.numel()
+        if size + num_bytes > SHARD_BYTES and size:
             shards.append({})
             size = 0
-        shards[-1][name] = weight
-        index[name] = len(shards)
-        size += weight.nbytes
-        total += weight.nbytes
-    _save(shards[-1], folder, len(shards))
-    files = {name: f"model-{number:05d}.safetensors" for name, number in index.items()}
+        shards[-1][name] = weight.shape
+        size += num_bytes
+        total += num_bytes
+    paths = [folder / f"model-{number:05d}.safetensors" for number in range(1, len(shards) + 1)]
+    with ProcessPoolExecutor(min(len(shards), os.cpu_count() or 1)) as pool:
+        list(pool.map(_save, shards, paths))
+    files = {name: path.name for shard, path in zip(shards, paths, strict=True) for name in shard}
     document = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(document))
     return total
 
 
-def _save(shard: dict[str, torch.Tensor], folder: Path, number: int) -> None:
-    save_file(shard, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
-    shard.clear()
+def _save(shapes: dict[str, torch.Size], path: Path) -> None:
+    numbers = (torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    weights = {}
+    for name, shape in shapes.items():
+        count = shape.numel()
+        weights[name] = numbers.repeat(-(-count // len(numbers)))[:count].view(shape)
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def read_all(folder: Path, threads: int) -> float:
