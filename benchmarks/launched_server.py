@@ -1,7 +1,9 @@
-"""`rayllm launch` of the bundled model, for the benchmarks of the HTTP service."""
+"""`rayllm launch`, for the benchmarks of the HTTP service, and a tokenizer for shapes without one."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 
@@ -47,3 +50,19 @@ def healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=2).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def with_tokenizer(model: str, folder: str) -> str:
+    """Make `folder` a model of the same shape with a tokenizer of made-up words: what has no text is not streamed."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import Metaspace
+    from tokenizers.models import WordLevel
+
+    config = json.loads((Path(model) / "config.json").read_text())
+    words = {f"\u2581w{i}": i for i in range(config["vocab_size"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="\u2581w0"))
+    tokenizer.decoder = Metaspace()
+    shutil.copy(Path(model) / "config.json", folder)
+    tokenizer.save(f"{folder}/tokenizer.json")
+    (Path(folder) / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder

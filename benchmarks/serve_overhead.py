@@ -8,7 +8,8 @@ OpenMP threads as a served one has (a core is left to the fronts); the whole sta
 deployment that sends events recorded from that API, as far apart as the engine makes tokens at that load. "added" is
 the stack's time to the first token less the engine's and the bare stream's.
 
-FILE holds options of `rayllm launch`, those of the engine alone: configs/llama-3.1-8b-dummy.yaml, say.
+FILE holds options of `rayllm launch`, those of the engine alone: configs/llama-3.1-8b-dummy.yaml, say; a model without
+weights gets a tokenizer of made-up words, so that there is text to stream.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import httpx
 import torch
 import yaml
-from launched_server import free_port, launched
+from launched_server import free_port, launched, with_tokenizer
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -169,14 +170,17 @@ def main() -> None:
     options = {"device": "cpu"} if args.config is None else yaml.safe_load(Path(args.config).read_text())
     options["max_num_seqs"] = MAX_NUM_SEQS
     torch.set_num_threads(max((os.cpu_count() or 1) - 1, 1))
-    with LLM(**options) as llm:
-        core = llm._engine()
-        engine_times(core, 4)  # warm
-        engine = {count: engine_times(core, count) for count in clients}
-    with served(options) as url:
-        http_times(url, 4)
-        stack = {count: http_times(url, count) for count in clients}
-        events = record_events(url)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.get("load_format") == "dummy":
+            options |= {"model": with_tokenizer(options["model"], folder), "skip_tokenizer_init": False}
+        with LLM(**options) as llm:
+            core = llm._engine()
+            engine_times(core, 4)  # warm
+            engine = {count: engine_times(core, count) for count in clients}
+        with served(options) as url:
+            http_times(url, 4)
+            stack = {count: http_times(url, count) for count in clients}
+            events = record_events(url)
     bare = bare_times(events, {count: engine[count].gap for count in clients})
     print("| clients | engine: first, gap | bare Serve | whole stack | added to first | failed |")
     print("|---|---|---|---|---|---|")
