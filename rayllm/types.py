@@ -272,12 +272,13 @@ class DeviceMemory(msgspec.Struct, frozen=True):
 class RankReady(msgspec.Struct, frozen=True):
     """What a rank says once it is warm.
 
-    step_sizes: tokens, ascending, to which steps that are not all decodes are padded, because they are captured; larger
-    ones are computed as they are.
+    step_seconds: the sizes, in tokens and ascending, to which steps that are not all decodes are padded, because they
+    are captured; larger ones are computed as they are. With each, the seconds that its tokens take without attention.
+    Empty unless target_itl_ms needs it.
     """
 
     memory: DeviceMemory = DeviceMemory()
-    step_sizes: list[int] = []
+    step_seconds: dict[int, float] = {}
 
 
 class KVCosts(msgspec.Struct, frozen=True):

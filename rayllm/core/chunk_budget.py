@@ -56,16 +56,18 @@ class Pace:
 class ChunkBudget:
     """target: seconds between a stream's tokens. max_tokens: of a step. window: as of `KVWindow`.
 
-    step_sizes: tokens, ascending, that steps with prompts are padded to unless they have more than the last of them:
-    what fills a step up costs nothing.
+    step_seconds: as in `RankReady`. What fills a step up to one of the sizes costs nothing, and twice as many tokens
+    need not take twice as long.
 
     limit: prompt tokens that the last step with both decodes and prompts had time for; 0 before.
     """
 
-    def __init__(self, target: float, max_tokens: int, window: int | None, step_sizes: list[int]):
+    def __init__(self, target: float, max_tokens: int, window: int | None, step_seconds: dict[int, float]):
         self._target, self._max_tokens, self.window = target, max_tokens, window
-        self._step_sizes = step_sizes
+        self._step_sizes, self._step_seconds = list(step_seconds), step_seconds
         self.times = StepTimes()
+        for size, seconds in step_seconds.items():
+            self.times.begin_with(self.work(0, size, 0), seconds)
         self._last_result = 0.0
         self.limit = 0
 
@@ -89,8 +91,13 @@ class ChunkBudget:
 
     def work(self, decodes: int, prompt_tokens: int, pairs: int) -> StepWork:
         """The same, with the chunks' tokens counted; the step is padded."""
-        if prompt_tokens:
-            i = bisect.bisect_left(self._step_sizes, decodes + prompt_tokens)
-            if i < len(self._step_sizes):
-                prompt_tokens = self._step_sizes[i] - decodes
-        return StepWork(decodes, prompt_tokens, pairs)
+        if not prompt_tokens or not self._step_sizes:
+            return StepWork(decodes, prompt_tokens, pairs)
+        largest = self._step_sizes[-1]
+        size = decodes + prompt_tokens
+        if size <= largest:
+            size = self._step_sizes[bisect.bisect_left(self._step_sizes, size)]
+            cost = self._step_seconds[size] / (self._step_seconds[largest] / largest)
+        else:
+            cost = float(size)
+        return StepWork(decodes, size - decodes, pairs, cost)

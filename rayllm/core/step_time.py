@@ -1,6 +1,6 @@
 """`StepTimes`: how long a step of given work takes, learned from the steps so far.
 
-    seconds = a + b * decodes + c * prompt tokens + d * (query, key) pairs of the prompts' attention
+    seconds = a + b * decodes + c * (cost, or else prompt tokens) + d * (query, key) pairs of the prompts' attention
 
 fitted by least squares to the relative error, with old steps forgotten, and with all coefficients at least zero. Steps
 with and without prompts are forgotten separately, so that a long time without prompts does not make the fit forget what
@@ -23,11 +23,13 @@ FIRST_ERROR = 0.1
 
 class StepWork(NamedTuple):
     """What a step computes. decodes: sequences that decode. prompt_tokens: of chunks, with what the step is padded by.
-    pairs: keys that the chunks' tokens attend to, summed over these."""
+    pairs: keys that the chunks' tokens attend to, summed over these. cost: what all its tokens took when the engine
+    started, in tokens of a large step; 0 if that is not known."""
 
     decodes: int
     prompt_tokens: int
     pairs: int
+    cost: float = 0.0
 
 
 def attended(start: int, count: int, window: int | None) -> int:
@@ -48,16 +50,25 @@ class StepTimes:
         self._factor = 1.0
         self._variance = FIRST_ERROR**2
         self._coefficients: list[float] | None = None
+        self._knows_costs = False
         self.most_tokens = 0.0
 
     @property
     def error(self) -> float:
         return math.sqrt(self._variance)
 
+    def begin_with(self, work: StepWork, seconds: float) -> None:
+        """What a step with prompts takes by a measurement, until there are others."""
+        self._knows_costs = True
+        self._sums[True].add(_features(work), seconds)
+        self._coefficients = None
+
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step of this work took so long."""
         if seconds <= 0:
             return  # a clock that stands still teaches nothing
+        if self._knows_costs and not work.prompt_tokens:
+            return  # it has no cost, and says little about steps that have one
         known = self._sums[work.prompt_tokens > 0].count > 3
         if known:
             expected = self._fit(work)
@@ -89,7 +100,7 @@ class StepTimes:
 
 def _features(work: StepWork) -> tuple[float, float, float, float]:
     """Scaled to the same magnitude, so that the normal equations are well-conditioned."""
-    return 1.0, work.decodes / 64, work.prompt_tokens / 1024, work.pairs / 2**22
+    return 1.0, work.decodes / 64, (work.cost or work.prompt_tokens) / 1024, work.pairs / 2**22
 
 
 class _Sums:

@@ -7,6 +7,7 @@ padding: tokens with slot -1 that belong to no sequence, and sequences of length
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -91,6 +92,17 @@ class ChunkGraphs:
         """Capture all sizes, largest first. Must run on all ranks together."""
         for size in reversed(self.sizes):
             self._graphs[size] = _Captured(*memory.capture(partial(self._step, size, self._caches)))
+
+    def seconds(self, size: int) -> float:
+        """What a captured step of padding alone takes. Must run on all ranks together, before anything else is run."""
+        taken = 0.0
+        for _ in range(2):  # the second is measured
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            self._graphs[size].graph.replay()
+            torch.cuda.synchronize()
+            taken = time.perf_counter() - started
+        return taken
 
     def fits(self, batch: ForwardBatch) -> bool:
         """Whether a step can be replayed."""

@@ -101,10 +101,10 @@ class ModelRunner:
             graphs.capture(memory)
         self._graphs, self._chunk_graphs = decode_graphs, chunk_graphs
 
-    @property
-    def step_sizes(self) -> list[int]:
-        """Tokens, ascending, that steps with both decodes and prompts are padded to."""
-        return self._chunk_graphs[-1].sizes if self._chunk_graphs else []
+    def step_seconds(self) -> dict[int, float]:
+        """As `RankReady` has them; measured on all ranks together, before the first step."""
+        mixed = self._chunk_graphs[-1] if self._chunk_graphs else None
+        return {} if mixed is None else {size: mixed.seconds(size) for size in mixed.sizes}
 
     @torch.inference_mode()
     def sample_all_ways(self) -> None:
