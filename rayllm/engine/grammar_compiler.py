@@ -25,7 +25,7 @@ MAX_GRAMMARS = 128
 MAX_GRAMMAR_BYTES = 512 * 2**20  # of all that are kept
 MAX_ONE_GRAMMAR_BYTES = 64 * 2**20
 NUM_COMPILING = 2  # at once, so that one slow grammar does not hold up all
-REST = 9.0  # a compilation in this process holds up the engine: the next one waits so many times as long as it took
+REST = 19.0  # a compilation in this process holds up the engine: the next one waits so many times as long as it took
 
 logger = logging.getLogger(__name__)
 
