@@ -1,11 +1,12 @@
 """Do other streams notice when hard schemas compile? Inter-token latency before and meanwhile. CPU, bundled model.
 
-    python benchmarks/structured.py [--streams 8] [--schemas 10] [--rounds 8]
+    python benchmarks/structured.py [--streams 8] [--schemas 10] [--rounds 12]
 
 The engine runs in a thread, as behind the HTTP API, with a core less than there are for its OpenMP threads. A schema is
 hard in having many long enumerations, patterns and nested objects, all different. In every round new ones come, all at
 once, between a time without and one with as many requests without schemas, so that what changes slowly, like the
-lengths of the contexts or the machine's speed, is in all three alike.
+lengths of the contexts or the machine's speed, is in all three alike. A change is that of the mean against the time
+without in the same round: the median over the rounds, and its quartiles.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rayllm.engine.driver import EngineDriver
 from rayllm.sampling_params import SamplingParams, StructuredOutputs
 from rayllm.types import GenerationRequest, TokenDelta
 
-BASE_SECONDS = 1.0
+BASE_SECONDS = 2.0
 
 
 class Streams:
@@ -95,18 +96,22 @@ def hard_schema(seed: int) -> str:
     return json.dumps(node(3))
 
 
-def row(name: str, gaps: list[float], base: float) -> str:
-    ordered = sorted(gaps)
+def row(name: str, rounds: list[list[float]], base: list[float]) -> str:
+    """rounds: gaps in seconds. base: each round's mean without anything else."""
+    ordered = sorted(gap for gaps in rounds for gap in gaps)
     mean, p50, p99 = (value * 1e3 for value in (statistics.mean(ordered), ordered[len(ordered) // 2],
                                                 ordered[int(len(ordered) * 0.99)]))  # fmt: skip
-    return f"| {name} | {mean:.2f} ms, {mean / base / 1e3 - 1:+.0%} | {p50:.2f} ms | {p99:.2f} ms | {len(ordered)} |"
+    changes = [statistics.mean(gaps) / alone - 1 for gaps, alone in zip(rounds, base, strict=True)]
+    low, median, high = statistics.quantiles(changes, n=4)
+    change = f"{median:+.0%} ({low:+.0%} to {high:+.0%})"
+    return f"| {name} | {change} | {mean:.2f} ms | {p50:.2f} ms | {p99:.2f} ms | {len(ordered)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--schemas", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=12)
     args = parser.parse_args()
     torch.set_num_threads(max((os.cpu_count() or 1) - 1, 1))
     seeds = iter(range(1 + args.rounds * args.schemas))
@@ -151,11 +156,11 @@ def main() -> None:
     print(f"{args.streams} streams; {args.rounds} times {args.schemas} schemas of about {len(rounds[0][0])} bytes, "
           f"{compiling:.2f} s each time on average")  # fmt: skip
     within = {
-        name: [gap for at, gap in gaps if any(start <= at < end for start, end in times)]
+        name: [[gap for at, gap in gaps if start <= at < end] for start, end in times]
         for name, times in periods.items()
     }
-    base = statistics.mean(within["nothing else"])
-    print("| meanwhile | mean, change | p50 | p99 | tokens |\n|---|---|---|---|---|")
+    base = [statistics.mean(alone) for alone in within["nothing else"]]
+    print("| meanwhile | change | mean | p50 | p99 | tokens |\n|---|---|---|---|---|---|")
     for name, values in within.items():
         print(row(name, values, base))
 
