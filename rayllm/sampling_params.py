@@ -155,6 +155,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("use_beam_search", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidRequestError(
+                f'early_stopping must be true, false or "never", not {repr(self.early_stopping)[:80]}',
+                "early_stopping",
+            )
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             raise _bad_structure(f"must be a StructuredOutputs, not {type(self.structured_outputs).__name__}")
         if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens):
@@ -198,14 +203,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _check_beams(self) -> None:
         if self.width < 2:
             raise InvalidRequestError(
-                f"best_of, or else n, is the number of beams: it must be at least 2 with use_beam_search, "
-                f"not {self.width}",
-                "best_of",
-            )
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise InvalidRequestError(
-                f'early_stopping must be true, false or "never", not {repr(self.early_stopping)[:80]}',
-                "early_stopping",
+                f"use_beam_search needs at least 2 beams; best_of, or else n, is their number, and it is {self.width}",
+                "use_beam_search" if self.best_of is None else "best_of",
             )
         for name, neutral in _WITHOUT_BEAMS.items():
             if getattr(self, name) not in neutral:

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from rayllm.errors import EngineDeadError
+from rayllm.errors import EngineDeadError, InvalidRequestError
 from rayllm.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
 
 if TYPE_CHECKING:
@@ -182,6 +182,7 @@ class ZmqClient:
         self._silence_s = silence_s
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(EngineMessage).decode
+        self._decode_add = msgspec.msgpack.Decoder(Add).decode
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -221,7 +222,13 @@ class ZmqClient:
 
     def add(self, request: GenerationRequest) -> None:
         self._check_alive()
-        self._send(Add(request))
+        message = Add(request)
+        try:
+            self._decode_add(self._encode(message))
+        except msgspec.ValidationError as error:
+            # The engine gives a front up that sends what it cannot read, and with it all of the front's requests.
+            raise InvalidRequestError(f"the request has a value of a wrong type: {error}") from None
+        self._send(message)
 
     def abort(self, request_ids: list[str]) -> None:
         if self._dead is None:

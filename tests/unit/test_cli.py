@@ -139,7 +139,7 @@ def test_commands_that_run_one_model_refuse_several(tmp_path):
         (["launch", "/no/such/model"], "model folder /no/such/model does not exist"),
         (["generate", "hi", "--temperature", "-1"], "temperature"),
         (["generate", "hi", "--best-of", "2", "--temperature", "0"], "best_of must be 1 with temperature 0"),
-        (["generate", "hi", "--use-beam-search"], "best_of, or else n, is the number of beams"),
+        (["generate", "hi", "--use-beam-search"], "use_beam_search needs at least 2 beams; best_of, or else n"),
         (["generate", "hi", "--use-beam-search", "--n", "2", "--early-stopping", "no"], "early_stopping must be true"),
         (["generate", "hi", "--length-penalty", "2"], "length_penalty is only allowed with use_beam_search"),
         (["generate", "hi", "--model", "/no/such/model"], "/no/such/model"),

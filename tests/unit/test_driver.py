@@ -22,7 +22,7 @@ from rayllm.engine import client as wire
 from rayllm.engine import zmq_server
 from rayllm.engine.client import InProcessClient, ZmqClient
 from rayllm.engine.driver import EngineDriver
-from rayllm.errors import ConfigError, EngineDeadError
+from rayllm.errors import ConfigError, EngineDeadError, InvalidRequestError
 from rayllm.types import TokenDelta
 
 
@@ -363,6 +363,24 @@ def test_zmq_two_fronts_get_one_frame_a_step():
                 assert [len(step) for step in got_two.steps] == [1, 2, 2, 2]
                 assert (await one.stats()).num_running == 0
                 assert (await two.stats()).num_steps == driver.stats().num_steps
+
+    asyncio.run(main())
+
+
+def test_zmq_what_the_engine_could_not_read_ends_no_other_request():
+    async def main():
+        core = FakeCore(gated=True)
+        with running(core) as (driver, _):
+            async with connected(driver.serve_zmq()) as (client, recorder):
+                client.add(fake_request("good", max_tokens=2))
+                await until(core.live)
+                bad = fake_request("bad")
+                msgspec.structs.force_setattr(bad.params, "early_stopping", 0.0)
+                with pytest.raises(InvalidRequestError, match=r"wrong type.*early_stopping"):
+                    client.add(bad)
+                core.allow(2)
+                await until(recorder.ends)
+                assert recorder.ends() == [("good", "length")] and not recorder.reasons
 
     asyncio.run(main())
 
