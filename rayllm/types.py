@@ -269,16 +269,24 @@ class DeviceMemory(msgspec.Struct, frozen=True):
     allowed: int = 0
 
 
+class StepCost(msgspec.Struct, frozen=True):
+    """Seconds that a captured step takes. padding: without attention. chunk: filled by the last tokens of a sequence of
+    `context` tokens, or by all of them if it is shorter than the step."""
+
+    padding: float
+    chunk: float
+    context: int
+
+
 class RankReady(msgspec.Struct, frozen=True):
     """What a rank says once it is warm.
 
-    step_seconds: the sizes, in tokens and ascending, to which steps that are not all decodes are padded, because they
-    are captured; larger ones are computed as they are. With each, the seconds that its tokens take without attention.
-    Empty unless target_itl_ms needs it.
+    step_costs: the sizes, in tokens and ascending, to which steps that are not all decodes are padded, because they
+    are captured; larger ones are computed as they are. With each, what it takes. Empty unless target_itl_ms needs it.
     """
 
     memory: DeviceMemory = DeviceMemory()
-    step_seconds: dict[int, float] = {}
+    step_costs: dict[int, StepCost] = {}
 
 
 class KVCosts(msgspec.Struct, frozen=True):

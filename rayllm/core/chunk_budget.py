@@ -6,6 +6,10 @@ the later a chunk begins in its prompt, the more keys it attends to, and the sho
 tokens are computed in any case, so prompts make progress even if the decodes alone take longer than the target. A step
 without decodes keeps nobody waiting and takes all it can.
 
+Captured steps are padded to some sizes, and what they take is no line: matrix products and attention compute whole
+tiles, and tiles come in waves over the multiprocessors. So among the sizes whose prediction is short enough, the one is
+taken that computes the most prompt tokens a second, and filled.
+
 A step's time is that between its result and the one before: with a step in flight behind it, the device computes
 without a pause, and that is what streams see.
 """
@@ -16,11 +20,14 @@ import bisect
 
 from rayllm.core.sequence import Sequence
 from rayllm.core.step_time import StepTimes, StepWork, attended
+from rayllm.types import StepCost
 
 MIN_CHUNK = 64
 GROWTH = 2  # no more than so many times the prompt tokens of the largest step seen: what lies beyond is a guess
 MARGIN = 3.0  # standard deviations of the prediction's error, which is never less than LEAST_ERROR
 LEAST_ERROR = 0.01
+SOON = 1e-9  # seconds, of a step of which nothing is known
+AS_FAST = 0.98  # of the highest rate: of steps that are as good as each other, the largest
 
 
 class Pace:
@@ -35,45 +42,111 @@ class Pace:
 
     def take(self, start: int, count: int) -> int:
         """How many of `count` tokens from position `start` on to compute, which count as taken; 0 if time is up."""
-        least = max(0, MIN_CHUNK - self._tokens)
-        most = max(least, self._most - self._tokens)
-        while least < most:
-            middle = (least + most + 1) // 2
-            pairs = self._pairs + attended(start, middle, self._budget.window)
-            work = self._budget.work(self._decodes, self._tokens + middle, pairs)
-            if self._budget.times.predict(work) <= self._seconds:
-                least = middle
-            else:
-                most = middle - 1
+        wanted = max(self._fastest(start, count), self._longest(start), MIN_CHUNK - self._tokens, 0)
         if not self._tokens:
-            self._budget.limit = least
-        count = min(count, least)
+            self._budget.limit = wanted
+        count = min(count, wanted)
         self._tokens += count
         self._pairs += attended(start, count, self._budget.window)
         return count
 
+    def _fastest(self, start: int, count: int) -> int:
+        """Tokens that fill the captured step with the most prompt tokens a second, of those that are short enough.
+
+        Tokens beyond `count`, which there may not be, count neither as computed nor as time.
+        """
+        best, highest = 0, 0.0
+        if self._tokens:
+            highest = self._tokens / max(self._predict(start, 0), SOON)
+        for size in self._budget.captured.sizes:
+            more = size - self._decodes - self._tokens
+            if more <= 0:
+                continue
+            seconds = self._predict(start, min(more, count))
+            rate = (self._tokens + min(more, count)) / max(seconds, SOON)
+            if seconds <= self._seconds and rate >= AS_FAST * highest:
+                best, highest = more, max(rate, highest)
+            if more >= count:
+                break
+        return best
+
+    def _longest(self, start: int) -> int:
+        """The most tokens that are short enough and more than the captured steps have; 0 if there are none."""
+        captured = max(0, self._budget.captured.largest - self._decodes - self._tokens)
+        least, most = captured, max(captured, self._most - self._tokens)
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self._predict(start, middle) <= self._seconds:
+                least = middle
+            else:
+                most = middle - 1
+        return least if least > captured else 0
+
+    def _predict(self, start: int, count: int) -> float:
+        """Seconds of the step if it takes so many more tokens."""
+        pairs = self._pairs + attended(start, count, self._budget.window)
+        work = self._budget.captured.work(self._decodes, self._tokens + count, pairs)
+        return self._budget.times.predict(work)
+
+
+class CapturedSteps:
+    """What captured steps of some sizes take, beside one another.
+
+    costs: as in `RankReady`. window: as of `KVWindow`. sizes: ascending; largest: 0 without any.
+    """
+
+    def __init__(self, costs: dict[int, StepCost], window: int | None):
+        self.sizes, self.largest, self._window = list(costs), max(costs, default=0), window
+        self._costs = costs
+        probes = {size: max(0.0, cost.chunk - cost.padding) / self._pairs(size) for size, cost in costs.items()}
+        # By size: tokens of the largest step that take as long as all its tokens, and pairs as long as one of its own.
+        self._tokens: dict[int, float] = {}
+        self._pair: dict[int, float] = {}
+        for size, cost in costs.items():
+            self._tokens[size] = cost.padding / (costs[self.largest].padding / self.largest)
+            self._pair[size] = probes[size] / probes[self.largest] if probes[self.largest] else 1.0
+
+    def teach(self, times: StepTimes) -> None:
+        """All that was measured."""
+        for size, cost in self._costs.items():
+            times.begin_with(self.work(0, size, 0), cost.padding)
+            times.begin_with(self.work(0, size, self._pairs(size)), cost.chunk)
+
+    def work(self, decodes: int, prompt_tokens: int, pairs: int) -> StepWork:
+        """What a step computes, padded. pairs: counted."""
+        size = decodes + prompt_tokens
+        if not prompt_tokens or not self.sizes:
+            return StepWork(decodes, prompt_tokens, pairs)
+        if size > self.largest:
+            return StepWork(decodes, prompt_tokens, pairs, float(size))
+        size = self.sizes[bisect.bisect_left(self.sizes, size)]
+        return StepWork(decodes, size - decodes, pairs * self._pair[size], self._tokens[size])
+
+    def _pairs(self, size: int) -> int:
+        """That were attended to when `StepCost.chunk` was measured."""
+        context = self._costs[size].context
+        count = min(size, context)
+        return attended(context - count, count, self._window)
+
 
 class ChunkBudget:
-    """target: seconds between a stream's tokens. max_tokens: of a step. window: as of `KVWindow`.
-
-    step_seconds: as in `RankReady`. What fills a step up to one of the sizes costs nothing, and twice as many tokens
-    need not take twice as long.
+    """target: seconds between a stream's tokens. max_tokens: of a step. window, step_costs: as of `CapturedSteps`.
 
     limit: prompt tokens that the last step with both decodes and prompts had time for; 0 before.
     """
 
-    def __init__(self, target: float, max_tokens: int, window: int | None, step_seconds: dict[int, float]):
+    def __init__(self, target: float, max_tokens: int, window: int | None, step_costs: dict[int, StepCost]):
         self._target, self._max_tokens, self.window = target, max_tokens, window
-        self._step_sizes, self._step_seconds = list(step_seconds), step_seconds
+        self.captured = CapturedSteps(step_costs, window)
         self.times = StepTimes()
-        for size, seconds in step_seconds.items():
-            self.times.begin_with(self.work(0, size, 0), seconds)
+        self.captured.teach(self.times)
         self._last_result = 0.0
         self.limit = 0
 
     def most_tokens(self) -> int:
         """Prompt tokens up to which predictions may be trusted."""
-        return min(self._max_tokens, max(GROWTH * MIN_CHUNK, int(GROWTH * self.times.most_tokens)))
+        known = max(self.captured.largest, int(GROWTH * self.times.most_tokens))
+        return min(self._max_tokens, max(GROWTH * MIN_CHUNK, known))
 
     def seconds(self) -> float:
         """What a step may take by its prediction."""
@@ -87,17 +160,4 @@ class ChunkBudget:
     def work_of(self, decodes: int, chunks: list[tuple[Sequence, int]]) -> StepWork:
         """What a step computes. chunks: sequences that are not decoding, with token counts, counted as computed."""
         pairs = sum(attended(seq.num_computed - count, count, self.window) for seq, count in chunks)
-        return self.work(decodes, sum(count for _seq, count in chunks), pairs)
-
-    def work(self, decodes: int, prompt_tokens: int, pairs: int) -> StepWork:
-        """The same, with the chunks' tokens counted; the step is padded."""
-        if not prompt_tokens or not self._step_sizes:
-            return StepWork(decodes, prompt_tokens, pairs)
-        largest = self._step_sizes[-1]
-        size = decodes + prompt_tokens
-        if size <= largest:
-            size = self._step_sizes[bisect.bisect_left(self._step_sizes, size)]
-            cost = self._step_seconds[size] / (self._step_seconds[largest] / largest)
-        else:
-            cost = float(size)
-        return StepWork(decodes, size - decodes, pairs, cost)
+        return self.captured.work(decodes, sum(count for _seq, count in chunks), pairs)

@@ -41,6 +41,7 @@ from rayllm.types import (
     GenerationRequest,
     KVCosts,
     RequestTimes,
+    StepCost,
     StepPlan,
     StepResult,
     TokenDelta,
@@ -55,9 +56,9 @@ class Scheduler:
     num_cpu_blocks: of the host pool, for swapped sequences and for the prefix cache's second tier; 0 without.
     preemption_mode: "cost", "recompute" or "swap". costs: as the workers measured them, needed if there is a
     host pool. sliding_window: tokens that the layer that sees most sees; None for all. target_itl: seconds between the
-    tokens of a decoding sequence that chunks of prompts are cut for; None for no such target. step_seconds: as workers
-    report them, see `RankReady`. clock: seconds, for the
-    times that requests report; nothing else is decided by it than the length of those chunks.
+    tokens of a decoding sequence that chunks of prompts are cut for; None for no such target. step_costs: as in
+    `RankReady`. clock: seconds, for the times that requests report; nothing else is decided by it than the length of
+    those chunks.
 
     Raises ValueError for limits that contradict each other.
     """
@@ -79,7 +80,7 @@ class Scheduler:
         costs: KVCosts | None = None,
         sliding_window: int | None = None,
         target_itl: float | None = None,
-        step_seconds: dict[int, float] | None = None,
+        step_costs: dict[int, StepCost] | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ):
         if num_cpu_blocks and costs is None:
@@ -126,7 +127,7 @@ class Scheduler:
         self.computed_tokens = 0
         self.chunk_budget: ChunkBudget | None = None
         if target_itl is not None:
-            self.chunk_budget = ChunkBudget(target_itl, max_num_batched_tokens, sliding_window, step_seconds or {})
+            self.chunk_budget = ChunkBudget(target_itl, max_num_batched_tokens, sliding_window, step_costs or {})
         self.to_report: list[str] = []  # requests with report_start that the last `schedule` started
 
     @property

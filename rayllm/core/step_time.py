@@ -4,8 +4,10 @@
 
 fitted by least squares to the relative error, with old steps forgotten, and with all coefficients at least zero. Steps
 with and without prompts are forgotten separately, so that a long time without prompts does not make the fit forget what
-those cost. On top of the fit comes a factor by which the last steps with prompts took longer than it says: it follows a
-device that slows down faster than a fit over many steps can.
+those cost. What was measured when the engine started is never forgotten, since a long prompt can teach about one size
+of step for a hundred steps; it counts little, and as if the device had been then as fast as it is of late. On top of
+the fit comes a factor by which the last steps with prompts took longer than it says: it follows a device that slows
+down faster than a fit over many steps can.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import NamedTuple
 FORGET = 0.97  # of a step's weight is left after the next step of its kind
 FORGET_FACTOR = 0.8
 FORGET_ERROR = 0.95
+FORGET_PACE = 0.9
+START_WEIGHT = 0.1  # of a measurement at the start, against the last step's 1
 RIDGE = 1e-6  # of the normal equations' diagonal, for steps that are all alike
 OUTLIER = 3.0  # a step that takes longer than so many times what was expected says nothing beyond that
 FIRST_ERROR = 0.1
@@ -23,12 +27,13 @@ FIRST_ERROR = 0.1
 
 class StepWork(NamedTuple):
     """What a step computes. decodes: sequences that decode. prompt_tokens: of chunks, with what the step is padded by.
-    pairs: keys that the chunks' tokens attend to, summed over these. cost: what all its tokens took when the engine
-    started, in tokens of a large step; 0 if that is not known."""
+    pairs: keys that the chunks' tokens attend to, summed over these; where it is known what a pair takes in steps of
+    various sizes, in pairs of the largest. cost: what all its tokens took when the engine started, in tokens of the
+    largest step; 0 if that is not known."""
 
     decodes: int
     prompt_tokens: int
-    pairs: int
+    pairs: float
     cost: float = 0.0
 
 
@@ -50,7 +55,9 @@ class StepTimes:
         self._factor = 1.0
         self._variance = FIRST_ERROR**2
         self._coefficients: list[float] | None = None
-        self._knows_costs = False
+        self._start = _Sums()  # of what was measured when the engine started
+        self._start_coefficients: list[float] | None = None
+        self._pace = 1.0  # what late steps take, over what they would have taken then
         self.most_tokens = 0.0
 
     @property
@@ -58,17 +65,21 @@ class StepTimes:
         return math.sqrt(self._variance)
 
     def begin_with(self, work: StepWork, seconds: float) -> None:
-        """What a step with prompts takes by a measurement, until there are others."""
-        self._knows_costs = True
-        self._sums[True].add(_features(work), seconds)
+        """What a step with prompts took when the engine started."""
+        self._start.add(_features(work), seconds, forget=1.0)
+        self._start_coefficients = _solve(self._start.rows)
         self._coefficients = None
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step of this work took so long."""
         if seconds <= 0:
             return  # a clock that stands still teaches nothing
-        if self._knows_costs and not work.prompt_tokens:
-            return  # it has no cost, and says little about steps that have one
+        if self._start_coefficients is not None:
+            if not work.prompt_tokens:
+                return  # it has no cost, and says little about steps that have one
+            then = _times(self._start_coefficients, _features(work))
+            if then > 0:
+                self._pace = FORGET_PACE * self._pace + (1 - FORGET_PACE) * min(seconds / then, OUTLIER * self._pace)
         known = self._sums[work.prompt_tokens > 0].count > 3
         if known:
             expected = self._fit(work)
@@ -94,13 +105,18 @@ class StepTimes:
 
     def _fit(self, work: StepWork) -> float:
         if self._coefficients is None:
-            self._coefficients = _solve(self._sums[0].plus(self._sums[1]))
-        return sum(c * x for c, x in zip(self._coefficients, _features(work), strict=True))
+            start = self._start.scaled(START_WEIGHT, self._pace)
+            self._coefficients = _solve(self._sums[0].plus(self._sums[1]).plus(start).rows)
+        return _times(self._coefficients, _features(work))
 
 
 def _features(work: StepWork) -> tuple[float, float, float, float]:
     """Scaled to the same magnitude, so that the normal equations are well-conditioned."""
     return 1.0, work.decodes / 64, (work.cost or work.prompt_tokens) / 1024, work.pairs / 2**22
+
+
+def _times(coefficients: list[float], features: tuple[float, ...]) -> float:
+    return sum(c * x for c, x in zip(coefficients, features, strict=True))
 
 
 class _Sums:
@@ -110,15 +126,23 @@ class _Sums:
         self.rows = [[0.0] * 5 for _ in range(4)]  # the right side is the last column
         self.count = 0.0
 
-    def add(self, x: tuple[float, ...], seconds: float) -> None:
+    def add(self, x: tuple[float, ...], seconds: float, forget: float = FORGET) -> None:
         scaled = [value / seconds for value in x]
         for row, value in zip(self.rows, scaled, strict=True):
             for j, other in enumerate((*scaled, 1.0)):
-                row[j] = FORGET * row[j] + value * other
-        self.count = FORGET * self.count + 1
+                row[j] = forget * row[j] + value * other
+        self.count = forget * self.count + 1
 
-    def plus(self, other: _Sums) -> list[list[float]]:
-        return [[a + b for a, b in zip(r, s, strict=True)] for r, s in zip(self.rows, other.rows, strict=True)]
+    def plus(self, other: _Sums) -> _Sums:
+        both = _Sums()
+        both.rows = [[a + b for a, b in zip(r, s, strict=True)] for r, s in zip(self.rows, other.rows, strict=True)]
+        return both
+
+    def scaled(self, weight: float, pace: float) -> _Sums:
+        """Of the same steps, counted so often, had they taken `pace` times as long."""
+        scaled = _Sums()
+        scaled.rows = [[weight * a / pace**2 for a in row[:4]] + [weight * row[4] / pace] for row in self.rows]
+        return scaled
 
 
 def _solve(rows: list[list[float]]) -> list[float]:

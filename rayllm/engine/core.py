@@ -84,7 +84,7 @@ class EngineCore:
             costs=slowest(executor.report.kv_costs),
             sliding_window=spec.kv_window,
             target_itl=None if config.target_itl_ms is None else config.target_itl_ms / 1e3,
-            step_seconds=executor.report.ready[0].step_seconds if executor.report.ready else None,
+            step_costs=executor.report.ready[0].step_costs if executor.report.ready else None,
             clock=time.monotonic,
         )
         self._executor = executor

@@ -17,13 +17,15 @@ import torch
 from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.models.base import CausalLM
+from rayllm.types import StepCost
 from rayllm.worker.step_memory import StepMemory
 
-CHUNK_SIZES = (32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
+CHUNK_SIZES = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
 MIXED_SIZES = (*CHUNK_SIZES[1:], 3072, 4096, 6144, 8192)
 MAX_CHUNKS = 64  # of a step without decodes, where more would only be padding to walk over
 # Above 2,048 tokens, a step is captured if it computes for less than launching it takes: about 20 ms.
 CAPTURED_FLOPS = 1.5e13
+PROBE_CONTEXT = 16384  # tokens of the sequence that a step's attention is timed with
 
 
 def _rows(batch: ForwardBatch) -> torch.Tensor:
@@ -77,6 +79,7 @@ class ChunkGraphs:
         tokens, seqs = max(sizes, default=0), max_decodes + max_chunks
         self._input_ids, self._positions = torch.zeros(2, tokens, dtype=torch.int64, device=device)
         self._slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        self._block_size = block_size
         self._logit_rows = torch.zeros(max_sampled, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(seqs, dtype=torch.int32, device=device)
         self._query_starts = torch.zeros(seqs + 1, dtype=torch.int32, device=device)
@@ -93,8 +96,20 @@ class ChunkGraphs:
         for size in reversed(self.sizes):
             self._graphs[size] = _Captured(*memory.capture(partial(self._step, size, self._caches)))
 
-    def seconds(self, size: int) -> float:
-        """What a captured step of padding alone takes. Must run on all ranks together, before anything else is run."""
+    def cost(self, size: int) -> StepCost:
+        """What a captured step takes. Must run on all ranks together, before anything else is run."""
+        padding, row = self._seconds(size), self._room(size)
+        width = self._tables.shape[1]
+        context = min(PROBE_CONTEXT, width * self._block_size)
+        self._tables[row] = torch.arange(width, device=self._tables.device) % self._caches[0].k.shape[0]
+        self._seq_lens[row] = context
+        self._query_starts[row + 1 :] = min(size, context)
+        chunk = self._seconds(size)
+        self._seq_lens[row] = 0
+        self._query_starts[row + 1 :] = 0
+        return StepCost(padding, chunk, context)
+
+    def _seconds(self, size: int) -> float:
         taken = 0.0
         for _ in range(2):  # the second is measured
             torch.cuda.synchronize()

@@ -15,7 +15,7 @@ from rayllm.sample.sampling_batch import SamplingBatch
 from rayllm.sample.sampling_table import SamplingTable
 from rayllm.sample.token_mask import TokenMasks
 from rayllm.sampling_params import SamplingParams
-from rayllm.types import SequenceData, StepPlan, StepResult, TokenLogprobs
+from rayllm.types import SequenceData, StepCost, StepPlan, StepResult, TokenLogprobs
 from rayllm.worker.chunk_graph import ChunkGraphs, step_graphs
 from rayllm.worker.cuda_graph import DecodeGraphs
 from rayllm.worker.input_batch import PersistentBatch, StepInputs, build, to_device
@@ -101,10 +101,10 @@ class ModelRunner:
             graphs.capture(memory)
         self._graphs, self._chunk_graphs = decode_graphs, chunk_graphs
 
-    def step_seconds(self) -> dict[int, float]:
+    def step_costs(self) -> dict[int, StepCost]:
         """As `RankReady` has them; measured on all ranks together, before the first step."""
         mixed = self._chunk_graphs[-1] if self._chunk_graphs else None
-        return {} if mixed is None else {size: mixed.seconds(size) for size in mixed.sizes}
+        return {} if mixed is None else {size: mixed.cost(size) for size in mixed.sizes}
 
     @torch.inference_mode()
     def sample_all_ways(self) -> None:

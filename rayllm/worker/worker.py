@@ -167,8 +167,8 @@ class Worker:
             if not config.enforce_eager:
                 self._runner.capture_graphs(config.max_num_seqs, config.max_num_batched_tokens, self._memory)
             torch.cuda.synchronize()
-        seconds = {} if self._config.target_itl_ms is None else self._runner.step_seconds()
-        return RankReady(self._memory_taken(), seconds)
+        costs = {} if self._config.target_itl_ms is None else self._runner.step_costs()
+        return RankReady(self._memory_taken(), costs)
 
     def measure_costs(self) -> KVCosts | None:
         """What computing and moving KV takes, for whoever chooses between them; None without a host pool.

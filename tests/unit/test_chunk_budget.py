@@ -21,7 +21,7 @@ from rayllm.core.scheduler import Scheduler
 from rayllm.core.step_time import StepTimes, StepWork, attended
 from rayllm.errors import ConfigError
 from rayllm.sampling_params import SamplingParams
-from rayllm.types import GenerationRequest, StepResult
+from rayllm.types import GenerationRequest, StepCost, StepResult
 
 TARGET = 0.030
 
@@ -79,7 +79,7 @@ class Device:
 
     def __init__(self, seconds: Callable[[StepWork, float], float], target: float | None, depth: int, **options: Any):
         self.now = 0.0
-        self.step_sizes = list(options.get("step_seconds", ()))
+        self.step_sizes = list(options.get("step_costs", ()))
         settings = {
             "num_blocks": 12_000, "block_size": 16, "max_num_seqs": 64, "max_num_batched_tokens": 8192,
             "max_model_len": 40_000, **options,
@@ -173,7 +173,8 @@ def test_a_device_that_is_not_linear():
     assert sum(latencies) / len(latencies) > 0.75 * TARGET
 
 
-SIZES = [64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048]
+SIZES = [64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048]
+CONTEXT = 16384  # of the sequence that attention is measured with
 
 
 def captured_seconds(tokens: int) -> float:
@@ -192,12 +193,61 @@ def test_steps_that_are_padded_and_not_linear(noise):
         base = captured_seconds(work.decodes + work.prompt_tokens) + 1e-4 + 1.4e-9 * work.pairs
         return base * math.exp(rng.gauss(0, noise))
 
-    device = Device(seconds, TARGET, 2, step_seconds={size: captured_seconds(size) for size in SIZES})
+    costs = {}
+    for size in SIZES:
+        attention = 1.4e-9 * attended(CONTEXT - size, size, None)
+        costs[size] = StepCost(captured_seconds(size), captured_seconds(size) + attention, CONTEXT)
+    device = Device(seconds, TARGET, 2, step_costs=costs)
     latencies = device.arrive_among_streams(prompts=5)
     assert p99(latencies) <= TARGET
     assert max(latencies) <= 1.02 * TARGET
     assert sum(latencies) / len(latencies) > 0.8 * TARGET
     assert device.scheduler.chunk_budget.times.error < 0.005 + 1.5 * noise
+
+
+def wave_seconds(tokens: int, context: int) -> float:
+    """Of a chunk's attention: a task for 32 of its tokens and each of 8 KV heads, 132 at a time."""
+    return math.ceil(8 * math.ceil(tokens / 32) / 132) * 4.7e-7 * (context - tokens / 2)
+
+
+@pytest.mark.parametrize("hot", [1.0, 1.1, 1.2])
+@pytest.mark.parametrize("target", [0.03, 0.05, 0.1])
+def test_attention_in_waves(target, hot):
+    """A step of 512 tokens has one wave and one of 640 two; under load, all takes longer than when it was measured."""
+    rng = random.Random(0)
+    costs = {size: StepCost(captured_seconds(size), captured_seconds(size) + wave_seconds(size, CONTEXT), CONTEXT)
+             for size in SIZES}  # fmt: skip
+
+    def seconds(work: StepWork, _now: float) -> float:
+        if not work.prompt_tokens:
+            return 5.6e-3
+        tokens = device.chunks[-1]
+        context = work.pairs / tokens + tokens / 2
+        taken = captured_seconds(work.decodes + work.prompt_tokens) + wave_seconds(tokens, int(context))
+        return (hot * taken + 5e-4) * math.exp(rng.gauss(0, 0.01 * (hot > 1)))
+
+    device = Device(seconds, target, 2, step_costs=costs)
+    latencies = device.arrive_among_streams(prompts=5)
+    assert p99(latencies) <= target
+    assert max(latencies) <= 1.02 * target
+    assert device.scheduler.chunk_budget.times.error < 0.06
+    # Where a longer step computes fewer prompt tokens a second, it is not taken.
+    assert 480 in device.chunks
+    if hot == 1 and target == 0.03:
+        assert not {608, 736, 864} & set(device.chunks[-40:])
+
+
+def test_what_was_measured_at_the_start_is_not_forgotten():
+    """After hundreds of steps of one size, those of others are still known."""
+    times = StepTimes()
+    for size in SIZES:
+        times.begin_with(StepWork(0, size, 0, size), 2e-5 * size)
+        times.begin_with(StepWork(0, size, 1e7, size), 2e-5 * size + 7e-3)
+    for i in range(400):
+        work = StepWork(32, 96, 4e6 + 1e4 * (i % 100), 128)
+        times.observe(work, 1.2 * (2e-5 * 128 + 7e-10 * work.pairs) + 5e-4)
+    work = StepWork(32, 992, 1e6, 1024)
+    assert times.predict(work) == pytest.approx(1.2 * (2e-5 * 1024 + 7e-4) + 5e-4, rel=0.05)
 
 
 def test_a_device_that_slows_down_is_followed():
