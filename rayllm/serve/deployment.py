@@ -264,8 +264,8 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     models, server = make_models(split_options({key: _from_text(key, value) for key, value in args.items()}))
     if server.api_key is not None:
         raise ConfigError("api_key would be shown by Ray Serve; use api_key_file or the environment's RAYLLM_API_KEY")
-    if server.ingress != "serve":
-        raise ConfigError(f"ingress {server.ingress} is for rayllm launch; here RAY_SERVE_ENABLE_HA_PROXY=1 does that, "
+    if server.ingress == "haproxy":
+        raise ConfigError("ingress haproxy is for rayllm launch; here RAY_SERVE_ENABLE_HA_PROXY=1 does that, "
                           "where Ray is started")  # fmt: skip
     keys = load_api_keys(server, dict(os.environ))
     # `serve run` builds the application before it connects: this machine has to stand for the cluster then.

