@@ -1,7 +1,7 @@
 """What HTTP adds to the engine, beside what a bare Ray Serve stream of the same events takes. By default the bundled
 model on the CPU.
 
-    python benchmarks/serve_overhead.py [--clients 1 16 64] [--config FILE] [--ingress serve]
+    python benchmarks/serve_overhead.py [--clients 1 16 64] [--config FILE] [--ingress auto]
 
 One after the other on one machine, with so many requests in flight: the engine alone, in this process, with as many
 OpenMP threads as a served one has (a core is left to the fronts); the whole stack, `rayllm launch` and its API; a Serve
@@ -165,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--config", help="YAML file of engine options")
-    parser.add_argument("--ingress", default="serve", help="of the whole stack, as `rayllm launch` takes it")
+    parser.add_argument("--ingress", default="auto", help="of the whole stack, as `rayllm launch` takes it")
     args = parser.parse_args()
     clients = args.clients
     options = {"device": "cpu"} if args.config is None else yaml.safe_load(Path(args.config).read_text())

@@ -1,7 +1,7 @@
 """Output tokens a second over HTTP, against the engine alone on the same requests.
 
     python benchmarks/serve_throughput.py --config FILE [--concurrency 1 64 256] [--rate 20] [--clients 8]
-        [--ingress serve haproxy] [--num-api-servers 4]
+        [--ingress auto serve] [--num-api-servers 6]
 
 FILE holds options of `rayllm launch`, those of the engine alone: configs/llama-3.1-8b-dummy.yaml, say; a model without
 weights gets a tokenizer of made-up words, so that there is text to stream. One after the
@@ -126,8 +126,8 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--clients", type=int, default=8, help="processes that send")
-    parser.add_argument("--ingress", nargs="+", default=["haproxy"])
-    parser.add_argument("--num-api-servers", type=int, default=4)
+    parser.add_argument("--ingress", nargs="+", default=["auto"])
+    parser.add_argument("--num-api-servers", type=int, default=6)
     args = parser.parse_args()
     cases = [Case(max(24, 4 * count), count, None) for count in args.concurrency]
     cases.append(Case(int(10 * args.rate), None, args.rate))

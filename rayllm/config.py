@@ -137,7 +137,8 @@ class ModelServerConfig(BaseModel):
 class ServerConfig(ModelServerConfig):
     """Options of an HTTP deployment, and of each model that has none of its own.
 
-    num_api_servers: replicas of the CPU-only front. ingress: what takes connections and chooses a front: "serve" is Ray
+    num_api_servers: replicas of the CPU-only front; None is one for every four cores of this machine, of which at
+    least one and at most eight. ingress: what takes connections and chooses a front: "serve" is Ray
     Serve's own proxy, "haproxy" passes several times as many tokens a second; "auto" is haproxy where there is one and
     Ray starts with the server. api_key: one key that clients must send;
     better in api_key_file or the environment, as command lines are visible to others. api_key_file: keys that clients
@@ -152,7 +153,7 @@ class ServerConfig(ModelServerConfig):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    num_api_servers: int = Field(default=1, ge=1, le=64)
+    num_api_servers: int | None = Field(default=None, ge=1, le=64)
     ingress: Literal["auto", "haproxy", "serve"] = "auto"
     api_key: str | None = Field(default=None, repr=False, exclude=True)
     api_key_file: str | None = None

@@ -65,7 +65,9 @@ def ensure_token(path: Path) -> None:
 
 
 def has_no_cluster() -> bool:
-    """Whether there is no cluster to join, and `connect_to_ray` would start one. Raises StartupError if RAY_ADDRESS names one that is not there.
+    """Whether there is no cluster to join, and `connect_to_ray` would start one.
+
+    Raises StartupError if RAY_ADDRESS names one that is not there.
 
     Ray itself would wait minutes for a cluster that has crashed, since the note that `ray start` left of it remains.
     """

@@ -16,9 +16,9 @@ from pathlib import Path
 from rayllm.errors import ConfigError
 
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
-# What Serve configures, changed: two ports with counters would listen on all interfaces, without a key; and HAProxy 2.8,
-# where it may splice, overlooks a client that leaves before its answer begins, if it sends the request on over a
-# connection that was there.
+# Changes what Serve configures: two ports with counters would listen on all interfaces, without a key; and where it may
+# splice, HAProxy 2.8 overlooks clients that leave before their answer begins, if it had passed their request on over a
+# connection that was there before.
 STARTER = """#!/bin/sh
 set -e
 previous=

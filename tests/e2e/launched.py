@@ -43,8 +43,8 @@ class Launched:
         self.log = log
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [RAYLLM, "launch", *args], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env=clean_environment(), start_new_session=True, cwd="/",
+                [RAYLLM, "launch", "--num-api-servers", "1", *args], stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, env=clean_environment(), start_new_session=True, cwd="/",
             )  # fmt: skip
         self.session_id = self.process.pid
 

@@ -206,22 +206,23 @@ def test_other_errors_and_the_engine_still_serves(server, client):
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-@pytest.mark.parametrize("stream", [True, False, False, False])
+@pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_stops_its_request(server, stream):
-    before = metric(server, "generation_tokens_total")
     body = {"prompt": "def", "max_tokens": 1900, "ignore_eos": True, "stream": stream}
-    with httpx.Client(timeout=0.5) as http:
-        if stream:
-            with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
-                next(response.iter_bytes())
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                http.post(f"{server.url}/v1/completions", json=body)
-    deadline = time.monotonic() + 10
-    while metric(server, "num_requests_running") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert metric(server, "num_requests_running") == 0
-    assert metric(server, "generation_tokens_total") < before + 1900
+    for _ in range(3):  # later ones are passed on over connections that were there
+        before = metric(server, "generation_tokens_total")
+        with httpx.Client(timeout=0.5) as http:
+            if stream:
+                with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+                    next(response.iter_bytes())
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    http.post(f"{server.url}/v1/completions", json=body)
+        deadline = time.monotonic() + 10
+        while metric(server, "num_requests_running") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert metric(server, "num_requests_running") == 0
+        assert metric(server, "generation_tokens_total") < before + 1900
 
 
 def test_metrics_count(server, client):

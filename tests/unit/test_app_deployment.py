@@ -19,6 +19,7 @@ from rayllm.serve.cluster import startup_error, with_port
 from rayllm.serve.deployment import (
     _surge_percent,
     build_app,
+    default_api_servers,
     deployment_names,
     engine_placement,
     make_application,
@@ -70,6 +71,56 @@ def test_application_builder_takes_strings_as_the_command_line_has_them():
         build_app({"tensor_parallel_size": "3"})
     with pytest.raises(ConfigError, match="ingress haproxy is for rayllm launch"):
         build_app({"ingress": "haproxy", "device": "cpu"})
+
+
+def test_api_servers_come_with_the_cores(monkeypatch):
+    assert [default_api_servers(cores) for cores in (1, 2, 7, 8, 16, 192)] == [1, 1, 1, 2, 4, 8]
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    for options, count in (({}, 4), ({"num_api_servers": "3"}, 3)):
+        application = build_app({"device": "cpu", **options})
+        assert application._bound_deployment.num_replicas == count
+
+
+def test_haproxy_is_the_ingress_where_there_is_one(monkeypatch):
+    notes, enabled = [], []
+    monkeypatch.setattr(cluster, "enable_haproxy", lambda: enabled.append(1))
+    for ingress, there, expected in (
+        ("auto", True, (0, 1)), ("auto", False, (1, 0)), ("serve", True, (0, 0)), ("haproxy", True, (0, 1)),
+    ):  # fmt: skip
+        notes.clear()
+        enabled.clear()
+        monkeypatch.setattr(cluster, "has_haproxy", lambda there=there: there)
+        cluster.Cluster(ServerConfig(ingress=ingress))._choose_ingress(notes.append)
+        assert (len(notes), len(enabled)) == expected
+
+
+def test_haproxy_is_started_with_a_changed_configuration(tmp_path, monkeypatch):
+    """Its counters on loopback, and no splicing, whatever arguments Serve calls it with."""
+    real = tmp_path / "a haproxy"
+    real.write_text('#!/bin/sh\necho "$@"\n')
+    real.chmod(0o755)
+    for name in [*os.environ]:
+        if name.startswith("RAY_SERVE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", os.environ.copy() | {haproxy.BINARY: str(real)})
+    config = tmp_path / "x.cfg"
+    config.write_text(
+        "defaults\n    option abortonclose\n    option splice-request\n    option splice-response\n"
+        "frontend a\n    bind :81\nfrontend b\n    bind 0.0.0.0:80\nlisten stats\n  bind *:82\n"
+    )
+    folder = haproxy.enable_haproxy()
+    try:
+        command = [os.environ[haproxy.BINARY], "-db", "-f", str(config), "-sf", "7"]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"-db -f {config} -sf 7\n"
+    finally:
+        folder.cleanup()
+    assert config.read_text() == (
+        "defaults\n    option abortonclose\nfrontend a\n    bind 127.0.0.1:81\nfrontend b\n    bind 0.0.0.0:80\n"
+        "listen stats\n  bind 127.0.0.1:82\n"
+    )
+    monkeypatch.setitem(os.environ, haproxy.BINARY, str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="none cannot be run"):
+        haproxy.enable_haproxy()
 
 
 def test_haproxy_has_to_be_there(monkeypatch):
