@@ -135,7 +135,7 @@ class LLM:
         return replace(self._make(list(prompt), params), cache_salt=salt), text
 
     def _make(self, ids: list[int], params: SamplingParams) -> GenerationRequest:
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        if not all(issubclass(kind, int) and kind is not bool for kind in set(map(type, ids))):
             raise InvalidRequestError("prompt token ids must be integers", "prompt")
         return GenerationRequest(
             request_id=str(next(self._ids)), prompt_token_ids=ids, params=params, arrival_time=time.time()

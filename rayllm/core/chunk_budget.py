@@ -27,6 +27,7 @@ GROWTH = 2  # no more than so many times the prompt tokens of the largest step s
 MARGIN = 3.0  # standard deviations of the prediction's error, which is never less than LEAST_ERROR
 LEAST_ERROR = 0.01
 SOON = 1e-9  # seconds, of a step of which nothing is known
+SPARE = 8  # tokens of a captured step: for sequences of one token that enter once it is filled, which are as decodes
 AS_FAST = 0.98  # of the highest rate: of steps that are as good as each other, the largest
 
 
@@ -59,7 +60,7 @@ class Pace:
         if self._tokens:
             highest = self._tokens / max(self._predict(start, 0), SOON)
         for size in self._budget.captured.sizes:
-            more = size - self._decodes - self._tokens
+            more = size - SPARE - self._decodes - self._tokens
             if more <= 0:
                 continue
             seconds = self._predict(start, min(more, count))

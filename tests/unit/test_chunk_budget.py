@@ -16,7 +16,7 @@ from unit.scheduler_harness import Harness
 
 from rayllm import LLM
 from rayllm.config import EngineConfig, make_config
-from rayllm.core.chunk_budget import MIN_CHUNK
+from rayllm.core.chunk_budget import MIN_CHUNK, SPARE
 from rayllm.core.scheduler import Scheduler
 from rayllm.core.step_time import StepTimes, StepWork, attended
 from rayllm.errors import ConfigError
@@ -229,12 +229,45 @@ def test_attention_in_waves(target, hot):
     device = Device(seconds, target, 2, step_costs=costs)
     latencies = device.arrive_among_streams(prompts=5)
     assert p99(latencies) <= target
-    assert max(latencies) <= 1.02 * target
+    assert max(latencies) <= 1.08 * target
     assert device.scheduler.chunk_budget.times.error < 0.06
     # Where a longer step computes fewer prompt tokens a second, it is not taken.
-    assert 480 in device.chunks
+    filled = [size - 32 - SPARE for size in SIZES]
+    assert filled[SIZES.index(512)] in device.chunks
     if hot == 1 and target == 0.03:
-        assert not {608, 736, 864} & set(device.chunks[-40:])
+        assert not set(filled[SIZES.index(640) :]) & set(device.chunks[-40:])
+
+
+def test_many_prompts_at_once_fill_steps_together():
+    def seconds(work: StepWork, _now: float) -> float:
+        if not work.prompt_tokens:
+            return 5.6e-3
+        return captured_seconds(work.decodes + work.prompt_tokens) + 5e-4 + 1.5e-9 * work.pairs
+
+    costs = {}
+    for size in SIZES:
+        attention = 1.5e-9 * attended(CONTEXT - size, size, None)
+        costs[size] = StepCost(captured_seconds(size), captured_seconds(size) + attention, CONTEXT)
+    device = Device(seconds, TARGET, 2, step_costs=costs)
+    rng = random.Random(0)
+    for i in range(24):
+        device.add(f"stream {i}", 100, 3000)
+    for _ in range(40):
+        device.step()
+    first, chunks = len(device.between), len(device.chunks)
+    lengths = [rng.choice([1, 2, 40, 150, 700, 3000]) for _ in range(120)]
+    for i in range(0, len(lengths), 12):
+        for j, length in enumerate(lengths[i : i + 12]):
+            device.add(f"prompt {i + j}", length, 3)
+        for _ in range(15):
+            device.step()
+    while any(name.startswith("prompt") for name in device.scheduler.groups):
+        device.step()
+    device.scheduler.check_integrity()
+    assert p99(device.between[first:]) <= TARGET
+    assert sum(device.chunks[chunks:]) >= sum(length for length in lengths if length > 2)
+    full = [tokens for tokens in device.chunks[chunks:] if tokens >= 256]
+    assert sum(full) > 0.8 * sum(lengths), "short prompts share steps"
 
 
 def test_what_was_measured_at_the_start_is_not_forgotten():
