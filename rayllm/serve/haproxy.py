@@ -7,6 +7,7 @@ connections on to the API servers, which write to them themselves. Serve runs it
 from __future__ import annotations
 
 import os
+import random
 import shlex
 import socket
 import tempfile
@@ -16,6 +17,8 @@ from pathlib import Path
 from rayllm.errors import ConfigError
 
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
+# API servers listen on ports of a range of their own, below those that connections go out from.
+FIRST_PORTS, PORTS = range(20_000, 32_000, 256), 256
 # Changes what Serve configures: two ports with counters would listen on all interfaces, without a key; and where it may
 # splice, HAProxy 2.8 overlooks clients that leave before their answer begins, if it had passed their request on over a
 # connection that was there before.
@@ -59,10 +62,14 @@ def enable_haproxy() -> tempfile.TemporaryDirectory[str]:
             "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder.name}/server-state",
         }
     )
-    # The ports with counters may be taken by another one of these on this machine.
-    for name in ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT"):
-        if name not in os.environ:
-            os.environ[name] = str(_free_port())
+    # Serve's defaults are the same for all of these on a machine, which then answer for one another: counters, the
+    # proxy that takes over while no API server is well, and the API servers themselves.
+    for name in ("HAPROXY_METRICS", "HAPROXY_STATS", "FALLBACK_PROXY_HTTP", "FALLBACK_PROXY_GRPC"):
+        os.environ.setdefault(f"RAY_SERVE_{name}_PORT", str(_free_port()))
+    if "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT" not in os.environ:
+        first = _free_range()
+        os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(first)
+        os.environ["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(first + PORTS - 1)
     # An API server does nothing but its requests: a thread between it and its connections only costs time.
     os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
     return folder
@@ -82,6 +89,18 @@ def _binary() -> str:
     if not os.access(found, os.X_OK):
         raise ConfigError(f"ingress haproxy: {found} cannot be run")
     return found
+
+
+def _free_range() -> int:
+    """The first of PORTS ports that no other one of these has, whose API servers begin with it. Raises ConfigError."""
+    for first in random.sample(FIRST_PORTS, len(FIRST_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", first))
+                return first
+            except OSError:
+                continue
+    raise ConfigError(f"ingress haproxy: all ports {FIRST_PORTS[0]}, {FIRST_PORTS[1]}, ... are taken")
 
 
 def _free_port() -> int:

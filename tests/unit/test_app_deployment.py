@@ -110,6 +110,10 @@ def test_haproxy_is_started_with_a_changed_configuration(tmp_path, monkeypatch):
     )
     folder = haproxy.enable_haproxy()
     try:
+        own = {name: value for name, value in os.environ.items() if name.endswith("_PORT") and "RAY_SERVE" in name}
+        assert len(own) == len(set(own.values())) == 6, "servers on one machine must not answer for one another"
+        first, last = (int(own[f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT"]) for end in ("MIN", "MAX"))
+        assert last - first == 255
         command = [os.environ[haproxy.BINARY], "-db", "-f", str(config), "-sf", "7"]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"-db -f {config} -sf 7\n"
     finally:
