@@ -70,6 +70,8 @@ def enable_haproxy() -> tempfile.TemporaryDirectory[str]:
         first = _free_range()
         os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(first)
         os.environ["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(first + PORTS - 1)
+    # How long an API server that is replaced goes on at least; a load balancer elsewhere may need Serve's 30 seconds.
+    os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "5")
     # An API server does nothing but its requests: a thread between it and its connections only costs time.
     os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
     return folder
