@@ -74,6 +74,8 @@ def enable_haproxy(host: str) -> tempfile.TemporaryDirectory[str]:
         first = _free_range()
         os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(first)
         os.environ["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(first + PORTS - 1)
+    # Three checks that fail bring another HAProxy: a second between them, not ten.
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
     # How long an API server that is replaced goes on at least; a load balancer elsewhere may need Serve's 30 seconds.
     os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "5")
     # An API server does nothing but its requests: a thread between it and its connections only costs time.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -239,6 +240,21 @@ def test_chat_command(server):
         input="What does len do?\n\n", capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert done.stdout.strip()
+
+
+def test_another_haproxy_takes_the_place_of_one_that_died(server, client):
+    found = [pid for pid, command in session_processes(server.session_id) if "bin/haproxy " in command]
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    assert found
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
+                break
+        except httpx.HTTPError:
+            time.sleep(0.2)
+    assert client.completions.create(model=MODEL, prompt="hi", max_tokens=1).usage.completion_tokens == 1
 
 
 # The last test that needs the server.
