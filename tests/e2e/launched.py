@@ -30,10 +30,22 @@ def session_processes(session_id):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
             if int(fields[3]) == session_id and fields[0] != "Z":
-                found.append((int(stat.parent.name), (stat.parent / "cmdline").read_text().replace("\0", " ")[:120]))
+                found.append((int(stat.parent.name), (stat.parent / "cmdline").read_text().replace("\0", " ")[:400]))
         except (FileNotFoundError, ProcessLookupError):
             continue
     return found
+
+
+def haproxy_processes(session_id):
+    """Those of `session_processes` that are HAProxy."""
+    return [process for process in session_processes(session_id) if "bin/haproxy " in process[1]]
+
+
+def haproxy_folder(session_id):
+    """Where it has its configuration and sockets."""
+    pid, _ = haproxy_processes(session_id)[0]
+    command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return next(each for each in Path(command[command.index("-f") + 1]).parents if each.name.startswith("rayllm-"))
 
 
 class Launched:

@@ -18,7 +18,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from e2e.launched import Launched, clean_environment, free_port, session_processes
+from e2e.launched import Launched, clean_environment, free_port, haproxy_folder, haproxy_processes, session_processes
 from ray.serve.generated import serve_pb2, serve_pb2_grpc
 
 KEY, ENVIRONMENT_KEY = "sk-of-the-e2e-tests", "sk-of-the-environment"
@@ -204,13 +204,11 @@ def listening(processes):
 def test_what_listens_where(server):
     """HTTP and HAProxy's counters on loopback only; no dashboard; all else is Ray's and asks for the token."""
     processes = session_processes(server.session_id)
-    haproxy = [process for process in processes if "bin/haproxy " in process[1]]
-    assert server.port in listening(haproxy)
-    assert set(listening(haproxy).values()) == {"loopback"}
-    command = Path(f"/proc/{haproxy[0][0]}/cmdline").read_text().split("\0")
-    folder = next(each for each in Path(command[command.index("-f") + 1]).parents if each.name.startswith("rayllm-"))
-    assert folder.stat().st_mode & 0o777 == 0o700, "whoever opens its sockets may command it"
-    ports = {port: address for port, address in listening(processes).items() if port not in listening(haproxy)}
+    haproxy = listening(haproxy_processes(server.session_id))
+    assert server.port in haproxy and set(haproxy.values()) == {"loopback"}
+    mode = haproxy_folder(server.session_id).stat().st_mode
+    assert mode & 0o777 == 0o700, "whoever opens its sockets may command it"
+    ports = listening(processes).keys() - haproxy.keys()
     assert 8265 not in ports
     assert ports, "Ray listens too"
     canary = server.log.parent / "it-ran"

