@@ -95,13 +95,12 @@ def _defaults() -> dict[str, str]:
         ports |= {MIN_PORT: str(first), MAX_PORT: str(first + PORTS - 1)}
     return ports | {
         # Three checks that fail bring another HAProxy: a second between them, not ten.
-            "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-            # How long an API server that is replaced goes on at least; a load balancer elsewhere may need Serve's 30.
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
-            # An API server does nothing but its requests: a thread between it and its connections only costs time.
-            "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-        }
-    )
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        # How long an API server that is replaced goes on at least; a load balancer elsewhere may need Serve's 30.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+        # An API server does nothing but its requests: a thread between it and its connections only costs time.
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    }
 
 
 def _as_bound(host: str) -> str:
