@@ -141,13 +141,13 @@ class ServerConfig(ModelServerConfig):
     at most eight. ingress: what takes connections and chooses a front: "serve" is Ray Serve's own proxy, "haproxy"
     passes several times as many tokens a second; "auto" is haproxy where there is one and Ray starts with the server.
     api_key: one key that clients must send; better in api_key_file or the environment, as command lines are visible to
-    others. api_key_file: keys that clients may send, one a line, an optional name after each. queue_timeout: seconds from a request's arrival until the engine
-    starts it, else a 408; 0 is no limit, here and below. first_token_timeout: seconds until each prompt's first token.
-    request_timeout: seconds until the answer is complete. drain_timeout: seconds that running requests may go on when
-    the server stops. replica_drain_timeout: seconds that they may go on in a replica that is replaced or no longer
-    needed, while others take the new requests. log_format: of the request log, "json" is one object a line.
-    otlp_endpoint: URL of an OpenTelemetry collector for traces (OTLP over HTTP); None takes the environment's
-    OTEL_EXPORTER_OTLP_ENDPOINT.
+    others. api_key_file: keys that clients may send, one a line, an optional name after each. queue_timeout: seconds
+    from a request's arrival until the engine starts it, else a 408; 0 is no limit, here and below. first_token_timeout:
+    seconds until each prompt's first token. request_timeout: seconds until the answer is complete. drain_timeout:
+    seconds that running requests may go on when the server stops. replica_drain_timeout: seconds that they may go on in
+    a replica that is replaced or no longer needed, while others take the new requests. log_format: of the request log,
+    "json" is one object a line. otlp_endpoint: URL of an OpenTelemetry collector for traces (OTLP over HTTP); None
+    takes the environment's OTEL_EXPORTER_OTLP_ENDPOINT.
     """
 
     host: str = "127.0.0.1"
