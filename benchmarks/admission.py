@@ -19,9 +19,9 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.types import GenerationRequest, StepPlan, StepResult
 from rayllm.core.scheduler import Scheduler
-from rayllm.sampling_params import SamplingParams
-from rayllm.types import GenerationRequest, StepPlan, StepResult
 
 EOS, ROWS, BLOCK_SIZE, DEPTH = 1, 256, 16, 2
 MEAN_LENGTH = 300
@@ -63,9 +63,14 @@ def simulate(jobs: list[Job], known: bool, num_blocks: int, forecast: bool) -> F
     """Run all jobs to their end."""
     limit = max(job.prompt for job in jobs) + 4 * MEAN_LENGTH
     scheduler = Scheduler(
-        num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=ROWS, max_num_batched_tokens=8192,
-        max_model_len=limit, eos_token_ids=[EOS], enable_prefix_caching=False,
-    )  # fmt: skip
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=8192,
+        max_model_len=limit,
+        eos_token_ids=[EOS],
+        enable_prefix_caching=False,
+    )
     if not forecast:
         scheduler.admission.forecast.fits = lambda *_: True  # type: ignore[method-assign]
     for i, job in enumerate(jobs):
@@ -89,9 +94,7 @@ def simulate(jobs: list[Job], known: bool, num_blocks: int, forecast: bool) -> F
             scheduler.update(flying.popleft())
             overhead += time.perf_counter() - started
     recomputed = prompt_tokens - sum(job.prompt for job in jobs)
-    return Figures(
-        steps, scheduler.stats().num_preemptions, recomputed, decoded / steps, seconds, overhead / steps
-    )  # fmt: skip
+    return Figures(steps, scheduler.stats().num_preemptions, recomputed, decoded / steps, seconds, overhead / steps)
 
 
 def execute(scheduler: Scheduler, plan: StepPlan, jobs: list[Job]) -> StepResult:

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from rayllm.config import EngineConfig
-from rayllm.engine.core import EngineCore
-from rayllm.executor.ray_gpu import RayExecutor
-from rayllm.model_spec import load_model_spec
-from rayllm.sampling_params import SamplingParams
-from rayllm.types import GenerationRequest, RankReady
+from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.types import GenerationRequest, RankReady
+from rayllm.config.model_spec import load_model_spec
+from rayllm.config.options import EngineConfig
+from rayllm.engine.engine import EngineCore
+from rayllm.executor.ray import RayExecutor
 from rayllm.worker.worker import Worker
 
 PROMPT_TOKENS = 512
@@ -93,9 +93,14 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
-            model=args.model, tensor_parallel_size=args.tp, executor="ray", load_format="dummy", max_model_len=4096,
-            skip_tokenizer_init=True, enable_prefix_caching=False,
-        )  # fmt: skip
+            model=args.model,
+            tensor_parallel_size=args.tp,
+            executor="ray",
+            load_format="dummy",
+            max_model_len=4096,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+        )
         spec = load_model_spec(args.model)
         executor = RayExecutor(config, spec, partial(TimingWorker, batches=args.batches, folder=folder))
         limits = executor.start()
@@ -105,8 +110,10 @@ def main() -> None:
             steps = [step_ms(core, batch, rng) for batch in args.batches]
         finally:
             core.shutdown()
-        alone = [max(float((Path(folder) / f"{rank} {batch}").read_text()) for rank in range(args.tp))
-                 for batch in args.batches]  # fmt: skip
+        alone = [
+            max(float((Path(folder) / f"{rank} {batch}").read_text()) for rank in range(args.tp))
+            for batch in args.batches
+        ]
     print("| sequences | step | graph, slowest rank | control path adds |\n|---|---|---|---|")
     for batch, step, graph in zip(args.batches, steps, alone, strict=True):
         print(f"| {batch} | {step:.3f} ms | {graph:.3f} ms | {step / graph - 1:.1%} |")

@@ -18,12 +18,12 @@ from collections import deque
 
 import ray
 
-from rayllm.config import EngineConfig
-from rayllm.engine.core import EngineCore
-from rayllm.executor.ray_gpu import RayExecutor
-from rayllm.model_spec import load_model_spec
-from rayllm.sampling_params import SamplingParams
-from rayllm.types import GenerationRequest, RankReady, StepPlan, StepResult
+from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.types import GenerationRequest, RankReady, StepPlan, StepResult
+from rayllm.config.model_spec import load_model_spec
+from rayllm.config.options import EngineConfig
+from rayllm.engine.engine import EngineCore
+from rayllm.executor.ray import RayExecutor
 
 STEPS = 400
 

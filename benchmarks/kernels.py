@@ -2,7 +2,7 @@
 
 import sys
 
-from rayllm.cli import main
+from rayllm.cli.main import main
 
 if __name__ == "__main__":
     sys.argv[1:1] = ["bench", "kernels"]

@@ -97,14 +97,19 @@ def projections(shape: Shape, tokens: int) -> Iterator[tuple]:
             return F.linear(ops.fused_add_rms_norm(x, residual, norm, EPS)[0], w)
 
         pairs: list[tuple[str, Callable, Callable]] = {
-            "qkv": [("", product, lambda w, x=x: ops.linear(x, w)),
-                    ("+norm", normed, lambda w, x=x: ops.add_rms_norm_linear(x, residual, norm, EPS, w))],
+            "qkv": [
+                ("", product, lambda w, x=x: ops.linear(x, w)),
+                ("+norm", normed, lambda w, x=x: ops.add_rms_norm_linear(x, residual, norm, EPS, w)),
+            ],
             "gate_up": [
                 ("+silu", lambda w: ops.silu_and_mul(product(w)), lambda w, x=x: ops.linear_silu_mul(x, w)),
-                ("+norm+silu", lambda w: ops.silu_and_mul(normed(w)),
-                 lambda w, x=x: ops.add_rms_norm_linear_silu_mul(x, residual, norm, EPS, w)),
+                (
+                    "+norm+silu",
+                    lambda w: ops.silu_and_mul(normed(w)),
+                    lambda w, x=x: ops.add_rms_norm_linear_silu_mul(x, residual, norm, EPS, w),
+                ),
             ],
-        }.get(name, [("", product, lambda w, x=x: ops.linear(x, w))])  # fmt: skip
+        }.get(name, [("", product, lambda w, x=x: ops.linear(x, w))])
         for suffix, before, ours in pairs:
             title = f"{shape.name} {name}{suffix} {rows}x{columns}, {tokens} tokens"
             calls = [[lambda w=w, f=function: f(w) for w in copies] for function in (before, ours)]
@@ -118,10 +123,14 @@ class Layers:
         self.shape, self.tokens, self.context = shape, tokens, context
         width = shape.heads * HEAD_DIM
         self.weights = [
-            (weights(shape.qkv, shape.hidden), weights(shape.hidden, width),
-             weights(2 * shape.intermediate, shape.hidden), weights(shape.hidden, shape.intermediate))
+            (
+                weights(shape.qkv, shape.hidden),
+                weights(shape.hidden, width),
+                weights(2 * shape.intermediate, shape.hidden),
+                weights(shape.hidden, shape.intermediate),
+            )
             for _ in range(shape.layers)
-        ]  # fmt: skip
+        ]
         self.norm = normal(shape.hidden)
         self.head_norm = normal(HEAD_DIM) if shape.head_norms else None
         self.resize(tokens)
@@ -168,9 +177,18 @@ class Layers:
         for layer, (qkv, o, gate_up, down) in enumerate(self.weights):
             heads, residual = ops.add_rms_norm_linear(x, residual, self.norm, EPS, qkv)
             q = ops.qk_norm_rope_cache(
-                heads, self.positions, self.cos_sin, self.head_norm, self.head_norm, EPS,
-                self.pool[:, layer, 0], self.pool[:, layer, 1], self.slots, self.shape.heads, self.shape.kv_heads,
-            )  # fmt: skip
+                heads,
+                self.positions,
+                self.cos_sin,
+                self.head_norm,
+                self.head_norm,
+                EPS,
+                self.pool[:, layer, 0],
+                self.pool[:, layer, 1],
+                self.slots,
+                self.shape.heads,
+                self.shape.kv_heads,
+            )
             x = ops.linear(self.attend(q, layer), o)
             x, residual = ops.add_rms_norm_linear_silu_mul(x, residual, self.norm, EPS, gate_up)
             x = ops.linear(x, down)

@@ -23,10 +23,10 @@ import random
 import time
 from typing import NamedTuple
 
-from rayllm.config import BUNDLED_MODEL, EngineConfig, make_config
-from rayllm.engine.core import EngineCore, build_engine_core
-from rayllm.sampling_params import SamplingParams
-from rayllm.types import EngineStats, GenerationRequest
+from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.types import EngineStats, GenerationRequest
+from rayllm.config.options import BUNDLED_MODEL, EngineConfig, make_config
+from rayllm.engine.engine import EngineCore, build_engine_core
 
 BLOCK_SIZE = 16
 
@@ -79,9 +79,14 @@ def blocks_of(num_tokens: int) -> int:
 
 def make_core(args: argparse.Namespace, **options: object) -> EngineCore:
     given = {
-        "model": args.model, "dtype": args.dtype, "device": args.device, "load_format": args.load_format,
-        "tensor_parallel_size": args.tp, "skip_tokenizer_init": True, "block_size": BLOCK_SIZE,
-    }  # fmt: skip
+        "model": args.model,
+        "dtype": args.dtype,
+        "device": args.device,
+        "load_format": args.load_format,
+        "tensor_parallel_size": args.tp,
+        "skip_tokenizer_init": True,
+        "block_size": BLOCK_SIZE,
+    }
     return build_engine_core(make_config(EngineConfig, {**given, **options}))
 
 
@@ -109,10 +114,14 @@ def oversubscribed(args: argparse.Namespace) -> None:
     for factor in args.factors:
         for mode in args.modes:
             core = make_core(
-                args, preemption_mode=mode, num_gpu_blocks_override=max(blocks_of(longest), int(needed / factor)),
-                max_model_len=longest, max_num_seqs=args.requests, swap_space=args.swap_space,
+                args,
+                preemption_mode=mode,
+                num_gpu_blocks_override=max(blocks_of(longest), int(needed / factor)),
+                max_model_len=longest,
+                max_num_seqs=args.requests,
+                swap_space=args.swap_space,
                 enable_prefix_caching=not args.no_prefix_caching,
-            )  # fmt: skip
+            )
             if args.no_forecast:
                 core.scheduler.admission.forecast.fits = lambda *_: True  # type: ignore[method-assign]
             run(core, [Job("warm", random_ids(rng, low), 8)])
@@ -166,9 +175,12 @@ def no_reuse(args: argparse.Namespace) -> None:
     length = args.input_len + args.output_len
     for swap_space in args.swap_spaces:
         core = make_core(
-            args, num_gpu_blocks_override=blocks_of(length) * max(2, args.users // 2), max_model_len=length,
-            max_num_seqs=args.users, swap_space=swap_space,
-        )  # fmt: skip
+            args,
+            num_gpu_blocks_override=blocks_of(length) * max(2, args.users // 2),
+            max_model_len=length,
+            max_num_seqs=args.users,
+            swap_space=swap_space,
+        )
         rng = random.Random(0)
         rates = []
         for turn in range(args.turns):

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from rayllm import LLM, SamplingParams
-from rayllm.config import BUNDLED_MODEL
+from rayllm.config.options import BUNDLED_MODEL
 from rayllm.worker.kv_scales import scale_for
 from rayllm_kernels.kv_format import quantise
 
@@ -102,8 +102,14 @@ def same_until(ours: list[int], theirs: list[int]) -> int:
 def compare_models(options: argparse.Namespace) -> None:
     results: dict[str, dict[str, tuple[float, list[int], list[list[int]]]]] = {}
     for kind in ("auto", *FORMATS):
-        with LLM(options.model, device=options.device, dtype=options.dtype, kv_cache_dtype=kind, max_num_seqs=8,
-                 enable_prefix_caching=False) as llm:  # fmt: skip
+        with LLM(
+            options.model,
+            device=options.device,
+            dtype=options.dtype,
+            kv_cache_dtype=kind,
+            max_num_seqs=8,
+            enable_prefix_caching=False,
+        ) as llm:
             tokens = min(options.tokens, llm._engine().info.max_model_len - 1)
             made = contexts(llm, options.texts, tokens)
             results[kind] = {each.name: (*read(llm, each), write(llm, each)) for each in made}
@@ -116,8 +122,11 @@ def compare_models(options: argparse.Namespace) -> None:
             agreement = sum(a == b for a, b in zip(best, base_best, strict=True)) / len(best)
             same = sum(same_until(a, b) for a, b in zip(text, base_text, strict=True))
             greedy = same / sum(len(tokens) for tokens in base_text)
-            print(f"{name:10s} {kind:10s} {perplexity:11.4f} {perplexity / base - 1:+8.2%} {agreement:10.2%} "
-                  f"{greedy:8.1%}", flush=True)  # fmt: skip
+            print(
+                f"{name:10s} {kind:10s} {perplexity:11.4f} {perplexity / base - 1:+8.2%} {agreement:10.2%} "
+                f"{greedy:8.1%}",
+                flush=True,
+            )
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,13 +161,19 @@ def compare_kernels(_options: argparse.Namespace) -> None:
                     rough, rough_weights = attend(q, stored(k, dtype), stored(v, dtype))
                     nearest = torch.cdist(rough[:, None], v).argmin(-1)[:, 0]
                     figures = (
-                        (rough - exact).square().sum(), exact.square().sum(), weights[:, length // 3].sum(),
-                        rough_weights[:, length // 3].sum(), (nearest == length // 3).sum(),
-                    )  # fmt: skip
+                        (rough - exact).square().sum(),
+                        exact.square().sum(),
+                        weights[:, length // 3].sum(),
+                        rough_weights[:, length // 3].sum(),
+                        (nearest == length // 3).sum(),
+                    )
                     sums[kind] = [a + float(b) for a, b in zip(sums[kind], figures, strict=True)]
             for kind, (error, norm, weight, rough_weight, hits) in sums.items():
-                print(f"{length:7d} {spread:7.1f} {kind:10s} {math.sqrt(error / norm):8.4f} {weight / QUERIES:7.4f} "
-                      f"-> {rough_weight / QUERIES:.4f} {hits / QUERIES:7.1%}", flush=True)  # fmt: skip
+                print(
+                    f"{length:7d} {spread:7.1f} {kind:10s} {math.sqrt(error / norm):8.4f} {weight / QUERIES:7.4f} "
+                    f"-> {rough_weight / QUERIES:.4f} {hits / QUERIES:7.1%}",
+                    flush=True,
+                )
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {"model": compare_models, "kernel": compare_kernels}

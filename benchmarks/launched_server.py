@@ -29,9 +29,7 @@ def launched(*options: str) -> Iterator[tuple[str, int]]:
     """The whole stack, ready: its address, and the session that all of its processes are in."""
     port = free_port()
     command = [sys.executable, "-m", "rayllm.cli", "launch", "--port", str(port), *options]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + START_LIMIT_S

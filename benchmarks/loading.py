@@ -88,9 +88,13 @@ def load(folder: Path, tp: int, device: str) -> float:
     """Seconds of the phase that loads the model."""
     options = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 256, "enforce_eager": True}
     with LLM(
-        str(folder), device=device, tensor_parallel_size=tp, skip_tokenizer_init=True, num_gpu_blocks_override=64,
+        str(folder),
+        device=device,
+        tensor_parallel_size=tp,
+        skip_tokenizer_init=True,
+        num_gpu_blocks_override=64,
         **options,
-    ) as llm:  # fmt: skip
+    ) as llm:
         return dict(llm._engine().info.start.phases)["load model"]
 
 

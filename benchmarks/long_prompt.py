@@ -14,10 +14,10 @@ import argparse
 import random
 import time
 
-from rayllm.config import EngineConfig, make_config
-from rayllm.engine.core import EngineCore, build_engine_core
-from rayllm.sampling_params import SamplingParams
-from rayllm.types import GenerationRequest
+from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.types import GenerationRequest
+from rayllm.config.options import EngineConfig, make_config
+from rayllm.engine.engine import EngineCore, build_engine_core
 
 STREAM_PROMPT = 64
 WARM_STEPS = 100
@@ -81,13 +81,19 @@ def main() -> None:
             make_config(
                 EngineConfig,
                 {
-                    "model": args.model, "load_format": args.load_format, "device": args.device, "dtype": args.dtype,
-                    "tensor_parallel_size": args.tp, "max_num_batched_tokens": args.chunk,
-                    "max_num_seqs": args.streams + 1, "target_itl_ms": target or None, "skip_tokenizer_init": True,
+                    "model": args.model,
+                    "load_format": args.load_format,
+                    "device": args.device,
+                    "dtype": args.dtype,
+                    "tensor_parallel_size": args.tp,
+                    "max_num_batched_tokens": args.chunk,
+                    "max_num_seqs": args.streams + 1,
+                    "target_itl_ms": target or None,
+                    "skip_tokenizer_init": True,
                     "enable_prefix_caching": False,
                 },
             )
-        )  # fmt: skip
+        )
         between, first_tokens = latencies(core, args)
         core.shutdown()
         print(

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rayllm.core.prefix_cache import PrefixCache
-from rayllm.serve.admission import Load
-from rayllm.serve.router import Router, prefix_hashes
+from rayllm.serve.cluster.router import Router, prefix_hashes
+from rayllm.serve.http.limits import Load
 
 BLOCK = 16
 
@@ -109,9 +109,12 @@ def simulate(requests: list[Request], choose: Choose, options: argparse.Namespac
     waits.sort()
     mean = sum(computed.values()) / len(names)
     return Result(
-        hits / tokens, sum(waits) / len(waits), waits[int(0.99 * len(waits))], max(computed.values()) / mean,
+        hits / tokens,
+        sum(waits) / len(waits),
+        waits[int(0.99 * len(waits))],
+        max(computed.values()) / mean,
         choosing / len(requests) * 1e6,
-    )  # fmt: skip
+    )
 
 
 def make_requests(options: argparse.Namespace) -> list[Request]:

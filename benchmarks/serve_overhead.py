@@ -34,9 +34,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from rayllm import LLM, SamplingParams
+from rayllm.api.types import GenerationRequest
 from rayllm.bench_serve_client import run_load
 from rayllm.bench_serve_load import bench_options
-from rayllm.types import GenerationRequest
 
 PROMPT_TOKENS, TOKENS = 32, 64
 MAX_NUM_SEQS = 64
@@ -103,8 +103,14 @@ def http_times(url: str, clients: int) -> Times:
 def record_events(url: str) -> list[bytes]:
     """The events of one stream of TOKENS tokens."""
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-    body = {"model": model, "prompt": [5] * PROMPT_TOKENS, "max_tokens": TOKENS, "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True}}  # fmt: skip
+    body = {
+        "model": model,
+        "prompt": [5] * PROMPT_TOKENS,
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
     text = httpx.post(f"{url}/v1/completions", json=body, timeout=60).content
     return [event + b"\n\n" for event in text.split(b"\n\n") if event.strip()]
 

@@ -55,8 +55,14 @@ async def ask(client: httpx.AsyncClient, url: str, rng: random.Random, seen: See
     """One stream, to its end."""
     prompt = [rng.randrange(4, 250) for _ in range(rng.randrange(8, 128))]
     tokens = rng.randrange(8, 128)
-    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0.8,
-            "stream_options": {"include_usage": True}}  # fmt: skip
+    body = {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "temperature": 0.8,
+        "stream_options": {"include_usage": True},
+    }
     try:
         usage, done = None, False
         async with client.stream("POST", f"{url}/v1/completions", json=body) as response:

@@ -25,9 +25,9 @@ import yaml
 from launched_server import launched, with_tokenizer
 
 from rayllm import LLM, SamplingParams
+from rayllm.api.types import GenerationRequest
 from rayllm.bench_serve_client import run_load
 from rayllm.bench_serve_load import arrival_times, bench_options
-from rayllm.types import GenerationRequest
 
 WARM_UP = 8
 

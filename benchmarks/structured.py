@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from rayllm.config import EngineConfig
-from rayllm.engine.core import build_engine_core
+from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
+from rayllm.api.types import GenerationRequest, TokenDelta
+from rayllm.config.options import EngineConfig
 from rayllm.engine.driver import EngineDriver
-from rayllm.sampling_params import SamplingParams, StructuredOutputs
-from rayllm.types import GenerationRequest, TokenDelta
+from rayllm.engine.engine import build_engine_core
 
 BASE_SECONDS = 2.0
 
@@ -85,7 +85,7 @@ def hard_schema(seed: int) -> str:
             {"type": "string", "pattern": f"^({word(3)}|{word(4)})-[0-9]{{2,9}}(\\.[a-f]{{1,{number + 3}}}){{0,4}}$"},
             {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 1, "maxItems": 12},
             {"type": "string", "format": rng.choice(["date-time", "email", "uuid", "ipv6"])},
-        ]  # fmt: skip
+        ]
         return kinds[number % len(kinds)]
 
     def node(depth: int) -> dict[str, Any]:
@@ -99,8 +99,10 @@ def hard_schema(seed: int) -> str:
 def row(name: str, rounds: list[list[float]], base: list[float]) -> str:
     """rounds: gaps in seconds. base: each round's mean without anything else."""
     ordered = sorted(gap for gaps in rounds for gap in gaps)
-    mean, p50, p99 = (value * 1e3 for value in (statistics.mean(ordered), ordered[len(ordered) // 2],
-                                                ordered[int(len(ordered) * 0.99)]))  # fmt: skip
+    mean, p50, p99 = (
+        value * 1e3
+        for value in (statistics.mean(ordered), ordered[len(ordered) // 2], ordered[int(len(ordered) * 0.99)])
+    )
     changes = [statistics.mean(gaps) / alone - 1 for gaps, alone in zip(rounds, base, strict=True)]
     low, median, high = statistics.quantiles(changes, n=4)
     change = f"{median:+.0%} ({low:+.0%} to {high:+.0%})"
@@ -154,8 +156,10 @@ def main() -> None:
     finally:
         driver.shutdown()
     compiling = statistics.mean(end - start for start, end in periods["schemas compile"])
-    print(f"{args.streams} streams; {args.rounds} times {args.schemas} schemas of about {len(rounds[0][0])} bytes, "
-          f"{compiling:.2f} s each time on average")  # fmt: skip
+    print(
+        f"{args.streams} streams; {args.rounds} times {args.schemas} schemas of about {len(rounds[0][0])} bytes, "
+        f"{compiling:.2f} s each time on average"
+    )
     within = {
         name: [[gap for at, gap in gaps if start <= at < end] for start, end in times]
         for name, times in periods.items()

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from rayllm.model_spec import ModelSpec, load_model_spec
-from rayllm.worker.cache_engine import CacheEngine, block_bytes
+from rayllm.config.model_spec import ModelSpec, load_model_spec
+from rayllm.worker.cache import CacheEngine, block_bytes
 
 MIB = 1 << 20
 MODELS = Path(__file__).parents[1] / "configs" / "models"
@@ -71,9 +71,15 @@ def measure(spec: ModelSpec, block_size: int, tp: int, num_bytes: int, device: t
     rng = random.Random(0)
     scattered = rng.sample(range(2 * count), count)
     engine = CacheEngine(
-        num_gpu_blocks=2 * count, num_cpu_blocks=2 * count, num_layers=spec.num_layers, num_kv_heads=heads,
-        block_size=block_size, head_dim=spec.head_dim, dtype=torch.bfloat16, device=device,
-    )  # fmt: skip
+        num_gpu_blocks=2 * count,
+        num_cpu_blocks=2 * count,
+        num_layers=spec.num_layers,
+        num_kv_heads=heads,
+        block_size=block_size,
+        head_dim=spec.head_dim,
+        dtype=torch.bfloat16,
+        device=device,
+    )
 
     def synchronize() -> None:
         engine.join_swap_ins()

@@ -44,8 +44,15 @@ def rows(model: str, tp: int, report: dict) -> list[str]:
         figure, unit = result["figure"], result["unit"].removesuffix(" tok/s").replace("out", "").replace("in", "in/s")
         ratio = "" if other is None else f"{other / figure if unit == 'ms' else figure / other:.2f}"
         spread = f"{min(result['seconds']):.3f} to {max(result['seconds']):.3f} s"
-        cells = [f"{model}, tp={tp}", result["workload"], f"{figure:,.1f} {unit}".strip(), spread,
-                 f"{result['cached_tokens']:,}", "" if other is None else f"{other:,}", ratio]  # fmt: skip
+        cells = [
+            f"{model}, tp={tp}",
+            result["workload"],
+            f"{figure:,.1f} {unit}".strip(),
+            spread,
+            f"{result['cached_tokens']:,}",
+            "" if other is None else f"{other:,}",
+            ratio,
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 

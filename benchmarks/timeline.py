@@ -21,8 +21,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rayllm import LLM, SamplingParams
-from rayllm.engine.core import EngineCore
-from rayllm.types import GenerationRequest
+from rayllm.api.types import GenerationRequest
+from rayllm.engine.engine import EngineCore
 
 FIRST_KERNEL = "_decode_inputs_kernel"  # of every decode graph
 HOST = ("schedule", "submit", "collect", "update")
@@ -106,8 +106,10 @@ def draw(kernels: list[Span], host: list[Span], begin: float, end: float, title:
         for span in spans:
             x, right = LEFT + (max(span.start, begin) - begin) * scale, LEFT + (min(span.end, end) - begin) * scale
             tip = f"<title>{escape(span.name[:80])}: {span.end - span.start:.1f} us</title>"
-            lines.append(f'<rect x="{x:.2f}" y="{y}" width="{max(right - x, 0.1):.2f}" height="36" '
-                         f'fill="{color[span.name]}">{tip}</rect>')  # fmt: skip
+            lines.append(
+                f'<rect x="{x:.2f}" y="{y}" width="{max(right - x, 0.1):.2f}" height="36" '
+                f'fill="{color[span.name]}">{tip}</rect>'
+            )
     axis = 40 + 2 * TRACK + 12
     for i in range(11):
         x = LEFT + (WIDTH - LEFT - 20) * i / 10

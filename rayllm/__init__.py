@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rayllm.sampling_params import SamplingParams, StructuredOutputs
+from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from rayllm.llm import LLM

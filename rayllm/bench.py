@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from rayllm.config import EngineConfig
+from rayllm.api.sampling_params import SamplingParams
+from rayllm.config.options import EngineConfig
 from rayllm.errors import ConfigError
-from rayllm.sampling_params import SamplingParams
 
 MAX_ID = 10_000
 TEMPERATURE = 0.6
@@ -79,8 +79,8 @@ def run_benchmark(
     """Load the model once and run the workloads. Returns what `--json` prints. Raises RayllmError."""
     if repeat < 1 or warmup < 0:
         raise ConfigError(f"repeat must be at least 1 and warmup at least 0, not {repeat} and {warmup}")
+    from rayllm.config.model_spec import load_model_spec
     from rayllm.llm import LLM
-    from rayllm.model_spec import load_model_spec
 
     vocab_size = load_model_spec(config.model).vocab_size
     started = time.perf_counter()

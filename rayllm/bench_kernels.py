@@ -204,10 +204,23 @@ def norm_rope_cache(name: str, tokens: int, dtype: torch.dtype = torch.bfloat16)
     scales = scales_of(pool)
     slots = torch.randperm(blocks * BLOCK_SIZE, device=DEVICE)[:tokens].contiguous()
     calls = [
-        partial(ops.qk_norm_rope_cache, qkv, positions, cos_sin, weight, weight, 1e-5, pool[:, i, 0], pool[:, i, 1],
-                slots, HEADS, KV_HEADS, kv_scales=scales)
+        partial(
+            ops.qk_norm_rope_cache,
+            qkv,
+            positions,
+            cos_sin,
+            weight,
+            weight,
+            1e-5,
+            pool[:, i, 0],
+            pool[:, i, 1],
+            slots,
+            HEADS,
+            KV_HEADS,
+            kv_scales=scales,
+        )
         for i, qkv in enumerate(fused)
-    ]  # fmt: skip
+    ]
     written = head_row * HEADS + tokens * HEAD_DIM * 2 * KV_HEADS * dtype.itemsize
     return Case(name, calls, bytes=head_row * heads + written + cos_sin.nbytes)
 
@@ -222,8 +235,9 @@ def linear(name: str, tokens: int, inputs: int, outputs: int) -> Case:
 def gumbel(name: str, rows: int) -> Case:
     logits = normal(copies(rows * VOCAB_SIZE * 2), rows, VOCAB_SIZE)
     seeds, ones = torch.arange(rows, device=DEVICE), torch.ones(rows, device=DEVICE)
-    return Case(name, [partial(ops.gumbel_argmax, x, seeds, seeds, ones, ones) for x in logits],
-                bytes=rows * VOCAB_SIZE * 2)  # fmt: skip
+    return Case(
+        name, [partial(ops.gumbel_argmax, x, seeds, seeds, ones, ones) for x in logits], bytes=rows * VOCAB_SIZE * 2
+    )
 
 
 def copy_blocks(name: str, count: int) -> Case:

@@ -19,8 +19,8 @@ import httpx
 import orjson
 from tqdm import tqdm
 
-from rayllm.api_client import api_base, auth_headers, error_of, first_model
 from rayllm.bench_serve_load import Load, ServeBenchOptions, make_load
+from rayllm.cli.api_client import api_base, auth_headers, error_of, first_model
 from rayllm.errors import EngineDeadError, RayllmError
 
 TICK_S = 0.1  # resolution of the tokens over time

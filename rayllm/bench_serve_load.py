@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from rayllm.bench import custom_workload
-from rayllm.config import make_config
+from rayllm.config.options import make_config
 from rayllm.errors import ConfigError
 
 # Random text is made of these, one for a token of random ids; most tokenizers have each of them in one token.

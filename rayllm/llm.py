@@ -10,13 +10,13 @@ from typing import Any, cast
 from msgspec.structs import replace
 from tqdm import tqdm
 
-from rayllm.config import OFFLINE_BATCHED_TOKENS, EngineConfig, make_config
-from rayllm.engine.core import EngineCore, build_engine_core
-from rayllm.engine.outputs import OutputProcessor, accumulate
-from rayllm.engine.tokenizer import Tokenizer, load_tokenizer
+from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.types import EngineStats, GenerationRequest, Pooling, RequestOutput, TokenDelta
+from rayllm.config.options import OFFLINE_BATCHED_TOKENS, EngineConfig, make_config
+from rayllm.engine.engine import EngineCore, build_engine_core
 from rayllm.errors import InvalidRequestError
-from rayllm.sampling_params import SamplingParams
-from rayllm.types import EngineStats, GenerationRequest, Pooling, RequestOutput, TokenDelta
+from rayllm.text.outputs import OutputProcessor, accumulate
+from rayllm.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
 PROMPT_FIELDS = {"prompt", "prompt_token_ids", "cache_salt"}
@@ -30,18 +30,35 @@ class LLM:
             outputs = llm.generate(["Hello"], SamplingParams(max_tokens=32))
 
     model: folder of a checkpoint; the bundled model if None. The other arguments are the fields of
-    `rayllm.config.EngineConfig`, which documents them. Raises ConfigError, ModelError or StartupError.
+    `rayllm.config.options.EngineConfig`, which documents them. Raises ConfigError, ModelError or StartupError.
     """
 
     def __init__(
-        self, model: str | None = None, *, tensor_parallel_size: int = 1, executor: str = "auto", device: str = "auto",
-        dtype: str = "auto", kv_cache_dtype: str = "auto", max_model_len: int | None = None, block_size: int = 16,
-        num_gpu_blocks_override: int | None = None, swap_space: float = 0, gpu_memory_utilization: float = 0.9,
-        max_num_seqs: int = 256, max_num_batched_tokens: int = OFFLINE_BATCHED_TOKENS,
-        enable_prefix_caching: bool = True, scheduling_policy: str = "fcfs", enforce_eager: bool = False,
-        deterministic: bool = False, load_format: str = "auto", skip_tokenizer_init: bool = False, seed: int = 0,
-        preemption_mode: str = "cost", target_itl_ms: float | None = None,
-    ):  # fmt: skip
+        self,
+        model: str | None = None,
+        *,
+        tensor_parallel_size: int = 1,
+        executor: str = "auto",
+        device: str = "auto",
+        dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        num_gpu_blocks_override: int | None = None,
+        swap_space: float = 0,
+        gpu_memory_utilization: float = 0.9,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = OFFLINE_BATCHED_TOKENS,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: str = "fcfs",
+        enforce_eager: bool = False,
+        deterministic: bool = False,
+        load_format: str = "auto",
+        skip_tokenizer_init: bool = False,
+        seed: int = 0,
+        preemption_mode: str = "cost",
+        target_itl_ms: float | None = None,
+    ):
         options = {name: value for name, value in locals().items() if name != "self"}
         if model is None:
             del options["model"]
@@ -205,10 +222,13 @@ class DeltaBuffer:
                 del self._held[key]
                 ready.append(
                     replace(
-                        held, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason,
-                        num_preemptions=delta.num_preemptions, cumulative_logprob=delta.cumulative_logprob,
+                        held,
+                        finish_reason=delta.finish_reason,
+                        stop_reason=delta.stop_reason,
+                        num_preemptions=delta.num_preemptions,
+                        cumulative_logprob=delta.cumulative_logprob,
                     )
-                )  # fmt: skip
+                )
         return ready
 
 

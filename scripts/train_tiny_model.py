@@ -238,8 +238,11 @@ def main() -> None:
     tokenizer = train_tokenizer(plain_documents(entries))
     corpus = encode_corpus(tokenizer, entries)
     plain, chat, held_out = corpus.total_tokens()
-    print(f"{len(entries)} entries, {len(corpus.plain)} documents, {len(corpus.chats)} chats; tokens: {plain} plain, "
-          f"{chat} chat, {held_out} held out; {time.monotonic() - began:.1f} s", flush=True)  # fmt: skip
+    print(
+        f"{len(entries)} entries, {len(corpus.plain)} documents, {len(corpus.chats)} chats; tokens: {plain} plain, "
+        f"{chat} chat, {held_out} held out; {time.monotonic() - began:.1f} s",
+        flush=True,
+    )
     model = make_model().to(device)
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {device}, {preset}", flush=True)
     train_loss = train(model, corpus, preset, device, arguments.seed)

@@ -156,12 +156,30 @@ def _peer(peers_ptr, rank):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _all_reduce_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, peers_ptr, uses_ptr, rank, num_rows, eps,
-    stride_x, stride_residual,
-    TWO_SHOT: tl.constexpr, RANKS: tl.constexpr, WORDS: tl.constexpr, WORDS_PADDED: tl.constexpr,
-    PROGRAMS: tl.constexpr, ROW_SLOTS: tl.constexpr, MAX_ROWS: tl.constexpr, DTYPE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    total_ptr,
+    peers_ptr,
+    uses_ptr,
+    rank,
+    num_rows,
+    eps,
+    stride_x,
+    stride_residual,
+    TWO_SHOT: tl.constexpr,
+    RANKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORDS_PADDED: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ROW_SLOTS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     word = tl.pointer_type(tl.int32)
     x_ptr, residual_ptr, weight_ptr = x_ptr.to(word), residual_ptr.to(word), weight_ptr.to(word)
     y_ptr, total_ptr = y_ptr.to(word), total_ptr.to(word)
@@ -221,10 +239,19 @@ def _all_reduce_kernel(
 
 @triton.jit(do_not_specialize=["elements"])
 def _all_gather_kernel(
-    x_ptr, out_ptr, peers_ptr, uses_ptr, rank, elements,
-    RANKS: tl.constexpr, WORDS: tl.constexpr, PROGRAMS: tl.constexpr, ROW_SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr,
+    out_ptr,
+    peers_ptr,
+    uses_ptr,
+    rank,
+    elements,
+    RANKS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ROW_SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
     source = tl.arange(0, RANKS)[:, None]
@@ -257,20 +284,45 @@ def _check(x: Tensor, argument: str, buffers: PeerBuffers, two_shot: bool) -> No
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, y: Tensor, total: Tensor,
-    buffers: PeerBuffers, two_shot: bool,
-) -> None:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    y: Tensor,
+    total: Tensor,
+    buffers: PeerBuffers,
+    two_shot: bool,
+) -> None:
     words = buffers.hidden_size // 2
     words_padded = triton.next_power_of_2(words)
     overlap = can_overlap(x.device)
     _all_reduce_kernel[(min(x.shape[0], buffers.programs),)](
-        x, x if residual is None else residual, x if weight is None else weight, y, total, buffers.peers, buffers.uses,
-        buffers.rank, x.shape[0], eps, x.stride(0) // 2, 0 if residual is None else residual.stride(0) // 2,
-        TWO_SHOT=two_shot, RANKS=buffers.size, WORDS=words, WORDS_PADDED=words_padded, PROGRAMS=buffers.programs,
-        ROW_SLOTS=buffers.row_slots, MAX_ROWS=buffers.max_rows, DTYPE=_TRITON_DTYPES[x.dtype],
-        HAS_RESIDUAL=residual is not None, NORM=weight is not None, OVERLAP=overlap,
-        num_warps=min(MAX_WARPS, max(4, words_padded // 128)), launch_pdl=overlap,
-    )  # fmt: skip
+        x,
+        x if residual is None else residual,
+        x if weight is None else weight,
+        y,
+        total,
+        buffers.peers,
+        buffers.uses,
+        buffers.rank,
+        x.shape[0],
+        eps,
+        x.stride(0) // 2,
+        0 if residual is None else residual.stride(0) // 2,
+        TWO_SHOT=two_shot,
+        RANKS=buffers.size,
+        WORDS=words,
+        WORDS_PADDED=words_padded,
+        PROGRAMS=buffers.programs,
+        ROW_SLOTS=buffers.row_slots,
+        MAX_ROWS=buffers.max_rows,
+        DTYPE=_TRITON_DTYPES[x.dtype],
+        HAS_RESIDUAL=residual is not None,
+        NORM=weight is not None,
+        OVERLAP=overlap,
+        num_warps=min(MAX_WARPS, max(4, words_padded // 128)),
+        launch_pdl=overlap,
+    )
 
 
 _TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -324,8 +376,19 @@ def all_gather_small(x: Tensor, buffers: PeerBuffers) -> Tensor:
     block, elements = _gather_block(buffers), x.nbytes // 2
     overlap = can_overlap(x.device)
     _all_gather_kernel[(triton.cdiv(elements, block),)](
-        x.view(torch.int16), out.view(torch.int16), buffers.peers, buffers.uses, buffers.rank, elements,
-        RANKS=buffers.size, WORDS=buffers.hidden_size // 2, PROGRAMS=buffers.programs, ROW_SLOTS=buffers.row_slots,
-        BLOCK=block, OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
-    )  # fmt: skip
+        x.view(torch.int16),
+        out.view(torch.int16),
+        buffers.peers,
+        buffers.uses,
+        buffers.rank,
+        elements,
+        RANKS=buffers.size,
+        WORDS=buffers.hidden_size // 2,
+        PROGRAMS=buffers.programs,
+        ROW_SLOTS=buffers.row_slots,
+        BLOCK=block,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
     return out

@@ -91,10 +91,19 @@ def check_format(tensor: Tensor, argument: str, k_cache: Tensor, kv_scales: KVSc
 
 
 def check_paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
-    scale: float, sliding_window: int | None, alibi_slopes: Tensor | None, soft_cap: float | None, out: Tensor | None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    alibi_slopes: Tensor | None,
+    soft_cap: float | None,
+    out: Tensor | None,
     kv_scales: KVScales | None,
-) -> None:  # fmt: skip
+) -> None:
     """What decode and prefill have in common; the batch size is taken from `seq_lens`."""
     check_cache(k_cache, v_cache)
     kv_heads, _, head_dim = k_cache.shape[1:]
@@ -248,10 +257,18 @@ def check_reshape_and_cache(
 
 
 def check_qk_norm_rope_cache(
-    qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
-    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int,
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
     kv_scales: KVScales | None,
-) -> None:  # fmt: skip
+) -> None:
     check_cache(k_cache, v_cache)
     head_dim = k_cache.shape[3]
     if k_cache.shape[1] != num_kv_heads:
@@ -326,9 +343,15 @@ def check_gumbel_argmax(
 
 
 def check_decode_inputs(
-    rows: Tensor, positions: Tensor, token_table: Tensor, block_table: Tensor, input_ids: Tensor, slots: Tensor,
-    seq_lens: Tensor, block_tables: Tensor,
-) -> None:  # fmt: skip
+    rows: Tensor,
+    positions: Tensor,
+    token_table: Tensor,
+    block_table: Tensor,
+    input_ids: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+) -> None:
     count, device = rows.shape[0], rows.device
     check_vector(rows, "rows", count, torch.int64, device)
     check_vector(positions, "positions", count, torch.int64, device)

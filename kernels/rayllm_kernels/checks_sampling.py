@@ -9,9 +9,16 @@ from .checks import FLOAT_DTYPES, FLOAT_RULE, check_gumbel_argmax, check_last_di
 
 
 def check_truncate_draws(
-    token_ids: Tensor, logits: Tensor, rows: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor,
-    seeds: Tensor, positions: Tensor, temperature: Tensor,
-) -> None:  # fmt: skip
+    token_ids: Tensor,
+    logits: Tensor,
+    rows: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    log_min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+) -> None:
     check_gumbel_argmax(logits, seeds, positions, temperature, temperature)
     count, device = rows.numel(), logits.device
     check_vector(token_ids, "token_ids", logits.shape[0], torch.int64, device)
@@ -22,9 +29,16 @@ def check_truncate_draws(
 
 
 def check_penalise(
-    logits: Tensor, token_table: Tensor, rows: Tensor, table_rows: Tensor, num_prompt_tokens: Tensor,
-    num_tokens: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    token_table: Tensor,
+    rows: Tensor,
+    table_rows: Tensor,
+    num_prompt_tokens: Tensor,
+    num_tokens: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
     if logits.dim() != 2:
         fail("logits", "must be [rows, vocab_size]", logits.shape)
     if logits.dtype != torch.float32:
@@ -35,8 +49,11 @@ def check_penalise(
     check_last_dim(token_table, "token_table")
     count, device = rows.numel(), logits.device
     for name, tensor in (
-        ("rows", rows), ("table_rows", table_rows), ("num_prompt_tokens", num_prompt_tokens), ("num_tokens", num_tokens)
-    ):  # fmt: skip
+        ("rows", rows),
+        ("table_rows", table_rows),
+        ("num_prompt_tokens", num_prompt_tokens),
+        ("num_tokens", num_tokens),
+    ):
         check_vector(tensor, name, count, torch.int64, device)
     for name, tensor in (("repetition", repetition), ("presence", presence), ("frequency", frequency)):
         check_vector(tensor, name, count, torch.float32, device)

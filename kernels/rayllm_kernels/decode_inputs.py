@@ -23,9 +23,21 @@ TILE = 1024
 
 @triton.jit
 def _decode_inputs_kernel(
-    rows_ptr, positions_ptr, token_table_ptr, block_table_ptr, input_ids_ptr, slots_ptr, seq_lens_ptr,
-    block_tables_ptr, stride_tokens, stride_blocks, stride_out, max_blocks, block_size, TILE: tl.constexpr,
-):  # fmt: skip
+    rows_ptr,
+    positions_ptr,
+    token_table_ptr,
+    block_table_ptr,
+    input_ids_ptr,
+    slots_ptr,
+    seq_lens_ptr,
+    block_tables_ptr,
+    stride_tokens,
+    stride_blocks,
+    stride_out,
+    max_blocks,
+    block_size,
+    TILE: tl.constexpr,
+):
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + index)
     position = tl.load(positions_ptr + index)
@@ -43,14 +55,34 @@ def _decode_inputs_kernel(
 
 
 def decode_inputs(
-    rows: Tensor, positions: Tensor, token_table: Tensor, block_table: Tensor, block_size: int, *,
-    input_ids: Tensor, slots: Tensor, seq_lens: Tensor, block_tables: Tensor,
-) -> None:  # fmt: skip
+    rows: Tensor,
+    positions: Tensor,
+    token_table: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    *,
+    input_ids: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+) -> None:
     """Fill the four outputs; see `ops.decode_inputs` for the contract."""
     check_decode_inputs(rows, positions, token_table, block_table, input_ids, slots, seq_lens, block_tables)
     if rows.shape[0]:
         _decode_inputs_kernel[(rows.shape[0],)](
-            rows, positions, token_table, block_table, input_ids, slots, seq_lens, block_tables,
-            token_table.stride(0), block_table.stride(0), block_tables.stride(0), block_table.shape[1], block_size,
-            TILE=min(TILE, triton.next_power_of_2(block_table.shape[1])), num_warps=4,
-        )  # fmt: skip
+            rows,
+            positions,
+            token_table,
+            block_table,
+            input_ids,
+            slots,
+            seq_lens,
+            block_tables,
+            token_table.stride(0),
+            block_table.stride(0),
+            block_tables.stride(0),
+            block_table.shape[1],
+            block_size,
+            TILE=min(TILE, triton.next_power_of_2(block_table.shape[1])),
+            num_warps=4,
+        )

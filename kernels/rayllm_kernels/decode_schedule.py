@@ -37,9 +37,16 @@ def key_tiles(seq_len, window, KEYS: tl.constexpr, USE_WINDOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seq_lens_ptr", "batch"])
 def _schedule_kernel(
-    seq_lens_ptr, contexts_ptr, ranges_ptr, batch, window,
-    KEYS: tl.constexpr, USE_WINDOW: tl.constexpr, BATCH_PADDED: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
+    seq_lens_ptr,
+    contexts_ptr,
+    ranges_ptr,
+    batch,
+    window,
+    KEYS: tl.constexpr,
+    USE_WINDOW: tl.constexpr,
+    BATCH_PADDED: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
     """One range a program; each sums up the whole batch, which is cheaper than passing sums on."""
     index = tl.program_id(0)
     count = tl.num_programs(0)
@@ -80,9 +87,15 @@ def decode_schedule(
     tiles = choose_tiles(head_dim, q.element_size(), k_cache.element_size())
     schedule = empty_schedule(q, num_ranges or choose_num_ranges(programs, _multiprocessors(q.device), tiles))
     _schedule_kernel[(schedule.ranges.shape[0],)](
-        seq_lens, schedule.contexts, schedule.ranges, batch, min(sliding_window or 0, 1 << 30),
+        seq_lens,
+        schedule.contexts,
+        schedule.ranges,
+        batch,
+        min(sliding_window or 0, 1 << 30),
         KEYS=tiles.keys,
-        USE_WINDOW=sliding_window is not None, BATCH_PADDED=triton.next_power_of_2(max(batch, 1)),
-        FIELDS=RANGE_FIELDS, num_warps=4,
-    )  # fmt: skip
+        USE_WINDOW=sliding_window is not None,
+        BATCH_PADDED=triton.next_power_of_2(max(batch, 1)),
+        FIELDS=RANGE_FIELDS,
+        num_warps=4,
+    )
     return schedule

@@ -43,9 +43,23 @@ def _next_of_row(row_ptr, vocab_size, key, token, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows_ptr", "token_ids_ptr", "num_top", "group_k"])
 def _gather_kernel(
-    logits_ptr, rows_ptr, token_ids_ptr, logprobs_ptr, ranks_ptr, top_ids_ptr, top_logprobs_ptr, values_ptr,
-    tokens_ptr, counters_ptr, stride_row, vocab_size, num_top, group_k, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    rows_ptr,
+    token_ids_ptr,
+    logprobs_ptr,
+    ranks_ptr,
+    top_ids_ptr,
+    top_logprobs_ptr,
+    values_ptr,
+    tokens_ptr,
+    counters_ptr,
+    stride_row,
+    vocab_size,
+    num_top,
+    group_k,
+    WIDTH: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
     place = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + tl.load(rows_ptr + place) * stride_row
     values_ptr += place * CAPACITY
@@ -112,8 +126,23 @@ def gather_logprobs(
     tokens = torch.empty((count, CAPACITY), dtype=torch.int32, device=device)
     counters = torch.empty(count, dtype=torch.int32, device=device)
     _gather_kernel[(count,)](
-        logits, rows, token_ids, logprobs, ranks, top_ids, top_logprobs, values, tokens, counters, logits.stride(0),
-        logits.shape[1], num_top, min(num_top, WIDTH), WIDTH=WIDTH, CAPACITY=CAPACITY, num_warps=WARPS,
+        logits,
+        rows,
+        token_ids,
+        logprobs,
+        ranks,
+        top_ids,
+        top_logprobs,
+        values,
+        tokens,
+        counters,
+        logits.stride(0),
+        logits.shape[1],
+        num_top,
+        min(num_top, WIDTH),
+        WIDTH=WIDTH,
+        CAPACITY=CAPACITY,
+        num_warps=WARPS,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return logprobs, ranks, top_ids, top_logprobs

@@ -31,10 +31,22 @@ MAX_SLICES = 128
 
 @triton.jit(do_not_specialize=["seeds_ptr", "positions_ptr", "temperature_ptr", "noise_scale_ptr", "num_slices"])
 def _scan_kernel(
-    logits_ptr, seeds_ptr, positions_ptr, temperature_ptr, noise_scale_ptr, best_ptr, best_token_ptr,
-    stride_row, first, vocab_size, num_slices, slice_size,
-    RUNS: tl.constexpr, SPAN: tl.constexpr, SHARDED: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    seeds_ptr,
+    positions_ptr,
+    temperature_ptr,
+    noise_scale_ptr,
+    best_ptr,
+    best_token_ptr,
+    stride_row,
+    first,
+    vocab_size,
+    num_slices,
+    slice_size,
+    RUNS: tl.constexpr,
+    SPAN: tl.constexpr,
+    SHARDED: tl.constexpr,
+):
     row = tl.program_id(1).to(tl.int64)
     begin = first // SPAN * SPAN + tl.program_id(0) * slice_size
     end = tl.minimum(begin + slice_size, vocab_size)
@@ -46,18 +58,35 @@ def _scan_kernel(
     else:
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
         best, token = scan(
-            row_ptr, begin, end, first, vocab_size, inverse, noise_scale, position, seed, 0.0, 0.0,
-            RUNS, RESTRICTED=False, SHARDED=SHARDED,
-        )  # fmt: skip
+            row_ptr,
+            begin,
+            end,
+            first,
+            vocab_size,
+            inverse,
+            noise_scale,
+            position,
+            seed,
+            0.0,
+            0.0,
+            RUNS,
+            RESTRICTED=False,
+            SHARDED=SHARDED,
+        )
     tl.store(best_ptr + row * num_slices + tl.program_id(0), best)
     tl.store(best_token_ptr + row * num_slices + tl.program_id(0), token)
 
 
 @triton.jit(do_not_specialize=["num_slices"])
 def _reduce_kernel(
-    best_ptr, best_token_ptr, out_ptr, num_slices, SLICES_PADDED: tl.constexpr, KEYS: tl.constexpr,
+    best_ptr,
+    best_token_ptr,
+    out_ptr,
+    num_slices,
+    SLICES_PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
     NO_TOKEN: tl.constexpr,
-):  # fmt: skip
+):
     """The best token of a row or, if KEYS, its key."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, SLICES_PADDED)
@@ -86,9 +115,15 @@ def gumbel_keys(
 
 
 def _best(
-    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, noise_scale: Tensor, *, first_token: int,
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    noise_scale: Tensor,
+    *,
+    first_token: int,
     keys: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     check_gumbel_argmax(logits, seeds, positions, temperature, noise_scale, first_token)
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -104,12 +139,32 @@ def _best(
     best_token = torch.empty((rows, slices), dtype=torch.int32, device=logits.device)
     # Products and sums are rounded separately, as in the reference and in whatever else computes a score.
     _scan_kernel[(slices, rows)](
-        logits, seeds, positions, temperature, noise_scale, best, best_token, logits.stride(0), first_token,
-        first_token + vocab_size, slices, slice_size, RUNS=runs, SPAN=SPAN, SHARDED=first_token > 0, num_warps=warps,
+        logits,
+        seeds,
+        positions,
+        temperature,
+        noise_scale,
+        best,
+        best_token,
+        logits.stride(0),
+        first_token,
+        first_token + vocab_size,
+        slices,
+        slice_size,
+        RUNS=runs,
+        SPAN=SPAN,
+        SHARDED=first_token > 0,
+        num_warps=warps,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     _reduce_kernel[(rows,)](
-        best, best_token, out, slices, SLICES_PADDED=triton.next_power_of_2(slices), KEYS=keys, NO_TOKEN=NO_TOKEN,
+        best,
+        best_token,
+        out,
+        slices,
+        SLICES_PADDED=triton.next_power_of_2(slices),
+        KEYS=keys,
+        NO_TOKEN=NO_TOKEN,
         num_warps=1,
-    )  # fmt: skip
+    )
     return out

@@ -129,9 +129,21 @@ def _improve(best, best_token, scaled, bits, token, noise_scale):
 
 @triton.jit
 def scan(
-    row_ptr, begin, end, first, vocab_size, inverse, noise_scale, position, seed, low, above,
-    RUNS: tl.constexpr, RESTRICTED: tl.constexpr, SHARDED: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    begin,
+    end,
+    first,
+    vocab_size,
+    inverse,
+    noise_scale,
+    position,
+    seed,
+    low,
+    above,
+    RUNS: tl.constexpr,
+    RESTRICTED: tl.constexpr,
+    SHARDED: tl.constexpr,
+):
     """(best score, lowest token that has it) of tokens begin to end - 1, both multiples of RUNS * SPAN but for the
     vocabulary's end. If RESTRICTED, of those whose logit is >= low and > above. (-inf, begin) if there are none.
     If SHARDED, there are logits of tokens first to vocab_size - 1 only; row_ptr is where that of token 0 would be.
@@ -162,9 +174,7 @@ def scan(
 
 
 @triton.jit
-def scan_without_noise(
-    row_ptr, begin, end, first, vocab_size, inverse, TILE: tl.constexpr, SHARDED: tl.constexpr
-):  # fmt: skip
+def scan_without_noise(row_ptr, begin, end, first, vocab_size, inverse, TILE: tl.constexpr, SHARDED: tl.constexpr):
     """As `scan` with no noise and no restriction: the best logit / temperature."""
     best = tl.full([TILE], float("-inf"), tl.float32)
     best_token = tl.zeros([TILE], tl.int32) + begin

@@ -94,9 +94,7 @@ def _norm_fits(x: Tensor, weight: Tensor) -> bool:
     return _rows_fit(x) and (x.shape[0] == 1 or x.shape[1] <= MAX_NORM_INPUTS) and weight.shape[0] > 0
 
 
-def _few(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, out: Tensor | None = None
-) -> Tensor | None:  # fmt: skip
+def _few(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, out: Tensor | None = None) -> Tensor | None:
     """The projection by one of this package's kernels, None where those are not the fastest."""
     tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -148,14 +146,26 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _norm_rows(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
     gated: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     rows, warps = choose_rows(x.shape[0], x.shape[1], gated, norm=True)
     return linear_rows(
-        x, weight, rows=rows, num_warps=warps, bias=bias, residual=residual, norm_weight=norm_weight, eps=eps,
+        x,
+        weight,
+        rows=rows,
+        num_warps=warps,
+        bias=bias,
+        residual=residual,
+        norm_weight=norm_weight,
+        eps=eps,
         gated=gated,
-    )  # fmt: skip
+    )
 
 
 def _norm(x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -61,8 +61,8 @@ def _find_tile(index, token_tiles, output_tiles, group):
 
 @gluon.jit
 def _produce(
-    x_desc, w_desc, ring, token_tiles, output_tiles, group, steps, CONSUMERS: gl.constexpr, OVERLAP: gl.constexpr,
-):  # fmt: skip
+    x_desc, w_desc, ring, token_tiles, output_tiles, group, steps, CONSUMERS: gl.constexpr, OVERLAP: gl.constexpr
+):
     x_smem, w_smem, full, free = ring
     BYTES: gl.constexpr = (CONSUMERS * BLOCK + 2 * OUTPUTS) * DEPTH * 2
     if OVERLAP:
@@ -76,8 +76,12 @@ def _produce(
             mbarrier.expect(full.index(stage), BYTES)
             copy_async(w_desc, [0, output_tile * OUTPUTS, step * DEPTH], full.index(stage), w_smem.index(stage))
             for consumer in gl.static_range(CONSUMERS):
-                copy_async(x_desc, [(token_tile * CONSUMERS + consumer) * BLOCK, step * DEPTH], full.index(stage),
-                      x_smem.index(stage * CONSUMERS + consumer))  # fmt: skip
+                copy_async(
+                    x_desc,
+                    [(token_tile * CONSUMERS + consumer) * BLOCK, step * DEPTH],
+                    full.index(stage),
+                    x_smem.index(stage * CONSUMERS + consumer),
+                )
             use += 1
     if OVERLAP:
         gdc_launch_dependents()
@@ -108,14 +112,25 @@ def _multiply(use, steps, ring, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr)
 
 @gluon.jit
 def _consume(
-    y_ptr, ring, token_tiles, output_tiles, group, steps, tokens, outputs,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    ring,
+    token_tiles,
+    output_tiles,
+    group,
+    steps,
+    tokens,
+    outputs,
+    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):
     # As the products leave them, but for an exchange among four threads: each stores 8 bytes, the four a whole sector.
     WIDE: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [0, 32], [0, 64], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]], [], [BLOCK, OUTPUTS],
-    )  # fmt: skip
+        [[0, 1], [0, 2], [0, 16], [0, 32], [0, 64], [8, 0]],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [BLOCK, OUTPUTS],
+    )
     use = token_tiles * 0
     for index in range(gl.program_id(0), token_tiles * output_tiles, gl.num_programs(0)):
         token_tile, output_tile = _find_tile(index, token_tiles, output_tiles, group)
@@ -130,9 +145,18 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["tokens", "output_octets", "token_tiles", "output_tiles", "group", "steps"])
 def _linear_gated_kernel(
-    x_desc, w_desc, y_ptr, tokens, output_octets, token_tiles, output_tiles, group, steps,
-    CONSUMERS: gl.constexpr, OVERLAP: gl.constexpr,
-):  # fmt: skip
+    x_desc,
+    w_desc,
+    y_ptr,
+    tokens,
+    output_octets,
+    token_tiles,
+    output_tiles,
+    group,
+    steps,
+    CONSUMERS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
     DTYPE: gl.constexpr = y_ptr.dtype.element_ty
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES * CONSUMERS, BLOCK, DEPTH], SHARED)
     w_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 2, OUTPUTS, DEPTH], SHARED_GATED)
@@ -181,14 +205,26 @@ def _launch(x: Tensor, weight: Tensor, consumers: int, programs: int) -> Tensor:
     outputs, stride = weight.shape[0] // 2, weight.stride(0)
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
     x_desc = TensorDescriptor(x, [tokens, inputs], [x.stride(0), 1], [BLOCK_TOKENS, DEPTH.value], SHARED.value)
-    w_desc = TensorDescriptor(weight, [2, outputs, inputs], [outputs * stride, stride, 1],
-                              [2, TILE_OUTPUTS, DEPTH.value], SHARED_GATED.value)  # fmt: skip
+    w_desc = TensorDescriptor(
+        weight, [2, outputs, inputs], [outputs * stride, stride, 1], [2, TILE_OUTPUTS, DEPTH.value], SHARED_GATED.value
+    )
     tile_tokens = consumers * BLOCK_TOKENS
     token_tiles, output_tiles = triton.cdiv(tokens, tile_tokens), triton.cdiv(outputs, TILE_OUTPUTS)
     overlap = can_overlap(x.device)
     _linear_gated_kernel[(min(programs, token_tiles * output_tiles),)](
-        x_desc, w_desc, y, tokens, outputs // 8, token_tiles, output_tiles, triton.cdiv(GROUP_TOKENS, tile_tokens),
-        triton.cdiv(inputs, DEPTH.value), CONSUMERS=consumers, OVERLAP=overlap, num_warps=4,
-        maxnreg=REGISTERS[consumers], launch_pdl=overlap,
-    )  # fmt: skip
+        x_desc,
+        w_desc,
+        y,
+        tokens,
+        outputs // 8,
+        token_tiles,
+        output_tiles,
+        triton.cdiv(GROUP_TOKENS, tile_tokens),
+        triton.cdiv(inputs, DEPTH.value),
+        CONSUMERS=consumers,
+        OVERLAP=overlap,
+        num_warps=4,
+        maxnreg=REGISTERS[consumers],
+        launch_pdl=overlap,
+    )
     return y

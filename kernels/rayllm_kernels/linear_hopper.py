@@ -56,8 +56,9 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
-def _copy_weights(desc, tile_row, step, full, w_smem, stage, CONSUMERS: gl.constexpr, ROWS: gl.constexpr,
-                  GATED: gl.constexpr):  # fmt: skip
+def _copy_weights(
+    desc, tile_row, step, full, w_smem, stage, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr
+):
     for consumer in gl.static_range(CONSUMERS):
         row, part = tile_row * CONSUMERS + consumer, w_smem.index(stage * CONSUMERS + consumer)
         if GATED:
@@ -68,18 +69,29 @@ def _copy_weights(desc, tile_row, step, full, w_smem, stage, CONSUMERS: gl.const
 
 @gluon.jit
 def _produce(
-    w_desc, x_desc, ring, start, end, steps, token_tiles,
-    TOKENS: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+    w_desc,
+    x_desc,
+    ring,
+    start,
+    end,
+    steps,
+    token_tiles,
+    TOKENS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
     OVERLAP: gl.constexpr,
-):  # fmt: skip
+):
     w_smem, x_smem, full, free = ring
     BYTES: gl.constexpr = (CONSUMERS * ROWS + TOKENS) * DEPTH * 2
     ahead = gl.minimum(end - start, STAGES)
     for use in range(ahead):
         unit = end - 1 - use
         mbarrier.expect(full.index(use), BYTES)
-        _copy_weights(w_desc, unit // steps // token_tiles, unit % steps, full.index(use), w_smem, use,
-                      CONSUMERS, ROWS, GATED)  # fmt: skip
+        _copy_weights(
+            w_desc, unit // steps // token_tiles, unit % steps, full.index(use), w_smem, use, CONSUMERS, ROWS, GATED
+        )
     if OVERLAP:
         gdc_wait()
     for use in range(ahead):
@@ -102,9 +114,15 @@ def _produce(
 
 @gluon.jit
 def _multiply(
-    use, count, ring, CONSUMER: gl.constexpr, TOKENS: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr,
+    use,
+    count,
+    ring,
+    CONSUMER: gl.constexpr,
+    TOKENS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    ROWS: gl.constexpr,
     STAGES: gl.constexpr,
-):  # fmt: skip
+):
     """fp32 [ROWS, TOKENS], the products of `count` stages from use number `use` on."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     w_smem, x_smem, full, free = ring
@@ -160,8 +178,9 @@ def _places(acc):
 
 
 @gluon.jit
-def _store(part, y_smem, y_ptr, bias_ptr, first_token, first, tokens, outputs,
-           HAS_BIAS: gl.constexpr, GATED: gl.constexpr):  # fmt: skip
+def _store(
+    part, y_smem, y_ptr, bias_ptr, first_token, first, tokens, outputs, HAS_BIAS: gl.constexpr, GATED: gl.constexpr
+):
     """Store outputs `first`... of tokens `first_token`...: through shared memory, so that threads write 16 bytes."""
     LAYOUT: gl.constexpr = part.type.layout
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
@@ -180,10 +199,27 @@ def _store(part, y_smem, y_ptr, bias_ptr, first_token, first, tokens, outputs,
 
 @gluon.jit
 def _consume(
-    y_ptr, bias_ptr, partial_ptr, flags_ptr, y_smem, ring, start, end, steps, token_tiles, tokens, outputs, units,
-    CONSUMER: gl.constexpr, TOKENS: gl.constexpr, CONSUMERS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
-    HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    bias_ptr,
+    partial_ptr,
+    flags_ptr,
+    y_smem,
+    ring,
+    start,
+    end,
+    steps,
+    token_tiles,
+    tokens,
+    outputs,
+    units,
+    CONSUMER: gl.constexpr,
+    TOKENS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    GATED: gl.constexpr,
+):
     ROWS: gl.constexpr = BLOCKS * BLOCK
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     SIZE: gl.constexpr = CONSUMERS * ROWS * TOKENS
@@ -214,17 +250,43 @@ def _consume(
             first_token = tile % token_tiles * TOKENS
             first = (tile // token_tiles * CONSUMERS + CONSUMER) * (BLOCKS * WIDTH)
             for i in gl.static_range(len(parts)):
-                _store(parts[i], y_smem, y_ptr, bias_ptr, first_token + i % COLUMNS * CHUNK,
-                       first + i // COLUMNS * WIDTH, tokens, outputs, HAS_BIAS, GATED)  # fmt: skip
+                _store(
+                    parts[i],
+                    y_smem,
+                    y_ptr,
+                    bias_ptr,
+                    first_token + i % COLUMNS * CHUNK,
+                    first + i // COLUMNS * WIDTH,
+                    tokens,
+                    outputs,
+                    HAS_BIAS,
+                    GATED,
+                )
         stop = first_unit
 
 
 @gluon.jit(do_not_specialize=["tokens", "units", "steps", "token_tiles"])
 def _linear_hopper_kernel(
-    w_desc, x_desc, y_ptr, bias_ptr, partial_ptr, flags_ptr, tokens, outputs, units, steps, token_tiles,
-    TOKENS: gl.constexpr, CONSUMERS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, OVERLAP: gl.constexpr,
-):  # fmt: skip
+    w_desc,
+    x_desc,
+    y_ptr,
+    bias_ptr,
+    partial_ptr,
+    flags_ptr,
+    tokens,
+    outputs,
+    units,
+    steps,
+    token_tiles,
+    TOKENS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    GATED: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
     DTYPE: gl.constexpr = y_ptr.dtype.element_ty
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     ROWS: gl.constexpr = BLOCKS * BLOCK
@@ -243,30 +305,128 @@ def _linear_hopper_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, partial_ptr, flags_ptr, y_smem.index(0), ring, start, end, steps,
-                            token_tiles, tokens, outputs, units,
-                            0, TOKENS, 1, BLOCKS, STAGES, HAS_BIAS, GATED)),
-                (_produce, (w_desc, x_desc, ring, start, end, steps, token_tiles,
-                            TOKENS, CONSUMERS, ROWS, STAGES, GATED, OVERLAP)),
+                (
+                    _consume,
+                    (
+                        y_ptr,
+                        bias_ptr,
+                        partial_ptr,
+                        flags_ptr,
+                        y_smem.index(0),
+                        ring,
+                        start,
+                        end,
+                        steps,
+                        token_tiles,
+                        tokens,
+                        outputs,
+                        units,
+                        0,
+                        TOKENS,
+                        1,
+                        BLOCKS,
+                        STAGES,
+                        HAS_BIAS,
+                        GATED,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        w_desc,
+                        x_desc,
+                        ring,
+                        start,
+                        end,
+                        steps,
+                        token_tiles,
+                        TOKENS,
+                        CONSUMERS,
+                        ROWS,
+                        STAGES,
+                        GATED,
+                        OVERLAP,
+                    ),
+                ),
             ],
             [1],
             [24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, partial_ptr, flags_ptr, y_smem.index(0), ring, start, end, steps,
-                            token_tiles, tokens, outputs, units,
-                            0, TOKENS, 2, BLOCKS, STAGES, HAS_BIAS, GATED)),
-                (_consume, (y_ptr, bias_ptr, partial_ptr, flags_ptr, y_smem.index(1), ring, start, end, steps,
-                            token_tiles, tokens, outputs, units,
-                            1, TOKENS, 2, BLOCKS, STAGES, HAS_BIAS, GATED)),
-                (_produce, (w_desc, x_desc, ring, start, end, steps, token_tiles,
-                            TOKENS, CONSUMERS, ROWS, STAGES, GATED, OVERLAP)),
+                (
+                    _consume,
+                    (
+                        y_ptr,
+                        bias_ptr,
+                        partial_ptr,
+                        flags_ptr,
+                        y_smem.index(0),
+                        ring,
+                        start,
+                        end,
+                        steps,
+                        token_tiles,
+                        tokens,
+                        outputs,
+                        units,
+                        0,
+                        TOKENS,
+                        2,
+                        BLOCKS,
+                        STAGES,
+                        HAS_BIAS,
+                        GATED,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        y_ptr,
+                        bias_ptr,
+                        partial_ptr,
+                        flags_ptr,
+                        y_smem.index(1),
+                        ring,
+                        start,
+                        end,
+                        steps,
+                        token_tiles,
+                        tokens,
+                        outputs,
+                        units,
+                        1,
+                        TOKENS,
+                        2,
+                        BLOCKS,
+                        STAGES,
+                        HAS_BIAS,
+                        GATED,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        w_desc,
+                        x_desc,
+                        ring,
+                        start,
+                        end,
+                        steps,
+                        token_tiles,
+                        TOKENS,
+                        CONSUMERS,
+                        ROWS,
+                        STAGES,
+                        GATED,
+                        OVERLAP,
+                    ),
+                ),
             ],
             [4, 1],
             [(3 * REGISTERS - 24) // 16 * 8, 24],
-        )  # fmt: skip
+        )
 
 
 @cache
@@ -282,17 +442,28 @@ def flags(device: torch.device) -> Tensor:
 
 
 def linear_hopper(
-    x: Tensor, weight: Tensor, tile: Tile, programs: int, *, bias: Tensor | None = None, gated: bool = False,
+    x: Tensor,
+    weight: Tensor,
+    tile: Tile,
+    programs: int,
+    *,
+    bias: Tensor | None = None,
+    gated: bool = False,
     out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """y of checked arguments that `hopper_takes`, by at most so many programs, MAX_PROGRAMS or fewer."""
     tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
     rows, stride = tile.blocks * BLOCK_ROWS, weight.stride(0)
     if gated:
-        w_desc = TensorDescriptor(weight, [outputs // 8, 2, 8, inputs], [8 * stride, outputs * stride, stride, 1],
-                                  [rows // 16, 2, 8, DEPTH.value], SHARED_GATED.value)  # fmt: skip
+        w_desc = TensorDescriptor(
+            weight,
+            [outputs // 8, 2, 8, inputs],
+            [8 * stride, outputs * stride, stride, 1],
+            [rows // 16, 2, 8, DEPTH.value],
+            SHARED_GATED.value,
+        )
     else:
         w_desc = TensorDescriptor(weight, [outputs, inputs], [stride, 1], [rows, DEPTH.value], SHARED.value)
     x_desc = TensorDescriptor(x, [tokens, inputs], [x.stride(0), 1], [tile.tokens, DEPTH.value], SHARED.value)
@@ -303,9 +474,27 @@ def linear_hopper(
     partial = torch.empty(programs * tile.rows * tile.tokens, dtype=torch.float32, device=x.device)
     overlap = can_overlap(x.device)
     _linear_hopper_kernel[(programs,)](
-        w_desc, x_desc, y, x if bias is None else bias, partial, flags(x.device), tokens, outputs, units, steps,
-        token_tiles, TOKENS=tile.tokens, CONSUMERS=tile.consumers, BLOCKS=tile.blocks, STAGES=tile.stages,
-        REGISTERS=tile.registers, HAS_BIAS=bias is not None, GATED=gated, OVERLAP=overlap,
-        num_warps=4, maxnreg=tile.registers, launch_pdl=overlap,
-    )  # fmt: skip
+        w_desc,
+        x_desc,
+        y,
+        x if bias is None else bias,
+        partial,
+        flags(x.device),
+        tokens,
+        outputs,
+        units,
+        steps,
+        token_tiles,
+        TOKENS=tile.tokens,
+        CONSUMERS=tile.consumers,
+        BLOCKS=tile.blocks,
+        STAGES=tile.stages,
+        REGISTERS=tile.registers,
+        HAS_BIAS=bias is not None,
+        GATED=gated,
+        OVERLAP=overlap,
+        num_warps=4,
+        maxnreg=tile.registers,
+        launch_pdl=overlap,
+    )
     return y

@@ -61,9 +61,7 @@ def _add_products(acc, weights, x, WEIGHTS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _finish(
-    acc, bias_ptr, y_ptr, token, output, tokens, outputs, WEIGHTS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr
-):  # fmt: skip
+def _finish(acc, bias_ptr, y_ptr, token, output, tokens, outputs, WEIGHTS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Store a tile at `token` [TOKENS] and `output` [OUTPUTS], with the bias."""
     y = tl.trans(acc) if WEIGHTS_FIRST else acc
     column = output[None, :]
@@ -75,10 +73,24 @@ def _finish(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_invariant_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, stride_x, stride_weight, tokens, inputs, outputs,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    stride_x,
+    stride_weight,
+    tokens,
+    inputs,
+    outputs,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     token_tile, output_tile = _program_tiles(tokens, outputs, TOKENS, OUTPUTS, GROUP)
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     output = output_tile * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -105,10 +117,21 @@ def _linear_invariant_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_copied_kernel(
-    x_desc, weight_desc, bias_ptr, y_ptr, tokens, inputs, outputs,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x_desc,
+    weight_desc,
+    bias_ptr,
+    y_ptr,
+    tokens,
+    inputs,
+    outputs,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """The same with tensor copies, which read past an end as zeros."""
     token_tile, output_tile = _program_tiles(tokens, outputs, TOKENS, OUTPUTS, GROUP)
     wait_for_predecessor(OVERLAP)
@@ -137,18 +160,47 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles) -> Tens
         x_desc = TensorDescriptor(x, list(x.shape), list(x.stride()), [tiles.tokens, tiles.depth])
         weight_desc = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [tiles.outputs, tiles.depth])
         _linear_copied_kernel[grid](
-            x_desc, weight_desc, x if bias is None else bias, y, tokens, inputs, outputs,
-            TOKENS=tiles.tokens, OUTPUTS=tiles.outputs, DEPTH=tiles.depth, GROUP=GROUP,
-            WEIGHTS_FIRST=tiles.weights_first, HAS_BIAS=bias is not None,
-            OVERLAP=overlap, num_warps=tiles.num_warps, num_stages=stages, launch_pdl=overlap,
-        )  # fmt: skip
+            x_desc,
+            weight_desc,
+            x if bias is None else bias,
+            y,
+            tokens,
+            inputs,
+            outputs,
+            TOKENS=tiles.tokens,
+            OUTPUTS=tiles.outputs,
+            DEPTH=tiles.depth,
+            GROUP=GROUP,
+            WEIGHTS_FIRST=tiles.weights_first,
+            HAS_BIAS=bias is not None,
+            OVERLAP=overlap,
+            num_warps=tiles.num_warps,
+            num_stages=stages,
+            launch_pdl=overlap,
+        )
         return y
     _linear_invariant_kernel[grid](
-        x, weight, x if bias is None else bias, y, x.stride(0), weight.stride(0), tokens, inputs, outputs,
-        TOKENS=tiles.tokens, OUTPUTS=tiles.outputs, DEPTH=tiles.depth, GROUP=GROUP,
-        WEIGHTS_FIRST=tiles.weights_first, EVEN=inputs % tiles.depth == 0, HAS_BIAS=bias is not None,
-        OVERLAP=overlap, num_warps=tiles.num_warps, num_stages=stages, launch_pdl=overlap,
-    )  # fmt: skip
+        x,
+        weight,
+        x if bias is None else bias,
+        y,
+        x.stride(0),
+        weight.stride(0),
+        tokens,
+        inputs,
+        outputs,
+        TOKENS=tiles.tokens,
+        OUTPUTS=tiles.outputs,
+        DEPTH=tiles.depth,
+        GROUP=GROUP,
+        WEIGHTS_FIRST=tiles.weights_first,
+        EVEN=inputs % tiles.depth == 0,
+        HAS_BIAS=bias is not None,
+        OVERLAP=overlap,
+        num_warps=tiles.num_warps,
+        num_stages=stages,
+        launch_pdl=overlap,
+    )
     return y
 
 

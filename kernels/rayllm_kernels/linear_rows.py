@@ -46,12 +46,31 @@ def _add_products(acc, weights, x, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEP
 
 @triton.jit
 def _linear_rows_kernel(
-    x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, eps,
-    stride_x, stride_residual, stride_weight, tokens, inputs, outputs,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr,
-    NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    norm_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    total_ptr,
+    eps,
+    stride_x,
+    stride_residual,
+    stride_weight,
+    tokens,
+    inputs,
+    outputs,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    VEC: tl.constexpr,
+    EVEN: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     program = tl.program_id(0)
     output = program * ROWS + tl.arange(0, ROWS)[None, :, None]
     # Rows past the end repeat the last one and are not stored.
@@ -110,9 +129,18 @@ def _linear_rows_kernel(
 
 
 def linear_rows(
-    x: Tensor, weight: Tensor, *, rows: int, num_warps: int, bias: Tensor | None = None, residual: Tensor | None = None,
-    norm_weight: Tensor | None = None, eps: float = 0.0, gated: bool = False, out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    *,
+    rows: int,
+    num_warps: int,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """(y, total) of checked arguments, total being x where there is no residual; `rows` outputs to a program."""
     tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -122,11 +150,31 @@ def linear_rows(
     depth = min(32 * num_warps * vector, max(vector, triton.next_power_of_2(inputs)))
     overlap = can_overlap(x.device)
     _linear_rows_kernel[(triton.cdiv(outputs, rows),)](
-        x, x if residual is None else residual, x if norm_weight is None else norm_weight, weight,
-        x if bias is None else bias, y, total, eps,
-        x.stride(0), 0 if residual is None else residual.stride(0), weight.stride(0), tokens, inputs, outputs,
-        TOKENS=triton.next_power_of_2(tokens), ROWS=rows, DEPTH=depth, VEC=vector, EVEN=inputs >= depth,
-        NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None, GATED=gated,
-        OVERLAP=overlap, num_warps=num_warps, launch_pdl=overlap,
-    )  # fmt: skip
+        x,
+        x if residual is None else residual,
+        x if norm_weight is None else norm_weight,
+        weight,
+        x if bias is None else bias,
+        y,
+        total,
+        eps,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        weight.stride(0),
+        tokens,
+        inputs,
+        outputs,
+        TOKENS=triton.next_power_of_2(tokens),
+        ROWS=rows,
+        DEPTH=depth,
+        VEC=vector,
+        EVEN=inputs >= depth,
+        NORM=norm_weight is not None,
+        HAS_RESIDUAL=residual is not None,
+        HAS_BIAS=bias is not None,
+        GATED=gated,
+        OVERLAP=overlap,
+        num_warps=num_warps,
+        launch_pdl=overlap,
+    )
     return y, total

@@ -62,11 +62,25 @@ def _finish(acc, bias_ptr, column, outputs, SLICES: tl.constexpr, WEIGHTS_FIRST:
 
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_tiles_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, stride_x, stride_weight, tokens, inputs, outputs,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    stride_x,
+    stride_weight,
+    tokens,
+    inputs,
+    outputs,
+    TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SLICES: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     first = tl.program_id(0) * OUTPUTS
     output, token = first + tl.arange(0, OUTPUTS), tl.arange(0, TOKENS)
     # Rows past the end repeat the last one and are not stored.
@@ -113,19 +127,40 @@ def _linear_tiles_kernel(
 
 
 def linear_tiles(
-    x: Tensor, weight: Tensor, tiles: Tiles, *, bias: Tensor | None = None, gated: bool = False,
+    x: Tensor,
+    weight: Tensor,
+    tiles: Tiles,
+    *,
+    bias: Tensor | None = None,
+    gated: bool = False,
     out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """y of checked arguments."""
     tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
     overlap = can_overlap(x.device)
     _linear_tiles_kernel[(triton.cdiv(outputs, tiles.outputs),)](
-        x, weight, x if bias is None else bias, y, x.stride(0), weight.stride(0), tokens, inputs, outputs,
-        TOKENS=max(MIN_TOKENS, triton.next_power_of_2(tokens)), OUTPUTS=tiles.outputs, DEPTH=tiles.depth,
-        SLICES=tiles.slices, WEIGHTS_FIRST=tiles.weights_first, EVEN=inputs % tiles.depth == 0,
-        HAS_BIAS=bias is not None, GATED=gated, OVERLAP=overlap, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages, launch_pdl=overlap,
-    )  # fmt: skip
+        x,
+        weight,
+        x if bias is None else bias,
+        y,
+        x.stride(0),
+        weight.stride(0),
+        tokens,
+        inputs,
+        outputs,
+        TOKENS=max(MIN_TOKENS, triton.next_power_of_2(tokens)),
+        OUTPUTS=tiles.outputs,
+        DEPTH=tiles.depth,
+        SLICES=tiles.slices,
+        WEIGHTS_FIRST=tiles.weights_first,
+        EVEN=inputs % tiles.depth == 0,
+        HAS_BIAS=bias is not None,
+        GATED=gated,
+        OVERLAP=overlap,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        launch_pdl=overlap,
+    )
     return y

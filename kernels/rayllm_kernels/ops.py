@@ -63,9 +63,14 @@ def compile_only() -> AbstractContextManager[None]:
 
 
 def reshape_and_cache(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
     kv_scales: KVScales | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the keys and values of T tokens into their slots of the cache, in place.
 
     key, value: [T, Hkv, D] in the cache's dtype, or for an fp8 cache in any other, last dimension contiguous (slices of
@@ -86,11 +91,20 @@ def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
 
 
 def paged_decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
-    scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, kv_scales: KVScales | None = None, schedule: DecodeSchedule | None = None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    soft_cap: float | None = None,
+    kv_scales: KVScales | None = None,
+    schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention of one new token per sequence over its cached context -> [B, Hq, D] in q's dtype (`out` if given).
 
     q: [B, Hq, D], last dimension contiguous. block_tables: [B, max_blocks] int32. seq_lens: [B] int32, context length
@@ -102,9 +116,19 @@ def paged_decode_attention(
     call. Calls that share a schedule, which holds scratch space, must follow one another in one stream.
     """
     return _kernels_for(q).paged_decode_attention(
-        q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-        alibi_slopes=alibi_slopes, soft_cap=soft_cap, kv_scales=kv_scales, schedule=schedule, out=out,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes,
+        soft_cap=soft_cap,
+        kv_scales=kv_scales,
+        schedule=schedule,
+        out=out,
+    )
 
 
 def decode_schedule(
@@ -119,11 +143,22 @@ def decode_schedule(
 
 
 def paged_prefill_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
-    max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, kv_scales: KVScales | None = None, deterministic: bool = False,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    soft_cap: float | None = None,
+    kv_scales: KVScales | None = None,
+    deterministic: bool = False,
     out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Causal attention of a chunk of new tokens per sequence over its context -> [T, Hq, D] in q's dtype.
 
     q: [T, Hq, D], the chunks packed one after the other, last dimension contiguous. query_start_loc: [B + 1] int32,
@@ -138,10 +173,21 @@ def paged_prefill_attention(
     own (`paged_prefill_hopper.py`); all others, fp8 caches among them, go to the general one.
     """
     return _kernels_for(q).paged_prefill_attention(
-        q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, max_query_len, scale=scale,
-        sliding_window=sliding_window, alibi_slopes=alibi_slopes, soft_cap=soft_cap, kv_scales=kv_scales,
-        deterministic=deterministic, out=out,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        max_query_len,
+        scale=scale,
+        sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes,
+        soft_cap=soft_cap,
+        kv_scales=kv_scales,
+        deterministic=deterministic,
+        out=out,
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -186,9 +232,16 @@ def gumbel_argmax(logits: Tensor, seeds: Tensor, positions: Tensor, temperature:
 
 
 def truncate_draws(
-    token_ids: Tensor, logits: Tensor, rows: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor,
-    seeds: Tensor, positions: Tensor, temperature: Tensor,
-) -> None:  # fmt: skip
+    token_ids: Tensor,
+    logits: Tensor,
+    rows: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    log_min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+) -> None:
     """Make tokens drawn by `gumbel_argmax` draws from what top_k, top_p and min_p keep of their rows, in place.
 
     token_ids: [N] int64, its result. logits, seeds, positions, temperature: its arguments; noise_scale was 1 in the
@@ -200,9 +253,16 @@ def truncate_draws(
 
 
 def penalise(
-    logits: Tensor, token_table: Tensor, rows: Tensor, table_rows: Tensor, num_prompt_tokens: Tensor,
-    num_tokens: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    token_table: Tensor,
+    rows: Tensor,
+    table_rows: Tensor,
+    num_prompt_tokens: Tensor,
+    num_tokens: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
     """Change the logits of the tokens that P sequences already have, in place.
 
     A token of prompt or output has its logit divided by `repetition` if positive, else multiplied; then one of the
@@ -236,9 +296,7 @@ def gumbel_keys(
     logits: [N, C] of tokens first_token to first_token + C - 1; the rest as for `gumbel_argmax`. The largest key of all
     slices is that of the token that `gumbel_argmax` draws from the whole; `tokens_of_keys` names it.
     """
-    return _kernels_for(logits).gumbel_keys(
-        logits, seeds, positions, temperature, noise_scale, first_token=first_token
-    )  # fmt: skip
+    return _kernels_for(logits).gumbel_keys(logits, seeds, positions, temperature, noise_scale, first_token=first_token)
 
 
 def tokens_of_keys(keys: Tensor) -> Tensor:
@@ -247,9 +305,17 @@ def tokens_of_keys(keys: Tensor) -> Tensor:
 
 
 def decode_inputs(
-    rows: Tensor, positions: Tensor, token_table: Tensor, block_table: Tensor, block_size: int, *,
-    input_ids: Tensor, slots: Tensor, seq_lens: Tensor, block_tables: Tensor,
-) -> None:  # fmt: skip
+    rows: Tensor,
+    positions: Tensor,
+    token_table: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    *,
+    input_ids: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+) -> None:
     """Gather a decode step's inputs from the persistent batch, into the four keyword arguments.
 
     rows, positions: [B] int64; position -1 marks padding, which gets id 0, slot -1 and length 0. token_table:
@@ -257,16 +323,34 @@ def decode_inputs(
     block_tables: [B, max_blocks] int32; entries past a sequence's blocks are left as they were.
     """
     _kernels_for(rows).decode_inputs(
-        rows, positions, token_table, block_table, block_size,
-        input_ids=input_ids, slots=slots, seq_lens=seq_lens, block_tables=block_tables,
-    )  # fmt: skip
+        rows,
+        positions,
+        token_table,
+        block_table,
+        block_size,
+        input_ids=input_ids,
+        slots=slots,
+        seq_lens=seq_lens,
+        block_tables=block_tables,
+    )
 
 
 def qk_norm_rope_cache(
-    qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int, *,
-    kv_scales: KVScales | None = None, deterministic: bool = False,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    kv_scales: KVScales | None = None,
+    deterministic: bool = False,
+) -> Tensor:
     """From the qkv projection to attention in one launch -> queries [T, Hq, D], a new contiguous tensor.
 
     `rms_norm` of each query and key head (only if q_weight and k_weight, [D] each, are given), `rotary_embedding` of
@@ -276,9 +360,20 @@ def qk_norm_rope_cache(
     deterministic: a token's bits do not depend on the number of tokens. Slower for few.
     """
     return _kernels_for(qkv).qk_norm_rope_cache(
-        qkv, positions, cos_sin_cache, q_weight, k_weight, eps, k_cache, v_cache, slot_mapping, num_heads, num_kv_heads,
-        kv_scales=kv_scales, deterministic=deterministic,
-    )  # fmt: skip
+        qkv,
+        positions,
+        cos_sin_cache,
+        q_weight,
+        k_weight,
+        eps,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        num_heads,
+        num_kv_heads,
+        kv_scales=kv_scales,
+        deterministic=deterministic,
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:

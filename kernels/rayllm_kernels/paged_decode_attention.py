@@ -99,15 +99,46 @@ def _add_values(acc, weights, decay, v):
 
 @triton.jit(do_not_specialize=["tables_ptr", "seq_lens_ptr", "batch", "stride_table"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, tables_ptr, seq_lens_ptr, slopes_ptr, out_ptr,
-    contexts_ptr, ranges_ptr, partials_ptr, lse_ptr, k_scale_ptr, v_scale_ptr,
-    stride_qb, stride_qh, stride_block, stride_kv_head, stride_slot, stride_table, stride_ob, stride_oh,
-    scale, soft_cap, window, batch, num_heads,
-    GROUP: tl.constexpr, HEAD_TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, FIELDS: tl.constexpr,
-    USE_WINDOW: tl.constexpr, USE_SOFT_CAP: tl.constexpr, USE_ALIBI: tl.constexpr, USE_SCALES: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tables_ptr,
+    seq_lens_ptr,
+    slopes_ptr,
+    out_ptr,
+    contexts_ptr,
+    ranges_ptr,
+    partials_ptr,
+    lse_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    stride_qb,
+    stride_qh,
+    stride_block,
+    stride_kv_head,
+    stride_slot,
+    stride_table,
+    stride_ob,
+    stride_oh,
+    scale,
+    soft_cap,
+    window,
+    batch,
+    num_heads,
+    GROUP: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    FIELDS: tl.constexpr,
+    USE_WINDOW: tl.constexpr,
+    USE_SOFT_CAP: tl.constexpr,
+    USE_ALIBI: tl.constexpr,
+    USE_SCALES: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     wait_for_predecessor(OVERLAP)
     record = ranges_ptr + tl.program_id(1) * FIELDS
     context = tl.load(record)
@@ -174,8 +205,9 @@ def _decode_kernel(
         tile = tl.where(last, first_tile, tile + 1)
         block = _load_blocks(tables_ptr, sequence, stride_table, tile, seq_len, KEYS, BLOCK_SIZE)
 
-        scores = finish_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), distance, slopes, scale, soft_cap,
-                               USE_SOFT_CAP, USE_ALIBI)  # fmt: skip
+        scores = finish_scores(
+            tl.dot(q, tl.trans(k), input_precision="ieee"), distance, slopes, scale, soft_cap, USE_SOFT_CAP, USE_ALIBI
+        )
         weights, decay, totals, peak = _weigh(scores, valid, totals, peak, unit)
         if USE_SCALES:
             v, odd_v = split_pairs(v, k_ptr.dtype.element_ty.fp_mantissa_width == 2)
@@ -206,10 +238,23 @@ def _decode_kernel(
 
 @triton.jit
 def _merge_kernel(
-    partials_ptr, lse_ptr, out_ptr, ranges_ptr, stride_ob, stride_oh, window, num_heads,
-    KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, CHUNK: tl.constexpr,
-    FIELDS: tl.constexpr, USE_WINDOW: tl.constexpr, OVERLAP: tl.constexpr, ANNOUNCE: tl.constexpr,
-):  # fmt: skip
+    partials_ptr,
+    lse_ptr,
+    out_ptr,
+    ranges_ptr,
+    stride_ob,
+    stride_oh,
+    window,
+    num_heads,
+    KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FIELDS: tl.constexpr,
+    USE_WINDOW: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    ANNOUNCE: tl.constexpr,
+):
     """out = sum_i w_i partial_i / sum_i w_i with w_i = 2^(lse_i - max lse): one head of the sequence cut by one border.
 
     Program (h, i) sees to the border between ranges i and i + 1, if it is the first one inside its sequence.
@@ -252,14 +297,34 @@ def _merge_kernel(
 
 
 def paged_decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
-    scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, kv_scales: KVScales | None = None, schedule: DecodeSchedule | None = None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    soft_cap: float | None = None,
+    kv_scales: KVScales | None = None,
+    schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """One query per sequence against its paged context; see `ops.paged_decode_attention` for the contract."""
-    check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, kv_scales=kv_scales)  # fmt: skip
+    check_paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes,
+        soft_cap=soft_cap,
+        out=out,
+        kv_scales=kv_scales,
+    )
     check_paged_decode(q, seq_lens, schedule)
     batch, heads, head_dim = q.shape
     if out is None:
@@ -278,21 +343,62 @@ def paged_decode_attention(
     num_ranges = schedule.ranges.shape[0]
     overlap = can_overlap(q.device)
     _decode_kernel[(programs_a_range(heads, kv_heads), num_ranges)](
-        q, k_cache, v_cache if kv_scales is None else v_cache.view(torch.int16), block_tables, seq_lens,
-        q if alibi_slopes is None else alibi_slopes, out, *schedule, *(kv_scales or (q, q)),
-        q.stride(0), q.stride(1), *k_cache.stride()[:3], block_tables.stride(0), out.stride(0), out.stride(1),
-        scale, soft_cap or 1.0, window, batch, heads,
-        GROUP=group, HEAD_TILE=head_tile, ROWS=max(16, triton.next_power_of_2(head_tile)), KEYS=tiles.keys,
-        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded, FIELDS=RANGE_FIELDS,
-        USE_WINDOW=sliding_window is not None, USE_SOFT_CAP=soft_cap is not None, USE_ALIBI=alibi_slopes is not None,
-        USE_SCALES=kv_scales is not None, OVERLAP=overlap,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=overlap,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache if kv_scales is None else v_cache.view(torch.int16),
+        block_tables,
+        seq_lens,
+        q if alibi_slopes is None else alibi_slopes,
+        out,
+        *schedule,
+        *(kv_scales or (q, q)),
+        q.stride(0),
+        q.stride(1),
+        *k_cache.stride()[:3],
+        block_tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        scale,
+        soft_cap or 1.0,
+        window,
+        batch,
+        heads,
+        GROUP=group,
+        HEAD_TILE=head_tile,
+        ROWS=max(16, triton.next_power_of_2(head_tile)),
+        KEYS=tiles.keys,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=head_dim_padded,
+        FIELDS=RANGE_FIELDS,
+        USE_WINDOW=sliding_window is not None,
+        USE_SOFT_CAP=soft_cap is not None,
+        USE_ALIBI=alibi_slopes is not None,
+        USE_SCALES=kv_scales is not None,
+        OVERLAP=overlap,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        launch_pdl=overlap,
+    )
     if num_ranges > 1:
         _merge_kernel[(heads, num_ranges - 1)](
-            schedule.partials, schedule.lse, out, schedule.ranges, out.stride(0), out.stride(1), window, heads,
-            KEYS=tiles.keys, HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded, CHUNK=MERGE_CHUNK, FIELDS=RANGE_FIELDS,
-            USE_WINDOW=sliding_window is not None, OVERLAP=overlap,
-            ANNOUNCE=batch not in CROWDED, num_warps=MERGE_WARPS, launch_pdl=overlap,
-        )  # fmt: skip
+            schedule.partials,
+            schedule.lse,
+            out,
+            schedule.ranges,
+            out.stride(0),
+            out.stride(1),
+            window,
+            heads,
+            KEYS=tiles.keys,
+            HEAD_DIM=head_dim,
+            HEAD_DIM_PADDED=head_dim_padded,
+            CHUNK=MERGE_CHUNK,
+            FIELDS=RANGE_FIELDS,
+            USE_WINDOW=sliding_window is not None,
+            OVERLAP=overlap,
+            ANNOUNCE=batch not in CROWDED,
+            num_warps=MERGE_WARPS,
+            launch_pdl=overlap,
+        )
     return out

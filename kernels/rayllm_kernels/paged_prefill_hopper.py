@@ -112,9 +112,19 @@ def _copy_tile(desc, rows, tile, full, BOX: gl.constexpr, HEAD_DIM: gl.constexpr
 
 @gluon.jit
 def _copy_keys(
-    base, high, k_desc, v_desc, ring, table_ptr, seq_len, head_row, rows_per_block,
-    BOX: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-):  # fmt: skip
+    base,
+    high,
+    k_desc,
+    v_desc,
+    ring,
+    table_ptr,
+    seq_len,
+    head_row,
+    rows_per_block,
+    BOX: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):
     """Key tiles high - 1 down to 0 of one task, into the ring from its use number `base` on."""
     k_smem, v_smem, k_full, k_free, v_full, v_free = ring
     for i in range(high):
@@ -134,10 +144,24 @@ def _copy_keys(
 
 @gluon.jit
 def _produce(
-    k_desc, v_desc, ring, mailbox, counter_ptr, tables_ptr, seq_lens_ptr, starts_ptr,
-    batch, rows_per_block, rows_per_head, stride_table, KV_HEADS: gl.constexpr,
-    QUERIES: gl.constexpr, BOX: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
-):  # fmt: skip
+    k_desc,
+    v_desc,
+    ring,
+    mailbox,
+    counter_ptr,
+    tables_ptr,
+    seq_lens_ptr,
+    starts_ptr,
+    batch,
+    rows_per_block,
+    rows_per_head,
+    stride_table,
+    KV_HEADS: gl.constexpr,
+    QUERIES: gl.constexpr,
+    BOX: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):
     mail, mail_full, mail_free = mailbox
     index = gl.program_id(0)
     base = index * 0
@@ -145,7 +169,8 @@ def _produce(
     sequences, first_tile, tiles = _count_tiles(batch, starts_ptr, QUERIES)
     while index < tiles * KV_HEADS:
         sequence, seq_len, query_len, first_query, first_row, kv_head = _find_task(
-            index, first_tile, tiles, sequences, seq_lens_ptr, starts_ptr, QUERIES)  # fmt: skip
+            index, first_tile, tiles, sequences, seq_lens_ptr, starts_ptr, QUERIES
+        )
         if (first_query >= 0) & (seq_len > 0):  # a sequence of length 0 is padding
             slot = turn % SLOTS
             mbarrier.wait(mail_free.index(slot), (turn // SLOTS + 1) % 2)
@@ -157,8 +182,20 @@ def _produce(
             mbarrier.arrive(mail_full.index(slot))
             _, high = _key_tiles(seq_len, query_len, first_query, QUERIES)
             table_ptr = tables_ptr + sequence.to(gl.int64) * stride_table
-            _copy_keys(base, high, k_desc, v_desc, ring, table_ptr, seq_len, kv_head * rows_per_head, rows_per_block,
-                       BOX, BLOCK_SIZE, HEAD_DIM)  # fmt: skip
+            _copy_keys(
+                base,
+                high,
+                k_desc,
+                v_desc,
+                ring,
+                table_ptr,
+                seq_len,
+                kv_head * rows_per_head,
+                rows_per_block,
+                BOX,
+                BLOCK_SIZE,
+                HEAD_DIM,
+            )
             base += high
             turn += 1
         index = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
@@ -237,11 +274,13 @@ def _attend(base, q_smem, ring, seq_len, whole, high, unit, q_pos, WIDE: gl.cons
 
     first_whole = gl.maximum(high - whole, 1)
     for i in range(1, first_whole):
-        acc, weights, total, peak = _step(base + i, last, acc, weights, total, peak, q_smem, ring, unit, q_pos,
-                                          (high - 1 - i) * KEYS, True)  # fmt: skip
+        acc, weights, total, peak = _step(
+            base + i, last, acc, weights, total, peak, q_smem, ring, unit, q_pos, (high - 1 - i) * KEYS, True
+        )
     for i in range(first_whole, high):
-        acc, weights, total, peak = _step(base + i, last, acc, weights, total, peak, q_smem, ring, unit, q_pos,
-                                          0, False)  # fmt: skip
+        acc, weights, total, peak = _step(
+            base + i, last, acc, weights, total, peak, q_smem, ring, unit, q_pos, 0, False
+        )
     stage = last % STAGES
     mbarrier.wait(v_full.index(stage), last // STAGES % 2)
     acc = warpgroup_mma_wait(0, deps=(warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True),))
@@ -252,9 +291,20 @@ def _attend(base, q_smem, ring, seq_len, whole, high, unit, q_pos, WIDE: gl.cons
 
 @gluon.jit
 def _consume(
-    q_ptr, out_ptr, q_smem, ring, mailbox, unit, stride_qt, stride_qh, stride_ot, stride_oh,
-    CONSUMER: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    out_ptr,
+    q_smem,
+    ring,
+    mailbox,
+    unit,
+    stride_qt,
+    stride_qh,
+    stride_ot,
+    stride_oh,
+    CONSUMER: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):
     QUERIES: gl.constexpr = ROWS // GROUP
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
@@ -297,10 +347,29 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["tables_ptr", "seq_lens_ptr", "starts_ptr", "batch", "stride_table"])
 def _hopper_kernel(
-    q_ptr, k_desc, v_desc, tables_ptr, seq_lens_ptr, starts_ptr, counter_ptr, out_ptr, batch,
-    stride_qt, stride_qh, rows_per_block, rows_per_head, stride_table, stride_ot, stride_oh, unit,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, HEAD_DIM: gl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_desc,
+    v_desc,
+    tables_ptr,
+    seq_lens_ptr,
+    starts_ptr,
+    counter_ptr,
+    out_ptr,
+    batch,
+    stride_qt,
+    stride_qh,
+    rows_per_block,
+    rows_per_head,
+    stride_table,
+    stride_ot,
+    stride_oh,
+    unit,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    BOX: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):
     DTYPE: gl.constexpr = q_ptr.dtype.element_ty
     q_smem = gl.allocate_shared_memory(DTYPE, [2, ROWS // 2, HEAD_DIM], SHARED)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, HEAD_DIM], SHARED)
@@ -311,17 +380,68 @@ def _hopper_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (q_ptr, out_ptr, q_smem.index(0), ring, mailbox, unit,
-                        stride_qt, stride_qh, stride_ot, stride_oh, 0, GROUP, HEAD_DIM)),
-            (_consume, (q_ptr, out_ptr, q_smem.index(1), ring, mailbox, unit,
-                        stride_qt, stride_qh, stride_ot, stride_oh, 1, GROUP, HEAD_DIM)),
-            (_produce, (k_desc, v_desc, ring, mailbox, counter_ptr, tables_ptr, seq_lens_ptr, starts_ptr,
-                        batch, rows_per_block, rows_per_head, stride_table, KV_HEADS,
-                        ROWS // GROUP, BOX, BLOCK_SIZE, HEAD_DIM)),
+            (
+                _consume,
+                (
+                    q_ptr,
+                    out_ptr,
+                    q_smem.index(0),
+                    ring,
+                    mailbox,
+                    unit,
+                    stride_qt,
+                    stride_qh,
+                    stride_ot,
+                    stride_oh,
+                    0,
+                    GROUP,
+                    HEAD_DIM,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    q_ptr,
+                    out_ptr,
+                    q_smem.index(1),
+                    ring,
+                    mailbox,
+                    unit,
+                    stride_qt,
+                    stride_qh,
+                    stride_ot,
+                    stride_oh,
+                    1,
+                    GROUP,
+                    HEAD_DIM,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    k_desc,
+                    v_desc,
+                    ring,
+                    mailbox,
+                    counter_ptr,
+                    tables_ptr,
+                    seq_lens_ptr,
+                    starts_ptr,
+                    batch,
+                    rows_per_block,
+                    rows_per_head,
+                    stride_table,
+                    KV_HEADS,
+                    ROWS // GROUP,
+                    BOX,
+                    BLOCK_SIZE,
+                    HEAD_DIM,
+                ),
+            ),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -330,9 +450,15 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def hopper_prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
-    scale: float, out: Tensor,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
     """Write causal attention to `out`; arguments as of `ops.paged_prefill_attention`, checked, and `hopper_takes` them.
 
     The pool is viewed as rows of one stride, a slot each.
@@ -351,7 +477,27 @@ def hopper_prefill(
     most = (q.shape[0] // (ROWS.value // group) + batch) * kv_heads
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     _hopper_kernel[(min(most, _multiprocessors(q.device)),)](
-        q, k_desc, v_desc, block_tables, seq_lens, query_start_loc, counter, out, batch,
-        q.stride(0), q.stride(1), rows_per_block, rows_per_head, block_tables.stride(0), out.stride(0), out.stride(1),
-        scale * LOG2E, KV_HEADS=kv_heads, GROUP=group, BLOCK_SIZE=block_size, BOX=box, HEAD_DIM=head_dim, num_warps=4,
-    )  # fmt: skip
+        q,
+        k_desc,
+        v_desc,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        counter,
+        out,
+        batch,
+        q.stride(0),
+        q.stride(1),
+        rows_per_block,
+        rows_per_head,
+        block_tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        scale * LOG2E,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        BOX=box,
+        HEAD_DIM=head_dim,
+        num_warps=4,
+    )

@@ -29,13 +29,32 @@ def _load_tokens(token_ptr, start, num_tokens, vocab_size, TILE: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["rows_ptr", "table_rows_ptr", "num_prompt_ptr", "num_tokens_ptr", "repetition_ptr",
-                       "presence_ptr", "frequency_ptr"]
-)  # fmt: skip
+    do_not_specialize=[
+        "rows_ptr",
+        "table_rows_ptr",
+        "num_prompt_ptr",
+        "num_tokens_ptr",
+        "repetition_ptr",
+        "presence_ptr",
+        "frequency_ptr",
+    ]
+)
 def _penalise_kernel(
-    logits_ptr, token_table_ptr, rows_ptr, table_rows_ptr, num_prompt_ptr, num_tokens_ptr, repetition_ptr,
-    presence_ptr, frequency_ptr, counts_ptr, stride_row, stride_table, vocab_size, TILE: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    token_table_ptr,
+    rows_ptr,
+    table_rows_ptr,
+    num_prompt_ptr,
+    num_tokens_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    counts_ptr,
+    stride_row,
+    stride_table,
+    vocab_size,
+    TILE: tl.constexpr,
+):
     place = tl.program_id(0).to(tl.int64)
     logits_ptr += tl.load(rows_ptr + place) * stride_row
     token_ptr = token_table_ptr + tl.load(table_rows_ptr + place) * stride_table
@@ -64,9 +83,16 @@ def _penalise_kernel(
 
 
 def penalise(
-    logits: Tensor, token_table: Tensor, rows: Tensor, table_rows: Tensor, num_prompt_tokens: Tensor,
-    num_tokens: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    token_table: Tensor,
+    rows: Tensor,
+    table_rows: Tensor,
+    num_prompt_tokens: Tensor,
+    num_tokens: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
     """Change the logits of seen tokens, in place; see `ops.penalise` for the contract."""
     check_penalise(
         logits, token_table, rows, table_rows, num_prompt_tokens, num_tokens, repetition, presence, frequency
@@ -76,6 +102,20 @@ def penalise(
         return
     counts = torch.empty((count, vocab_size), dtype=torch.int32, device=logits.device)
     _penalise_kernel[(count,)](
-        logits, token_table, rows, table_rows, num_prompt_tokens, num_tokens, repetition, presence, frequency, counts,
-        logits.stride(0), token_table.stride(0), vocab_size, TILE=TILE, num_warps=8, enable_fp_fusion=False,
-    )  # fmt: skip
+        logits,
+        token_table,
+        rows,
+        table_rows,
+        num_prompt_tokens,
+        num_tokens,
+        repetition,
+        presence,
+        frequency,
+        counts,
+        logits.stride(0),
+        token_table.stride(0),
+        vocab_size,
+        TILE=TILE,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )

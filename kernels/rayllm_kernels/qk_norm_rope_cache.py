@@ -38,10 +38,19 @@ def _scale_part(x, scale, weight_ptr, dims, valid):
 
 @triton.jit
 def _norm_rotate(
-    source, target, scale, valid, weight_ptr, angle_ptr, eps,
-    NORM: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
+    source,
+    target,
+    scale,
+    valid,
+    weight_ptr,
+    angle_ptr,
+    eps,
+    NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr,
-):  # fmt: skip
+):
     """Heads at pointers `source` [N, 1] -> heads at `target` [N, 1]: the two rotated halves, and what is past them.
 
     scale: [N, 1], or anything if `target` is not in fp8.
@@ -76,13 +85,36 @@ def _norm_rotate(
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
 def _qk_norm_rope_cache_kernel(
-    qkv_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr, k_ptr, v_ptr, slots_ptr,
-    k_scale_ptr, v_scale_ptr, q_ptr, eps,
-    stride_token, stride_cos_sin, stride_block, stride_cache_head, stride_slot, num_heads, num_kv_heads,
-    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NORM: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
-    USE_SCALES: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_ptr,
+    eps,
+    stride_token,
+    stride_cos_sin,
+    stride_block,
+    stride_cache_head,
+    stride_slot,
+    num_heads,
+    num_kv_heads,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    USE_SCALES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     q_tiles = tl.cdiv(num_heads, HEADS)
@@ -94,8 +126,20 @@ def _qk_norm_rope_cache_kernel(
         head = tile * HEADS + lane
         angle = cos_sin_ptr + tl.load(positions_ptr + token) * stride_cos_sin
         target = q_ptr + (token * num_heads + head) * HEAD_DIM
-        _norm_rotate(row + head * HEAD_DIM, target, 1.0, head < num_heads, q_weight_ptr, angle, eps,
-                     NORM, HEAD_DIM, HALF, HALF_PADDED, REST_PADDED)  # fmt: skip
+        _norm_rotate(
+            row + head * HEAD_DIM,
+            target,
+            1.0,
+            head < num_heads,
+            q_weight_ptr,
+            angle,
+            eps,
+            NORM,
+            HEAD_DIM,
+            HALF,
+            HALF_PADDED,
+            REST_PADDED,
+        )
     else:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
@@ -106,8 +150,20 @@ def _qk_norm_rope_cache_kernel(
                 source = row + (num_heads + head) * HEAD_DIM
                 valid = head < num_kv_heads
                 scale = tl.load(k_scale_ptr + head, mask=valid, other=1.0) if USE_SCALES else 1.0
-                _norm_rotate(source, k_ptr + target + head * stride_cache_head, scale, valid, k_weight_ptr,
-                             angle, eps, NORM, HEAD_DIM, HALF, HALF_PADDED, REST_PADDED)  # fmt: skip
+                _norm_rotate(
+                    source,
+                    k_ptr + target + head * stride_cache_head,
+                    scale,
+                    valid,
+                    k_weight_ptr,
+                    angle,
+                    eps,
+                    NORM,
+                    HEAD_DIM,
+                    HALF,
+                    HALF_PADDED,
+                    REST_PADDED,
+                )
             else:
                 head = (tile - q_tiles - kv_tiles) * HEADS + lane
                 dims = tl.arange(0, HEAD_DIM_PADDED)[None, :]
@@ -118,10 +174,21 @@ def _qk_norm_rope_cache_kernel(
 
 
 def qk_norm_rope_cache(
-    qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int, *,
-    kv_scales: KVScales | None = None, deterministic: bool = False,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    kv_scales: KVScales | None = None,
+    deterministic: bool = False,
+) -> Tensor:
     """Queries ready for attention, keys and values stored; see `ops.qk_norm_rope_cache` for the contract."""
     check_qk_norm_rope_cache(
         qkv,
@@ -150,12 +217,33 @@ def qk_norm_rope_cache(
     tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     overlap = can_overlap(qkv.device)
     _qk_norm_rope_cache_kernel[(tokens, tiles)](
-        qkv, positions, cos_sin_cache, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
-        k_cache, v_cache, slot_mapping, *(kv_scales or (qkv, qkv)), q, eps,
-        qkv.stride(0), cos_sin_cache.stride(0), *k_cache.stride()[:3], num_heads, num_kv_heads,
-        HEADS=heads, BLOCK_SIZE=k_cache.shape[2], NORM=q_weight is not None, HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=head_dim_padded, HALF=half, HALF_PADDED=triton.next_power_of_2(half),
-        REST_PADDED=triton.next_power_of_2(rest) if rest else 0, USE_SCALES=kv_scales is not None,
-        OVERLAP=overlap, num_warps=4, launch_pdl=overlap,
-    )  # fmt: skip
+        qkv,
+        positions,
+        cos_sin_cache,
+        qkv if q_weight is None else q_weight,
+        qkv if k_weight is None else k_weight,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        *(kv_scales or (qkv, qkv)),
+        q,
+        eps,
+        qkv.stride(0),
+        cos_sin_cache.stride(0),
+        *k_cache.stride()[:3],
+        num_heads,
+        num_kv_heads,
+        HEADS=heads,
+        BLOCK_SIZE=k_cache.shape[2],
+        NORM=q_weight is not None,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=head_dim_padded,
+        HALF=half,
+        HALF_PADDED=triton.next_power_of_2(half),
+        REST_PADDED=triton.next_power_of_2(rest) if rest else 0,
+        USE_SCALES=kv_scales is not None,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
     return q

@@ -52,9 +52,14 @@ __all__ = [
 
 
 def reshape_and_cache(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
     kv_scales: KVScales | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """cache[slot // block_size, :, slot % block_size] = key for every slot >= 0, in the cache's format."""
     check_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, kv_scales)
     used = slot_mapping >= 0
@@ -110,10 +115,21 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def qk_norm_rope_cache(
-    qkv: Tensor, positions: Tensor, cos_sin_cache: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, num_heads: int, num_kv_heads: int, *,
-    kv_scales: KVScales | None = None, deterministic: bool = False,  # noqa: ARG001
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    kv_scales: KVScales | None = None,
+    deterministic: bool = False,  # noqa: ARG001
+) -> Tensor:
     """rms_norm of q and k where they have weights, rotary_embedding, reshape_and_cache.
 
     `deterministic` makes no difference here: a head's norm does not depend on how many there are.

@@ -48,16 +48,20 @@ def _gather_both(
     k_cache: Tensor, v_cache: Tensor, kv_scales: KVScales | None, block_tables: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     k_scale, v_scale = (None, None) if kv_scales is None else kv_scales
-    return (
-        _gather(k_cache, k_scale, block_tables, positions),
-        _gather(v_cache, v_scale, block_tables, positions),
-    )
+    return (_gather(k_cache, k_scale, block_tables, positions), _gather(v_cache, v_scale, block_tables, positions))
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, distance: Tensor, *,
-    scale: float, sliding_window: int | None, alibi_slopes: Tensor | None, soft_cap: float | None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    distance: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    alibi_slopes: Tensor | None,
+    soft_cap: float | None,
+) -> Tensor:
     """Attention of q [N, Q, Hq, D] over k, v [N, Hkv, L, D] -> [N, Q, Hq, D] in fp32.
 
     `distance` [N, Q, L] is key position minus query position. A query with no visible key yields NaN.
@@ -110,17 +114,37 @@ def decode_schedule(
 
 
 def paged_decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
-    scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, kv_scales: KVScales | None = None, schedule: DecodeSchedule | None = None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    soft_cap: float | None = None,
+    kv_scales: KVScales | None = None,
+    schedule: DecodeSchedule | None = None,
     out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """One query per sequence against its paged context; see `ops.paged_decode_attention` for the contract.
 
     Vectorised over the batch: keys are gathered padded to the longest sequence. A `schedule` has no use here.
     """
-    check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, kv_scales=kv_scales)  # fmt: skip
+    check_paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes,
+        soft_cap=soft_cap,
+        out=out,
+        kv_scales=kv_scales,
+    )
     check_paged_decode(q, seq_lens, schedule)
     lengths = seq_lens.long()[:, None]
     first = torch.zeros_like(lengths) if sliding_window is None else (lengths - sliding_window).clamp_min_(0)
@@ -133,25 +157,48 @@ def paged_decode_attention(
     tables = block_tables.masked_fill(lengths == 0, 0)
     k, v = _gather_both(k_cache, v_cache, kv_scales, tables, used)
     distance = (k_pos - (lengths - 1))[:, None]
-    result = _attend(q[:, None], k, v, distance, scale=scale, sliding_window=None, alibi_slopes=alibi_slopes,
-                     soft_cap=soft_cap)[:, 0]  # fmt: skip
+    result = _attend(
+        q[:, None], k, v, distance, scale=scale, sliding_window=None, alibi_slopes=alibi_slopes, soft_cap=soft_cap
+    )[:, 0]
     result = result.masked_fill_(seq_lens[:, None, None] == 0, 0.0)
     return result.to(q.dtype) if out is None else out.copy_(result)
 
 
 def paged_prefill_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
-    max_query_len: int, *, scale: float, sliding_window: int | None = None, alibi_slopes: Tensor | None = None,
-    soft_cap: float | None = None, kv_scales: KVScales | None = None, deterministic: bool = False,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    soft_cap: float | None = None,
+    kv_scales: KVScales | None = None,
+    deterministic: bool = False,
     out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """A chunk of queries per sequence against its paged context; see `ops.paged_prefill_attention` for the contract.
 
     Loops over sequences and over chunks of `QUERY_CHUNK` queries (of one if `deterministic`, because the order of a
     matrix product's sums follows its shape), each against only the keys that it may see.
     """
-    check_paged_attention(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, sliding_window=sliding_window,
-                          alibi_slopes=alibi_slopes, soft_cap=soft_cap, out=out, kv_scales=kv_scales)  # fmt: skip
+    check_paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes,
+        soft_cap=soft_cap,
+        out=out,
+        kv_scales=kv_scales,
+    )
     check_paged_prefill(q, seq_lens, query_start_loc, max_query_len)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -175,7 +222,14 @@ def paged_prefill_attention(
             seen_k, seen_v = k[:, :, keys], v[:, :, keys]
             if deterministic:
                 seen_k, seen_v = seen_k.contiguous(), seen_v.contiguous()
-            out[first:last] = _attend(q[None, first:last], seen_k, seen_v, distance[None], scale=scale,
-                                      sliding_window=sliding_window, alibi_slopes=alibi_slopes,
-                                      soft_cap=soft_cap)[0]  # fmt: skip
+            out[first:last] = _attend(
+                q[None, first:last],
+                seen_k,
+                seen_v,
+                distance[None],
+                scale=scale,
+                sliding_window=sliding_window,
+                alibi_slopes=alibi_slopes,
+                soft_cap=soft_cap,
+            )[0]
     return out

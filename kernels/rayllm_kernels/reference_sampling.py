@@ -39,9 +39,16 @@ def gumbel_keys(
 
 
 def penalise(
-    logits: Tensor, token_table: Tensor, rows: Tensor, table_rows: Tensor, num_prompt_tokens: Tensor,
-    num_tokens: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    token_table: Tensor,
+    rows: Tensor,
+    table_rows: Tensor,
+    num_prompt_tokens: Tensor,
+    num_tokens: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
     """By a matrix of counts, [P, V]. About 20 bytes a logit of the P rows beside the input."""
     check_penalise(
         logits, token_table, rows, table_rows, num_prompt_tokens, num_tokens, repetition, presence, frequency
@@ -97,9 +104,17 @@ def _ordered_keys(logits: Tensor) -> Tensor:
 
 
 def decode_inputs(
-    rows: Tensor, positions: Tensor, token_table: Tensor, block_table: Tensor, block_size: int, *,
-    input_ids: Tensor, slots: Tensor, seq_lens: Tensor, block_tables: Tensor,
-) -> None:  # fmt: skip
+    rows: Tensor,
+    positions: Tensor,
+    token_table: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    *,
+    input_ids: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+) -> None:
     """Gather by plain indexing; padding rows are set apart first."""
     check_decode_inputs(rows, positions, token_table, block_table, input_ids, slots, seq_lens, block_tables)
     real = positions >= 0

@@ -30,9 +30,16 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 def truncate_draws(
-    token_ids: Tensor, logits: Tensor, rows: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor,
-    seeds: Tensor, positions: Tensor, temperature: Tensor,
-) -> None:  # fmt: skip
+    token_ids: Tensor,
+    logits: Tensor,
+    rows: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    log_min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+) -> None:
     """token_ids[rows] = the argmax of the scores of `gumbel_argmax` over what is kept of each row.
 
     Looks at values to compute only what is needed: a token that is kept was the argmax of more, and stands.

@@ -24,11 +24,27 @@ TILE_ELEMENTS = 4096  # of one token, by one program
 
 @triton.jit(do_not_specialize=["slots_ptr"])
 def _reshape_and_cache_kernel(
-    key_ptr, value_ptr, k_ptr, v_ptr, slots_ptr, k_scale_ptr, v_scale_ptr,
-    stride_kt, stride_kh, stride_vt, stride_vh, stride_block, stride_cache_head, stride_slot, num_heads,
-    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
+    key_ptr,
+    value_ptr,
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_block,
+    stride_cache_head,
+    stride_slot,
+    num_heads,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
     USE_SCALES: tl.constexpr,
-):  # fmt: skip
+):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot < 0:
@@ -46,17 +62,36 @@ def _reshape_and_cache_kernel(
 
 
 def reshape_and_cache(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
     kv_scales: KVScales | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Store T rows; see `ops.reshape_and_cache` for the contract."""
     check_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, kv_scales)
     tokens, num_heads, head_dim = key.shape
     head_dim_padded = triton.next_power_of_2(head_dim)
     heads = min(triton.next_power_of_2(num_heads), max(1, TILE_ELEMENTS // head_dim_padded))
     _reshape_and_cache_kernel[(tokens, triton.cdiv(num_heads, heads))](
-        key, value, k_cache, v_cache, slot_mapping, *(kv_scales or (key, key)),
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1), *k_cache.stride()[:3], num_heads,
-        HEADS=heads, BLOCK_SIZE=k_cache.shape[2], HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
-        USE_SCALES=kv_scales is not None, num_warps=4,
-    )  # fmt: skip
+        key,
+        value,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        *(kv_scales or (key, key)),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        *k_cache.stride()[:3],
+        num_heads,
+        HEADS=heads,
+        BLOCK_SIZE=k_cache.shape[2],
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=head_dim_padded,
+        USE_SCALES=kv_scales is not None,
+        num_warps=4,
+    )

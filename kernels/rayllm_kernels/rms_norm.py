@@ -23,11 +23,25 @@ TILE_ELEMENTS = 1024  # short rows (the heads of a q/k norm) share a program
 
 @triton.jit(do_not_specialize=["num_rows", "x_inner", "residual_inner"])
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, num_rows, eps,
-    x_inner, x_stride_outer, x_stride_inner, residual_inner, residual_stride_outer, residual_stride_inner,
-    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    total_ptr,
+    num_rows,
+    eps,
+    x_inner,
+    x_stride_outer,
+    x_stride_inner,
+    residual_inner,
+    residual_stride_outer,
+    residual_stride_inner,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
-):  # fmt: skip
+):
     announce_and_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_PADDED)[None, :]
@@ -57,10 +71,23 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, y: Tensor, 
     rows_per_program = max(1, TILE_ELEMENTS // dim_padded)
     overlap = can_overlap(x.device)
     _rms_norm_kernel[(triton.cdiv(rows, rows_per_program),)](
-        x, residual, weight, y, total, rows, eps, *x_layout, *residual_layout,
-        DIM=dim, DIM_PADDED=dim_padded, ROWS=rows_per_program, HAS_RESIDUAL=total is not y,
-        OVERLAP=overlap, num_warps=min(16, max(4, dim_padded // 512)), launch_pdl=overlap,
-    )  # fmt: skip
+        x,
+        residual,
+        weight,
+        y,
+        total,
+        rows,
+        eps,
+        *x_layout,
+        *residual_layout,
+        DIM=dim,
+        DIM_PADDED=dim_padded,
+        ROWS=rows_per_program,
+        HAS_RESIDUAL=total is not y,
+        OVERLAP=overlap,
+        num_warps=min(16, max(4, dim_padded // 512)),
+        launch_pdl=overlap,
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

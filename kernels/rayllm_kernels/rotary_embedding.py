@@ -20,8 +20,17 @@ TILE_ELEMENTS = 1024  # pairs of one token, by one program
 
 
 @triton.jit
-def _rotate(ptr, stride_head, first_head, num_heads, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr,
-            HALF_PADDED: tl.constexpr):  # fmt: skip
+def _rotate(
+    ptr,
+    stride_head,
+    first_head,
+    num_heads,
+    cos,
+    sin,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+):
     head = first_head + tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, HALF_PADDED)[None, :]
     mask = (head < num_heads) & (pair < HALF)
@@ -35,10 +44,22 @@ def _rotate(ptr, stride_head, first_head, num_heads, cos, sin, HEADS: tl.constex
 
 @triton.jit(do_not_specialize=["positions_ptr"])
 def _rotary_kernel(
-    positions_ptr, q_ptr, k_ptr, cos_sin_ptr, stride_qt, stride_qh, stride_kt, stride_kh, stride_cos_sin,
-    q_heads, k_heads, q_programs,
-    HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-):  # fmt: skip
+    positions_ptr,
+    q_ptr,
+    k_ptr,
+    cos_sin_ptr,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_cos_sin,
+    q_heads,
+    k_heads,
+    q_programs,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     angle = cos_sin_ptr + tl.load(positions_ptr + token) * stride_cos_sin + tl.arange(0, HALF_PADDED)[None, :]
@@ -60,6 +81,20 @@ def rotary_embedding(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Ten
     heads = min(triton.next_power_of_2(max(q.shape[1], k.shape[1])), max(1, TILE_ELEMENTS // half_padded))
     q_programs, k_programs = triton.cdiv(q.shape[1], heads), triton.cdiv(k.shape[1], heads)
     _rotary_kernel[(q.shape[0], q_programs + k_programs)](
-        positions, q, k, cos_sin_cache, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin_cache.stride(0),
-        q.shape[1], k.shape[1], q_programs, HEADS=heads, HALF=half, HALF_PADDED=half_padded, num_warps=4,
-    )  # fmt: skip
+        positions,
+        q,
+        k,
+        cos_sin_cache,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        cos_sin_cache.stride(0),
+        q.shape[1],
+        k.shape[1],
+        q_programs,
+        HEADS=heads,
+        HALF=half,
+        HALF_PADDED=half_padded,
+        num_warps=4,
+    )

@@ -23,8 +23,8 @@ TILE_ELEMENTS = 1024
 
 @triton.jit(do_not_specialize=["x_inner"])
 def _silu_and_mul_kernel(
-    x_ptr, y_ptr, x_inner, x_stride_outer, x_stride_inner, DIM: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    x_ptr, y_ptr, x_inner, x_stride_outer, x_stride_inner, DIM: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr
+):
     wait_for_predecessor(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * TILE + tl.arange(0, TILE)

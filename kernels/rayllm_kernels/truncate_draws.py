@@ -67,9 +67,19 @@ def _in_nucleus(row_ptr, vocab_size, value, floor, highest, scale, top_p, WIDTH:
 
 @triton.jit
 def _draw_from_row(
-    row_ptr, vocab_size, token, floor, highest, scale, inverse, top_p, position, seed,
-    WIDTH: tl.constexpr, RUNS: tl.constexpr,
-):  # fmt: skip
+    row_ptr,
+    vocab_size,
+    token,
+    floor,
+    highest,
+    scale,
+    inverse,
+    top_p,
+    position,
+    seed,
+    WIDTH: tl.constexpr,
+    RUNS: tl.constexpr,
+):
     """The draw from the kept tokens of a row, given the draw from all of them."""
     value = tl.load(row_ptr + token).to(tl.float32)
     kept = (value >= floor).to(tl.int32)
@@ -77,9 +87,21 @@ def _draw_from_row(
         kept = _in_nucleus(row_ptr, vocab_size, value, floor, highest, scale, top_p, WIDTH)
     while kept == 0:
         _, token = scan(
-            row_ptr, 0, vocab_size, 0, vocab_size, inverse, 1.0, position, seed, floor, value,
-            RUNS, RESTRICTED=True, SHARDED=False,
-        )  # fmt: skip
+            row_ptr,
+            0,
+            vocab_size,
+            0,
+            vocab_size,
+            inverse,
+            1.0,
+            position,
+            seed,
+            floor,
+            value,
+            RUNS,
+            RESTRICTED=True,
+            SHARDED=False,
+        )
         value = tl.load(row_ptr + token).to(tl.float32)
         kept = tl.full([], 1, tl.int32)
         if top_p < 1.0:
@@ -108,9 +130,8 @@ def _list_row(
 
 @triton.jit
 def _draw_from_list(
-    values_ptr, tokens_ptr, listed, top_k, floor, highest, scale, inverse, top_p, position, seed,
-    CAPACITY: tl.constexpr,
-):  # fmt: skip
+    values_ptr, tokens_ptr, listed, top_k, floor, highest, scale, inverse, top_p, position, seed, CAPACITY: tl.constexpr
+):
     """The draw from the kept tokens among those listed, which have the top_k largest logits among them."""
     lane = tl.arange(0, CAPACITY)
     values = tl.load(values_ptr + lane, mask=lane < listed, other=float("-inf"))
@@ -132,14 +153,36 @@ def _draw_from_list(
 
 
 @triton.jit(
-    do_not_specialize=["rows_ptr", "top_k_ptr", "top_p_ptr", "log_min_p_ptr", "seeds_ptr", "positions_ptr",
-                       "temperature_ptr"]
-)  # fmt: skip
+    do_not_specialize=[
+        "rows_ptr",
+        "top_k_ptr",
+        "top_p_ptr",
+        "log_min_p_ptr",
+        "seeds_ptr",
+        "positions_ptr",
+        "temperature_ptr",
+    ]
+)
 def _truncate_kernel(
-    token_ids_ptr, logits_ptr, rows_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, seeds_ptr, positions_ptr,
-    temperature_ptr, values_ptr, tokens_ptr, counters_ptr, stride_row, vocab_size,
-    WIDTH: tl.constexpr, MAX_LISTED_K: tl.constexpr, CAPACITY: tl.constexpr, RUNS: tl.constexpr,
-):  # fmt: skip
+    token_ids_ptr,
+    logits_ptr,
+    rows_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    log_min_p_ptr,
+    seeds_ptr,
+    positions_ptr,
+    temperature_ptr,
+    values_ptr,
+    tokens_ptr,
+    counters_ptr,
+    stride_row,
+    vocab_size,
+    WIDTH: tl.constexpr,
+    MAX_LISTED_K: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    RUNS: tl.constexpr,
+):
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + place)
     row_ptr = logits_ptr + row * stride_row
@@ -176,9 +219,16 @@ def _truncate_kernel(
 
 
 def truncate_draws(
-    token_ids: Tensor, logits: Tensor, rows: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor,
-    seeds: Tensor, positions: Tensor, temperature: Tensor,
-) -> None:  # fmt: skip
+    token_ids: Tensor,
+    logits: Tensor,
+    rows: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    log_min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+) -> None:
     """Draw anew, in place, where a token is not kept; see `ops.truncate_draws` for the contract."""
     check_truncate_draws(token_ids, logits, rows, top_k, top_p, log_min_p, seeds, positions, temperature)
     count = rows.shape[0]
@@ -189,7 +239,24 @@ def truncate_draws(
     counters = torch.empty(count, dtype=torch.int32, device=logits.device)
     # Products and sums are rounded separately, as in the reference.
     _truncate_kernel[(count,)](
-        token_ids, logits, rows, top_k, top_p, log_min_p, seeds, positions, temperature, values, tokens, counters,
-        logits.stride(0), logits.shape[1], WIDTH=WIDTH, MAX_LISTED_K=MAX_LISTED_K, CAPACITY=CAPACITY, RUNS=SCAN_RUNS,
-        num_warps=WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+        token_ids,
+        logits,
+        rows,
+        top_k,
+        top_p,
+        log_min_p,
+        seeds,
+        positions,
+        temperature,
+        values,
+        tokens,
+        counters,
+        logits.stride(0),
+        logits.shape[1],
+        WIDTH=WIDTH,
+        MAX_LISTED_K=MAX_LISTED_K,
+        CAPACITY=CAPACITY,
+        RUNS=SCAN_RUNS,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rayllm.api.types import SequenceData
 from rayllm.core.batch import RunningBatch
 from rayllm.core.forecast import Forecast
 from rayllm.core.kv_memory import KVMemory, Match
@@ -10,7 +11,6 @@ from rayllm.core.prefill import schedule_chunk
 from rayllm.core.queue import WaitingQueue
 from rayllm.core.sequence import Sequence, SequenceStatus, policy_order
 from rayllm.core.step import Draft
-from rayllm.types import SequenceData
 
 WATERMARK = 0.01  # share of blocks kept free at admission, so that running sequences can grow a while
 
@@ -23,9 +23,15 @@ class Admission:
     """
 
     def __init__(
-        self, memory: KVMemory, batch: RunningBatch, preemption: Preemption, waiting: WaitingQueue,
-        swapped: WaitingQueue, longest_chunk: int, preemptive: bool,
-    ):  # fmt: skip
+        self,
+        memory: KVMemory,
+        batch: RunningBatch,
+        preemption: Preemption,
+        waiting: WaitingQueue,
+        swapped: WaitingQueue,
+        longest_chunk: int,
+        preemptive: bool,
+    ):
         self._memory, self._batch, self._preemption = memory, batch, preemption
         self._waiting, self._swapped = waiting, swapped
         self._longest_chunk, self._preemptive = longest_chunk, preemptive

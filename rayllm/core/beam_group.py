@@ -15,13 +15,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
+from rayllm.api.types import RequestTimes, TokenDelta, TokenLogprobs
 from rayllm.core.batch import RunningBatch
 from rayllm.core.beam_search import Beam, BeamSearch
 from rayllm.core.deltas import result_deltas, search_delta
 from rayllm.core.kv_memory import KVMemory
 from rayllm.core.queue import WaitingQueue
 from rayllm.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from rayllm.types import RequestTimes, TokenDelta, TokenLogprobs
 
 
 class BeamGroups:
@@ -32,10 +32,15 @@ class BeamGroups:
     """
 
     def __init__(
-        self, memory: KVMemory, batch: RunningBatch, waiting: WaitingQueue, swapped: WaitingQueue,
-        groups: dict[str, SequenceGroup], retire: Callable[[Sequence], None],
+        self,
+        memory: KVMemory,
+        batch: RunningBatch,
+        waiting: WaitingQueue,
+        swapped: WaitingQueue,
+        groups: dict[str, SequenceGroup],
+        retire: Callable[[Sequence], None],
         times: Callable[[SequenceGroup], RequestTimes],
-    ):  # fmt: skip
+    ):
         self._memory, self._batch, self._waiting, self._swapped = memory, batch, waiting, swapped
         self._groups, self._retire, self._times = groups, retire, times
         self.due: list[SequenceGroup] = []

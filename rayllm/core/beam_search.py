@@ -18,8 +18,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from rayllm.sampling_params import SamplingParams
-from rayllm.types import TokenLogprobs
+from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.types import TokenLogprobs
 
 if TYPE_CHECKING:
     from rayllm.core.sequence import Sequence

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import bisect
 
+from rayllm.api.types import StepCost
 from rayllm.core.sequence import Sequence
 from rayllm.core.step_time import StepTimes, StepWork, attended
-from rayllm.types import StepCost
 
 MIN_CHUNK = 64
 GROWTH = 2  # no more than so many times the prompt tokens of the largest step seen: what lies beyond is a guess

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rayllm.api.types import RequestTimes, TokenDelta, TokenLogprobs
 from rayllm.core.beam_search import Hypothesis
 from rayllm.core.sequence import Sequence, SequenceGroup
-from rayllm.types import RequestTimes, TokenDelta, TokenLogprobs
 
 
 def token_delta(
@@ -27,27 +27,46 @@ def token_delta(
             prompt_logprobs = group.prompt_logprobs
             times = times_of(group)
     return TokenDelta(
-        seq.request_id, seq.index, [token], logprobs, reason, stop, cached, prompt_logprobs, times,
+        seq.request_id,
+        seq.index,
+        [token],
+        logprobs,
+        reason,
+        stop,
+        cached,
+        prompt_logprobs,
+        times,
         num_preemptions=group.num_preemptions,
-    )  # fmt: skip
+    )
 
 
 def embedding_delta(seq: Sequence, embedding: bytes, times: RequestTimes) -> TokenDelta:
     """The only delta of a pooled prompt."""
     group = seq.group
     return TokenDelta(
-        seq.request_id, seq.index, [], finish_reason="stop", num_cached_tokens=group.num_cached_tokens or 0,
-        times=times, num_preemptions=group.num_preemptions, embedding=embedding,
-    )  # fmt: skip
+        seq.request_id,
+        seq.index,
+        [],
+        finish_reason="stop",
+        num_cached_tokens=group.num_cached_tokens or 0,
+        times=times,
+        num_preemptions=group.num_preemptions,
+        embedding=embedding,
+    )
 
 
 def search_delta(group: SequenceGroup, times: RequestTimes) -> TokenDelta:
     """Says that the prompt of a beam search is done. Tokens come when the search is over."""
     logprobs: list[TokenLogprobs] | None = None if group.params.logprobs is None else []
     return TokenDelta(
-        group.request_id, 0, [], logprobs, num_cached_tokens=group.num_cached_tokens or 0,
-        prompt_logprobs=group.prompt_logprobs, times=times,
-    )  # fmt: skip
+        group.request_id,
+        0,
+        [],
+        logprobs,
+        num_cached_tokens=group.num_cached_tokens or 0,
+        prompt_logprobs=group.prompt_logprobs,
+        times=times,
+    )
 
 
 def result_deltas(group: SequenceGroup, finished: list[Hypothesis]) -> list[TokenDelta]:
@@ -61,9 +80,14 @@ def result_deltas(group: SequenceGroup, finished: list[Hypothesis]) -> list[Toke
         _score, token_ids, cumulative, stop_id, entries = finished[index]
         deltas.append(
             TokenDelta(
-                group.request_id, index, token_ids, None if params.logprobs is None else entries,
-                "length" if stop_id is None else "stop", stop_id if stop_id in params.stop_token_ids else None,
-                num_preemptions=group.num_preemptions, cumulative_logprob=cumulative,
+                group.request_id,
+                index,
+                token_ids,
+                None if params.logprobs is None else entries,
+                "length" if stop_id is None else "stop",
+                stop_id if stop_id in params.stop_token_ids else None,
+                num_preemptions=group.num_preemptions,
+                cumulative_logprob=cumulative,
             )
-        )  # fmt: skip
+        )
     return deltas

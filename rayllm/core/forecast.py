@@ -184,7 +184,7 @@ class Forecast:
             seq.length_share = seq.length_share or self.lengths.next_share()
             seq.expected_len = prompt + (
                 limit if _reaches_limit(seq) else self.lengths.expected(length - prompt, limit, seq.length_share)
-            )  # fmt: skip
+            )
         steps = max(0, seq.expected_len - length) + self._lag
         return steps if seq.decoding else steps + (length - seq.num_computed) // self._longest_chunk
 

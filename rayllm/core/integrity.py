@@ -16,7 +16,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     live = [seq for group in scheduler.groups.values() for seq in group.sequences]
     scheduler.memory.check_integrity(
         [seq.block_table for seq in (*running, *forks)], [seq.cpu_table for seq in live if seq.cpu_table]
-    )  # fmt: skip
+    )
     scheduler.batch.check_integrity()
     assert not scheduler.beams.due, "a choice was put off"
     in_flight = [id(seq) for step in scheduler.in_flight for seq in (*step.sampled, *step.pooled)]
@@ -54,9 +54,11 @@ def _check_place(scheduler: Scheduler, seq: Sequence) -> None:
     places = (seq in scheduler.running, waits, seq in scheduler.forks, seq in scheduler.swapped)
     status = seq.status
     expected = (
-        status is SequenceStatus.RUNNING, status is SequenceStatus.WAITING, status is SequenceStatus.FORKED,
+        status is SequenceStatus.RUNNING,
+        status is SequenceStatus.WAITING,
+        status is SequenceStatus.FORKED,
         status is SequenceStatus.SWAPPED,
-    )  # fmt: skip
+    )
     assert places == expected, f"in the wrong queue: {seq}"
 
 

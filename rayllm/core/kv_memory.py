@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from rayllm.api.types import KVCosts
 from rayllm.core.block_manager import BlockManager
 from rayllm.core.prefix_cache import PrefixCache
 from rayllm.core.sequence import Sequence
 from rayllm.core.window import KVWindow
 from rayllm.core.write_ahead import WriteAhead
-from rayllm.types import KVCosts
 
 
 class Match(NamedTuple):
@@ -64,9 +64,16 @@ class KVMemory:
     """
 
     def __init__(
-        self, *, num_blocks: int, num_cpu_blocks: int, block_size: int, caching: bool, costs: KVCosts | None,
-        sliding_window: int | None = None, write_ahead: int = 0,
-    ):  # fmt: skip
+        self,
+        *,
+        num_blocks: int,
+        num_cpu_blocks: int,
+        block_size: int,
+        caching: bool,
+        costs: KVCosts | None,
+        sliding_window: int | None = None,
+        write_ahead: int = 0,
+    ):
         self.block_size = block_size
         self.window = KVWindow(sliding_window, block_size)
         self.caching = caching

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rayllm.types import GenerationRequest
+from rayllm.api.types import GenerationRequest
 
 Policy = Callable[[GenerationRequest], tuple]
 

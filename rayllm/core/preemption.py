@@ -8,11 +8,11 @@ A victim for which the host pool has no room is recomputed in every mode.
 
 from __future__ import annotations
 
+from rayllm.api.types import KVCosts
 from rayllm.core.batch import RunningBatch
 from rayllm.core.kv_memory import KVMemory
 from rayllm.core.queue import WaitingQueue
 from rayllm.core.sequence import Sequence, SequenceStatus
-from rayllm.types import KVCosts
 
 MODES = ("cost", "recompute", "swap")
 
@@ -24,9 +24,14 @@ class Preemption:
     """
 
     def __init__(
-        self, mode: str, memory: KVMemory, batch: RunningBatch, waiting: WaitingQueue, swapped: WaitingQueue,
+        self,
+        mode: str,
+        memory: KVMemory,
+        batch: RunningBatch,
+        waiting: WaitingQueue,
+        swapped: WaitingQueue,
         costs: KVCosts | None,
-    ):  # fmt: skip
+    ):
         if mode not in MODES:
             raise ValueError(f"preemption_mode must be one of {', '.join(MODES)}, not {mode!r}")
         if mode == "swap" and not memory.cpu.num_blocks:

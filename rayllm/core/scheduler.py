@@ -19,6 +19,17 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterable
 
+from rayllm.api.types import (
+    STEP_TOKEN_BUCKETS,
+    EngineStats,
+    GenerationRequest,
+    KVCosts,
+    RequestTimes,
+    StepCost,
+    StepPlan,
+    StepResult,
+    TokenDelta,
+)
 from rayllm.core.admission import Admission
 from rayllm.core.batch import RunningBatch
 from rayllm.core.beam_group import BeamGroups
@@ -35,17 +46,6 @@ from rayllm.core.queue import WaitingQueue
 from rayllm.core.sequence import Sequence, SequenceGroup, SequenceStatus, derive_seed
 from rayllm.core.stats import take_stats
 from rayllm.core.step import Draft, InFlight
-from rayllm.types import (
-    STEP_TOKEN_BUCKETS,
-    EngineStats,
-    GenerationRequest,
-    KVCosts,
-    RequestTimes,
-    StepCost,
-    StepPlan,
-    StepResult,
-    TokenDelta,
-)
 
 RUNNING, FORKED, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FORKED, SequenceStatus.FINISHED
 
@@ -86,9 +86,14 @@ class Scheduler:
         if num_cpu_blocks and costs is None:
             raise ValueError("a host pool needs the measured costs")
         self.memory = KVMemory(
-            num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks, block_size=block_size, caching=enable_prefix_caching,
-            costs=costs, sliding_window=sliding_window, write_ahead=2 * max_num_batched_tokens // block_size,
-        )  # fmt: skip
+            num_blocks=num_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            block_size=block_size,
+            caching=enable_prefix_caching,
+            costs=costs,
+            sliding_window=sliding_window,
+            write_ahead=2 * max_num_batched_tokens // block_size,
+        )
         if max_model_len > self.memory.window.longest(num_blocks):
             raise ValueError(
                 f"max_model_len {max_model_len} exceeds the pool of {num_blocks} blocks of {block_size} tokens"
@@ -108,9 +113,14 @@ class Scheduler:
         self.batch = RunningBatch(max_num_seqs)
         self.preemption = Preemption(preemption_mode, self.memory, self.batch, self.waiting, self.swapped, costs)
         self.admission = Admission(
-            self.memory, self.batch, self.preemption, self.waiting, self.swapped, max_num_batched_tokens,
+            self.memory,
+            self.batch,
+            self.preemption,
+            self.waiting,
+            self.swapped,
+            max_num_batched_tokens,
             self.preemptive,
-        )  # fmt: skip
+        )
         self.beams = BeamGroups(
             self.memory, self.batch, self.waiting, self.swapped, self.groups, self._retire, self._times
         )

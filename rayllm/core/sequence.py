@@ -7,10 +7,10 @@ import hashlib
 import sys
 from dataclasses import dataclass, field
 
+from rayllm.api.sampling_params import MAX_SEED, SamplingParams
+from rayllm.api.types import GenerationRequest, Pooling, TokenLogprobs
 from rayllm.core.beam_search import Beam, BeamSearch
 from rayllm.core.constraint import Constraint, MakeConstraint
-from rayllm.sampling_params import MAX_SEED, SamplingParams
-from rayllm.types import GenerationRequest, Pooling, TokenLogprobs
 
 NEVER = sys.maxsize
 
@@ -54,11 +54,37 @@ class Sequence:
     """
 
     __slots__ = (
-        "beam", "block_hashes", "block_table", "blocked", "capacity", "constraint", "cpu_table", "decoding",
-        "expected_len", "first_block", "fresh", "group", "index", "key", "length_share", "max_len", "next_full",
-        "num_computed", "num_pending", "num_registered", "num_shared", "num_swapped", "request_id", "row", "seed",
-        "status", "steady_computed", "steady_known", "stop_ids", "token_ids",
-    )  # fmt: skip
+        "beam",
+        "block_hashes",
+        "block_table",
+        "blocked",
+        "capacity",
+        "constraint",
+        "cpu_table",
+        "decoding",
+        "expected_len",
+        "first_block",
+        "fresh",
+        "group",
+        "index",
+        "key",
+        "length_share",
+        "max_len",
+        "next_full",
+        "num_computed",
+        "num_pending",
+        "num_registered",
+        "num_shared",
+        "num_swapped",
+        "request_id",
+        "row",
+        "seed",
+        "status",
+        "steady_computed",
+        "steady_known",
+        "stop_ids",
+        "token_ids",
+    )
 
     def __init__(self, group: SequenceGroup, index: int, max_len: int, stop_ids: frozenset[int], key: tuple):
         self.group = group
@@ -157,9 +183,14 @@ class SequenceGroup:
         """
         params, prompt = request.params, list(request.prompt_token_ids)
         group = cls(
-            request.request_id, prompt, params, seed, root_hash,
-            report_start=request.report_start, pooling=request.pooling,
-        )  # fmt: skip
+            request.request_id,
+            prompt,
+            params,
+            seed,
+            root_hash,
+            report_start=request.report_start,
+            pooling=request.pooling,
+        )
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None] * len(prompt)
         limit = max_model_len

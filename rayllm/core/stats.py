@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rayllm.types import EngineStats
+from rayllm.api.types import EngineStats
 
 if TYPE_CHECKING:
     from rayllm.core.scheduler import Scheduler

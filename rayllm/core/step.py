@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rayllm.api.types import SequenceData, StepPlan
 from rayllm.core.chunk_budget import Pace
 from rayllm.core.kv_memory import Moves
 from rayllm.core.sequence import Sequence, SequenceGroup
 from rayllm.core.step_time import StepWork
-from rayllm.types import SequenceData, StepPlan
 
 
 @dataclass(slots=True)

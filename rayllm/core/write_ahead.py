@@ -18,9 +18,7 @@ HOST_SHARE = 4  # no more than this part of the host pool may hold what the devi
 class WriteAhead:
     """gpu, cpu, and the prefix cache over each. reach: how far ahead in the order of reuse, in blocks."""
 
-    def __init__(
-        self, gpu: BlockManager, cache: PrefixCache, cpu: BlockManager, cpu_cache: PrefixCache, reach: int
-    ):  # fmt: skip
+    def __init__(self, gpu: BlockManager, cache: PrefixCache, cpu: BlockManager, cpu_cache: PrefixCache, reach: int):
         self._gpu, self._cache, self._cpu, self._cpu_cache = gpu, cache, cpu, cpu_cache
         self._reach = min(reach, cpu.num_blocks // HOST_SHARE)
         self._next: list[int] = []  # device blocks that may have to be copied, the last first

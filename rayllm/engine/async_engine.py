@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
-from rayllm.config import EngineConfig
+from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, RequestOutput, TokenDelta
+from rayllm.api.validation import validate_request
+from rayllm.config.options import EngineConfig
 from rayllm.engine.client import EngineClient, InProcessClient
-from rayllm.engine.outputs import OutputProcessor, accumulate
-from rayllm.engine.tokenizer import Tokenizer, load_tokenizer
-from rayllm.engine.validation import validate_request
 from rayllm.errors import EngineDeadError, InvalidRequestError
-from rayllm.types import EngineInfo, EngineStats, GenerationRequest, RequestOutput, TokenDelta
+from rayllm.text.outputs import OutputProcessor, accumulate
+from rayllm.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class AsyncEngine:
     @classmethod
     def from_config(cls, config: EngineConfig) -> AsyncEngine:
         """An engine in this process. Blocks while the model loads; raises ConfigError, ModelError, StartupError."""
-        from rayllm.engine.core import build_engine_core
         from rayllm.engine.driver import EngineDriver
+        from rayllm.engine.engine import build_engine_core
 
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
         return cls(InProcessClient(EngineDriver(build_engine_core(config))), tokenizer)

@@ -18,8 +18,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
 from rayllm.errors import EngineDeadError, InvalidRequestError
-from rayllm.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
 
 if TYPE_CHECKING:
     from rayllm.engine.driver import EngineDriver

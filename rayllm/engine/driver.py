@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
 from rayllm.engine import client as wire
 from rayllm.errors import ConfigError, EngineDeadError, InvalidRequestError
-from rayllm.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
 
 if TYPE_CHECKING:
-    from rayllm.engine.grammar import Grammar
-    from rayllm.engine.zmq_server import ZmqServer
+    from rayllm.engine.socket import ZmqServer
+    from rayllm.text.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 
 
 class Core(Protocol):
-    """What the driver needs of `rayllm.engine.core.EngineCore`; all calls but check_health are the engine thread's."""
+    """What the driver needs of `EngineCore`; all calls but check_health are the engine thread's."""
 
     info: EngineInfo
 
@@ -178,17 +178,14 @@ class EngineDriver:
         return Health(False, f"work is queued and no step has finished for {waited:.1f} s (limit {deadline:g} s)")
 
     def serve_zmq(
-        self,
-        path: str | None = None,
-        heartbeat_s: float = wire.HEARTBEAT_S,
-        silence_s: float = wire.SILENCE_S,
+        self, path: str | None = None, heartbeat_s: float = wire.HEARTBEAT_S, silence_s: float = wire.SILENCE_S
     ) -> str:
         """Serve fronts on a Unix socket and return its address (ipc://...), for `ZmqClient`.
 
         path: of the socket; its folder must be private to this user. None makes a private folder. Raises ConfigError
         for a path that is too long or in a folder that others can enter.
         """
-        from rayllm.engine.zmq_server import ZmqServer
+        from rayllm.engine.socket import ZmqServer
 
         with self._lock:
             if self._server is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rayllm.config import EngineConfig
+from rayllm.config.options import EngineConfig
 from rayllm.errors import ConfigError
 from rayllm.executor.base import Executor, WorkerLimits
 
 if TYPE_CHECKING:
-    from rayllm.model_spec import ModelSpec
+    from rayllm.config.model_spec import ModelSpec
 
 __all__ = ["Executor", "WorkerLimits", "make_executor"]
 
@@ -25,7 +25,7 @@ def make_executor(config: EngineConfig, spec: ModelSpec) -> Executor:
             f'executor "local" runs one rank, but tensor_parallel_size is {ranks}: use executor "ray" or "auto"'
         )
     if config.executor == "ray" or ranks > 1:
-        from rayllm.executor.ray_gpu import RayExecutor
+        from rayllm.executor.ray import RayExecutor
 
         return RayExecutor(config, spec)
     from rayllm.executor.local import LocalExecutor

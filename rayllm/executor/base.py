@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from rayllm.api.types import StartReport, StepPlan, StepResult
 from rayllm.errors import ConfigError, RayllmError, StartupError
-from rayllm.types import StartReport, StepPlan, StepResult
 
 if TYPE_CHECKING:
     import torch

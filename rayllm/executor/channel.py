@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 
-from rayllm.types import StepPlan, StepResult
+from rayllm.api.types import StepPlan, StepResult
 from rayllm.worker.actor import Groups, pack, receive_result, send_plan
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from rayllm.config import EngineConfig
+from rayllm.api.types import StepPlan, StepResult
+from rayllm.config.options import EngineConfig
 from rayllm.errors import EngineDeadError
 from rayllm.executor.base import Executor, WorkerLimits, device_name, resolve_device
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.types import StepPlan, StepResult
 from rayllm.worker.actor import AnyWorker, WorkerFactory, default_worker
 
 if TYPE_CHECKING:
-    from rayllm.model_spec import ModelSpec
+    from rayllm.config.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 

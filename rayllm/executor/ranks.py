@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from rayllm.config import EngineConfig
+from rayllm.config.options import EngineConfig
 from rayllm.errors import ConfigError, RayllmError, StartupError
 from rayllm.executor.heartbeat import GROUP, SILENCE_SECONDS, Heartbeat
 from rayllm.executor.placement import Placement
 from rayllm.worker.actor import WorkerActor, WorkerFactory
 
 if TYPE_CHECKING:
-    from rayllm.model_spec import ModelSpec
+    from rayllm.config.model_spec import ModelSpec
 
 _POLL_SECONDS = 0.05
 _LOST_PEER = re.compile(r"gloo|NCCL|connection (closed|reset)|broken pipe", re.IGNORECASE)

@@ -68,9 +68,16 @@ class AttentionPlan:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan, *,
-    scale: float, sliding_window: int | None = None, alibi_slopes: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: KVCache,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Store k, v [T, kv heads, head_dim] in the cache, then attend q [T, heads, head_dim] -> [T, heads, head_dim], new.
 
     kv_cache is written in place. The rest: as for `attend`.
@@ -80,9 +87,14 @@ def attention(
 
 
 def attend(
-    q: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan, *, scale: float, sliding_window: int | None = None,
+    q: torch.Tensor,
+    kv_cache: KVCache,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
     alibi_slopes: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Attend q [T, heads, head_dim] to a cache that holds this step's keys and values -> a new tensor like q.
 
     alibi_slopes: [heads] float32, of the rank's heads.
@@ -92,15 +104,32 @@ def attend(
     decodes = batch.num_decodes
     if decodes:
         ops.paged_decode_attention(
-            q[:decodes], k_cache, v_cache, plan.decode_tables, plan.decode_lens,
-            scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes, kv_scales=scales,
-            schedule=plan.decode_schedule(q, k_cache, sliding_window), out=out[:decodes],
-        )  # fmt: skip
+            q[:decodes],
+            k_cache,
+            v_cache,
+            plan.decode_tables,
+            plan.decode_lens,
+            scale=scale,
+            sliding_window=sliding_window,
+            alibi_slopes=alibi_slopes,
+            kv_scales=scales,
+            schedule=plan.decode_schedule(q, k_cache, sliding_window),
+            out=out[:decodes],
+        )
     first = plan.prefill_row
     if first < q.shape[0]:  # after the decodes, whose padding rows are zeroed there
         ops.paged_prefill_attention(
-            q[first:], k_cache, v_cache, plan.prefill_tables, plan.prefill_lens, plan.prefill_starts,
-            batch.max_query_len, scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes,
-            kv_scales=scales, out=out[first:],
-        )  # fmt: skip
+            q[first:],
+            k_cache,
+            v_cache,
+            plan.prefill_tables,
+            plan.prefill_lens,
+            plan.prefill_starts,
+            batch.max_query_len,
+            scale=scale,
+            sliding_window=sliding_window,
+            alibi_slopes=alibi_slopes,
+            kv_scales=scales,
+            out=out[first:],
+        )
     return out

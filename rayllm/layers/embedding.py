@@ -50,9 +50,16 @@ class ParallelLMHead(nn.Module):
     """
 
     def __init__(
-        self, vocab_size: int, dim: int, *, tied: VocabParallelEmbedding | None,
-        tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False,
-    ):  # fmt: skip
+        self,
+        vocab_size: int,
+        dim: int,
+        *,
+        tied: VocabParallelEmbedding | None,
+        tp: TPGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+        deterministic: bool = False,
+    ):
         super().__init__()
         self.vocab_size, self.tp, self.is_tied, self.deterministic = vocab_size, tp, tied is not None, deterministic
         self.shard = -(-vocab_size // tp.size)

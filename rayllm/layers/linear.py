@@ -41,9 +41,16 @@ class MergedColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, parts: dict[str, int], *,
-        bias: bool, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False,
-    ):  # fmt: skip
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        *,
+        bias: bool,
+        tp: TPGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+        deterministic: bool = False,
+    ):
         super().__init__()
         self.in_features, self.parts, self.tp, self.linear = in_features, parts, tp, linear_op(deterministic)
         self.shard_sizes = [shard_size(size, tp, name) for name, size in parts.items()]
@@ -67,9 +74,16 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
     """One layer split by outputs: [T, in] -> [T, out / tp]. With `TPGroup.single()` it is a replicated layer."""
 
     def __init__(
-        self, in_features: int, out_features: int, *,
-        bias: bool, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False,
-    ):  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        tp: TPGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+        deterministic: bool = False,
+    ):
         super().__init__(
             in_features, {"": out_features}, bias=bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic
         )
@@ -84,9 +98,18 @@ class QKVParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, *,
-        bias: bool, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False,
-    ):  # fmt: skip
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        tp: TPGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+        deterministic: bool = False,
+    ):
         super().__init__()
         if num_kv_heads % tp.size and tp.size % num_kv_heads:
             raise ValueError(f"{num_kv_heads} KV heads cannot be shared by {tp.size} ranks")
@@ -105,7 +128,7 @@ class QKVParallelLinear(nn.Module):
 
     def after_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(projection of norm(total), total), total = x + residual: [T, (heads + 2 kv heads) * head_dim], [T, hidden].
 
         x: the rank's summand of it (`RowParallelLinear.partial`); the whole if residual is None.
@@ -152,9 +175,16 @@ class RowParallelLinear(nn.Module):
     """A layer split by inputs: [T, in / tp] -> [T, out], the same on all ranks. The bias is added once."""
 
     def __init__(
-        self, in_features: int, out_features: int, *,
-        bias: bool, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False,
-    ):  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        tp: TPGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+        deterministic: bool = False,
+    ):
         super().__init__()
         self.in_features, self.out_features, self.tp = in_features, out_features, tp
         self.linear, self.deterministic = linear_op(deterministic), deterministic
@@ -188,9 +218,15 @@ class RowParallelLinear(nn.Module):
 
 
 def _load_rows(
-    weight: torch.Tensor, bias: torch.Tensor | None, offset: int, source: WeightSource, name: str,
-    shape: tuple[int, int], start: int, rows: int,
-) -> None:  # fmt: skip
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    offset: int,
+    source: WeightSource,
+    name: str,
+    shape: tuple[int, int],
+    start: int,
+    rows: int,
+) -> None:
     """Fill rows [offset, offset + rows) of a shard with rows [start, start + rows) of the stored [out, in]."""
     stop = start + rows
     source.write(weight[offset : offset + rows], source.slice(name + ".weight", shape, 0, start, stop))

@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
     def add_partial(
         self, x: torch.Tensor, residual: torch.Tensor | None, tp: TPGroup
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(total), total), total = sum over the ranks of x + residual, in one pass; all [T, size].
 
         x may be overwritten; residual is the same on all ranks. If it is None, x is the total.

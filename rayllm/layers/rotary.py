@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from rayllm.rope_spec import RopeSpec
+from rayllm.config.rope import RopeSpec
 
 
 class RotaryEmbedding(nn.Module):

@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
+from rayllm.config.model_spec import ModelSpec
 from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import ParallelLMHead
 from rayllm.layers.weights import WeightSource
-from rayllm.model_spec import ModelSpec
 from rayllm.parallel.tp_group import TPGroup
 from rayllm_kernels.kv_format import KVScales
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rayllm.config.model_spec import BloomSpec, ModelSpec
 from rayllm.layers.activation import activation
 from rayllm.layers.alibi import ALiBi
 from rayllm.layers.attention import AttentionPlan, KVCache, attention
@@ -14,7 +15,6 @@ from rayllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from rayllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from rayllm.layers.norm import LayerNorm
 from rayllm.layers.weights import WeightSource
-from rayllm.model_spec import BloomSpec, ModelSpec
 from rayllm.models.base import CausalLM, name_prefix
 from rayllm.parallel.tp_group import TPGroup
 from rayllm_kernels import ops
@@ -24,16 +24,28 @@ class BloomLayer(nn.Module):
     """One block: attention and MLP, each with a norm before it, and a residual from before that norm or after it."""
 
     def __init__(
-        self, spec: ModelSpec, bloom: BloomSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype,
+        self,
+        spec: ModelSpec,
+        bloom: BloomSpec,
+        tp: TPGroup,
+        device: torch.device,
+        dtype: torch.dtype,
         deterministic: bool,
-    ):  # fmt: skip
+    ):
         super().__init__()
         hidden, inner, self.deterministic = spec.hidden_size, spec.intermediate_size, deterministic
         self.residual_after_norm, self.scale = bloom.residual_after_norm, spec.head_dim**-0.5
         self.qkv_proj = QKVParallelLinear(
-            hidden, spec.num_heads, spec.num_kv_heads, spec.head_dim,
-            bias=True, tp=tp, device=device, dtype=dtype, deterministic=deterministic,
-        )  # fmt: skip
+            hidden,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            bias=True,
+            tp=tp,
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
+        )
         self.dense = RowParallelLinear(
             hidden, hidden, bias=True, tp=tp, device=device, dtype=dtype, deterministic=deterministic
         )
@@ -93,9 +105,14 @@ class BloomForCausalLM(CausalLM):
         )
         self.ln_f = LayerNorm(hidden, eps, affine=True, device=device, dtype=dtype)
         self.lm_head = ParallelLMHead(
-            spec.vocab_size, hidden, tied=self.word_embeddings if spec.tie_word_embeddings else None,
-            tp=tp, device=device, dtype=dtype, deterministic=deterministic,
-        )  # fmt: skip
+            spec.vocab_size,
+            hidden,
+            tied=self.word_embeddings if spec.tie_word_embeddings else None,
+            tp=tp,
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
+        )
 
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rayllm.config.model_spec import ModelSpec
 from rayllm.layers.activation import gated_activation
 from rayllm.layers.attention import AttentionPlan, KVCache, attend
 from rayllm.layers.attention_deterministic import attend_deterministic
@@ -19,7 +20,6 @@ from rayllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, 
 from rayllm.layers.norm import RMSNorm
 from rayllm.layers.rotary import RotaryEmbedding
 from rayllm.layers.weights import WeightSource
-from rayllm.model_spec import ModelSpec
 from rayllm.models.base import CausalLM, name_prefix
 from rayllm.parallel.tp_group import TPGroup
 from rayllm_kernels import ops
@@ -30,42 +30,66 @@ class LlamaAttention(nn.Module):
 
     def __init__(
         self, spec: ModelSpec, layer: int, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.deterministic = deterministic
         self.scale = spec.head_dim**-0.5
         self.norm_eps = spec.norm_eps
         self.sliding_window = spec.sliding_windows[layer]
         self.qkv_proj = QKVParallelLinear(
-            spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim,
-            bias=spec.qkv_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic,
-        )  # fmt: skip
+            spec.hidden_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            bias=spec.qkv_bias,
+            tp=tp,
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
+        )
         self.o_proj = RowParallelLinear(
-            spec.num_heads * spec.head_dim, spec.hidden_size,
-            bias=spec.attention_out_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic,
-        )  # fmt: skip
+            spec.num_heads * spec.head_dim,
+            spec.hidden_size,
+            bias=spec.attention_out_bias,
+            tp=tp,
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
+        )
         # Norms of one head: every rank has the same.
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, device=device, dtype=dtype) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, device=device, dtype=dtype) if spec.qk_norm else None
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm, rotary: RotaryEmbedding,
-        kv_cache: KVCache, plan: AttentionPlan, rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: RMSNorm,
+        rotary: RotaryEmbedding,
+        kv_cache: KVCache,
+        plan: AttentionPlan,
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """total + attention over norm(total), total = x + residual: in two parts, as x and residual themselves."""
         qkv, residual = self.qkv_proj.after_norm(x, residual, norm)
         q = ops.qk_norm_rope_cache(
-            qkv, plan.batch.positions, rotary.cos_sin,
-            None if self.q_norm is None else self.q_norm.weight, None if self.k_norm is None else self.k_norm.weight,
-            self.norm_eps, kv_cache.k, kv_cache.v, plan.batch.slot_mapping,
-            self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads,
-            kv_scales=kv_cache.scales, deterministic=self.deterministic,
-        )  # fmt: skip
+            qkv,
+            plan.batch.positions,
+            rotary.cos_sin,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.norm_eps,
+            kv_cache.k,
+            kv_cache.v,
+            plan.batch.slot_mapping,
+            self.qkv_proj.num_heads,
+            self.qkv_proj.num_kv_heads,
+            kv_scales=kv_cache.scales,
+            deterministic=self.deterministic,
+        )
         del qkv  # the largest tensor of many a step, and nobody needs it any more
         if self.deterministic:
-            out = attend_deterministic(
-                q, kv_cache, plan.batch, scale=self.scale, sliding_window=self.sliding_window
-            )  # fmt: skip
+            out = attend_deterministic(q, kv_cache, plan.batch, scale=self.scale, sliding_window=self.sliding_window)
         else:
             out = attend(q, kv_cache, plan, scale=self.scale, sliding_window=self.sliding_window)
         out = out.flatten(1)
@@ -84,31 +108,37 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(
-        self, spec: ModelSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool
-    ):  # fmt: skip
+    def __init__(self, spec: ModelSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool):
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(
-            spec.hidden_size, {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size},
-            bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic,
-        )  # fmt: skip
+            spec.hidden_size,
+            {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size},
+            bias=spec.mlp_bias,
+            tp=tp,
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
+        )
         self.down_proj = RowParallelLinear(
-            spec.intermediate_size, spec.hidden_size,
-            bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic,
-        )  # fmt: skip
+            spec.intermediate_size,
+            spec.hidden_size,
+            bias=spec.mlp_bias,
+            tp=tp,
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
+        )
         self.act = gated_activation(spec.hidden_act, deterministic)
         self.tp = tp
         self.fuses = spec.hidden_act in ("silu", "swish") and not spec.mlp_bias and not deterministic
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """total + MLP of norm(total), total = x + residual: in two parts, as x and residual themselves."""
         weight = self.gate_up_proj.weight
         if self.fuses and self.tp.size == 1:
-            x, total = ops.add_rms_norm_linear_silu_mul(
-                x, residual, norm.weight, norm.eps, weight
-            )  # fmt: skip
+            x, total = ops.add_rms_norm_linear_silu_mul(x, residual, norm.weight, norm.eps, weight)
         else:
             x, total = norm.add_partial(x, residual, self.tp)
             x = ops.linear_silu_mul(x, weight) if self.fuses else self.act(self.gate_up_proj(x))
@@ -124,7 +154,7 @@ class LlamaLayer(nn.Module):
 
     def __init__(
         self, spec: ModelSpec, layer: int, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
         self.self_attn = LlamaAttention(spec, layer, tp, device, dtype, deterministic)
@@ -132,9 +162,14 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMLP(spec, tp, device, dtype, deterministic)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotary: RotaryEmbedding, kv_cache: KVCache,
-        plan: AttentionPlan, rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotary: RotaryEmbedding,
+        kv_cache: KVCache,
+        plan: AttentionPlan,
+        rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x: the rank's summand of what is not yet added to `residual`; both [T, hidden_size], and so returned.
 
         Without a residual, x is the whole sum, the same on all ranks. rows [N]: of the tokens to go on with after
@@ -159,9 +194,7 @@ class LlamaForCausalLM(CausalLM):
         super().__init__(spec, tp, deterministic)
         if spec.rope is None:
             raise ValueError(f"{spec.architecture} needs rotary positions")
-        self.embed_tokens = VocabParallelEmbedding(
-            spec.vocab_size, spec.hidden_size, tp=tp, device=device, dtype=dtype
-        )  # fmt: skip
+        self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, tp=tp, device=device, dtype=dtype)
         # yarn may reach less far than max_position_embeddings claims; the table covers both.
         max_position = max(spec.max_model_len, spec.max_position_embeddings)
         self.rotary = RotaryEmbedding(spec.rope, max_position, device=device)
@@ -170,9 +203,14 @@ class LlamaForCausalLM(CausalLM):
         )
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, device=device, dtype=dtype)
         self.lm_head = ParallelLMHead(
-            spec.vocab_size, spec.hidden_size, tied=self.embed_tokens if spec.tie_word_embeddings else None,
-            tp=tp, device=device, dtype=dtype, deterministic=deterministic,
-        )  # fmt: skip
+            spec.vocab_size,
+            spec.hidden_size,
+            tied=self.embed_tokens if spec.tie_word_embeddings else None,
+            tp=tp,
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
+        )
 
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch)

@@ -10,11 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from rayllm.config import EngineConfig
+from rayllm.config.json_fields import read_json_object
+from rayllm.config.model_spec import ModelSpec, check_parallel
+from rayllm.config.options import EngineConfig
 from rayllm.errors import ModelError
-from rayllm.json_fields import read_json_object
 from rayllm.layers.weights import WeightSource
-from rayllm.model_spec import ModelSpec, check_parallel
 from rayllm.models.base import CausalLM
 from rayllm.models.registry import model_class
 from rayllm.parallel.tp_group import TPGroup
@@ -163,7 +163,7 @@ class DummyCheckpoint(WeightSource):
 
 def load_model(
     spec: ModelSpec, config: EngineConfig, tp: TPGroup, device: torch.device, dtype: torch.dtype
-) -> CausalLM:  # fmt: skip
+) -> CausalLM:
     """This rank's part of the model in the folder config.model, on `device` in `dtype`.
 
     With config.load_format "dummy" the weights come from config.seed. Raises ModelError if the checkpoint does not fit

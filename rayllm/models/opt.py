@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rayllm.config.model_spec import ModelSpec, OPTSpec
 from rayllm.layers.activation import activation
 from rayllm.layers.attention import AttentionPlan, KVCache, attention
 from rayllm.layers.attention_deterministic import attend_deterministic
@@ -14,7 +15,6 @@ from rayllm.layers.kv_scales import load_kv_scales
 from rayllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from rayllm.layers.norm import LayerNorm
 from rayllm.layers.weights import WeightSource
-from rayllm.model_spec import ModelSpec, OPTSpec
 from rayllm.models.base import CausalLM, name_prefix
 from rayllm.parallel.tp_group import TPGroup
 from rayllm_kernels import ops
@@ -28,18 +28,24 @@ class OPTLayer(nn.Module):
 
     def __init__(
         self, spec: ModelSpec, opt: OPTSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool
-    ):  # fmt: skip
+    ):
         super().__init__()
         hidden, inner, self.deterministic = spec.hidden_size, spec.intermediate_size, deterministic
         self.pre_norm, self.scale = opt.pre_norm, spec.head_dim**-0.5
         self.qkv_proj = QKVParallelLinear(
-            hidden, spec.num_heads, spec.num_kv_heads, spec.head_dim,
-            bias=spec.qkv_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic,
-        )  # fmt: skip
+            hidden,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            bias=spec.qkv_bias,
+            tp=tp,
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
+        )
         self.out_proj = RowParallelLinear(
-            hidden, hidden,
-            bias=spec.attention_out_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic,
-        )  # fmt: skip
+            hidden, hidden, bias=spec.attention_out_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic
+        )
         self.fc1 = ColumnParallelLinear(
             hidden, inner, bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic
         )
@@ -47,9 +53,7 @@ class OPTLayer(nn.Module):
             inner, hidden, bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic
         )
         self.act = activation(spec.hidden_act, deterministic)
-        self.self_attn_layer_norm = LayerNorm(
-            hidden, spec.norm_eps, affine=opt.norm_affine, device=device, dtype=dtype
-        )  # fmt: skip
+        self.self_attn_layer_norm = LayerNorm(hidden, spec.norm_eps, affine=opt.norm_affine, device=device, dtype=dtype)
         self.final_layer_norm = LayerNorm(hidden, spec.norm_eps, affine=opt.norm_affine, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
@@ -92,9 +96,7 @@ class OPTForCausalLM(CausalLM):
         if opt is None:
             raise ValueError(f"{spec.architecture} needs the fields of OPT")
         alone = TPGroup.single()
-        self.embed_tokens = VocabParallelEmbedding(
-            spec.vocab_size, opt.embed_dim, tp=tp, device=device, dtype=dtype
-        )  # fmt: skip
+        self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, opt.embed_dim, tp=tp, device=device, dtype=dtype)
         self.embed_positions = VocabParallelEmbedding(
             spec.max_position_embeddings + POSITION_OFFSET, spec.hidden_size, tp=alone, device=device, dtype=dtype
         )
@@ -102,13 +104,23 @@ class OPTForCausalLM(CausalLM):
         self.project_out: ColumnParallelLinear | None = None
         if opt.embed_dim != spec.hidden_size:
             self.project_in = ColumnParallelLinear(
-                opt.embed_dim, spec.hidden_size,
-                bias=False, tp=alone, device=device, dtype=dtype, deterministic=deterministic,
-            )  # fmt: skip
+                opt.embed_dim,
+                spec.hidden_size,
+                bias=False,
+                tp=alone,
+                device=device,
+                dtype=dtype,
+                deterministic=deterministic,
+            )
             self.project_out = ColumnParallelLinear(
-                spec.hidden_size, opt.embed_dim,
-                bias=False, tp=alone, device=device, dtype=dtype, deterministic=deterministic,
-            )  # fmt: skip
+                spec.hidden_size,
+                opt.embed_dim,
+                bias=False,
+                tp=alone,
+                device=device,
+                dtype=dtype,
+                deterministic=deterministic,
+            )
         self.layers = nn.ModuleList(
             OPTLayer(spec, opt, tp, device, dtype, deterministic) for _ in range(spec.num_layers)
         )
@@ -118,9 +130,14 @@ class OPTForCausalLM(CausalLM):
                 spec.hidden_size, spec.norm_eps, affine=opt.norm_affine, device=device, dtype=dtype
             )
         self.lm_head = ParallelLMHead(
-            spec.vocab_size, opt.embed_dim, tied=self.embed_tokens if spec.tie_word_embeddings else None,
-            tp=tp, device=device, dtype=dtype, deterministic=deterministic,
-        )  # fmt: skip
+            spec.vocab_size,
+            opt.embed_dim,
+            tied=self.embed_tokens if spec.tie_word_embeddings else None,
+            tp=tp,
+            device=device,
+            dtype=dtype,
+            deterministic=deterministic,
+        )
 
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch)

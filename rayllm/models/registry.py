@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from rayllm.config.model_spec import SUPPORTED_ARCHITECTURES, ModelSpec
 from rayllm.errors import ModelError
-from rayllm.model_spec import SUPPORTED_ARCHITECTURES, ModelSpec
 from rayllm.models.base import CausalLM
 from rayllm.models.bloom import BloomForCausalLM
 from rayllm.models.llama import LlamaForCausalLM

@@ -82,13 +82,9 @@ class SymmetricReducer:
         """x becomes the sum over the ranks; returns it."""
         return self._kernels.all_reduce(x, self.buffers, two_shot=self._two_shot(x))
 
-    def all_reduce_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(norm(total), total), total = the sum of x over the ranks + residual; two new tensors."""
-        return self._kernels.all_reduce_add_rms_norm(
-            x, residual, weight, eps, self.buffers, two_shot=self._two_shot(x)
-        )  # fmt: skip
+        return self._kernels.all_reduce_add_rms_norm(x, residual, weight, eps, self.buffers, two_shot=self._two_shot(x))
 
     def takes_gather(self, x: Tensor) -> bool:
         """Whether the ranks' x can be gathered here."""

@@ -59,7 +59,7 @@ class TPGroup:
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(RMSNorm(total) * weight, total), total = sum of x over the ranks + residual: two new tensors.
 
         x, residual: [T, hidden], weight: [hidden]; residual and weight the same on all ranks, whose results are equal

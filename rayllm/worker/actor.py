@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from rayllm.config import EngineConfig
-from rayllm.gc_pauses import freeze_heap
+from rayllm.api.types import KVCosts, RankReady, StepPlan, StepResult
+from rayllm.config.options import EngineConfig
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.types import KVCosts, RankReady, StepPlan, StepResult
+from rayllm.worker.gc_pauses import freeze_heap
 
 if TYPE_CHECKING:
-    from rayllm.model_spec import ModelSpec
+    from rayllm.config.model_spec import ModelSpec
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 DEVICE_TIMEOUT = timedelta(minutes=30)  # of the model's collectives; the driver's deadline for a step is shorter

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from rayllm.api.types import StepCost
 from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.models.base import CausalLM
-from rayllm.types import StepCost
 from rayllm.worker.step_memory import StepMemory
 
 CHUNK_SIZES = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
@@ -34,9 +34,8 @@ def _rows(batch: ForwardBatch) -> torch.Tensor:
 
 
 def step_graphs(
-    model: CausalLM, caches: list[KVCache], *, max_tokens: int, max_num_seqs: int, split_decodes: bool,
-    **shape: Any,
-) -> list[ChunkGraphs]:  # fmt: skip
+    model: CausalLM, caches: list[KVCache], *, max_tokens: int, max_num_seqs: int, split_decodes: bool, **shape: Any
+) -> list[ChunkGraphs]:
     """Graphs for steps of up to max_tokens tokens: without decodes, and with up to max_num_seqs of them.
 
     split_decodes: decodes have attention of their own, not that of chunks. The rest: as for `ChunkGraphs`.
@@ -48,9 +47,16 @@ def step_graphs(
     chunks = min(MAX_CHUNKS, max_num_seqs)
     return [
         ChunkGraphs(model, caches, alone, max_decodes=0, max_chunks=chunks, max_sampled=chunks, **shape),
-        ChunkGraphs(model, caches, mixed, max_decodes=max_num_seqs if split_decodes else 0, max_chunks=max_num_seqs,
-                    max_sampled=max_num_seqs, **shape),
-    ]  # fmt: skip
+        ChunkGraphs(
+            model,
+            caches,
+            mixed,
+            max_decodes=max_num_seqs if split_decodes else 0,
+            max_chunks=max_num_seqs,
+            max_sampled=max_num_seqs,
+            **shape,
+        ),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +75,19 @@ class ChunkGraphs:
     """
 
     def __init__(
-        self, model: CausalLM, caches: list[KVCache], sizes: list[int], *, max_decodes: int, max_chunks: int,
-        max_sampled: int, max_model_len: int, block_size: int, device: torch.device,
+        self,
+        model: CausalLM,
+        caches: list[KVCache],
+        sizes: list[int],
+        *,
+        max_decodes: int,
+        max_chunks: int,
+        max_sampled: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
         logits_room: torch.Tensor | None = None,
-    ):  # fmt: skip
+    ):
         self._logits_room = logits_room
         self._model, self._caches, self.sizes = model, caches, sizes
         self._max_decodes, self._max_chunks, self._max_sampled = max_decodes, max_chunks, max_sampled

@@ -20,7 +20,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from rayllm.worker.input_batch import to_device
+from rayllm.worker.inputs import to_device
 from rayllm_kernels import ops
 
 SLOT_BYTES = 64 << 20  # a transfer of this size is as fast as any

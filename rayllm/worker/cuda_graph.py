@@ -12,13 +12,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from rayllm.api.types import StepPlan
 from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.models.base import CausalLM
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.sample.sampling_table import DrawColumns
-from rayllm.types import StepPlan
-from rayllm.worker.input_batch import PersistentBatch, to_device
+from rayllm.sampling.sampling_table import DrawColumns
+from rayllm.worker.inputs import PersistentBatch, to_device
 from rayllm.worker.step_memory import StepMemory
 from rayllm_kernels import ops
 
@@ -32,9 +32,14 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 def draw(
-    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperature: torch.Tensor,
-    noise_scale: torch.Tensor, first_token: int, tp: TPGroup,
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: torch.Tensor,
+    noise_scale: torch.Tensor,
+    first_token: int,
+    tp: TPGroup,
+) -> torch.Tensor:
     """`ops.gumbel_argmax` over the ranks' logits [N, local tokens] -> token ids [N] int64, the same on all ranks.
 
     Only the ranks' best scores travel, 8 bytes a row, not the logits.
@@ -53,9 +58,14 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: CausalLM, caches: list[KVCache], state: PersistentBatch, max_num_seqs: int,
-        split_decodes: bool = True, logits_room: torch.Tensor | None = None,
-    ):  # fmt: skip
+        self,
+        model: CausalLM,
+        caches: list[KVCache],
+        state: PersistentBatch,
+        max_num_seqs: int,
+        split_decodes: bool = True,
+        logits_room: torch.Tensor | None = None,
+    ):
         self._logits_room = logits_room
         self._model, self._caches, self._split_decodes = model, caches, split_decodes
         self._token_table, self._block_size = state.token_table, state.block_size
@@ -149,9 +159,16 @@ class DecodeGraphs:
             max_query_len=0 if self._split_decodes else 1,
         )
         ops.decode_inputs(
-            rows, positions, self._token_table, self._block_table, self._block_size, input_ids=batch.input_ids,
-            slots=batch.slot_mapping, seq_lens=batch.seq_lens, block_tables=batch.block_tables,
-        )  # fmt: skip
+            rows,
+            positions,
+            self._token_table,
+            self._block_table,
+            self._block_size,
+            input_ids=batch.input_ids,
+            slots=batch.slot_mapping,
+            seq_lens=batch.seq_lens,
+            block_tables=batch.block_tables,
+        )
         model = self._model
         logits = model.local_logits(model(batch, caches), self._logits_room)
         targets = positions + 1  # a padding row's is 0, in the spare row

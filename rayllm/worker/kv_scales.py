@@ -28,9 +28,13 @@ SEED = 1
 
 
 def find_scales(
-    model: CausalLM, kv_dtype: torch.dtype, dtype: torch.dtype, device: torch.device, block_size: int,
+    model: CausalLM,
+    kv_dtype: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int,
     run: Callable[[ForwardBatch, list[KVCache]], None],
-) -> list[KVScales] | None:  # fmt: skip
+) -> list[KVScales] | None:
     """Scales of each layer of the rank's model on `device`; None if kv_dtype is no fp8 format.
 
     dtype: of the model. run: computes a step of the model, on all ranks together; called at most once. Nothing else
@@ -62,9 +66,13 @@ def scale_for(largest: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
 
 
 def _calibrate(
-    model: CausalLM, kv_dtype: torch.dtype, dtype: torch.dtype, device: torch.device, block_size: int,
+    model: CausalLM,
+    kv_dtype: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int,
     run: Callable[[ForwardBatch, list[KVCache]], None],
-) -> list[KVScales]:  # fmt: skip
+) -> list[KVScales]:
     """Scales from the largest keys and values in a cache of the model's own dtype, after one sequence."""
     tokens = min(CALIBRATION_TOKENS, model.spec.max_model_len)
     blocks = math.ceil(tokens / block_size)

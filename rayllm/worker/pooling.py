@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rayllm.types import SequenceData
-from rayllm.worker.input_batch import PersistentBatch, StepInputs
+from rayllm.api.types import SequenceData
+from rayllm.worker.inputs import PersistentBatch, StepInputs
 
 
 def pooling_bytes(max_num_seqs: int, hidden_size: int) -> int:

@@ -10,23 +10,23 @@ from functools import partial
 
 import torch
 
-from rayllm.config import EngineConfig
+from rayllm.api.types import DeviceMemory, KVCosts, RankReady, StepPlan, StepResult
+from rayllm.config.model_spec import ModelSpec
+from rayllm.config.options import EngineConfig
 from rayllm.errors import ConfigError
 from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
-from rayllm.model_spec import ModelSpec
 from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.sample.sampling_table import SamplingTable
-from rayllm.types import DeviceMemory, KVCosts, RankReady, StepPlan, StepResult
-from rayllm.worker.cache_engine import CacheEngine, block_bytes
+from rayllm.sampling.sampling_table import SamplingTable
+from rayllm.worker.cache import CacheEngine, block_bytes
 from rayllm.worker.chunk_graph import CHUNK_SIZES, MAX_CHUNKS, MIXED_SIZES
 from rayllm.worker.copy_stream import staging_blocks
 from rayllm.worker.cuda_graph import graph_sizes
-from rayllm.worker.input_batch import PersistentBatch
+from rayllm.worker.inputs import PersistentBatch
 from rayllm.worker.kv_scales import find_scales
-from rayllm.worker.model_runner import CHANGED_ROWS, PROMPT_LOGITS_ROWS, ModelRunner, PendingResult
 from rayllm.worker.pooling import pooling_bytes
+from rayllm.worker.runner import CHANGED_ROWS, PROMPT_LOGITS_ROWS, ModelRunner, PendingResult
 from rayllm.worker.step_memory import StepMemory, limit_stacks
 from rayllm_kernels import ops
 
@@ -148,10 +148,16 @@ class Worker:
 
     def _new_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> CacheEngine:
         return CacheEngine(
-            num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=num_cpu_blocks, num_layers=self._spec.num_layers,
-            num_kv_heads=self._model.num_kv_heads_per_rank, block_size=self._config.block_size,
-            head_dim=self._model.head_dim, dtype=self._kv_dtype, device=self._device, scales=self._scales,
-        )  # fmt: skip
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            num_layers=self._spec.num_layers,
+            num_kv_heads=self._model.num_kv_heads_per_rank,
+            block_size=self._config.block_size,
+            head_dim=self._model.head_dim,
+            dtype=self._kv_dtype,
+            device=self._device,
+            scales=self._scales,
+        )
 
     def warm_up(self) -> RankReady:
         """On CUDA: compile all kernels and, unless enforce_eager, capture graphs."""
@@ -189,9 +195,12 @@ class Worker:
         beside = max(0.0, least - min(out, into) / many)
         costs = KVCosts(prefill / num_tokens, out / many, into / many, beside)
         logger.info(
-            "prefill %.0f tokens/s, swap out %.2f GB/s, in %.2f GB/s, %.0f us a transfer", num_tokens / prefill,
-            many * self._block_bytes / out / 1e9, many * self._block_bytes / into / 1e9, least * 1e6,
-        )  # fmt: skip
+            "prefill %.0f tokens/s, swap out %.2f GB/s, in %.2f GB/s, %.0f us a transfer",
+            num_tokens / prefill,
+            many * self._block_bytes / out / 1e9,
+            many * self._block_bytes / into / 1e9,
+            least * 1e6,
+        )
         return costs
 
     def _seconds(self, run: Callable[[], None]) -> float:
@@ -287,8 +296,10 @@ class Worker:
         if total - free > allowed and self._config.num_gpu_blocks_override is None:
             logger.warning(
                 "%.2f GiB of the device are in use, more than gpu_memory_utilization %g allows (%.2f GiB)",
-                (total - free) / GIB, self._config.gpu_memory_utilization, allowed / GIB,
-            )  # fmt: skip
+                (total - free) / GIB,
+                self._config.gpu_memory_utilization,
+                allowed / GIB,
+            )
         return DeviceMemory(weights, kv_cache, total - free, allowed)
 
     @torch.inference_mode()

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from e2e.launched import BUNDLED, MODEL, Launched, free_port
-from unit.chat_templates import HERMES
+from support.chat_templates import HERMES
+from support.launched import BUNDLED, MODEL, Launched, free_port
 
 # Live completions that the server takes: small enough that one request with n=128 fills it, and the next meets a 429.
 LIMITS = ("--max-num-seqs", "32", "--max-queued-requests", "100")

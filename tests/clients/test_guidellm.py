@@ -30,8 +30,11 @@ def test_benchmark(url, tmp_path, route):
     arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
     subprocess.run(
         [Path(sys.executable).with_name("guidellm"), "run", *arguments, "--disable-console"],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"}, cwd=tmp_path, check=True, timeout=200,
-    )  # fmt: skip
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+        check=True,
+        timeout=200,
+    )
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     requests = benchmark["requests"]
     assert len(requests["successful"]) == REQUESTS

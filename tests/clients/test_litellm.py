@@ -51,9 +51,12 @@ def test_chat_whole_and_streamed(at):
 
 def test_tools_whole_streamed_and_answered(at):
     fields = {
-        "messages": QUESTION, "tools": TOOLS, "max_tokens": 200, "temperature": 0,
+        "messages": QUESTION,
+        "tools": TOOLS,
+        "max_tokens": 200,
+        "temperature": 0,
         "tool_choice": {"type": "function", "function": {"name": "visit"}},
-    }  # fmt: skip
+    }
     whole = litellm.completion(**at, **fields).choices[0]
     (call,) = whole.message.tool_calls
     Visit.model_validate_json(call.function.arguments)

@@ -65,15 +65,18 @@ def samples(url, tmp_path_factory):
     results = lm_eval.simple_evaluate(
         model="local-completions",
         model_args={
-            "model": "tiny-pydoc", "base_url": f"{url}/v1/completions", "tokenizer": str(MODEL),
-            "num_concurrent": 4, "max_length": 2048,
+            "model": "tiny-pydoc",
+            "base_url": f"{url}/v1/completions",
+            "tokenizer": str(MODEL),
+            "num_concurrent": 4,
+            "max_length": 2048,
         },
         batch_size=3,
         tasks=["pydoc_choice", "pydoc_text", "pydoc_generate"],
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         log_samples=True,
         bootstrap_iters=0,
-    )  # fmt: skip
+    )
     return results["samples"] | {"results": results["results"]}
 
 

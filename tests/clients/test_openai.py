@@ -68,9 +68,13 @@ def test_completion_whole_and_streamed(client):
 
 def test_chat_whole_and_streamed(client):
     fields = {
-        "model": MODEL, "messages": QUESTION, "max_completion_tokens": 16, "temperature": 0,
-        "logprobs": True, "top_logprobs": 2,
-    }  # fmt: skip
+        "model": MODEL,
+        "messages": QUESTION,
+        "max_completion_tokens": 16,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
     whole = client.chat.completions.create(**fields)
     with client.chat.completions.stream(**fields, stream_options={"include_usage": True}) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
@@ -111,9 +115,13 @@ def test_several_choices_stop_and_seed(client):
 
 def test_enforced_tools_whole_streamed_and_answered(client):
     fields = {
-        "model": MODEL, "messages": QUESTION, "tools": TOOLS, "max_tokens": 200, "seed": 1,
+        "model": MODEL,
+        "messages": QUESTION,
+        "tools": TOOLS,
+        "max_tokens": 200,
+        "seed": 1,
         "tool_choice": {"type": "function", "function": {"name": "travel"}},
-    }  # fmt: skip
+    }
     whole = client.chat.completions.create(**fields).choices[0]
     with client.chat.completions.stream(**fields) as stream:
         final = stream.get_final_completion().choices[0]

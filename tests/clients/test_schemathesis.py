@@ -145,9 +145,13 @@ def test_fuzz(url, schema, canary, path, mode):
     session = requests.Session()
 
     @settings(
-        max_examples=count, deadline=None, database=None, derandomize=SAME_EACH_TIME, phases=[Phase.generate],
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=SAME_EACH_TIME,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(case=operation.as_strategy(generation_mode=GenerationMode(mode)))
     def ask(case):
         generates = path in GOOD and isinstance(case.body, dict)

@@ -8,12 +8,12 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from unit.app_fakes import FakeState
-from unit.chat_templates import HERMES
+from support.app import FakeState
+from support.chat_templates import HERMES
 
-from rayllm.config import BUNDLED_MODEL, EngineConfig, ServerConfig
+from rayllm.config.options import BUNDLED_MODEL, EngineConfig, ServerConfig
 from rayllm.engine.async_engine import AsyncEngine
-from rayllm.serve.app import create_app
+from rayllm.serve.http.app import create_app
 
 PLACE = {
     "type": "object",
@@ -61,9 +61,14 @@ def test_enforced_calls_fit_their_schemas(model):
         found = []
         for seed, choice in enumerate(("required", {"type": "function", "function": {"name": "weather"}})):
             fields = {
-                "model": "org/fake", "messages": [{"role": "user", "content": "Where to?"}], "tools": TOOLS,
-                "tool_choice": choice, "max_tokens": 600, "seed": seed, "parallel_tool_calls": False,
-            }  # fmt: skip
+                "model": "org/fake",
+                "messages": [{"role": "user", "content": "Where to?"}],
+                "tools": TOOLS,
+                "tool_choice": choice,
+                "max_tokens": 600,
+                "seed": seed,
+                "parallel_tool_calls": False,
+            }
             whole = await client.chat.completions.create(**fields)
             async with client.chat.completions.stream(**fields) as stream:
                 streamed = await stream.get_final_completion()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rayllm import LLM, SamplingParams
-from rayllm.types import EngineStats
+from rayllm.api.types import EngineStats
 
 NUM_REQUESTS, NUM_TOKENS, BLOCK_SIZE = 64, 24, 8
 LENGTHS = [8 + 7 * i % 40 for i in range(NUM_REQUESTS)]
@@ -27,9 +27,15 @@ def run(tp: int, **options: object) -> tuple[list[list[list[int]]], EngineStats,
     """(token ids, counters, preemptions as the outputs report them) of all requests on an engine of these options."""
     torch.set_num_threads(1)
     with LLM(
-        device="cpu", tensor_parallel_size=tp, block_size=BLOCK_SIZE, max_num_seqs=64, max_num_batched_tokens=256,
-        max_model_len=96, skip_tokenizer_init=True, **options,
-    ) as llm:  # fmt: skip
+        device="cpu",
+        tensor_parallel_size=tp,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=64,
+        max_num_batched_tokens=256,
+        max_model_len=96,
+        skip_tokenizer_init=True,
+        **options,
+    ) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         llm._engine().check_integrity()
         tokens = [[completion.token_ids for completion in output.outputs] for output in outputs]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_factory import EOS, VOCAB_SIZE, make_model
+from support.model_factory import EOS, VOCAB_SIZE, make_model
 
 from rayllm import LLM, SamplingParams
 
@@ -49,9 +49,13 @@ def make_case(folder: Path, kind: str) -> Case:
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
             pad_token_id=VOCAB_SIZE - 1,
-        )  # fmt: skip
+        )
         expected.append(out[0, len(prompt) :].tolist())
     assert len({tuple(tokens) for tokens in expected}) > 12, "the reference says the same to every prompt"
     return Case(str(folder), prompts, expected)
@@ -73,9 +77,7 @@ def check(case: Case, **options: object) -> LLM:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("budget", "caching", "block_size"), OPTIONS)
 def test_tp1(cases, kind, budget, caching, block_size):
-    check(
-        cases[kind], max_num_batched_tokens=budget, enable_prefix_caching=caching, block_size=block_size,
-    )  # fmt: skip
+    check(cases[kind], max_num_batched_tokens=budget, enable_prefix_caching=caching, block_size=block_size)
 
 
 @pytest.mark.parametrize(("kind", "tp", "longest"), [("mistral", 1, 30), ("qwen3", 1, 90), ("qwen3", 2, 90)])
@@ -85,9 +87,13 @@ def test_a_pool_so_small_that_sequences_are_preempted_many_times(cases, kind, tp
     short = [i for i, prompt in enumerate(whole.prompts) if len(prompt) <= longest] * (720 // longest)
     case = Case(whole.folder, [whole.prompts[i] for i in short], [whole.expected[i] for i in short])
     stats = check(
-        case, tensor_parallel_size=tp, block_size=8, num_gpu_blocks_override=30, max_num_batched_tokens=128,
+        case,
+        tensor_parallel_size=tp,
+        block_size=8,
+        num_gpu_blocks_override=30,
+        max_num_batched_tokens=128,
         enable_prefix_caching=False,
-    )  # fmt: skip
+    )
     assert stats.num_preemptions >= 10
 
 
@@ -110,6 +116,9 @@ def options_at(tp: int, kind: str, full: bool) -> list[tuple[int, bool, int]]:
 def test_over_ray(cases, kind, tp, ray_cluster, full_matrix):
     for budget, caching, block_size in options_at(tp, kind, full_matrix):
         check(
-            cases[kind], tensor_parallel_size=tp, max_num_batched_tokens=budget, enable_prefix_caching=caching,
+            cases[kind],
+            tensor_parallel_size=tp,
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=caching,
             block_size=block_size,
-        )  # fmt: skip
+        )

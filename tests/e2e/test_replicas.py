@@ -11,7 +11,7 @@ import time
 import httpx
 import pytest
 import yaml
-from e2e.launched import Launched, free_port, session_processes
+from support.launched import Launched, free_port, session_processes
 
 LIMIT_S = 90  # of each wait; other tests may share the cores
 
@@ -177,8 +177,14 @@ def test_an_update_under_load_loses_no_request(server):
         thread = threading.Thread(target=ask_for_long)
         thread.start()
         wait_for(lambda: traffic.count > 4)
-        server.write(num_replicas=1, max_num_seqs=8, max_replicas=2, target_queued_tokens=200, upscale_delay=0.5,
-                     downscale_delay=2)  # fmt: skip
+        server.write(
+            num_replicas=1,
+            max_num_seqs=8,
+            max_replicas=2,
+            target_queued_tokens=200,
+            upscale_delay=0.5,
+            downscale_delay=2,
+        )
         assert server.update() == "updated"
         count = traffic.count
         wait_for(lambda: traffic.count > count + 8)

@@ -18,8 +18,15 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from e2e.launched import Launched, clean_environment, free_port, haproxy_folder, haproxy_processes, session_processes
 from ray.serve.generated import serve_pb2, serve_pb2_grpc
+from support.launched import (
+    Launched,
+    clean_environment,
+    free_port,
+    haproxy_folder,
+    haproxy_processes,
+    session_processes,
+)
 
 KEY, ENVIRONMENT_KEY = "sk-of-the-e2e-tests", "sk-of-the-environment"
 AUTH = {"authorization": f"Bearer {KEY}"}
@@ -34,9 +41,20 @@ def server(tmp_path_factory):
     port = free_port()
     os.environ["RAYLLM_API_KEY"] = ENVIRONMENT_KEY
     launched = Launched(
-        folder / "log", "--port", str(port), "--device", "cpu", "--api-key-file", str(folder / "keys"),
-        "--max-num-seqs", str(RUNNING), "--max-queued-requests", str(QUEUED), "--drain-timeout", "90",
-    )  # fmt: skip
+        folder / "log",
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+        "--api-key-file",
+        str(folder / "keys"),
+        "--max-num-seqs",
+        str(RUNNING),
+        "--max-queued-requests",
+        str(QUEUED),
+        "--drain-timeout",
+        "90",
+    )
     del os.environ["RAYLLM_API_KEY"]
     launched.port, launched.url = port, f"http://127.0.0.1:{port}"
     try:
@@ -253,11 +271,15 @@ def test_nobody_joins_the_cluster_without_the_token(server):
     environments = ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64})
     intruders = [
         subprocess.Popen(
-            [sys.executable, "-c", code], env=clean_environment() | environment, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, "-c", code],
+            env=clean_environment() | environment,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for environment in environments
-    ]  # fmt: skip
+    ]
     for intruder in intruders:
         try:
             output, _ = intruder.communicate(timeout=90)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from e2e.launched import MODEL, RAYLLM, Launched, free_port, haproxy_folder, haproxy_processes, session_processes
+from support.launched import MODEL, RAYLLM, Launched, free_port, haproxy_folder, haproxy_processes, session_processes
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +124,13 @@ def test_logprobs(client):
     assert all(value <= 0 for value in logprobs.token_logprobs[1:])
     assert all(token in top for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True))
     answer = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=2, logprobs=True, top_logprobs=2,
+        model=MODEL,
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=2,
+        logprobs=True,
+        top_logprobs=2,
         temperature=0,
-    )  # fmt: skip
+    )
     for token in answer.choices[0].logprobs.content:
         assert len(token.top_logprobs) == 2
         assert token.top_logprobs[0].logprob == pytest.approx(token.logprob)
@@ -237,8 +241,12 @@ def test_metrics_count(server, client):
 def test_chat_command(server):
     done = subprocess.run(
         [RAYLLM, "chat", "--url", server.url, "--temperature", "0", "--max-tokens", "8"],
-        input="What does len do?\n\n", capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+        input="What does len do?\n\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.strip()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from e2e.launched import (
+from support.launched import (
     BUNDLED,
     MODEL,
     RAYLLM,
@@ -29,8 +29,12 @@ def failing_launch(*args):
     """(exit code, last line of standard error) of a launch that must not come up."""
     done = subprocess.run(
         [RAYLLM, "launch", "--port", str(free_port()), *args],
-        capture_output=True, text=True, env=clean_environment(), timeout=START_LIMIT_S, start_new_session=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=clean_environment(),
+        timeout=START_LIMIT_S,
+        start_new_session=True,
+    )
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr.strip().splitlines()[-1]
 

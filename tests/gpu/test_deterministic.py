@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from model_factory import make_model
+from support.model_factory import make_model
 
 from rayllm import LLM, SamplingParams
-from rayllm.config import BUNDLED_MODEL
+from rayllm.config.options import BUNDLED_MODEL
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -44,8 +44,16 @@ def test_results_do_not_depend_on_the_batch(tmp_path, kind, no_forecast):
         # A window narrower than prompts, but wide enough that sequences need many blocks.
         sizes = {"opt": {"hidden_size": 512}, "mistral": SIZES | {"sliding_window": 200}}
         folder = make_model(tmp_path, kind, dtype="bfloat16", **sizes.get(kind, SIZES))
-    engine = partial(LLM, folder, device="cuda", dtype="bfloat16", deterministic=True, skip_tokenizer_init=True,
-                     max_num_seqs=72, max_model_len=400)  # fmt: skip
+    engine = partial(
+        LLM,
+        folder,
+        device="cuda",
+        dtype="bfloat16",
+        deterministic=True,
+        skip_tokenizer_init=True,
+        max_num_seqs=72,
+        max_model_len=400,
+    )
     mine, others = prompts(8, seed=1), prompts(64, seed=2)
     crowd = others[:30] + mine + others[30:]
     with engine(enforce_eager=True, num_gpu_blocks_override=2000) as llm:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_factory import EOS, make_model
 from msgspec.structs import replace
+from support.model_factory import EOS, make_model
 
 from rayllm import LLM, SamplingParams
 

@@ -9,7 +9,7 @@ import torch
 from e2e.test_kv_pressure import BLOCK_SIZE, NEEDED, PARAMS, PROMPTS
 
 from rayllm import LLM, SamplingParams
-from rayllm.types import EngineStats
+from rayllm.api.types import EngineStats
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -18,9 +18,16 @@ USERS, TURNS, MESSAGE, ANSWER = 24, 6, 60, 20
 
 def engine(**options: object) -> LLM:
     return LLM(
-        device="cuda", dtype="bfloat16", deterministic=True, block_size=BLOCK_SIZE, max_num_seqs=64,
-        max_num_batched_tokens=256, max_model_len=600, skip_tokenizer_init=True, **options,
-    )  # fmt: skip
+        device="cuda",
+        dtype="bfloat16",
+        deterministic=True,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=64,
+        max_num_batched_tokens=256,
+        max_model_len=600,
+        skip_tokenizer_init=True,
+        **options,
+    )
 
 
 def run(**options: object) -> tuple[list[list[list[int]]], EngineStats]:

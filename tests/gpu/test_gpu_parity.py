@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_factory import EOS, make_model
+from support.model_factory import EOS, make_model
 
 from rayllm import LLM, SamplingParams
-from rayllm.config import BUNDLED_MODEL
+from rayllm.config.options import BUNDLED_MODEL
 from rayllm.executor.local import LocalExecutor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

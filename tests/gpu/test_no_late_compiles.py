@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from model_factory import make_model
+from support.model_factory import make_model
 
 from rayllm import LLM, SamplingParams
 
@@ -38,9 +38,14 @@ def test_all_kernels_are_compiled_at_the_start(tmp_path, monkeypatch, enforce_ea
     folder = make_model(tmp_path, "qwen3", dtype="bfloat16", max_position_embeddings=4096, **shape)
     rng = random.Random(0)
     with LLM(
-        folder, skip_tokenizer_init=True, max_num_seqs=48, max_num_batched_tokens=4096, enforce_eager=enforce_eager,
-        deterministic=deterministic, num_gpu_blocks_override=4000,
-    ) as llm:  # fmt: skip
+        folder,
+        skip_tokenizer_init=True,
+        max_num_seqs=48,
+        max_num_batched_tokens=4096,
+        enforce_eager=enforce_eager,
+        deterministic=deterministic,
+        num_gpu_blocks_override=4000,
+    ) as llm:
         compiled: list[str] = []
 
         def note(**compilation: object) -> bool:

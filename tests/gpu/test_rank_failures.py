@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_factory import make_model
+from support.model_factory import make_model
 
 from rayllm import LLM, SamplingParams
-from rayllm.config import EngineConfig
+from rayllm.config.model_spec import load_model_spec
+from rayllm.config.options import EngineConfig
 from rayllm.errors import EngineDeadError, StartupError
-from rayllm.executor.ray_gpu import RayExecutor
-from rayllm.model_spec import load_model_spec
+from rayllm.executor.ray import RayExecutor
 from rayllm.worker.worker import Worker
 
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from model_factory import make_model
+from support.model_factory import make_model
 
 from rayllm import LLM, SamplingParams
 
@@ -24,8 +24,14 @@ def test_replays_of_all_sizes_leave_the_counters_of_projections_alone(tmp_path):
     rng = random.Random(0)
     prompts = [[rng.randrange(4, 250) for _ in range(rng.randint(20, 400))] for _ in range(128)]
     params = [SamplingParams(max_tokens=16 + i, temperature=0.6, ignore_eos=True) for i in range(128)]
-    with LLM(folder, dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=128, max_num_batched_tokens=2048,
-             num_gpu_blocks_override=6000) as llm:  # fmt: skip
+    with LLM(
+        folder,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_num_seqs=128,
+        max_num_batched_tokens=2048,
+        num_gpu_blocks_override=6000,
+    ) as llm:
         flags = linear_hopper.flags(torch.device("cuda", torch.cuda.current_device()))
         worker = llm._engine()._executor._worker  # type: ignore[attr-defined]
         for segment in worker._memory._pool.snapshot():

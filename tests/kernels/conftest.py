@@ -96,18 +96,32 @@ class PagedCase:
 
     def decode(self, module: ModuleType, **options: object) -> Tensor:
         return module.paged_decode_attention(
-            self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens, scale=self.scale,
-            kv_scales=self.scales, **options,
-        )  # fmt: skip
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.block_tables,
+            self.seq_lens,
+            scale=self.scale,
+            kv_scales=self.scales,
+            **options,
+        )
 
     def schedule(self, module: ModuleType, **options: object) -> DecodeSchedule:
         return module.decode_schedule(self.q, self.k_cache, self.seq_lens, **options)
 
     def prefill(self, module: ModuleType, **options: object) -> Tensor:
         return module.paged_prefill_attention(
-            self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens, self.query_start_loc,
-            self.max_query_len, scale=self.scale, kv_scales=self.scales, **options,
-        )  # fmt: skip
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.block_tables,
+            self.seq_lens,
+            self.query_start_loc,
+            self.max_query_len,
+            scale=self.scale,
+            kv_scales=self.scales,
+            **options,
+        )
 
 
 @pytest.fixture
@@ -118,10 +132,16 @@ def paged_case(randn: Callable[..., Tensor], device: torch.device) -> Callable[.
     """
 
     def build(
-        seq_lens: list[int], query_lens: list[int] | None = None, *, heads: tuple[int, int] = (4, 2),
-        head_dim: int = 64, block_size: int = 16, dtype: torch.dtype = torch.float32, spread: float = 1.0,
+        seq_lens: list[int],
+        query_lens: list[int] | None = None,
+        *,
+        heads: tuple[int, int] = (4, 2),
+        head_dim: int = 64,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        spread: float = 1.0,
         cache_dtype: torch.dtype | None = None,
-    ) -> PagedCase:  # fmt: skip
+    ) -> PagedCase:
         query_heads, kv_heads = heads
         query_lens = [1] * len(seq_lens) if query_lens is None else query_lens
         blocks = [-(-length // block_size) for length in seq_lens]
@@ -144,10 +164,15 @@ def paged_case(randn: Callable[..., Tensor], device: torch.device) -> Callable[.
             pool = pool.to(cache_dtype)
             scales = KVScales(*torch.linspace(0.5, 2.0, 2 * kv_heads, device=device).view(2, kv_heads))
         return PagedCase(
-            qkv[:, :query_heads], pool[:, 1, 0], pool[:, 1, 1], tables.to(device),
-            torch.tensor(seq_lens, dtype=torch.int32, device=device), starts, max(query_lens, default=0),
+            qkv[:, :query_heads],
+            pool[:, 1, 0],
+            pool[:, 1, 1],
+            tables.to(device),
+            torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            starts,
+            max(query_lens, default=0),
             scales,
-        )  # fmt: skip
+        )
 
     return build
 

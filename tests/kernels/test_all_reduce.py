@@ -143,9 +143,13 @@ def nan_and_strided(rank: int, buffers) -> list[Tensor]:
     for two_shot in (False, True):
         results += [kernels.all_reduce(nan.clone(), buffers, two_shot=two_shot)]
         results += kernels.all_reduce_add_rms_norm(
-            wide[:, HIDDEN : 2 * HIDDEN], common[:, :HIDDEN], torch.ones(HIDDEN, dtype=buffers.dtype), EPS, buffers,
+            wide[:, HIDDEN : 2 * HIDDEN],
+            common[:, :HIDDEN],
+            torch.ones(HIDDEN, dtype=buffers.dtype),
+            EPS,
+            buffers,
             two_shot=two_shot,
-        )  # fmt: skip
+        )
     return results
 
 

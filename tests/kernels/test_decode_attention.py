@@ -100,8 +100,9 @@ def test_borders_of_ranges(paged_case, assert_kernel_close, kernels, seq_lens, n
     assert_kernel_close(out, expected)
     # The schedule serves the next layer, too: other queries, the same lengths.
     case.q.mul_(2.0)
-    assert_kernel_close(case.decode(kernels, schedule=schedule, sliding_window=window),
-                        case.decode(reference, sliding_window=window))  # fmt: skip
+    assert_kernel_close(
+        case.decode(kernels, schedule=schedule, sliding_window=window), case.decode(reference, sliding_window=window)
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -19,9 +19,17 @@ def attend(case, chunks, **options):
     starts = torch.tensor([0, *(last - first for first, last in chunks)]).cumsum(0).to(case.seq_lens)
     lens = torch.tensor([last for _first, last in chunks]).to(case.seq_lens)
     return MODULE.paged_prefill_attention(
-        q, case.k_cache, case.v_cache, case.block_tables.expand(len(chunks), -1), lens, starts,
-        max(last - first for first, last in chunks), scale=case.scale, deterministic=True, **options,
-    )  # fmt: skip
+        q,
+        case.k_cache,
+        case.v_cache,
+        case.block_tables.expand(len(chunks), -1),
+        lens,
+        starts,
+        max(last - first for first, last in chunks),
+        scale=case.scale,
+        deterministic=True,
+        **options,
+    )
 
 
 def cuts(length, sizes):
@@ -49,8 +57,9 @@ def cuts(length, sizes):
     ],
 )
 def test_chunks_do_not_show(paged_case, device, heads, head_dim, options, dtype):
-    options = {name: torch.tensor(each, device=device) if isinstance(each, list) else each
-               for name, each in options.items()}  # fmt: skip
+    options = {
+        name: torch.tensor(each, device=device) if isinstance(each, list) else each for name, each in options.items()
+    }
     length = 700 if ON_GPU else 150
     case = paged_case([length], [length], heads=heads, head_dim=head_dim, dtype=dtype, spread=2.0)
     whole = attend(case, [(0, length)], **options)

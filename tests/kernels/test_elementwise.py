@@ -98,9 +98,16 @@ def rotate_by_complex(x, positions, cos_sin_cache):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("tokens", "heads", "head_dim", "rotary_dim"),
-    [(7, (4, 2), 64, 64), (1, (8, 8), 128, 128), (3, (5, 1), 80, 32), (9, (3, 3), 96, 96), (0, (4, 2), 32, 32),
-     (5, (40, 4), 64, 64)] + ([(4096, (32, 8), 128, 128)] if ON_GPU else []),
-)  # fmt: skip
+    [
+        (7, (4, 2), 64, 64),
+        (1, (8, 8), 128, 128),
+        (3, (5, 1), 80, 32),
+        (9, (3, 3), 96, 96),
+        (0, (4, 2), 32, 32),
+        (5, (40, 4), 64, 64),
+    ]
+    + ([(4096, (32, 8), 128, 128)] if ON_GPU else []),
+)
 def test_rotary_embedding(
     randn, assert_close, assert_kernel_close, kernels, device, tokens, heads, head_dim, rotary_dim, dtype
 ):

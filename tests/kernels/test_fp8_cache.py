@@ -96,10 +96,22 @@ def test_the_fused_write_equals_the_sequence(
     # Not powers of two. Numbers up to ten or so saturate.
     scales = KVScales(*torch.linspace(0.003, 0.7, 2 * kv_heads, device=device).view(2, kv_heads))
     results = [
-        module.qk_norm_rope_cache(qkv, positions, cos_sin, weight, weight, 1e-6, cache[:, 1, 0], cache[:, 1, 1], slots,
-                                  query_heads, kv_heads, kv_scales=scales)
+        module.qk_norm_rope_cache(
+            qkv,
+            positions,
+            cos_sin,
+            weight,
+            weight,
+            1e-6,
+            cache[:, 1, 0],
+            cache[:, 1, 1],
+            slots,
+            query_heads,
+            kv_heads,
+            kv_scales=scales,
+        )
         for module, cache in ((kernels, pool[0]), (reference, pool[1]))
-    ]  # fmt: skip
+    ]
     assert torch.allclose(results[0].float(), results[1].float(), rtol=1e-2, atol=1e-3)
     ours, theirs = pool.float().unbind()
     assert torch.equal(ours[:, :, 1], theirs[:, :, 1])  # values are only converted
@@ -162,14 +174,18 @@ def test_options(paged_case, assert_kernel_close, kernels, device, window, soft_
 def test_scales_are_factors_of_what_is_stored(paged_case, assert_close, cache_dtype):
     """The reference over an fp8 cache is the reference over the numbers that it stands for."""
     case = paged_case([100, 0, 70], [20, 0, 33], cache_dtype=cache_dtype)
-    k, v = (cache.float() * scale[:, None, None]
-            for cache, scale in zip((case.k_cache, case.v_cache), case.scales, strict=True))  # fmt: skip
+    k, v = (
+        cache.float() * scale[:, None, None]
+        for cache, scale in zip((case.k_cache, case.v_cache), case.scales, strict=True)
+    )
     plain = dataclasses.replace(case, k_cache=k, v_cache=v, scales=None)
     assert_close(case.prefill(reference), plain.prefill(reference))
     case = paged_case([100, 0, 70], cache_dtype=cache_dtype)
     plain = dataclasses.replace(plain, q=case.q, block_tables=case.block_tables)
-    k, v = (cache.float() * scale[:, None, None]
-            for cache, scale in zip((case.k_cache, case.v_cache), case.scales, strict=True))  # fmt: skip
+    k, v = (
+        cache.float() * scale[:, None, None]
+        for cache, scale in zip((case.k_cache, case.v_cache), case.scales, strict=True)
+    )
     assert_close(case.decode(reference), dataclasses.replace(plain, k_cache=k, v_cache=v).decode(reference))
 
 
@@ -191,9 +207,17 @@ def test_deterministic_chunks_do_not_show(paged_case, cache_dtype, dtype):
         starts = torch.tensor([0, last - first]).to(case.seq_lens)
         lens = torch.tensor([last]).to(case.seq_lens)
         part = MODULE.paged_prefill_attention(
-            case.q[first:last], case.k_cache, case.v_cache, case.block_tables, lens, starts, last - first,
-            scale=case.scale, kv_scales=case.scales, deterministic=True,
-        )  # fmt: skip
+            case.q[first:last],
+            case.k_cache,
+            case.v_cache,
+            case.block_tables,
+            lens,
+            starts,
+            last - first,
+            scale=case.scale,
+            kv_scales=case.scales,
+            deterministic=True,
+        )
         assert torch.equal(part, whole[first:last])
 
 

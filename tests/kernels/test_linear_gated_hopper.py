@@ -59,8 +59,9 @@ def test_strided_rows_are_read_and_the_rest_of_them_is_not(randn, assert_kernel_
     tokens, outputs, inputs = 1024, 8192, 1024
     assert plan_gated(tokens, 2 * outputs, inputs, torch.cuda.get_device_properties(0).multi_processor_count)
     x, weight = operands(randn, tokens, outputs, inputs, torch.bfloat16)
-    wide_x, wide_weight = (torch.full((t.shape[0], inputs + 128), float("nan"), device=t.device, dtype=t.dtype)
-                           for t in (x, weight))  # fmt: skip
+    wide_x, wide_weight = (
+        torch.full((t.shape[0], inputs + 128), float("nan"), device=t.device, dtype=t.dtype) for t in (x, weight)
+    )
     wide_x[:, 64:-64], wide_weight[:, 64:-64] = x, weight
     y = kernels.linear_silu_mul(wide_x[:, 64:-64], wide_weight[:, 64:-64])
     assert_kernel_close(y, reference.linear_silu_mul(x, weight))
@@ -92,9 +93,11 @@ def test_a_chain_of_layers_that_overlap(randn, kernels):
 
 
 @given(
-    tokens=st.integers(1, 40000), rows=st.integers(1, 2000).map(lambda n: 16 * n), inputs=st.integers(1, 1024),
+    tokens=st.integers(1, 40000),
+    rows=st.integers(1, 2000).map(lambda n: 16 * n),
+    inputs=st.integers(1, 1024),
     multiprocessors=st.sampled_from([1, 16, 78, 114, 132]),
-)  # fmt: skip
+)
 def test_plans(tokens, rows, inputs, multiprocessors):
     inputs *= 8
     consumers = plan_gated(tokens, rows, inputs, multiprocessors)

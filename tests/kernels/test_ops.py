@@ -96,9 +96,13 @@ def test_attention_errors(paged_case, kernels, number):
     case = paged_case([20, 3])
     change, name = attention_errors(case)[number]
     decode = {
-        "q": case.q, "k_cache": case.k_cache, "v_cache": case.v_cache, "block_tables": case.block_tables,
-        "seq_lens": case.seq_lens, "scale": 1.0,
-    } | change  # fmt: skip
+        "q": case.q,
+        "k_cache": case.k_cache,
+        "v_cache": case.v_cache,
+        "block_tables": case.block_tables,
+        "seq_lens": case.seq_lens,
+        "scale": 1.0,
+    } | change
     prefill = decode | {"query_start_loc": case.query_start_loc, "max_query_len": 1}
     for module in (reference, kernels):
         with pytest.raises(ValueError, match=f"^{name} "):
@@ -120,12 +124,24 @@ def test_other_errors(paged_case, kernels, randn, device):
             ("sliding_window", lambda m=module: case.schedule(m, sliding_window=0)),
             ("seq_lens", lambda m=module: m.decode_schedule(case.q[:1], case.k_cache, case.seq_lens)),
             ("q", lambda m=module: m.decode_schedule(case.q[:, :3], case.k_cache, case.seq_lens)),
-            ("q", lambda m=module: m.paged_decode_attention(
-                case.q[:1], *cache, case.block_tables, case.seq_lens, scale=1.0)),
-            ("query_start_loc", lambda m=module: m.paged_prefill_attention(
-                case.q, *cache, case.block_tables, case.seq_lens, case.seq_lens, 1, scale=1.0)),
-            ("max_query_len", lambda m=module: m.paged_prefill_attention(
-                case.q, *cache, case.block_tables, case.seq_lens, case.query_start_loc, -1, scale=1.0)),
+            (
+                "q",
+                lambda m=module: m.paged_decode_attention(
+                    case.q[:1], *cache, case.block_tables, case.seq_lens, scale=1.0
+                ),
+            ),
+            (
+                "query_start_loc",
+                lambda m=module: m.paged_prefill_attention(
+                    case.q, *cache, case.block_tables, case.seq_lens, case.seq_lens, 1, scale=1.0
+                ),
+            ),
+            (
+                "max_query_len",
+                lambda m=module: m.paged_prefill_attention(
+                    case.q, *cache, case.block_tables, case.seq_lens, case.query_start_loc, -1, scale=1.0
+                ),
+            ),
             ("weight", lambda m=module: m.rms_norm(x, randn(7), 1e-6)),
             ("weight", lambda m=module: m.rms_norm(x, randn(8).half(), 1e-6)),
             ("x", lambda m=module: m.rms_norm(x.long(), randn(8), 1e-6)),
@@ -141,7 +157,7 @@ def test_other_errors(paged_case, kernels, randn, device):
             ("slot_mapping", lambda m=module: m.reshape_and_cache(row, row, *cache, index.int())),
             ("pool", lambda m=module: m.copy_blocks(randn(4, 3, 5).transpose(1, 2), index, index)),
             ("dst", lambda m=module: m.copy_blocks(randn(4, 3), index, index[:1])),
-        ]  # fmt: skip
+        ]
         for name, call in calls:
             with pytest.raises(ValueError, match=f"^{name} "):
                 call()

@@ -85,10 +85,12 @@ def test_chunks_equal_the_whole(paged_case, assert_kernel_close, kernels):
     options = {"scale": case.scale}
     starts = case.query_start_loc
     arguments = (case.k_cache, case.v_cache, case.block_tables)
-    first = kernels.paged_prefill_attention(case.q[:40], *arguments, case.seq_lens - 35, starts - starts // 75 * 35, 40,
-                                            **options)  # fmt: skip
-    second = kernels.paged_prefill_attention(case.q[40:], *arguments, case.seq_lens, starts - starts // 75 * 40, 35,
-                                             **options)  # fmt: skip
+    first = kernels.paged_prefill_attention(
+        case.q[:40], *arguments, case.seq_lens - 35, starts - starts // 75 * 35, 40, **options
+    )
+    second = kernels.paged_prefill_attention(
+        case.q[40:], *arguments, case.seq_lens, starts - starts // 75 * 40, 35, **options
+    )
     assert_kernel_close(first, head)
     assert_kernel_close(second, tail)
 

@@ -34,10 +34,17 @@ def run(module, pool, before, after):
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(
     ("tokens", "heads", "head_dim", "rotary_dim", "block_size"),
-    [(7, (4, 2), 64, 64, 16), (1, (16, 8), 128, 128, 16), (5, (5, 1), 80, 32, 5), (9, (3, 3), 96, 96, 8),
-     (0, (4, 2), 32, 32, 16), (3, (40, 4), 16, 12, 1), (130, (6, 2), 16, 16, 16)]
+    [
+        (7, (4, 2), 64, 64, 16),
+        (1, (16, 8), 128, 128, 16),
+        (5, (5, 1), 80, 32, 5),
+        (9, (3, 3), 96, 96, 8),
+        (0, (4, 2), 32, 32, 16),
+        (3, (40, 4), 16, 12, 1),
+        (130, (6, 2), 16, 16, 16),
+    ]
     + ([(64, (32, 8), 128, 128, 16), (5000, (32, 8), 128, 128, 16), (300, (16, 8), 128, 128, 16)] if ON_GPU else []),
-)  # fmt: skip
+)
 def test_equals_the_sequence(
     randn, assert_kernel_close, kernels, device, tokens, heads, head_dim, rotary_dim, block_size, dtype, norm
 ):

@@ -34,8 +34,9 @@ def naive(case, *, sliding_window=None, soft_cap=None, alibi_slopes=None):
         for row in rows:
             position = seq_len - len(rows) + (row - rows[0])
             first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            slots = [(int(case.block_tables[sequence, j // block_size]), j % block_size)
-                     for j in range(first, position + 1)]  # fmt: skip
+            slots = [
+                (int(case.block_tables[sequence, j // block_size]), j % block_size) for j in range(first, position + 1)
+            ]
             for head in range(case.q.shape[1]):
                 scores, values = [], []
                 for j, (block, offset) in zip(range(first, position + 1), slots, strict=True):

@@ -84,9 +84,16 @@ class Draw:
         ones = torch.ones_like(self.temperature)
         tokens = module.gumbel_argmax(self.logits, self.seeds, self.positions, self.temperature, ones)
         module.truncate_draws(
-            tokens, self.logits, self.rows, self.top_k, self.top_p, self.log_min_p, self.seeds, self.positions,
+            tokens,
+            self.logits,
+            self.rows,
+            self.top_k,
+            self.top_p,
+            self.log_min_p,
+            self.seeds,
+            self.positions,
             self.temperature,
-        )  # fmt: skip
+        )
         return tokens
 
     def check(self, tokens: torch.Tensor) -> None:
@@ -288,12 +295,21 @@ def test_bad_arguments_are_named(kernels, device):
             [rows, logits, rows, rows, ones, ones, rows, rows, ones],
         ),
         "penalise": (
-            ["logits", "token_table", "rows", "table_rows", "num_prompt_tokens", "num_tokens", "repetition", "presence",
-             "frequency"],
+            [
+                "logits",
+                "token_table",
+                "rows",
+                "table_rows",
+                "num_prompt_tokens",
+                "num_tokens",
+                "repetition",
+                "presence",
+                "frequency",
+            ],
             [logits, table, rows, rows, rows, rows, ones, ones, ones],
         ),
         "gather_logprobs": (["logits", "rows", "token_ids"], [logits, rows, rows]),
-    }  # fmt: skip
+    }
     for operation, (names, arguments) in cases.items():
         extra = [3] if operation == "gather_logprobs" else []
         for index, name in enumerate(names):

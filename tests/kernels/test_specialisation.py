@@ -14,14 +14,48 @@ import pytest
 import rayllm_kernels
 
 MODULES = sorted(Path(rayllm_kernels.__file__).parent.glob("*.py"))
-CHANGING = {"batch", "tokens", "num_tokens", "num_rows", "num_seqs", "rows", "count", "x_inner", "residual_inner",
-            "num_slices", "elements", "stride_table", "units", "token_tiles", "num_top", "group_k"}  # fmt: skip
+CHANGING = {
+    "batch",
+    "tokens",
+    "num_tokens",
+    "num_rows",
+    "num_seqs",
+    "rows",
+    "count",
+    "x_inner",
+    "residual_inner",
+    "num_slices",
+    "elements",
+    "stride_table",
+    "units",
+    "token_tiles",
+    "num_top",
+    "group_k",
+}
 # What has an entry a row or sequence: often a part of a larger tensor, which begins somewhere else in every step.
-MOVING = {"rows_ptr", "token_ids_ptr", "seeds_ptr", "positions_ptr", "temperature_ptr", "noise_scale_ptr",
-          "tables_ptr", "seq_lens_ptr", "starts_ptr", "slots_ptr", "src_ptr", "dst_ptr", "top_k_ptr", "top_p_ptr",
-          "log_min_p_ptr",
-          "table_rows_ptr", "num_prompt_ptr", "num_tokens_ptr", "repetition_ptr", "presence_ptr",
-          "frequency_ptr"}  # fmt: skip
+MOVING = {
+    "rows_ptr",
+    "token_ids_ptr",
+    "seeds_ptr",
+    "positions_ptr",
+    "temperature_ptr",
+    "noise_scale_ptr",
+    "tables_ptr",
+    "seq_lens_ptr",
+    "starts_ptr",
+    "slots_ptr",
+    "src_ptr",
+    "dst_ptr",
+    "top_k_ptr",
+    "top_p_ptr",
+    "log_min_p_ptr",
+    "table_rows_ptr",
+    "num_prompt_ptr",
+    "num_tokens_ptr",
+    "repetition_ptr",
+    "presence_ptr",
+    "frequency_ptr",
+}
 # A table of fixed width, not one made for a step.
 FIXED = {("penalise", "stride_table"), ("decode_inputs", "stride_table")}
 # It takes one or two tokens, both met at start.

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from rayllm.config import EngineConfig
+from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.types import SequenceData, StepPlan
+from rayllm.config.model_spec import load_model_spec
+from rayllm.config.options import EngineConfig
 from rayllm.layers.attention import KVCache
-from rayllm.model_spec import load_model_spec
 from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.sample.sampling_table import DrawColumns
-from rayllm.sampling_params import SamplingParams
-from rayllm.types import SequenceData, StepPlan
+from rayllm.sampling.sampling_table import DrawColumns
 from rayllm.worker.chunk_graph import step_graphs
 from rayllm.worker.cuda_graph import DecodeGraphs
-from rayllm.worker.input_batch import PersistentBatch
+from rayllm.worker.inputs import PersistentBatch
 from rayllm_kernels import ops
 
 pytestmark = [
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", params=[(torch.float32, False), (torch.float16, False), (torch.float16, True)])
 def case(request, tmp_path_factory):
     """(model, dtype, whether it is deterministic). fp16: the interpreter cannot multiply bf16 matrices."""
-    import model_factory
+    from support import model_factory
 
     dtype, deterministic = request.param
     folder = tmp_path_factory.mktemp("model")
@@ -67,14 +67,20 @@ def assert_near(actual, expected, dtype):
 
 @torch.inference_mode()
 def test_steps_with_chunks(case, interpreted):
-    import model_factory
+    from support import model_factory
 
     model, dtype, deterministic = case
     eager, padded = (model_factory.PagedRunner(model, dtype=dtype) for _ in range(2))
     graphs = step_graphs(
-        model, padded.caches, max_tokens=192, max_num_seqs=6, split_decodes=not deterministic, max_model_len=512,
-        block_size=8, device=CPU,
-    )  # fmt: skip
+        model,
+        padded.caches,
+        max_tokens=192,
+        max_num_seqs=6,
+        split_decodes=not deterministic,
+        max_model_len=512,
+        block_size=8,
+        device=CPU,
+    )
     steps = [
         ([("a", tokens(70, 1)), ("b", tokens(20, 2)), ("c", tokens(1, 3))], 0),
         ([("b", tokens(1, 5)), ("a", tokens(1, 6)), ("e", tokens(33, 7)), ("c", tokens(9, 8))], 2),
@@ -92,7 +98,7 @@ def test_steps_with_chunks(case, interpreted):
 
 @torch.inference_mode()
 def test_decode_steps(case, interpreted):
-    import model_factory
+    from support import model_factory
 
     model, dtype, deterministic = case
     eager = model_factory.PagedRunner(model, dtype=dtype)

@@ -1,0 +1,65 @@
+"""Checks of a request against an engine's limits. Fronts call this before they send, the engine before it queues."""
+
+from __future__ import annotations
+
+from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.types import POOLINGS, EngineInfo, GenerationRequest
+from rayllm.errors import InvalidRequestError
+
+
+def validate_request(request: GenerationRequest, info: EngineInfo) -> None:
+    """Raise InvalidRequestError, naming field and limit, for a request that the engine can never serve."""
+    prompt, params = request.prompt_token_ids, request.params
+    if request.pooling is not None:
+        _check_pooling(request)
+    if not prompt:
+        raise InvalidRequestError("prompt must not be empty", "prompt")
+    room = 0 if request.pooling else 1
+    if len(prompt) + room > info.max_model_len:
+        raise InvalidRequestError(
+            f"prompt has {len(prompt)} tokens; {'with at least one output token ' if room else ''}it must fit into the "
+            f"model's context of {info.max_model_len} tokens",
+            "prompt",
+        )
+    if params.structured_outputs is not None and not info.eos_token_ids:
+        raise InvalidRequestError(
+            "structured_outputs: this model has no end-of-sequence token, by which its text could end",
+            "structured_outputs",
+        )
+    worst = max(prompt) if min(prompt) >= 0 else min(prompt)
+    if not 0 <= worst < info.vocab_size:
+        raise InvalidRequestError(
+            f"prompt has token id {worst}; ids of this model are 0 to {info.vocab_size - 1}", "prompt"
+        )
+    if params.use_beam_search:
+        _check_beams(params, info)
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+        for token in ids:
+            if token >= info.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} has token id {token}; ids of this model are 0 to {info.vocab_size - 1}", name
+                )
+
+
+def _check_beams(params: SamplingParams, info: EngineInfo) -> None:
+    """Beams need rows, and the first of them enough other beginnings."""
+    ending = set(params.stop_token_ids).union(() if params.ignore_eos else info.eos_token_ids)
+    limit = min(info.max_num_seqs, info.vocab_size - len(ending))
+    if params.width > limit:
+        name = "n" if params.best_of is None else "best_of"
+        reason = "sequences run at once" if limit == info.max_num_seqs else "tokens do not end a sequence"
+        raise InvalidRequestError(
+            f"{name} is the number of beams with use_beam_search: it must be at most {limit}, as so many {reason} on "
+            f"this engine, not {params.width}",
+            name,
+        )
+
+
+def _check_pooling(request: GenerationRequest) -> None:
+    """An embedding has no tokens to choose, so parameters that choose some would be ignored."""
+    if request.pooling not in POOLINGS:
+        raise InvalidRequestError(f"pooling must be {' or '.join(POOLINGS)}, not {request.pooling!r}", "pooling")
+    defaults = SamplingParams()
+    for name in SamplingParams.__struct_fields__:
+        if getattr(request.params, name) != getattr(defaults, name):
+            raise InvalidRequestError(f"{name} cannot be combined with pooling, which generates nothing", name)

@@ -1,0 +1,5 @@
+"""`python -m rayllm.cli`, the same as the command `rayllm`."""
+
+from rayllm.cli.main import main
+
+main()

@@ -1,0 +1,97 @@
+"""`RopeSpec`: the rotary position embedding of a model, as config.json describes it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rayllm.config.json_fields import JsonFields
+from rayllm.errors import ModelError
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding. rope_type: "default", "linear", "llama3" or "yarn".
+
+    rotary_dim: leading entries of a head that are rotated. attention_factor: multiplies cos and sin (yarn).
+    low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, truncate: yarn.
+    original_max_position: context of the pretraining, in tokens (llama3 and yarn).
+    """
+
+    rope_type: str
+    theta: float
+    rotary_dim: int
+    original_max_position: int
+    factor: float = 1.0
+    attention_factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def max_model_len(self, max_position_embeddings: int) -> int:
+        """Tokens that the embedding reaches. llama3's max_position_embeddings is already the stretched one."""
+        if self.rope_type == "linear":
+            return int(max_position_embeddings * self.factor)
+        if self.rope_type == "yarn":
+            return int(self.original_max_position * self.factor)
+        return max_position_embeddings
+
+
+def parse_rope(config: JsonFields, head_dim: int, max_position: int) -> RopeSpec:
+    """The rotary embedding in config.json. Raises ModelError for types other than `ROPE_TYPES`."""
+    # transformers 5 still reads rope_scaling, and prefers it.
+    raw = config.data.get("rope_scaling") or config.data.get("rope_parameters") or {}
+    if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
+        raise ModelError(f"{config.file}: rope parameters that differ by layer type are not supported")
+    rope = JsonFields(raw, config.file, "rope_scaling." if config.data.get("rope_scaling") else "rope_parameters.")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ModelError(f"{config.file}: rope type {kind} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * partial)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ModelError(f"{config.file}: {rotary_dim} rotary entries of head_dim {head_dim} are not supported")
+    original = rope.size("original_max_position_embeddings", max_position)
+    original = config.size("original_max_position_embeddings", original)
+    if kind == "linear":
+        return RopeSpec(kind, theta, rotary_dim, original, factor=rope.number("factor"))
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if low == high:
+            raise ModelError(f"{config.file}: {rope.prefix}low_freq_factor must differ from high_freq_factor")
+        factor = rope.number("factor")
+        return RopeSpec(kind, theta, rotary_dim, original, factor, low_freq_factor=low, high_freq_factor=high)
+    if kind == "yarn":
+        return _parse_yarn(rope, theta, rotary_dim, original, max_position)
+    return RopeSpec(kind, theta, rotary_dim, original)
+
+
+def _parse_yarn(rope: JsonFields, theta: float, rotary_dim: int, original: int, max_position: int) -> RopeSpec:
+    """YaRN (Peng et al., 2023), with the attention factor resolved as transformers does."""
+    # A null factor (not an absent one) asks for the ratio of the two contexts.
+    factor = rope.number("factor", max_position / original if rope.is_null("factor") else None)
+    mscale, mscale_all_dim = rope.data.get("mscale"), rope.data.get("mscale_all_dim")
+
+    def temperature(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if mscale and mscale_all_dim:
+        attention = temperature(rope.number("mscale")) / temperature(rope.number("mscale_all_dim"))
+    else:
+        attention = temperature(1.0)
+    return RopeSpec(
+        "yarn",
+        theta,
+        rotary_dim,
+        original,
+        factor,
+        attention_factor=rope.number("attention_factor", attention),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+    )

@@ -1,0 +1,189 @@
+"""`start_server`: bring up Ray (or join a cluster), deploy models, stay until told to stop, leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rayllm.api.types import DeviceMemory, EngineInfo, StartReport
+from rayllm.config.model_spec import check_parallel, load_model_spec
+from rayllm.config.options import EngineConfig, ModelConfig, ServerConfig
+from rayllm.errors import ConfigError, RayllmError
+from rayllm.serve.cluster.cluster import Cluster, ReadyModel, Report, Stopped
+from rayllm.serve.http.auth import KEY_VARIABLES, load_api_keys
+from rayllm.serve.http.tracing import trace_endpoint
+
+GIB = 1 << 30
+STARTUP_TIMEOUT_S = 1800.0
+_WATCH_S = 1.0
+
+Options = tuple[list[ModelConfig], ServerConfig]
+
+
+class Ready(NamedTuple):
+    """A server that is up. phases: seconds that each phase of the start took."""
+
+    url: str
+    models: list[ReadyModel]
+    phases: dict[str, float]
+
+
+def describe_start(info: EngineInfo) -> list[str]:
+    """Lines about an engine: where its ranks are, what their memory is for, how long each phase took."""
+    report = info.start
+    lines = [f"rank {rank}   {place}" for rank, place in enumerate(report.placement)]
+    lines += [f"memory   {_describe_memory(report, i)}" for i in range(len(report.ready))]
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report.phases)
+    kind = "" if info.kv_cache_dtype == "auto" else f" in {info.kv_cache_dtype}"
+    return [*lines, f"KV cache {info.num_kv_tokens:,} tokens{kind}", f"engine   {phases} s"]
+
+
+def _describe_memory(report: StartReport, rank: int) -> str:
+    memory: DeviceMemory = report.ready[rank].memory
+    text = f"rank {rank}: weights {memory.weights / GIB:.2f} GiB, KV cache {memory.kv_cache / GIB:.2f} GiB"
+    if not memory.allowed:
+        return text
+    rest = memory.in_use - memory.weights - memory.kv_cache
+    return f"{text}, all else {rest / GIB:.2f} GiB; {memory.in_use / GIB:.2f} of {memory.allowed / GIB:.2f} GiB allowed"
+
+
+def check_before_start(engine: EngineConfig) -> EngineConfig:
+    """All that can be known without Ray and torch. Returns the config with an absolute model path.
+
+    Raises ConfigError or ModelError.
+    """
+    check_parallel(load_model_spec(engine.model), engine.tensor_parallel_size)
+    if engine.tensor_parallel_size > 1 and engine.executor == "local":
+        raise ConfigError(f"executor local runs one rank; tensor_parallel_size {engine.tensor_parallel_size} needs ray")
+    return engine.model_copy(update={"model": str(Path(engine.model).resolve())})
+
+
+def key_warnings(server: ServerConfig, *, has_keys: bool) -> list[str]:
+    """What to tell who starts a server with these keys."""
+    if server.api_key is not None:
+        return [f"--api-key shows in the list of processes; use --api-key-file or {KEY_VARIABLES[1]}"]
+    if not has_keys and server.host not in ("127.0.0.1", "localhost", "::1"):
+        return [f"without API keys, whoever reaches {server.host} port {server.port} can use the server"]
+    return []
+
+
+def start_server(
+    models: list[ModelConfig],
+    server: ServerConfig,
+    *,
+    on_ready: Callable[[Ready], None],
+    report: Report,
+    reread: Callable[[], Options] | None = None,
+    startup_timeout: float = STARTUP_TIMEOUT_S,
+) -> None:
+    """Serve until SIGINT or SIGTERM; then drain, stop what was started here, and return.
+
+    on_ready is called once; report with notes on progress. On SIGUSR1, the options that reread returns replace those of
+    now, by a rolling update. Raises ConfigError, ModelError or StartupError if the server does not come up,
+    EngineDeadError if Ray is lost later.
+    """
+    phases: dict[str, float] = {}
+    environment = {name: os.environ[name] for name in KEY_VARIABLES if name in os.environ}
+    with _Signals() as signals:
+        with _phase(phases, "checks"):
+            models = _checked(models)
+            trace_endpoint(server.otlp_endpoint, os.environ)
+            keys = load_api_keys(server, os.environ)
+        for warning in key_warnings(server, has_keys=bool(keys)):
+            report(warning)
+        cluster = Cluster(server)
+        try:
+            with _phase(phases, "ray"):
+                cluster.join(models, report)
+                signals.install()  # Ray has put its own handler in place
+            with _phase(phases, "serve"):
+                url = cluster.start_serve(models)
+                cluster.deploy(models, server, keys)
+            with _phase(phases, "engine"):
+                cluster.wait_until_running(signals.stop, report, startup_timeout)
+            on_ready(Ready(url, cluster.ready_models(), phases))
+
+            def update() -> None:
+                if reread is None:
+                    raise ConfigError("there is no --config file to read again")
+                models, server = reread()
+                cluster.update(_checked(models), server, load_api_keys(server, dict(environment)))
+
+            _watch(cluster, signals, report, update)
+        except (Stopped, SystemExit):  # while it starts, Ray turns SIGTERM into SystemExit
+            pass
+        finally:
+            report("stopping")
+            cluster.leave()
+
+
+def _watch(cluster: Cluster, signals: _Signals, report: Report, update: Callable[[], None]) -> None:
+    """Return when told to stop, update when told to; report changes of the status. Raises EngineDeadError."""
+    last = "RUNNING"
+    updating = False
+    while not signals.stop.wait(_WATCH_S):
+        if signals.update.is_set():
+            signals.update.clear()
+            try:
+                update()
+                updating = True
+                report("updating")
+            except RayllmError as error:
+                report(f"the options stay as they are: {error}")
+        status, why = cluster.status()
+        if status != last:
+            report(f"the server is {status}" + (f": {why}" if status not in ("RUNNING", "DEPLOYING") else ""))
+            last = status
+        if updating and status != "DEPLOYING":
+            updating = False
+            report("updated" if status == "RUNNING" else "the update failed; the replicas that there were go on")
+
+
+def _checked(models: list[ModelConfig]) -> list[ModelConfig]:
+    return [model._replace(engine=check_before_start(model.engine)) for model in models]
+
+
+class _Signals:
+    """While it lasts, SIGINT and SIGTERM set `stop`, SIGUSR1 `update`; a second one to stop raises KeyboardInterrupt.
+
+    Set, not raised: an exception out of the blue could leave Ray half started.
+    """
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self.update = threading.Event()
+        self._before: dict[int, Any] = {}
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            before = signal.signal(number, self._handle)
+            self._before.setdefault(number, before)
+
+    def __enter__(self) -> _Signals:
+        self.install()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: Any) -> None:
+        if number == signal.SIGUSR1:
+            self.update.set()
+            return
+        if self.stop.is_set():
+            raise KeyboardInterrupt
+        self.stop.set()
+
+
+@contextmanager
+def _phase(phases: dict[str, float], name: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    phases[name] = time.monotonic() - started

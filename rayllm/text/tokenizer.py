@@ -1,0 +1,262 @@
+"""The tokenizer of a model folder: text to ids, ids to text, conversations to prompts.
+
+It is read straight from tokenizer.json by the `tokenizers` library, in a fraction of the time and memory that importing
+transformers takes; that one is imported only for folders without a tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from rayllm.errors import InvalidRequestError, ModelError
+from rayllm.text.chat_template import ChatTemplate
+from rayllm.text.detokenizer import ByteVocabulary, IncrementalDetokenizer, byte_rule
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to token ids and back. All methods are thread-safe.
+
+    backend: the tokenizer proper; truncation and padding are switched off in it.
+    special_tokens: "bos_token", "eos_token", ... -> token text. chat_templates: name -> jinja source.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: dict[str, str] | None = None,
+        chat_templates: dict[str, str] | None = None,
+    ):
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = special_tokens or {}
+        self._chat_templates = ChatTemplate(chat_templates or {}, self.special_tokens)
+        special = {i: t.content for i, t in backend.get_added_tokens_decoder().items() if t.special}
+        self._special_ids, self._special_texts = frozenset(special), frozenset(special.values())
+        rule = byte_rule(json.loads(backend.to_str())["decoder"])
+        self._bytes = rule and ByteVocabulary(backend.id_to_token, rule)
+        self._text_bytes = rule and ByteVocabulary(backend.id_to_token, rule, self._special_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's embedding may have more rows."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of the beginning-of-sequence token, if tokenizer_config.json names one."""
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the end-of-sequence token, if tokenizer_config.json names one."""
+        return self._named_id("eos_token")
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that skip_special_tokens leaves out of the text."""
+        return self._special_ids
+
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """The same tokens as they are written."""
+        return self._special_texts
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. add_special_tokens: with what the model wants around a text, e.g. BOS.
+
+        The text of a chat template already has its special tokens: encode it with add_special_tokens=False.
+        Raises InvalidRequestError for text that is not Unicode (lone surrogates).
+        """
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise InvalidRequestError("prompt must be a string of valid Unicode characters", "prompt") from None
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids, U+FFFD for bytes that are no character; ids that no token has are left out.
+
+        Raises InvalidRequestError for numbers that cannot be ids.
+        """
+        try:
+            return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except OverflowError:
+            raise InvalidRequestError("tokens must be token ids between 0 and 2**32 - 1", "tokens") from None
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> IncrementalDetokenizer:
+        """A new incremental decoder for text that goes on after the prompt."""
+        return IncrementalDetokenizer(
+            decode=lambda ids: self.backend.decode(ids, skip_special_tokens=False),
+            vocabulary=self._text_bytes if skip_special_tokens else self._bytes,
+            skipped_ids=self._special_ids if skip_special_tokens else frozenset(),
+            prompt_token_ids=prompt_token_ids,
+        )
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token, e.g. "Ġthe"; None if there is no such id."""
+        return self.backend.id_to_token(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, as logprobs show it: special tokens are spelled out, broken characters are U+FFFD."""
+        if self._bytes is not None:
+            return self._bytes[token_id].decode("utf-8", "replace")
+        return self.backend.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token as bytes: exact for byte-level and byte-fallback vocabularies, the text's UTF-8 for others."""
+        if self._bytes is not None:
+            return self._bytes[token_id]
+        return self.token_text(token_id).encode()
+
+    def chat_template_source(self, with_tools: bool = False) -> str:
+        """The jinja source of the chat template that requests with or without tools get; "" if there is none."""
+        return self._chat_templates.source(with_tools=with_tools)
+
+    def chat_template_variables(self, with_tools: bool = False) -> Set[str]:
+        """The variables that this template may read, such as "tools" or "enable_thinking"; it ignores others."""
+        return self._chat_templates.variables(with_tools=with_tools)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation by the model's own template; see `ChatTemplate.render`."""
+        return self._chat_templates.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            documents=documents,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+
+def load_tokenizer(model_path: str | Path) -> Tokenizer:
+    """Read the tokenizer of a model folder. Code in the folder is never run.
+
+    What is put around a text (BOS, EOS) is tokenizer.json's post-processor alone; like transformers this ignores
+    add_bos_token and add_eos_token in tokenizer_config.json beside it.
+    Raises ModelError if there is none, or none that can be read.
+    """
+    folder = Path(model_path)
+    if not (folder / "tokenizer.json").is_file():
+        return _load_by_transformers(folder)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from None
+    config = _read_json(folder / "tokenizer_config.json")
+    named = config
+    if "added_tokens_decoder" not in config:  # before transformers 4.34 the names were in a file of their own
+        named = config | _read_json(folder / "special_tokens_map.json")
+    special = {name: text for name in _NAMED_TOKENS if (text := _token_text(named.get(name))) is not None}
+    try:
+        _add_missing_tokens(backend, config, special, named)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ModelError(f"{folder / 'tokenizer_config.json'} has tokens that cannot be read: {error!r}") from None
+    return Tokenizer(backend, special, _read_templates(folder, config))
+
+
+def _load_by_transformers(folder: Path) -> Tokenizer:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"model folder {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there; "
+            "add one, or set skip_tokenizer_init to work with token ids only"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        backend = loaded.backend_tokenizer
+    except Exception as error:  # of many kinds, by model family
+        raise ModelError(
+            f"model folder {folder} has no tokenizer.json, and its other tokenizer files cannot be converted: {error}; "
+            "set skip_tokenizer_init to work with token ids only"
+        ) from None
+    templates = loaded.chat_template or {}
+    return Tokenizer(
+        backend,
+        {name: text for name, text in loaded.special_tokens_map.items() if isinstance(text, str)},
+        {"default": templates} if isinstance(templates, str) else dict(templates),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file, {} if there is no such file. Raises ModelError."""
+    if not path.is_file():
+        return {}
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(loaded, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(loaded).__name__}")
+    return loaded
+
+
+def _token_text(entry: Any) -> str | None:
+    """The text of a token in tokenizer_config.json, where it is a string or the fields of an AddedToken."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None
+
+
+def _added_token(fields: dict[str, Any]) -> tokenizers.AddedToken:
+    flags = {name: bool(fields.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "special")}
+    return tokenizers.AddedToken(
+        str(fields["content"]), normalized=bool(fields.get("normalized", not flags["special"])), **flags
+    )
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str], named: dict[str, Any]
+) -> None:
+    """Add the tokens that tokenizer_config.json has over tokenizer.json; order decides the ids of new ones."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    wanted: list[tokenizers.AddedToken] = []
+    for _, fields in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+        wanted.append(_added_token(fields))
+    extra = named.get("extra_special_tokens") or named.get("additional_special_tokens") or []
+    extra = extra if isinstance(extra, list) else list(extra.values())
+    texts = [*special.values(), *(_token_text(entry) for entry in extra)]
+    wanted += [tokenizers.AddedToken(text, special=True) for text in texts if text is not None]
+    for token in wanted:
+        if token.content not in known:
+            known.add(token.content)
+            backend.add_tokens([token])
+
+
+def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Chat templates by name. Files come before the key in tokenizer_config.json, as the newer way to keep them."""
+    templates = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = folder / "chat_template.jinja"
+    if templates:
+        try:
+            return {name: path.read_text(encoding="utf-8") for name, path in templates.items()}
+        except (OSError, ValueError) as error:
+            raise ModelError(f"the chat template files of {folder} cannot be read: {error}") from None
+    entry = config.get("chat_template")
+    if isinstance(entry, str):
+        return {"default": entry}
+    if isinstance(entry, list):
+        return {str(item["name"]): str(item["template"]) for item in entry if isinstance(item, dict)}
+    return {}

@@ -1,0 +1,258 @@
+"""`ModelRunner`: executes plans on one rank: persistent batch, forward pass, sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.types import SequenceData, StepCost, StepPlan, StepResult, TokenLogprobs
+from rayllm.layers.attention import KVCache
+from rayllm.models.base import CausalLM
+from rayllm.sampling.logprobs import gather, prompt_logprobs
+from rayllm.sampling.sampler import SamplerOutput, logprob_entries, sample
+from rayllm.sampling.sampling_batch import SamplingBatch
+from rayllm.sampling.sampling_table import SamplingTable
+from rayllm.sampling.token_mask import TokenMasks
+from rayllm.worker.chunk_graph import ChunkGraphs, step_graphs
+from rayllm.worker.cuda_graph import DecodeGraphs
+from rayllm.worker.inputs import PersistentBatch, StepInputs, build, to_device
+from rayllm.worker.pooling import Pooler
+from rayllm.worker.step_memory import StepMemory
+from rayllm_kernels import ops
+
+# With these, sampling runs every kernel that it has: on logits as they are, and on changed ones.
+ALL_WAYS = tuple(
+    SamplingParams(temperature=0.5, top_k=2, top_p=0.5, min_p=0.1, logprobs=1, repetition_penalty=penalty)
+    for penalty in (1.0, 2.0)
+)
+CHANGED_ROWS = 64  # whose changed logits are held at once, beside the raw ones of all rows
+PROMPT_LOGITS_ROWS = 256  # positions whose logits are held at once for prompt logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class PendingResult:
+    """A step whose results are on their way to the host. `done`: recorded after the copies; None on the CPU.
+
+    embeddings: [P, hidden_size] float32 of the P pooled prompts that end in the step; None for none.
+    """
+
+    step_id: int
+    sampled: SamplerOutput | None
+    sampling: SamplingBatch | None  # None if nobody asked for logprobs, or nothing was sampled
+    prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]]
+    embeddings: torch.Tensor | None
+    done: torch.cuda.Event | None
+
+    def wait(self) -> StepResult:
+        """Block until the step's results are on the host."""
+        if self.done is not None:
+            self.done.synchronize()
+        embeddings = [] if self.embeddings is None else [row.tobytes() for row in self.embeddings.numpy()]
+        if self.sampled is None:
+            return StepResult(self.step_id, [], None, self.prompt_logprobs, embeddings)
+        logprobs = None if self.sampling is None else logprob_entries(self.sampled, self.sampling)
+        return StepResult(self.step_id, self.sampled.token_ids.tolist(), logprobs, self.prompt_logprobs, embeddings)
+
+
+class ModelRunner:
+    """Runs plans in order. Everything stays on the device between steps; only sampled ids and logprobs leave it.
+
+    split_decodes: decodes are attended by the decode kernel. Without it they are chunks of one token, whose results do
+    not depend on how a sequence was cut into steps.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        caches: list[KVCache],
+        state: PersistentBatch,
+        table: SamplingTable,
+        device: torch.device,
+        split_decodes: bool = True,
+    ):
+        self._split_decodes = split_decodes
+        self._model, self._caches = model, caches
+        self._state, self._table, self._device = state, table, device
+        self._graphs: DecodeGraphs | None = None
+        self._chunk_graphs: list[ChunkGraphs] = []
+        self._prompt_logprobs_of: dict[int, int] = {}  # row -> top tokens asked for at each prompt position
+        self._pooler = Pooler(len(state.num_tokens), model.spec.hidden_size, device)
+
+    @torch.inference_mode()
+    def capture_graphs(self, max_num_seqs: int, max_tokens: int, memory: StepMemory) -> None:
+        """Capture CUDA graphs for decode-only plans of up to max_num_seqs, and for other plans of up to max_tokens."""
+        state, head = self._state, self._model.lm_head
+        # Logits are read before the next step runs, so all graphs put theirs here.
+        room = torch.empty(max_num_seqs, head.num_tokens, dtype=head.weight.dtype, device=self._device)
+        chunk_graphs = step_graphs(
+            self._model,
+            self._caches,
+            max_tokens=max_tokens,
+            max_num_seqs=max_num_seqs,
+            split_decodes=self._split_decodes,
+            max_model_len=state.token_table.shape[1],
+            block_size=state.block_size,
+            device=self._device,
+            logits_room=room,
+        )
+        decode_graphs = DecodeGraphs(self._model, self._caches, state, max_num_seqs, self._split_decodes, room)
+        all_graphs: list[ChunkGraphs | DecodeGraphs] = [*reversed(chunk_graphs), decode_graphs]  # the largest first
+        telling = self._caches[: self._model.spec.num_telling_layers]
+        with memory.active():
+            with ops.compile_only():
+                for graphs in all_graphs:
+                    graphs.run_all(telling)
+            for graphs in all_graphs:
+                graphs.run_all(telling)
+        torch.cuda.synchronize()
+        for graphs in all_graphs:
+            graphs.capture(memory)
+        self._graphs, self._chunk_graphs = decode_graphs, chunk_graphs
+
+    @torch.inference_mode()
+    def step_costs(self) -> dict[int, StepCost]:
+        """As `RankReady` has them; measured on all ranks together, before the first step."""
+        mixed = self._chunk_graphs[-1] if self._chunk_graphs else None
+        return {} if mixed is None else {size: mixed.cost(size) for size in mixed.sizes}
+
+    @torch.inference_mode()
+    def sample_all_ways(self) -> None:
+        """Sample with all that requests may ask for, from rows that nobody has yet. Must run on all ranks together.
+
+        On CUDA for its kernels alone, under `ops.compile_only`: a server would stop for seconds while they are compiled
+        for the first request that needs them.
+        """
+        for count in {1, min(3, len(self._state.num_tokens))}:
+            rows, head = np.arange(count), self._model.lm_head
+            local = torch.zeros(count, head.num_tokens, dtype=head.weight.dtype, device=self._device)
+            logits = self._model.gather_logits(local)
+            for params in ALL_WAYS:
+                for row in range(count):
+                    self._table.set(SequenceData(row, [0], 1, 0, [], params, seed=0))
+                sample(logits, self._table.batch(rows, rows, self._device), self._state.token_table)
+            for row in range(count):
+                self._table.clear(row)
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> PendingResult:
+        """Start a plan whose block copies are done (in stream order). Waits for the device only for prompt logprobs."""
+        self._apply(plan)
+        sampled, sampling, embeddings = None, None, None
+        prompt_entries: list[tuple[int, int, list[TokenLogprobs]]] = []
+        if self._graphs is not None and plan.num_decodes == len(plan.rows):
+            sampled, sampling = self._decode(self._graphs, np.array(plan.rows, np.int64), plan)
+        else:
+            inputs = build(self._state, plan, self._device, self._split_decodes)
+            if self._prompt_logprobs_of or self._pooler.wants(plan.rows):
+                logits, prompt_entries, embeddings = self._forward_all(inputs)
+            else:
+                logits = self._forward(inputs)
+            if plan.num_sampled:
+                sampled, sampling = self._sample(logits, inputs.sampled_rows, inputs.sampled_positions, plan)
+            self._state.advance(inputs.rows, inputs.counts, plan.num_sampled)
+        output = None if sampled is None else sampled.to_host()
+        if embeddings is not None:
+            embeddings = embeddings.to("cpu", non_blocking=True)
+        done = None
+        if self._device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        return PendingResult(plan.step_id, output, sampling, prompt_entries, embeddings, done)
+
+    def _apply(self, plan: StepPlan) -> None:
+        for row in plan.free_rows:
+            self._table.clear(row)
+            self._prompt_logprobs_of.pop(row, None)
+            self._pooler.free(row)
+        self._state.apply(plan)
+        if self._graphs is not None:
+            self._graphs.apply(plan)
+        for data in plan.new:
+            self._table.set(data)
+            self._pooler.add(data)
+            if data.params.prompt_logprobs is not None:
+                self._prompt_logprobs_of[data.row] = data.params.prompt_logprobs
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits of the sampling sequences [num_sampled, vocab_size]."""
+        batch = inputs.batch
+        for graphs in self._chunk_graphs:
+            if graphs.fits(batch):
+                return self._model.gather_logits(graphs.run(batch))
+        return self._model.compute_logits(self._model(batch, self._caches))
+
+    def _forward_all(
+        self, inputs: StepInputs
+    ) -> tuple[torch.Tensor, list[tuple[int, int, list[TokenLogprobs]]], torch.Tensor | None]:
+        """The same, without graphs, and what needs every token's hidden state: prompt logprobs, and embeddings."""
+        batch = inputs.batch
+        hidden = self._model(replace(batch, logit_rows=None), self._caches)
+        logits = self._model.compute_logits(hidden[batch.logit_rows])
+        return logits, self._prompt_entries(inputs, hidden), self._pooler.pool(inputs, hidden, self._state)
+
+    def _decode(
+        self, graphs: DecodeGraphs, rows: np.ndarray, plan: StepPlan
+    ) -> tuple[SamplerOutput, SamplingBatch | None]:
+        """One token for each row, by a captured graph; drawn anew where more than a temperature is asked for."""
+        positions = self._state.num_computed[rows]
+        logits, token_ids = graphs.run(rows, positions, self._table.draw_columns(rows))
+        self._state.advance(rows, 1, len(rows))
+        if self._table.is_simple(rows) and not plan.masks:
+            return SamplerOutput(token_ids, None), None
+        return self._sample(self._model.gather_logits(logits), rows, positions + 1, plan)
+
+    def _sample(
+        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, plan: StepPlan
+    ) -> tuple[SamplerOutput, SamplingBatch]:
+        """Choose a token for each row [N], by all of its parameters, and write it into the token table."""
+        sampling = self._table.batch(rows, positions, self._device)
+        if plan.masks or (sampling.changes_logits and len(rows) > CHANGED_ROWS):
+            output = self._sample_in_parts(logits, sampling, rows, positions, plan)
+        else:
+            output = sample(logits, sampling, self._state.token_table)
+        where = to_device([rows, positions], np.int64, self._device)
+        self._state.token_table[where[0], where[1]] = output.token_ids.to(torch.int32)
+        return output, sampling
+
+    def _sample_in_parts(
+        self, logits: torch.Tensor, sampling: SamplingBatch, rows: np.ndarray, positions: np.ndarray, plan: StepPlan
+    ) -> SamplerOutput:
+        """Sample where the plan's masks allow, so many rows at a time that the copies of logits which that takes stay
+        small. Log-probabilities are still those of the raw logits.
+        """
+        parts = []
+        for first in range(0, len(rows), CHANGED_ROWS):
+            part = slice(first, first + CHANGED_ROWS)
+            allowed = logits[part]
+            masks = [(row - first, bits) for row, bits in plan.masks if part.start <= row < part.stop]
+            if masks:
+                allowed = TokenMasks.of(masks, self._device).apply(allowed)
+            batch = replace(self._table.batch(rows[part], positions[part], self._device), logprobs=None)
+            parts.append(sample(allowed, batch, self._state.token_table).token_ids)
+        token_ids = torch.cat(parts)
+        asked = sampling.logprobs
+        if asked is None:
+            return SamplerOutput(token_ids, None)
+        return SamplerOutput(token_ids, gather(logits, asked.rows, token_ids[asked.rows], asked.max_num_top))
+
+    def _prompt_entries(self, inputs: StepInputs, hidden: torch.Tensor) -> list[tuple[int, int, list[TokenLogprobs]]]:
+        """Logprobs of the prompt tokens that follow the computed ones. hidden: [T, hidden_size] of the whole step."""
+        entries = []
+        first_token = 0
+        for row, count, start in zip(inputs.rows.tolist(), inputs.counts.tolist(), inputs.starts.tolist(), strict=True):
+            num_top = self._prompt_logprobs_of.get(row)
+            stop = min(
+                start + count, int(self._state.num_prompt[row]) - 1
+            )  # the last prompt token predicts no prompt token
+            if num_top is not None:
+                for begin in range(start, stop, PROMPT_LOGITS_ROWS):
+                    end = min(begin + PROMPT_LOGITS_ROWS, stop)
+                    offset = first_token + begin - start
+                    logits = self._model.compute_logits(hidden[offset : offset + end - begin])
+                    targets = self._state.token_table[row, begin + 1 : end + 1].to(torch.int64)
+                    entries.append((row, begin + 1, prompt_logprobs(logits, targets, num_top)))
+            first_token += count
+        return entries

@@ -1,0 +1,279 @@
+"""config.json in, ModelSpec out; each refusal is one sentence that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rayllm.config.model_spec import SUPPORTED_ARCHITECTURES, check_parallel, load_model_spec
+from rayllm.errors import ModelError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 160,
+    "vocab_size": 259,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+OPT = {
+    "architectures": ["OPTForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "ffn_dim": 128,
+    "vocab_size": 259,
+    "max_position_embeddings": 512,
+}
+
+
+def write(folder, config, generation=None):
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return str(folder)
+
+
+def spec_of(folder, base=LLAMA, generation=None, **fields):
+    config = {key: value for key, value in (base | fields).items() if value is not ...}
+    return load_model_spec(write(folder, config, generation))
+
+
+def arch(name):
+    return {"architectures": [name + "ForCausalLM"]}
+
+
+def test_llama(tmp_path):
+    spec = spec_of(tmp_path, torch_dtype="bfloat16", bos_token_id=1, eos_token_id=[2, 3])
+    assert (spec.architecture, spec.num_layers, spec.num_heads, spec.num_kv_heads) == ("LlamaForCausalLM", 4, 8, 4)
+    assert (spec.hidden_size, spec.head_dim, spec.intermediate_size, spec.vocab_size) == (64, 8, 160, 259)
+    assert (spec.max_position_embeddings, spec.max_model_len, spec.norm_eps) == (512, 512, 1e-5)
+    assert (spec.dtype, spec.hidden_act, spec.tie_word_embeddings) == ("bfloat16", "silu", False)
+    assert (spec.bos_token_id, spec.eos_token_ids) == (1, [2, 3])
+    assert (spec.sliding_window, spec.sliding_windows, spec.opt) == (None, (None,) * 4, None)
+    assert not any((spec.qkv_bias, spec.attention_out_bias, spec.mlp_bias, spec.qk_norm))
+    assert spec.rope is not None
+    assert (spec.rope.rope_type, spec.rope.theta, spec.rope.rotary_dim) == ("default", 10000.0, 8)
+
+
+def test_defaults_of_the_classes(tmp_path):
+    plain = spec_of(tmp_path, num_key_value_heads=..., rms_norm_eps=...)
+    assert (plain.num_kv_heads, plain.norm_eps, plain.dtype, plain.eos_token_ids) == (8, 1e-6, "float32", [2])
+    assert spec_of(tmp_path, **arch("Qwen2")).eos_token_ids == []
+    assert spec_of(tmp_path, **arch("Qwen3")).head_dim == 128
+    assert spec_of(tmp_path, **arch("Qwen3"), head_dim=None).head_dim == 8
+    assert spec_of(tmp_path, base=OPT).tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("architecture", "qkv", "out", "mlp", "norm"),
+    [
+        ("Llama", True, True, True, False),
+        ("Mistral", False, False, False, False),
+        ("Qwen2", True, False, False, False),
+        ("Qwen3", True, True, False, True),
+    ],
+)
+def test_flags(tmp_path, architecture, qkv, out, mlp, norm):
+    spec = spec_of(tmp_path, **arch(architecture), attention_bias=True, mlp_bias=True)
+    assert (spec.qkv_bias, spec.attention_out_bias, spec.mlp_bias, spec.qk_norm) == (qkv, out, mlp, norm)
+
+
+def test_both_styles_of_dtype_and_rope(tmp_path):
+    old = spec_of(tmp_path, torch_dtype="float16", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    new = spec_of(tmp_path, dtype="float16", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
+    assert old == new
+    assert (old.dtype, old.max_model_len) == ("float16", 1024)
+
+
+def test_rope_llama3(tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    spec = spec_of(tmp_path, rope_scaling=scaling | {"original_max_position_embeddings": 64})
+    assert spec.rope is not None
+    assert (spec.rope.factor, spec.rope.high_freq_factor, spec.rope.original_max_position) == (8.0, 4.0, 64)
+    assert spec.max_model_len == 512
+
+
+def test_rope_yarn(tmp_path):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    rope = spec_of(tmp_path, rope_scaling=scaling).rope
+    assert rope is not None
+    assert rope.attention_factor == pytest.approx(1.138629436)
+    assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (32.0, 1.0, True)
+    assert spec_of(tmp_path, rope_scaling=scaling).max_model_len == 1024
+    ratio = spec_of(tmp_path, rope_scaling=scaling | {"factor": None}).rope
+    assert ratio is not None
+    assert ratio.factor == 2.0
+    weighted = spec_of(tmp_path, rope_scaling=scaling | {"mscale": 2.0, "mscale_all_dim": 1.0, "truncate": False}).rope
+    assert weighted is not None
+    assert weighted.attention_factor == pytest.approx(1.277258872 / 1.138629436)
+    assert not weighted.truncate
+
+
+def test_partial_rotary(tmp_path):
+    assert spec_of(tmp_path, partial_rotary_factor=0.5).rope.rotary_dim == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows", "telling"),
+    [
+        (arch("Mistral") | {"sliding_window": 24}, (24,) * 4, 3),
+        (arch("Mistral") | {"sliding_window": None}, (None,) * 4, 3),
+        (arch("Mistral"), (4096,) * 4, 3),
+        (arch("Llama") | {"sliding_window": 24}, (None,) * 4, 3),
+        (arch("Qwen2") | {"sliding_window": 24, "max_window_layers": 2}, (None,) * 4, 3),
+        (arch("Qwen3") | {"sliding_window": 24, "use_sliding_window": False}, (None,) * 4, 3),
+        (
+            arch("Qwen2") | {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 3},
+            (None, None, None, 24),
+            4,
+        ),
+        (
+            arch("Qwen3")
+            | {
+                "sliding_window": 24,
+                "use_sliding_window": True,
+                "max_window_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (24, None, 24, None),
+            3,
+        ),
+    ],
+)
+def test_sliding_windows(tmp_path, fields, windows, telling):
+    spec = spec_of(tmp_path, **fields)
+    assert spec.sliding_windows == windows
+    assert spec.sliding_window == next((w for w in windows if w), None)
+    assert spec.num_telling_layers == telling
+
+
+def test_generation_config_wins(tmp_path):
+    assert spec_of(tmp_path, eos_token_id=7, generation={"eos_token_id": [9, 7]}).eos_token_ids == [9, 7]
+    assert spec_of(tmp_path, eos_token_id=7, generation={"eos_token_id": 0}).eos_token_ids == [0]
+    assert spec_of(tmp_path, eos_token_id=7, generation={"temperature": 0.6}).eos_token_ids == [7]
+
+
+def test_opt(tmp_path):
+    spec = spec_of(tmp_path, base=OPT, word_embed_proj_dim=32, enable_bias=False)
+    assert spec.opt is not None
+    assert (spec.opt.embed_dim, spec.opt.pre_norm, spec.opt.final_norm, spec.opt.norm_affine) == (32, True, True, True)
+    assert (spec.intermediate_size, spec.hidden_act, spec.norm_eps, spec.rope) == (128, "relu", 1e-5, None)
+    assert not any((spec.qkv_bias, spec.attention_out_bias, spec.mlp_bias))
+    post = spec_of(tmp_path, base=OPT, do_layer_norm_before=False).opt
+    assert post is not None
+    assert (post.embed_dim, post.pre_norm, post.final_norm) == (64, False, False)
+    old = spec_of(tmp_path, base=OPT, _remove_final_layer_norm=True).opt
+    assert old is not None
+    assert not old.final_norm
+
+
+BLOOM = {"architectures": ["BloomForCausalLM"], "vocab_size": 259}
+
+
+def test_bloom(tmp_path):
+    spec = spec_of(tmp_path, base=BLOOM, n_embed=96, n_layer=3, n_head=12, eos_token_id=...)
+    assert (spec.hidden_size, spec.num_layers, spec.num_heads, spec.num_kv_heads) == (96, 3, 12, 12)
+    assert (spec.head_dim, spec.intermediate_size, spec.hidden_act) == (8, 384, "gelu_pytorch_tanh")
+    assert (spec.max_model_len, spec.eos_token_ids, spec.tie_word_embeddings) == (2048, [2], True)
+    assert (spec.rope, spec.opt) == (None, None)
+    assert spec.bloom is not None
+    assert not spec.bloom.residual_after_norm
+    other = spec_of(
+        tmp_path,
+        base=BLOOM,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        seq_length=4096,
+        apply_residual_connection_post_layernorm=True,
+    )
+    assert (other.hidden_size, other.num_layers, other.num_heads, other.max_model_len) == (64, 2, 4, 4096)
+    assert other.bloom is not None
+    assert other.bloom.residual_after_norm
+    with pytest.raises(ModelError, match="7 attention heads do not divide hidden_size 64"):
+        spec_of(tmp_path, base=BLOOM, hidden_size=64, n_head=7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel is not supported.*LlamaForCausalLM.*OPT"),
+        ({"architectures": ...}, 'config.json has no "architectures"'),
+        ({"hidden_size": ...}, 'config.json has no "hidden_size"'),
+        ({"vocab_size": None}, 'config.json has no "vocab_size"'),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers must be a positive integer, not '4'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, not 0"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints \\(awq\\) are not supported"),
+        ({"hidden_act": "prelu"}, "hidden_act prelu is not supported"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not supported"),
+        ({"num_key_value_heads": 3}, "3 KV heads do not divide 8 attention heads"),
+        ({"num_attention_heads": 7}, "7 attention heads do not divide hidden_size 64"),
+        ({"head_dim": 512}, "head_dim 512 is more than the 256"),
+        ({"eos_token_id": "two"}, "eos_token_id must be an integer or a list"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type dynamic is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, 'has no "rope_scaling.factor"'),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, 'has no "rope_parameters.low_freq_factor"'),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer type"),
+        ({"partial_rotary_factor": 0.4}, "3 rotary entries of head_dim 8 are not supported"),
+        (arch("Qwen3") | {"use_sliding_window": True, "layer_types": ["full_attention"]}, "one entry for each of 4"),
+        (arch("Qwen3") | {"use_sliding_window": True, "layer_types": ["linear_attention"] * 4}, "'linear_attention'"),
+    ],
+)
+def test_refusals(tmp_path, fields, message):
+    with pytest.raises(ModelError, match=message):
+        spec_of(tmp_path, **fields)
+
+
+def test_folder_errors(tmp_path):
+    with pytest.raises(ModelError, match="nowhere does not exist"):
+        load_model_spec(str(tmp_path / "nowhere"))
+    with pytest.raises(ModelError, match="is empty"):
+        load_model_spec(str(tmp_path))
+    (tmp_path / "readme").touch()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_model_spec(str(tmp_path))
+    with pytest.raises(ModelError, match="is not a folder"):
+        load_model_spec(str(tmp_path / "readme"))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
+        load_model_spec(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="must hold a JSON object, not list"):
+        load_model_spec(str(tmp_path))
+
+
+def test_check_parallel(tmp_path):
+    spec = spec_of(tmp_path)
+    for tp in (1, 2, 4, 8):
+        check_parallel(spec, tp)
+    assert [spec.kv_heads_per_rank(tp) for tp in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    with pytest.raises(ModelError, match="tensor_parallel_size 16 does not divide the model's 8 attention heads"):
+        check_parallel(spec, 16)
+    with pytest.raises(ModelError, match=r"tensor_parallel_size 4 neither divides .* the model's 6 KV heads"):
+        check_parallel(spec_of(tmp_path, num_attention_heads=12, num_key_value_heads=6, head_dim=8), 4)
+    with pytest.raises(ModelError, match="tensor_parallel_size 8 does not divide the model's intermediate_size 164"):
+        check_parallel(spec_of(tmp_path, intermediate_size=164), 8)
+
+
+def test_every_architecture_has_a_class():
+    from rayllm.models.registry import MODEL_CLASSES, model_class
+
+    assert tuple(MODEL_CLASSES) == SUPPORTED_ARCHITECTURES
+    with pytest.raises(ModelError, match="architecture Bert is not supported"):
+        model_class("Bert")
+
+
+def test_imports_no_torch():
+    code = (
+        "import sys, rayllm.config.model_spec; assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

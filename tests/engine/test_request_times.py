@@ -1,0 +1,139 @@
+"""Where a request's time goes, as the scheduler and the core tell it, and how it comes into the figures."""
+
+import asyncio
+
+import msgspec
+import pytest
+from support.app import Api, FakeEngine
+from support.driver import fake_request
+from support.fakes import FakeWorker
+from support.serve import render_metrics
+
+from rayllm.api.types import CompletionOutput, EngineStats, RequestOutput, RequestTimes, TokenDelta
+from rayllm.config.options import ServerConfig
+from rayllm.core.scheduler import Scheduler
+from rayllm.serve.http.metrics import HISTOGRAMS, FrontMetrics, RequestTimer
+from rayllm.text.outputs import OutputProcessor, accumulate
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def make_scheduler(**options):
+    clock = Clock()
+    defaults = {"num_blocks": 32, "block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 4, "max_model_len": 64}
+    scheduler = Scheduler(**(defaults | options), clock=clock)
+    worker = FakeWorker(scheduler.blocks.num_blocks, 4, scheduler.max_num_seqs)
+
+    def step(at):
+        clock.now = at
+        plan = scheduler.schedule()
+        clock.now = at + 0.5
+        return [d for d in scheduler.update(worker.execute(plan)) if d.times is not None]
+
+    return scheduler, clock, step
+
+
+def test_queue_and_prefill_time_of_each_request():
+    scheduler, clock, step = make_scheduler()
+    clock.now = 10.0
+    scheduler.add(fake_request("a", max_tokens=1, prompt=[1, 2, 3, 4, 5, 6]))
+    clock.now = 11.0
+    scheduler.add(fake_request("b", max_tokens=2, prompt=[7]))
+    assert step(12.0) == []  # the first four tokens of a
+    (first,) = step(20.0)
+    assert (first.request_id, first.times) == ("a", RequestTimes(2.0, 8.5))
+    (second,) = step(30.0)
+    assert (second.request_id, second.times) == ("b", RequestTimes(19.0, 0.5))
+    assert step(40.0) == []
+    assert not scheduler.has_work()
+
+
+def test_times_come_once_however_many_completions():
+    scheduler, _, step = make_scheduler(max_num_seqs=4, max_num_batched_tokens=16)
+    scheduler.add(fake_request("a", max_tokens=3, prompt=[1, 2], n=3))
+    told = []
+    while scheduler.has_work():
+        told += step(1.0)
+    assert [(d.request_id, d.index) for d in told] == [("a", 0)]
+
+
+def test_starts_are_reported_to_who_wants_to_know():
+    scheduler, _, step = make_scheduler()
+    for name, wanted in (("a", True), ("b", False), ("c", True)):
+        request = fake_request(name, max_tokens=1, prompt=[1])
+        scheduler.add(msgspec.structs.replace(request, report_start=wanted))
+    reported = []
+    for _ in range(3):
+        step(1.0)
+        reported.append(scheduler.to_report)
+    assert reported == [["a"], [], ["c"]]
+
+
+def test_a_start_is_an_output_without_tokens():
+    processor = OutputProcessor(None)
+    processor.add(fake_request("a"))
+    (start,), _ = processor.process([TokenDelta("a", 0, [])])
+    assert (start.outputs[0].token_ids, start.finished, start.times) == ([], False, None)
+    (first,), _ = processor.process([TokenDelta("a", 0, [5], times=RequestTimes(1.0, 2.0))])
+    assert first.times == RequestTimes(1.0, 2.0)
+    assert accumulate(start, first).times == RequestTimes(1.0, 2.0)
+
+
+def test_tokens_of_steps():
+    scheduler, _, step = make_scheduler(max_num_batched_tokens=16)
+    scheduler.add(fake_request("a", max_tokens=4, prompt=[1] * 20))
+    while scheduler.has_work():
+        step(1.0)
+    stats = scheduler.stats()
+    assert stats.computed_tokens == 23
+    assert stats.step_tokens[:4] == [3, 1, 1, 0]  # three decodes, 4 and 16 tokens of the prompt
+    assert sum(stats.step_tokens) == stats.num_steps == 5
+    text = render_metrics("m", stats, FrontMetrics()).decode()
+    labels = 'engine="0",model_name="m"'
+    assert f"rayllm:iteration_tokens_total_sum{{{labels}}} 23.0" in text
+    assert 'rayllm:iteration_tokens_total_bucket{engine="0",le="8.0",model_name="m"} 4.0' in text
+
+
+def test_engine_times_become_figures():
+    metrics = FrontMetrics()
+    timer = RequestTimer(metrics, 1)
+    part = CompletionOutput(0, "a", [97], finish_reason="stop")
+    timer.saw(RequestOutput("r", None, [1], [part], True, times=RequestTimes(0.25, 3.0)))
+    timer.close()
+    assert metrics.histograms["request_queue_time_seconds"].total == 0.25
+    assert metrics.histograms["request_prefill_time_seconds"].total == 3.0
+    assert set(metrics.histograms) <= set(HISTOGRAMS)
+    assert metrics.finished == {"stop": 1}
+
+
+@pytest.mark.parametrize("name", ["request_queue_time_seconds", "request_prefill_time_seconds"])
+def test_all_fronts_count_the_times(name):
+    one, two = FrontMetrics(), FrontMetrics(refused={"queue_full": 2})
+    one.observe(name, 1.0)
+    two.observe(name, 2.0)
+    one.add(two)
+    assert one.histograms[name].total == 3.0
+    assert b'rayllm:request_refused_total{code="queue_full",engine="all",model_name="m"} 2.0' in render_metrics(
+        "m", EngineStats(), one
+    )
+
+
+def test_a_report_of_a_start_is_no_part_of_an_answer():
+    class Reporting(FakeEngine):
+        async def generate(self, request, prompt_text=None):
+            assert request.report_start
+            yield RequestOutput("r", prompt_text, request.prompt_token_ids, [CompletionOutput(0, "", [])], False)
+            await asyncio.sleep(0)
+            async for output in super().generate(request, prompt_text):
+                yield output
+
+    plain, reporting = Api(), Api(ServerConfig(queue_timeout=5))
+    reporting.state.fake = Reporting()
+    for fields in ({}, {"stream": True}, {"echo": True, "stream": True, "n": 2}):
+        expected, answer = (api.completion(**fields) for api in (plain, reporting))
+        assert answer.text.count("choices") == expected.text.count("choices")

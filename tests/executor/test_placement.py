@@ -1,0 +1,118 @@
+"""Where ranks go, and what users are told when there is no room."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+import rayllm
+from rayllm.errors import ConfigError, StartupError
+from rayllm.executor import placement
+from rayllm.executor.placement import actor_environment, check_capacity, cluster_device, reserve
+from rayllm.executor.ray_cluster import connect_to_ray
+from rayllm.worker.actor import interface_variables
+
+GPU_BUNDLE = {"CPU": 0.1, "GPU": 1}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "bundle", "resources", "message"),
+    [
+        (4, GPU_BUNDLE, {"CPU": 8, "GPU": 1}, "tensor_parallel_size=4 needs 4 GPUs; the cluster has 1"),
+        (1, GPU_BUNDLE, {"CPU": 8}, "tensor_parallel_size=1 needs 1 GPU; the cluster has 0"),
+        (8, {"CPU": 0.1}, {"CPU": 0.5}, "tensor_parallel_size=8 needs 0.8 CPUs; the cluster has 0.5"),
+    ],
+)
+def test_a_cluster_that_is_too_small(num_ranks, bundle, resources, message):
+    with pytest.raises(StartupError) as raised:
+        check_capacity(num_ranks, bundle, resources)
+    assert str(raised.value) == message
+
+
+def test_a_cluster_that_is_just_large_enough():
+    check_capacity(4, GPU_BUNDLE, {"CPU": 0.4, "GPU": 4})
+
+
+def test_auto_is_cuda_where_the_cluster_has_a_gpu():
+    assert cluster_device("auto", {"CPU": 2}) == "cpu"
+    assert cluster_device("auto", {"CPU": 2, "GPU": 1}) == "cuda"
+    assert cluster_device("cpu", {"CPU": 2, "GPU": 1}) == "cpu"
+    with pytest.raises(ConfigError, match=r'device "cuda" needs GPUs; the Ray cluster has none'):
+        cluster_device("cuda", {"CPU": 2})
+
+
+def test_resources_that_are_taken(ray_cluster, monkeypatch):
+    monkeypatch.setattr(placement, "PLACEMENT_SECONDS", 1.0)
+    taken = ray.util.placement_group([{"CPU": ray.cluster_resources()["CPU"]}])
+    assert taken.wait(10)
+    began = time.monotonic()
+    with pytest.raises(StartupError, match=r"^tensor_parallel_size=2 needs 0\.2 CPUs; 0 of \d+ are free$"):
+        reserve(2, "cpu")
+    assert time.monotonic() - began < 15  # it gives up after PLACEMENT_SECONDS; a busy machine takes its time
+    ray.util.remove_placement_group(taken)
+    monkeypatch.setattr(placement, "PLACEMENT_SECONDS", 15.0)
+    place = reserve(2, "cpu")  # which waits for what is being freed
+    assert place.one_node()
+    assert place.bundles == (0, 1)
+    place.release()
+    place.release()
+
+
+def test_the_connection_that_is_there_is_used(ray_cluster):
+    assert connect_to_ray() is False
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [("ray://head:10001", "Ray Client"), ("127.0.0.1:1", "RAY_ADDRESS 127.0.0.1:1: no Ray cluster answers there")],
+)
+def test_addresses_that_cannot_work(monkeypatch, address, message):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(StartupError, match=message):
+        connect_to_ray()
+
+
+@pytest.mark.parametrize(("noted", "address"), [(None, "local"), ("127.0.0.1:1", "local"), ("listening", None)])
+def test_a_cluster_of_ray_start_is_joined_if_it_still_lives(monkeypatch, noted, address):
+    addresses = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **options: addresses.append(options["address"]))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        if noted == "listening":
+            noted = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(ray._private.utils, "read_ray_address", lambda: noted)
+        assert connect_to_ray() is (address == "local")
+    assert addresses == [address]
+
+
+def test_gloo_and_nccl_are_kept_on_the_interface_of_the_rendezvous(ray_cluster):
+    assert interface_variables("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    names = {name for _, name in socket.if_nameindex()}
+    assert interface_variables(ray.util.get_node_ip_address())["GLOO_SOCKET_IFNAME"] in names
+
+
+def test_actors_get_the_users_settings_and_the_way_to_our_modules(monkeypatch, tmp_path):
+    for name in ("NCCL_NVLS_ENABLE", "NCCL_DEBUG", "RLLM_X", "SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    assert actor_environment()["NCCL_NVLS_ENABLE"] == "0"
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setenv("RLLM_X", "2")
+    monkeypatch.setenv("SECRET", "3")
+    package = str(Path(rayllm.__file__).parent)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), package, str(tmp_path / "missing"), *sys.path])
+    environment = actor_environment()
+    assert (environment["NCCL_NVLS_ENABLE"], environment["RLLM_X"]) == ("1", "2")
+    assert environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
+    assert "SECRET" not in environment
+    folders = environment["PYTHONPATH"].split(os.pathsep)
+    assert folders[0] == str(tmp_path)
+    assert package not in folders
+    assert not any(folder.startswith(sys.prefix) for folder in folders)

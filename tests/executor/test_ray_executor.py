@@ -1,0 +1,213 @@
+"""RayExecutor on CPU: real actors, gloo, workers without a model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+import ray
+from support.stand_ins import AddingWorker, FailingWorker, Replica, make_plan
+
+from rayllm.api.types import KVCosts, slowest
+from rayllm.config.model_spec import load_model_spec
+from rayllm.config.options import EngineConfig
+from rayllm.errors import ConfigError, EngineDeadError, ModelError, StartupError
+from rayllm.executor.base import WorkerLimits
+from rayllm.executor.local import LocalExecutor
+from rayllm.executor.placement import actor_environment
+from rayllm.executor.ray import RayExecutor
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+SPEC = load_model_spec(EngineConfig().model)
+SOON = 10.0  # seconds in which any failure has to show
+
+
+def make_executor(worker_factory=AddingWorker, tp=2, **options):
+    return RayExecutor(EngineConfig(tensor_parallel_size=tp, device="cpu"), SPEC, worker_factory, **options)
+
+
+def local_results(plans):
+    executor = LocalExecutor(EngineConfig(device="cpu"), SPEC, AddingWorker)
+    executor.start()
+    results = []
+    for plan in plans:
+        executor.submit(plan)
+        results.append(executor.collect())
+    executor.shutdown()
+    return results
+
+
+def is_gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.fixture
+def started(request):
+    """Start an executor; shut it down after the test, which must not take long whatever happened."""
+    executors = []
+
+    def start(*args, **options):
+        executors.append(make_executor(*args, **options))
+        executors[-1].start()
+        return executors[-1]
+
+    yield start
+    for executor in executors:
+        began = time.monotonic()
+        executor.shutdown()
+        assert time.monotonic() - began < SOON
+        assert all(is_gone(pid) for pid in executor._ranks._pids)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_results_come_in_order_and_equal_the_local_ones(started, tp):
+    executor = make_executor(tp=tp)
+    assert executor.start() == WorkerLimits(num_gpu_blocks=100 - (tp - 1), num_cpu_blocks=50)
+    assert [ready.memory.weights for ready in executor.report.ready] == [8 + rank for rank in range(tp)]
+    assert slowest(executor.report.kv_costs) == KVCosts(1e-5, 1e-6 * tp, 2e-6)
+    assert len({place.split(", ")[1] for place in executor.report.placement}) == tp  # a process each
+    names = [name for name, _ in executor.report.phases]
+    assert names == [
+        "ray",
+        "place",
+        "start actors",
+        "connect",
+        "load model",
+        "size KV cache",
+        "allocate KV cache",
+        "warm up",
+    ]
+    # The last is so large that its result does not fit into one message.
+    plans = [make_plan(step_id, num_rows=(1, 5, 256)[step_id % 3]) for step_id in range(19)] + [make_plan(19, 9000)]
+    with pytest.raises(RuntimeError, match="no plan"):
+        executor.collect()
+    results = []
+    executor.submit(plans[0])
+    for plan in plans[1:]:
+        executor.submit(plan)
+        with pytest.raises(RuntimeError, match="2 plans are in flight"):
+            executor.submit(plan)
+        results.append(executor.collect())
+    results.append(executor.collect())
+    assert results == local_results(plans)
+    executor.check_health()
+
+    with pytest.raises(StartupError, match="one Ray engine per process"):
+        make_executor().start()
+    executor.submit(make_plan(20))  # the one that runs goes on
+    assert executor.collect().step_id == 20
+
+    executor.submit(make_plan(21))
+    executor.shutdown()
+    executor.shutdown()
+    with pytest.raises(RuntimeError, match="starts once"):
+        executor.start()
+    assert all(is_gone(pid) for pid in executor._ranks._pids)
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        executor.submit(make_plan(22))
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        executor.check_health()
+
+
+def test_a_plan_may_change_once_it_is_submitted(started):
+    executor = started(tp=1)
+    plan = make_plan(1)
+    executor.submit(plan)
+    plan.rows.append(1000)
+    assert len(executor.collect().token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "error", "message"),
+    [
+        ("load_model", "raise", StartupError, "worker rank 1 on node .* failed to load the model: ValueError: made to"),
+        ("load_model", "kill", StartupError, "worker rank 1 on node .* failed to load the model: its process died"),
+        ("load_model", "stop", StartupError, "worker rank 1 on node .* has not answered for 6 s while it had to load"),
+        ("warm_up", "stop", StartupError, "worker rank 1 on node .* has not answered for 6 s while it had to warm up"),
+        ("load_model", "model", ModelError, "^made to fail in load_model$"),
+        ("warm_up", "config", ConfigError, "^made to fail in warm_up$"),
+    ],
+)
+def test_a_start_that_fails(where, how, error, message):
+    executor = make_executor(partial(FailingWorker, rank=1, where=where, how=how))
+    began = time.monotonic()
+    with pytest.raises(error, match=message) as raised:
+        executor.start()
+    assert type(raised.value) is error
+    assert time.monotonic() - began - sum(seconds for _, seconds in executor.report.phases) < SOON
+    assert all(is_gone(pid) for pid in executor._ranks._pids)
+    with pytest.raises(EngineDeadError):
+        executor.submit(make_plan(0))
+
+
+@pytest.mark.parametrize(
+    ("rank", "where", "how", "message"),
+    [
+        (1, "submit", "raise", "worker rank 1 on node .* failed: ValueError: made to fail in submit"),
+        (1, "collect", "raise", "worker rank 1 on node .* failed: ValueError: made to fail in collect"),
+        (1, "submit", "kill", "worker rank 1 on node .* failed: its process died"),
+        (0, "collect", "kill", "worker rank 0 on node .* failed: its process died"),
+        (1, "submit", "stop", "worker rank 1 on node .* has not answered for 6 s; the last finished step was 2"),
+        (0, "collect", "stop", "worker rank 0 on node .* has not answered for 6 s; the last finished step was 2"),
+    ],
+)
+def test_a_step_that_fails(started, rank, where, how, message):
+    executor = started(partial(FailingWorker, rank=rank, where=where, how=how))
+    for step_id in range(3):
+        executor.submit(make_plan(step_id))
+        assert executor.collect().step_id == step_id
+    executor.submit(make_plan(3))
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match=message):  # noqa: PT012
+        for step_id in range(4, 10_000):  # two in flight; rank 0 may get ahead of the one that fails
+            executor.submit(make_plan(step_id))
+            executor.collect()
+    assert time.monotonic() - began < SOON
+    for call in (executor.check_health, executor.collect, lambda: executor.submit(make_plan(5))):
+        with pytest.raises(EngineDeadError, match=message):
+            call()
+
+
+def test_a_step_that_hangs_ends_at_the_deadline(started):
+    executor = started(partial(FailingWorker, rank=1, where="submit", how="hang"), step_seconds=2.0)
+    executor.submit(make_plan(3))
+    with pytest.raises(EngineDeadError, match="no result of step 3 came within 2 s"):
+        executor.collect()
+
+
+def test_idling_longer_than_a_step_may_take_is_healthy_and_a_death_shows(started):
+    executor = started(step_seconds=1.0)
+    time.sleep(2.5)
+    executor.check_health()
+    executor.submit(make_plan(0))
+    assert executor.collect().step_id == 0
+    os.kill(executor._ranks._pids[1], signal.SIGKILL)
+    deadline = time.monotonic() + SOON
+    with pytest.raises(EngineDeadError, match=r"worker rank 1 .* its process died"):  # noqa: PT012
+        while time.monotonic() < deadline:
+            executor.check_health()
+            time.sleep(0.05)
+
+
+def test_inside_an_actor_the_workers_take_the_bundles_of_its_placement_group():
+    group = ray.util.placement_group([{"CPU": 0.1}] * 3)
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, 0, True)
+    replica = (
+        ray.remote(Replica)
+        .options(num_cpus=0.1, scheduling_strategy=strategy, runtime_env={"env_vars": actor_environment()})
+        .remote()
+    )
+    result, owned, bundles, is_left = ray.get(
+        replica.run.remote(EngineConfig(tensor_parallel_size=2), SPEC), timeout=60
+    )
+    assert result == local_results([make_plan(7)])[0]
+    assert (owned, bundles, is_left) == (False, (1, 2), True)
+    ray.kill(replica)
+    ray.util.remove_placement_group(group)

@@ -1,0 +1,82 @@
+"""Ranks on two Ray nodes and the driver on a third, all on one machine: placement, rendezvous, steps, a rank's end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import json, os, signal, time
+import ray
+import psutil
+from ray.cluster_utils import Cluster
+from support.stand_ins import AddingWorker, make_plan
+from rayllm.config.options import EngineConfig
+from rayllm.errors import EngineDeadError
+from rayllm.executor import placement
+from rayllm.executor.ray import RayExecutor
+
+placement.CPUS_PER_RANK = 1.0  # a node holds one rank, as if each had one GPU
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+for _ in range(2):
+    cluster.add_node(num_cpus=1)
+cluster.wait_for_nodes()
+ray.init(cluster.address, log_to_driver=False, logging_level="error")
+
+def make():
+    return RayExecutor(EngineConfig(tensor_parallel_size=2, device="cpu"), None, AddingWorker)
+
+executor = make()
+executor.start()
+nodes = [node for node, _address in executor._placement.nodes]
+driver = ray.get_runtime_context().get_node_id()
+tokens = []
+for step in range(5):
+    executor.submit(make_plan(step))
+    tokens.append(executor.collect().token_ids)
+pids = executor._ranks._pids
+os.kill(pids[1], signal.SIGKILL)
+began = time.monotonic()
+message = ""
+try:
+    for step in range(5, 10_000):
+        executor.submit(make_plan(step))
+        executor.collect()
+except EngineDeadError as error:
+    message = str(error)
+seconds = time.monotonic() - began
+executor.shutdown()
+left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+again = make()
+again.start()
+again.submit(make_plan(1))
+second = again.collect().token_ids
+again.shutdown()
+ray.shutdown()
+cluster.shutdown()
+report = {"driver": driver, "nodes": nodes, "tokens": tokens, "message": message, "seconds": seconds, "left": left}
+print(json.dumps({**report, "second": second}))
+"""
+
+
+def test_an_engine_over_several_nodes_and_its_end():
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads(result.stdout.strip().splitlines()[-1])
+    assert len({report["driver"], *report["nodes"]}) == 3
+    assert report["tokens"] == [[(28 + step) * row for row in range(3)] for step in range(5)]
+    assert "worker rank 1 on node" in report["message"]
+    assert report["seconds"] < 10
+    assert report["left"] == []
+    assert report["second"] == [0, 29, 58]

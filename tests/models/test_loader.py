@@ -1,0 +1,185 @@
+"""Checkpoints on disk: sharded ones, tied ones, and every one that must be refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import support.model_factory as factory
+import torch
+from safetensors.torch import load_file, save_file
+
+from rayllm.config.model_spec import load_model_spec
+from rayllm.config.options import EngineConfig
+from rayllm.errors import ModelError
+from rayllm.models.loader import Checkpoint, DummyCheckpoint, load_model
+from rayllm.parallel.tp_group import TPGroup
+
+CPU = torch.device("cpu")
+
+
+def load(folder, dtype=torch.float32, **options):
+    folder = str(folder)
+    config = EngineConfig(model=folder, **options)
+    return load_model(load_model_spec(folder), config, TPGroup.single(), CPU, dtype)
+
+
+def state(model):
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def edit(folder, change):
+    """Rewrite model.safetensors after `change` has edited its dict of tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.fixture
+def llama(tmp_path):
+    factory.make_model(tmp_path, "llama", num_hidden_layers=2)
+    return tmp_path
+
+
+def test_sharded_equals_whole(tmp_path):
+    factory.make_model(tmp_path / "whole", "qwen2")
+    factory.make_model(tmp_path / "shards", "qwen2", max_shard_size="200KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    whole, shards = state(load(tmp_path / "whole")), state(load(tmp_path / "shards"))
+    assert whole.keys() == shards.keys()
+    assert all(torch.equal(whole[name], shards[name]) for name in whole)
+
+
+def test_several_files_without_index(tmp_path):
+    factory.make_model(tmp_path, "llama", max_shard_size="200KB")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    load(tmp_path)
+    first = sorted(tmp_path.glob("*.safetensors"))[0]
+    (tmp_path / "zz.safetensors").write_bytes(first.read_bytes())
+    with pytest.raises(ModelError, match=r"is in both model-00001.* and zz\.safetensors"):
+        load(tmp_path)
+
+
+def test_casts_to_dtype(llama):
+    model = load(llama, torch.bfloat16)
+    stored = load_file(llama / "model.safetensors")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.norm.weight, stored["model.norm.weight"].bfloat16())
+
+
+def test_tied_head_is_the_embedding(tmp_path):
+    factory.make_model(tmp_path, "qwen3_tied")
+    model = load(tmp_path)
+    assert model.lm_head.weight is model.embed_tokens.weight
+    # Many checkpoints of tied models hold the head all the same.
+    edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    load(tmp_path)
+
+
+def test_derived_buffers_are_ignored(llama):
+    edit(llama, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    load(llama)
+
+
+def test_names_without_the_model_prefix(tmp_path):
+    for kind in ("qwen3_tied", "opt"):
+        folder = tmp_path / kind
+        factory.make_model(folder, kind)
+        before = state(load(folder))
+        tensors = load_file(folder / "model.safetensors")
+        save_file({name.removeprefix("model."): t for name, t in tensors.items()}, folder / "model.safetensors")
+        after = state(load(folder))
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_missing_weights_are_named(llama):
+    def drop(tensors):
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            del tensors[f"model.layers.0.self_attn.{part}.weight"]
+        del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+
+    edit(llama, drop)
+    with pytest.raises(ModelError, match=r"lacks 6 weights \(model\.layers\.0\.self_attn\.q_proj\.weight, .*\.\.\.\)"):
+        load(llama)
+
+
+def test_extra_weights_are_named(llama):
+    edit(llama, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(2, 2)}))
+    with pytest.raises(ModelError, match=r"1 weight \(model\.layers\.2\.mlp\.up_proj\.weight\) that its config\.json"):
+        load(llama)
+
+
+def test_wrong_shape(llama):
+    edit(llama, lambda t: t.update({"model.norm.weight": torch.ones(95)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[95\], but config\.json asks for \[96\]"):
+        load(llama)
+
+
+def test_wrong_storage_type(llama):
+    edit(llama, lambda t: t.update({"model.norm.weight": torch.ones(96, dtype=torch.int8)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is stored as I8"):
+        load(llama)
+
+
+def test_only_safetensors(llama):
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"weights only as pytorch_model\.bin; only \*\.safetensors files are loaded"):
+        load(llama)
+    (llama / "pytorch_model.bin").unlink()
+    with pytest.raises(ModelError, match=r"has no weights \(\*\.safetensors\)"):
+        load(llama)
+    load(llama, load_format="dummy")
+
+
+def test_damaged_file(llama):
+    (llama / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+        load(llama)
+
+
+def test_truncated_file(llama):
+    whole = (llama / "model.safetensors").read_bytes()
+    (llama / "model.safetensors").write_bytes(whole[:-1000])
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+        load(llama)
+
+
+def test_bad_index(tmp_path):
+    factory.make_model(tmp_path, "llama", max_shard_size="200KB")
+    index = tmp_path / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    moved = listed["weight_map"] | {"model.norm.weight": listed["weight_map"]["model.embed_tokens.weight"]}
+    index.write_text(json.dumps({"weight_map": moved}))
+    with pytest.raises(ModelError, match=r"lacks 1 weight \(model\.norm\.weight\)"):
+        load(tmp_path)
+    index.write_text(json.dumps({"weight_map": moved | {"model.norm.weight": "gone.safetensors"}}))
+    with pytest.raises(ModelError, match=r"lacks the weights file gone\.safetensors"):
+        load(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(ModelError, match='has no "weight_map"'):
+        load(tmp_path)
+
+
+def test_unfilled_parameters_are_noticed(llama):
+    class Forgetful(Checkpoint):
+        def write(self, destination, source):
+            if destination.dim() > 1:
+                super().write(destination, source)
+
+    model = load(llama)
+    source = Forgetful(str(llama))
+    model.load(source)
+    assert "norm.weight" in source.unwritten(model)
+    assert "embed_tokens.weight" not in source.unwritten(model)
+
+
+def test_dummy_weights():
+    source = DummyCheckpoint(3, CPU, torch.float32)
+    weight = source.tensor("a.weight", (200, 100))
+    assert weight.std() == pytest.approx(0.02, rel=0.05)
+    assert torch.equal(weight, DummyCheckpoint(3, CPU, torch.float32).tensor("a.weight", (200, 100)))
+    assert torch.equal(weight[:, 10:30], source.slice("a.weight", (200, 100), 1, 10, 30))
+    assert not torch.equal(weight, source.tensor("b.weight", (200, 100)))
+    assert not torch.equal(weight, DummyCheckpoint(4, CPU, torch.float32).tensor("a.weight", (200, 100)))
+    assert source.tensor("input_layernorm.weight", (1000,)).mean() == pytest.approx(1.0, abs=0.01)
+    assert source.tensor("layer_norm.bias", (1000,)).mean() == pytest.approx(0.0, abs=0.01)

@@ -1,0 +1,225 @@
+"""Every kind of model against transformers in fp32: same logits, same greedy tokens, however the tokens are batched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import support.model_factory as factory
+import torch
+import transformers
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+
+from rayllm.config.model_spec import load_model_spec
+from rayllm.config.options import EngineConfig
+from rayllm.layers.linear import ADD_TOKENS
+from rayllm.models.loader import load_model
+from rayllm.parallel.tp_group import TPGroup
+from rayllm_kernels import ops as attention_ops
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def load(folder, dtype=torch.float32):
+    return load_model(load_model_spec(folder), EngineConfig(model=folder), TPGroup.single(), CPU, dtype)
+
+
+def reference(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def tokens_of(length, seed):
+    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def run_mixed(runner, prompts, num_decodes):
+    """Prefill a and b, then c in two chunks while they decode, then decode all three, greedily.
+
+    Returns each sequence's tokens and its logits at every position.
+    """
+    tokens = {name: list(prompt) for name, prompt in prompts.items()}
+    logits = {name: [] for name in prompts}
+
+    def step(work, decodes):
+        for (name, _), out in zip(work, runner.step(work, num_decodes=decodes), strict=True):
+            logits[name].append(out)
+
+    def last(name):
+        tokens[name].append(int(logits[name][-1][-1].argmax()))
+        return (name, tokens[name][-1:])
+
+    step([("a", prompts["a"]), ("b", prompts["b"])], 0)
+    step([last("a"), last("b"), ("c", prompts["c"][:13])], 2)
+    step([last("b"), last("a"), ("c", prompts["c"][13:])], 2)
+    for _ in range(num_decodes):
+        step([last("c"), last("a"), last("b")], 3)
+    return tokens, {name: torch.cat(parts) for name, parts in logits.items()}
+
+
+@pytest.mark.parametrize("kind", factory.KINDS)
+def test_parity(tmp_path, kind):
+    folder = factory.make_model(tmp_path, kind)
+    hf, runner = reference(folder), factory.PagedRunner(load(folder))
+    prompts = {"a": tokens_of(5, 1), "b": tokens_of(37, 2), "c": tokens_of(29, 3)}
+    tokens, logits = run_mixed(runner, prompts, num_decodes=12)
+    for name, sequence in tokens.items():
+        with torch.inference_mode():
+            expected = hf(torch.tensor([sequence])).logits[0]
+        assert logits[name].shape == expected.shape
+        assert logits[name].dtype == torch.float32
+        assert (logits[name] - expected).abs().max() < TOLERANCE
+        generated = sequence[len(prompts[name]) :]
+        assert generated == expected.argmax(-1).tolist()[len(prompts[name]) - 1 : -1]
+
+
+VARIANTS = {
+    "llama biases, tied, gelu": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu"},
+    ),
+    "llama heads wider than hidden_size": ("llama", {"head_dim": 24}),
+    "qwen2 windows by max_window_layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen3 windows by layer_types": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "attention_bias": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mistral without window": ("mistral", {"sliding_window": None}),
+    "yarn, all options": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+                "truncate": False,
+            }
+        },
+    ),
+    "opt without biases, untied, gelu": (
+        "opt",
+        {
+            "enable_bias": False,
+            "tie_word_embeddings": False,
+            "activation_function": "gelu",
+            "_remove_final_layer_norm": True,
+        },
+    ),
+    "opt without affine norms": ("opt", {"layer_norm_elementwise_affine": False, "word_embed_proj_dim": 48}),
+    "bloom with residuals after norms, 5 heads": (
+        "bloom",
+        {"apply_residual_connection_post_layernorm": True, "num_attention_heads": 5, "hidden_size": 80},
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(tmp_path, variant):
+    kind, overrides = VARIANTS[variant]
+    folder = factory.make_model(tmp_path, kind, num_hidden_layers=3, **overrides)
+    runner, prompt = factory.PagedRunner(load(folder)), tokens_of(40, 4)
+    head = runner.step([("a", prompt[:39])])[0]
+    tail = runner.step([("a", prompt[39:])], num_decodes=1)[0]
+    with torch.inference_mode():
+        expected = reference(folder)(torch.tensor([prompt])).logits[0]
+    # Without a final norm the logits are in the tens.
+    assert (torch.cat((head, tail)) - expected).abs().max() < TOLERANCE * max(1.0, float(expected.std()))
+
+
+@pytest.mark.parametrize("kind", factory.KINDS)
+def test_only_wanted_rows_are_computed_to_the_end(tmp_path, kind):
+    folder = factory.make_model(tmp_path, kind)
+    work = [("a", tokens_of(5, 1)), ("b", tokens_of(9, 2)), ("c", tokens_of(4, 3))]
+    total = sum(len(tokens) for _, tokens in work)
+    for rows in ([4, 13, 17], [17, 0], [], [17] + [0] * (total + 2)):
+        whole, part = factory.PagedRunner(load(folder)), factory.PagedRunner(load(folder))
+        batch = part.batch(work, 0, 0)
+        with torch.inference_mode():
+            expected = whole.model(replace(whole.batch(work, 0, 0), logit_rows=None), whole.caches)[rows]
+            actual = part.model(replace(batch, logit_rows=torch.tensor(rows, dtype=torch.int64)), part.caches)
+        assert actual.shape == expected.shape == (len(rows), whole.model.spec.hidden_size)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        for written, kept in zip(part.caches, whole.caches, strict=True):
+            torch.testing.assert_close(written, kept, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_parity_of_many_tokens(tmp_path, kind):
+    folder = factory.make_model(tmp_path, kind, max_position_embeddings=2048)
+    prompt = tokens_of(ADD_TOKENS + 7, 4)
+    [logits] = factory.PagedRunner(load(folder), num_blocks=256).step([("a", prompt)])
+    with torch.inference_mode():
+        expected = reference(folder)(torch.tensor([prompt])).logits[0]
+    assert (logits - expected).abs().max() < TOLERANCE
+
+
+def test_padded_decode_batch(tmp_path):
+    """Rows that pad a captured graph write no KV and disturb nobody."""
+    folder = factory.make_model(tmp_path, "qwen3")
+    plain, padded = factory.PagedRunner(load(folder)), factory.PagedRunner(load(folder))
+    prompt = tokens_of(21, 5)
+    for runner in (plain, padded):
+        runner.step([("a", prompt), ("b", prompt[:9])])
+    work = [("a", [3]), ("b", [4])]
+    for left, right in zip(plain.step(work, num_decodes=2), padded.step(work, num_decodes=2, padding=2), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
+    for cache, other in zip(plain.caches, padded.caches, strict=True):
+        assert torch.equal(cache.k.isnan(), other.k.isnan())
+        assert torch.equal(cache.v.isnan(), other.v.isnan())
+
+
+def test_bfloat16_stays_close(tmp_path):
+    """Loading casts; logits come out in the model's dtype, with its error and not more."""
+    folder = factory.make_model(tmp_path, "llama")
+    prompt = tokens_of(30, 6)
+    exact = factory.PagedRunner(load(folder)).step([("a", prompt)])[0]
+    runner = factory.PagedRunner(load(folder, torch.bfloat16), dtype=torch.bfloat16)
+    rounded = runner.step([("a", prompt)])[0]
+    assert rounded.dtype == torch.bfloat16
+    rounded = rounded.float()
+    assert (rounded - exact).abs().mean() < 0.05 * exact.std()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "opt_post", "bloom"])
+def test_decode_reads_nothing_on_the_host(tmp_path, kind, monkeypatch):
+    """A CUDA graph can capture a decode: no operation outside the kernels depends on a tensor's contents."""
+    model = load(factory.make_model(tmp_path, kind))
+    runner = factory.PagedRunner(model)
+    runner.step([("a", tokens_of(9, 7))])
+    batch = runner.batch([("a", [5])], num_decodes=1, padding=3)
+    # The torch references of these do read tensors; their Triton counterparts do not.
+    monkeypatch.setattr(attention_ops, "reshape_and_cache", lambda *_, **__: None)
+
+    def queries(qkv, *rest, **_):
+        return qkv.view(len(qkv), -1, model.head_dim)[:, : rest[-2]]
+
+    monkeypatch.setattr(attention_ops, "qk_norm_rope_cache", queries)
+    monkeypatch.setattr(attention_ops, "decode_schedule", lambda *_, **__: None)
+    monkeypatch.setattr(attention_ops, "paged_decode_attention", lambda *_, **__: None)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        hidden = model(batch, runner.caches)
+        assert isinstance(hidden, FakeTensor)
+        assert model.compute_logits(hidden).shape == (4, factory.VOCAB_SIZE)
+        with pytest.raises(DataDependentOutputException):
+            hidden.sum().item()

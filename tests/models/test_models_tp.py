@@ -1,0 +1,184 @@
+"""A model split over ranks, each a thread with a group of the same collectives, equals the whole model."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import support.model_factory as factory
+import torch
+
+from rayllm.config.model_spec import load_model_spec
+from rayllm.config.options import EngineConfig
+from rayllm.errors import ModelError
+from rayllm.layers.attention import KVCache
+from rayllm.models.loader import load_model
+from rayllm.parallel.tp_group import TPGroup
+from rayllm.worker.cuda_graph import draw
+from rayllm.worker.kv_scales import find_scales
+from rayllm_kernels import ops
+
+CPU = torch.device("cpu")
+
+
+class ThreadGroup:
+    """A TPGroup whose ranks are threads of this process."""
+
+    def __init__(self, rank, size, barrier, slots):
+        self.rank, self.size, self.barrier, self.slots = rank, size, barrier, slots
+
+    @classmethod
+    def make(cls, size):
+        barrier, slots = threading.Barrier(size, timeout=60), [None] * size
+        return [cls(rank, size, barrier, slots) for rank in range(size)]
+
+    def exchange(self, x):
+        self.slots[self.rank] = x.clone()
+        self.barrier.wait()
+        everyone = list(self.slots)
+        self.barrier.wait()
+        return everyone
+
+    def all_reduce(self, x):
+        return x.copy_(sum(self.exchange(x)))
+
+    def all_reduce_add_rms_norm(self, x, residual, weight, eps):
+        return ops.fused_add_rms_norm(self.all_reduce(x), residual, weight, eps)
+
+    def gather_small(self, x):
+        return torch.stack(self.exchange(x))
+
+    def all_gather(self, x, dim=-1):
+        return torch.cat(self.exchange(x), dim=dim)
+
+
+def drive(folder, tp, load_format="auto"):
+    """Prefill, mixed and decode steps on one rank -> all logits [tokens, vocab]."""
+    torch.set_num_threads(1)
+    config = EngineConfig(model=folder, load_format=load_format, seed=7)
+    runner = factory.PagedRunner(load_model(load_model_spec(folder), config, tp, CPU, torch.float32))
+    prompt = torch.arange(3, 240, 8).tolist()
+    steps = [
+        runner.step([("a", prompt), ("b", prompt[:7])]),
+        runner.step([("a", [256]), ("c", prompt[::-1])], num_decodes=1),
+        runner.step([("c", [258]), ("b", [0]), ("a", [131])], num_decodes=3),
+    ]
+    return torch.cat([logits for step in steps for logits in step])
+
+
+def run_ranks(folder, size, load_format="auto"):
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(drive, folder, tp, load_format) for tp in ThreadGroup.make(size)]
+        return [future.result(timeout=120) for future in futures]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("llama", (2, 8)),
+        ("mistral", (4,)),
+        ("qwen2", (2,)),
+        ("qwen3_tied", (4,)),
+        ("opt", (4,)),
+        ("opt_post", (2,)),
+        ("bloom", (2, 4)),
+    ],
+)
+def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):
+    """Among them: more ranks than KV heads (llama at 8, mistral at 4) and a vocabulary of 259."""
+    folder = factory.make_model(tmp_path, kind, num_hidden_layers=2)
+    whole = drive(folder, TPGroup.single())
+    assert whole.shape[1] == factory.VOCAB_SIZE
+    for size in sizes:
+        ranks = run_ranks(folder, size)
+        for logits in ranks[1:]:
+            assert torch.equal(logits, ranks[0])
+        torch.testing.assert_close(ranks[0], whole, rtol=0, atol=1e-4)
+
+
+def drive_fp8(folder, tp):
+    """Prefill and decode over a cache in e4m3, calibrated -> (its scales, all logits [tokens, vocab])."""
+    torch.set_num_threads(1)
+    model = load_model(load_model_spec(folder), EngineConfig(model=folder), tp, CPU, torch.float32)
+
+    def run(batch, caches):
+        with torch.inference_mode():
+            model(batch, caches)
+
+    scales = find_scales(model, torch.float8_e4m3fn, torch.float32, CPU, 8, run)
+    runner = factory.PagedRunner(model)
+    runner.caches = [
+        KVCache(*(part.nan_to_num().to(torch.float8_e4m3fn) for part in cache[:2]), own)
+        for cache, own in zip(runner.caches, scales, strict=True)
+    ]
+    prompt = torch.arange(3, 240, 8).tolist()
+    logits = [*runner.step([("a", prompt), ("b", prompt[:7])]), *runner.step([("b", [3]), ("a", [9])], num_decodes=2)]
+    return scales, torch.cat(logits)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_cache_in_fp8_is_split_like_any_other(tmp_path, size):
+    """Each rank calibrates its own heads, and finds what the whole model would; with 8 ranks, two share a head."""
+    folder = factory.make_model(tmp_path, "llama", num_hidden_layers=2)
+    scales, whole = drive_fp8(folder, TPGroup.single())
+    with ThreadPoolExecutor(size) as pool:
+        ranks = [
+            each.result(timeout=120) for each in [pool.submit(drive_fp8, folder, tp) for tp in ThreadGroup.make(size)]
+        ]
+    for layer in range(2):
+        for part in range(2):
+            parts = torch.cat([own[layer][part] for own, _ in ranks])
+            assert torch.equal(parts, scales[layer][part].repeat_interleave(max(1, size // 4)))
+    for _, logits in ranks:
+        assert torch.equal(logits, ranks[0][1])
+        # Where the ranks' sums differ in the last bit, a number may be stored as its neighbour.
+        assert (logits - whole).norm() / whole.norm() < 0.02
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "opt", "bloom"])
+def test_dummy_weights_do_not_depend_on_ranks(tmp_path, kind):
+    folder = factory.make_model(tmp_path, kind, num_hidden_layers=2)
+    whole = drive(folder, TPGroup.single(), "dummy")
+    assert whole.std() > 1e-3
+    torch.testing.assert_close(run_ranks(folder, 2, "dummy")[1], whole, rtol=0, atol=1e-4)
+
+
+def test_biases_are_added_once(tmp_path):
+    folder = factory.make_model(tmp_path, "llama", attention_bias=True, mlp_bias=True, num_hidden_layers=2)
+    torch.testing.assert_close(run_ranks(folder, 4)[0], drive(folder, TPGroup.single()), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_draw_what_the_whole_vocabulary_would_give(size):
+    """Each from its own slice: 259 tokens in parts of 65, the last one shorter."""
+    generator = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(50, 259, generator=generator)
+    seeds, positions = torch.arange(50) * 7919, torch.arange(50) % 11
+    temperature, noise_scale = torch.full((50,), 0.8), (torch.arange(50) % 3 > 0).float()
+    rest = (seeds, positions, temperature, noise_scale)
+    shard = -(-259 // size)
+
+    def draw_on(tp):
+        first = tp.rank * shard
+        return draw(logits[:, first : first + shard], *rest, first, tp)
+
+    with ThreadPoolExecutor(size) as pool:
+        drawn = [future.result(timeout=60) for future in [pool.submit(draw_on, tp) for tp in ThreadGroup.make(size)]]
+    whole = draw(logits, *rest, 0, TPGroup.single())
+    assert len(whole.unique()) > 10
+    for tokens in drawn:
+        assert torch.equal(tokens, whole)
+
+
+def test_interface_of_a_rank(tmp_path):
+    folder = factory.make_model(tmp_path, "mistral", num_hidden_layers=2)
+    spec, config = load_model_spec(folder), EngineConfig(model=folder)
+    sizes = {}
+    for size in (1, 2, 4):
+        model = load_model(spec, config, ThreadGroup.make(size)[0], CPU, torch.float32)
+        assert (model.num_layers, model.head_dim) == (2, 16)
+        sizes[size] = model.num_kv_heads_per_rank
+    assert sizes == {1: 2, 2: 1, 4: 1}
+    with pytest.raises(ModelError, match="tensor_parallel_size 16 does not divide"):
+        load_model(spec, config, ThreadGroup.make(16)[0], CPU, torch.float32)

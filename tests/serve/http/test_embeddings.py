@@ -1,0 +1,281 @@
+"""Embeddings: the engine against transformers' hidden states in fp32, and `/v1/embeddings` over a fake engine."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from support.app import Api, error_of
+from support.model_factory import EOS, make_model
+
+from rayllm import LLM, SamplingParams
+from rayllm.api.float32 import float32_bytes, float32_values
+from rayllm.api.types import RequestOutput
+from rayllm.errors import InvalidRequestError
+from rayllm.serve.http.embeddings import MAX_INPUTS
+
+KINDS = ("llama3_rope", "mistral", "qwen2", "qwen3_tied", "opt", "opt_post")
+TOLERANCE = 1e-5
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    """Of very different lengths, with shared beginnings for the prefix cache."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randint(0, EOS - 1, (n,), generator=generator).tolist() for n in (1, 2, 31, 64, 90, 7)]
+    return [*drawn, [*drawn[4][:64], 5, 6, 7], drawn[4]]
+
+
+def hidden_states(folder: str, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """What transformers feeds to the head (or to what projects to it): [tokens, hidden_size] of each prompt."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    decoder = getattr(model.model, "decoder", None)
+    head = getattr(decoder, "project_out", None) or model.lm_head
+    seen: list[torch.Tensor] = []
+    head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
+    with torch.inference_mode():
+        for prompt in prompts:
+            model(torch.tensor([prompt]))
+    assert [len(each) for each in seen] == [len(prompt) for prompt in prompts]
+    return seen
+
+
+def expected(states: list[torch.Tensor], pooling: str) -> torch.Tensor:
+    """[prompts, hidden_size], of length 1."""
+    vectors = [each[-1] if pooling == "last" else each.mean(0) for each in states]
+    return torch.stack([vector / vector.norm() for vector in vectors])
+
+
+def vectors_of(outputs: list[RequestOutput]) -> torch.Tensor:
+    assert all(output.finished and output.outputs[0].finish_reason == "stop" for output in outputs)
+    assert not any(output.outputs[0].token_ids or output.outputs[0].text for output in outputs)
+    return torch.tensor([list(output.embedding) for output in outputs])
+
+
+def engine(folder: str | Path, **options: object) -> LLM:
+    torch.set_num_threads(1)
+    return LLM(str(folder), device="cpu", skip_tokenizer_init=True, **options)
+
+
+@pytest.mark.parametrize("budget", [13, 2048])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parity_with_transformers(tmp_path, kind, budget):
+    folder = make_model(tmp_path, kind)
+    prompts = prompts_of(1)
+    states = hidden_states(folder, prompts)
+    with engine(folder, max_num_batched_tokens=budget, max_num_seqs=4, block_size=8) as llm:
+        for pooling in ("mean", "last", "mean", "last"):  # the second time with a full prefix cache
+            outputs = llm.embed(prompts, pooling, use_tqdm=False)
+            assert (vectors_of(outputs) - expected(states, pooling)).abs().max() < TOLERANCE
+            assert (sum(output.num_cached_tokens for output in outputs) > 0) == (pooling == "last")
+        llm._engine().check_integrity()
+        assert llm.stats().num_used_blocks == llm.stats().generation_tokens == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"num_gpu_blocks_override": 34, "max_num_batched_tokens": 12}])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_in_one_batch_with_generation(tmp_path, options, deterministic):
+    """Neither kind of request changes the other's results, with little memory either."""
+    folder, prompts = make_model(tmp_path, "qwen3"), prompts_of(2)
+    states = hidden_states(folder, prompts)
+    params = replace(GREEDY, max_tokens=30)
+    common = {"block_size": 4, "max_num_seqs": 32, "max_model_len": 128, "deterministic": deterministic}
+    with engine(folder, **common) as llm:
+        alone = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+    with engine(folder, **common, **options) as llm:
+        requests = []
+        for prompt in prompts:
+            made = [llm._make(prompt, SamplingParams()) for _ in range(2)]
+            requests += [(llm._make(prompt, params), None)]
+            requests += [(replace(made[0], pooling="last"), None), (replace(made[1], pooling="mean"), None)]
+        outputs = llm._run(requests, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs[::3]] == alone
+        assert (vectors_of(outputs[1::3]) - expected(states, "last")).abs().max() < TOLERANCE
+        assert (vectors_of(outputs[2::3]) - expected(states, "mean")).abs().max() < TOLERANCE
+        llm._engine().check_integrity()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_preempted_in_mid_prompt(tmp_path, pooling, mode):
+    folder, prompt = make_model(tmp_path, "qwen3"), prompts_of(5)[4]
+    states = hidden_states(folder, [prompt])
+    with engine(
+        folder,
+        block_size=4,
+        max_model_len=128,
+        num_gpu_blocks_override=34,
+        max_num_batched_tokens=12,
+        scheduling_policy="priority",
+        preemption_mode=mode,
+        swap_space=0.01,
+    ) as llm:
+        core, deltas = llm._engine(), []
+        core.add(replace(llm._make(prompt, SamplingParams()), pooling=pooling, priority=1, request_id="pooled"))
+        for _ in range(4):
+            deltas += core.step()
+        assert not deltas
+        core.add(replace(llm._make(prompt[::-1], GREEDY), request_id="urgent"))
+        while core.has_work():
+            deltas += core.step()
+            core.check_integrity()
+        (pooled,) = [delta for delta in deltas if delta.request_id == "pooled"]
+        assert pooled.num_preemptions == 1
+        assert core.stats().num_swap_preemptions == (mode == "swap" and pooling == "last")
+        vector = torch.tensor(list(float32_values(pooled.embedding)))
+        assert (vector - expected(states, pooling)[0]).abs().max() < TOLERANCE
+
+
+class Recorder:
+    """Stands in for captured graphs that fit every step, and counts what they run."""
+
+    def __init__(self, runner):
+        self.runner, self.steps = runner, 0
+
+    def fits(self, batch):
+        return True
+
+    def run(self, batch):
+        self.steps += 1
+        return self.runner._model.local_logits(self.runner._model(batch, self.runner._caches))
+
+
+def test_only_steps_without_pooled_prompts_are_captured_ones(tmp_path):
+    folder, prompts = make_model(tmp_path, "qwen2"), prompts_of(4)
+    states = hidden_states(folder, prompts)
+    with engine(folder, max_num_batched_tokens=32, enable_prefix_caching=False) as llm:
+        runner = llm._engine()._executor._worker._runner
+        graphs = Recorder(runner)
+        alone = [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        runner._chunk_graphs = [graphs]
+        pooled = [(replace(llm._make(prompt, SamplingParams()), pooling="mean"), None) for prompt in prompts]
+        outputs = llm._run([*pooled, (llm._make(prompts[3], GREEDY), None)], use_tqdm=False)
+        assert (vectors_of(outputs[:-1]) - expected(states, "mean")).abs().max() < TOLERANCE
+        assert outputs[-1].outputs[0].token_ids == alone[3]
+        before = graphs.steps
+        assert [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY, use_tqdm=False)] == alone
+        assert graphs.steps > before
+
+
+def test_the_whole_context_and_bad_requests(tmp_path):
+    with engine(make_model(tmp_path, "llama"), max_model_len=40, max_num_batched_tokens=16) as llm:
+        assert len(llm.embed([3] * 40, use_tqdm=False)[0].embedding) == 96
+        for prompt, pooling, param in (([3] * 41, "last", "prompt"), ([3], "max", "pooling"), ([], "last", "prompt")):
+            with pytest.raises(InvalidRequestError) as caught:
+                llm.embed({"prompt_token_ids": prompt}, pooling, use_tqdm=False)
+            assert caught.value.param == param
+        for name, value in (("n", 2), ("max_tokens", 1), ("logprobs", 1), ("prompt_logprobs", 0), ("stop", ["x"])):
+            bad = replace(llm._make([3], SamplingParams(**{name: value})), pooling="last")
+            with pytest.raises(InvalidRequestError, match=f"{name} cannot be combined with pooling"):
+                llm._engine().add(bad)
+        assert not llm._engine().has_work()
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False)))
+def test_float32_values_survive_as_bytes(values):
+    data = float32_bytes(values)
+    assert data == struct.pack(f"<{len(values)}f", *values)
+    assert float32_values(data).tolist() == values
+
+
+# ---- /v1/embeddings
+
+
+@pytest.fixture
+def api():
+    return Api()
+
+
+def embed(api, **fields):
+    return api.post("/v1/embeddings", json=fields)
+
+
+def test_the_answer_has_the_form_of_openai(api):
+    answer = embed(api, input=["abc", "de"], model="org/fake", user="me").json()
+    assert answer.keys() == {"object", "data", "model", "usage"}
+    assert (answer["object"], answer["model"]) == ("list", "org/fake")
+    assert answer["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+    assert [(each["object"], each["index"]) for each in answer["data"]] == [("embedding", 0), ("embedding", 1)]
+    assert [each["embedding"] for each in answer["data"]] == [
+        pytest.approx([0.6, 0.8, 3 / 64]),
+        pytest.approx([0.6, 0.8, 2 / 64]),
+    ]
+    assert api.state.fake.aborted == api.state.fake.started
+
+
+def test_the_forms_of_the_input_mean_the_same(api):
+    ids = [97, 98, 99]
+    answers = [embed(api, input=form).json() for form in ("abc", ["abc"], ids, [ids])]
+    assert all(answer == answers[0] for answer in answers)
+    assert [each["index"] for each in embed(api, input=[ids, [1]]).json()["data"]] == [0, 1]
+
+
+def test_base64_is_the_float32_values(api):
+    floats = embed(api, input="abc", encoding_format="float", dimensions=3).json()["data"][0]["embedding"]
+    coded = embed(api, input="abc", encoding_format="base64").json()["data"][0]["embedding"]
+    assert list(struct.unpack("<3f", base64.b64decode(coded))) == floats
+
+
+def test_pooling_is_the_requests_choice(api):
+    for fields, sign in (({}, 1), ({"pooling": "last"}, 1), ({"pooling": "mean"}, -1), ({"pooling": None}, 1)):
+        assert embed(api, input="abc", **fields).json()["data"][0]["embedding"][1] == pytest.approx(sign * 0.8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({}, "input", "required"),
+        ({"input": []}, "input", "1 to 2048 entries, not 0"),
+        ({"input": ["x"] * (MAX_INPUTS + 1)}, "input", "1 to 2048 entries, not 2049"),
+        ({"input": [[]]}, "input", "empty"),
+        ({"input": ""}, "input", "input must not be empty"),
+        ({"input": ["a", 1]}, "input", "must be a string"),
+        ({"input": {"text": "a"}}, "input", "must be a string"),
+        ({"input": [True]}, "input", "must be a string"),
+        ({"input": [1000]}, "input", "input has token id 1000; ids of this model are 0 to 999"),
+        ({"input": [-1]}, "input", "token id -1"),
+        ({"input": ["ok", "x" * 65]}, "input", "input has 65 tokens; this model's context is 64 tokens"),
+        ({"input": "a", "dimensions": 2}, "dimensions", "must be 3"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "must be 3"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
+        ({"input": "a", "pooling": "max"}, "pooling", "'last' or 'mean'"),
+        ({"input": "a", "stream": True}, "stream", "unknown field"),
+        ({"input": "a", "max_tokens": 3}, "max_tokens", "unknown field"),
+        ({"input": "a", "cache_salt": "x" * 257}, "cache_salt", "256"),
+        ({"input": "a", "priority": 2**31}, "priority", "2147483648"),
+    ],
+)
+def test_bad_bodies_name_the_field_and_its_limit(api, fields, param, words):
+    error = error_of(embed(api, **fields), 400)
+    assert error["param"] == param
+    assert words in error["message"], error
+    assert not api.state.fake.started
+
+
+def test_an_input_may_fill_the_context_and_too_long_a_one_has_its_code(api):
+    assert embed(api, input="x" * 64).status_code == 200
+    assert error_of(embed(api, input="x" * 65), 400)["code"] == "context_length_exceeded"
+
+
+def test_failures_end_the_whole_request(api):
+    assert error_of(embed(api, input="a", model="no"), 404)["param"] == "model"
+    assert "no such kernel" in error_of(embed(api, input=["a", "poison"]), 500)["message"]
+    assert error_of(embed(api, input=["a", "dead"]), 503)["code"] == "engine_unavailable"
+    assert sorted(api.state.fake.aborted) == sorted(api.state.fake.started)
+    assert api.state.admission.load.completions == 0
+    api.state.fake.tokenizer = None
+    assert "token ids" in error_of(embed(api, input="abc"), 400)["message"]
+
+
+def test_embeddings_are_counted(api):
+    embed(api, input=["a", "b"])
+    metrics = api.state.metrics
+    assert metrics.finished == {"stop": 2}
+    assert sum(metrics.histograms["e2e_request_latency_seconds"].counts) == 2

@@ -1,0 +1,202 @@
+"""Request bodies: what is honoured, what is refused and with which field named."""
+
+import json
+
+import pytest
+
+from rayllm.errors import InvalidRequestError
+from rayllm.serve.http.protocol import MAX_CHOICES, ChatBody, CompletionBody, parse_body
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def completion(**fields):
+    return parse_body(CompletionBody, json.dumps({"prompt": "x"} | fields).encode())
+
+
+def chat(**fields):
+    return parse_body(ChatBody, json.dumps({"messages": USER} | fields).encode())
+
+
+def refusal(make, **fields):
+    with pytest.raises(InvalidRequestError) as caught:
+        make(**fields)
+    return str(caught.value), caught.value.param
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]), ("", [""])],
+)
+def test_prompt_forms(prompt, prompts):
+    assert completion(prompt=prompt).prompts() == prompts
+
+
+@pytest.mark.parametrize("prompt", [None, 3, {}, [1, "a"], [True], [[1], "a"], [["a"]], [1.5], [], [[]], [[1], []]])
+def test_bad_prompts_name_the_field(prompt):
+    message, param = refusal(completion, prompt=prompt)
+    assert param == "prompt"
+    assert "prompt" in message
+
+
+def test_missing_prompt_and_messages():
+    for kind, field in ((CompletionBody, "prompt"), (ChatBody, "messages")):
+        with pytest.raises(InvalidRequestError, match=f"{field} is required") as caught:
+            parse_body(kind, b"{}")
+        assert caught.value.param == field
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temprature", 1),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "auto"),
+        ("response_format", {"type": "xml"}),
+        ("structured_outputs", {"xml": "a"}),
+        ("guided_json", {}),
+        ("audio", {"voice": "x"}),
+        ("suffix", "x"),
+        ("chat_template_kwargs", {"enable_thinking": [False]}),
+        ("reasoning_effort", "high"),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("n", 1.5),
+        ("n", 0),
+        ("n", 10**9),
+        ("max_tokens", "many"),
+        ("top_k", "x"),
+        ("seed", 1.5),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("logit_bias", {"1": "x"}),
+        ("stop_token_ids", ["a"]),
+        ("priority", 2**40),
+        ("cache_salt", 5),
+        ("user", 5),
+        ("service_tier", "flex"),
+    ],
+)
+def test_refused_fields_are_named(make, field, value):
+    message, param = refusal(make, **{field: value})
+    assert param == field
+    assert field in message
+
+
+def test_what_is_not_honoured_says_so():
+    assert refusal(completion, tools=[{}])[0] == "tools is not supported here"
+    assert refusal(completion, suffix="x")[0] == "suffix is not supported here"
+
+
+def test_best_of_and_beams():
+    assert completion(best_of=3, n=2).num_sampled == 3
+    message, param = refusal(completion, best_of=128, prompt=["a"] * 9)
+    assert (param, "prompts x best_of is 1152" in message) == ("best_of", True)
+    for make in (completion, chat):
+        assert refusal(make, best_of=2, stream=True) == (
+            "best_of greater than n is not available with stream: true",
+            "best_of",
+        )
+        for fields in ({"best_of": 2}, {"n": 2}):
+            message, param = refusal(make, use_beam_search=True, stream=True, **fields)
+            assert (message, param) == ("use_beam_search is not available with stream: true", "use_beam_search")
+        assert make(best_of=2, n=2, stream=True).num_sampled == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", None),
+        ("tools", []),
+        ("tool_choice", "none"),
+        ("response_format", {"type": "text"}),
+        ("suffix", None),
+        ("functions", None),
+        ("user", "me"),
+        ("store", False),
+        ("metadata", {"a": "b"}),
+        ("modalities", ["text"]),
+        ("temperature", None),
+        ("stop", None),
+        ("service_tier", "auto"),
+    ],
+)
+def test_values_that_ask_for_nothing_are_accepted(field, value):
+    chat(**{field: value})
+    completion(**{field: value})
+
+
+def test_chat_only_and_completion_only_fields():
+    assert chat(parallel_tool_calls=True).parallel_tool_calls
+    assert refusal(completion, parallel_tool_calls=True)[1] == "parallel_tool_calls"
+    assert refusal(chat, echo=True)[1] == "echo"
+
+
+def test_field_combinations():
+    assert refusal(chat, top_logprobs=2)[1] == "top_logprobs"
+    assert refusal(chat, top_logprobs=21, logprobs=True)[1] == "top_logprobs"
+    assert refusal(completion, logprobs=21)[1] == "logprobs"
+    assert refusal(completion, prompt_logprobs=1, stream=True)[1] == "prompt_logprobs"
+    assert refusal(completion, max_tokens=1, max_completion_tokens=2)[1] == "max_completion_tokens"
+    assert completion(max_completion_tokens=7).token_limit == 7
+    assert completion(max_tokens=7, max_completion_tokens=7).token_limit == 7
+    assert refusal(completion, stream=True, stream_options={"what": 1}) == (
+        "unknown field 'stream_options.what'",
+        "stream_options",
+    )
+
+
+def test_product_of_prompts_and_n_is_capped():
+    completion(prompt=["a"] * 8, n=128)
+    message, param = refusal(completion, prompt=["a"] * 9, n=128)
+    assert param == "n"
+    assert str(MAX_CHOICES) in message
+    assert refusal(completion, prompt=["a"] * (MAX_CHOICES + 1))[1] == "prompt"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"3", b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}', b"[" * 100_000, b'{"prompt": nope}'],
+)
+def test_bodies_that_are_not_json_objects(body):
+    with pytest.raises(InvalidRequestError, match="request body"):
+        parse_body(CompletionBody, body)
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([], "must not be empty"),
+        ("hi", "array"),
+        (["hi"], "objects"),
+        ([{"content": "hi"}], "role is required"),
+        ([{"role": "robot", "content": "hi"}], "role"),
+        ([{"role": "function", "name": "f", "content": "hi"}], "not supported"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url' is not supported yet"),
+        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "string"),
+        ([{"role": "user", "content": 3}], "content must be"),
+        ([{"role": "user", "content": "hi", "colour": "red"}], "unknown field 'messages.0.colour'"),
+    ],
+)
+def test_bad_messages(messages, text):
+    message, param = refusal(chat, messages=messages)
+    assert param == "messages"
+    assert text in message
+
+
+def test_messages_for_the_template():
+    body = chat(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "name": "ann", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "audio": None},
+            {"role": "user"},
+        ]
+    )
+    assert [m.for_template() for m in body.messages] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a\nb", "name": "ann"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": ""},
+    ]

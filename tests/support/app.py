@@ -1,0 +1,205 @@
+"""A fake engine with its tokenizer and server state, and the app over them with blocking calls."""
+
+import asyncio
+
+import httpx
+
+from rayllm.api.float32 import float32_bytes, float32_values
+from rayllm.api.types import CompletionOutput, EngineInfo, EngineStats, Logprob, RequestOutput, RequestTimes
+from rayllm.config.options import ServerConfig
+from rayllm.errors import EngineDeadError
+from rayllm.serve.http.app import create_app
+from rayllm.serve.http.limits import Admission
+from rayllm.serve.http.metrics import FrontMetrics
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+class CharTokenizer:
+    """A token is a character."""
+
+    special_ids = frozenset()
+    special_texts = frozenset()
+
+    def encode(self, text, add_special_tokens=True):
+        return [ord(c) for c in text]
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        return "".join(map(chr, token_ids))
+
+    def token_text(self, token_id):
+        return chr(token_id)
+
+    def token_bytes(self, token_id):
+        return chr(token_id).encode()
+
+    def chat_template_source(self, with_tools=False):
+        return ""
+
+    def chat_template_variables(self, with_tools=False):
+        return frozenset()
+
+    def apply_chat_template(self, messages, add_generation_prompt=True):
+        return "".join(m["content"] for m in messages)
+
+
+class FakeEngine:
+    """Continues every prompt with the alphabet. A prompt "dead", "bad" or "poison" fails, "slow" never ends."""
+
+    info = EngineInfo(model="m", max_model_len=64, vocab_size=1000, num_kv_tokens=640, eos_token_ids=[0], hidden_size=3)
+
+    def __init__(self):
+        self.tokenizer = CharTokenizer()
+        self.started = []
+        self.aborted = []
+
+    async def generate(self, request, prompt_text=None):
+        self.started.append(request.request_id)
+        prompt = self.tokenizer.decode(request.prompt_token_ids)
+        count = request.params.max_tokens or 3
+        try:
+            if prompt == "dead":
+                raise EngineDeadError("a worker was lost")
+            if prompt == "bad":
+                raise ValueError("secret detail")
+            if prompt == "poison":
+                part = CompletionOutput(0, "", [], finish_reason="error", stop_reason="no such kernel")
+                yield RequestOutput(request.request_id, prompt_text, request.prompt_token_ids, [part], True)
+                return
+            if request.pooling is not None:
+                yield self._embedding(request, prompt_text)
+                return
+            for step in range(10**9 if prompt == "slow" else count):
+                await asyncio.sleep(0.01 if prompt == "slow" else 0)
+                if prompt == "dying" and step == 1:
+                    raise EngineDeadError("a worker was lost")
+                yield self._output(request, prompt_text, step, count)
+        finally:
+            self.aborted.append(request.request_id)
+
+    def _embedding(self, request, prompt_text):
+        """(0.6, 0.8 or -0.8 for a mean, the prompt's length / 64)."""
+        values = [0.6, 0.8 if request.pooling == "last" else -0.8, len(request.prompt_token_ids) / 64]
+        part = CompletionOutput(0, "", [], finish_reason="stop")
+        ids = request.prompt_token_ids
+        return RequestOutput(
+            request.request_id, prompt_text, ids, [part], True, embedding=float32_values(float32_bytes(values))
+        )
+
+    def _output(self, request, prompt_text, step, count):
+        token = 97 + step % 26
+        last = step == count - 1
+        entries = [{token: Logprob(-0.25, 1)}] if request.params.logprobs is not None else None
+        parts = [
+            CompletionOutput(i, chr(token), [token], logprobs=entries, finish_reason="length" if last else None)
+            for i in range(request.params.n)
+        ]
+        return RequestOutput(request.request_id, prompt_text, request.prompt_token_ids, parts, last)
+
+    async def stats(self):
+        return EngineStats(num_running=2, num_used_blocks=1, num_total_blocks=4, prompt_tokens=11)
+
+
+class FakeState:
+    """A model with one engine, and all of a server that has no other."""
+
+    def __init__(self, server=None, name="org/fake"):
+        self.name = name
+        self.server = server or ServerConfig()
+        self.metrics = FrontMetrics()
+        self.admission = Admission(self.server, max_running=4)
+        self.fake = FakeEngine()
+        self.reason = None
+        self.dead = False
+        self.models = {name: self}
+
+    @property
+    def door(self):
+        return self.admission
+
+    @property
+    def num_replicas(self):
+        return 0 if self.dead else 1
+
+    def engine(self):
+        if self.dead:
+            raise EngineDeadError("it is being restarted")
+        return self.fake
+
+    async def unhealthy_reason(self):
+        return self.reason
+
+    async def all_metrics(self):
+        return self.metrics
+
+    async def stats(self):
+        return {} if self.dead else {"0": await self.fake.stats()}
+
+
+class Api:
+    """The app with blocking calls."""
+
+    def __init__(self, server=None, keys=(), state=None, **options):
+        self.state = state or FakeState(server)
+        self.app = create_app(self.state, server, keys, **options)
+
+    def request(self, method, path, **kwargs):
+        async def call():
+            transport = httpx.ASGITransport(app=self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.request(method, path, **kwargs)
+
+        return asyncio.run(call())
+
+    def get(self, path):
+        return self.request("GET", path)
+
+    def post(self, path, **kwargs):
+        return self.request("POST", path, **kwargs)
+
+    def completion(self, **fields):
+        return self.post("/v1/completions", json={"prompt": "hi"} | fields)
+
+    def chat(self, **fields):
+        return self.post("/v1/chat/completions", json=CHAT | fields)
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]
+
+
+class StagedEngine(FakeEngine):
+    """Prompts are stages: "stuck" never starts; "s..." starts; "st..." has one token too; then it hangs.
+
+    "search" is over its prompt, and has its tokens when all other deadlines are over.
+    """
+
+    async def generate(self, request, prompt_text=None):
+        self.started.append(request.request_id)
+        prompt = self.tokenizer.decode(request.prompt_token_ids)
+        ids = request.prompt_token_ids
+        try:
+            if prompt.startswith("s") and request.report_start:
+                yield RequestOutput(request.request_id, prompt_text, ids, [CompletionOutput(0, "", [])], False)
+            if prompt.startswith("st"):
+                part = CompletionOutput(0, "a", [97])
+                yield RequestOutput(request.request_id, prompt_text, ids, [part], False, times=RequestTimes(0.25, 0.5))
+            if prompt == "search":
+                yield RequestOutput(request.request_id, prompt_text, ids, [], False, times=RequestTimes(0.25, 0.5))
+                await asyncio.sleep(0.15)
+            await asyncio.sleep(0 if prompt in ("go", "search") else 60)
+            part = CompletionOutput(0, "b", [98], finish_reason="stop")
+            yield RequestOutput(request.request_id, prompt_text, ids, [part], True)
+        finally:
+            self.aborted.append(request.request_id)
+
+
+def staged(**limits):
+    api = Api(ServerConfig(**limits))
+    api.state.fake = StagedEngine()
+    return api

@@ -1,0 +1,195 @@
+"""Tiny random checkpoints in the Hugging Face format, and a harness that steps a rayllm model over a paged cache.
+
+Importable as `model_factory` from every test; it imports nothing of its neighbours.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 259  # 256 bytes and three specials; not divisible by 2, 4 or 8
+BOS, EOS, PAD = 256, 257, 258
+MAX_POSITION = 512
+KINDS = (
+    "llama",
+    "llama3_rope",
+    "llama_linear",
+    "llama_yarn",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_tied",
+    "opt",
+    "opt_post",
+    "bloom",
+)
+
+
+def make_model(
+    folder: str | Path,
+    kind: str,
+    *,
+    seed: int = 0,
+    max_shard_size: str | None = None,
+    dtype: str = "float32",
+    **overrides: Any,
+) -> str:
+    """Write a seeded checkpoint of `kind` (one of KINDS) to `folder` with transformers' classes; returns the folder.
+
+    overrides: fields of the config. max_shard_size, such as "100KB": splits the weights over several files.
+    """
+    import transformers
+
+    architecture, options = _config(kind)
+    options |= overrides
+    config = getattr(transformers, architecture + "Config")(**options)
+    torch.manual_seed(seed)
+    model = getattr(transformers, architecture + "ForCausalLM")(config)
+    randomise(model, seed)
+    model.to(getattr(torch, dtype))
+    model.generation_config.eos_token_id = config.eos_token_id
+    shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    model.save_pretrained(str(folder), **shards)
+    return str(folder)
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Weights large enough for sharp attention and logits far apart: greedy text of the default inits repeats."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        with torch.no_grad():
+            if name.endswith(("norm.weight", "ln_f.weight")):
+                parameter.copy_(1.0 + 0.1 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.1 * noise)
+            elif "embed" in name or name.startswith("lm_head"):
+                parameter.copy_(0.3 * noise)
+            else:
+                # With tied embeddings a token predicts itself unless the layers outweigh its embedding.
+                parameter.copy_(0.25 * noise)
+
+
+def _config(kind: str) -> tuple[str, dict[str, Any]]:
+    """(prefix of the classes' names, fields of the config)."""
+    specials = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    if kind in ("opt", "opt_post"):
+        options: dict[str, Any] = {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 96,
+            "ffn_dim": 160,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "max_position_embeddings": MAX_POSITION,
+            **specials,
+        }
+        if kind == "opt_post":
+            options |= {"do_layer_norm_before": False, "word_embed_proj_dim": 64}
+        return "OPT", options
+    if kind == "bloom":  # 12 heads: no power of two
+        return "Bloom", {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 12,
+            **specials,
+        }
+    options = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": MAX_POSITION,
+        "tie_word_embeddings": False,
+        **specials,
+    }
+    rope = {"rope_theta": 10000.0}
+    if kind == "llama":
+        return "Llama", options
+    if kind == "llama3_rope":
+        scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+        return "Llama", options | {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, **scaling, **rope}}
+    if kind == "llama_linear":
+        return "Llama", options | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, **rope}}
+    if kind == "llama_yarn":
+        scaling = {"factor": 4.0, "original_max_position_embeddings": 128}
+        return "Llama", options | {"rope_parameters": {"rope_type": "yarn", **scaling, **rope}}
+    if kind == "mistral":
+        return "Mistral", options | {"num_key_value_heads": 2, "sliding_window": 24}
+    if kind == "qwen2":
+        return "Qwen2", options
+    if kind in ("qwen3", "qwen3_tied"):
+        return "Qwen3", options | {"tie_word_embeddings": kind == "qwen3_tied"}
+    raise ValueError(f"unknown kind {kind!r}; known are {KINDS}")
+
+
+class PagedRunner:
+    """Sequences of one model over a paged cache, stepped by hand. Unwritten slots hold NaN, so a stray read shows."""
+
+    def __init__(self, model: Any, *, num_blocks: int = 64, block_size: int = 8, dtype: torch.dtype = torch.float32):
+        from rayllm.layers.attention import KVCache
+
+        shape = (num_blocks, model.num_kv_heads_per_rank, block_size, model.head_dim)
+        self.model, self.block_size = model, block_size
+        self.caches = [
+            KVCache(torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype))
+            for _ in range(model.num_layers)
+        ]
+        self.free = list(range(num_blocks))
+        random.Random(0).shuffle(self.free)
+        self.tables: dict[str, list[int]] = {}
+        self.lengths: dict[str, int] = {}
+
+    def step(self, work: list[tuple[str, list[int]]], *, num_decodes: int = 0, padding: int = 0) -> list[torch.Tensor]:
+        """Compute (sequence, next tokens) of each item -> its logits [tokens, vocab].
+
+        The first `num_decodes` items have one token each. padding: dummy decodes after the last item, as a captured
+        graph has them; only if all items are decodes.
+        """
+        batch = replace(self.batch(work, num_decodes, padding), logit_rows=None)
+        with torch.inference_mode():
+            logits = self.model.compute_logits(self.model(batch, self.caches))
+        sizes = [len(tokens) for _, tokens in work]
+        return list(logits[: sum(sizes)].split(sizes))
+
+    def batch(self, work: list[tuple[str, list[int]]], num_decodes: int, padding: int) -> Any:
+        """The ForwardBatch of a step, whose tokens count as computed from here on."""
+        from rayllm.layers.batch import ForwardBatch
+
+        ids, positions, slots, starts = [], [], [], [0]
+        for name, tokens in work:
+            table, first = self.tables.setdefault(name, []), self.lengths.get(name, 0)
+            self.lengths[name] = first + len(tokens)
+            while len(table) * self.block_size < self.lengths[name]:
+                table.append(self.free.pop())
+            for position in range(first, self.lengths[name]):
+                positions.append(position)
+                slots.append(table[position // self.block_size] * self.block_size + position % self.block_size)
+            ids += tokens
+            starts.append(len(ids))
+        lengths = [self.lengths[name] for name, _ in work]
+        width = max(len(self.tables[name]) for name, _ in work) + 1
+        tables = [table + [0] * (width - len(table)) for table in (self.tables[name] for name, _ in work)]
+        for _ in range(padding):
+            ids, positions, slots, lengths = [*ids, 0], [*positions, 0], [*slots, -1], [*lengths, 0]
+            tables, starts = [*tables, [0] * width], [*starts, len(ids)]
+        chunks = [len(tokens) for _, tokens in work[num_decodes:]]
+        return ForwardBatch(
+            input_ids=torch.tensor(ids),
+            positions=torch.tensor(positions),
+            slot_mapping=torch.tensor(slots),
+            block_tables=torch.tensor(tables, dtype=torch.int32),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            logit_rows=torch.tensor([end - 1 for end in starts[1:]]),
+            num_decodes=num_decodes + padding,
+            max_query_len=max(chunks, default=0),
+        )

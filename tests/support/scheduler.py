@@ -1,0 +1,171 @@
+"""A scheduler, a worker that checks every KV read, and the loop between them that an engine would run."""
+
+from __future__ import annotations
+
+import pytest
+from support.fakes import EOS, FakeConstraint, FakeWorker, embedding, expected_beams, expected_output
+
+from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.types import GenerationRequest, KVCosts, StepPlan, TokenDelta
+from rayllm.core.scheduler import Scheduler
+from rayllm.core.sequence import derive_seed
+
+CHEAP = KVCosts(recompute_token=1.0, swap_out_block=1e-3, swap_in_block=1e-3)  # to move, that is
+DEAR = KVCosts(recompute_token=1.0, swap_out_block=1e3, swap_in_block=1e3)
+EVEN = KVCosts(recompute_token=1.0, swap_out_block=1.4, swap_in_block=1.4, transfer=2.0)  # what pays depends
+
+
+class Harness:
+    """A scheduler and a fake worker with up to `depth` plans in flight; collects what fronts would see.
+
+    foresight: admission by forecast; without it, sequences enter as soon as their prompts fit, and preemption follows.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, depth: int = 1, foresight: bool = True, **options: object):
+        settings = {
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 16,
+            "max_model_len": num_blocks * block_size,
+            "costs": CHEAP,
+            **options,
+        }
+        self.scheduler = Scheduler(num_blocks=num_blocks, block_size=block_size, eos_token_ids=[EOS], **settings)
+        self.worker = FakeWorker(
+            num_blocks,
+            block_size,
+            self.scheduler.max_num_seqs,
+            self.scheduler.memory.cpu.num_blocks,
+            self.scheduler.memory.window.tokens,
+        )
+        if not foresight:
+            self.scheduler.admission.forecast.fits = lambda *_: True  # type: ignore[method-assign]
+        self.depth = depth
+        self.results: list = []
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], str] = {}
+        self.requests: dict[str, GenerationRequest] = {}
+        self.constraints: dict[str, dict | None] = {}
+        self.aborted: set[str] = set()
+        self.plans: list[StepPlan] = []
+        self.last_deltas: dict[tuple[str, int], TokenDelta] = {}
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        priority: int = 0,
+        salt: str = "",
+        constraint: dict | None = None,
+        pooling: str | None = None,
+        **params: object,
+    ) -> None:
+        if pooling is not None:
+            constraint, params = None, {}
+        request = GenerationRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=SamplingParams(**params),
+            priority=priority,
+            cache_salt=salt,
+            pooling=pooling,
+        )
+        if constraint is None:
+            self.scheduler.add(request)
+        else:
+            self.scheduler.add(request, lambda: FakeConstraint(**constraint))
+        self.requests[request_id] = request
+        self.constraints[request_id] = constraint
+        self.scheduler.check_integrity()
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+        if request_id in self.requests:
+            self.aborted.add(request_id)
+        self.scheduler.check_integrity()
+
+    def step(self) -> bool:
+        """One turn of the engine loop. False if there was nothing to do."""
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if plan is not None:
+            self.plans.append(plan)
+            self.results.append(self.worker.execute(plan))
+        if not self.results:
+            failed = self.scheduler.take_failed()
+            self.deliver(failed)
+            return bool(failed) or bool(self.scheduler.awaited_masks)
+        if plan is None or len(self.results) >= self.depth:
+            self.deliver(self.scheduler.update(self.results.pop(0)))
+        return True
+
+    def deliver(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            key = (delta.request_id, delta.index)
+            assert key not in self.reasons, f"{key} got a token after its end"
+            assert delta.request_id not in self.aborted
+            self.outputs.setdefault(key, []).extend(delta.token_ids)
+            if delta.finish_reason:
+                self.reasons[key] = delta.finish_reason
+                self.last_deltas[key] = delta
+        self.scheduler.check_integrity()
+
+    def run(self, limit: int = 20_000) -> None:
+        for _ in range(limit):
+            if not self.step():
+                break
+        assert not self.scheduler.has_work(), "a request starves"
+
+    def check_done(self) -> None:
+        """Every request that was not aborted has exactly the output of the naive oracle; nothing is left behind."""
+        seeds = {}
+        for request in self.requests.values():
+            if request.request_id in self.aborted:
+                continue
+            if request.pooling is not None:
+                last = self.last_deltas[request.request_id, 0]
+                assert last.embedding == embedding(request.prompt_token_ids, request.pooling), request.request_id
+                assert last.finish_reason == "stop" and not self.outputs[request.request_id, 0]
+                continue
+            params = request.params
+            if params.use_beam_search:
+                self.check_beams(request)
+                continue
+            for index in range(params.width):
+                key = (request.request_id, index)
+                seeds[key] = self.seeds[key]
+                limit = min(self.scheduler.max_model_len, len(request.prompt_token_ids) + params.max_tokens)
+                stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
+                options = self.constraints[request.request_id]
+                constraint = None if options is None else FakeConstraint(**options)
+                expected = expected_output(request.prompt_token_ids, self.seeds[key], limit, stops, constraint)
+                assert self.outputs[key] == expected, key
+                reason = "length" if len(request.prompt_token_ids) + len(expected) >= limit else "error"
+                assert self.reasons[key] == ("stop" if expected[-1] in stops else reason)
+        stats = self.scheduler.stats()
+        assert stats.num_used_blocks == stats.num_running == stats.num_waiting == 0
+        assert stats.num_used_cpu_blocks == stats.num_swapped == 0
+
+    def check_beams(self, request: GenerationRequest) -> None:
+        params = request.params
+        limit = min(self.scheduler.max_model_len, len(request.prompt_token_ids) + params.max_tokens)
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
+        expected = expected_beams(request.prompt_token_ids, params, limit, stops)
+        assert len(expected) == params.n
+        for index, (tokens, cumulative) in enumerate(expected):
+            key = (request.request_id, index)
+            last = self.last_deltas[key]
+            assert self.outputs[key] == last.token_ids == tokens, key
+            assert last.cumulative_logprob == cumulative, key
+            assert last.finish_reason == ("stop" if tokens[-1] in stops else "length"), key
+            assert last.stop_reason == (tokens[-1] if tokens[-1] in params.stop_token_ids else None)
+            if params.logprobs is not None:
+                assert [entry.token_id for entry in last.logprobs] == tokens
+                assert sum(entry.logprob for entry in last.logprobs) == pytest.approx(cumulative)
+
+    @property
+    def seeds(self) -> dict[tuple[str, int], int]:
+        return {
+            (r.request_id, i): derive_seed(r.params.seed, i)
+            for r in self.requests.values()
+            for i in range(r.params.width)
+        }

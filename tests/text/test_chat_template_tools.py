@@ -1,0 +1,133 @@
+"""Templates with tools, as transformers renders them, from OpenAI's messages."""
+
+import json
+
+import pytest
+import tokenizers
+from support.chat_templates import HERMES, LLAMA3, PLAIN, THINKER
+from tokenizers import models
+from transformers import PreTrainedTokenizerFast
+
+from rayllm.config.options import ServerConfig
+from rayllm.serve.http.chat_format import ChatFormat, chat_format
+from rayllm.serve.http.protocol import ChatBody, parse_body
+from rayllm.text.tokenizer import Tokenizer
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a <city> & 'more'",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "default": None}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "now"}}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"city": "Zürich", "days": 2}'},
+}
+CHAT = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
+    {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    {"role": "assistant", "content": "It is sunny.", "reasoning_content": "easy"},
+]
+AS_TEMPLATES_HAVE_IT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}},
+            }
+        ],
+    },
+    {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
+    {"role": "assistant", "content": "It is sunny.", "reasoning_content": "easy"},
+]
+
+
+def parse(**fields):
+    return parse_body(ChatBody, json.dumps({"messages": CHAT} | fields).encode())
+
+
+def tokenizer(source, **more):
+    return Tokenizer(tokenizers.Tokenizer(models.BPE()), TOKENS, {"default": source, **more})
+
+
+def test_messages_as_templates_have_them():
+    assert [message.for_template() for message in parse().messages] == AS_TEMPLATES_HAVE_IT
+
+
+def test_tools_as_templates_have_them():
+    strict = {"type": "function", "function": TIME["function"] | {"strict": True, "description": None}}
+    assert [tool.for_template() for tool in parse(tools=[WEATHER, strict]).tools] == [WEATHER, TIME]
+
+
+@pytest.mark.parametrize("source", [HERMES, LLAMA3, THINKER, PLAIN], ids=["hermes", "llama3", "thinker", "plain"])
+@pytest.mark.parametrize("tools", [None, [WEATHER], [WEATHER, TIME]], ids=["none", "one", "two"])
+@pytest.mark.parametrize("extra", [{}, {"enable_thinking": False}, {"date_string": "1 May"}], ids=str)
+@pytest.mark.parametrize("turns", [2, 4, 5])
+def test_as_transformers(source, tools, extra, turns):
+    body = parse(messages=CHAT[:turns], tools=tools)
+    ours = tokenizer(source).apply_chat_template(
+        [message.for_template() for message in body.messages],
+        tools=[tool.for_template() for tool in body.tools] if body.tools else None,
+        template_kwargs=extra,
+    )
+    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(models.BPE()), **TOKENS)
+    theirs = reference.apply_chat_template(
+        AS_TEMPLATES_HAVE_IT[:turns],
+        tools=tools,
+        chat_template=source,
+        tokenize=False,
+        add_generation_prompt=True,
+        **extra,
+    )
+    assert ours == theirs
+    assert ("Zürich" in ours) == (turns > 2 and source in (HERMES, LLAMA3))
+    assert ("get_weather" in ours.split("Weather?")[0]) == (tools is not None and source in (HERMES, LLAMA3))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (HERMES, ChatFormat("hermes", True)),
+        (LLAMA3, ChatFormat("llama3", False)),
+        (LLAMA3 + "<|python_tag|>", ChatFormat("llama3", False)),
+        (THINKER, ChatFormat(None, True)),
+        (PLAIN, ChatFormat(None, False)),
+        ("<tool_call><function=f>{{ tools }}", ChatFormat(None, False)),
+        ("{% broken", ChatFormat(None, False)),
+    ],
+)
+def test_the_format_is_guessed_from_the_template(source, expected):
+    assert chat_format(ServerConfig(), tokenizer(source)) == expected
+
+
+def test_options_come_before_the_guess():
+    none = ServerConfig(tool_call_parser="none", reasoning_parser="none")
+    assert chat_format(none, tokenizer(HERMES)) == ChatFormat(None, False)
+    some = ServerConfig(tool_call_parser="llama3", reasoning_parser="think")
+    assert chat_format(some, tokenizer(PLAIN)) == ChatFormat("llama3", True)
+    assert chat_format(some, None) == ChatFormat(None, False)
+    assert chat_format(ServerConfig(), tokenizer(PLAIN, tool_use=HERMES)) == ChatFormat("hermes", False)
+    assert chat_format(ServerConfig(), Tokenizer(tokenizers.Tokenizer(models.BPE()))) == ChatFormat(None, False)
+
+
+def test_what_a_template_reads():
+    both = tokenizer(THINKER, tool_use=HERMES)
+    assert {"tools", "enable_thinking"} <= both.chat_template_variables(with_tools=True)
+    assert not {"tools", "enable_thinking"} & both.chat_template_variables()
+    assert tokenizer("{% broken").chat_template_variables() == frozenset()

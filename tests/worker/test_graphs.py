@@ -1,0 +1,190 @@
+"""What the CUDA graphs compute, run here step by step on the CPU: padding must not show in logits, tokens or cache.
+
+Only capture and replay need a GPU; inputs, padding and the step itself are the same code.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from support.model_factory import PagedRunner, make_model
+
+from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.types import SequenceData, StepPlan
+from rayllm.config.model_spec import load_model_spec
+from rayllm.config.options import EngineConfig
+from rayllm.layers.attention import KVCache
+from rayllm.models.loader import load_model
+from rayllm.parallel.tp_group import TPGroup
+from rayllm.sampling.sampling_table import DrawColumns, SamplingTable
+from rayllm.worker.chunk_graph import step_graphs
+from rayllm.worker.cuda_graph import DecodeGraphs
+from rayllm.worker.inputs import PersistentBatch
+from rayllm.worker.runner import ModelRunner
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = make_model(tmp_path_factory.mktemp("model"), "qwen3")
+    config = EngineConfig(model=folder)
+    return load_model(load_model_spec(folder), config, TPGroup.single(), CPU, torch.float32)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(250) for _ in range(count)]
+
+
+STEPS = [  # (decodes, then chunks), and how many decodes there are
+    ([("a", tokens(90, 1)), ("b", tokens(20, 2)), ("c", tokens(1, 3)), ("d", tokens(9, 4))], 0),
+    ([("b", tokens(1, 5)), ("e", tokens(7, 6))], 1),
+    ([("a", tokens(1, 6)), ("e", tokens(30, 7)), ("c", tokens(2, 8))], 1),
+    (
+        [
+            ("c", tokens(1, 15)),
+            ("e", tokens(1, 16)),
+            ("a", tokens(1, 13)),
+            ("b", tokens(1, 12)),
+            ("d", tokens(60, 9)),
+            ("f", tokens(40, 10)),
+        ],
+        4,
+    ),
+    ([("f", tokens(2, 14))], 0),
+]
+
+
+@pytest.mark.parametrize("split_decodes", [True, False])
+@torch.inference_mode()
+def test_captured_steps_equal_eager_ones_whatever_ran_before(model, split_decodes):
+    """Large, small, large: what one step leaves in the buffers must not reach the next."""
+    eager, padded = PagedRunner(model), PagedRunner(model)
+    alone, mixed = step_graphs(
+        model,
+        padded.caches,
+        max_tokens=128,
+        max_num_seqs=6,
+        split_decodes=split_decodes,
+        max_model_len=512,
+        block_size=8,
+        device=CPU,
+    )
+    ran = []
+    for work, decodes in STEPS:
+        decodes = decodes if split_decodes else 0
+        expected = torch.stack([logits[-1] for logits in eager.step(work)])
+        batch = padded.batch(work, num_decodes=decodes, padding=0)
+        graphs = alone if alone.fits(batch) else mixed
+        assert graphs.fits(batch)
+        ran.append(graphs)
+        size = graphs._load(batch)
+        assert size >= sum(len(ids) for _name, ids in work)
+        actual = graphs._step(size, padded.caches)[: len(work)]
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+    assert ran == ([alone, mixed, mixed, mixed, alone] if split_decodes else [alone] * 5)
+
+
+def test_what_does_not_fit_a_graph(model):
+    runner = PagedRunner(model)
+    alone, mixed = step_graphs(
+        model,
+        runner.caches,
+        max_tokens=128,
+        max_num_seqs=3,
+        split_decodes=True,
+        max_model_len=512,
+        block_size=8,
+        device=CPU,
+    )
+
+    def fits(work: list[tuple[str, list[int]]], decodes: int) -> tuple[bool, bool]:
+        batch = runner.batch(work, decodes, 0)
+        return alone.fits(batch), mixed.fits(batch)
+
+    assert fits([("a", tokens(128, 0))], 0) == (True, True)
+    assert fits([("a", tokens(129, 0))], 0) == (False, False)
+    assert fits([("a", tokens(1, 0)), ("b", tokens(5, 0))], 1) == (False, True)
+    assert fits([(name, tokens(2, 0)) for name in "cdef"], 0) == (False, False)
+
+
+def test_padding_by_the_first_layers_alone_touches_nothing(model):
+    """As before a capture: whatever runs then must leave cache, tokens and logits of later steps as they were."""
+    runner = PagedRunner(model)
+    state = PersistentBatch(max_num_seqs=4, max_model_len=64, block_size=8, device=CPU)
+    chunks = step_graphs(
+        model,
+        runner.caches,
+        max_tokens=64,
+        max_num_seqs=4,
+        split_decodes=True,
+        max_model_len=64,
+        block_size=8,
+        device=CPU,
+    )
+    with torch.inference_mode():
+        for graphs in (*chunks, DecodeGraphs(model, runner.caches, state, max_num_seqs=4)):
+            graphs.run_all(runner.caches[: model.spec.num_telling_layers])
+    assert 1 < model.spec.num_telling_layers <= len(runner.caches)
+    assert all(part.isnan().all() for cache in runner.caches for part in (cache.k, cache.v))
+    assert not state.token_table[:4].any()
+
+
+def test_sampling_in_all_ways_is_forgotten(model):
+    state = PersistentBatch(max_num_seqs=4, max_model_len=64, block_size=8, device=CPU)
+    table = SamplingTable(4, model.spec.vocab_size, [2])
+    ModelRunner(model, PagedRunner(model).caches, state, table, CPU).sample_all_ways()
+    assert table.is_simple(np.arange(4))
+    assert not state.token_table.any()
+    batch = table.batch(np.arange(4), np.arange(4), CPU)
+    assert (batch.draw, batch.cut, batch.penalties, batch.logprobs) == (None,) * 4
+
+
+def test_a_device_table_may_begin_behind_the_window(model):
+    state = PersistentBatch(max_num_seqs=2, max_model_len=64, block_size=8, device=CPU)
+    graphs = DecodeGraphs(model, PagedRunner(model).caches, state, max_num_seqs=2)
+    data = SequenceData(1, list(range(34)), 34, 33, [6, 4], SamplingParams(), 0, first_block=3)
+    graphs.apply(StepPlan(0, [], [data], [(1, 5, [9])], [], [], [], 0, 0))
+    assert graphs._block_table[1].tolist() == [0, 0, 0, 6, 4, 9, 0, 0]
+
+
+@pytest.mark.parametrize("split_decodes", [True, False])
+@torch.inference_mode()
+def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes):
+    eager = PagedRunner(model)
+    caches = [KVCache(cache.k.zero_(), cache.v.zero_()) for cache in PagedRunner(model).caches]
+    state = PersistentBatch(max_num_seqs=8, max_model_len=64, block_size=8, device=CPU)
+    graphs = DecodeGraphs(model, caches, state, max_num_seqs=8, split_decodes=split_decodes)
+    prompts = {row: tokens(5 + 3 * row, row) for row in range(7)}
+    new = []
+    for row, ids in prompts.items():
+        eager.step([(str(row), ids[:-1])])
+        new.append(
+            SequenceData(row, ids, len(ids), len(ids) - 1, eager.tables[str(row)] + [50 + row], SamplingParams(), 0)
+        )
+    for cache, source in zip(caches, eager.caches, strict=True):
+        cache.k.copy_(source.k.nan_to_num())
+        cache.v.copy_(source.v.nan_to_num())
+    plan = StepPlan(0, [], new, [], [], [], [], 0, 0)
+    state.apply(plan)
+    graphs.apply(plan)
+    for rows in ([3], [0, 1, 2, 3, 4, 5, 6], [6, 2, 4], [5, 0]):
+        before = [cache.k.clone() for cache in caches]
+        expected = torch.stack([eager.step([(str(row), [prompts[row][-1]])])[0][-1] for row in rows])
+        positions = np.array([len(prompts[row]) - 1 for row in rows])
+        greedy = DrawColumns(
+            np.zeros(len(rows), np.int64), np.ones(len(rows), np.float32), np.zeros(len(rows), np.float32)
+        )
+        size = graphs._load(np.array(rows), positions, greedy)
+        logits, token_ids = graphs._step(size, caches)
+        torch.testing.assert_close(logits[: len(rows)], expected, atol=1e-4, rtol=0)
+        assert token_ids[: len(rows)].tolist() == expected.argmax(-1).tolist()
+        for i, row in enumerate(rows):
+            assert state.token_table[row, positions[i] + 1] == token_ids[i]
+            prompts[row].append(int(token_ids[i]))
+        changed = sum(int((cache.k != old).any(dim=(1, 3)).sum()) for cache, old in zip(caches, before, strict=True))
+        assert changed <= len(rows) * len(caches), "padding wrote into the cache"

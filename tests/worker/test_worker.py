@@ -1,0 +1,158 @@
+"""Cache engine and input batch: block copies, and plans turned into tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.types import SequenceData, StepPlan
+from rayllm.worker.cache import CacheEngine, block_bytes
+from rayllm.worker.cuda_graph import graph_sizes
+from rayllm.worker.inputs import PersistentBatch, build
+
+CPU = torch.device("cpu")
+
+
+def make_plan(**fields: object) -> StepPlan:
+    defaults = {
+        "step_id": 0,
+        "free_rows": [],
+        "new": [],
+        "block_updates": [],
+        "copies": [],
+        "rows": [],
+        "num_tokens": [],
+        "num_decodes": 0,
+        "num_sampled": 0,
+    }
+    return StepPlan(**{**defaults, **fields})
+
+
+def make_cache(num_gpu_blocks: int = 6, num_cpu_blocks: int = 4) -> CacheEngine:
+    cache = CacheEngine(
+        num_gpu_blocks=num_gpu_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+        num_layers=3,
+        num_kv_heads=2,
+        block_size=4,
+        head_dim=8,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    cache.pool.normal_(generator=torch.Generator().manual_seed(0))
+    return cache
+
+
+def test_layers_are_views_of_one_block_major_pool():
+    cache = make_cache()
+    assert len(cache.layers) == 3
+    for i, (k, v, scales) in enumerate(cache.layers):
+        assert scales is None
+        assert k.shape == v.shape == (6, 2, 4, 8)
+        assert k.data_ptr() == cache.pool[0, i, 0].data_ptr()
+        assert v.data_ptr() == cache.pool[0, i, 1].data_ptr()
+    assert cache.pool[0].is_contiguous()
+    assert cache.pool[0].numel() * 4 == block_bytes(3, 2, 4, 8, torch.float32)
+
+
+def test_copies_reach_all_layers_and_nothing_else():
+    cache = make_cache()
+    before = cache.pool.clone()
+    cache.copy([(0, 3), (1, 4)])
+    assert torch.equal(cache.pool[3], before[0])
+    assert torch.equal(cache.pool[4], before[1])
+    for block in (0, 1, 2, 5):
+        assert torch.equal(cache.pool[block], before[block])
+
+
+def test_a_block_survives_the_way_to_the_host_and_back():
+    cache = make_cache()
+    before = cache.pool.clone()
+    cache.swap_out([(1, 3), (2, 0)])
+    cache.pool.fill_(float("nan"))
+    cache.swap_in([(3, 5), (0, 4)])
+    assert torch.equal(cache.pool[5], before[1])
+    assert torch.equal(cache.pool[4], before[2])
+
+
+@pytest.fixture
+def state() -> PersistentBatch:
+    state = PersistentBatch(max_num_seqs=4, max_model_len=32, block_size=4, device=CPU)
+    params = SamplingParams()
+    state.apply(
+        make_plan(
+            new=[
+                SequenceData(2, list(range(100, 110)), 10, 4, [7, 3, 5], params, 0),
+                SequenceData(0, list(range(200, 206)), 6, 5, [1, 2], params, 0),
+            ]
+        )
+    )
+    return state
+
+
+def test_a_mixed_plan_becomes_packed_tensors(state):
+    plan = make_plan(rows=[0, 2], num_tokens=[1, 6], num_decodes=1, num_sampled=2)
+    inputs = build(state, plan, CPU)
+    batch = inputs.batch
+    assert batch.input_ids.tolist() == [205, 104, 105, 106, 107, 108, 109]
+    assert batch.positions.tolist() == [5, 4, 5, 6, 7, 8, 9]
+    assert batch.slot_mapping.tolist() == [2 * 4 + 1, 12, 13, 14, 15, 20, 21]
+    assert batch.seq_lens.tolist() == [6, 10]
+    assert batch.query_start_loc.tolist() == [0, 1, 7]
+    assert batch.logit_rows.tolist() == [0, 6]
+    assert batch.block_tables.tolist() == [[1, 2, 0], [7, 3, 5]]
+    assert (batch.num_decodes, batch.max_query_len) == (1, 6)
+    assert inputs.sampled_positions.tolist() == [6, 10]
+
+
+def test_building_changes_nothing_and_advancing_counts(state):
+    plan = make_plan(rows=[2, 0], num_tokens=[3, 1], num_decodes=0, num_sampled=0)
+    before = (state.num_computed.copy(), state.num_tokens.copy(), state.token_table.clone())
+    inputs = build(state, plan, CPU)
+    assert np.array_equal(before[0], state.num_computed)
+    assert np.array_equal(before[1], state.num_tokens)
+    assert torch.equal(before[2], state.token_table)
+    assert inputs.batch.logit_rows.numel() == 0
+    state.advance(inputs.rows, inputs.counts, inputs.num_sampled)
+    state.check_integrity()
+    assert state.num_computed[[2, 0]].tolist() == [7, 6]
+    assert state.num_tokens[[2, 0]].tolist() == [10, 6]
+
+
+def test_a_row_forgets_its_former_sequence(state):
+    state.apply(make_plan(free_rows=[2], new=[SequenceData(2, [9, 8], 2, 0, [6], SamplingParams(), 0)]))
+    state.apply(make_plan(block_updates=[(2, 1, [4])]))
+    inputs = build(state, make_plan(rows=[2], num_tokens=[2], num_sampled=1), CPU)
+    assert inputs.batch.input_ids.tolist() == [9, 8]
+    assert inputs.batch.slot_mapping.tolist() == [24, 25]
+    assert state.block_table[2, :2].tolist() == [6, 4]
+
+
+def test_a_newest_token_is_replaced_where_the_next_step_reads_it(state):
+    before = state.token_table.clone()
+    state.advance(np.array([0, 2]), np.array([1, 6]), 2)
+    lengths = state.num_tokens[[0, 2]].tolist()
+    state.apply(make_plan(tokens=[(2, 77), (0, 66)]))
+    assert [int(state.token_table[row, n - 1]) for row, n in zip((0, 2), lengths, strict=True)] == [66, 77]
+    changed = (state.token_table != before).nonzero().tolist()
+    assert changed == [[0, lengths[0] - 1], [2, lengths[1] - 1]]
+    inputs = build(state, make_plan(rows=[2, 0], num_tokens=[1, 1], num_decodes=2, num_sampled=2), CPU)
+    assert inputs.batch.input_ids.tolist() == [77, 66]
+
+
+def test_a_table_may_begin_behind_the_window(state):
+    data = SequenceData(2, list(range(20)), 18, 17, [6, 4], SamplingParams(), 0, first_block=3)
+    state.apply(make_plan(free_rows=[2], new=[data], block_updates=[(2, 5, [9])]))
+    inputs = build(state, make_plan(rows=[2], num_tokens=[3], num_sampled=1), CPU)
+    assert inputs.batch.slot_mapping.tolist() == [4 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3]
+    assert inputs.batch.block_tables[0, 3:].tolist() == [6, 4]
+    assert state.block_table[2, 5] == 9
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(1, [1]), (3, [1, 2, 3]), (16, [1, 2, 4, 8, 16]), (40, [1, 2, 4, 8, 16, 32, 40])]
+)
+def test_captured_sizes_end_at_the_limit(most, expected):
+    assert graph_sizes(most) == expected
