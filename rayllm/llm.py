@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, cast
@@ -13,7 +14,8 @@ from tqdm import tqdm
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import EngineStats, GenerationRequest, Pooling, RequestOutput, TokenDelta
 from rayllm.config.options import OFFLINE_BATCHED_TOKENS, EngineConfig, make_config
-from rayllm.engine.engine import EngineCore, build_engine_core
+from rayllm.engine.build import start_engine
+from rayllm.engine.engine import EngineCore
 from rayllm.errors import InvalidRequestError
 from rayllm.text.outputs import OutputProcessor, accumulate
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
@@ -65,7 +67,7 @@ class LLM:
         self.config = make_config(EngineConfig, options)
         self._core: EngineCore | None = None
         self.tokenizer: Tokenizer | None = None if skip_tokenizer_init else load_tokenizer(self.config.model)
-        self._core = build_engine_core(self.config)
+        self._core = start_engine(self.config)
         self._ids = itertools.count()
 
     def generate(
@@ -164,18 +166,24 @@ class LLM:
         processor = OutputProcessor(self.tokenizer)
         buffer = DeltaBuffer()
         totals: dict[str, RequestOutput | None] = {}
+        compiled = threading.Event()
+        core.on_compiled = compiled.set
         try:
-            compiling = {r.request_id: core.compile(r) for r, _text in requests if r.params.structured_outputs}
-            grammars = {request_id: future.result() for request_id, future in compiling.items()}
             for request, text in requests:
-                core.add(request, grammars.get(request.request_id))
+                core.add(request)
                 totals[request.request_id] = None
                 processor.add(request, text)
                 if request.params.stop:
                     buffer.pass_through(request.request_id)
             with tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-                while core.has_work():
-                    outputs, to_abort = processor.process(buffer.merge(core.step()))
+                while core.has_work() or core.is_compiling:
+                    if not core.has_work():
+                        compiled.wait()
+                    compiled.clear()
+                    deltas = core.step()
+                    if deltas and deltas[0].bad_param is not None:
+                        raise InvalidRequestError(str(deltas[0].stop_reason), deltas[0].bad_param)
+                    outputs, to_abort = processor.process(buffer.merge(deltas))
                     core.abort(to_abort)
                     for output in outputs:
                         totals[output.request_id] = accumulate(totals[output.request_id], output)

@@ -18,157 +18,165 @@ from rayllm.api.sampling_params import SamplingParams
 Pooling = Literal["last", "mean"]
 POOLINGS: tuple[str, ...] = get_args(Pooling)
 
+# ---------------------------------------------------------------------------------------------------- requests
+
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue, or to embed.
+    """One prompt to continue, or to embed."""
 
-    request_id: unique among the live requests of an engine. priority: lower runs first (policy "priority").
-    arrival_time: seconds on the front's clock, for metrics and for ordering within a priority.
-    cache_salt: prefix-cache blocks are shared only between requests of the same salt.
-    report_start: send a delta without tokens as soon as the request is first scheduled.
-    pooling: make an embedding of the prompt instead of tokens: of the hidden states after the final norm the last
-    token's ("last"), or the mean of all ("mean"). params have to be the defaults then.
-    """
-
+    # Unique among the live requests of an engine.
     request_id: str
     prompt_token_ids: list[int]
+    # The defaults if the prompt is to be embedded.
     params: SamplingParams
+    # Lower runs first, with the scheduling policy "priority".
     priority: int = 0
+    # Seconds on the front's clock, for metrics and for the order within a priority.
     arrival_time: float = 0.0
+    # Prefix-cache blocks are shared only between requests of the same salt.
     cache_salt: str = ""
+    # Send a delta without tokens as soon as the request is first scheduled.
     report_start: bool = False
+    # Make an embedding instead of tokens: of the hidden states after the final norm the last token's ("last"), or the
+    # mean of all ("mean").
     pooling: Pooling | None = None
+
+
+# ---------------------------------------------------------------------------------------------------- plans and results
 
 
 class SequenceData(msgspec.Struct, frozen=True):
-    """A sequence that takes a row of the persistent batch: all that a worker needs to compute it.
-
-    token_ids: every token known so far, prompt first. num_prompt_tokens: how many are prompt.
-    num_computed_tokens: how many already have their KV in the pool. block_table: block ids in order, from block
-    first_block of the sequence on; no token still to be computed sees those before it.
-    seed: counter-based noise is a function of (seed, position), so this fixes the sequence's randomness.
-    pooling: what the step that computes the last of token_ids returns instead of a sampled token.
-    """
+    """A sequence that takes a row of the persistent batch: all that a worker needs to compute it."""
 
     row: int
+    # Every token known so far, prompt first.
     token_ids: list[int]
+    # How many of them are prompt.
     num_prompt_tokens: int
+    # How many of them already have their KV in the pool.
     num_computed_tokens: int
+    # Block ids in order, from block first_block of the sequence on.
     block_table: list[int]
     params: SamplingParams
+    # Counter-based noise is a function of (seed, position), so this fixes the sequence's randomness.
     seed: int
+    # What the step that computes the last of token_ids returns instead of a sampled token.
     pooling: Pooling | None = None
+    # No token still to be computed sees the blocks before it.
     first_block: int = 0
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """What the workers do in one step, as a delta to their persistent batch. Applied in the order of the fields, but
-    swaps come first.
+    """What the workers do in one step, as a delta to their persistent batch.
 
-    free_rows: rows whose sequences left the batch. new: sequences that enter it.
-    block_updates: (row, first index, block ids): block_table[row][first : first + len(ids)] = ids.
-    copies: (source block, destination block) in the device pool, before any write of this step.
-    rows, num_tokens: the scheduled sequences and how many tokens each computes, ordered: decodes (one token,
-    sampled), then prompts that end in this step (sampled), then partial chunks, and all chunks of pooled prompts (not
-    sampled).
-    num_decodes: leading entries that are decodes. num_sampled: leading entries that sample a token.
-    masks: (index in rows, packed bits) of the sampling sequences that may not take every token: token i may come next
-    if bit i % 8 of byte i // 8 is set. A mask has whole 32-bit words and covers the vocabulary.
-    swap_outs: (device block, host block), each read before anything else of this step writes a block.
-    tokens: (row, token id), each the newest token of a row, instead of the one that it sampled.
-    swap_ins: (host block, device block), after the swap-outs; only rows of later plans read these blocks, so they may
-    arrive while this step computes. await_swap_ins: rows of this one read them too.
-    write_backs: (device block, host block), after the swap-ins; nothing is written to these device blocks before a plan
-    whose await_write_backs is this step or a later one. await_write_backs: a step; its write-backs, and those of all
-    steps before it, have to be done before this step writes a block. -1 for none.
+    A worker first waits as the await fields say, then moves blocks (swap-outs before swap-ins before write-backs), and
+    applies the rest in the order of the fields.
     """
 
     step_id: int
+    # Rows whose sequences left the batch.
     free_rows: list[int]
+    # Sequences that enter it.
     new: list[SequenceData]
+    # (row, first index, block ids): block_table[row][first : first + len(ids)] = ids.
     block_updates: list[tuple[int, int, list[int]]]
+    # (source block, destination block) in the device pool, before any write of this step.
     copies: list[tuple[int, int]]
+    # The scheduled sequences: decodes (one token, sampled), then prompts that end in this step (sampled), then partial
+    # chunks and all chunks of pooled prompts (not sampled).
     rows: list[int]
+    # How many tokens each of them computes.
     num_tokens: list[int]
+    # Leading entries of rows that are decodes.
     num_decodes: int
+    # Leading entries of rows that sample a token.
     num_sampled: int
+    # (index in rows, packed bits) of the sampling sequences that may not take every token: token i may come next if
+    # bit i % 8 of byte i // 8 is set. A mask has whole 32-bit words and covers the vocabulary.
     masks: list[tuple[int, bytes]] = []
+    # (device block, host block), each read before anything else of this step writes a block.
     swap_outs: list[tuple[int, int]] = []
+    # (host block, device block); only rows of later plans read these, so they may arrive while this step computes.
     swap_ins: list[tuple[int, int]] = []
+    # Rows of this plan read the blocks of swap_ins too.
     await_swap_ins: bool = False
+    # (device block, host block), copied beside the step. Nothing is written to these device blocks before a plan whose
+    # await_write_backs is this step or a later one.
     write_backs: list[tuple[int, int]] = []
-    await_write_backs: int = -1
+    # The write-backs of this step and of all before it have to be done before this plan writes a block.
+    await_write_backs: int | None = None
+    # (row, token id): the newest token of a row, instead of the one that it sampled.
     tokens: list[tuple[int, int]] = []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities (natural log, of the raw logits) at one position.
+    """Log-probabilities (natural log, of the raw logits) at one position."""
 
-    token_id, logprob, rank: the token chosen and its rank (1 is the most likely).
-    top_ids, top_logprobs: the most likely tokens, best first; as many as were asked for.
-    """
-
+    # The token chosen.
     token_id: int
     logprob: float
+    # Of the token chosen; 1 is the most likely.
     rank: int
+    # The most likely tokens, best first; as many as were asked for.
     top_ids: list[int]
     top_logprobs: list[float]
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What came out of one StepPlan, from TP rank 0.
-
-    token_ids: [plan.num_sampled] sampled ids, in the plan's order. logprobs: same order, None where not asked
-    for; the whole list is None if nobody asked. prompt_logprobs: (row, position of the first entry's token,
-    entries) for the prompt tokens whose predecessors were computed in this step. embeddings: of the pooled prompts that
-    end in this step, in the plan's order, each as in TokenDelta.
-    """
+    """What came out of one StepPlan, from TP rank 0."""
 
     step_id: int
+    # [plan.num_sampled] sampled ids, in the plan's order.
     token_ids: list[int]
+    # In the same order, None where not asked for; the whole list is None if nobody asked.
     logprobs: list[TokenLogprobs | None] | None = None
+    # (row, position of the first entry's token, entries) for the prompt tokens whose predecessors were computed.
     prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]] = []
+    # Of the pooled prompts that end in this step, in the plan's order, each as in TokenDelta.
     embeddings: list[bytes] = []
 
 
+# ---------------------------------------------------------------------------------------------------- outputs
+
+
 class RequestTimes(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request's time up to its first token went, in seconds on the engine's clock.
+    """Where a request's time up to its first token went, in seconds on the engine's clock."""
 
-    queued: from its arrival in the engine until it was first scheduled. prefill: from then to its first token.
-    """
-
+    # From its arrival in the engine until it was first scheduled.
     queued: float
+    # From then to its first token.
     prefill: float
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one completion of one request, or its embedding, on the way to its front.
 
-    index: which of the completions. finish_reason: None while it runs, then "stop", "length" or "error".
-    stop_reason: the stop id that ended it (None for end-of-sequence), or the error message.
-    prompt_logprobs: only in the request's first delta; entry 0 is None (the first token has no predecessor).
-    num_cached_tokens: prompt tokens found in the prefix cache. times: in the request's first delta with a token.
-    bad_param: the engine refuses the whole request for this field (finish_reason is "error"); such deltas never come
-    together with others. num_preemptions: how often sequences of the request were preempted so far; at least in first
-    and last deltas. embedding: of a request with pooling, in its only delta without an error: [hidden_size] float32 of
-    length 1 (L2), little-endian.
-
     With beam search a delta without tokens says what first deltas do when the first choice is made. At the end each
-    completion has one with all of its tokens and cumulative_logprob, the sum of their log-probabilities.
+    completion has one with all of its tokens and cumulative_logprob.
     """
 
     request_id: str
+    # Which of the completions.
     index: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    # None while it runs, then "stop", "length" or "error".
     finish_reason: str | None = None
+    # The stop id that ended it (None for end-of-sequence), or the error message.
     stop_reason: int | str | None = None
+    # Prompt tokens found in the prefix cache.
     num_cached_tokens: int = 0
+    # Only in the request's first delta; entry 0 is None, as the first token has no predecessor.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    # In the request's first delta with a token.
     times: RequestTimes | None = None
+    # The engine refuses the whole request for this field; finish_reason is "error".
     bad_param: str | None = None
+    # How often sequences of the request were preempted so far; at least in first and last deltas.
     num_preemptions: int = 0
+    # Of a request with pooling, in its only delta: [hidden_size] float32 of length 1 (L2), little-endian.
     embedding: bytes | None = None
+    # The sum of the log-probabilities of a beam's tokens.
     cumulative_logprob: float | None = None
 
 
@@ -181,31 +189,24 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class CompletionOutput(msgspec.Struct):
-    """One completion. From `LLM.generate` it is whole; in a stream it holds what is new since the last output.
+    """One completion. From `LLM.generate` it is whole; in a stream it holds what is new since the last output."""
 
-    cumulative_logprob: the sum of the tokens' log-probabilities, with logprobs, beam search and best_of. Where the
-    best were chosen, they are in the order of cumulative_logprob / len(token_ids) ** length_penalty.
-    logprobs: one dict a token, token id -> Logprob, the sampled token always in it.
-    finish_reason: "stop", "length", "error"; None while it runs. stop_reason: stop string or id, if one ended it.
-    """
-
+    # Where the best of several were chosen, they are in the order of cumulative_logprob / tokens ** length_penalty.
     index: int
     text: str
     token_ids: list[int]
+    # The sum of the tokens' log-probabilities, with logprobs, beam search and best_of.
     cumulative_logprob: float | None = None
+    # One dict a token, token id -> Logprob, the sampled token always in it.
     logprobs: list[dict[int, Logprob]] | None = None
+    # "stop", "length", "error"; None while it runs.
     finish_reason: str | None = None
+    # The stop string or id that ended it, if one did.
     stop_reason: int | str | None = None
 
 
 class RequestOutput(msgspec.Struct):
-    """A request's completions, in order of index; in a stream only those with something new.
-
-    times: of the engine, in the first output with a token. num_cached_tokens: prompt tokens found in the prefix cache.
-    num_preemptions: how often its sequences were preempted so far. embedding: [hidden_size] float32 values, a vector
-    of length 1 (L2), for a request with pooling; its only completion is empty. num_discarded_tokens: of samples that
-    were made and not chosen, for best_of.
-    """
+    """A request's completions, in order of index; in a stream only those with something new."""
 
     request_id: str
     prompt: str | None
@@ -213,92 +214,101 @@ class RequestOutput(msgspec.Struct):
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    # Prompt tokens found in the prefix cache.
     num_cached_tokens: int = 0
+    # Of the engine, in the first output with a token.
     times: RequestTimes | None = None
+    # How often its sequences were preempted so far.
     num_preemptions: int = 0
+    # [hidden_size] float32 values, a vector of length 1 (L2), for a request with pooling; its completion is empty.
     embedding: array[float] | None = None
+    # Tokens of samples that were made and not chosen, for best_of.
     num_discarded_tokens: int = 0
 
 
+# ---------------------------------------------------------------------------------------------------- figures
+
+# Upper bounds of EngineStats.step_tokens.
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot of the engine for metrics and health. Counters only grow.
+    """A snapshot of the engine for metrics and health. Counters only grow."""
 
-    num_preemptions: by recompute or swap; num_swap_preemptions: those by swap. prefix_cache_queries: tokens looked up
-    in the prefix cache; prefix_cache_hits: those found, on either tier; cpu_prefix_cache_queries: those that the device
-    had not, so that the CPU tier, if there is one, was asked; cpu_prefix_cache_hits: those that had to come from there.
-    step_tokens: steps by the tokens they computed, in the buckets of STEP_TOKEN_BUCKETS and one
-    beyond the last. computed_tokens: tokens of all steps. num_used_cpu_blocks: host blocks that swapped sequences hold.
-    num_cached_cpu_blocks: host blocks findable by the prefix cache. swapped_out_blocks, swapped_in_blocks: blocks moved
-    between the pools, for whatever reason. prefill_chunk_limit: prompt tokens that the last step with decodes and
-    prompts had time for within target_itl_ms; 0 without a target, or before.
-    """
-
+    # Sequences that run, wait for a place, and wait with their KV in host memory.
     num_running: int = 0
     num_waiting: int = 0
     num_swapped: int = 0
+    # Blocks of the device pool that are held, and all.
     num_used_blocks: int = 0
     num_total_blocks: int = 0
+    # Preemptions by recompute or swap, and those by swap.
     num_preemptions: int = 0
+    num_swap_preemptions: int = 0
     num_steps: int = 0
+    # Tokens of prompts that came, and tokens generated.
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    # Tokens of all steps.
+    computed_tokens: int = 0
+    # Steps by the tokens they computed, in the buckets of STEP_TOKEN_BUCKETS and one beyond the last.
+    step_tokens: list[int] = []
+    # Tokens looked up in the prefix cache, and those found, on either tier.
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
-    step_tokens: list[int] = []
-    computed_tokens: int = 0
-    num_swap_preemptions: int = 0
+    # Tokens that the device had not, so that the CPU tier, if there is one, was asked, and those found there.
+    cpu_prefix_cache_queries: int = 0
     cpu_prefix_cache_hits: int = 0
+    # Host blocks that swapped sequences hold, that the prefix cache finds, and all.
     num_used_cpu_blocks: int = 0
     num_cached_cpu_blocks: int = 0
     num_total_cpu_blocks: int = 0
+    # Blocks moved between the pools, for whatever reason.
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
-    cpu_prefix_cache_queries: int = 0
+    # Prompt tokens that the last step with decodes and prompts had time for within target_itl_ms; 0 without a target.
     prefill_chunk_limit: int = 0
 
 
+class KVBlocks(msgspec.Struct, frozen=True):
+    """KV blocks of a rank, or of all ranks together the fewest that one of them can hold."""
+
+    # Of the device pool.
+    gpu: int
+    # Of the host pool.
+    cpu: int
+
+
 class DeviceMemory(msgspec.Struct, frozen=True):
-    """A rank's device memory once it is ready, in bytes. in_use and allowed (0: unlimited) are the whole device's."""
+    """A rank's device memory once it is ready, in bytes."""
 
     weights: int = 0
     kv_cache: int = 0
+    # Of the whole device, others' use included.
     in_use: int = 0
+    # Of the whole device; 0 for no limit.
     allowed: int = 0
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """Seconds that a captured step takes. padding: without attention. chunk: filled by the last tokens of a sequence of
-    `context` tokens, or by all of them if it is shorter than the step."""
+    """Seconds that a captured step takes."""
 
+    # Without attention.
     padding: float
+    # Filled by the last tokens of a sequence of `context` tokens, or by all of them if it is shorter than the step.
     chunk: float
     context: int
 
 
-class RankReady(msgspec.Struct, frozen=True):
-    """What a rank says once it is warm.
-
-    step_costs: the sizes, in tokens and ascending, to which steps that are not all decodes are padded, because they
-    are captured; larger ones are computed as they are. With each, what it takes. Empty unless target_itl_ms needs it.
-    """
-
-    memory: DeviceMemory = DeviceMemory()
-    step_costs: dict[int, StepCost] = {}
-
-
 class KVCosts(msgspec.Struct, frozen=True):
-    """Seconds that a rank takes to compute and to move KV, as measured when it started.
+    """Seconds that a rank takes to compute and to move KV, as measured when it started."""
 
-    recompute_token: to compute a token of a long chunk. swap_out_block, swap_in_block: to move a block of the rank in a
-    large transfer. transfer: what any transfer takes beside its blocks.
-    """
-
+    # To compute a token of a long chunk.
     recompute_token: float
+    # To move a block of the rank in a large transfer.
     swap_out_block: float
     swap_in_block: float
+    # What any transfer takes beside its blocks.
     transfer: float = 0.0
 
     def recompute(self, num_tokens: int) -> float:
@@ -314,40 +324,63 @@ class KVCosts(msgspec.Struct, frozen=True):
         return self.transfer + self.swap_in_block * num_blocks if num_blocks else 0.0
 
 
-def slowest(costs: list[KVCosts]) -> KVCosts | None:
-    """What a step of all ranks together takes: the most that any of them does. None without any."""
-    if not costs:
-        return None
-    return KVCosts(*(max(getattr(rank, name) for rank in costs) for name in KVCosts.__struct_fields__))
+class RankReady(msgspec.Struct, frozen=True):
+    """What a rank says once it can serve."""
+
+    memory: DeviceMemory = DeviceMemory()
+    # By size in tokens, ascending: the sizes to which steps that are not all decodes are padded because they are
+    # captured, and what they take. Larger steps are computed as they are. Empty unless target_itl_ms needs it.
+    step_costs: dict[int, StepCost] = {}
+    # None without a host pool.
+    kv_costs: KVCosts | None = None
+    # (name, seconds) of the phases of its start, in order.
+    phases: list[tuple[str, float]] = []
 
 
 class StartReport(msgspec.Struct, frozen=True):
-    """How an engine came up. phases: (name, seconds), in order. placement, ready: one entry a rank.
+    """How an engine came up."""
 
-    kv_costs: one entry a rank, or none if the engine has no host pool, and so nothing to decide.
-    """
-
+    # (name, seconds), in order.
     phases: list[tuple[str, float]] = []
+    # Where each rank is.
     placement: list[str] = []
     ready: list[RankReady] = []
-    kv_costs: list[KVCosts] = []
+
+    def kv_costs(self) -> KVCosts | None:
+        """What a step of all ranks together takes: the most that any of them does. None without a host pool."""
+        costs = [rank.kv_costs for rank in self.ready if rank.kv_costs is not None]
+        if not costs:
+            return None
+        return KVCosts(*(max(getattr(rank, name) for rank in costs) for name in KVCosts.__struct_fields__))
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What fronts need to know of an engine before they send it anything.
-
-    max_model_len: tokens of prompt and output together. num_kv_tokens: tokens the device pool holds; a sequence can
-    have more only if a sliding window lets go of its beginning. eos_token_ids: ids that end a sequence unless
-    ignore_eos. hidden_size: of the model, the number of an embedding's values. kv_cache_dtype: as in `EngineConfig`.
-    max_num_seqs: sequences that run at once, and so beams of a request.
-    """
+    """What fronts need to know of an engine before they send it anything."""
 
     model: str
+    # Tokens of prompt and output together.
     max_model_len: int
     vocab_size: int
+    # Tokens that the device pool holds; a sequence has more only if a sliding window lets go of its beginning.
     num_kv_tokens: int
+    # Ids that end a sequence unless ignore_eos.
     eos_token_ids: list[int]
     start: StartReport = StartReport()
+    # Values of an embedding.
     hidden_size: int = 0
+    # As in `EngineConfig`.
     kv_cache_dtype: str = "auto"
+    # Sequences that run at once, and so beams of a request.
     max_num_seqs: int = 256
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Work of one front, or of several."""
+
+    # Completions that live: queued or running.
+    completions: int = 0
+    # Prompt tokens of requests without a first token.
+    queued_tokens: int = 0
+
+    def __add__(self, other: Load) -> Load:
+        return Load(self.completions + other.completions, self.queued_tokens + other.queued_tokens)

@@ -91,7 +91,7 @@ class ModelSpec:
         return widest
 
     @property
-    def num_telling_layers(self) -> int:
+    def num_distinct_layers(self) -> int:
         """How many of the first layers run every kernel of the model, and need as much memory as all of them.
 
         All windows occur, and one layer at least is neither the first, which adds to nothing, nor the last, which goes

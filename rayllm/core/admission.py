@@ -3,82 +3,61 @@
 from __future__ import annotations
 
 from rayllm.api.types import SequenceData
-from rayllm.core.batch import RunningBatch
-from rayllm.core.forecast import Forecast
-from rayllm.core.kv_memory import KVMemory, Match
+from rayllm.core.memory import Match
+from rayllm.core.passes import schedule_chunk
 from rayllm.core.preemption import Preemption
-from rayllm.core.prefill import schedule_chunk
-from rayllm.core.queue import WaitingQueue
-from rayllm.core.sequence import Sequence, SequenceStatus, policy_order
+from rayllm.core.sequence import Sequence
+from rayllm.core.state import SchedulerState
 from rayllm.core.step import Draft
 
-WATERMARK = 0.01  # share of blocks kept free at admission, so that running sequences can grow a while
+WATERMARK = 0.01  # share of the blocks that admission leaves free
+# Blocks that admission leaves free for each running sequence that may outgrow its own. With one, batches are as large
+# and preemptions about as rare as with a forecast of all lengths: docs/decisions/admission.md has the figures.
+GROWTH_BLOCKS = 1
 
 
 class Admission:
-    """Lets sequences in while there is budget, a row and room. Nobody overtakes the first in policy order.
+    """Lets sequences in while there is budget, a row and room. Nobody overtakes the first in policy order."""
 
-    num_queries, num_hits: tokens looked up in the prefix cache so far, and found there. num_cpu_queries, num_cpu_hits:
-    those that the device had not and the host was asked for, and those found there.
-    """
+    def __init__(self, state: SchedulerState, preemption: Preemption, growth_blocks: int):
+        self._state, self._memory, self._batch = state, state.memory, state.batch
+        self._preemption, self._growth_blocks = preemption, growth_blocks
+        self._watermark = int(state.memory.gpu.num_blocks * WATERMARK)
 
-    def __init__(
-        self,
-        memory: KVMemory,
-        batch: RunningBatch,
-        preemption: Preemption,
-        waiting: WaitingQueue,
-        swapped: WaitingQueue,
-        longest_chunk: int,
-        preemptive: bool,
-    ):
-        self._memory, self._batch, self._preemption = memory, batch, preemption
-        self._waiting, self._swapped = waiting, swapped
-        self._longest_chunk, self._preemptive = longest_chunk, preemptive
-        self.forecast = Forecast(memory, batch, longest_chunk)
-        self._watermark = int(memory.gpu.num_blocks * WATERMARK)
-        self.num_queries = self.num_hits = self.num_cpu_queries = self.num_cpu_hits = 0
-
-    def admit_forks(self, forks: list[Sequence], draft: Draft, in_flight: int) -> None:
-        """Let forked siblings enter; those that don't fit give their blocks back and wait like new sequences.
-
-        in_flight: steps whose results are not known yet.
-        """
-        blocks = self._memory.gpu
-        self.forecast.start_step(in_flight)
+    def admit_forks(self, draft: Draft) -> None:
+        """Let forked siblings enter; those that don't fit give their blocks back and wait like new sequences."""
+        gpu = self._memory.gpu
+        forks, self._state.forks = self._state.forks, []
         for seq in forks:
-            if not (draft.budget and self._batch.free_rows and self._has_room_for_fork(seq)):
-                self._preemption.send_back(seq)
+            if not (draft.budget and self._batch.free_rows and self._fits(seq, gpu.num_free - 1)):
+                self._state.send_back(seq)
                 continue
             last = len(seq.token_ids) - 1
-            place = last // blocks.block_size - seq.first_block
+            place = last // gpu.block_size - seq.first_block
             if place == len(seq.block_table):  # a beam's token, behind full blocks
-                seq.block_table += blocks.allocate(1)
-            elif (copy := blocks.make_writable(seq.block_table, place)) is not None:
+                seq.block_table += gpu.allocate(1)
+            elif (copy := gpu.make_writable(seq.block_table, place)) is not None:
                 draft.copies.append(copy)
                 draft.copied.append(copy[0])
+            seq.capacity = (seq.first_block + len(seq.block_table)) * gpu.block_size
             self._enter(seq, last, draft)
             schedule_chunk(seq, self._memory, draft)
 
     def admit(self, draft: Draft) -> None:
-        """Admit swapped and waiting sequences in policy order, up to the first for which anything is short.
+        """Admit waiting sequences in policy order, up to the first for which anything is short.
 
         In that order whoever ran before comes before whoever is new.
         """
-        while draft.budget and self._batch.free_rows:
-            seq = self.head()
-            if seq is None:
-                return
-            match = self._find(seq)
+        while draft.budget and self._batch.free_rows and (seq := self.head()) is not None:
+            match = self._memory.match(seq)
             if not self._has_room(seq, match):
                 return
-            if seq.status is SequenceStatus.SWAPPED:
-                self._swapped.remove(seq)
-                num_computed = seq.num_swapped
-            else:
-                self._waiting.remove(seq)
-                num_computed = self._count(seq, match, draft)
-            arriving = self._claim(seq, match, num_computed)
+            self._state.waiting.remove(seq)
+            self._count(seq, match, draft)
+            num_computed = match.end * self._memory.block_size
+            # With a sliding window the first blocks suffice: chunks find the others as they come.
+            whole = self._memory.window.tokens is None
+            arriving = self._memory.claim(seq, match, len(seq.token_ids) if whole else num_computed + 1)
             self._enter(seq, num_computed, draft)
             if arriving:
                 draft.arriving.append(seq)  # its blocks arrive while this step computes
@@ -90,7 +69,7 @@ class Admission:
         head = self.head()
         if head is None:
             return
-        match = self._find(head)
+        match = self._memory.match(head)
         running = self._batch.sequences
         while running and head.key[0] < running[-1].key[0]:
             if self._batch.free_rows and self._has_room(head, match):
@@ -106,34 +85,13 @@ class Admission:
 
     def head(self) -> Sequence | None:
         """The first in policy order outside the batch. None also while something about it is not known yet."""
-        heads = [seq for seq in (self._swapped.peek(), self._waiting.peek()) if seq is not None]
-        head = min(heads, key=policy_order, default=None)
+        head = self._state.waiting.peek()
         # Preempted while its last token is in flight: the id is needed first, and then its mask.
-        return None if head is None or head.num_pending or head.blocked else head
-
-    def _find(self, seq: Sequence) -> Match:
-        return self._memory.match_swapped(seq) if seq.status is SequenceStatus.SWAPPED else self._memory.match(seq)
+        return None if head is None or head.num_pending or head.closed else head
 
     def _has_room(self, seq: Sequence, match: Match) -> bool:
         """Whether the sequence's blocks can be allocated once those of the match are held."""
-        missing = self._missing(seq, match)
-        room = self._memory.num_free_after(match) - missing - self._reserve(seq)
-        return self._will_have_room(seq, len(match.blocks) + missing, self._memory.num_shared(match), room)
-
-    def _has_room_for_fork(self, seq: Sequence) -> bool:
-        """Whether there is a block for the copy of the last one."""
-        room = self._memory.gpu.num_free - 1 - self._reserve(seq)
-        return self._will_have_room(seq, len(seq.block_table), seq.num_shared, room)
-
-    def _will_have_room(self, seq: Sequence, held: int, shared: int, room: int) -> bool:
-        """Whether there is room now, and will be for all that run. Those less urgent make room when it comes to it."""
-        running = self._batch.sequences
-        if room < 0 or not running:
-            return room >= 0
-        if seq.group.search is not None and seq.group.search.started:
-            return True  # it takes the place of a beam that died, or its group waits for it alone
-        yields = self._preemptive and seq.key[0] < running[-1].key[0]
-        return yields or self.forecast.fits(seq, held, shared, room)
+        return self._fits(seq, self._memory.num_free_after(match) - self._missing(seq, match))
 
     def _missing(self, seq: Sequence, match: Match) -> int:
         """Blocks beyond the match that it has to find at first, or until it decodes if its chunks find them.
@@ -145,56 +103,47 @@ class Admission:
         if window.tokens is None:
             return missing
         if not self._batch.sequences:
-            return max(0, blocks_for(self._num_found(seq, match) + 1) - match.end)
-        most = window.most_blocks(len(seq.token_ids)) + blocks_for(self._longest_chunk)
+            return max(0, blocks_for(match.end * self._memory.block_size + 1) - match.end)
+        most = window.most_blocks(len(seq.token_ids)) + blocks_for(self._state.max_num_batched_tokens)
         return min(missing, max(1, most - len(match.blocks)))
 
-    def _num_found(self, seq: Sequence, match: Match) -> int:
-        """Tokens that need not be computed any more."""
-        return seq.num_swapped or match.end * self._memory.block_size
+    def _fits(self, seq: Sequence, num_free: int) -> bool:
+        """Whether a sequence may enter that leaves num_free blocks free.
 
-    def _claim(self, seq: Sequence, match: Match, num_computed: int) -> bool:
-        """Take the sequence's blocks: all of them, or with a sliding window the first, and its chunks find the others.
-
-        Returns whether some of them arrive while this step computes.
+        The only sequence may take all of them; it could otherwise wait for ever. A more urgent one need not care for
+        those that it may preempt, nor a beam of a search that has begun: it takes the place of one that died, or its
+        group waits for it alone.
         """
-        whole = self._memory.window.tokens is None
-        seq.first_block = match.first
-        seq.num_shared = self._memory.num_shared(match)
-        seq.block_table, arriving = self._memory.claim(seq, match, len(seq.token_ids) if whole else num_computed + 1)
-        self._memory.release_swapped(seq)
-        return arriving
-
-    def _reserve(self, seq: Sequence) -> int:
-        """Blocks that admission leaves free; none for the only sequence, which could otherwise wait for ever.
-
-        One that was preempted would be the next victim again: it comes back when all that run can grow by a block.
-        """
-        running = len(self._batch.sequences)
+        running = self._batch.sequences
         if not running:
-            return 0
-        return max(self._watermark, running) if seq.group.num_preemptions else self._watermark
+            return num_free >= 0
+        if num_free < self._watermark:
+            return False
+        urgent = self._state.preemptive and seq.key[0] < running[-1].key[0]
+        if urgent or (seq.group.search is not None and seq.group.search.started):
+            return True
+        if num_free >= self._growth_blocks * len(running):
+            return True
+        return num_free >= self._growth_blocks * sum(each.capacity < each.max_len - 1 for each in running)
 
-    def _count(self, seq: Sequence, match: Match, draft: Draft) -> int:
-        """Record what the prefix cache found for a waiting sequence; returns how many tokens that is."""
-        size = self._memory.block_size
-        hit = match.end * size
-        if self._memory.looks_up(seq):
-            self.num_queries += len(seq.token_ids)
-            self.num_hits += hit
+    def _count(self, seq: Sequence, match: Match, draft: Draft) -> None:
+        """Record what the prefix cache found for a waiting sequence, and when its request was first admitted."""
+        counters, size = self._state.counters, self._memory.block_size
+        if self._memory.caching and self._memory.looks_up(seq) and not seq.pinned:
+            on_device = len(match.on_device) * size
+            counters.prefix_cache_queries += len(seq.token_ids)
+            counters.prefix_cache_hits += match.end * size
             if self._memory.tiered:
-                self.num_cpu_queries += len(seq.token_ids) - hit + len(match.host) * size
-                self.num_cpu_hits += len(match.host) * size
+                counters.cpu_prefix_cache_queries += len(seq.token_ids) - match.first * size - on_device
+                counters.cpu_prefix_cache_hits += len(match.host) * size
         if seq.group.num_cached_tokens is None:
-            seq.group.num_cached_tokens = hit
+            seq.group.num_cached_tokens = match.end * size
             draft.started.append(seq.group)
-        return hit
 
     def _enter(self, seq: Sequence, num_computed: int, draft: Draft) -> None:
         """Put a sequence that has blocks into the batch; nothing of it is scheduled yet."""
         size = self._memory.block_size
         self._batch.enter(seq)
-        seq.capacity = (seq.first_block + len(seq.block_table)) * size
         seq.num_computed = num_computed
         seq.num_registered = num_computed // size
         if self._memory.caching:

@@ -9,90 +9,82 @@ ends, at the length limit, or when `width` sequences are finished and early_stop
 A beam that knows its `width` most likely tokens, and one more for each token that ends a sequence, knows enough:
 `width` of them go on, and no other beam's continuation can need more than `width` of one beam.
 
-Only tokens and numbers are known here; rows and blocks follow in `beam_group`.
+This module knows tokens and numbers only; `beams` carries out the choices in rows and blocks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import TokenLogprobs
 
-if TYPE_CHECKING:
-    from rayllm.core.sequence import Sequence
-
 
 @dataclass(slots=True)
 class Beam:
-    """cumulative: the sum of the log-probabilities of its tokens. entries: those tokens', if the request asks for them.
+    """What a sequence is to its group's beam search."""
 
-    found: its best next tokens, once the step that looks for them is done and until the group's choice is made.
-    """
-
+    # The sum of the log-probabilities of its generated tokens.
     cumulative: float = 0.0
+    # Those tokens' log-probabilities, if the request asks for them.
     entries: list[TokenLogprobs] = field(default_factory=list)
+    # Its most likely next tokens, from the step that found them until the group's choice is made.
     found: TokenLogprobs | None = None
 
 
 class Continuation(NamedTuple):
-    """A beam and one more token. beam: its place among the beams. place: the token's among those the beam found.
+    """A beam and one more token."""
 
-    cumulative: the log-probability of all generated tokens together.
-    """
-
+    # The log-probability of all generated tokens together.
     cumulative: float
+    # The beam's place among the beams.
     beam: int
+    # The token's place among those that the beam found.
     place: int
     token: int
 
 
 class Hypothesis(NamedTuple):
-    """A finished sequence. token_ids: generated ones. stop_id: the end-of-sequence or stop id, if one ended it.
-
-    entries: as of `Beam`.
-    """
+    """A finished sequence."""
 
     score: float
+    # Generated tokens.
     token_ids: list[int]
     cumulative: float
+    # The end-of-sequence or stop id, if one ended it.
     stop_id: int | None
+    # As of `Beam`.
     entries: list[TokenLogprobs]
 
 
 class BeamSearch:
-    """The search of one request. finished: what is kept of finished sequences, best first.
+    """The search of one request. stop_ids: tokens that end a sequence. max_len: of prompt and output together."""
 
-    num_prompt: tokens of the prompt. max_len: of prompt and output together.
-    """
-
-    def __init__(self, params: SamplingParams, num_prompt: int, max_len: int):
+    def __init__(self, params: SamplingParams, num_prompt: int, max_len: int, stop_ids: frozenset[int]):
         self.width = params.width
-        self.finished: list[Hypothesis] = []
+        self.finished: list[Hypothesis] = []  # the best finished sequences, best first
         self.started = False  # a choice has been made
-        self._num_prompt, self._max_len = num_prompt, max_len
-        self._min_tokens = params.min_tokens
-        self._length_penalty, self._early_stopping = params.length_penalty, params.early_stopping
-        self._num_top = params.logprobs
+        self._params, self._num_prompt, self._max_len, self._stop_ids = params, num_prompt, max_len, stop_ids
 
-    def choose(self, beams: list[Sequence]) -> list[Continuation]:
-        """The next beams, best first; none if the search is over. All of `beams`, best first, must have found tokens.
+    def choose(self, beams: Sequence[Beam], token_ids: Sequence[list[int]]) -> list[Continuation]:
+        """The next beams, best first; none if the search is over.
 
-        Of a log-probability that two continuations share, the better beam's comes first, and of one beam's that of
-        the lower token id.
+        beams: best first; all must have found tokens. token_ids: of each beam, prompt first. Of continuations with
+        equal log-probability the better beam's comes first, and of one beam's that of the lower token id.
         """
         self.started = True
-        length = len(beams[0].token_ids) + 1 - self._num_prompt
+        length = len(token_ids[0]) + 1 - self._num_prompt
         ends = length + self._num_prompt >= self._max_len
-        stop_ids = beams[0].stop_ids
         live: list[Continuation] = []
         for rank, continuation in enumerate(self._ranked(beams, length)):
-            stops = continuation.token in stop_ids
+            stops = continuation.token in self._stop_ids
             if stops or ends:
                 if rank < self.width:
-                    self._finish(beams[continuation.beam], continuation, length, stops)
+                    generated = token_ids[continuation.beam][self._num_prompt :]
+                    self._finish(beams[continuation.beam], generated, continuation, stops)
             elif len(live) < self.width:
                 live.append(continuation)
             elif rank >= self.width:
@@ -101,36 +93,34 @@ class BeamSearch:
 
     def entries_of(self, beam: Beam, place: int) -> list[TokenLogprobs]:
         """What a continuation of `beam` by the token at `place` reports of its tokens; nothing if not asked for."""
-        if self._num_top is None:
+        num_top = self._params.logprobs
+        if num_top is None:
             return []
         assert beam.found is not None
         ids, logprobs = beam.found.top_ids, beam.found.top_logprobs
         rank = 1 + sum(other > logprobs[place] for other in logprobs[:place])
-        last = TokenLogprobs(ids[place], logprobs[place], rank, ids[: self._num_top], logprobs[: self._num_top])
-        return [*beam.entries, last]
+        return [*beam.entries, TokenLogprobs(ids[place], logprobs[place], rank, ids[:num_top], logprobs[:num_top])]
 
-    def _ranked(self, beams: list[Sequence], length: int) -> list[Continuation]:
+    def _ranked(self, beams: Sequence[Beam], length: int) -> list[Continuation]:
         """All that the beams found, best first, without those that would end before min_tokens."""
-        early = length <= self._min_tokens
-        found = []
-        for number, seq in enumerate(beams):
-            beam = seq.beam
-            assert beam is not None and beam.found is not None
+        early = length <= self._params.min_tokens
+        ranked = []
+        for number, beam in enumerate(beams):
+            assert beam.found is not None
             for place, (token, logprob) in enumerate(zip(beam.found.top_ids, beam.found.top_logprobs, strict=True)):
-                if logprob > -math.inf and not (early and token in seq.stop_ids):
-                    found.append(Continuation(beam.cumulative + logprob, number, place, token))
-        found.sort(key=lambda each: (-each.cumulative, each.beam, each.place))
-        return found
+                if logprob > -math.inf and not (early and token in self._stop_ids):
+                    ranked.append(Continuation(beam.cumulative + logprob, number, place, token))
+        ranked.sort(key=lambda each: (-each.cumulative, each.beam, each.place))
+        return ranked
 
-    def _finish(self, seq: Sequence, continuation: Continuation, length: int, stops: bool) -> None:
-        assert seq.beam is not None
+    def _finish(self, beam: Beam, generated: list[int], continuation: Continuation, stops: bool) -> None:
         token, cumulative = continuation.token, continuation.cumulative
         hypothesis = Hypothesis(
-            score=self._score(cumulative, length),
-            token_ids=[*seq.token_ids[self._num_prompt :], token],
+            score=self._score(cumulative, len(generated) + 1),
+            token_ids=[*generated, token],
             cumulative=cumulative,
             stop_id=token if stops else None,
-            entries=self.entries_of(seq.beam, continuation.place),
+            entries=self.entries_of(beam, continuation.place),
         )
         self.finished.append(hypothesis)
         self.finished.sort(key=lambda each: -each.score)
@@ -142,11 +132,11 @@ class BeamSearch:
             return True
         if len(self.finished) < self.width:
             return False
-        if self._early_stopping is True:
+        if self._params.early_stopping is True:
             return True
-        if self._early_stopping == "never" and self._length_penalty > 0:
+        if self._params.early_stopping == "never" and self._params.length_penalty > 0:
             length = self._max_len - self._num_prompt  # which flatters a sum of logarithms most
         return self._score(live[0].cumulative, length) <= self.finished[-1].score
 
     def _score(self, cumulative: float, length: int) -> float:
-        return cumulative / length**self._length_penalty
+        return cumulative / length**self._params.length_penalty

@@ -6,9 +6,9 @@ the later a chunk begins in its prompt, the more keys it attends to, and the sho
 tokens are computed in any case, so prompts make progress even if the decodes alone take longer than the target. A step
 without decodes keeps nobody waiting and takes all it can.
 
-Captured steps are padded to some sizes, and what they take is no line: matrix products and attention compute whole
-tiles, and tiles come in waves over the multiprocessors. So among the sizes whose prediction is short enough, the one is
-taken that computes the most prompt tokens a second, and filled.
+Captured steps are padded to fixed sizes, and their times do not grow evenly with the size: matrix products and
+attention compute whole tiles, and tiles come in waves over the multiprocessors. So among the captured sizes that are
+predicted to be short enough, the one that computes the most prompt tokens a second is taken, and filled.
 
 A step's time is that between its result and the one before: with a step in flight behind it, the device computes
 without a pause, and that is what streams see.
@@ -22,28 +22,30 @@ from rayllm.api.types import StepCost
 from rayllm.core.sequence import Sequence
 from rayllm.core.step_time import StepTimes, StepWork, attended
 
-MIN_CHUNK = 64
-GROWTH = 2  # no more than so many times the prompt tokens of the largest step seen: what lies beyond is a guess
-MARGIN = 3.0  # standard deviations of the prediction's error, which is never less than LEAST_ERROR
-LEAST_ERROR = 0.01
-SOON = 1e-9  # seconds, of a step of which nothing is known
-SPARE = 8  # tokens of a captured step: for sequences of one token that enter once it is filled, which are as decodes
-AS_FAST = 0.98  # of the highest rate: of steps that are as good as each other, the largest
+MIN_CHUNK = 64  # prompt tokens that a step computes in any case
+GROWTH = (
+    2  # a step may have this many times the prompt tokens of the largest step seen; beyond, predictions are guesses
+)
+MARGIN = 3.0  # standard deviations of the prediction's error that are kept free
+LEAST_ERROR = 0.01  # the error is taken for at least this, relative
+SPARE_TOKENS = 8  # left free in a captured step for sequences of one token that enter once it is filled
+AS_FAST = 0.98  # sizes within this share of the highest rate count as equally fast; the largest of them is taken
+SHORTEST = 1e-9  # seconds; stands for the time of a step of which nothing is known
 
 
-class Pace:
-    """What one step may take for prompts, besides its decodes, of which there is at least one."""
+class StepChunks:
+    """How many prompt tokens one step may compute beside its decodes, of which there is at least one."""
 
     def __init__(self, budget: ChunkBudget, decodes: int):
         self._budget = budget
         self._most = budget.most_tokens()
         self._seconds = budget.seconds()
         self._decodes = decodes
-        self._tokens = self._pairs = 0  # of the chunks so far
+        self._tokens = self._pairs = 0  # of the chunks granted so far
 
-    def take(self, start: int, count: int) -> int:
-        """How many of `count` tokens from position `start` on to compute, which count as taken; 0 if time is up."""
-        wanted = max(self._fastest(start, count), self._longest(start), MIN_CHUNK - self._tokens, 0)
+    def grant(self, start: int, count: int) -> int:
+        """How many of `count` tokens from position `start` on to compute in this step; 0 if its time is used up."""
+        wanted = max(self._fill_captured(start, count), self._beyond_captured(start), MIN_CHUNK - self._tokens, 0)
         if not self._tokens:
             self._budget.limit = wanted
         count = min(count, wanted)
@@ -51,27 +53,27 @@ class Pace:
         self._pairs += attended(start, count, self._budget.window)
         return count
 
-    def _fastest(self, start: int, count: int) -> int:
-        """Tokens that fill the captured step with the most prompt tokens a second, of those that are short enough.
+    def _fill_captured(self, start: int, count: int) -> int:
+        """Tokens that fill the fastest captured step, by prompt tokens a second, of those that are short enough.
 
         Tokens beyond `count`, which there may not be, count neither as computed nor as time.
         """
         best, highest = 0, 0.0
         if self._tokens:
-            highest = self._tokens / max(self._predict(start, 0), SOON)
+            highest = self._tokens / max(self._predict(start, 0), SHORTEST)
         for size in self._budget.captured.sizes:
-            more = size - SPARE - self._decodes - self._tokens
+            more = size - SPARE_TOKENS - self._decodes - self._tokens
             if more <= 0:
                 continue
             seconds = self._predict(start, min(more, count))
-            rate = (self._tokens + min(more, count)) / max(seconds, SOON)
+            rate = (self._tokens + min(more, count)) / max(seconds, SHORTEST)
             if seconds <= self._seconds and rate >= AS_FAST * highest:
                 best, highest = more, max(rate, highest)
             if more >= count:
                 break
         return best
 
-    def _longest(self, start: int) -> int:
+    def _beyond_captured(self, start: int) -> int:
         """The most tokens that are short enough and more than the captured steps have; 0 if there are none."""
         captured = max(0, self._budget.captured.largest - self._decodes - self._tokens)
         least, most = captured, max(captured, self._most - self._tokens)
@@ -84,37 +86,41 @@ class Pace:
         return least if least > captured else 0
 
     def _predict(self, start: int, count: int) -> float:
-        """Seconds of the step if it takes so many more tokens."""
+        """Seconds of the step if it is granted so many more tokens."""
         pairs = self._pairs + attended(start, count, self._budget.window)
         work = self._budget.captured.work(self._decodes, self._tokens + count, pairs)
         return self._budget.times.predict(work)
 
 
 class CapturedSteps:
-    """What captured steps of some sizes take, beside one another.
+    """What the captured steps take, in proportion to the largest of them.
 
-    costs: as in `RankReady`. window: as of `KVWindow`. sizes: ascending; largest: 0 without any.
+    costs: as in `RankReady`. window: tokens that the layer that sees most sees; None for all.
     """
 
     def __init__(self, costs: dict[int, StepCost], window: int | None):
-        self.sizes, self.largest, self._window = list(costs), max(costs, default=0), window
-        self._costs = costs
-        probes = {size: max(0.0, cost.chunk - cost.padding) / self._pairs(size) for size, cost in costs.items()}
-        # By size: tokens of the largest step that take as long as all its tokens, and pairs as long as one of its own.
+        self.sizes = list(costs)  # ascending
+        self.largest = max(costs, default=0)  # 0 without any
+        self._costs, self._window = costs, window
+        # By size: tokens of the largest step that take as long as all tokens of this one, and pairs that take as long
+        # as one pair of this one.
         self._tokens: dict[int, float] = {}
         self._pair: dict[int, float] = {}
+        a_pair = {size: max(0.0, cost.chunk - cost.padding) / self._pairs(size) for size, cost in costs.items()}
         for size, cost in costs.items():
             self._tokens[size] = cost.padding / (costs[self.largest].padding / self.largest)
-            self._pair[size] = probes[size] / probes[self.largest] if probes[self.largest] else 1.0
+            self._pair[size] = a_pair[size] / a_pair[self.largest] if a_pair[self.largest] else 1.0
 
-    def teach(self, times: StepTimes) -> None:
-        """All that was measured."""
+    def measurements(self) -> list[tuple[StepWork, float]]:
+        """What was measured when the engine started: (work, seconds)."""
+        measured = []
         for size, cost in self._costs.items():
-            times.begin_with(self.work(0, size, 0), cost.padding)
-            times.begin_with(self.work(0, size, self._pairs(size)), cost.chunk)
+            measured.append((self.work(0, size, 0), cost.padding))
+            measured.append((self.work(0, size, self._pairs(size)), cost.chunk))
+        return measured
 
     def work(self, decodes: int, prompt_tokens: int, pairs: int) -> StepWork:
-        """What a step computes, padded. pairs: counted."""
+        """What a step computes once it is padded. pairs: counted, without padding."""
         size = decodes + prompt_tokens
         if not prompt_tokens or not self.sizes:
             return StepWork(decodes, prompt_tokens, pairs)
@@ -124,25 +130,24 @@ class CapturedSteps:
         return StepWork(decodes, size - decodes, pairs * self._pair[size], self._tokens[size])
 
     def _pairs(self, size: int) -> int:
-        """That were attended to when `StepCost.chunk` was measured."""
+        """Pairs that were attended to when `StepCost.chunk` was measured."""
         context = self._costs[size].context
         count = min(size, context)
         return attended(context - count, count, self._window)
 
 
 class ChunkBudget:
-    """target: seconds between a stream's tokens. max_tokens: of a step. window, step_costs: as of `CapturedSteps`.
+    """Learns how long steps take, and makes a `StepChunks` of it for each step with decodes.
 
-    limit: prompt tokens that the last step with both decodes and prompts had time for; 0 before.
+    target: seconds between a stream's tokens. max_tokens: of a step. step_costs, window: as for `CapturedSteps`.
     """
 
     def __init__(self, target: float, max_tokens: int, window: int | None, step_costs: dict[int, StepCost]):
         self._target, self._max_tokens, self.window = target, max_tokens, window
         self.captured = CapturedSteps(step_costs, window)
-        self.times = StepTimes()
-        self.captured.teach(self.times)
+        self.times = StepTimes(self.captured.measurements())
+        self.limit = 0  # prompt tokens that the last step with both decodes and prompts had time for; 0 before
         self._last_result = 0.0
-        self.limit = 0
 
     def most_tokens(self) -> int:
         """Prompt tokens up to which predictions may be trusted."""

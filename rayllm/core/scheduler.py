@@ -1,199 +1,115 @@
 """`Scheduler`: decides, step by step, which sequences compute how many tokens in which blocks.
 
 One mixed batch a step under a token budget: decodes first, then prompts already being computed (in chunks), then
-forked siblings, then sequences that were swapped out or wait (`admission`). A step's plan may be made while earlier
-ones still run: sequences advance when they are *scheduled*, and the ids of tokens sampled in flight are filled in by
-`update`. Freed blocks may be handed out at once, because workers execute plans in order.
+forked siblings, then sequences that wait (`admission`). A step's plan may be made while earlier ones still run:
+sequences advance when they are *scheduled*, and the ids of tokens sampled in flight are filled in by `update`. Freed
+blocks may be handed out at once, because workers execute plans in order.
 
 All prompt blocks are allocated on admission, so only decoding sequences ever run out of blocks; then the last sequence
-in policy order is preempted (`preemption`: its blocks are freed, and it waits to be recomputed or swapped in), until
-the first in order alone remains, which always fits. Hence every sequence finishes.
+in policy order is preempted (`preemption`: its blocks are freed, and it waits to be recomputed or brought back from the
+host), until the first in order alone remains, which always fits. Hence every sequence finishes.
 
 A sequence whose blocks come from the host enters the batch at once, but its first tokens are computed in the next step:
-the transfer overlaps with this one. Only if this step has nothing else to do it waits for the transfer.
+the transfer overlaps with this one. Only if this step has nothing else to do does it wait for the transfer.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable
 
-from rayllm.api.types import (
-    STEP_TOKEN_BUCKETS,
-    EngineStats,
-    GenerationRequest,
-    KVCosts,
-    RequestTimes,
-    StepCost,
-    StepPlan,
-    StepResult,
-    TokenDelta,
-)
-from rayllm.core.admission import Admission
-from rayllm.core.batch import RunningBatch
-from rayllm.core.beam_group import BeamGroups
-from rayllm.core.chunk_budget import ChunkBudget, Pace
-from rayllm.core.constraint import AwaitedMasks, MakeConstraint
-from rayllm.core.decode import schedule_decodes
-from rayllm.core.deltas import embedding_delta, token_delta
-from rayllm.core.integrity import check_scheduler
-from rayllm.core.kv_memory import KVMemory
-from rayllm.core.policy import POLICIES
-from rayllm.core.preemption import Preemption
-from rayllm.core.prefill import schedule_chunk
-from rayllm.core.queue import WaitingQueue
-from rayllm.core.sequence import Sequence, SequenceGroup, SequenceStatus, derive_seed
-from rayllm.core.stats import take_stats
+from rayllm.api.types import STEP_TOKEN_BUCKETS, EngineStats, GenerationRequest, StepPlan, StepResult, TokenDelta
+from rayllm.core.admission import GROWTH_BLOCKS, Admission
+from rayllm.core.beams import Beams
+from rayllm.core.chunk_budget import ChunkBudget, StepChunks
+from rayllm.core.passes import schedule_chunk, schedule_decodes
+from rayllm.core.policy import Policy
+from rayllm.core.preemption import Preemption, PreemptionMode
+from rayllm.core.sequence import MakeConstraint, Sequence, SequenceStatus, derive_seed, make_group
+from rayllm.core.state import SchedulerState
 from rayllm.core.step import Draft, InFlight
 
-RUNNING, FORKED, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FORKED, SequenceStatus.FINISHED
+RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
 
 
 class Scheduler:
     """Queues, batch rows and blocks of one engine. Not thread-safe; knows neither torch nor Ray.
 
-    num_cpu_blocks: of the host pool, for swapped sequences and for the prefix cache's second tier; 0 without.
-    preemption_mode: "cost", "recompute" or "swap". costs: as the workers measured them, needed if there is a
-    host pool. sliding_window: tokens that the layer that sees most sees; None for all. target_itl: seconds between the
-    tokens of a decoding sequence that chunks of prompts are cut for; None for no such target. step_costs: as in
-    `RankReady`. clock: seconds, for the times that requests report; nothing else is decided by it than the length of
-    those chunks.
+    state: empty; the scheduler and its policies are the only ones to change it from now on.
+    policy: a request's place in the order.
+    preemption_mode: what becomes of the KV of a preempted sequence.
+    chunk_budget: cuts chunks of prompts for a target inter-token latency; None for chunks as long as the token budget.
+    seed: of requests without one.
+    growth_blocks: that admission leaves free for each running sequence that may outgrow its own.
 
     Raises ValueError for limits that contradict each other.
     """
 
     def __init__(
         self,
+        state: SchedulerState,
         *,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        eos_token_ids: Iterable[int] = (),
-        policy: str = "fcfs",
-        enable_prefix_caching: bool = True,
+        policy: Policy,
+        preemption_mode: PreemptionMode = "cost",
+        chunk_budget: ChunkBudget | None = None,
         seed: int = 0,
-        num_cpu_blocks: int = 0,
-        preemption_mode: str = "cost",
-        costs: KVCosts | None = None,
-        sliding_window: int | None = None,
-        target_itl: float | None = None,
-        step_costs: dict[int, StepCost] | None = None,
-        clock: Callable[[], float] = lambda: 0.0,
+        growth_blocks: int = GROWTH_BLOCKS,
     ):
-        if num_cpu_blocks and costs is None:
-            raise ValueError("a host pool needs the measured costs")
-        self.memory = KVMemory(
-            num_blocks=num_blocks,
-            num_cpu_blocks=num_cpu_blocks,
-            block_size=block_size,
-            caching=enable_prefix_caching,
-            costs=costs,
-            sliding_window=sliding_window,
-            write_ahead=2 * max_num_batched_tokens // block_size,
-        )
-        if max_model_len > self.memory.window.longest(num_blocks):
+        memory = state.memory
+        if state.max_model_len > memory.window.longest(memory.gpu.num_blocks):
             raise ValueError(
-                f"max_model_len {max_model_len} exceeds the pool of {num_blocks} blocks of {block_size} tokens"
+                f"max_model_len {state.max_model_len} exceeds the pool of {memory.gpu.num_blocks} blocks of "
+                f"{memory.block_size} tokens"
             )
-        self.cache = self.memory.cache
-        self.blocks = self.memory.gpu
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.policy = POLICIES[policy]
-        self.preemptive = policy == "priority"
-        self.seed = seed
-        self.groups: dict[str, SequenceGroup] = {}
-        self.waiting = WaitingQueue()
-        self.swapped = WaitingQueue()
-        self.batch = RunningBatch(max_num_seqs)
-        self.preemption = Preemption(preemption_mode, self.memory, self.batch, self.waiting, self.swapped, costs)
-        self.admission = Admission(
-            self.memory,
-            self.batch,
-            self.preemption,
-            self.waiting,
-            self.swapped,
-            max_num_batched_tokens,
-            self.preemptive,
-        )
-        self.beams = BeamGroups(
-            self.memory, self.batch, self.waiting, self.swapped, self.groups, self._retire, self._times
-        )
-        self.forks: list[Sequence] = []
-        self.in_flight: list[InFlight] = []
-        self.awaited_masks = AwaitedMasks()
+        self.state = state
+        self.in_flight: list[InFlight] = []  # plans without results, oldest first
+        self.to_report: list[str] = []  # requests with report_start that the last `schedule` started
+        self._policy = policy
+        self._preemption = Preemption(state, preemption_mode)
+        self._admission = Admission(state, self._preemption, growth_blocks)
+        self._beams = Beams(state)
+        self.chunk_budget = chunk_budget
+        self._seed = seed
         self._failed: list[TokenDelta] = []  # last deltas of sequences whose constraint failed
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
-        self.num_steps = 0
-        self.prompt_tokens = self.generation_tokens = 0
-        self._clock = clock
-        self.step_tokens = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
-        self.computed_tokens = 0
-        self.chunk_budget: ChunkBudget | None = None
-        if target_itl is not None:
-            self.chunk_budget = ChunkBudget(target_itl, max_num_batched_tokens, sliding_window, step_costs or {})
-        self.to_report: list[str] = []  # requests with report_start that the last `schedule` started
-
-    @property
-    def running(self) -> list[Sequence]:
-        """Sequences in the batch, in policy order."""
-        return self.batch.sequences
 
     # ---------------------------------------------------------------------------------------------- requests
 
     def add(self, request: GenerationRequest, constrain: MakeConstraint | None = None) -> None:
-        """Queue a valid request. Raises ValueError if its id is in use or its prompt can never fit.
+        """Queue a request that fits the engine's limits and whose id is not in use.
 
         constrain: makes each completion's constraint, if the tokens are to be constrained.
         """
-        prompt, params = request.prompt_token_ids, request.params
-        if request.request_id in self.groups:
-            raise ValueError(f"request id {request.request_id!r} is in use")
-        longest = self.max_model_len - (request.pooling is None)
-        if not 0 < len(prompt) <= longest:
-            raise ValueError(f"a prompt has 1 to {longest} tokens, not {len(prompt)}")
-        if request.pooling is not None and params.n != 1:
-            raise ValueError(f"a pooled prompt has one embedding, not {params.n}")
-        if params.use_beam_search and params.width > self.max_num_seqs:
-            raise ValueError(f"{params.width} beams cannot run at once; max_num_seqs is {self.max_num_seqs}")
+        state, params = self.state, request.params
         arrival = next(self._arrivals)
-        group = SequenceGroup.of(
+        group = make_group(
             request,
-            seed=derive_seed(self.seed, arrival + 1) if params.seed is None else params.seed,
-            root_hash=self.cache.root(request.cache_salt),
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.eos_token_ids,
-            order=(*self.policy(request), arrival),
+            seed=derive_seed(self._seed, arrival + 1) if params.seed is None else params.seed,
+            root_hash=state.memory.root_hash(request.cache_salt),
+            max_model_len=state.max_model_len,
+            eos_token_ids=state.eos_token_ids,
+            order=(*self._policy(request), arrival),
             constrain=constrain,
         )
-        group.added_at = self._clock()
-        self.groups[request.request_id] = group
-        self.prompt_tokens += len(prompt)
-        self.waiting.push(group.sequences[0])
+        group.added_at = state.clock()
+        state.groups[request.request_id] = group
+        state.counters.prompt_tokens += len(request.prompt_token_ids)
+        state.waiting.push(group.sequences[0])
 
     def abort(self, request_id: str) -> None:
         """End a request at once, whatever state it is in; unknown ids are ignored."""
         self._failed = [delta for delta in self._failed if delta.request_id != request_id]
-        group = self.groups.pop(request_id, None)
+        group = self.state.groups.pop(request_id, None)
         if group is None:
             return
         for seq in group.sequences:
-            self._retire(seq)
-        self.batch.drop_finished()
+            self.state.retire(seq)
+        self.state.batch.drop_finished()
 
     def has_work(self) -> bool:
         """True while any request lives or any step is in flight."""
-        return bool(self.groups or self.in_flight)
-
-    def stats(self) -> EngineStats:
-        """A snapshot of queues, pools and counters."""
-        return take_stats(self)
+        return bool(self.state.groups or self.in_flight)
 
     # ---------------------------------------------------------------------------------------------- one step
 
@@ -202,56 +118,50 @@ class Scheduler:
 
         A sequence whose constraint failed ends here; its last delta comes with the next `update` or `take_failed`.
         """
-        draft = Draft(self.max_num_batched_tokens)
-        if self.awaited_masks:
-            self._look_for_masks()
+        state, admission = self.state, self._admission
+        draft = Draft(state.max_num_batched_tokens)
+        if state.awaiting_mask:
+            self._open_gates()
         self.to_report = []
-        if self.preemptive:
-            self.admission.yield_to_urgent()
-        prefilling = schedule_decodes(self.running, draft, self._grow)
+        if state.preemptive:
+            admission.yield_to_urgent()
+        prefilling = schedule_decodes(state, self._preemption, draft)
         if self.chunk_budget is not None and draft.decodes:
-            draft.pace = Pace(self.chunk_budget, len(draft.decodes))
+            draft.chunks = StepChunks(self.chunk_budget, len(draft.decodes))
         for seq in prefilling:
             if draft.budget and seq.status is RUNNING:  # a decode may have preempted it
-                schedule_chunk(seq, self.memory, draft)
-        self.admission.admit_forks(self.forks, draft, len(self.in_flight))
-        self.admission.admit(draft)
-        if draft.is_empty and not self.in_flight and not self.awaited_masks:
-            self.admission.make_way(draft)
+                schedule_chunk(seq, state.memory, draft)
+        admission.admit_forks(draft)
+        admission.admit(draft)
+        if draft.is_empty and not self.in_flight and not state.awaiting_mask:
+            admission.make_way(draft)
         if draft.arriving and draft.is_empty:
-            self._schedule_arriving(draft)
-        self.blocks.release(draft.copied)
-        self.forks = draft.forked
-        if draft.started:
-            self._report(draft.started)
-        if draft.is_empty:
-            return None
-        step_id, computed = next(self._step_ids), draft.num_tokens
-        plan, record = draft.finish(
-            step_id, self.batch.take_left_rows(), self.memory.take_moves(step_id, computed), self.batch.take_tokens()
-        )
-        self.num_steps += 1
-        self.step_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, computed)] += 1
-        self.computed_tokens += computed
-        if self.chunk_budget is not None:
-            record.work = self.chunk_budget.work_of(len(draft.decodes), draft.ending + draft.partial)
-            record.scheduled_at = self._clock()
-        self.in_flight.append(record)
-        return plan
-
-    def _schedule_arriving(self, draft: Draft) -> None:
-        """Compute at once what has just entered, waiting for its blocks: there is nothing else to do meanwhile."""
-        draft.await_swap_ins = True
-        for seq in draft.arriving:
-            if draft.budget:
-                schedule_chunk(seq, self.memory, draft)
-
-    def _report(self, started: list[SequenceGroup]) -> None:
-        """Note when requests were first admitted."""
-        for group in started:
-            group.started_at = self._clock()
+            # There is nothing else to do while their blocks arrive: compute these at once, waiting for the blocks.
+            draft.await_swap_ins = True
+            for seq in draft.arriving:
+                if draft.budget:
+                    schedule_chunk(seq, state.memory, draft)
+        state.memory.gpu.release(draft.copied)
+        state.forks = draft.forked
+        for group in draft.started:
+            group.started_at = state.clock()
             if group.report_start:
                 self.to_report.append(group.request_id)
+        return None if draft.is_empty else self._finish(draft)
+
+    def _finish(self, draft: Draft) -> StepPlan:
+        """Make a plan of a draft that computes something, and count it."""
+        state, step_id, computed = self.state, next(self._step_ids), draft.num_tokens
+        moves = state.memory.take_moves(step_id, computed)
+        plan, record = draft.finish(step_id, state.batch.take_left_rows(), moves, state.batch.take_tokens())
+        state.counters.steps += 1
+        state.counters.step_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, computed)] += 1
+        state.counters.computed_tokens += computed
+        if self.chunk_budget is not None:
+            record.work = self.chunk_budget.work_of(len(draft.decodes), draft.ending + draft.partial)
+            record.scheduled_at = state.clock()
+        self.in_flight.append(record)
+        return plan
 
     def update(self, result: StepResult) -> list[TokenDelta]:
         """Take in the result of the oldest plan in flight: append tokens, end sequences, report what is new."""
@@ -260,19 +170,26 @@ class Scheduler:
         if step.step_id != result.step_id or not sizes:
             raise RuntimeError(f"result of step {result.step_id} does not belong to step {step.step_id}")
         if self.chunk_budget is not None and step.work is not None:
-            self.chunk_budget.observe(step.work, step.scheduled_at, self._clock())
+            self.chunk_budget.observe(step.work, step.scheduled_at, self.state.clock())
         for row, position, entries in result.prompt_logprobs:
             prompt_logprobs = step.by_row[row].group.prompt_logprobs
             if prompt_logprobs is not None:
                 prompt_logprobs[position : position + len(entries)] = entries
-        logprobs = result.logprobs
-        register = self.memory.register
         deltas = self.take_failed()
         if step.pooled:
-            deltas += self._embedded(step.pooled, result.embeddings)
-        num_others, add = len(deltas), deltas.append
+            deltas += self._take_embeddings(step.pooled, result.embeddings)
+        self._take_tokens(step.sampled, result, deltas)
+        return deltas + self._beams.choose()
+
+    def _take_tokens(self, sampled: list[Sequence], result: StepResult, deltas: list[TokenDelta]) -> None:
+        """Append the sampled tokens to their sequences, and what fronts are told of them to `deltas`.
+
+        This loop runs over all running sequences in every step: it is written for speed.
+        """
+        state, logprobs = self.state, result.logprobs
+        register, add, num_others = state.memory.register, deltas.append, len(deltas)
         any_finished = False
-        for i, (seq, token) in enumerate(zip(step.sampled, result.token_ids, strict=True)):
+        for i, (seq, token) in enumerate(zip(sampled, result.token_ids, strict=True)):
             seq.num_pending -= 1
             token_ids = seq.token_ids
             length = len(token_ids) + 1
@@ -282,96 +199,128 @@ class Scheduler:
                 continue
             if seq.status is FINISHED:
                 continue  # aborted, or found finished while this step was in flight: the token is dropped
-            if seq.beam is not None:
-                self.beams.take(seq, None if logprobs is None else logprobs[i])
+            entry = None if logprobs is None else logprobs[i]
+            gate = seq.gate
+            if gate is not None and gate.beam is not None:
+                self._beams.take(seq, gate.beam, entry)
                 continue
             token_ids.append(token)
             if length > seq.next_full:
                 register(seq, length - 1)
-            entry = logprobs[i] if logprobs is not None else None
-            delta = self._delta(seq, token, None if entry is None else [entry])
-            any_finished |= delta.finish_reason is not None
+            delta = self._token_delta(seq, token, None if entry is None else [entry])
             add(delta)
-            if seq.constraint is not None and seq.status is not FINISHED:
-                self.awaited_masks.add(seq, token)
+            if delta.finish_reason is not None:
+                state.retire(seq)
+                any_finished = True
+            elif gate is not None and gate.constraint is not None:
+                gate.constraint.accept(token)
+                state.awaiting_mask.append(seq)
             elif seq.status is RUNNING:
                 seq.steady_known = min(seq.next_full, seq.max_len - 1)
-        self.generation_tokens += len(deltas) - num_others
+        state.counters.generation_tokens += len(deltas) - num_others
         if any_finished:
-            self.batch.drop_finished()
-        return deltas + self.beams.choose(self.forks) if self.beams.due else deltas
+            state.batch.drop_finished()
 
-    def _embedded(self, pooled: list[Sequence], embeddings: list[bytes]) -> list[TokenDelta]:
+    def _token_delta(self, seq: Sequence, token: int, logprobs: list | None) -> TokenDelta:
+        """Of a token that has been appended to a sequence. Its first has what is known of the request by then."""
+        group, reason, stop = seq.group, None, None
+        if token in seq.stop_ids:
+            reason = "stop"
+            stop = token if token in group.params.stop_token_ids else None
+        elif len(seq.token_ids) >= seq.max_len:
+            reason = "length"
+        cached, prompt_logprobs, times = 0, None, None
+        if seq.fresh:
+            seq.fresh = False
+            cached = group.num_cached_tokens or 0
+            if seq.index == 0:
+                prompt_logprobs, times = group.prompt_logprobs, self.state.times(group)
+        return TokenDelta(
+            seq.request_id,
+            seq.index,
+            [token],
+            logprobs,
+            reason,
+            stop,
+            cached,
+            prompt_logprobs,
+            times,
+            num_preemptions=group.num_preemptions,
+        )
+
+    def _take_embeddings(self, pooled: list[Sequence], embeddings: list[bytes]) -> list[TokenDelta]:
         """End the pooled sequences whose embeddings have come; returns their only deltas."""
         deltas = []
         for seq, embedding in zip(pooled, embeddings, strict=True):
             seq.num_pending -= 1
             if seq.status is FINISHED:
                 continue  # aborted
-            self._retire(seq)
-            del self.groups[seq.request_id]
-            deltas.append(embedding_delta(seq, embedding, self._times(seq.group)))
-        self.batch.drop_finished()
+            group = seq.group
+            self.state.retire(seq)
+            delta = TokenDelta(
+                seq.request_id,
+                seq.index,
+                [],
+                finish_reason="stop",
+                num_cached_tokens=group.num_cached_tokens or 0,
+                times=self.state.times(group),
+                num_preemptions=group.num_preemptions,
+                embedding=embedding,
+            )
+            deltas.append(delta)
+        self.state.batch.drop_finished()
         return deltas
-
-    def _times(self, group: SequenceGroup) -> RequestTimes:
-        """For the first delta with a result."""
-        return RequestTimes(group.started_at - group.added_at, self._clock() - group.started_at)
 
     def take_failed(self) -> list[TokenDelta]:
         """Last deltas of the sequences whose constraint failed, each once."""
         failed, self._failed = self._failed, []
         return failed
 
-    def _look_for_masks(self) -> None:
-        """Let sequences whose next mask has become known go on; end those whose constraint failed."""
-        for seq, reason in self.awaited_masks.look():
+    def _open_gates(self) -> None:
+        """Let constrained sequences go on whose next mask has become known; end those whose constraint failed."""
+        state = self.state
+        awaiting, state.awaiting_mask = state.awaiting_mask, []
+        for seq in awaiting:
             if seq.status is FINISHED:
                 continue
-            self._retire(seq)
-            if seq.group.finished:
-                del self.groups[seq.request_id]
-            self._failed.append(TokenDelta(seq.request_id, seq.index, [], finish_reason="error", stop_reason=reason))
-            self.batch.drop_finished()
+            assert seq.gate is not None and seq.gate.constraint is not None
+            if (reason := seq.gate.constraint.error()) is not None:
+                state.retire(seq)
+                failed = TokenDelta(seq.request_id, seq.index, [], finish_reason="error", stop_reason=reason)
+                self._failed.append(failed)
+            elif seq.gate.constraint.mask() is None:
+                state.awaiting_mask.append(seq)
+            else:
+                seq.gate.closed = False
+        if self._failed:
+            state.batch.drop_finished()
 
-    def _delta(self, seq: Sequence, token: int, logprobs: list | None) -> TokenDelta:
-        """The delta of a token that may be more than that; retires the sequence if it is the last."""
-        delta = token_delta(seq, token, logprobs, self._times)
-        if delta.finish_reason is not None:
-            self._retire(seq)
-            if seq.group.finished:
-                del self.groups[seq.request_id]
-        return delta
+    # ---------------------------------------------------------------------------------------------- figures
 
-    # ---------------------------------------------------------------------------------------------- the passes
-
-    def _grow(self, seq: Sequence, draft: Draft) -> bool:
-        """Give a sequence one more block, preempting from the end of the order. False if it had to go itself."""
-        self.memory.drop_behind(seq)
-        while not self.blocks.num_free:
-            if self.forks:
-                self.preemption.send_back(self.forks.pop())
-                continue
-            if self.preemption.preempt_last() is seq:
-                return False
-        index = seq.first_block + len(seq.block_table)
-        draft.block_updates.append((seq.row, index, self.memory.extend_table(seq, 1)))
-        return True
-
-    def _retire(self, seq: Sequence) -> None:
-        """End a sequence and free what it holds. If it runs, the caller drops it from the running list."""
-        if seq.status is RUNNING:
-            self.batch.free_row(seq)
-        elif seq.status is FORKED:
-            self.forks.remove(seq)
-        self.waiting.remove(seq)
-        self.swapped.remove(seq)
-        self.blocks.release(seq.block_table)
-        self.memory.release_swapped(seq)
-        self.admission.forecast.ended(seq)
-        seq.reset()
-        seq.status = FINISHED
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if any record contradicts another. Called by tests after every operation."""
-        check_scheduler(self)
+    def stats(self) -> EngineStats:
+        """A snapshot of queues, pools and counters."""
+        state, memory, counters = self.state, self.state.memory, self.state.counters
+        return EngineStats(
+            num_running=len(state.batch.sequences),
+            num_waiting=len(state.waiting) + len(state.forks) - memory.num_swapped,
+            num_swapped=memory.num_swapped,
+            num_used_blocks=memory.gpu.num_blocks - memory.gpu.num_free,
+            num_total_blocks=memory.gpu.num_blocks,
+            num_preemptions=counters.preemptions,
+            num_steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            step_tokens=counters.step_tokens.copy(),
+            computed_tokens=counters.computed_tokens,
+            num_swap_preemptions=counters.swap_preemptions,
+            cpu_prefix_cache_hits=counters.cpu_prefix_cache_hits,
+            num_used_cpu_blocks=memory.cpu.num_blocks - memory.cpu.num_free,
+            num_cached_cpu_blocks=len(memory.cpu_cache),
+            num_total_cpu_blocks=memory.cpu.num_blocks,
+            swapped_out_blocks=memory.num_swapped_out,
+            swapped_in_blocks=memory.num_swapped_in,
+            cpu_prefix_cache_queries=counters.cpu_prefix_cache_queries,
+            prefill_chunk_limit=0 if self.chunk_budget is None else self.chunk_budget.limit,
+        )

@@ -13,12 +13,13 @@ down faster than a fit over many steps can.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 FORGET = 0.97  # of a step's weight is left after the next step of its kind
 FORGET_FACTOR = 0.8
 FORGET_ERROR = 0.95
-FORGET_PACE = 0.9
+FORGET_SPEED = 0.9
 START_WEIGHT = 0.1  # of a measurement at the start, against the last step's 1
 RIDGE = 1e-6  # of the normal equations' diagonal, for steps that are all alike
 OUTLIER = 3.0  # a step that takes longer than so many times what was expected says nothing beyond that
@@ -26,14 +27,15 @@ FIRST_ERROR = 0.1
 
 
 class StepWork(NamedTuple):
-    """What a step computes. decodes: sequences that decode. prompt_tokens: of chunks, with what the step is padded by.
-    pairs: keys that the chunks' tokens attend to, summed over these; where it is known what a pair takes in steps of
-    various sizes, in pairs of the largest. cost: what all its tokens took when the engine started, in tokens of the
-    largest step; 0 if that is not known."""
+    """What a step computes."""
 
+    # Sequences that decode.
     decodes: int
+    # Tokens of chunks, with what the step is padded by.
     prompt_tokens: int
+    # Keys that the chunks' tokens attend to, summed over the tokens; of a captured step in pairs of the largest one.
     pairs: float
+    # What all its tokens took when the engine started, in tokens of the largest captured step; 0 if not known.
     cost: float = 0.0
 
 
@@ -45,30 +47,24 @@ def attended(start: int, count: int, window: int | None) -> int:
 
 
 class StepTimes:
-    """error: of late predictions for steps with prompts and decodes, relative, as a standard deviation.
+    """Predicts steps. measurements: (work, seconds) of steps with prompts, taken when the engine started."""
 
-    most_tokens: prompt tokens of the largest step, forgotten as the rest is; predictions far beyond it are guesses.
-    """
-
-    def __init__(self) -> None:
-        self._sums = [_Sums(), _Sums()]  # of steps without prompts and with
-        self._factor = 1.0
-        self._variance = FIRST_ERROR**2
-        self._coefficients: list[float] | None = None
-        self._start = _Sums()  # of what was measured when the engine started
-        self._start_coefficients: list[float] | None = None
-        self._pace = 1.0  # what late steps take, over what they would have taken then
+    def __init__(self, measurements: Iterable[tuple[StepWork, float]] = ()):
+        # Prompt tokens of the largest step, forgotten as the rest is; predictions far beyond it are guesses.
         self.most_tokens = 0.0
+        self._with_prompts, self._without_prompts, self._start = _Sums(), _Sums(), _Sums()
+        for work, seconds in measurements:
+            self._start.add(_features(work), seconds, forget=1.0)
+        self._start_coefficients = _solve(self._start.rows) if self._start.count else None
+        self._coefficients: list[float] | None = None  # of all steps; None if one came since they were computed
+        self._slowdown = 1.0  # what late steps take, over what they would have taken at the start
+        self._factor = 1.0  # what the last steps with prompts took, over what the fit says of them
+        self._variance = FIRST_ERROR**2
 
     @property
     def error(self) -> float:
+        """Of late predictions for steps with prompts and decodes: relative, as a standard deviation."""
         return math.sqrt(self._variance)
-
-    def begin_with(self, work: StepWork, seconds: float) -> None:
-        """What a step with prompts took when the engine started."""
-        self._start.add(_features(work), seconds, forget=1.0)
-        self._start_coefficients = _solve(self._start.rows)
-        self._coefficients = None
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step of this work took so long."""
@@ -79,15 +75,16 @@ class StepTimes:
                 return  # it has no cost, and says little about steps that have one
             then = _times(self._start_coefficients, _features(work))
             if then > 0:
-                self._pace = FORGET_PACE * self._pace + (1 - FORGET_PACE) * min(seconds / then, OUTLIER * self._pace)
-        known = self._sums[work.prompt_tokens > 0].count > 3
-        if known:
+                late = min(seconds / then, OUTLIER * self._slowdown)
+                self._slowdown = FORGET_SPEED * self._slowdown + (1 - FORGET_SPEED) * late
+        sums = self._with_prompts if work.prompt_tokens else self._without_prompts
+        if sums.count > 3:
             expected = self._fit(work)
             if expected > 0:
                 seconds = min(seconds, OUTLIER * expected * max(1.0, self._factor))
                 if work.prompt_tokens and work.decodes:
                     self._compare(seconds / expected)
-        self._sums[work.prompt_tokens > 0].add(_features(work), seconds)
+        sums.add(_features(work), seconds)
         self._coefficients = None
         if work.prompt_tokens:
             self.most_tokens = max(work.prompt_tokens, FORGET * self.most_tokens)
@@ -97,7 +94,7 @@ class StepTimes:
         return self._fit(work) * self._factor
 
     def _compare(self, ratio: float) -> None:
-        """What a step took over what the fit alone says of it."""
+        """Learn from what a step took over what the fit alone says of it."""
         error = ratio / self._factor - 1
         square = min(error * error, 9 * self._variance)
         self._variance = FORGET_ERROR * self._variance + (1 - FORGET_ERROR) * square
@@ -105,8 +102,8 @@ class StepTimes:
 
     def _fit(self, work: StepWork) -> float:
         if self._coefficients is None:
-            start = self._start.scaled(START_WEIGHT, self._pace)
-            self._coefficients = _solve(self._sums[0].plus(self._sums[1]).plus(start).rows)
+            start = self._start.scaled(START_WEIGHT, self._slowdown)
+            self._coefficients = _solve(self._without_prompts.plus(self._with_prompts).plus(start).rows)
         return _times(self._coefficients, _features(work))
 
 
@@ -120,7 +117,7 @@ def _times(coefficients: list[float], features: tuple[float, ...]) -> float:
 
 
 class _Sums:
-    """The normal equations of steps: sums of x x' / t^2 and x / t, where t is a step's time. count: of steps."""
+    """The normal equations of steps: sums of x x' / t^2 and x / t, where t is a step's time."""
 
     def __init__(self) -> None:
         self.rows = [[0.0] * 5 for _ in range(4)]  # the right side is the last column
@@ -138,10 +135,10 @@ class _Sums:
         both.rows = [[a + b for a, b in zip(r, s, strict=True)] for r, s in zip(self.rows, other.rows, strict=True)]
         return both
 
-    def scaled(self, weight: float, pace: float) -> _Sums:
-        """Of the same steps, counted so often, had they taken `pace` times as long."""
+    def scaled(self, weight: float, slowdown: float) -> _Sums:
+        """Of the same steps, counted with this weight, had they taken `slowdown` times as long."""
         scaled = _Sums()
-        scaled.rows = [[weight * a / pace**2 for a in row[:4]] + [weight * row[4] / pace] for row in self.rows]
+        scaled.rows = [[weight * a / slowdown**2 for a in row[:4]] + [weight * row[4] / slowdown] for row in self.rows]
         return scaled
 
 

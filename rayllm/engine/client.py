@@ -1,269 +1,217 @@
-"""How a front talks to an engine: `EngineClient`, within the process or over a socket, and the messages of the latter.
+"""`EngineClient`: a front's connection to one engine, with text in and out; requests are async iterators of outputs.
 
-Messages are msgspec structs in msgpack, one a frame; nothing that comes over the socket is ever unpickled. An engine
-sends one `Deltas` a step and front. Both sides send something at least every HEARTBEAT_S, so silence means trouble.
+Detokenisation, stop strings and log-probability dicts are made here, on the front's event loop, away from the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
+from rayllm import timeouts
+from rayllm.api import wire
+from rayllm.api.types import EngineInfo, GenerationRequest, RequestOutput, TokenDelta
+from rayllm.api.validation import validate_request
 from rayllm.errors import EngineDeadError, InvalidRequestError
-
-if TYPE_CHECKING:
-    from rayllm.engine.driver import EngineDriver
+from rayllm.text.outputs import OutputProcessor, accumulate
+from rayllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0
-SILENCE_S = 30.0  # a side that was silent for so long is taken for dead
-_CONNECT_S = 10.0
 
-OnDeltas = Callable[[list[TokenDelta]], None]
-OnDead = Callable[[str], None]
+class _Aborted(Exception):
+    """Ends a stream whose request was aborted by its id."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Front to engine, first of all; the answer is Welcome or Dead."""
+class _Stream:
+    """What the engine has for one consumer and the consumer has not taken yet, merged into one output."""
+
+    def __init__(self) -> None:
+        self._pending: RequestOutput | None = None
+        self._end: Exception | None = None
+        self._event = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        self._pending = output if self._pending is None else accumulate(self._pending, output)
+        self._event.set()
+
+    def end(self, reason: Exception) -> None:
+        """Raise this from `next` when what is pending has been taken."""
+        if self._end is None:
+            self._end = reason
+            self._event.set()
+
+    async def next(self) -> RequestOutput:
+        while self._pending is None:
+            if self._end is not None:
+                raise self._end
+            self._event.clear()
+            await self._event.wait()
+        output, self._pending = self._pending, None
+        return output
 
 
-class Add(msgspec.Struct, frozen=True, tag=True):
-    """Front to engine: run this request."""
+class EngineClient:
+    """Runs requests on an engine that listens at `address`. All calls come from one event loop.
 
-    request: GenerationRequest
-
-
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Front to engine: stop these requests; nothing more is sent for them."""
-
-    request_ids: list[str]
-
-
-class GetStats(msgspec.Struct, frozen=True, tag=True):
-    """Front to engine: send Stats with this serial number."""
-
-    serial: int
-
-
-class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Front to engine: still here."""
-
-
-class Bye(msgspec.Struct, frozen=True, tag=True):
-    """Front to engine: leaving; all its requests are aborted."""
-
-
-class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """Engine to front: the answer to Hello."""
-
-    info: EngineInfo
-
-
-class Deltas(msgspec.Struct, frozen=True, tag=True):
-    """Engine to front: all that a step brought for this front's requests."""
-
-    deltas: list[TokenDelta]
-
-
-class Stats(msgspec.Struct, frozen=True, tag=True):
-    """Engine to front: the answer to GetStats."""
-
-    serial: int
-    stats: EngineStats
-
-
-class Pong(msgspec.Struct, frozen=True, tag=True):
-    """Engine to front: still here."""
-
-
-class Dead(msgspec.Struct, frozen=True, tag=True):
-    """Engine to front: it does not serve this front any more; all the front's requests are over."""
-
-    reason: str
-
-
-FrontMessage = Hello | Add | Abort | GetStats | Ping | Bye
-EngineMessage = Welcome | Deltas | Stats | Pong | Dead
-
-
-class EngineClient(Protocol):
-    """A front's connection to one engine.
-
-    `on_deltas` and `on_dead` may be called from any thread and must return at once. After `on_dead(reason)` all
-    requests of the front are over and new ones are refused; error deltas for live requests may follow it. Every
-    request gets finish reasons for all its completions, or is ended by on_dead, unless the front aborted it.
+    tokenizer: None with skip_tokenizer_init; texts are "" then.
+    front_id: unique for each start of the front.
+    beat: what to tell the engine of this front; called every beat_s.
+    server_key, keys: the engine's public key and this front's own keys; required for tcp addresses.
+    silence_s: the engine is given up when it was silent for so long; a closed connection is noticed at once.
     """
 
-    async def start(self, on_deltas: OnDeltas, on_dead: OnDead) -> None:
-        """Connect. Raises EngineDeadError if no engine answers."""
-
-    def info(self) -> EngineInfo:
-        """The engine's limits, known once started."""
-
-    def add(self, request: GenerationRequest) -> None:
-        """Hand over a request, without waiting for the engine. Raises EngineDeadError."""
-
-    def abort(self, request_ids: list[str]) -> None:
-        """Stop requests; unknown ids are no error. Deltas on their way may still arrive."""
-
-    async def stats(self) -> EngineStats:
-        """Figures at most one step old. Raises EngineDeadError."""
-
-    async def close(self) -> None:
-        """Disconnect; requests that still run are aborted."""
-
-
-class InProcessClient:
-    """A client of a driver in this process.
-
-    owns_driver: `close` shuts the driver down too.
-    """
-
-    def __init__(self, driver: EngineDriver, owns_driver: bool = True):
-        self._driver = driver
-        self._owns_driver = owns_driver
-        self._on_deltas: OnDeltas | None = None
-        self._on_dead: OnDead | None = None
-
-    async def start(self, on_deltas: OnDeltas, on_dead: OnDead) -> None:
-        self._on_deltas, self._on_dead = on_deltas, on_dead
-        self._driver.start()
-        self._driver.attach(self)
-
-    def info(self) -> EngineInfo:
-        return self._driver.info
-
-    def add(self, request: GenerationRequest) -> None:
-        self._driver.add(self, request)
-
-    def abort(self, request_ids: list[str]) -> None:
-        self._driver.abort(self, request_ids)
-
-    async def stats(self) -> EngineStats:
-        return self._driver.stats()
-
-    async def close(self) -> None:
-        self._driver.detach(self)
-        if self._owns_driver:
-            await asyncio.to_thread(self._driver.shutdown)
-
-    def deliver(self, deltas: list[TokenDelta]) -> None:
-        """For the driver: deltas of a step, on the driver's thread."""
-        if self._on_deltas is not None:
-            self._on_deltas(deltas)
-
-    def dead(self, reason: str) -> None:
-        """For the driver: the engine is dead."""
-        if self._on_dead is not None:
-            self._on_dead(reason)
-
-
-class ZmqClient:
-    """A client of a driver behind `EngineDriver.serve_zmq`. All calls come from one event loop.
-
-    heartbeat_s, silence_s: how often to send a sign of life, and after how long a silence the engine is
-    given up; a closed connection is noticed at once.
-    """
-
-    def __init__(self, address: str, heartbeat_s: float = HEARTBEAT_S, silence_s: float = SILENCE_S):
+    def __init__(
+        self,
+        address: str,
+        tokenizer: Tokenizer | None,
+        *,
+        front_id: str | None = None,
+        beat: Callable[[], wire.FrontBeat] = wire.FrontBeat,
+        server_key: str = "",
+        keys: wire.CurveKeys | None = None,
+        beat_s: float = timeouts.BEAT_S,
+        silence_s: float = timeouts.SILENCE_S,
+    ):
+        self.tokenizer = tokenizer
+        self.engine_beat = wire.EngineBeat()  # the engine's last
+        self.peer_metrics: dict[str, wire.Snapshot] = {}  # of the engine's other fronts, by their ids
         self._address = address
-        self._heartbeat_s = heartbeat_s
-        self._silence_s = silence_s
+        self._front_id = front_id or uuid.uuid4().hex
+        self._make_beat = beat
+        self._server_key, self._keys = server_key, keys
+        self._beat_s, self._silence_s = beat_s, silence_s
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(EngineMessage).decode
-        self._decode_add = msgspec.msgpack.Decoder(Add).decode
+        self._decode = msgspec.msgpack.Decoder(wire.EngineMessage).decode
+        self._processor = OutputProcessor(tokenizer)
+        self._streams: dict[str, _Stream] = {}
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._info: EngineInfo | None = None
         self._dead: str | None = None
-        self._on_deltas: OnDeltas | None = None
-        self._on_dead: OnDead | None = None
-        self._stats: dict[int, asyncio.Future[EngineStats]] = {}
-        self._serials = itertools.count()
         self._last_heard = 0.0
 
-    async def start(self, on_deltas: OnDeltas, on_dead: OnDead) -> None:
-        self._on_deltas, self._on_dead, self._dead = on_deltas, on_dead, None
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's limits. Raises EngineDeadError before `connect`."""
+        if self._info is None:
+            raise EngineDeadError("the engine's client is not connected")
+        return self._info
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine can't be used any more; None while it can."""
+        return self._dead
+
+    async def connect(self) -> None:
+        """Raises EngineDeadError if no engine answers."""
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 200  # ms, for Bye
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(self._address)
-        self._send(Hello())
+        socket = self._socket = self._context.socket(zmq.DEALER)
+        socket.linger = round(timeouts.DISCONNECT_S * 1000)
+        if self._keys is not None and self._server_key:
+            socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret.encode()
+            socket.curve_serverkey = self._server_key.encode()
+        socket.ipv6 = "[" in self._address
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(self._address)
+        self._send(wire.Hello(self._front_id))
         try:
-            answer = self._decode(await asyncio.wait_for(self._socket.recv(), min(_CONNECT_S, self._silence_s)))
+            answer = self._decode(await asyncio.wait_for(socket.recv(), min(timeouts.CONNECT_S, self._silence_s)))
         except TimeoutError:
             await self.close()
             raise EngineDeadError(f"no engine answers at {self._address}") from None
-        if not isinstance(answer, Welcome):
+        except asyncio.CancelledError:
+            if self._dead is None:
+                raise
+            raise EngineDeadError(self._dead) from None  # `close` took the socket away
+        if not isinstance(answer, wire.Welcome):
             await self.close()
-            raise EngineDeadError(answer.reason if isinstance(answer, Dead) else f"unexpected answer: {answer}")
+            raise EngineDeadError(answer.reason if isinstance(answer, wire.Dead) else f"unexpected answer: {answer}")
         self._info = answer.info
         self._last_heard = time.monotonic()
-        works = (self._read(self._socket), self._beat(), self._watch(monitor))
+        works = (self._read(socket), self._beat(), self._watch(monitor))
         self._tasks = [asyncio.create_task(work) for work in works]
 
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineDeadError("the engine's client has not been started")
-        return self._info
+    def generate(
+        self, request: GenerationRequest, prompt_text: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request: an iterator of what is new, the last output with finished=True.
 
-    def add(self, request: GenerationRequest) -> None:
-        self._check_alive()
-        message = Add(request)
-        try:
-            self._decode_add(self._encode(message))
-        except msgspec.ValidationError as error:
-            # The engine gives a front up that sends what it cannot read, and with it all of the front's requests.
-            raise InvalidRequestError(f"the request has a value of a wrong type: {error}") from None
-        self._send(message)
+        A consumer that is slower than the engine gets several steps in one output. Leaving the iterator (aclose, a
+        cancelled task) aborts the request. prompt_text goes into the outputs. An output with finish_reason "error"
+        means that the engine failed on this request alone.
 
-    def abort(self, request_ids: list[str]) -> None:
-        if self._dead is None:
-            self._send(Abort(request_ids))
+        Raises InvalidRequestError, at once or, if only the engine can tell, as with grammars, before the first output;
+        EngineDeadError, also in mid-stream.
+        """
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        validate_request(request, self.info)
+        self._processor.check(request)
+        return self._run(request, prompt_text)
 
-    async def stats(self) -> EngineStats:
-        self._check_alive()
-        serial = next(self._serials)
-        future = self._stats[serial] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(GetStats(serial))
-            return await asyncio.wait_for(future, self._silence_s)
-        except TimeoutError:
-            raise EngineDeadError(f"the engine at {self._address} does not answer") from None
-        finally:
-            self._stats.pop(serial, None)
+    async def abort(self, request_id: str) -> None:
+        """End a request, its iterator too, without a last output. Unknown ids are no error."""
+        stream = self._streams.pop(request_id, None)
+        self._processor.remove(request_id)
+        if stream is not None:
+            stream.end(_Aborted())
+            self._abort([request_id])
 
     async def close(self) -> None:
+        """Disconnect; requests that still run are aborted, and their streams end with EngineDeadError."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
-        self._die("the engine's client was closed", tell=False)
+        self._die("the engine's client was closed")
         if self._socket is not None and self._context is not None:
-            self._send(Bye())
+            self._send(wire.Bye())
             self._socket.disable_monitor()
             self._socket.close()
-            self._context.destroy(linger=200)
+            self._context.destroy(linger=round(timeouts.DISCONNECT_S * 1000))
             self._socket = self._context = None
 
-    def _check_alive(self) -> None:
-        if self._dead is not None:
+    async def _run(self, request: GenerationRequest, prompt_text: str | None) -> AsyncGenerator[RequestOutput, None]:
+        if self._dead is not None:  # since `generate` was called
             raise EngineDeadError(self._dead)
+        request_id = request.request_id
+        self._processor.add(request, prompt_text)
+        stream = self._streams[request_id] = _Stream()
+        try:
+            self._send(wire.pack_request(request))
+            finished = False
+            while not finished:
+                try:
+                    output = await stream.next()
+                except _Aborted:
+                    return
+                finished = output.finished
+                yield output
+        finally:
+            # The id may be another stream's by now, if this one has finished or was aborted.
+            if self._streams.get(request_id) is stream:
+                del self._streams[request_id]
+                if self._processor.remove(request_id):
+                    self._abort([request_id])
 
-    def _send(self, message: FrontMessage) -> None:
+    def _abort(self, request_ids: list[str]) -> None:
+        if self._dead is None:
+            self._send(wire.Abort(request_ids))
+
+    def _send(self, message: wire.FrontMessage) -> None:
         """Send at once, or in order as soon as the socket takes it."""
         if self._socket is None:
             raise EngineDeadError("the engine's client is not connected")
@@ -275,29 +223,39 @@ class ZmqClient:
             while True:
                 frame = await socket.recv()
                 self._last_heard = time.monotonic()
-                self._handle(self._decode(frame))
+                message = self._decode(frame)
+                match message:
+                    case wire.Deltas(deltas):
+                        self._take(deltas)
+                    case wire.EngineBeat(metrics=metrics):
+                        self.engine_beat = message
+                        self.peer_metrics |= metrics
+                    case wire.Dead(reason):
+                        self._die(reason)
         except Exception as error:  # without a reader no request would ever end
             logger.exception("reading from the engine at %s failed", self._address)
             self._die(f"reading from the engine at {self._address} failed: {error}")
 
-    def _handle(self, message: EngineMessage) -> None:
-        match message:
-            case Deltas(deltas) if self._on_deltas is not None:
-                self._on_deltas(deltas)
-            case Stats(serial, stats):
-                future = self._stats.get(serial)
-                if future is not None and not future.done():
-                    future.set_result(stats)
-            case Dead(reason):
-                self._die(reason)
+    def _take(self, deltas: list[TokenDelta]) -> None:
+        """Turn a step's deltas into outputs for their streams."""
+        while deltas and deltas[0].bad_param is not None:  # refusals come before all else of a step
+            refused = deltas.pop(0)
+            stream = self._streams.get(refused.request_id)
+            if self._processor.remove(refused.request_id) and stream is not None:
+                stream.end(InvalidRequestError(str(refused.stop_reason), refused.bad_param))
+        outputs, aborts = self._processor.process(deltas)
+        for output in outputs:
+            self._streams[output.request_id].put(output)
+        if aborts:
+            self._abort(aborts)
 
     async def _beat(self) -> None:
         while True:
             before = time.monotonic()
-            self._send(Ping())
-            await asyncio.sleep(self._heartbeat_s)
+            self._send(self._make_beat())
+            await asyncio.sleep(self._beat_s)
             now = time.monotonic()
-            if now - before > self._heartbeat_s + self._silence_s / 2:
+            if now - before > self._beat_s + self._silence_s / 2:
                 self._last_heard = now  # this process stood still itself; what was sent meanwhile is still to be read
             elif now - self._last_heard > self._silence_s:
                 self._die(f"the engine at {self._address} has been silent for {now - self._last_heard:.1f} s")
@@ -305,19 +263,16 @@ class ZmqClient:
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         await monitor.recv_multipart()
         # What the engine said last may still be on its way up from the socket, and says more than "gone".
-        await asyncio.sleep(min(0.1, self._heartbeat_s))
+        await asyncio.sleep(min(0.1, self._beat_s))
         self._die(f"the engine at {self._address} closed the connection")
 
-    def _die(self, reason: str, tell: bool = True) -> None:
+    def _die(self, reason: str) -> None:
         if self._dead is not None:
             return
         self._dead = reason
-        for future in self._stats.values():
-            if not future.done():
-                future.set_exception(EngineDeadError(reason))
-        if tell and self._on_dead is not None:
-            logger.error("%s", reason)
-            self._on_dead(reason)
+        for request_id, stream in self._streams.items():
+            self._processor.remove(request_id)
+            stream.end(EngineDeadError(reason))
 
 
 def _ignore_result(future: asyncio.Future[Any]) -> None:

@@ -1,7 +1,7 @@
 """`EngineDriver`: the thread that runs the engine, and the fronts that send it requests.
 
 The engine thread alone touches the core. Fronts put adds and aborts into its inbox and get deltas back through
-`Front.deliver`, on the engine thread, once a step and front. `serve_zmq` adds a second thread, with a socket.
+`Front.deliver`, on the engine thread, once a step and front. `EngineSocket` makes fronts of what connects to it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable
-from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
 from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
-from rayllm.engine import client as wire
-from rayllm.errors import ConfigError, EngineDeadError, InvalidRequestError
-
-if TYPE_CHECKING:
-    from rayllm.engine.socket import ZmqServer
-    from rayllm.text.grammar import Grammar
+from rayllm.engine.engine import failures, refusal
+from rayllm.errors import EngineDeadError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +27,13 @@ class Core(Protocol):
     """What the driver needs of `EngineCore`; all calls but check_health are the engine thread's."""
 
     info: EngineInfo
+    on_compiled: Callable[[], None]
 
-    def compile(self, request: GenerationRequest) -> Future[Grammar]: ...
-    def add(self, request: GenerationRequest, grammar: Grammar | None = None) -> None: ...
+    def add(self, request: GenerationRequest) -> None: ...
     def abort(self, request_ids: list[str]) -> None: ...
     def has_work(self) -> bool: ...
+    @property
+    def is_compiling(self) -> bool: ...
     def check_health(self) -> None: ...
     def step(self) -> list[TokenDelta]: ...
     def stats(self) -> EngineStats: ...
@@ -50,21 +47,11 @@ class Front(Protocol):
     def dead(self, reason: str) -> None: ...
 
 
-class Health(msgspec.Struct, frozen=True):
-    """Whether the engine makes progress; true if ok. reason: what is wrong, "" if nothing is."""
-
-    ok: bool
-    reason: str = ""
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
 class _Live(msgspec.Struct):
-    """A request in the core. open: indices of completions that have no finish reason yet."""
+    """A request in the core."""
 
     front: Front
-    request: GenerationRequest
+    # Indices of completions that have no finish reason yet.
     open: set[int]
 
 
@@ -73,18 +60,14 @@ class _Add(msgspec.Struct, frozen=True):
     request: GenerationRequest
 
 
-class _Compiled(msgspec.Struct, frozen=True):
-    """A request's grammar is ready, or refused."""
-
-    request: GenerationRequest
-    done: Future[Grammar]
-
-
 class _Abort(msgspec.Struct, frozen=True):
-    """request_ids: None for all of the front's."""
-
     front: Front
+    # None for all of the front's.
     request_ids: list[str] | None
+
+
+class _Wake(msgspec.Struct, frozen=True):
+    """A grammar has been compiled, so the core has something to do."""
 
 
 class EngineDriver:
@@ -97,19 +80,17 @@ class EngineDriver:
     def __init__(self, core: Core):
         self.info = core.info
         self._core = core
-        self._inbox: queue.SimpleQueue[_Add | _Compiled | _Abort | None] = queue.SimpleQueue()  # None: stop
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _Wake | None] = queue.SimpleQueue()  # None: stop
+        core.on_compiled = lambda: self._inbox.put(_Wake())
         self._live: dict[str, _Live] = {}  # engine thread only, like the core
-        self._compiling: dict[str, _Add] = {}  # requests that wait for their grammars; others pass them
         self._lock = threading.Lock()  # of the fields down to _dead
         self._fronts: list[Front] = []
         self._thread: threading.Thread | None = None
-        self._server: ZmqServer | None = None
         self._shut_down = False
         self._dead: str | None = None
         self._stats = core.stats()
         self._idle = True
         self._last_progress = time.monotonic()
-        self.last_step_time: float | None = None  # time.monotonic() at the end of the last step
 
     def start(self) -> None:
         """Start the engine thread, if it does not run yet."""
@@ -134,7 +115,7 @@ class EngineDriver:
                 self._inbox.put(_Abort(front, None))
 
     def add(self, front: Front, request: GenerationRequest) -> None:
-        """Queue a request. Raises EngineDeadError; a request that the core refuses gets error deltas instead."""
+        """Queue a request. Raises EngineDeadError; a request that the core refuses gets a refusing delta instead."""
         with self._lock:  # so that no request slips in behind _die, which answers all that are in the inbox
             if self._dead is not None:
                 raise EngineDeadError(self._dead)
@@ -151,7 +132,7 @@ class EngineDriver:
     @property
     def busy(self) -> bool:
         """Whether requests run, or wait to be taken in. One that is just being taken in may be missed: ask twice."""
-        return not self._idle or not self._inbox.empty() or bool(self._compiling)
+        return not self._idle or not self._inbox.empty() or self._core.is_compiling
 
     @property
     def num_fronts(self) -> int:
@@ -164,37 +145,21 @@ class EngineDriver:
         """Why the engine stopped; None while it runs."""
         return self._dead
 
-    def healthy(self, deadline: float) -> Health:
-        """Not ok if the engine or a worker is dead, or has work and finished no step for `deadline` seconds."""
+    def unhealthy(self, deadline: float) -> str | None:
+        """What is wrong if the engine or a worker is dead, or has work and finished no step for `deadline` seconds."""
         if self._dead is not None:
-            return Health(False, self._dead)
+            return self._dead
         try:
             self._core.check_health()  # an idle engine would not notice that a worker died
         except EngineDeadError as error:
-            return Health(False, str(error))
+            return str(error)
         waited = time.monotonic() - self._last_progress
         if self._idle or waited <= deadline:
-            return Health(True)
-        return Health(False, f"work is queued and no step has finished for {waited:.1f} s (limit {deadline:g} s)")
-
-    def serve_zmq(
-        self, path: str | None = None, heartbeat_s: float = wire.HEARTBEAT_S, silence_s: float = wire.SILENCE_S
-    ) -> str:
-        """Serve fronts on a Unix socket and return its address (ipc://...), for `ZmqClient`.
-
-        path: of the socket; its folder must be private to this user. None makes a private folder. Raises ConfigError
-        for a path that is too long or in a folder that others can enter.
-        """
-        from rayllm.engine.socket import ZmqServer
-
-        with self._lock:
-            if self._server is not None:
-                raise ConfigError(f"this engine is served already, at {self._server.address}")
-            self._server = ZmqServer(self, path, heartbeat_s, silence_s)
-            return self._server.address
+            return None
+        return f"work is queued and no step has finished for {waited:.1f} s (limit {deadline:g} s)"
 
     def shutdown(self, timeout: float = 30.0) -> None:
-        """Stop the loop after the step that runs, answer all live requests, shut the core down, remove the socket.
+        """Stop the loop after the step that runs, answer all live requests, shut the core down.
 
         timeout: seconds to wait for the step. Safe to call twice. Raises what core.shutdown() raises.
         """
@@ -202,16 +167,12 @@ class EngineDriver:
             if self._shut_down:
                 return
             self._shut_down = True
-            thread, server = self._thread, self._server
+            thread = self._thread
         self._inbox.put(None)
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
         self._die("the engine was shut down")
-        try:
-            self._core.shutdown()
-        finally:
-            if server is not None:
-                server.close()
+        self._core.shutdown()
 
     def _run(self) -> None:
         """The engine loop: take what fronts sent, step while there is work, sleep on the inbox when there is none."""
@@ -220,7 +181,7 @@ class EngineDriver:
                 deltas: list[TokenDelta] = []
                 if self._core.has_work():
                     deltas = self._core.step()
-                    self.last_step_time = self._last_progress = time.monotonic()
+                    self._last_progress = time.monotonic()
                 self._stats = self._core.stats()  # first, so that who has a result finds it in the figures
                 self._route(deltas)
         except BaseException as error:
@@ -244,59 +205,26 @@ class EngineDriver:
             match item:
                 case None:
                     return False
-                case _Add():
-                    self._admit(item.front, item.request)
-                case _Compiled():
-                    self._take_grammar(item.request, item.done)
-                case _Abort():
-                    self._drop(item.front, item.request_ids)
+                case _Add(front, request):
+                    self._admit(front, request)
+                case _Abort(front, request_ids):
+                    self._drop(front, request_ids)
 
-    def _admit(self, front: Front, request: GenerationRequest, grammar: Grammar | None = None) -> None:
-        """Give a request to the core; one that needs a grammar first waits for it."""
+    def _admit(self, front: Front, request: GenerationRequest) -> None:
         if front not in self._fronts:  # gone since; its abort of all requests came first
             return
         try:
-            if request.request_id in self._compiling:
-                raise InvalidRequestError(f"request_id {request.request_id!r} is in use", "request_id")
-            if grammar is not None:
-                self._core.add(request, grammar)
-            elif request.params.structured_outputs is not None:
-                compiling = self._core.compile(request)
-                self._compiling[request.request_id] = _Add(front, request)
-                compiling.add_done_callback(lambda done: self._inbox.put(_Compiled(request, done)))
-                return
-            else:
-                self._core.add(request)
+            self._core.add(request)
+        except InvalidRequestError as error:
+            self._deliver(front, [refusal(request.request_id, error)])
         except Exception as error:  # a poisonous request fails alone
-            self._refuse(front, request, error)
+            logger.exception("request %s could not be added", request.request_id)
+            indices = range(request.params.num_completions)
+            self._deliver(front, failures(request.request_id, indices, f"internal error while adding it: {error}"))
         else:
-            self._live[request.request_id] = _Live(front, request, set(range(request.params.num_completions)))
-
-    def _take_grammar(self, request: GenerationRequest, done: Future[Grammar]) -> None:
-        waiting = self._compiling.get(request.request_id)
-        if waiting is None or waiting.request is not request:
-            return  # aborted meanwhile
-        del self._compiling[request.request_id]
-        error = CancelledError() if done.cancelled() else done.exception()
-        if error is None:
-            self._admit(waiting.front, request, done.result())
-        else:
-            self._refuse(waiting.front, request, error)
-
-    def _refuse(self, front: Front, request: GenerationRequest, error: BaseException) -> None:
-        if isinstance(error, InvalidRequestError):
-            # Fronts check everything but grammars before they send.
-            bad_param = error.param if request.params.structured_outputs is not None else None
-            deltas = error_deltas(request, str(error), bad_param=bad_param)
-        else:
-            logger.error("request %s could not be added", request.request_id, exc_info=error)
-            deltas = error_deltas(request, f"internal error while adding the request: {error}")
-        self._deliver(front, deltas)
+            self._live[request.request_id] = _Live(front, set(range(request.params.num_completions)))
 
     def _drop(self, front: Front, request_ids: list[str] | None) -> None:
-        for request_id in list(self._compiling) if request_ids is None else request_ids:
-            if (waiting := self._compiling.get(request_id)) is not None and waiting.front is front:
-                del self._compiling[request_id]
         wanted = self._live if request_ids is None else request_ids
         own = [i for i in wanted if (live := self._live.get(i)) is not None and live.front is front]
         for request_id in own:
@@ -314,7 +242,7 @@ class EngineDriver:
             by_front.setdefault(id(live.front), (live.front, []))[1].append(delta)
             if delta.finish_reason is not None:
                 live.open.discard(delta.index)
-                if not live.open:
+                if not live.open or delta.bad_param is not None:
                     del self._live[delta.request_id]
         for front, own in by_front.values():
             self._deliver(front, own)
@@ -333,14 +261,14 @@ class EngineDriver:
                 return
             self._dead = reason
             fronts = list(self._fronts)
-        ends = [(live.front, error_deltas(live.request, reason, live.open)) for live in self._live.values()]
-        ends += [(waiting.front, error_deltas(waiting.request, reason)) for waiting in self._compiling.values()]
-        self._live, self._compiling = {}, {}
+        ends = [(live.front, failures(request_id, live.open, reason)) for request_id, live in self._live.items()]
+        self._live = {}
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._inbox.get_nowait()
                 if isinstance(item, _Add):
-                    ends.append((item.front, error_deltas(item.request, reason)))
+                    indices = range(item.request.params.num_completions)
+                    ends.append((item.front, failures(item.request.request_id, indices, reason)))
         self._inbox.put(None)
         for front in fronts:  # before the deltas, so that fronts can tell a dead engine from a failed request
             with contextlib.suppress(Exception):
@@ -349,13 +277,3 @@ class EngineDriver:
             if own:
                 with contextlib.suppress(Exception):
                     front.deliver(own)
-
-
-def error_deltas(
-    request: GenerationRequest, message: str, indices: Iterable[int] | None = None, bad_param: str | None = None
-) -> list[TokenDelta]:
-    """Terminal deltas for completions of a request, by default for all. bad_param: the field it is refused for."""
-    return [
-        TokenDelta(request.request_id, index, [], finish_reason="error", stop_reason=message, bad_param=bad_param)
-        for index in (range(request.params.num_completions) if indices is None else sorted(indices))
-    ]

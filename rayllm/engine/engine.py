@@ -8,16 +8,21 @@ The same core runs behind the offline API, the HTTP deployment and any test; it 
 from __future__ import annotations
 
 import logging
+import queue
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta, slowest
+from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, KVBlocks, StartReport, TokenDelta
 from rayllm.api.validation import validate_request
-from rayllm.config.model_spec import ModelSpec, check_parallel, load_model_spec
-from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import ResolvedConfig
+from rayllm.core.check import check_scheduler
+from rayllm.core.chunk_budget import ChunkBudget
+from rayllm.core.memory import KVMemory, KVWindow
+from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
-from rayllm.core.window import KVWindow
+from rayllm.core.state import SchedulerState
+from rayllm.core.write_ahead import WriteAheadLimits
 from rayllm.errors import ConfigError, InvalidRequestError
 from rayllm.executor.base import Executor
 from rayllm.text.grammar import Grammar, bad_grammar
@@ -30,125 +35,94 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """A scheduler and an executor that has been started with `num_blocks` blocks.
+    """A scheduler and an executor that has been started.
 
-    depth: plans in flight, 1 or 2. With 2, the next step is scheduled while one computes. grammars: None if the engine
-    has no tokenizer. num_cpu_blocks: of the host pool.
-    Raises ConfigError if max_model_len is configured but the pool cannot hold one such sequence, or its window where
-    all layers have one (if it is not configured, the pool limits it), and if preemption is to be by swap and the host
-    pool holds no block.
+    blocks: of the pools that the workers allocated. grammars: None if the engine has no tokenizer.
+    Raises ConfigError if max_model_len is configured but the pool cannot hold one such sequence (if it is not
+    configured, the pool limits it), and if preemption is to be by swap and the host pool holds no block.
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        spec: ModelSpec,
-        executor: Executor,
-        num_blocks: int,
-        depth: int,
-        grammars: GrammarCompiler | None,
-        num_cpu_blocks: int = 0,
+        self, config: ResolvedConfig, executor: Executor, blocks: KVBlocks, grammars: GrammarCompiler | None = None
     ):
-        pool_tokens = num_blocks * config.block_size
-        longest = KVWindow(spec.kv_window, config.block_size).longest(num_blocks)
-        if config.max_model_len is not None and config.max_model_len > longest:
-            raise ConfigError(
-                f"max_model_len {config.max_model_len} does not fit into the KV cache of {pool_tokens} tokens "
-                f"({num_blocks} blocks of {config.block_size})"
-            )
-        max_model_len = min(config.max_model_len or spec.max_model_len, longest)
-        if config.max_model_len is None and max_model_len < spec.max_model_len:
-            logger.warning(
-                "the KV cache holds %d tokens: sequences are limited to that, not to the model's %d",
-                pool_tokens,
-                spec.max_model_len,
-            )
-        if config.preemption_mode == "swap" and not num_cpu_blocks:
-            raise ConfigError(f'preemption_mode "swap": swap_space {config.swap_space:g} GiB is less than a block')
         self.info = EngineInfo(
-            model=config.model,
-            max_model_len=max_model_len,
-            vocab_size=spec.vocab_size,
-            num_kv_tokens=pool_tokens,
-            eos_token_ids=spec.eos_token_ids,
+            model=config.options.model,
+            max_model_len=_fitting_length(config, blocks.gpu),
+            vocab_size=config.spec.vocab_size,
+            num_kv_tokens=blocks.gpu * config.options.block_size,
+            eos_token_ids=config.spec.eos_token_ids,
             start=executor.report,
-            hidden_size=spec.hidden_size,
-            kv_cache_dtype=config.kv_cache_dtype,
-            max_num_seqs=config.max_num_seqs,
+            hidden_size=config.spec.hidden_size,
+            kv_cache_dtype=config.options.kv_cache_dtype,
+            max_num_seqs=config.options.max_num_seqs,
         )
-        self.scheduler = Scheduler(
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            eos_token_ids=spec.eos_token_ids,
-            policy=config.scheduling_policy,
-            enable_prefix_caching=config.enable_prefix_caching,
-            seed=config.seed,
-            num_cpu_blocks=num_cpu_blocks,
-            preemption_mode=config.preemption_mode,
-            costs=slowest(executor.report.kv_costs),
-            sliding_window=spec.kv_window,
-            target_itl=None if config.target_itl_ms is None else config.target_itl_ms / 1e3,
-            step_costs=executor.report.ready[0].step_costs if executor.report.ready else None,
-            clock=time.monotonic,
-        )
+        self.scheduler = _make_scheduler(config, self.info.max_model_len, blocks, executor.report)
+        # Called on another thread when a request that waited for its grammar can go on: `step` has something to do.
+        self.on_compiled: Callable[[], None] = lambda: None
         self._executor = executor
-        self._depth = depth
         self._grammars = grammars
+        self._compiling: dict[str, GenerationRequest] = {}
+        self._compiled: queue.SimpleQueue[tuple[GenerationRequest, Future[Grammar]]] = queue.SimpleQueue()
 
-    def compile(self, request: GenerationRequest) -> Future[Grammar]:
-        """Start compiling the grammar of a request that has structured_outputs; `add` needs it.
-
-        Returns at once. Raises InvalidRequestError, also as the result, for a request that cannot be served.
-        """
-        validate_request(request, self.info)
-        if request.params.structured_outputs is None:
-            raise ValueError("only requests with structured_outputs have a grammar")
-        if self._grammars is None:
-            raise bad_grammar("needs a tokenizer, and skip_tokenizer_init left it out")
-        return self._grammars.compile(request.params.structured_outputs, self.has_work())
-
-    def add(self, request: GenerationRequest, grammar: Grammar | None = None) -> None:
+    def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises InvalidRequestError if it can never be served or its id is in use.
 
-        grammar: from `compile`, for a request that has structured_outputs, and for no other.
+        One with structured_outputs is queued when its grammar is compiled, which others need not wait for; if that
+        fails, a delta says so.
         """
-        if (grammar is None) != (request.params.structured_outputs is None):
-            raise ValueError("a request has a grammar if it has structured_outputs, and only then")
         validate_request(request, self.info)
-        if request.request_id in self.scheduler.groups:
+        if request.request_id in self.scheduler.state.groups or request.request_id in self._compiling:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use", "request_id")
-        self.scheduler.add(request, grammar)
+        structure = request.params.structured_outputs
+        if structure is None:
+            self.scheduler.add(request)
+            return
+        if self._grammars is None:
+            raise bad_grammar("needs a tokenizer, and skip_tokenizer_init left it out")
+        self._compiling[request.request_id] = request
+
+        def compiled(grammar: Future[Grammar]) -> None:
+            self._compiled.put((request, grammar))
+            self.on_compiled()
+
+        self._grammars.compile(structure, self.has_work()).add_done_callback(compiled)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests at once; no more deltas come for them. Unknown ids are ignored."""
         for request_id in request_ids:
+            self._compiling.pop(request_id, None)
             self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
-        """True while a request lives or a step is in flight."""
-        return self.scheduler.has_work()
+        """True while `step` has something to do."""
+        return self.scheduler.has_work() or not self._compiled.empty()
+
+    @property
+    def is_compiling(self) -> bool:
+        """True while a request waits for its grammar."""
+        return bool(self._compiling)
 
     def step(self) -> list[TokenDelta]:
         """Schedule and submit one plan, take in the oldest result if enough are in flight. Blocks for at most one step.
 
         Raises EngineDeadError if a worker failed.
         """
+        deltas = self._take_compiled()
         plan = self.scheduler.schedule()
-        deltas = [TokenDelta(request_id, 0, []) for request_id in self.scheduler.to_report]
+        deltas += [TokenDelta(request_id, 0, []) for request_id in self.scheduler.to_report]
+        in_flight = self.scheduler.in_flight
         if plan is not None:
             self._executor.submit(plan)
-        if plan is None or len(self.scheduler.in_flight) >= self._depth:
-            if self.scheduler.in_flight:
-                return deltas + self.scheduler.update(self._executor.collect())
-            deltas += self.scheduler.take_failed()
-            if self.scheduler.awaited_masks:
-                assert self._grammars is not None  # who made the constraints
-                self._grammars.threads.wait(MASK_WAIT_S)
-            elif self.scheduler.has_work() and not deltas:
-                raise RuntimeError("requests wait, but none can be scheduled and none is in flight")
+        if plan is not None and len(in_flight) < self._executor.max_in_flight:
+            return deltas
+        if in_flight:
+            return deltas + self.scheduler.update(self._executor.collect())
+        deltas += self.scheduler.take_failed()
+        if self.scheduler.state.awaiting_mask:
+            assert self._grammars is not None  # who made the constraints
+            self._grammars.threads.wait(MASK_WAIT_S)
+        elif self.scheduler.has_work() and not deltas:
+            raise RuntimeError("requests wait, but none can be scheduled and none is in flight")
         return deltas
 
     def stats(self) -> EngineStats:
@@ -161,7 +135,7 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the driver's records contradict each other."""
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
 
     def shutdown(self) -> None:
         """Stop the workers; idempotent."""
@@ -170,28 +144,53 @@ class EngineCore:
         self._executor.shutdown()
         thaw_heap()
 
+    def _take_compiled(self) -> list[TokenDelta]:
+        """Queue the requests whose grammars have become ready; end those whose grammars cannot be used.
 
-def build_engine_core(config: EngineConfig) -> EngineCore:
-    """Read the model's config, start the workers and return a core ready for requests.
+        Refusals come before other ends.
+        """
+        refused: list[TokenDelta] = []
+        failed: list[TokenDelta] = []
+        while not self._compiled.empty():
+            request, grammar = self._compiled.get()
+            if self._compiling.get(request.request_id) is not request:
+                continue  # aborted meanwhile
+            del self._compiling[request.request_id]
+            error = grammar.exception()
+            if error is None:
+                self.scheduler.add(request, grammar.result())
+            elif isinstance(error, InvalidRequestError):
+                refused.append(refusal(request.request_id, error))
+            else:  # the library's panics are no Exceptions; they too end this request alone
+                logger.error("the grammar of request %s could not be compiled", request.request_id, exc_info=error)
+                indices = range(request.params.num_completions)
+                failed += failures(request.request_id, indices, f"internal error while compiling its grammar: {error}")
+        return refused + failed
 
-    Raises ConfigError or ModelError for what cannot work as configured, StartupError if the workers don't come up.
+
+def refusal(request_id: str, error: InvalidRequestError) -> TokenDelta:
+    """The only delta of a request that the engine does not take."""
+    bad_param = error.param or "request"
+    return TokenDelta(request_id, 0, [], finish_reason="error", stop_reason=str(error), bad_param=bad_param)
+
+
+def failures(request_id: str, indices: Iterable[int], message: str) -> list[TokenDelta]:
+    """The last deltas of these completions of a request, which end by no fault of the request."""
+    return [TokenDelta(request_id, index, [], finish_reason="error", stop_reason=message) for index in sorted(indices)]
+
+
+def build_engine_core(config: ResolvedConfig, executor: Executor) -> EngineCore:
+    """Start the workers and return a core ready for requests.
+
+    executor: not yet started. Raises ConfigError or ModelError for what cannot work as configured, StartupError if the
+    workers don't come up.
     """
-    from rayllm.executor import make_executor
-
-    spec = load_model_spec(config.model)
-    check_parallel(spec, config.tensor_parallel_size)
-    if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
-        raise ConfigError(f"max_model_len {config.max_model_len} exceeds the model's limit of {spec.max_model_len}")
     started = time.monotonic()
     grammars = None
-    if not config.skip_tokenizer_init:
-        grammars = GrammarCompiler(config.model, spec.vocab_size, spec.eos_token_ids)
-    executor = make_executor(config, spec)
+    if not config.options.skip_tokenizer_init:
+        grammars = GrammarCompiler(config.options.model, config.spec.vocab_size, config.spec.eos_token_ids)
     try:
-        limits = executor.start()
-        core = EngineCore(
-            config, spec, executor, limits.num_gpu_blocks, executor.max_in_flight, grammars, limits.num_cpu_blocks
-        )
+        core = EngineCore(config, executor, executor.start(), grammars)
     except BaseException:
         if grammars is not None:
             grammars.close()
@@ -200,3 +199,51 @@ def build_engine_core(config: EngineConfig) -> EngineCore:
     freeze_heap()
     logger.info("engine ready in %.1f s, %d KV tokens", time.monotonic() - started, core.info.num_kv_tokens)
     return core
+
+
+def _fitting_length(config: ResolvedConfig, num_blocks: int) -> int:
+    """Tokens that a sequence may have, now that the pool's size is known. Raises ConfigError."""
+    options = config.options
+    longest = KVWindow(config.spec.kv_window, options.block_size).longest(num_blocks)
+    if config.max_model_len <= longest:
+        return config.max_model_len
+    pool = f"the KV cache of {num_blocks * options.block_size} tokens ({num_blocks} blocks of {options.block_size})"
+    if options.max_model_len is not None:
+        raise ConfigError(f"max_model_len {options.max_model_len} does not fit into {pool}")
+    logger.warning("sequences are limited by %s, not to the model's %d tokens", pool, config.max_model_len)
+    return longest
+
+
+def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks, report: StartReport) -> Scheduler:
+    options, window = config.options, config.spec.kv_window
+    if options.preemption_mode == "swap" and not blocks.cpu:
+        raise ConfigError(f'preemption_mode "swap": swap_space {options.swap_space:g} GiB is less than a block')
+    memory = KVMemory(
+        num_blocks=blocks.gpu,
+        block_size=options.block_size,
+        num_cpu_blocks=blocks.cpu,
+        caching=options.enable_prefix_caching,
+        costs=report.kv_costs(),
+        sliding_window=window,
+        write_ahead=WriteAheadLimits(2 * options.max_num_batched_tokens // options.block_size),
+    )
+    state = SchedulerState(
+        memory,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        eos_token_ids=config.spec.eos_token_ids,
+        preemptive=options.scheduling_policy == "priority",
+        clock=time.monotonic,
+    )
+    chunk_budget = None
+    if options.target_itl_ms is not None:
+        step_costs = report.ready[0].step_costs if report.ready else {}
+        chunk_budget = ChunkBudget(options.target_itl_ms / 1e3, options.max_num_batched_tokens, window, step_costs)
+    return Scheduler(
+        state,
+        policy=POLICIES[options.scheduling_policy],
+        preemption_mode=options.preemption_mode,
+        chunk_budget=chunk_budget,
+        seed=options.seed,
+    )

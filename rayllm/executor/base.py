@@ -6,39 +6,28 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
 
-from rayllm.api.types import StartReport, StepPlan, StepResult
-from rayllm.errors import ConfigError, RayllmError, StartupError
-
-if TYPE_CHECKING:
-    import torch
+from rayllm.api.types import KVBlocks, StartReport, StepPlan, StepResult
+from rayllm.errors import RayllmError, StartupError
 
 MAX_IN_FLIGHT = 2  # one plan computes while the next is scheduled; more would only add latency
-
-
-class WorkerLimits(NamedTuple):
-    """KV blocks every rank can hold: the minimum over the ranks. gpu: of the device pool, cpu: of the host pool."""
-
-    num_gpu_blocks: int
-    num_cpu_blocks: int
 
 
 class Executor(ABC):
     """Runs StepPlans on the workers of one engine. Life: start, then submit and collect in turn, then shutdown.
 
-    Called from one thread, but for `check_health`. report: how the start went, filled in as it goes.
-    max_in_flight: plans that may be submitted before the oldest one's result is collected.
+    Called from one thread, but for `check_health`.
     """
 
+    # Plans that may be submitted before the oldest one's result is collected.
     max_in_flight = MAX_IN_FLIGHT
 
     def __init__(self) -> None:
-        self.report = StartReport([], [], [], [])
+        self.report = StartReport([], [], [])  # how the start went, filled in as it goes
 
     @abstractmethod
-    def start(self) -> WorkerLimits:
-        """Start the workers, load the model, size and allocate the KV pools, warm up. Once.
+    def start(self) -> KVBlocks:
+        """Start the workers, load the model, size and allocate the KV pools, warm up. Once. Returns the pools' sizes.
 
         Raises ConfigError or ModelError as a worker raised it, and StartupError for everything else; what had been
         started by then is taken down again.
@@ -83,25 +72,3 @@ class Executor(ABC):
         started = time.monotonic()
         yield
         self.report.phases.append((name, time.monotonic() - started))
-
-
-def device_name(device: torch.device) -> str:
-    """What a device is, for reports."""
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of a worker in this process: "auto" is cuda where a GPU is visible.
-
-    Raises ConfigError if cuda is asked for and there is none.
-    """
-    import torch
-
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ConfigError('device "cuda" needs a GPU that PyTorch can use; there is none (device "cpu" works)')
-    if name == "cpu" or not available:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

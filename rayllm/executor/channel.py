@@ -6,7 +6,7 @@ import queue
 import threading
 
 from rayllm.api.types import StepPlan, StepResult
-from rayllm.worker.actor import Groups, pack, receive_result, send_plan
+from rayllm.parallel.process_groups import Groups, pack, receive_result, send_plan
 
 
 class ChannelBroken(Exception):

@@ -3,61 +3,50 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
-from rayllm.api.types import StepPlan, StepResult
-from rayllm.config.options import EngineConfig
+import torch
+
+from rayllm.api.types import KVBlocks, StepPlan, StepResult
+from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import EngineDeadError
-from rayllm.executor.base import Executor, WorkerLimits, device_name, resolve_device
+from rayllm.executor.base import Executor
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.worker.actor import AnyWorker, WorkerFactory, default_worker
-
-if TYPE_CHECKING:
-    from rayllm.config.model_spec import ModelSpec
+from rayllm.worker.rank import LoadRank, Rank
+from rayllm.worker.worker import load_rank
 
 logger = logging.getLogger(__name__)
 
 
 class LocalExecutor(Executor):
-    """Runs the worker in the caller's process and thread. See `Executor` for the contract.
+    """Runs the rank in the caller's process and thread. See `Executor` for the contract."""
 
-    worker_factory: what makes the worker; None takes `rayllm.worker.worker.Worker`.
-    """
-
-    def __init__(self, config: EngineConfig, spec: ModelSpec, worker_factory: WorkerFactory | None = None):
+    def __init__(self, config: ResolvedConfig, load: LoadRank = load_rank):
         super().__init__()
-        self._config, self._spec = config, spec
-        self._worker_factory = worker_factory or default_worker
-        self._worker: AnyWorker | None = None
+        self._config, self._load = config, load
+        self._worker: Rank | None = None
         self._in_flight = 0
         self._was_started = False
         self._dead = "the engine has not been started"
 
-    def start(self) -> WorkerLimits:
+    def start(self) -> KVBlocks:
         if self._was_started:
             raise RuntimeError("an executor starts once")
         self._was_started = True
         with self._starting():
-            limits = self._start()
-        self._dead = ""
-        return limits
-
-    def _start(self) -> WorkerLimits:
-        with self._phase("load model"):
-            device = resolve_device(self._config.device)
-            if device.type == "cpu":
+            if self._config.device == "cuda":
+                device = torch.device("cuda", torch.cuda.current_device())
+                name = torch.cuda.get_device_name(device)
+            else:
+                device, name = torch.device("cpu"), "CPU"
                 self.max_in_flight = 1  # submit computes before it returns: nothing would overlap
-            self._worker = worker = self._worker_factory(self._config, self._spec, TPGroup.single(), device)
-            worker.load_model()
-        with self._phase("size KV cache"):
-            limits = WorkerLimits(*worker.determine_num_blocks())
-        with self._phase("allocate KV cache"):
-            worker.init_cache(*limits)
-        with self._phase("warm up"):
-            self.report.ready.append(worker.warm_up())
-            self.report.kv_costs.extend(costs for costs in [worker.measure_costs()] if costs is not None)
-        self.report.placement.append(f"this process, {device_name(device)}")
-        return limits
+            loaded = self._load(self._config, TPGroup.single(), device)
+            blocks = loaded.count_blocks()
+            self._worker = loaded.build(blocks)
+        self.report.ready.append(self._worker.ready)
+        self.report.phases.extend(self._worker.ready.phases)
+        self.report.placement.append(f"this process, {name}")
+        self._dead = ""
+        return blocks
 
     def submit(self, plan: StepPlan) -> None:
         worker = self._living_worker()
@@ -93,7 +82,7 @@ class LocalExecutor(Executor):
         except Exception:  # a device that failed fails here too; the first error is the one to report
             logger.warning("the worker did not close cleanly", exc_info=True)
 
-    def _living_worker(self) -> AnyWorker:
+    def _living_worker(self) -> Rank:
         if self._dead or self._worker is None:
             raise EngineDeadError(self._dead)
         return self._worker

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -21,10 +21,10 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import rayllm
-from rayllm.errors import ConfigError, StartupError
+from rayllm import timeouts
+from rayllm.errors import StartupError
 
 CPUS_PER_RANK = 0.1  # a rank's own thread mostly waits for its GPU; CPU engines share what cores there are
-PLACEMENT_SECONDS = 6.0  # for resources that exist but are taken; an engine that just stopped frees its own in less
 
 _PASSED_ON = ("RLLM_", "NCCL_", "TORCH_SYMM_MEM", "TORCH_NCCL_", "GLOO_", "TRITON_")
 _DEFAULTS = {
@@ -36,14 +36,6 @@ _DEFAULTS = {
 }
 
 logger = logging.getLogger(__name__)
-
-
-def cluster_device(device: str, resources: Mapping[str, float]) -> Literal["cpu", "cuda"]:
-    """The device of the ranks: "auto" is cuda if the cluster has a GPU. Raises ConfigError if cuda is not there."""
-    has_gpu = resources.get("GPU", 0) >= 1
-    if device == "cuda" and not has_gpu:
-        raise ConfigError('device "cuda" needs GPUs; the Ray cluster has none (device "cpu" works)')
-    return "cuda" if has_gpu and device != "cpu" else "cpu"
 
 
 def check_capacity(num_ranks: int, bundle: Mapping[str, float], resources: Mapping[str, float]) -> None:
@@ -99,7 +91,7 @@ def reserve(num_ranks: int, device: str) -> Placement:
     check_capacity(num_ranks, bundle, ray.cluster_resources())
     group = placement_group([bundle] * num_ranks, strategy="PACK")
     try:
-        if not group.wait(PLACEMENT_SECONDS):
+        if not group.wait(timeouts.PLACEMENT_S):
             raise StartupError(_what_is_taken(num_ranks, bundle))
         return _place(group, True, range(num_ranks))
     except BaseException:

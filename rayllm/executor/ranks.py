@@ -1,4 +1,9 @@
-"""`RankActors`: the actors of one engine, asked in parallel, and which of them is to blame for a failure."""
+"""`RankActors`: the actors of one engine, asked in parallel, and which of them is to blame for a failure.
+
+A process that is gone is Ray's to report. One that is stopped, or stuck in a way that no error shows, is found by a
+question that is kept open to each actor (`ping`), which a thread of its own answers there while the rank loads,
+compiles, computes or waits for others.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,19 @@ import os
 import re
 import signal
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from rayllm.config.options import EngineConfig
+from rayllm import timeouts
+from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ConfigError, RayllmError, StartupError
-from rayllm.executor.heartbeat import GROUP, SILENCE_SECONDS, Heartbeat
 from rayllm.executor.placement import Placement
-from rayllm.worker.actor import WorkerActor, WorkerFactory
+from rayllm.worker.actor import WorkerActor
+from rayllm.worker.rank import LoadRank
 
-if TYPE_CHECKING:
-    from rayllm.config.model_spec import ModelSpec
-
+_PINGS = "ping"  # the actors' concurrency group for `ping`
 _POLL_SECONDS = 0.05
 _LOST_PEER = re.compile(r"gloo|NCCL|connection (closed|reset)|broken pipe", re.IGNORECASE)
 
@@ -40,24 +44,22 @@ class Failure(NamedTuple):
 class RankActors:
     """Actors in order of rank. `call` is for the start-up; `run`, `failure` and `wait_stopped` for the step loops."""
 
-    def __init__(
-        self, placement: Placement, config: EngineConfig, spec: ModelSpec, device: str, factory: WorkerFactory | None
-    ):
+    def __init__(self, placement: Placement, config: ResolvedConfig, load: LoadRank):
         self._nodes = placement.nodes
-        actor: Any = ray.remote(concurrency_groups={GROUP: 1})(WorkerActor)  # type: ignore[call-overload] # a gap in Ray's types
+        actor: Any = ray.remote(concurrency_groups={_PINGS: 1})(WorkerActor)  # type: ignore[call-overload] # a gap in Ray's types
         self._actors: list[Any] = [
-            actor.options(**placement.actor_options(rank)).remote(rank, config, spec, device, factory)
+            actor.options(**placement.actor_options(rank)).remote(rank, config, load)
             for rank in range(len(placement.nodes))
         ]
         self._pids: list[int] = []
-        self._heartbeat: Heartbeat | None = None
+        self._pings: list[tuple[float, ray.ObjectRef]] = []  # when each rank was asked last, and the question
         self._loops: list[ray.ObjectRef] = []
 
     def wait_until_up(self, seconds: float) -> list[str]:
         """Where each rank is, once all processes have started and imported what they need. Raises StartupError."""
         whereabouts = self.call("start", "whereabouts", seconds=seconds)
         self._pids = [pid for pid, _device in whereabouts]
-        self._heartbeat = Heartbeat(self._actors)
+        self._pings = [self._ping(rank) for rank in range(len(self._actors))]
         places = zip(self._nodes, whereabouts, strict=True)
         return [f"node {address}, process {pid}, {device}" for (_id, address), (pid, device) in places]
 
@@ -123,8 +125,21 @@ class RankActors:
                         os.kill(pid, signal.SIGKILL)
 
     def _silent(self) -> str | None:
-        rank = None if self._heartbeat is None else self._heartbeat.silent_rank()
-        return None if rank is None else f"{self._name(rank)} has not answered for {SILENCE_SECONDS:g} s"
+        """Which rank has not answered for RANK_SILENCE_S, if any. Cheap; asks again, so it is called now and then."""
+        now = time.monotonic()
+        if not self._pings or now - min(asked for asked, _question in self._pings) < timeouts.PING_S:
+            return None
+        questions = [question for _asked, question in self._pings]
+        answered, _ = ray.wait(questions, num_returns=len(questions), timeout=0)
+        for rank, (asked, question) in enumerate(self._pings):
+            if question in answered:
+                self._pings[rank] = self._ping(rank)
+            elif now - asked > timeouts.RANK_SILENCE_S:
+                return f"{self._name(rank)} has not answered for {timeouts.RANK_SILENCE_S:g} s"
+        return None
+
+    def _ping(self, rank: int) -> tuple[float, ray.ObjectRef]:
+        return time.monotonic(), self._actors[rank].ping.options(concurrency_group=_PINGS).remote()
 
     def _name(self, rank: int) -> str:
         return f"worker rank {rank} on node {self._nodes[rank][1]}"

@@ -19,30 +19,22 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import ray
 import torch.distributed as dist
 
-from rayllm.api.types import StepPlan, StepResult
-from rayllm.config.options import EngineConfig
+from rayllm import timeouts
+from rayllm.api.types import KVBlocks, StepPlan, StepResult
+from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import EngineDeadError, StartupError
-from rayllm.executor.base import Executor, WorkerLimits
+from rayllm.executor.base import Executor
 from rayllm.executor.channel import Channel, ChannelBroken
-from rayllm.executor.placement import Placement, cluster_device, reserve
+from rayllm.executor.placement import Placement, reserve
 from rayllm.executor.ranks import RankActors
-from rayllm.executor.ray_cluster import connect_to_ray
-from rayllm.worker.actor import CONNECT_TIMEOUT, Groups, Rendezvous, WorkerFactory, interface_variables, join_groups
-
-if TYPE_CHECKING:
-    from rayllm.config.model_spec import ModelSpec
-
-# No step takes this long; a result that is not there by then will not come. On a CPU, a chunk may take minutes.
-STEP_SECONDS = {"cuda": 30.0, "cpu": 300.0}
-START_SECONDS = 1800.0  # one phase of the start: loading hundreds of gigabytes from a slow disk
-WATCH_SECONDS = 0.2  # how often a wait for a result looks at the workers
-FAILURE_SECONDS = 3.0  # for Ray to notice why a connection broke
-STOP_SECONDS = 5.0  # each wait of the shutdown
+from rayllm.parallel.process_groups import CONNECT_TIMEOUT, Groups, Rendezvous, interface_variables, join_groups
+from rayllm.worker.rank import LoadRank
+from rayllm.worker.worker import load_rank
 
 logger = logging.getLogger(__name__)
 
@@ -50,21 +42,23 @@ logger = logging.getLogger(__name__)
 class RayExecutor(Executor):
     """Runs one actor a rank. See `Executor` for the contract.
 
-    worker_factory: what makes a rank's worker, importable there; None takes `rayllm.worker.worker.Worker`.
-    step_seconds: the longest `collect` waits for a result; None: STEP_SECONDS of the device. A process can have one of
-    these at a time, since torch.distributed has one default group a process.
+    This process is connected to Ray, and has one of these at a time, since torch.distributed has one default group.
+
+    load: importable in the actors. owns_ray: Ray was started for this engine, and is to be stopped with it.
+    step_seconds: the longest `collect` waits for a result; None takes what is usual for the device.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
-        spec: ModelSpec,
-        worker_factory: WorkerFactory | None = None,
+        config: ResolvedConfig,
+        load: LoadRank = load_rank,
+        *,
+        owns_ray: bool = False,
         step_seconds: float | None = None,
     ):
         super().__init__()
-        self._config, self._spec, self._worker_factory = config, spec, worker_factory
-        self._step_seconds = step_seconds or 0.0  # the device decides, once it is known
+        self._config, self._load, self._owns_ray = config, load, owns_ray
+        self._step_seconds = step_seconds or timeouts.STEP_S[config.device]
         self._last_step = "no step has finished"
         self._in_flight: deque[int] = deque()  # step ids
         self._next_watch = 0.0  # time.monotonic() from which `collect` looks at the workers again
@@ -72,13 +66,12 @@ class RayExecutor(Executor):
         self._shutdown_lock = threading.Lock()
         self._is_shut_down = False
         # What shutdown has to undo, in the order in which it came to be.
-        self._owns_ray = False
         self._placement: Placement | None = None
         self._ranks: RankActors | None = None
         self._joining: Future[Groups] | None = None
         self._channel: Channel | None = None
 
-    def start(self) -> WorkerLimits:
+    def start(self) -> KVBlocks:
         if self._is_shut_down or self._placement is not None:
             raise RuntimeError("an executor starts once")
         if dist.is_initialized():
@@ -87,45 +80,34 @@ class RayExecutor(Executor):
             )
         atexit.register(self.shutdown)
         with self._starting():
-            limits = self._start()
+            blocks = self._start()
         self._dead = ""
-        return limits
+        return blocks
 
-    def _start(self) -> WorkerLimits:
-        config = self._config
-        with self._phase("ray"):
-            self._owns_ray = connect_to_ray()
-            device = cluster_device(config.device, ray.cluster_resources())
-            self._step_seconds = self._step_seconds or STEP_SECONDS[device]
+    def _start(self) -> KVBlocks:
+        config, seconds = self._config, timeouts.RANK_START_S
         with self._phase("place"):
-            self._placement = reserve(config.tensor_parallel_size, device)
+            self._placement = reserve(config.tp, config.device)
         with self._phase("start actors"):
-            self._ranks = ranks = RankActors(self._placement, config, self._spec, device, self._worker_factory)
-            self.report.placement.extend(ranks.wait_until_up(START_SECONDS))
+            self._ranks = ranks = RankActors(self._placement, config, self._load)
+            self.report.placement.extend(ranks.wait_until_up(seconds))
         with self._phase("connect"):
-            groups = self._connect(ranks, self._placement, "nccl" if device == "cuda" else "gloo")
-        with self._phase("load model"):
-            ranks.call("load the model", "load_model", seconds=START_SECONDS)
-        with self._phase("size KV cache"):
-            blocks = ranks.call("size the KV cache", "determine_num_blocks", seconds=START_SECONDS)
-            limits = WorkerLimits(*(min(of_ranks) for of_ranks in zip(*blocks, strict=True)))
-        with self._phase("allocate KV cache"):
-            ranks.call("allocate the KV cache", "init_cache", *limits, seconds=START_SECONDS)
-        with self._phase("warm up"):
-            self.report.ready.extend(ranks.call("warm up", "warm_up", seconds=START_SECONDS))
-            costs = ranks.call("measure costs", "measure_costs", seconds=START_SECONDS)
-            self.report.kv_costs.extend(of_rank for of_rank in costs if of_rank is not None)
+            groups = self._connect(ranks, self._placement, "nccl" if config.device == "cuda" else "gloo")
+        room: list[KVBlocks] = ranks.call("load the model", "load", seconds=seconds)
+        blocks = KVBlocks(min(rank.gpu for rank in room), min(rank.cpu for rank in room))
+        self.report.ready.extend(ranks.call("get ready", "build", blocks, seconds=seconds))
+        self.report.phases.extend(self.report.ready[0].phases)
         ranks.run()
         self._channel = Channel(groups)
-        return limits
+        return blocks
 
     def _connect(self, ranks: RankActors, placement: Placement, device_backend: str) -> Groups:
         """Join the control group together with all ranks, on the loopback interface if they are on this node."""
         host = "127.0.0.1" if placement.one_node() else ray.util.get_node_ip_address()
         store, port = _open_store(host)
         excepthook = sys.excepthook  # which torch replaces, to mark this process's own errors with a rank
-        meeting = Rendezvous(host, port, self._config.tensor_parallel_size, device_backend)
-        with _environment(interface_variables(host)):
+        meeting = Rendezvous(host, port, self._config.tp, device_backend)
+        with _environment(interface_variables(host, ray.util.get_node_ip_address())):
             # On a thread, because it waits for ranks that may fail, which only `ranks.call` would notice.
             joining = _on_thread(lambda: join_groups(meeting, 0, store, timedelta(seconds=self._step_seconds)))
             self._joining = joining
@@ -151,15 +133,15 @@ class RayExecutor(Executor):
         result = None
         while result is None:
             try:
-                result = channel.receive(WATCH_SECONDS)
+                result = channel.receive(timeouts.RANK_WATCH_S)
             except queue.Empty:
                 pass
             except ChannelBroken as error:
-                self._raise_failure(FAILURE_SECONDS)
+                self._raise_failure(timeouts.RANK_FAILURE_S)
                 self._die(f"the connection to the workers broke: {error}", error)
             now = time.monotonic()
             if now >= self._next_watch:  # also while results come: they are those of rank 0 alone
-                self._next_watch = now + WATCH_SECONDS
+                self._next_watch = now + timeouts.RANK_WATCH_S
                 self._raise_failure()
             if result is None and now > deadline:
                 reason = f"no result of step {step_id} came within {self._step_seconds:g} s; the workers hang"
@@ -195,10 +177,10 @@ class RayExecutor(Executor):
         try:
             if gracefully and self._ranks is not None and self._channel is not None:
                 self._channel.stop()
-                self._ranks.wait_stopped(STOP_SECONDS)
+                self._ranks.wait_stopped(timeouts.RANK_STOP_S)
         finally:
             if self._ranks is not None:
-                self._ranks.kill(STOP_SECONDS)
+                self._ranks.kill(timeouts.RANK_STOP_S)
             if self._placement is not None:
                 self._placement.release()
 
@@ -207,11 +189,11 @@ class RayExecutor(Executor):
         if self._joining is None:
             return
         with contextlib.suppress(Exception):  # it failed, or still waits for a rank that will not come
-            self._joining.result(STOP_SECONDS)
-        if self._channel is not None and not self._channel.join(STOP_SECONDS):
+            self._joining.result(timeouts.RANK_STOP_S)
+        if self._channel is not None and not self._channel.join(timeouts.RANK_STOP_S):
             logger.warning("a connection to a worker is still open; its thread is left behind")
         if dist.is_initialized():
-            _on_thread(dist.destroy_process_group).result(STOP_SECONDS)
+            _on_thread(dist.destroy_process_group).result(timeouts.RANK_STOP_S)
 
     def _living_channel(self) -> Channel:
         if self._dead or self._channel is None:

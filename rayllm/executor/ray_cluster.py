@@ -11,6 +11,7 @@ from pathlib import Path
 import ray
 
 from rayllm.errors import StartupError
+from rayllm.executor.ray_compat import noted_cluster
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def has_no_cluster() -> bool:
         if not _answers(address):
             raise StartupError(f"RAY_ADDRESS {address}: no Ray cluster answers there")
         return False
-    noted: str | None = ray._private.utils.read_ray_address()
+    noted = noted_cluster()
     if noted and not _answers(noted):
         logger.warning("the Ray cluster that was started at %s is gone; Ray is started on this machine", noted)
         return True

@@ -11,8 +11,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from rayllm.config.json_fields import read_json_object
-from rayllm.config.model_spec import ModelSpec, check_parallel
-from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ModelError
 from rayllm.layers.weights import WeightSource
 from rayllm.models.base import CausalLM
@@ -161,22 +160,19 @@ class DummyCheckpoint(WeightSource):
         pass
 
 
-def load_model(
-    spec: ModelSpec, config: EngineConfig, tp: TPGroup, device: torch.device, dtype: torch.dtype
-) -> CausalLM:
-    """This rank's part of the model in the folder config.model, on `device` in `dtype`.
+def load_model(config: ResolvedConfig, tp: TPGroup, device: torch.device) -> CausalLM:
+    """This rank's part of the model in the folder config.options.model, on `device`.
 
-    With config.load_format "dummy" the weights come from config.seed. Raises ModelError if the checkpoint does not fit
-    the spec, or the spec `tp.size` ranks.
+    With load_format "dummy" the weights come from the seed. Raises ModelError if the checkpoint does not fit the spec.
     """
-    check_parallel(spec, tp.size)
+    spec, options, dtype = config.spec, config.options, getattr(torch, config.dtype)
     source: WeightSource
-    if config.load_format == "dummy":
-        source = DummyCheckpoint(config.seed, device, dtype)
+    if options.load_format == "dummy":
+        source = DummyCheckpoint(options.seed, device, dtype)
     else:
-        source = Checkpoint(config.model)
+        source = Checkpoint(options.model)
     with torch.no_grad():
-        model = model_class(spec.architecture)(spec, tp, device, dtype, config.deterministic)
+        model = model_class(spec.architecture)(spec, tp, device, dtype, options.deterministic)
         model.load(source)
     source.finish()
     if unwritten := source.unwritten(model):

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rayllm.parallel import torch_compat
+
 # More rows than this go to NCCL, which gains on us with every row; this many of 4096 bf16 take 70 MB on each GPU.
 MAX_ROWS = 2048
 MAX_PROGRAMS = 128
@@ -145,8 +147,7 @@ def _share_words(group: dist.ProcessGroup, num_words: int, device: torch.device)
     # fabric manager that works, and can hang all GPUs of a host where it does not.
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    import torch.distributed._symmetric_memory as symmetric_memory
-
+    symmetric_memory = torch_compat.symmetric_memory()
     words, handle, problem, offset = None, None, None, None
     try:
         words = symmetric_memory.empty(num_words, dtype=torch.int32, device=device).fill_(-1)

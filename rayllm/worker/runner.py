@@ -8,20 +8,15 @@ import numpy as np
 import torch
 
 from rayllm.api.sampling_params import SamplingParams
-from rayllm.api.types import SequenceData, StepCost, StepPlan, StepResult, TokenLogprobs
-from rayllm.layers.attention import KVCache
-from rayllm.models.base import CausalLM
+from rayllm.api.types import SequenceData, StepPlan, StepResult, TokenLogprobs
 from rayllm.sampling.logprobs import gather, prompt_logprobs
 from rayllm.sampling.sampler import SamplerOutput, logprob_entries, sample
 from rayllm.sampling.sampling_batch import SamplingBatch
 from rayllm.sampling.sampling_table import SamplingTable
 from rayllm.sampling.token_mask import TokenMasks
-from rayllm.worker.chunk_graph import ChunkGraphs, step_graphs
-from rayllm.worker.cuda_graph import DecodeGraphs
-from rayllm.worker.inputs import PersistentBatch, StepInputs, build, to_device
+from rayllm.worker.graphs import DecodeGraphs, RunContext, StepGraphs
+from rayllm.worker.inputs import StepInputs, build, to_device
 from rayllm.worker.pooling import Pooler
-from rayllm.worker.step_memory import StepMemory
-from rayllm_kernels import ops
 
 # With these, sampling runs every kernel that it has: on logits as they are, and on changed ones.
 ALL_WAYS = tuple(
@@ -58,83 +53,13 @@ class PendingResult:
 
 
 class ModelRunner:
-    """Runs plans in order. Everything stays on the device between steps; only sampled ids and logprobs leave it.
+    """Runs plans in order. Everything stays on the device between steps; only sampled ids and logprobs leave it."""
 
-    split_decodes: decodes are attended by the decode kernel. Without it they are chunks of one token, whose results do
-    not depend on how a sequence was cut into steps.
-    """
-
-    def __init__(
-        self,
-        model: CausalLM,
-        caches: list[KVCache],
-        state: PersistentBatch,
-        table: SamplingTable,
-        device: torch.device,
-        split_decodes: bool = True,
-    ):
-        self._split_decodes = split_decodes
-        self._model, self._caches = model, caches
-        self._state, self._table, self._device = state, table, device
-        self._graphs: DecodeGraphs | None = None
-        self._chunk_graphs: list[ChunkGraphs] = []
+    def __init__(self, context: RunContext, table: SamplingTable, graphs: StepGraphs | None = None):
+        self._context, self._table, self._graphs = context, table, graphs or StepGraphs()
+        self._model, self._state, self._device = context.model, context.batch, context.device
         self._prompt_logprobs_of: dict[int, int] = {}  # row -> top tokens asked for at each prompt position
-        self._pooler = Pooler(len(state.num_tokens), model.spec.hidden_size, device)
-
-    @torch.inference_mode()
-    def capture_graphs(self, max_num_seqs: int, max_tokens: int, memory: StepMemory) -> None:
-        """Capture CUDA graphs for decode-only plans of up to max_num_seqs, and for other plans of up to max_tokens."""
-        state, head = self._state, self._model.lm_head
-        # Logits are read before the next step runs, so all graphs put theirs here.
-        room = torch.empty(max_num_seqs, head.num_tokens, dtype=head.weight.dtype, device=self._device)
-        chunk_graphs = step_graphs(
-            self._model,
-            self._caches,
-            max_tokens=max_tokens,
-            max_num_seqs=max_num_seqs,
-            split_decodes=self._split_decodes,
-            max_model_len=state.token_table.shape[1],
-            block_size=state.block_size,
-            device=self._device,
-            logits_room=room,
-        )
-        decode_graphs = DecodeGraphs(self._model, self._caches, state, max_num_seqs, self._split_decodes, room)
-        all_graphs: list[ChunkGraphs | DecodeGraphs] = [*reversed(chunk_graphs), decode_graphs]  # the largest first
-        telling = self._caches[: self._model.spec.num_telling_layers]
-        with memory.active():
-            with ops.compile_only():
-                for graphs in all_graphs:
-                    graphs.run_all(telling)
-            for graphs in all_graphs:
-                graphs.run_all(telling)
-        torch.cuda.synchronize()
-        for graphs in all_graphs:
-            graphs.capture(memory)
-        self._graphs, self._chunk_graphs = decode_graphs, chunk_graphs
-
-    @torch.inference_mode()
-    def step_costs(self) -> dict[int, StepCost]:
-        """As `RankReady` has them; measured on all ranks together, before the first step."""
-        mixed = self._chunk_graphs[-1] if self._chunk_graphs else None
-        return {} if mixed is None else {size: mixed.cost(size) for size in mixed.sizes}
-
-    @torch.inference_mode()
-    def sample_all_ways(self) -> None:
-        """Sample with all that requests may ask for, from rows that nobody has yet. Must run on all ranks together.
-
-        On CUDA for its kernels alone, under `ops.compile_only`: a server would stop for seconds while they are compiled
-        for the first request that needs them.
-        """
-        for count in {1, min(3, len(self._state.num_tokens))}:
-            rows, head = np.arange(count), self._model.lm_head
-            local = torch.zeros(count, head.num_tokens, dtype=head.weight.dtype, device=self._device)
-            logits = self._model.gather_logits(local)
-            for params in ALL_WAYS:
-                for row in range(count):
-                    self._table.set(SequenceData(row, [0], 1, 0, [], params, seed=0))
-                sample(logits, self._table.batch(rows, rows, self._device), self._state.token_table)
-            for row in range(count):
-                self._table.clear(row)
+        self._pooler = Pooler(context.max_num_seqs, self._model.spec.hidden_size, self._device)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingResult:
@@ -142,10 +67,11 @@ class ModelRunner:
         self._apply(plan)
         sampled, sampling, embeddings = None, None, None
         prompt_entries: list[tuple[int, int, list[TokenLogprobs]]] = []
-        if self._graphs is not None and plan.num_decodes == len(plan.rows):
-            sampled, sampling = self._decode(self._graphs, np.array(plan.rows, np.int64), plan)
+        decode_graphs = self._graphs.decodes
+        if decode_graphs is not None and plan.num_decodes == len(plan.rows):
+            sampled, sampling = self._decode(decode_graphs, np.array(plan.rows, np.int64), plan)
         else:
-            inputs = build(self._state, plan, self._device, self._split_decodes)
+            inputs = build(self._state, plan, self._device, self._context.split_decodes)
             if self._prompt_logprobs_of or self._pooler.wants(plan.rows):
                 logits, prompt_entries, embeddings = self._forward_all(inputs)
             else:
@@ -168,8 +94,8 @@ class ModelRunner:
             self._prompt_logprobs_of.pop(row, None)
             self._pooler.free(row)
         self._state.apply(plan)
-        if self._graphs is not None:
-            self._graphs.apply(plan)
+        if self._graphs.decodes is not None:
+            self._graphs.decodes.apply(plan)
         for data in plan.new:
             self._table.set(data)
             self._pooler.add(data)
@@ -179,17 +105,17 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits of the sampling sequences [num_sampled, vocab_size]."""
         batch = inputs.batch
-        for graphs in self._chunk_graphs:
+        for graphs in self._graphs.chunks:
             if graphs.fits(batch):
                 return self._model.gather_logits(graphs.run(batch))
-        return self._model.compute_logits(self._model(batch, self._caches))
+        return self._model.compute_logits(self._model(batch, self._context.caches))
 
     def _forward_all(
         self, inputs: StepInputs
     ) -> tuple[torch.Tensor, list[tuple[int, int, list[TokenLogprobs]]], torch.Tensor | None]:
         """The same, without graphs, and what needs every token's hidden state: prompt logprobs, and embeddings."""
         batch = inputs.batch
-        hidden = self._model(replace(batch, logit_rows=None), self._caches)
+        hidden = self._model(replace(batch, logit_rows=None), self._context.caches)
         logits = self._model.compute_logits(hidden[batch.logit_rows])
         return logits, self._prompt_entries(inputs, hidden), self._pooler.pool(inputs, hidden, self._state)
 
@@ -256,3 +182,22 @@ class ModelRunner:
                     entries.append((row, begin + 1, prompt_logprobs(logits, targets, num_top)))
             first_token += count
         return entries
+
+
+@torch.inference_mode()
+def sample_all_ways(context: RunContext, table: SamplingTable) -> None:
+    """Sample with all that requests may ask for, from rows that nobody has yet. Must run on all ranks together.
+
+    On CUDA for its kernels alone, under `ops.compile_only`: a server would stop for seconds while they are compiled for
+    the first request that needs them.
+    """
+    model, device = context.model, context.device
+    for count in {1, min(3, context.max_num_seqs)}:
+        rows, head = np.arange(count), model.lm_head
+        logits = model.gather_logits(torch.zeros(count, head.num_tokens, dtype=head.weight.dtype, device=device))
+        for params in ALL_WAYS:
+            for row in range(count):
+                table.set(SequenceData(row, [0], 1, 0, [], params, seed=0))
+            sample(logits, table.batch(rows, rows, device), context.batch.token_table)
+        for row in range(count):
+            table.clear(row)

@@ -1,18 +1,18 @@
-"""`Worker`: one rank: its part of the model, its KV pools, its runner. In process, or inside a Ray actor."""
+"""`RankModel` and `Worker`: one rank, before and after its KV cache is sized. In process, or inside a Ray actor."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 
-from rayllm.api.types import DeviceMemory, KVCosts, RankReady, StepPlan, StepResult
-from rayllm.config.model_spec import ModelSpec
-from rayllm.config.options import EngineConfig
+from rayllm.api.types import DeviceMemory, KVBlocks, KVCosts, RankReady, StepPlan, StepResult
+from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ConfigError
 from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
@@ -20,13 +20,20 @@ from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.sampling.sampling_table import SamplingTable
 from rayllm.worker.cache import CacheEngine, block_bytes
-from rayllm.worker.chunk_graph import CHUNK_SIZES, MAX_CHUNKS, MIXED_SIZES
 from rayllm.worker.copy_stream import staging_blocks
-from rayllm.worker.cuda_graph import graph_sizes
+from rayllm.worker.graphs import (
+    CHUNK_SIZES,
+    MAX_CHUNKS,
+    MIXED_SIZES,
+    RunContext,
+    StepGraphs,
+    capture_graphs,
+    graph_sizes,
+)
 from rayllm.worker.inputs import PersistentBatch
 from rayllm.worker.kv_scales import find_scales
 from rayllm.worker.pooling import pooling_bytes
-from rayllm.worker.runner import CHANGED_ROWS, PROMPT_LOGITS_ROWS, ModelRunner, PendingResult
+from rayllm.worker.runner import CHANGED_ROWS, PROMPT_LOGITS_ROWS, ModelRunner, PendingResult, sample_all_ways
 from rayllm.worker.step_memory import StepMemory, limit_stacks
 from rayllm_kernels import ops
 
@@ -43,37 +50,281 @@ PROBE_RUNS = 3
 logger = logging.getLogger(__name__)
 
 
-def resolve_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """The model's dtype; "auto" is float32 on CPUs, on GPUs the checkpoint's, and bfloat16 for float32 ones."""
-    name: str = config.dtype
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else "bfloat16" if spec.dtype == "float32" else spec.dtype
-    return getattr(torch, name)
+class RankModel:
+    """This rank's part of the model on its device. See `LoadedRank`. Raises ModelError or ConfigError."""
 
-
-def resolve_kv_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Of the KV cache; dtype is the model's. Raises ConfigError for a format that model or device cannot have."""
-    if config.kv_cache_dtype == "auto":
-        return dtype
-    if spec.head_dim % 2:
-        raise ConfigError(
-            f"kv_cache_dtype {config.kv_cache_dtype} needs an even head_dim; the model's is {spec.head_dim}"
+    def __init__(self, config: ResolvedConfig, tp: TPGroup, device: torch.device):
+        self.config, self.device = config, device
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.kv_dtype: torch.dtype = getattr(torch, config.kv_dtype)
+        self.phases: list[tuple[str, float]] = []  # (name, seconds) of the start so far
+        _check_kv_dtype(self.kv_dtype, config, device)
+        with self.phase("load model"):
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                limit_stacks(device)
+            ops.prepare(device)  # now, because steps allocate from a pool in which nothing may last
+            self.memory = StepMemory(device)
+            tp = tp.with_symmetric_memory(config.spec.hidden_size, self.dtype)
+            self.model = load_model(config, tp, device)
+            self.synchronize()  # steps run on another stream
+            self.scales = find_scales(
+                self.model, self.kv_dtype, self.dtype, device, config.options.block_size, self._run_once
+            )
+        self.block_bytes = block_bytes(
+            config.spec.num_layers,
+            self.model.num_kv_heads_per_rank,
+            config.options.block_size,
+            config.spec.head_dim,
+            self.kv_dtype,
         )
-    if config.kv_cache_dtype == "fp8_e5m2":
-        return torch.float8_e5m2
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise ConfigError(
-            f"kv_cache_dtype {config.kv_cache_dtype} needs a GPU of compute capability 8.9 or more, and "
-            f"{torch.cuda.get_device_name(device)} has less; fp8_e5m2 works there"
+
+    def count_blocks(self) -> KVBlocks:
+        """Blocks that fit on the device and in swap_space. On CUDA the largest batch runs once to see its memory.
+
+        No host blocks if neither preemption nor a prefix cache would use them.
+        """
+        options = self.config.options
+        num_cpu_blocks = int(options.swap_space * GIB) // self.block_bytes
+        if options.preemption_mode == "recompute" and not options.enable_prefix_caching:
+            num_cpu_blocks = 0
+        if options.num_gpu_blocks_override is not None:
+            return KVBlocks(options.num_gpu_blocks_override, num_cpu_blocks)
+        if self.device.type == "cpu":
+            most = options.max_num_seqs * -(-self.config.max_model_len // options.block_size)
+            return KVBlocks(max(1, min(most, CPU_POOL_BYTES // self.block_bytes)), num_cpu_blocks)
+        with self.phase("size KV cache"):
+            return KVBlocks(self._measure_blocks(num_cpu_blocks), num_cpu_blocks)
+
+    def build(self, blocks: KVBlocks) -> Worker:
+        """The rank with its KV cache, warm."""
+        return Worker(self, blocks)
+
+    def new_cache(self, blocks: KVBlocks) -> CacheEngine:
+        """Pools of these sizes for this model."""
+        return CacheEngine(
+            num_gpu_blocks=blocks.gpu,
+            num_cpu_blocks=blocks.cpu,
+            num_layers=self.config.spec.num_layers,
+            num_kv_heads=self.model.num_kv_heads_per_rank,
+            block_size=self.config.options.block_size,
+            head_dim=self.config.spec.head_dim,
+            dtype=self.kv_dtype,
+            device=self.device,
+            scales=self.scales,
         )
-    return torch.float8_e4m3fn
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record how long a phase of the start takes."""
+        started = time.monotonic()
+        yield
+        self.phases.append((name, time.monotonic() - started))
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def run_batch(self, caches: list[KVCache], total: int, length: int | None = None) -> None:
+        """A pass over `total` tokens by the layers of `caches`: no KV is written, as many rows get logits as may.
+
+        length: of a sequence, 1 for decodes; None for as long as can be.
+        """
+        options, device = self.config.options, self.device
+        length = min(total, self.config.max_model_len, length or total)
+        decodes = length == 1 and not options.deterministic
+        starts = torch.tensor([*range(0, total, length), total], dtype=torch.int32, device=device)
+        positions = torch.arange(total, device=device) % length
+        num_seqs = len(starts) - 1
+        tables = torch.zeros(num_seqs, -(-length // options.block_size), dtype=torch.int32, device=device)
+        batch = ForwardBatch(
+            input_ids=torch.zeros(total, dtype=torch.int64, device=device),
+            positions=positions,
+            slot_mapping=torch.full((total,), -1, dtype=torch.int64, device=device),
+            block_tables=tables,
+            seq_lens=starts.diff(),
+            query_start_loc=starts,
+            logit_rows=torch.arange(min(max(options.max_num_seqs, PROMPT_LOGITS_ROWS), total), device=device),
+            num_decodes=num_seqs if decodes else 0,
+            max_query_len=0 if decodes else length,
+        )
+        hidden = self.model(batch, caches)
+        logits = self.model.compute_logits(hidden)
+        # What sampling holds beside them: changed logits, and counts of tokens.
+        _held = [logits[:CHANGED_ROWS].to(torch.float32, copy=True) for _ in range(2)]
+        self.synchronize()
+
+    @torch.inference_mode()
+    def _run_once(self, batch: ForwardBatch, caches: list[KVCache]) -> None:
+        """A forward pass before there is a runner, to its end on the device."""
+        with self.memory.active():
+            if self.device.type == "cuda":
+                with ops.compile_only():
+                    self.model(batch, caches)
+            self.model(batch, caches)
+        self.synchronize()
+
+    def _measure_blocks(self, num_cpu_blocks: int) -> int:
+        """Blocks in gpu_memory_utilization of the device, less all else that the engine and others use at most."""
+        options, spec = self.config.options, self.config.spec
+        spare = self.new_cache(KVBlocks(1, 0))
+        with self.memory.active():
+            caches = spare.layers[: spec.num_distinct_layers]  # the others use the same memory again
+            with ops.compile_only():
+                self.run_batch(caches, options.max_num_batched_tokens)
+            # How memory is cut depends on the steps that came before: on one long prompt, and on many short ones.
+            for length in (None, 1024, None, 128):
+                self.run_batch(caches, options.max_num_batched_tokens, length)
+        del spare, caches
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        tables = table_bytes(options.max_num_seqs, self.config.max_model_len, options.block_size)
+        tables += pooling_bytes(options.max_num_seqs, spec.hidden_size)
+        logits = options.max_num_seqs * self.model.lm_head.num_tokens * self.dtype.itemsize
+        graphs = 0 if options.enforce_eager else graph_bytes(options.max_num_seqs, spec.num_layers) + logits
+        usable = total * options.gpu_memory_utilization - (total - free) - tables - graphs - ROOM_FOR_GAPS
+        blocks = int(usable) // self.block_bytes - staging_blocks(self.block_bytes, num_cpu_blocks)
+        if blocks < 1:
+            raise ConfigError(
+                f"gpu_memory_utilization {options.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no memory "
+                f"for the KV cache: weights and the largest step take {(total - free) / GIB:.1f} GiB, tables, graphs "
+                f"and room for gaps {(tables + graphs + ROOM_FOR_GAPS) / GIB:.1f} GiB"
+            )
+        return blocks
 
 
-def model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    """Tokens a sequence may have as far as the model goes. Raises ConfigError if more are configured."""
-    if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
-        raise ConfigError(f"max_model_len {config.max_model_len} exceeds the model's limit of {spec.max_model_len}")
-    return config.max_model_len or spec.max_model_len
+class Worker:
+    """A rank that serves. See `Rank`."""
+
+    def __init__(self, rank: RankModel, blocks: KVBlocks):
+        options, spec, device = rank.config.options, rank.config.spec, rank.device
+        self._rank, self._memory = rank, rank.memory
+        self._pending: deque[PendingResult] = deque()
+        with rank.phase("allocate KV cache"):
+            self._cache = rank.new_cache(blocks)
+            state = PersistentBatch(options.max_num_seqs, rank.config.max_model_len, options.block_size, device)
+            table = SamplingTable(options.max_num_seqs, spec.vocab_size, spec.eos_token_ids)
+            context = RunContext(rank.model, self._cache.layers, state, split_decodes=not options.deterministic)
+            rank.synchronize()
+        with rank.phase("warm up"):
+            graphs = self._warm_up(context, table) if device.type == "cuda" else StepGraphs()
+            self._runner = ModelRunner(context, table, graphs)
+            step_costs = {} if options.target_itl_ms is None else graphs.costs()
+            costs = self._measure_costs()
+        self.ready = RankReady(self._memory_taken(), step_costs, costs, rank.phases)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start a step; its result comes from `collect`."""
+        with self._memory.active():
+            self._move_blocks(plan)
+            if plan.copies:
+                self._cache.copy(plan.copies)
+            self._pending.append(self._runner.submit(plan))
+
+    def collect(self) -> StepResult:
+        """The result of the oldest submitted step, once it is on the host."""
+        return self._pending.popleft().wait()
+
+    def close(self) -> None:
+        """Let go of the device's memory; the worker must not be used any more."""
+        self._pending.clear()
+        self._cache.close()
+        del self._runner, self._cache, self._memory, self._rank.model, self._rank.memory
+        if self._rank.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        """Start the plan's moves. Swap-ins of earlier plans have to be there, those of this one only if it says so."""
+        cache = self._cache
+        cache.join_swap_ins()
+        if plan.await_write_backs is not None:
+            cache.join_write_backs(plan.await_write_backs)
+        if plan.swap_outs:
+            cache.swap_out(plan.swap_outs)
+        if plan.swap_ins:
+            cache.swap_in(plan.swap_ins)
+            if plan.await_swap_ins:
+                cache.join_swap_ins()
+        if plan.write_backs:
+            cache.write_back(plan.write_backs, plan.step_id)
+
+    def _warm_up(self, context: RunContext, table: SamplingTable) -> StepGraphs:
+        """Compile all kernels and, unless enforce_eager, capture graphs."""
+        rank, options = self._rank, self._rank.config.options
+        caches = self._cache.layers[: rank.config.spec.num_distinct_layers]
+        with self._memory.active():
+            with ops.compile_only():
+                # Prompts and decodes of all sizes: which kernels run depends on the size.
+                for total in _growing(options.max_num_batched_tokens):
+                    rank.run_batch(caches, total)
+                for total in _growing(options.max_num_seqs):
+                    rank.run_batch(caches, total, length=1)
+                sample_all_ways(context, table)
+                self._cache.copy([(0, 0)])
+            rank.run_batch(caches, options.max_num_batched_tokens)
+        graphs = StepGraphs()
+        if not options.enforce_eager:
+            graphs = capture_graphs(context, options.max_num_batched_tokens, self._memory)
+        rank.synchronize()
+        return graphs
+
+    def _measure_costs(self) -> KVCosts | None:
+        """What computing and moving KV takes; None without a host pool. What is moved are zeros."""
+        cache, rank, kind = self._cache, self._rank, self._rank.device.type
+        num_blocks = min(cache.pool.shape[0], cache.host_pool.shape[0])
+        if not num_blocks:
+            return None
+        num_tokens = min(rank.config.options.max_num_batched_tokens, PROBE_TOKENS[kind])
+        many = min(num_blocks, max(1, PROBE_BYTES[kind] // rank.block_bytes))
+        pairs = [(block, block) for block in range(many)]
+        with self._memory.active():
+            prefill = self._seconds(partial(rank.run_batch, cache.layers, num_tokens))
+            out, into = (self._seconds(partial(move, pairs)) for move in (cache.swap_out, cache.swap_in))
+            least = min(self._seconds(partial(move, pairs[:1])) for move in (cache.swap_out, cache.swap_in))
+        beside = max(0.0, least - min(out, into) / many)
+        logger.info(
+            "prefill %.0f tokens/s, swap out %.2f GB/s, in %.2f GB/s, %.0f us a transfer",
+            num_tokens / prefill,
+            many * rank.block_bytes / out / 1e9,
+            many * rank.block_bytes / into / 1e9,
+            least * 1e6,
+        )
+        return KVCosts(prefill / num_tokens, out / many, into / many, beside)
+
+    def _seconds(self, run: Callable[[], None]) -> float:
+        """The least that a run takes, to its end on the device, after one that is not measured."""
+        taken = []
+        for _ in range(PROBE_RUNS + 1):
+            started = time.perf_counter()
+            run()
+            self._cache.join_swap_ins()
+            self._rank.synchronize()
+            taken.append(time.perf_counter() - started)
+        return min(taken[1:])
+
+    def _memory_taken(self) -> DeviceMemory:
+        options = self._rank.config.options
+        weights = sum(parameter.nbytes for parameter in self._rank.model.parameters())
+        kv_cache = self._cache.pool.nbytes
+        if self._rank.device.type == "cpu":
+            return DeviceMemory(weights, kv_cache)
+        free, total = torch.cuda.mem_get_info()
+        allowed = int(total * options.gpu_memory_utilization)
+        if total - free > allowed and options.num_gpu_blocks_override is None:
+            logger.warning(
+                "%.2f GiB of the device are in use, more than gpu_memory_utilization %g allows (%.2f GiB)",
+                (total - free) / GIB,
+                options.gpu_memory_utilization,
+                allowed / GIB,
+            )
+        return DeviceMemory(weights, kv_cache, total - free, allowed)
+
+
+def load_rank(config: ResolvedConfig, tp: TPGroup, device: torch.device) -> RankModel:
+    """The `LoadRank` of real engines."""
+    return RankModel(config, tp, device)
 
 
 def table_bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
@@ -87,7 +338,7 @@ def graph_bytes(max_num_seqs: int, num_layers: int) -> int:
     return 48 * KIB * num_layers * (len(graph_sizes(max_num_seqs)) + len(CHUNK_SIZES) + len(MIXED_SIZES))
 
 
-def growing(most: int) -> list[int]:
+def _growing(most: int) -> list[int]:
     """1 to `most`, each a quarter more than the one before: kernels change at larger distances."""
     sizes = [1]
     while sizes[-1] < most:
@@ -95,257 +346,11 @@ def growing(most: int) -> list[int]:
     return sizes
 
 
-class Worker:
-    """Life: load_model, determine_num_blocks, init_cache, warm_up, measure_costs; then submit and collect; close."""
-
-    def __init__(self, config: EngineConfig, spec: ModelSpec, tp: TPGroup, device: torch.device):
-        self._config, self._spec, self._tp, self._device = config, spec, tp, device
-        self._dtype = resolve_dtype(config, spec, device)
-        self._max_model_len = model_len(config, spec)
-        self._kv_dtype = resolve_kv_dtype(config, spec, self._dtype, device)
-        self._block_bytes = block_bytes(
-            spec.num_layers, spec.kv_heads_per_rank(tp.size), config.block_size, spec.head_dim, self._kv_dtype
-        )
-        self._memory = StepMemory(device)
-        self._pending: deque[PendingResult] = deque()
-
-    def load_model(self) -> None:
-        """Load this rank's weights. Raises ModelError."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-            limit_stacks(self._device)
-        ops.prepare(self._device)  # now, because steps allocate from a pool in which nothing may last
-        self._tp = self._tp.with_symmetric_memory(self._spec.hidden_size, self._dtype)
-        self._model = load_model(self._spec, self._config, self._tp, self._device, self._dtype)
-        self._finish_loading()
-        self._scales = find_scales(
-            self._model, self._kv_dtype, self._dtype, self._device, self._config.block_size, self._run_once
-        )
-
-    def determine_num_blocks(self) -> tuple[int, int]:
-        """Blocks that fit on the device and in swap_space. On CUDA the largest batch runs once to see its memory.
-
-        No host blocks if neither preemption nor a prefix cache would use them.
-        """
-        num_cpu_blocks = int(self._config.swap_space * GIB) // self._block_bytes
-        if self._config.preemption_mode == "recompute" and not self._config.enable_prefix_caching:
-            num_cpu_blocks = 0
-        if self._config.num_gpu_blocks_override is not None:
-            return self._config.num_gpu_blocks_override, num_cpu_blocks
-        if self._device.type == "cpu":
-            most = self._config.max_num_seqs * -(-self._max_model_len // self._config.block_size)
-            return max(1, min(most, CPU_POOL_BYTES // self._block_bytes)), num_cpu_blocks
-        return self._measure_blocks(num_cpu_blocks), num_cpu_blocks
-
-    def init_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        """Allocate the pool and everything that executes plans."""
-        self._cache = self._new_cache(num_gpu_blocks, num_cpu_blocks)
-        state = PersistentBatch(self._config.max_num_seqs, self._max_model_len, self._config.block_size, self._device)
-        table = SamplingTable(self._config.max_num_seqs, self._spec.vocab_size, self._spec.eos_token_ids)
-        split_decodes = not self._config.deterministic
-        self._runner = ModelRunner(self._model, self._cache.layers, state, table, self._device, split_decodes)
-        self._finish_loading()
-
-    def _new_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> CacheEngine:
-        return CacheEngine(
-            num_gpu_blocks=num_gpu_blocks,
-            num_cpu_blocks=num_cpu_blocks,
-            num_layers=self._spec.num_layers,
-            num_kv_heads=self._model.num_kv_heads_per_rank,
-            block_size=self._config.block_size,
-            head_dim=self._model.head_dim,
-            dtype=self._kv_dtype,
-            device=self._device,
-            scales=self._scales,
-        )
-
-    def warm_up(self) -> RankReady:
-        """On CUDA: compile all kernels and, unless enforce_eager, capture graphs."""
-        if self._device.type == "cuda":
-            config = self._config
-            telling = self._cache.layers[: self._spec.num_telling_layers]
-            with self._memory.active():
-                with ops.compile_only():
-                    self._run_all_sizes(telling)
-                    self._runner.sample_all_ways()
-                    self._cache.copy([(0, 0)])
-                self._run_batch(telling, config.max_num_batched_tokens)
-            if not config.enforce_eager:
-                self._runner.capture_graphs(config.max_num_seqs, config.max_num_batched_tokens, self._memory)
-            torch.cuda.synchronize()
-        costs = {} if self._config.target_itl_ms is None else self._runner.step_costs()
-        return RankReady(self._memory_taken(), costs)
-
-    def measure_costs(self) -> KVCosts | None:
-        """What computing and moving KV takes, for whoever chooses between them; None without a host pool.
-
-        To be called on all ranks together, before the first step. What it moves are zeros.
-        """
-        cache = self._cache
-        num_blocks = min(cache.pool.shape[0], cache.host_pool.shape[0])
-        if not num_blocks:
-            return None
-        num_tokens = min(self._config.max_num_batched_tokens, PROBE_TOKENS[self._device.type])
-        many = min(num_blocks, max(1, PROBE_BYTES[self._device.type] // self._block_bytes))
-        pairs = [(block, block) for block in range(many)]
-        with self._memory.active():
-            prefill = self._seconds(partial(self._run_batch, cache.layers, num_tokens))
-            out, into = (self._seconds(partial(move, pairs)) for move in (cache.swap_out, cache.swap_in))
-            least = min(self._seconds(partial(move, pairs[:1])) for move in (cache.swap_out, cache.swap_in))
-        beside = max(0.0, least - min(out, into) / many)
-        costs = KVCosts(prefill / num_tokens, out / many, into / many, beside)
-        logger.info(
-            "prefill %.0f tokens/s, swap out %.2f GB/s, in %.2f GB/s, %.0f us a transfer",
-            num_tokens / prefill,
-            many * self._block_bytes / out / 1e9,
-            many * self._block_bytes / into / 1e9,
-            least * 1e6,
-        )
-        return costs
-
-    def _seconds(self, run: Callable[[], None]) -> float:
-        """The least that a run takes, to its end on the device, after one that is not measured."""
-        taken = []
-        for _ in range(PROBE_RUNS + 1):
-            started = time.perf_counter()
-            run()
-            self._cache.join_swap_ins()
-            self._synchronize()
-            taken.append(time.perf_counter() - started)
-        return min(taken[1:])
-
-    def submit(self, plan: StepPlan) -> None:
-        """Start a step; its result comes from `collect`."""
-        with self._memory.active():
-            self._move_blocks(plan)
-            if plan.copies:
-                self._cache.copy(plan.copies)
-            self._pending.append(self._runner.submit(plan))
-
-    def _move_blocks(self, plan: StepPlan) -> None:
-        """Start the plan's moves. Swap-ins of earlier plans have to be there, those of this one only if it says so."""
-        self._cache.join_swap_ins()
-        if plan.await_write_backs >= 0:
-            self._cache.join_write_backs(plan.await_write_backs)
-        if plan.swap_outs:
-            self._cache.swap_out(plan.swap_outs)
-        if plan.swap_ins:
-            self._cache.swap_in(plan.swap_ins)
-            if plan.await_swap_ins:
-                self._cache.join_swap_ins()
-        if plan.write_backs:
-            self._cache.write_back(plan.write_backs, plan.step_id)
-
-    def collect(self) -> StepResult:
-        """The result of the oldest submitted step, once it is on the host."""
-        return self._pending.popleft().wait()
-
-    def close(self) -> None:
-        """Let go of the device's memory."""
-        self._pending.clear()
-        if hasattr(self, "_cache"):
-            self._cache.close()
-        for name in ("_runner", "_cache", "_model", "_memory", "_tp"):
-            if hasattr(self, name):
-                delattr(self, name)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _finish_loading(self) -> None:
-        self._synchronize()  # steps run on another stream
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def _measure_blocks(self, num_cpu_blocks: int) -> int:
-        """Blocks in gpu_memory_utilization of the device, less all else that the engine and others use at most."""
-        config = self._config
-        spare = self._new_cache(1, 0)
-        with self._memory.active():
-            telling = spare.layers[: self._spec.num_telling_layers]  # the others use the same memory again
-            with ops.compile_only():
-                self._run_batch(telling, config.max_num_batched_tokens)
-            # How memory is cut depends on the steps that came before: on one long prompt, and on many short ones.
-            for length in (None, 1024, None, 128):
-                self._run_batch(telling, config.max_num_batched_tokens, length)
-        del spare
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        tables = table_bytes(config.max_num_seqs, self._max_model_len, config.block_size)
-        tables += pooling_bytes(config.max_num_seqs, self._spec.hidden_size)
-        logits = config.max_num_seqs * self._model.lm_head.num_tokens * self._dtype.itemsize
-        graphs = 0 if config.enforce_eager else graph_bytes(config.max_num_seqs, self._spec.num_layers) + logits
-        usable = total * config.gpu_memory_utilization - (total - free) - tables - graphs - ROOM_FOR_GAPS
-        blocks = int(usable) // self._block_bytes - staging_blocks(self._block_bytes, num_cpu_blocks)
-        if blocks < 1:
-            raise ConfigError(
-                f"gpu_memory_utilization {config.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no memory for "
-                f"the KV cache: weights and the largest step take {(total - free) / GIB:.1f} GiB, tables, graphs "
-                f"and room for gaps {(tables + graphs + ROOM_FOR_GAPS) / GIB:.1f} GiB"
-            )
-        return blocks
-
-    def _memory_taken(self) -> DeviceMemory:
-        weights = sum(parameter.nbytes for parameter in self._model.parameters())
-        kv_cache = self._cache.pool.nbytes
-        if self._device.type == "cpu":
-            return DeviceMemory(weights, kv_cache)
-        free, total = torch.cuda.mem_get_info()
-        allowed = int(total * self._config.gpu_memory_utilization)
-        if total - free > allowed and self._config.num_gpu_blocks_override is None:
-            logger.warning(
-                "%.2f GiB of the device are in use, more than gpu_memory_utilization %g allows (%.2f GiB)",
-                (total - free) / GIB,
-                self._config.gpu_memory_utilization,
-                allowed / GIB,
-            )
-        return DeviceMemory(weights, kv_cache, total - free, allowed)
-
-    @torch.inference_mode()
-    def _run_once(self, batch: ForwardBatch, caches: list[KVCache]) -> None:
-        """A forward pass before there is a runner, to its end on the device."""
-        self._synchronize()
-        with self._memory.active():
-            if self._device.type == "cuda":
-                with ops.compile_only():
-                    self._model(batch, caches)
-            self._model(batch, caches)
-        self._synchronize()
-
-    def _run_all_sizes(self, caches: list[KVCache]) -> None:
-        """Prompts and decodes of all sizes, by the layers of `caches`: which kernels run depends on the size."""
-        for total in growing(self._config.max_num_batched_tokens):
-            self._run_batch(caches, total)
-        for total in growing(self._config.max_num_seqs):
-            self._run_batch(caches, total, length=1)
-
-    @torch.inference_mode()
-    def _run_batch(self, caches: list[KVCache], total: int, length: int | None = None) -> None:
-        """A pass over `total` tokens by the layers of `caches`: no KV is written, as many rows get logits as may.
-
-        length: of a sequence, 1 for decodes; None for as long as can be.
-        """
-        config, device = self._config, self._device
-        length = min(total, self._max_model_len, length or total)
-        decodes = length == 1 and not config.deterministic
-        starts = torch.tensor([*range(0, total, length), total], dtype=torch.int32, device=device)
-        positions = torch.arange(total, device=device) % length
-        num_seqs = len(starts) - 1
-        tables = torch.zeros(num_seqs, -(-length // config.block_size), dtype=torch.int32, device=device)
-        batch = ForwardBatch(
-            input_ids=torch.zeros(total, dtype=torch.int64, device=device),
-            positions=positions,
-            slot_mapping=torch.full((total,), -1, dtype=torch.int64, device=device),
-            block_tables=tables,
-            seq_lens=starts.diff(),
-            query_start_loc=starts,
-            logit_rows=torch.arange(min(max(config.max_num_seqs, PROMPT_LOGITS_ROWS), total), device=device),
-            num_decodes=num_seqs if decodes else 0,
-            max_query_len=0 if decodes else length,
-        )
-        hidden = self._model(batch, caches)
-        logits = self._model.compute_logits(hidden)
-        # What sampling holds beside them: changed logits, and counts of tokens.
-        _held = [logits[:CHANGED_ROWS].to(torch.float32, copy=True) for _ in range(2)]
-        self._synchronize()
+def _check_kv_dtype(kv_dtype: torch.dtype, config: ResolvedConfig, device: torch.device) -> None:
+    """Raise ConfigError for a format that the device does not have; only the rank itself knows its device."""
+    if kv_dtype != torch.float8_e4m3fn or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+        return
+    raise ConfigError(
+        f"kv_cache_dtype {config.options.kv_cache_dtype} needs a GPU of compute capability 8.9 or more, and "
+        f"{torch.cuda.get_device_name(device)} has less; fp8_e5m2 works there"
+    )

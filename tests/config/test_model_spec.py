@@ -151,7 +151,7 @@ def test_sliding_windows(tmp_path, fields, windows, telling):
     spec = spec_of(tmp_path, **fields)
     assert spec.sliding_windows == windows
     assert spec.sliding_window == next((w for w in windows if w), None)
-    assert spec.num_telling_layers == telling
+    assert spec.num_distinct_layers == telling
 
 
 def test_generation_config_wins(tmp_path):

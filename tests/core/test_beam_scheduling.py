@@ -15,9 +15,7 @@ BEAMS = {"use_beam_search": True, "early_stopping": "never", "ignore_eos": True}
 
 
 def test_beams_share_blocks_and_nothing_is_computed_twice():
-    harness = Harness(
-        num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False
-    )
+    harness = Harness(num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, caching=False)
     harness.add("a", list(range(30)), best_of=4, n=2, max_tokens=9, **BEAMS)
     used = []
     while harness.step():
@@ -36,9 +34,7 @@ def test_beams_share_blocks_and_nothing_is_computed_twice():
 
 
 def test_samples_hold_the_prompt_once_and_their_own_blocks_to_the_end():
-    harness = Harness(
-        num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, enable_prefix_caching=False
-    )
+    harness = Harness(num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, caching=False)
     harness.add("a", list(range(30)), n=8, max_tokens=14, seed=1, ignore_eos=True)
     used = []
     while harness.step():
@@ -48,10 +44,10 @@ def test_samples_hold_the_prompt_once_and_their_own_blocks_to_the_end():
 
 
 def test_a_beam_that_dies_frees_its_blocks_at_once():
-    harness = Harness(num_blocks=64, block_size=1, max_num_seqs=8, enable_prefix_caching=False)
+    harness = Harness(num_blocks=64, block_size=1, max_num_seqs=8, caching=False)
     harness.add("a", [1], best_of=5, n=1, max_tokens=25, **BEAMS)
     while harness.step():
-        live = harness.scheduler.groups.values()
+        live = harness.scheduler.state.groups.values()
         tables = [set(seq.block_table) for group in live for seq in group.sequences]
         assert harness.scheduler.stats().num_used_blocks == len(set().union(*tables))
     assert any(plan.free_rows for plan in harness.plans)
@@ -76,12 +72,7 @@ def test_the_others_go_on_while_beams_wait_for_their_choice(depth):
 @pytest.mark.parametrize("max_num_seqs", [4, 8])
 def test_beams_take_turns_where_only_one_has_room(max_num_seqs, mode):
     harness = Harness(
-        num_blocks=8,
-        block_size=4,
-        max_num_seqs=max_num_seqs,
-        num_cpu_blocks=40,
-        preemption_mode=mode,
-        enable_prefix_caching=False,
+        num_blocks=8, block_size=4, max_num_seqs=max_num_seqs, num_cpu_blocks=40, preemption_mode=mode, caching=False
     )
     harness.add("a", [1, 2, 3], n=4, max_tokens=29, **BEAMS)
     harness.add("b", [4, 5, 6], n=2, best_of=3, max_tokens=29, logprobs=1, **BEAMS)
@@ -106,7 +97,7 @@ def test_a_long_history_of_beams_and_samples_in_a_tight_pool(mode, caching):
         num_cpu_blocks=10,
         preemption_mode=mode,
         costs=EVEN,
-        enable_prefix_caching=caching,
+        caching=caching,
     )
     for i in range(40):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
@@ -135,15 +126,6 @@ def test_an_abort_in_mid_search_leaves_nothing_behind():
         harness.abort("a")
         harness.run()
         harness.check_done()
-
-
-def test_more_beams_than_rows_are_refused():
-    harness = Harness(num_blocks=12, block_size=4, max_num_seqs=3)
-    with pytest.raises(ValueError, match="4 beams cannot run at once; max_num_seqs is 3"):
-        harness.add("a", [1], n=4, **BEAMS)
-    harness.add("a", [1], n=3, **BEAMS)
-    harness.run()
-    harness.check_done()
 
 
 def test_logits_that_are_no_numbers_end_the_search():

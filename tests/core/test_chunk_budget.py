@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.model_factory import make_model
-from support.scheduler import Harness
+from support.scheduler import Harness, make_scheduler
 
 from rayllm import LLM
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest, StepCost, StepResult
 from rayllm.config.options import EngineConfig, make_config
-from rayllm.core.chunk_budget import MIN_CHUNK, SPARE
-from rayllm.core.scheduler import Scheduler
+from rayllm.core.check import check_scheduler
+from rayllm.core.chunk_budget import MIN_CHUNK, SPARE_TOKENS
 from rayllm.core.step_time import StepTimes, StepWork, attended
 from rayllm.errors import ConfigError
 
@@ -87,7 +87,7 @@ class Device:
             "max_model_len": 40_000,
             **options,
         }
-        self.scheduler = Scheduler(**settings, target_itl=target, clock=lambda: self.now, enable_prefix_caching=False)
+        self.scheduler = make_scheduler(**settings, target_itl=target, clock=lambda: self.now, caching=False)
         self.seconds, self.depth = seconds, depth
         self.running: deque[tuple[float, StepResult, int]] = deque()
         self.device_free = 0.0
@@ -133,9 +133,9 @@ class Device:
         first = len(self.between)
         for i in range(prompts):
             self.add(f"long {i}", 32_000, 1)
-            while f"long {i}" in self.scheduler.groups:
+            while f"long {i}" in self.scheduler.state.groups:
                 self.step()
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         return self.between[first:]
 
 
@@ -237,7 +237,7 @@ def test_attention_in_waves(target, hot):
     assert max(latencies) <= 1.08 * target
     assert device.scheduler.chunk_budget.times.error < 0.06
     # Where a longer step computes fewer prompt tokens a second, it is not taken.
-    filled = [size - 32 - SPARE for size in SIZES]
+    filled = [size - 32 - SPARE_TOKENS for size in SIZES]
     assert filled[SIZES.index(512)] in device.chunks
     if hot == 1 and target == 0.03:
         assert not set(filled[SIZES.index(640) :]) & set(device.chunks[-40:])
@@ -266,9 +266,9 @@ def test_many_prompts_at_once_fill_steps_together():
             device.add(f"prompt {i + j}", length, 3)
         for _ in range(15):
             device.step()
-    while any(name.startswith("prompt") for name in device.scheduler.groups):
+    while any(name.startswith("prompt") for name in device.scheduler.state.groups):
         device.step()
-    device.scheduler.check_integrity()
+    check_scheduler(device.scheduler)
     assert p99(device.between[first:]) <= TARGET
     assert sum(device.chunks[chunks:]) >= sum(length for length in lengths if length > 2)
     full = [tokens for tokens in device.chunks[chunks:] if tokens >= 256]
@@ -277,10 +277,8 @@ def test_many_prompts_at_once_fill_steps_together():
 
 def test_what_was_measured_at_the_start_is_not_forgotten():
     """After hundreds of steps of one size, those of others are still known."""
-    times = StepTimes()
-    for size in SIZES:
-        times.begin_with(StepWork(0, size, 0, size), 2e-5 * size)
-        times.begin_with(StepWork(0, size, 1e7, size), 2e-5 * size + 7e-3)
+    without = [(StepWork(0, size, 0, size), 2e-5 * size) for size in SIZES]
+    times = StepTimes(without + [(StepWork(0, size, 1e7, size), 2e-5 * size + 7e-3) for size in SIZES])
     for i in range(400):
         work = StepWork(32, 96, 4e6 + 1e4 * (i % 100), 128)
         times.observe(work, 1.2 * (2e-5 * 128 + 7e-10 * work.pairs) + 5e-4)
@@ -357,7 +355,7 @@ def test_prompts_that_have_to_wait_in_the_batch(monkeypatch, policy, window):
         target_itl=1e-3,
         depth=2,
         num_cpu_blocks=8,
-        foresight=False,
+        growth_blocks=0,
         sliding_window=window,
         max_model_len=56,
     )

@@ -1,25 +1,22 @@
-"""AsyncEngine over both clients, on a core that makes up tokens."""
+"""AsyncEngine and the streams of its client, on a core that makes up tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 import threading
-import types
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
 import tokenizers
-from support.driver import INFO, FakeCore, fake_request, wait_for
+from support.driver import INFO, FakeCore, fake_request, until, wait_for, whole
 from tokenizers import decoders, models, pre_tokenizers
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest
 from rayllm.config.options import EngineConfig
+from rayllm.engine import async_engine
 from rayllm.engine.async_engine import AsyncEngine
-from rayllm.engine.client import InProcessClient, ZmqClient
-from rayllm.engine.driver import EngineDriver
 from rayllm.errors import EngineDeadError, InvalidRequestError
 from rayllm.text.outputs import accumulate
 from rayllm.text.tokenizer import Tokenizer
@@ -44,35 +41,23 @@ def tell_story(_request, index, position) -> int:
 
 
 @asynccontextmanager
-async def engine_on(core: FakeCore, kind: str = "zmq", tokenizer=TOKENIZER):
-    driver = EngineDriver(core)
-    driver.start()
-    client = InProcessClient(driver, owns_driver=False) if kind == "local" else ZmqClient(driver.serve_zmq())
-    engine = AsyncEngine(client, tokenizer)
+async def engine_on(core: FakeCore, tokenizer=TOKENIZER):
+    engine = AsyncEngine(core, tokenizer)
     try:
-        yield engine, driver
+        yield engine
     finally:
-        if core._gate is not None:
+        if core.gated:
             core.allow(1000)
         await engine.close()
-        await asyncio.to_thread(driver.shutdown, 5)
 
 
-def both(test):
-    """Run an async test with each client."""
+def in_a_loop(test):
+    """Run an async test."""
 
-    @pytest.mark.parametrize("kind", ["local", "zmq"])
-    def run(kind):
-        asyncio.run(asyncio.wait_for(test(kind), 30))
+    def run():
+        asyncio.run(asyncio.wait_for(test(), 30))
 
     return run
-
-
-async def until(condition, timeout=10.0):
-    end = asyncio.get_running_loop().time() + timeout
-    while not condition():
-        assert asyncio.get_running_loop().time() < end, "it did not happen in time"
-        await asyncio.sleep(0.002)
 
 
 async def stepping_until(core, condition):
@@ -80,16 +65,14 @@ async def stepping_until(core, condition):
     await until(lambda: condition() or core.allow())
 
 
-async def whole(stream):
-    total = None
-    async for output in stream:
-        total = accumulate(total, output)
-    return total
+def live_ids(engine: AsyncEngine) -> set[str]:
+    """Requests that the client knows anything of."""
+    return set(engine._client._streams) | set(engine._client._processor.request_ids())
 
 
-@both
-async def test_many_requests_at_once(kind):
-    async with engine_on(FakeCore(tell_story), kind) as (engine, driver):
+@in_a_loop
+async def test_many_requests_at_once():
+    async with engine_on(FakeCore(tell_story)) as engine:
         requests = [fake_request(f"r{i}", max_tokens=20 + i) for i in range(20)]
         totals = await asyncio.gather(*(whole(engine.generate(r, "Tell!")) for r in requests))
         for request, total in zip(requests, totals, strict=True):
@@ -102,15 +85,15 @@ async def test_many_requests_at_once(kind):
             assert total.finished
         assert engine.info == INFO
         assert engine.tokenizer is TOKENIZER
-        wait_for(lambda: driver.stats().num_running == 0)
-        assert (await engine.stats()).num_steps >= 39
-        assert (len(engine._processor), engine._streams) == (0, {})
+        await until(lambda: engine.stats().num_running == 0)
+        assert engine.stats().num_steps >= 39
+        assert live_ids(engine) == set()
 
 
-@both
-async def test_a_fast_consumer_gets_each_step(kind):
+@in_a_loop
+async def test_a_fast_consumer_gets_each_step():
     core = FakeCore(tell_story, gated=True)
-    async with engine_on(core, kind) as (engine, _):
+    async with engine_on(core) as engine:
         texts = []
         core.allow()
         async for output in engine.generate(fake_request("r", max_tokens=5)):
@@ -119,32 +102,30 @@ async def test_a_fast_consumer_gets_each_step(kind):
         assert texts == list(STORY[:5])
 
 
-@both
-async def test_a_slow_consumer_gets_several_steps_in_one_output(kind):
+@in_a_loop
+async def test_a_slow_consumer_gets_several_steps_in_one_output():
     core = FakeCore(tell_story, gated=True)
-    async with engine_on(core, kind) as (engine, driver):
-        stream = engine.generate(fake_request("r", max_tokens=400))
+    async with engine_on(core) as engine:
+        stream = engine.generate(fake_request("r", max_tokens=401))
         core.allow()
         first = await anext(stream)
         core.allow(398)
-        await until(lambda: driver.stats().num_steps == 399)
-        await until(lambda: not engine._inbox)
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.stats().num_steps == 399)
+        last = asyncio.create_task(whole(engine.generate(fake_request("last", max_tokens=1))))
+        await stepping_until(core, last.done)  # its token comes with the stream's 401st, or after it
         second = await anext(stream)
-        assert len(second.outputs[0].token_ids) > 300
-        core.allow()
+        assert (len(second.outputs[0].token_ids), second.finished) == (400, True)
         total = accumulate(accumulate(None, first), second)
-        async for output in stream:
-            total = accumulate(total, output)
-        ids = TOKENIZER.encode(STORY)[:400]
+        ids = TOKENIZER.encode(STORY)[:401]
         assert total.outputs[0].token_ids == ids
         assert total.outputs[0].text == TOKENIZER.decode(ids)
+        assert [output async for output in stream] == []
 
 
-@both
-async def test_stop_strings_abort_in_the_engine(kind):
+@in_a_loop
+async def test_stop_strings_abort_in_the_engine():
     core = FakeCore(tell_story, gated=True)
-    async with engine_on(core, kind) as (engine, _):
+    async with engine_on(core) as engine:
         task = asyncio.create_task(whole(engine.generate(fake_request("r", max_tokens=900, stop=["STOP"]))))
         await stepping_until(core, task.done)
         total = task.result()
@@ -154,27 +135,26 @@ async def test_stop_strings_abort_in_the_engine(kind):
         assert core.live() == []
 
 
-@both
-async def test_several_completions(kind):
-    async with engine_on(FakeCore(tell_story), kind) as (engine, _):
+@in_a_loop
+async def test_several_completions():
+    async with engine_on(FakeCore(tell_story)) as engine:
         total = await whole(engine.generate(fake_request("r", max_tokens=30, n=3, temperature=1.0, stop=["h"])))
         assert [(o.index, o.text, o.finish_reason) for o in total.outputs] == [
             (i, STORY[i : STORY.index("h")], "stop") for i in range(3)
         ]
 
 
-@both
-async def test_leaving_aborts(kind):
+@in_a_loop
+async def test_leaving_aborts():
     core = FakeCore(tell_story, gated=True)
-    async with engine_on(core, kind) as (engine, _):
+    async with engine_on(core) as engine:
         for leave in ("aclose", "cancel", "drop"):
             request = fake_request(leave, max_tokens=900)
             stream = engine.generate(request)
             core.allow()
             if leave == "cancel":
                 task = asyncio.create_task(whole(stream))
-                await until(lambda: "cancel" in engine._streams)
-                await asyncio.sleep(0.01)
+                await until(lambda: "cancel" in core.live())
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
@@ -185,27 +165,26 @@ async def test_leaving_aborts(kind):
                 del stream
                 gc.collect()
                 await asyncio.sleep(0)
-            await until(lambda name=leave: name not in engine._streams)
-            assert leave not in engine._processor
+            await until(lambda: not live_ids(engine))
             await stepping_until(core, lambda name=leave: ("abort", name) in core.calls)
 
 
-@both
-async def test_a_finished_stream_that_is_closed_aborts_nothing(kind):
+@in_a_loop
+async def test_a_finished_stream_that_is_closed_aborts_nothing():
     core = FakeCore(tell_story)
-    async with engine_on(core, kind) as (engine, _):
+    async with engine_on(core) as engine:
         async with aclosing(engine.generate(fake_request("r", max_tokens=2))) as stream:
             async for output in stream:
                 if output.finished:
                     break
-        await engine.stats()
+        await whole(engine.generate(fake_request("next", max_tokens=1)))  # an abort would have come before it
         assert not [call for call in core.calls if call[0] == "abort"]
 
 
-@both
-async def test_abort_by_id_ends_the_stream(kind):
+@in_a_loop
+async def test_abort_by_id_ends_the_stream():
     core = FakeCore(tell_story, gated=True)
-    async with engine_on(core, kind) as (engine, _):
+    async with engine_on(core) as engine:
         stream = engine.generate(fake_request("r", max_tokens=900))
         core.allow()
         await anext(stream)
@@ -220,10 +199,10 @@ async def test_abort_by_id_ends_the_stream(kind):
         assert (await whole(again)).finished
 
 
-@both
-async def test_the_engines_death_in_mid_stream(kind):
+@in_a_loop
+async def test_the_engines_death_in_mid_stream():
     core = FakeCore(tell_story, gated=True)
-    async with engine_on(core, kind) as (engine, _):
+    async with engine_on(core) as engine:
         streams = [engine.generate(fake_request(f"r{i}", max_tokens=900)) for i in range(2)]
         core.allow()
         first = asyncio.create_task(anext(streams[1]))
@@ -237,19 +216,19 @@ async def test_the_engines_death_in_mid_stream(kind):
             await (first if first.exception() else anext(streams[1]))
         assert "GPU lost" in engine.dead
         with pytest.raises(EngineDeadError, match="GPU lost"):
-            engine.generate(fake_request("late"))
-        assert (len(engine._processor), engine._streams) == (0, {})
+            await anext(engine.generate(fake_request("late")))
+        assert live_ids(engine) == set()
 
 
-@both
-async def test_what_came_before_the_death_is_still_delivered(kind):
+@in_a_loop
+async def test_what_came_before_the_death_is_still_delivered():
     core = FakeCore(tell_story, gated=True)
-    async with engine_on(core, kind) as (engine, driver):
+    async with engine_on(core) as engine:
         stream = engine.generate(fake_request("r", max_tokens=900))
         core.allow(1)
         text = (await anext(stream)).outputs[0].text
         core.allow(3)
-        await until(lambda: driver.stats().num_steps == 4)
+        await until(lambda: engine.stats().num_steps == 4)
         core.crash = RuntimeError()
         core.allow()
         await until(lambda: engine.dead)
@@ -259,90 +238,132 @@ async def test_what_came_before_the_death_is_still_delivered(kind):
             await anext(stream)
 
 
-@both
-async def test_refusals(kind):
+@in_a_loop
+async def test_refusals():
     core = FakeCore(tell_story, gated=True)
-    async with engine_on(core, kind) as (engine, _):
+    async with engine_on(core) as engine:
         bad = GenerationRequest(request_id="bad", prompt_token_ids=[10**6], params=SamplingParams())
+        for _ in range(2):  # also by the generate that connects
+            with pytest.raises(InvalidRequestError, match="token id 1000000"):
+                await anext(engine.generate(bad))
         with pytest.raises(InvalidRequestError, match="token id 1000000"):
-            await anext(engine.generate(bad))  # not started yet: the first step raises
-        with pytest.raises(InvalidRequestError, match="token id 1000000"):
-            engine.generate(bad)  # started: at once
+            engine._client.generate(bad)  # a client's own raises at once
         stream = engine.generate(fake_request("r", max_tokens=900))
         core.allow()
         await anext(stream)
         with pytest.raises(InvalidRequestError, match="in use"):
-            engine.generate(fake_request("r"))
+            await anext(engine.generate(fake_request("r")))
         core.allow()
         assert (await anext(stream)).request_id == "r", "the other one goes on"
         await stream.aclose()
-        task = asyncio.create_task(whole(engine.generate(fake_request("refused"))))
-        await stepping_until(core, task.done)
-        total = task.result()
-        assert (total.outputs[0].finish_reason, total.outputs[0].stop_reason) == ("error", "the core does not like it")
+        for name in ("refused", "broken"):
+            task = asyncio.create_task(whole(engine.generate(fake_request(name))))
+            await stepping_until(core, task.done)
+            if name == "refused":
+                with pytest.raises(InvalidRequestError, match="the core does not like it") as caught:
+                    await task
+                assert caught.value.param == "prompt"
+            else:
+                (failed,) = task.result().outputs
+                assert failed.finish_reason == "error"
+                assert "a bug" in failed.stop_reason
+        assert live_ids(engine) == set()
         assert "bad" not in [name for _, *names in core.calls for name in names]
 
 
-@both
-async def test_without_a_tokenizer(kind):
-    async with engine_on(FakeCore(), kind, tokenizer=None) as (engine, _):
+@in_a_loop
+async def test_without_a_tokenizer():
+    async with engine_on(FakeCore(), tokenizer=None) as engine:
         total = await whole(engine.generate(fake_request("r", max_tokens=3)))
         assert (total.outputs[0].text, total.outputs[0].token_ids) == ("", [3, 4, 5])
         with pytest.raises(InvalidRequestError, match="skip_tokenizer_init"):
-            engine.generate(fake_request("q", stop=["x"]))
+            await anext(engine.generate(fake_request("q", stop=["x"])))
 
 
-@both
-async def test_close_ends_streams(kind):
+@in_a_loop
+async def test_close_ends_streams_and_the_engine():
     core = FakeCore(tell_story, gated=True)
-    async with engine_on(core, kind) as (engine, _):
+    async with engine_on(core) as engine:
         stream = engine.generate(fake_request("r", max_tokens=900))
         core.allow()
         await anext(stream)
         waiting = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
-        await engine.close()
+        closing = asyncio.create_task(engine.close())
         with pytest.raises(EngineDeadError, match="closed"):
             await waiting
-        await stepping_until(core, lambda: ("abort", "r") in core.calls)
+        await stepping_until(core, closing.done)
+        await closing
+        assert ("abort", "r") in core.calls
+        assert core.calls[-1] == ("shutdown",)
+        assert "closed" in engine.dead
         with pytest.raises(EngineDeadError, match="closed"):
-            engine.generate(fake_request("late"))
+            await anext(engine.generate(fake_request("late")))
+        await engine.close()
+        assert core.calls.count(("shutdown",)) == 1
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("rayllm-")]
 
 
-@both
-async def test_a_blocked_event_loop_catches_up_with_one_wake_up(kind):
+@in_a_loop
+async def test_an_engine_that_was_never_used_can_be_closed():
+    core = FakeCore()
+    async with engine_on(core) as engine:
+        assert engine.info == INFO
+        await engine.close()
+        assert core.calls == [("shutdown",)]
+        with pytest.raises(EngineDeadError, match="closed"):
+            await anext(engine.generate(fake_request("late")))
+
+
+@in_a_loop
+async def test_an_engine_that_is_closed_while_it_is_being_connected():
+    async with engine_on(FakeCore()) as engine:
+        first = asyncio.create_task(anext(engine.generate(fake_request("r"))))
+        await asyncio.sleep(0)  # it waits for the welcome now
+        await engine.close()
+        with pytest.raises(EngineDeadError):
+            await first
+
+
+@in_a_loop
+async def test_a_core_that_does_not_shut_down_cleanly_leaves_no_socket():
+    class Stuck(FakeCore):
+        def shutdown(self):
+            raise OSError("the worker does not end")
+
+    engine = AsyncEngine(Stuck(), None)
+    await engine.start()
+    with pytest.raises(OSError, match="does not end"):
+        await engine.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rayllm-")]
+
+
+@in_a_loop
+async def test_an_engine_connects_once():
+    async with engine_on(FakeCore()) as engine:
+        await asyncio.gather(engine.start(), engine.start(), whole(engine.generate(fake_request("r"))))
+        await engine.start()
+        assert engine._driver.num_fronts == 1
+        assert engine.dead is None
+
+
+@in_a_loop
+async def test_a_blocked_event_loop_catches_up():
     core = FakeCore(tell_story, gated=True)
-    async with engine_on(core, kind) as (engine, driver):
+    async with engine_on(core) as engine:
         stream = engine.generate(fake_request("r", max_tokens=300))
         core.allow()
         await anext(stream)
         core.allow(299)
-        wait_for(lambda: driver.stats().num_steps == 300)  # blocks the loop
-        if kind == "local":
-            assert len(engine._inbox) >= 298
+        wait_for(lambda: engine.stats().num_steps == 300)  # blocks the loop
         rest = [output async for output in stream]
-        assert sum(len(o.outputs[0].token_ids) for o in rest) == 299
-        if kind == "local":
-            assert len(rest) <= 2
-
-
-def test_start_fails_without_an_engine(tmp_path):
-    async def main():
-        engine = AsyncEngine(ZmqClient(f"ipc://{tmp_path}/none", silence_s=0.05), TOKENIZER)
-        with pytest.raises(EngineDeadError, match="no engine answers"):
-            await engine.start()
-        with pytest.raises(EngineDeadError):
-            await anext(engine.generate(fake_request("r")))
-        await engine.close()
-
-    asyncio.run(main())
+        assert sum(len(output.outputs[0].token_ids) for output in rest) == 299
+        assert len(rest) < 100, "most steps come merged"
 
 
 def test_from_config(monkeypatch):
     core = FakeCore()
-    module = types.ModuleType("rayllm.engine.engine")
-    module.build_engine_core = lambda config: core if config.seed == 5 else None
-    monkeypatch.setitem(sys.modules, "rayllm.engine.engine", module)
+    monkeypatch.setattr(async_engine, "start_engine", lambda options: core if options.seed == 5 else None)
 
     async def main():
         engine = AsyncEngine.from_config(EngineConfig(seed=5, skip_tokenizer_init=True))
@@ -351,6 +372,6 @@ def test_from_config(monkeypatch):
         assert (await whole(engine.generate(fake_request("r", max_tokens=3)))).outputs[0].token_ids == [3, 4, 5]
         await engine.close()
         assert core.calls[-1] == ("shutdown",)
-        assert not [t for t in threading.enumerate() if t.name == "rayllm-engine"]
+        assert not [thread for thread in threading.enumerate() if thread.name == "rayllm-engine"]
 
     asyncio.run(main())

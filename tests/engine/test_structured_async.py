@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import re
 import threading
@@ -13,17 +14,18 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 import torch
+from support.driver import RecordingFront, until, wait_for, whole
 
 from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
-from rayllm.api.types import GenerationRequest, RequestOutput, TokenDelta
+from rayllm.api.types import GenerationRequest
 from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import resolve
 from rayllm.engine.async_engine import AsyncEngine
-from rayllm.engine.client import InProcessClient, ZmqClient
-from rayllm.engine.driver import EngineDriver, error_deltas
-from rayllm.engine.engine import EngineCore, build_engine_core
+from rayllm.engine.build import start_resolved_engine
+from rayllm.engine.driver import EngineDriver
+from rayllm.engine.engine import EngineCore, failures, refusal
 from rayllm.errors import EngineDeadError, InvalidRequestError
-from rayllm.text.grammar import GrammarTokenizer
-from rayllm.text.outputs import accumulate
+from rayllm.text.grammar import Grammar, GrammarTokenizer
 from rayllm.text.tokenizer import load_tokenizer
 
 IDS = itertools.count()
@@ -40,66 +42,58 @@ def free(max_tokens: int = 30) -> GenerationRequest:
     return request(max_tokens=max_tokens, ignore_eos=True)
 
 
-@asynccontextmanager
-async def engine_on(kind: str) -> AsyncIterator[tuple[AsyncEngine, EngineDriver, EngineCore]]:
+def start_core(max_num_seqs: int) -> EngineCore:
     torch.set_num_threads(1)
-    config = EngineConfig(device="cpu", max_num_seqs=16)
-    core = build_engine_core(config)
-    driver = EngineDriver(core)
-    driver.start()
-    client = InProcessClient(driver, owns_driver=False) if kind == "local" else ZmqClient(driver.serve_zmq())
-    engine = AsyncEngine(client, load_tokenizer(config.model))
+    return start_resolved_engine(resolve(EngineConfig(device="cpu", max_num_seqs=max_num_seqs), 0))
+
+
+@asynccontextmanager
+async def real_engine() -> AsyncIterator[tuple[AsyncEngine, EngineCore]]:
+    """An engine with the bundled model, which has nothing left at the end, and its core."""
+    core = start_core(max_num_seqs=16)
+    engine = AsyncEngine(core, load_tokenizer(core.info.model))
     await engine.start()
     try:
-        yield engine, driver, core
-        if driver.dead is None:
-            assert not driver._compiling and not driver._live
+        yield engine, core
+        if engine.dead is None:
+            await until(lambda: not engine._driver.busy)
+            assert not core.is_compiling and not engine._driver._live
             core.check_integrity()
     finally:
         await engine.close()
-        await asyncio.to_thread(driver.shutdown, 5)
 
 
-def both(test):
-    """Run an async test with each client."""
+def in_a_loop(test):
+    """Run an async test; what it asks for are fixtures."""
 
-    @pytest.mark.parametrize("kind", ["local", "zmq"])
-    def run(kind, monkeypatch):
-        asyncio.run(asyncio.wait_for(test(kind, monkeypatch), 120))
+    @functools.wraps(test)
+    def run(**fixtures):
+        asyncio.run(asyncio.wait_for(test(**fixtures), 120))
 
     return run
 
 
-async def whole(stream) -> RequestOutput:
-    total = None
-    async for output in stream:
-        total = accumulate(total, output)
-    return total
+def hold_grammars(core: EngineCore, monkeypatch) -> Future[Grammar]:
+    """What the grammars of all requests from now on come to; the test says when."""
+    held: Future[Grammar] = Future()
+    monkeypatch.setattr(core._grammars, "compile", lambda *_: held)
+    return held
 
 
-async def until(condition) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
-
-
-@both
-async def test_a_refusal_is_an_invalid_request_and_the_engine_goes_on(kind, monkeypatch):
-    async with engine_on(kind) as (engine, driver, _core):
+@in_a_loop
+async def test_a_refusal_is_an_invalid_request_and_the_engine_goes_on():
+    async with real_engine() as (engine, _core):
         with pytest.raises(InvalidRequestError, match="unclosed group") as caught:
             await anext(engine.generate(request(StructuredOutputs(regex="(a"), n=2)))
         assert caught.value.param == "structured_outputs"
-        assert not engine._streams
+        assert not engine._client._streams
         total = await whole(engine.generate(request(WORD, n=3)))
         assert all(re.fullmatch(WORD.regex, completion.text) for completion in total.outputs)
-        await until(lambda: not driver._live)
 
 
-def test_a_stream_goes_on_beside_hostile_grammars():
-    asyncio.run(asyncio.wait_for(stream_beside_hostile_grammars(), 120))
-
-
-async def stream_beside_hostile_grammars() -> None:
-    async with engine_on("zmq") as (engine, driver, _core):
+@in_a_loop
+async def test_a_stream_goes_on_beside_hostile_grammars():
+    async with real_engine() as (engine, _core):
         alone = (await whole(engine.generate(free(500)))).outputs[0].token_ids
         seen: list[int] = []
         times: list[float] = []
@@ -130,57 +124,73 @@ async def stream_beside_hostile_grammars() -> None:
         await reading
         assert seen == alone
         assert "b" in (await whole(engine.generate(request(StructuredOutputs(regex="(a+)+b"), 400)))).outputs[0].text
-        await until(lambda: not driver._live)
 
 
-@both
-async def test_others_pass_a_request_that_waits_for_its_grammar(kind, monkeypatch):
-    async with engine_on(kind) as (engine, driver, core):
-        gate: Future = Future()
+@in_a_loop
+async def test_others_pass_a_request_that_waits_for_its_grammar(monkeypatch):
+    async with real_engine() as (engine, core):
         ready = core._grammars.compile(WORD)
-        monkeypatch.setattr(core._grammars, "compile", lambda *_: gate)
+        held = hold_grammars(core, monkeypatch)
         waiting = asyncio.create_task(whole(engine.generate(request(WORD))))
-        await until(lambda: driver._compiling)
+        await until(lambda: core.is_compiling)
         for _ in range(3):
             assert len((await whole(engine.generate(free(20)))).outputs[0].token_ids) == 20
             assert len((await whole(engine.generate(request(max_tokens=5)))).outputs[0].token_ids) <= 5
-        assert not waiting.done() and driver._compiling
-        gate.set_result(ready.result(30))
+        assert not waiting.done() and core.is_compiling
+        held.set_result(ready.result(30))
         assert re.fullmatch(WORD.regex, (await waiting).outputs[0].text)
-        await until(lambda: not driver._live)
 
 
-@both
-async def test_a_request_that_leaves_while_its_grammar_is_compiled(kind, monkeypatch):
-    async with engine_on(kind) as (engine, driver, core):
-        gate: Future = Future()
-        monkeypatch.setattr(core._grammars, "compile", lambda *_: gate)
-        added: list[tuple] = []
-        monkeypatch.setattr(core, "add", lambda *request: added.append(request))
+@in_a_loop
+async def test_a_request_that_leaves_while_its_grammar_is_compiled(monkeypatch):
+    async with real_engine() as (engine, core):
+        held = hold_grammars(core, monkeypatch)
         waiting = asyncio.create_task(whole(engine.generate(request(WORD))))
-        await until(lambda: driver._compiling)
+        await until(lambda: core.is_compiling)
         waiting.cancel()
-        await until(lambda: not driver._compiling)
-        gate.set_exception(RuntimeError("late"))
-        while not driver._inbox.empty():
-            await asyncio.sleep(0.002)
-        assert not added
+        await until(lambda: not core.is_compiling)
+        held.set_exception(RuntimeError("late"))
+        await until(lambda: not engine._driver.busy)
+        assert engine.stats().prompt_tokens == 0, "the request never came as far as the scheduler"
+        assert len((await whole(engine.generate(free(5)))).outputs[0].token_ids) == 5
 
 
-@both
-async def test_an_engine_that_stops_answers_what_waits_for_a_grammar(kind, monkeypatch):
-    async with engine_on(kind) as (engine, driver, core):
-        monkeypatch.setattr(core._grammars, "compile", lambda *_: Future())
+@in_a_loop
+async def test_a_grammar_that_fails_by_our_fault_ends_its_request_alone(monkeypatch):
+    """As when the library panics, which is no Exception."""
+
+    class Panic(BaseException):
+        pass
+
+    async with real_engine() as (engine, core):
+        alone = (await whole(engine.generate(free(60)))).outputs[0].token_ids
+        held = hold_grammars(core, monkeypatch)
+        waiting = asyncio.create_task(whole(engine.generate(request(WORD, n=2))))
+        await until(lambda: core.is_compiling)
+        other = asyncio.create_task(whole(engine.generate(free(60))))
+        await until(lambda: engine.stats().num_running)
+        held.set_exception(Panic("index out of bounds"))
+        completions = (await waiting).outputs
+        assert [completion.finish_reason for completion in completions] == ["error", "error"]
+        assert "internal error" in completions[0].stop_reason and "index out of bounds" in completions[0].stop_reason
+        assert (await other).outputs[0].token_ids == alone
+        assert engine.dead is None
+
+
+@in_a_loop
+async def test_an_engine_that_stops_answers_what_waits_for_a_grammar(monkeypatch):
+    async with real_engine() as (engine, core):
+        hold_grammars(core, monkeypatch)
         waiting = asyncio.create_task(whole(engine.generate(request(WORD))))
-        await until(lambda: driver._compiling)
-        await asyncio.to_thread(driver.shutdown, 5)
-        with pytest.raises(EngineDeadError):
+        await until(lambda: core.is_compiling)
+        await asyncio.to_thread(engine._driver.shutdown, 5)
+        with pytest.raises(EngineDeadError, match="shut down"):
             await waiting
 
 
-@both
-async def test_others_pass_a_sequence_whose_mask_is_slow(kind, monkeypatch):
-    async with engine_on(kind) as (engine, driver, core):
+@in_a_loop
+async def test_others_pass_a_sequence_whose_mask_is_slow(monkeypatch):
+    async with real_engine() as (engine, core):
         core._grammars.compile(WORD).result(30)
         gate = threading.Event()
         real = GrammarTokenizer.mask_of
@@ -196,12 +206,11 @@ async def test_others_pass_a_sequence_whose_mask_is_slow(kind, monkeypatch):
         gate.set()
         text += (await whole(stream)).outputs[0].text
         assert re.fullmatch(WORD.regex, text)
-        await until(lambda: not driver._live)
 
 
-@both
-async def test_a_grammar_that_fails_in_mid_text_ends_its_sequence_alone(kind, monkeypatch):
-    async with engine_on(kind) as (engine, driver, core):
+@in_a_loop
+async def test_a_grammar_that_fails_in_mid_text_ends_its_sequence_alone(monkeypatch):
+    async with real_engine() as (engine, core):
         alone = (await whole(engine.generate(free(60)))).outputs[0].token_ids
         core._grammars.compile(WORD).result(30)
         real, calls = GrammarTokenizer.mask_of, itertools.count()
@@ -220,34 +229,19 @@ async def test_a_grammar_that_fails_in_mid_text_ends_its_sequence_alone(kind, mo
         )
         assert len(completion.token_ids) == 4
         assert other.outputs[0].token_ids == alone
-        await until(lambda: not driver._live)
-
-
-class OneFront:
-    """A front that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.deltas: list[TokenDelta] = []
-
-    def deliver(self, deltas: list[TokenDelta]) -> None:
-        self.deltas += deltas
-
-    def dead(self, reason: str) -> None:
-        pass
 
 
 def test_an_id_is_in_use_while_its_grammar_is_compiled(monkeypatch):
-    core = build_engine_core(EngineConfig(device="cpu", max_num_seqs=2))
+    core = start_core(max_num_seqs=2)
+    hold_grammars(core, monkeypatch)
     driver = EngineDriver(core)
-    monkeypatch.setattr(core._grammars, "compile", lambda *_: Future())
-    front, first = OneFront(), request(WORD)
+    front, first = RecordingFront(), request(WORD)
     driver.attach(front)
     driver.start()
     driver.add(front, first)
     driver.add(front, first)
-    while not front.deltas:
-        time.sleep(0.002)
-    message = f"request_id {first.request_id!r} is in use"
-    assert front.deltas == error_deltas(first, message, bad_param="request_id")
+    wait_for(lambda: front.deltas)
+    in_use = InvalidRequestError(f"request_id {first.request_id!r} is in use", "request_id")
+    assert front.deltas == [refusal(first.request_id, in_use)]
     driver.shutdown()
-    assert front.deltas[1:] == error_deltas(first, "the engine was shut down")
+    assert front.deltas[1:] == failures(first.request_id, [0], "the engine was shut down")

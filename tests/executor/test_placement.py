@@ -12,11 +12,11 @@ import pytest
 import ray
 
 import rayllm
-from rayllm.errors import ConfigError, StartupError
-from rayllm.executor import placement
-from rayllm.executor.placement import actor_environment, check_capacity, cluster_device, reserve
+from rayllm import timeouts
+from rayllm.errors import StartupError
+from rayllm.executor.placement import actor_environment, check_capacity, reserve
 from rayllm.executor.ray_cluster import connect_to_ray
-from rayllm.worker.actor import interface_variables
+from rayllm.parallel.process_groups import interface_variables
 
 GPU_BUNDLE = {"CPU": 0.1, "GPU": 1}
 
@@ -39,24 +39,16 @@ def test_a_cluster_that_is_just_large_enough():
     check_capacity(4, GPU_BUNDLE, {"CPU": 0.4, "GPU": 4})
 
 
-def test_auto_is_cuda_where_the_cluster_has_a_gpu():
-    assert cluster_device("auto", {"CPU": 2}) == "cpu"
-    assert cluster_device("auto", {"CPU": 2, "GPU": 1}) == "cuda"
-    assert cluster_device("cpu", {"CPU": 2, "GPU": 1}) == "cpu"
-    with pytest.raises(ConfigError, match=r'device "cuda" needs GPUs; the Ray cluster has none'):
-        cluster_device("cuda", {"CPU": 2})
-
-
 def test_resources_that_are_taken(ray_cluster, monkeypatch):
-    monkeypatch.setattr(placement, "PLACEMENT_SECONDS", 1.0)
+    monkeypatch.setattr(timeouts, "PLACEMENT_S", 1.0)
     taken = ray.util.placement_group([{"CPU": ray.cluster_resources()["CPU"]}])
     assert taken.wait(10)
     began = time.monotonic()
     with pytest.raises(StartupError, match=r"^tensor_parallel_size=2 needs 0\.2 CPUs; 0 of \d+ are free$"):
         reserve(2, "cpu")
-    assert time.monotonic() - began < 15  # it gives up after PLACEMENT_SECONDS; a busy machine takes its time
+    assert time.monotonic() - began < 15  # it gives up after PLACEMENT_S; a busy machine takes its time
     ray.util.remove_placement_group(taken)
-    monkeypatch.setattr(placement, "PLACEMENT_SECONDS", 15.0)
+    monkeypatch.setattr(timeouts, "PLACEMENT_S", 15.0)
     place = reserve(2, "cpu")  # which waits for what is being freed
     assert place.one_node()
     assert place.bundles == (0, 1)
@@ -94,9 +86,10 @@ def test_a_cluster_of_ray_start_is_joined_if_it_still_lives(monkeypatch, noted, 
 
 
 def test_gloo_and_nccl_are_kept_on_the_interface_of_the_rendezvous(ray_cluster):
-    assert interface_variables("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert interface_variables("127.0.0.1", "10.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     names = {name for _, name in socket.if_nameindex()}
-    assert interface_variables(ray.util.get_node_ip_address())["GLOO_SOCKET_IFNAME"] in names
+    here = ray.util.get_node_ip_address()
+    assert interface_variables(here, here)["GLOO_SOCKET_IFNAME"] in names
 
 
 def test_actors_get_the_users_settings_and_the_way_to_our_modules(monkeypatch, tmp_path):

@@ -9,28 +9,24 @@ from functools import partial
 
 import pytest
 import ray
-from support.stand_ins import AddingWorker, FailingWorker, Replica, make_plan
+from support.stand_ins import AddingRank, FailingRank, Replica, cpu_config, make_plan
 
-from rayllm.api.types import KVCosts, slowest
-from rayllm.config.model_spec import load_model_spec
-from rayllm.config.options import EngineConfig
+from rayllm.api.types import KVBlocks, KVCosts
 from rayllm.errors import ConfigError, EngineDeadError, ModelError, StartupError
-from rayllm.executor.base import WorkerLimits
 from rayllm.executor.local import LocalExecutor
 from rayllm.executor.placement import actor_environment
 from rayllm.executor.ray import RayExecutor
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-SPEC = load_model_spec(EngineConfig().model)
 SOON = 10.0  # seconds in which any failure has to show
 
 
-def make_executor(worker_factory=AddingWorker, tp=2, **options):
-    return RayExecutor(EngineConfig(tensor_parallel_size=tp, device="cpu"), SPEC, worker_factory, **options)
+def make_executor(load=AddingRank, tp=2, **options):
+    return RayExecutor(cpu_config(tensor_parallel_size=tp, executor="ray"), load, **options)
 
 
 def local_results(plans):
-    executor = LocalExecutor(EngineConfig(device="cpu"), SPEC, AddingWorker)
+    executor = LocalExecutor(cpu_config(), AddingRank)
     executor.start()
     results = []
     for plan in plans:
@@ -69,21 +65,12 @@ def started(request):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_results_come_in_order_and_equal_the_local_ones(started, tp):
     executor = make_executor(tp=tp)
-    assert executor.start() == WorkerLimits(num_gpu_blocks=100 - (tp - 1), num_cpu_blocks=50)
+    assert executor.start() == KVBlocks(gpu=100 - (tp - 1), cpu=50)
     assert [ready.memory.weights for ready in executor.report.ready] == [8 + rank for rank in range(tp)]
-    assert slowest(executor.report.kv_costs) == KVCosts(1e-5, 1e-6 * tp, 2e-6)
+    assert executor.report.kv_costs() == KVCosts(1e-5, 1e-6 * tp, 2e-6)
     assert len({place.split(", ")[1] for place in executor.report.placement}) == tp  # a process each
     names = [name for name, _ in executor.report.phases]
-    assert names == [
-        "ray",
-        "place",
-        "start actors",
-        "connect",
-        "load model",
-        "size KV cache",
-        "allocate KV cache",
-        "warm up",
-    ]
+    assert names == ["place", "start actors", "connect", "load model", "warm up"]
     # The last is so large that its result does not fit into one message.
     plans = [make_plan(step_id, num_rows=(1, 5, 256)[step_id % 3]) for step_id in range(19)] + [make_plan(19, 9000)]
     with pytest.raises(RuntimeError, match="no plan"):
@@ -127,16 +114,16 @@ def test_a_plan_may_change_once_it_is_submitted(started):
 @pytest.mark.parametrize(
     ("where", "how", "error", "message"),
     [
-        ("load_model", "raise", StartupError, "worker rank 1 on node .* failed to load the model: ValueError: made to"),
-        ("load_model", "kill", StartupError, "worker rank 1 on node .* failed to load the model: its process died"),
-        ("load_model", "stop", StartupError, "worker rank 1 on node .* has not answered for 6 s while it had to load"),
-        ("warm_up", "stop", StartupError, "worker rank 1 on node .* has not answered for 6 s while it had to warm up"),
-        ("load_model", "model", ModelError, "^made to fail in load_model$"),
-        ("warm_up", "config", ConfigError, "^made to fail in warm_up$"),
+        ("load", "raise", StartupError, "worker rank 1 on node .* failed to load the model: ValueError: made to"),
+        ("load", "kill", StartupError, "worker rank 1 on node .* failed to load the model: its process died"),
+        ("load", "stop", StartupError, "worker rank 1 on node .* has not answered for 6 s while it had to load"),
+        ("build", "stop", StartupError, "worker rank 1 on node .* has not answered for 6 s while it had to get ready"),
+        ("load", "model", ModelError, "^made to fail in load$"),
+        ("build", "config", ConfigError, "^made to fail in build$"),
     ],
 )
 def test_a_start_that_fails(where, how, error, message):
-    executor = make_executor(partial(FailingWorker, rank=1, where=where, how=how))
+    executor = make_executor(partial(FailingRank, rank=1, where=where, how=how))
     began = time.monotonic()
     with pytest.raises(error, match=message) as raised:
         executor.start()
@@ -159,7 +146,7 @@ def test_a_start_that_fails(where, how, error, message):
     ],
 )
 def test_a_step_that_fails(started, rank, where, how, message):
-    executor = started(partial(FailingWorker, rank=rank, where=where, how=how))
+    executor = started(partial(FailingRank, rank=rank, where=where, how=how))
     for step_id in range(3):
         executor.submit(make_plan(step_id))
         assert executor.collect().step_id == step_id
@@ -176,7 +163,7 @@ def test_a_step_that_fails(started, rank, where, how, message):
 
 
 def test_a_step_that_hangs_ends_at_the_deadline(started):
-    executor = started(partial(FailingWorker, rank=1, where="submit", how="hang"), step_seconds=2.0)
+    executor = started(partial(FailingRank, rank=1, where="submit", how="hang"), step_seconds=2.0)
     executor.submit(make_plan(3))
     with pytest.raises(EngineDeadError, match="no result of step 3 came within 2 s"):
         executor.collect()
@@ -205,7 +192,7 @@ def test_inside_an_actor_the_workers_take_the_bundles_of_its_placement_group():
         .remote()
     )
     result, owned, bundles, is_left = ray.get(
-        replica.run.remote(EngineConfig(tensor_parallel_size=2), SPEC), timeout=60
+        replica.run.remote(cpu_config(tensor_parallel_size=2)), timeout=60
     )
     assert result == local_results([make_plan(7)])[0]
     assert (owned, bundles, is_left) == (False, (1, 2), True)

@@ -16,11 +16,11 @@ import ray
 SCRIPT = """
 import json, os, sys
 import ray
-from support.stand_ins import AddingWorker, make_plan
-from rayllm.config.options import EngineConfig
+from support.stand_ins import AddingRank, cpu_config, make_plan
 from rayllm.executor.ray import RayExecutor
+from rayllm.executor.ray_cluster import connect_to_ray
 
-executor = RayExecutor(EngineConfig(executor="ray", device="cpu"), None, AddingWorker)
+executor = RayExecutor(cpu_config(executor="ray"), AddingRank, owns_ray=connect_to_ray())
 executor.start()
 import psutil
 executor.submit(make_plan(1))

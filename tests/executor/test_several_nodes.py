@@ -13,8 +13,7 @@ import json, os, signal, time
 import ray
 import psutil
 from ray.cluster_utils import Cluster
-from support.stand_ins import AddingWorker, make_plan
-from rayllm.config.options import EngineConfig
+from support.stand_ins import AddingRank, cpu_config, make_plan
 from rayllm.errors import EngineDeadError
 from rayllm.executor import placement
 from rayllm.executor.ray import RayExecutor
@@ -27,7 +26,7 @@ cluster.wait_for_nodes()
 ray.init(cluster.address, log_to_driver=False, logging_level="error")
 
 def make():
-    return RayExecutor(EngineConfig(tensor_parallel_size=2, device="cpu"), None, AddingWorker)
+    return RayExecutor(cpu_config(tensor_parallel_size=2), AddingRank)
 
 executor = make()
 executor.start()

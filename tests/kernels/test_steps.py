@@ -14,15 +14,9 @@ import torch
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import SequenceData, StepPlan
-from rayllm.config.model_spec import load_model_spec
-from rayllm.config.options import EngineConfig
 from rayllm.layers.attention import KVCache
-from rayllm.models.loader import load_model
-from rayllm.parallel.tp_group import TPGroup
 from rayllm.sampling.sampling_table import DrawColumns
-from rayllm.worker.chunk_graph import step_graphs
-from rayllm.worker.cuda_graph import DecodeGraphs
-from rayllm.worker.inputs import PersistentBatch
+from rayllm.worker.graphs import DecodeGraphs, step_graphs
 from rayllm_kernels import ops
 
 pytestmark = [
@@ -40,8 +34,8 @@ def case(request, tmp_path_factory):
     dtype, deterministic = request.param
     folder = tmp_path_factory.mktemp("model")
     model_factory.make_model(folder, "qwen3", num_hidden_layers=2)
-    config = EngineConfig(model=str(folder), deterministic=deterministic)
-    return load_model(load_model_spec(str(folder)), config, TPGroup.single(), CPU, dtype), dtype, deterministic
+    name = str(dtype).removeprefix("torch.")
+    return model_factory.load(folder, dtype=name, deterministic=deterministic), dtype, deterministic
 
 
 @pytest.fixture
@@ -71,16 +65,8 @@ def test_steps_with_chunks(case, interpreted):
 
     model, dtype, deterministic = case
     eager, padded = (model_factory.PagedRunner(model, dtype=dtype) for _ in range(2))
-    graphs = step_graphs(
-        model,
-        padded.caches,
-        max_tokens=192,
-        max_num_seqs=6,
-        split_decodes=not deterministic,
-        max_model_len=512,
-        block_size=8,
-        device=CPU,
-    )
+    context, room = model_factory.run_context(model, padded.caches, 6, split_decodes=not deterministic)
+    graphs = step_graphs(context, max_tokens=192, logits_room=room)
     steps = [
         ([("a", tokens(70, 1)), ("b", tokens(20, 2)), ("c", tokens(1, 3))], 0),
         ([("b", tokens(1, 5)), ("a", tokens(1, 6)), ("e", tokens(33, 7)), ("c", tokens(9, 8))], 2),
@@ -93,7 +79,7 @@ def test_steps_with_chunks(case, interpreted):
         batch = padded.batch(work, num_decodes=decodes, padding=0)
         chosen = next(g for g in graphs if g.fits(batch))
         interpreted(True)
-        assert_near(chosen._step(chosen._load(batch), padded.caches)[: len(work)], expected, dtype)
+        assert_near(chosen.run(batch), expected, dtype)
 
 
 @torch.inference_mode()
@@ -102,7 +88,6 @@ def test_decode_steps(case, interpreted):
 
     model, dtype, deterministic = case
     eager = model_factory.PagedRunner(model, dtype=dtype)
-    state = PersistentBatch(max_num_seqs=8, max_model_len=512, block_size=8, device=CPU)
     prompts = {row: tokens(length, row) for row, length in enumerate((5, 150, 8, 64, 1, 33, 17))}
     new = []
     for row, ids in prompts.items():
@@ -111,9 +96,10 @@ def test_decode_steps(case, interpreted):
         table = [*eager.tables.get(str(row), []), *([eager.free[row]] * 2)]
         new.append(SequenceData(row, ids, len(ids), len(ids) - 1, table, SamplingParams(), 0))
     caches = [KVCache(cache.k.clone(), cache.v.clone()) for cache in eager.caches]
-    graphs = DecodeGraphs(model, caches, state, max_num_seqs=8, split_decodes=not deterministic)
+    context, room = model_factory.run_context(model, caches, 8, split_decodes=not deterministic)
+    graphs = DecodeGraphs(context, room)
     plan = StepPlan(0, [], new, [], [], [], [], 0, 0)
-    state.apply(plan)
+    context.batch.apply(plan)
     graphs.apply(plan)
     rows = [1, 4, 0, 6, 3]
     interpreted(False)
@@ -121,7 +107,6 @@ def test_decode_steps(case, interpreted):
     positions = np.array([len(prompts[row]) - 1 for row in rows])
     greedy = DrawColumns(np.zeros(5, np.int64), np.ones(5, np.float32), np.zeros(5, np.float32))
     interpreted(True)
-    logits, token_ids = graphs._step(graphs._load(np.array(rows), positions, greedy), caches)
-    assert logits.shape[0] == 8
-    assert_near(logits[:5], expected, dtype)
-    assert token_ids[:5].tolist() == logits[:5].argmax(-1).tolist()
+    logits, token_ids = graphs.run(np.array(rows), positions, greedy)  # padded to 8 rows
+    assert_near(logits, expected, dtype)
+    assert token_ids.tolist() == logits.argmax(-1).tolist()

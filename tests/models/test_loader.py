@@ -9,19 +9,10 @@ import support.model_factory as factory
 import torch
 from safetensors.torch import load_file, save_file
 
-from rayllm.config.model_spec import load_model_spec
-from rayllm.config.options import EngineConfig
 from rayllm.errors import ModelError
-from rayllm.models.loader import Checkpoint, DummyCheckpoint, load_model
-from rayllm.parallel.tp_group import TPGroup
+from rayllm.models.loader import Checkpoint, DummyCheckpoint
 
 CPU = torch.device("cpu")
-
-
-def load(folder, dtype=torch.float32, **options):
-    folder = str(folder)
-    config = EngineConfig(model=folder, **options)
-    return load_model(load_model_spec(folder), config, TPGroup.single(), CPU, dtype)
 
 
 def state(model):
@@ -45,7 +36,7 @@ def test_sharded_equals_whole(tmp_path):
     factory.make_model(tmp_path / "whole", "qwen2")
     factory.make_model(tmp_path / "shards", "qwen2", max_shard_size="200KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
-    whole, shards = state(load(tmp_path / "whole")), state(load(tmp_path / "shards"))
+    whole, shards = state(factory.load(tmp_path / "whole")), state(factory.load(tmp_path / "shards"))
     assert whole.keys() == shards.keys()
     assert all(torch.equal(whole[name], shards[name]) for name in whole)
 
@@ -53,15 +44,15 @@ def test_sharded_equals_whole(tmp_path):
 def test_several_files_without_index(tmp_path):
     factory.make_model(tmp_path, "llama", max_shard_size="200KB")
     (tmp_path / "model.safetensors.index.json").unlink()
-    load(tmp_path)
+    factory.load(tmp_path)
     first = sorted(tmp_path.glob("*.safetensors"))[0]
     (tmp_path / "zz.safetensors").write_bytes(first.read_bytes())
     with pytest.raises(ModelError, match=r"is in both model-00001.* and zz\.safetensors"):
-        load(tmp_path)
+        factory.load(tmp_path)
 
 
 def test_casts_to_dtype(llama):
-    model = load(llama, torch.bfloat16)
+    model = factory.load(llama, dtype="bfloat16")
     stored = load_file(llama / "model.safetensors")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert torch.equal(model.norm.weight, stored["model.norm.weight"].bfloat16())
@@ -69,26 +60,26 @@ def test_casts_to_dtype(llama):
 
 def test_tied_head_is_the_embedding(tmp_path):
     factory.make_model(tmp_path, "qwen3_tied")
-    model = load(tmp_path)
+    model = factory.load(tmp_path)
     assert model.lm_head.weight is model.embed_tokens.weight
     # Many checkpoints of tied models hold the head all the same.
     edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    load(tmp_path)
+    factory.load(tmp_path)
 
 
 def test_derived_buffers_are_ignored(llama):
     edit(llama, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
-    load(llama)
+    factory.load(llama)
 
 
 def test_names_without_the_model_prefix(tmp_path):
     for kind in ("qwen3_tied", "opt"):
         folder = tmp_path / kind
         factory.make_model(folder, kind)
-        before = state(load(folder))
+        before = state(factory.load(folder))
         tensors = load_file(folder / "model.safetensors")
         save_file({name.removeprefix("model."): t for name, t in tensors.items()}, folder / "model.safetensors")
-        after = state(load(folder))
+        after = state(factory.load(folder))
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -100,48 +91,48 @@ def test_missing_weights_are_named(llama):
 
     edit(llama, drop)
     with pytest.raises(ModelError, match=r"lacks 6 weights \(model\.layers\.0\.self_attn\.q_proj\.weight, .*\.\.\.\)"):
-        load(llama)
+        factory.load(llama)
 
 
 def test_extra_weights_are_named(llama):
     edit(llama, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(2, 2)}))
     with pytest.raises(ModelError, match=r"1 weight \(model\.layers\.2\.mlp\.up_proj\.weight\) that its config\.json"):
-        load(llama)
+        factory.load(llama)
 
 
 def test_wrong_shape(llama):
     edit(llama, lambda t: t.update({"model.norm.weight": torch.ones(95)}))
     with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[95\], but config\.json asks for \[96\]"):
-        load(llama)
+        factory.load(llama)
 
 
 def test_wrong_storage_type(llama):
     edit(llama, lambda t: t.update({"model.norm.weight": torch.ones(96, dtype=torch.int8)}))
     with pytest.raises(ModelError, match=r"model\.norm\.weight is stored as I8"):
-        load(llama)
+        factory.load(llama)
 
 
 def test_only_safetensors(llama):
     (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"weights only as pytorch_model\.bin; only \*\.safetensors files are loaded"):
-        load(llama)
+        factory.load(llama)
     (llama / "pytorch_model.bin").unlink()
     with pytest.raises(ModelError, match=r"has no weights \(\*\.safetensors\)"):
-        load(llama)
-    load(llama, load_format="dummy")
+        factory.load(llama)
+    factory.load(llama, load_format="dummy")
 
 
 def test_damaged_file(llama):
     (llama / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
-        load(llama)
+        factory.load(llama)
 
 
 def test_truncated_file(llama):
     whole = (llama / "model.safetensors").read_bytes()
     (llama / "model.safetensors").write_bytes(whole[:-1000])
     with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
-        load(llama)
+        factory.load(llama)
 
 
 def test_bad_index(tmp_path):
@@ -151,13 +142,13 @@ def test_bad_index(tmp_path):
     moved = listed["weight_map"] | {"model.norm.weight": listed["weight_map"]["model.embed_tokens.weight"]}
     index.write_text(json.dumps({"weight_map": moved}))
     with pytest.raises(ModelError, match=r"lacks 1 weight \(model\.norm\.weight\)"):
-        load(tmp_path)
+        factory.load(tmp_path)
     index.write_text(json.dumps({"weight_map": moved | {"model.norm.weight": "gone.safetensors"}}))
     with pytest.raises(ModelError, match=r"lacks the weights file gone\.safetensors"):
-        load(tmp_path)
+        factory.load(tmp_path)
     index.write_text("{}")
     with pytest.raises(ModelError, match='has no "weight_map"'):
-        load(tmp_path)
+        factory.load(tmp_path)
 
 
 def test_unfilled_parameters_are_noticed(llama):
@@ -166,7 +157,7 @@ def test_unfilled_parameters_are_noticed(llama):
             if destination.dim() > 1:
                 super().write(destination, source)
 
-    model = load(llama)
+    model = factory.load(llama)
     source = Forgetful(str(llama))
     model.load(source)
     assert "norm.weight" in source.unwritten(model)

@@ -10,11 +10,7 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-from rayllm.config.model_spec import load_model_spec
-from rayllm.config.options import EngineConfig
 from rayllm.layers.linear import ADD_TOKENS
-from rayllm.models.loader import load_model
-from rayllm.parallel.tp_group import TPGroup
 from rayllm_kernels import ops as attention_ops
 
 CPU = torch.device("cpu")
@@ -27,10 +23,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def load(folder, dtype=torch.float32):
-    return load_model(load_model_spec(folder), EngineConfig(model=folder), TPGroup.single(), CPU, dtype)
 
 
 def reference(folder):
@@ -68,7 +60,7 @@ def run_mixed(runner, prompts, num_decodes):
 @pytest.mark.parametrize("kind", factory.KINDS)
 def test_parity(tmp_path, kind):
     folder = factory.make_model(tmp_path, kind)
-    hf, runner = reference(folder), factory.PagedRunner(load(folder))
+    hf, runner = reference(folder), factory.PagedRunner(factory.load(folder))
     prompts = {"a": tokens_of(5, 1), "b": tokens_of(37, 2), "c": tokens_of(29, 3)}
     tokens, logits = run_mixed(runner, prompts, num_decodes=12)
     for name, sequence in tokens.items():
@@ -138,7 +130,7 @@ VARIANTS = {
 def test_variants(tmp_path, variant):
     kind, overrides = VARIANTS[variant]
     folder = factory.make_model(tmp_path, kind, num_hidden_layers=3, **overrides)
-    runner, prompt = factory.PagedRunner(load(folder)), tokens_of(40, 4)
+    runner, prompt = factory.PagedRunner(factory.load(folder)), tokens_of(40, 4)
     head = runner.step([("a", prompt[:39])])[0]
     tail = runner.step([("a", prompt[39:])], num_decodes=1)[0]
     with torch.inference_mode():
@@ -153,7 +145,7 @@ def test_only_wanted_rows_are_computed_to_the_end(tmp_path, kind):
     work = [("a", tokens_of(5, 1)), ("b", tokens_of(9, 2)), ("c", tokens_of(4, 3))]
     total = sum(len(tokens) for _, tokens in work)
     for rows in ([4, 13, 17], [17, 0], [], [17] + [0] * (total + 2)):
-        whole, part = factory.PagedRunner(load(folder)), factory.PagedRunner(load(folder))
+        whole, part = factory.PagedRunner(factory.load(folder)), factory.PagedRunner(factory.load(folder))
         batch = part.batch(work, 0, 0)
         with torch.inference_mode():
             expected = whole.model(replace(whole.batch(work, 0, 0), logit_rows=None), whole.caches)[rows]
@@ -168,7 +160,7 @@ def test_only_wanted_rows_are_computed_to_the_end(tmp_path, kind):
 def test_parity_of_many_tokens(tmp_path, kind):
     folder = factory.make_model(tmp_path, kind, max_position_embeddings=2048)
     prompt = tokens_of(ADD_TOKENS + 7, 4)
-    [logits] = factory.PagedRunner(load(folder), num_blocks=256).step([("a", prompt)])
+    [logits] = factory.PagedRunner(factory.load(folder), num_blocks=256).step([("a", prompt)])
     with torch.inference_mode():
         expected = reference(folder)(torch.tensor([prompt])).logits[0]
     assert (logits - expected).abs().max() < TOLERANCE
@@ -177,7 +169,7 @@ def test_parity_of_many_tokens(tmp_path, kind):
 def test_padded_decode_batch(tmp_path):
     """Rows that pad a captured graph write no KV and disturb nobody."""
     folder = factory.make_model(tmp_path, "qwen3")
-    plain, padded = factory.PagedRunner(load(folder)), factory.PagedRunner(load(folder))
+    plain, padded = factory.PagedRunner(factory.load(folder)), factory.PagedRunner(factory.load(folder))
     prompt = tokens_of(21, 5)
     for runner in (plain, padded):
         runner.step([("a", prompt), ("b", prompt[:9])])
@@ -193,8 +185,8 @@ def test_bfloat16_stays_close(tmp_path):
     """Loading casts; logits come out in the model's dtype, with its error and not more."""
     folder = factory.make_model(tmp_path, "llama")
     prompt = tokens_of(30, 6)
-    exact = factory.PagedRunner(load(folder)).step([("a", prompt)])[0]
-    runner = factory.PagedRunner(load(folder, torch.bfloat16), dtype=torch.bfloat16)
+    exact = factory.PagedRunner(factory.load(folder)).step([("a", prompt)])[0]
+    runner = factory.PagedRunner(factory.load(folder, dtype="bfloat16"), dtype=torch.bfloat16)
     rounded = runner.step([("a", prompt)])[0]
     assert rounded.dtype == torch.bfloat16
     rounded = rounded.float()
@@ -204,7 +196,7 @@ def test_bfloat16_stays_close(tmp_path):
 @pytest.mark.parametrize("kind", ["qwen3", "opt_post", "bloom"])
 def test_decode_reads_nothing_on_the_host(tmp_path, kind, monkeypatch):
     """A CUDA graph can capture a decode: no operation outside the kernels depends on a tensor's contents."""
-    model = load(factory.make_model(tmp_path, kind))
+    model = factory.load(factory.make_model(tmp_path, kind))
     runner = factory.PagedRunner(model)
     runner.step([("a", tokens_of(9, 7))])
     batch = runner.batch([("a", [5])], num_decodes=1, padding=3)

@@ -9,13 +9,11 @@ import pytest
 import support.model_factory as factory
 import torch
 
-from rayllm.config.model_spec import load_model_spec
-from rayllm.config.options import EngineConfig
+from rayllm.config.model_spec import check_parallel, load_model_spec
 from rayllm.errors import ModelError
 from rayllm.layers.attention import KVCache
-from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.worker.cuda_graph import draw
+from rayllm.worker.graphs import draw
 from rayllm.worker.kv_scales import find_scales
 from rayllm_kernels import ops
 
@@ -56,8 +54,7 @@ class ThreadGroup:
 def drive(folder, tp, load_format="auto"):
     """Prefill, mixed and decode steps on one rank -> all logits [tokens, vocab]."""
     torch.set_num_threads(1)
-    config = EngineConfig(model=folder, load_format=load_format, seed=7)
-    runner = factory.PagedRunner(load_model(load_model_spec(folder), config, tp, CPU, torch.float32))
+    runner = factory.PagedRunner(factory.load(folder, tp, load_format=load_format, seed=7))
     prompt = torch.arange(3, 240, 8).tolist()
     steps = [
         runner.step([("a", prompt), ("b", prompt[:7])]),
@@ -100,7 +97,7 @@ def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):
 def drive_fp8(folder, tp):
     """Prefill and decode over a cache in e4m3, calibrated -> (its scales, all logits [tokens, vocab])."""
     torch.set_num_threads(1)
-    model = load_model(load_model_spec(folder), EngineConfig(model=folder), tp, CPU, torch.float32)
+    model = factory.load(folder, tp)
 
     def run(batch, caches):
         with torch.inference_mode():
@@ -173,12 +170,11 @@ def test_ranks_draw_what_the_whole_vocabulary_would_give(size):
 
 def test_interface_of_a_rank(tmp_path):
     folder = factory.make_model(tmp_path, "mistral", num_hidden_layers=2)
-    spec, config = load_model_spec(folder), EngineConfig(model=folder)
     sizes = {}
     for size in (1, 2, 4):
-        model = load_model(spec, config, ThreadGroup.make(size)[0], CPU, torch.float32)
+        model = factory.load(folder, ThreadGroup.make(size)[0])
         assert (model.num_layers, model.head_dim) == (2, 16)
         sizes[size] = model.num_kv_heads_per_rank
     assert sizes == {1: 2, 2: 1, 4: 1}
     with pytest.raises(ModelError, match="tensor_parallel_size 16 does not divide"):
-        load_model(spec, config, ThreadGroup.make(16)[0], CPU, torch.float32)
+        check_parallel(load_model_spec(folder), 16)

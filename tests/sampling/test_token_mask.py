@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import random
 import re
+import time
+from collections import deque
 
-import numpy as np
 import pytest
 import torch
+from support.model_factory import run_context
 
-from rayllm import LLM, SamplingParams
-from rayllm.api.sampling_params import StructuredOutputs
-from rayllm.sampling.sampling_table import DrawColumns
+from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
+from rayllm.api.types import GenerationRequest, KVBlocks, RankReady
+from rayllm.config.options import BUNDLED_MODEL, EngineConfig
+from rayllm.config.resolved import resolve
+from rayllm.engine.engine import build_engine_core
+from rayllm.executor.local import LocalExecutor
+from rayllm.sampling.sampling_table import SamplingTable
 from rayllm.sampling.token_mask import TokenMasks
-from rayllm.worker.cuda_graph import DecodeGraphs
+from rayllm.text.tokenizer import load_tokenizer
+from rayllm.worker.graphs import DecodeGraphs, StepGraphs
+from rayllm.worker.runner import ModelRunner
+from rayllm.worker.worker import RankModel, load_rank
 
 CPU = torch.device("cpu")
 
@@ -36,15 +45,52 @@ def test_bits_to_logits(vocab_size, dtype):
     assert torch.equal(logits, raw), "the raw logits stay, for log-probabilities"
 
 
-class StepByStep(DecodeGraphs):
-    """Runs each step instead of replaying it, which needs a GPU."""
+class GraphRank:
+    """A rank, before and after its cache is sized, whose decode steps are those that a GPU captures."""
 
-    num_steps = 0
+    def __init__(self, config, tp, device):
+        self._model = RankModel(config, tp, device)
+        self.ready = RankReady()
+        self._pending = deque()
 
-    def run(self, rows: np.ndarray, positions: np.ndarray, draw: DrawColumns) -> tuple[torch.Tensor, torch.Tensor]:
-        self.num_steps += 1
-        logits, token_ids = self._step(self._load(rows, positions, draw), self._caches)
-        return logits[: len(rows)], token_ids[: len(rows)]
+    def count_blocks(self):
+        return KVBlocks(256, 0)
+
+    def build(self, blocks):
+        cache = self._model.new_cache(blocks)
+        context, room = run_context(self._model.model, cache.layers, 8, block_size=16)
+        table = SamplingTable(8, self._model.config.spec.vocab_size, self._model.config.spec.eos_token_ids)
+        self._runner = ModelRunner(context, table, StepGraphs(DecodeGraphs(context, room)))
+        return self
+
+    def submit(self, plan):
+        assert not plan.copies and not plan.swap_outs
+        self._pending.append(self._runner.submit(plan))
+
+    def collect(self):
+        return self._pending.popleft().wait()
+
+    def close(self):
+        pass
+
+
+def run(load, prompt, all_params):
+    """(token ids, log-probabilities) of each request, on an engine over the rank that `load` makes."""
+    config = resolve(EngineConfig(device="cpu", max_num_seqs=8, max_model_len=512, num_gpu_blocks_override=256), 0)
+    core = build_engine_core(config, LocalExecutor(config, load))
+    for i, params in enumerate(all_params):
+        core.add(GenerationRequest(request_id=str(i), prompt_token_ids=prompt, params=params))
+    results = [([], []) for _ in all_params]
+    while core.has_work() or core.is_compiling:
+        if not core.has_work():
+            time.sleep(0.001)
+            continue
+        for delta in core.step():
+            token_ids, logprobs = results[int(delta.request_id)]
+            token_ids += delta.token_ids
+            logprobs += delta.logprobs or []
+    core.shutdown()
+    return results
 
 
 def test_graph_decodes_and_eager_ones_take_the_same_tokens():
@@ -59,20 +105,15 @@ def test_graph_decodes_and_eager_ones_take_the_same_tokens():
         )
         for i in range(6)
     ]
-    results = []
-    for with_graphs in (False, True):
-        with LLM(device="cpu", max_num_seqs=8) as llm:
-            runner = llm._engine()._executor._worker._runner
-            if with_graphs:
-                runner._graphs = StepByStep(runner._model, runner._caches, runner._state, 8)
-            outputs = llm.generate(["The answer is"] * 6, params, use_tqdm=False)
-            results.append([output.outputs[0] for output in outputs])
-            assert not with_graphs or runner._graphs.num_steps > 10
-    for eager, graph in zip(*results, strict=True):
-        assert eager.token_ids == graph.token_ids
-        assert (eager.logprobs is None) == (graph.logprobs is None)
-        for one, other in zip(eager.logprobs or [], graph.logprobs or [], strict=True):
-            assert {i: p.logprob for i, p in one.items()} == pytest.approx(
-                {i: p.logprob for i, p in other.items()}, abs=1e-3
-            )
-    assert all(re.fullmatch(regex.regex, completion.text) for completion in results[1][::2])
+    tokenizer = load_tokenizer(BUNDLED_MODEL)
+    prompt = tokenizer.encode("The answer is")
+    eager, graphs = (run(load, prompt, params) for load in (load_rank, GraphRank))
+    for i, ((tokens, logprobs), (others, other_logprobs)) in enumerate(zip(eager, graphs, strict=True)):
+        assert tokens == others
+        assert len(logprobs) == len(other_logprobs) == (len(tokens) if i in (0, 3) else 0)
+        for one, other in zip(logprobs, other_logprobs, strict=True):
+            assert (one.token_id, one.top_ids) == (other.token_id, other.top_ids)
+            assert other.logprob == pytest.approx(one.logprob, abs=1e-3)
+            assert other.top_logprobs == pytest.approx(one.top_logprobs, abs=1e-3)
+    for tokens, _ in graphs[::2]:
+        assert re.fullmatch(regex.regex, tokenizer.decode(tokens, skip_special_tokens=True))

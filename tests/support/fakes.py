@@ -245,11 +245,11 @@ class FakeWorker:
             self.leaving.append((plan.step_id, block, self.host[host]))
         self.num_written_back += len(plan.write_backs)
 
-    def _leave(self, step_id: int) -> None:
+    def _leave(self, step_id: int | None) -> None:
         """Nothing has changed what was being written back; what earlier steps wrote back is done now."""
         for _step, block, content in self.leaving:
             assert self._content(block) == content, f"block {block} was written before it was copied"
-        self.leaving = [entry for entry in self.leaving if entry[0] > step_id]
+        self.leaving = [entry for entry in self.leaving if step_id is None or entry[0] > step_id]
 
     def _arrive(self) -> None:
         for block, content in self.arriving:

@@ -1,7 +1,4 @@
-"""Tiny random checkpoints in the Hugging Face format, and a harness that steps a rayllm model over a paged cache.
-
-Importable as `model_factory` from every test; it imports nothing of its neighbours.
-"""
+"""Tiny random checkpoints in the Hugging Face format, and a harness that steps a rayllm model over a paged cache."""
 
 from __future__ import annotations
 
@@ -129,6 +126,36 @@ def _config(kind: str) -> tuple[str, dict[str, Any]]:
     if kind in ("qwen3", "qwen3_tied"):
         return "Qwen3", options | {"tie_word_embeddings": kind == "qwen3_tied"}
     raise ValueError(f"unknown kind {kind!r}; known are {KINDS}")
+
+
+def load(folder: str | Path, tp: Any = None, dtype: str = "float32", **options: Any) -> Any:
+    """The model in `folder`, or the part of it that the rank of `tp` has, on the CPU."""
+    from rayllm.config.options import EngineConfig
+    from rayllm.config.resolved import resolve
+    from rayllm.models.loader import load_model
+    from rayllm.parallel.tp_group import TPGroup
+
+    config = resolve(EngineConfig(model=str(folder), device="cpu", dtype=dtype, **options), 0)
+    return load_model(config, tp or TPGroup.single(), torch.device("cpu"))
+
+
+def run_context(
+    model: Any,
+    caches: list[Any],
+    max_num_seqs: int,
+    *,
+    split_decodes: bool = True,
+    max_model_len: int = 512,
+    block_size: int = 8,
+) -> tuple[Any, torch.Tensor]:
+    """What a model's captured steps run on, with a batch of its own, and room for their logits."""
+    from rayllm.worker.graphs import RunContext
+    from rayllm.worker.inputs import PersistentBatch
+
+    weight = model.lm_head.weight
+    batch = PersistentBatch(max_num_seqs, max_model_len, block_size, weight.device)
+    room = torch.empty(max_num_seqs, model.lm_head.num_tokens, dtype=weight.dtype, device=weight.device)
+    return RunContext(model, caches, batch, split_decodes), room
 
 
 class PagedRunner:

@@ -6,39 +6,82 @@ import pytest
 from support.fakes import EOS, FakeConstraint, FakeWorker, embedding, expected_beams, expected_output
 
 from rayllm.api.sampling_params import SamplingParams
-from rayllm.api.types import GenerationRequest, KVCosts, StepPlan, TokenDelta
+from rayllm.api.types import GenerationRequest, KVCosts, StepCost, StepPlan, TokenDelta
+from rayllm.core.check import check_scheduler
+from rayllm.core.chunk_budget import ChunkBudget
+from rayllm.core.memory import KVMemory
+from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
 from rayllm.core.sequence import derive_seed
+from rayllm.core.state import SchedulerState
+from rayllm.core.write_ahead import WriteAheadLimits
 
 CHEAP = KVCosts(recompute_token=1.0, swap_out_block=1e-3, swap_in_block=1e-3)  # to move, that is
 DEAR = KVCosts(recompute_token=1.0, swap_out_block=1e3, swap_in_block=1e3)
 EVEN = KVCosts(recompute_token=1.0, swap_out_block=1.4, swap_in_block=1.4, transfer=2.0)  # what pays depends
 
 
+def make_scheduler(
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 16,
+    max_model_len: int | None = None,
+    num_cpu_blocks: int = 0,
+    caching: bool = True,
+    costs: KVCosts | None = CHEAP,
+    sliding_window: int | None = None,
+    policy: str = "fcfs",
+    preemption_mode: str = "cost",
+    growth_blocks: int = 1,
+    target_itl: float | None = None,
+    step_costs: dict[int, StepCost] | None = None,
+    clock=lambda: 0.0,
+) -> Scheduler:
+    """A scheduler with small limits, which writes to the host ahead in pools of a few blocks, too."""
+    memory = KVMemory(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_cpu_blocks=num_cpu_blocks,
+        caching=caching,
+        costs=costs,
+        sliding_window=sliding_window,
+        write_ahead=WriteAheadLimits(2 * max_num_batched_tokens // block_size, blocks_a_step=2, host_share=1),
+    )
+    state = SchedulerState(
+        memory,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=num_blocks * block_size if max_model_len is None else max_model_len,
+        eos_token_ids=[EOS],
+        preemptive=policy == "priority",
+        clock=clock,
+    )
+    budget = None
+    if target_itl is not None:
+        budget = ChunkBudget(target_itl, max_num_batched_tokens, sliding_window, step_costs or {})
+    return Scheduler(
+        state,
+        policy=POLICIES[policy],
+        preemption_mode=preemption_mode,
+        chunk_budget=budget,
+        growth_blocks=growth_blocks,
+    )
+
+
 class Harness:
     """A scheduler and a fake worker with up to `depth` plans in flight; collects what fronts would see.
 
-    foresight: admission by forecast; without it, sequences enter as soon as their prompts fit, and preemption follows.
+    options: of `make_scheduler`.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, depth: int = 1, foresight: bool = True, **options: object):
-        settings = {
-            "max_num_seqs": 4,
-            "max_num_batched_tokens": 16,
-            "max_model_len": num_blocks * block_size,
-            "costs": CHEAP,
-            **options,
-        }
-        self.scheduler = Scheduler(num_blocks=num_blocks, block_size=block_size, eos_token_ids=[EOS], **settings)
+    def __init__(self, *, depth: int = 1, **options: object):
+        self.scheduler = make_scheduler(**options)
+        state, memory = self.scheduler.state, self.scheduler.state.memory
         self.worker = FakeWorker(
-            num_blocks,
-            block_size,
-            self.scheduler.max_num_seqs,
-            self.scheduler.memory.cpu.num_blocks,
-            self.scheduler.memory.window.tokens,
+            memory.gpu.num_blocks, memory.block_size, state.max_num_seqs, memory.cpu.num_blocks, memory.window.tokens
         )
-        if not foresight:
-            self.scheduler.admission.forecast.fits = lambda *_: True  # type: ignore[method-assign]
         self.depth = depth
         self.results: list = []
         self.outputs: dict[tuple[str, int], list[int]] = {}
@@ -75,25 +118,25 @@ class Harness:
             self.scheduler.add(request, lambda: FakeConstraint(**constraint))
         self.requests[request_id] = request
         self.constraints[request_id] = constraint
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
         if request_id in self.requests:
             self.aborted.add(request_id)
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
 
     def step(self) -> bool:
         """One turn of the engine loop. False if there was nothing to do."""
         plan = self.scheduler.schedule()
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         if plan is not None:
             self.plans.append(plan)
             self.results.append(self.worker.execute(plan))
         if not self.results:
             failed = self.scheduler.take_failed()
             self.deliver(failed)
-            return bool(failed) or bool(self.scheduler.awaited_masks)
+            return bool(failed) or bool(self.scheduler.state.awaiting_mask)
         if plan is None or len(self.results) >= self.depth:
             self.deliver(self.scheduler.update(self.results.pop(0)))
         return True
@@ -107,7 +150,7 @@ class Harness:
             if delta.finish_reason:
                 self.reasons[key] = delta.finish_reason
                 self.last_deltas[key] = delta
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
 
     def run(self, limit: int = 20_000) -> None:
         for _ in range(limit):
@@ -133,7 +176,7 @@ class Harness:
             for index in range(params.width):
                 key = (request.request_id, index)
                 seeds[key] = self.seeds[key]
-                limit = min(self.scheduler.max_model_len, len(request.prompt_token_ids) + params.max_tokens)
+                limit = min(self.scheduler.state.max_model_len, len(request.prompt_token_ids) + params.max_tokens)
                 stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
                 options = self.constraints[request.request_id]
                 constraint = None if options is None else FakeConstraint(**options)
@@ -147,7 +190,7 @@ class Harness:
 
     def check_beams(self, request: GenerationRequest) -> None:
         params = request.params
-        limit = min(self.scheduler.max_model_len, len(request.prompt_token_ids) + params.max_tokens)
+        limit = min(self.scheduler.state.max_model_len, len(request.prompt_token_ids) + params.max_tokens)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
         expected = expected_beams(request.prompt_token_ids, params, limit, stops)
         assert len(expected) == params.n

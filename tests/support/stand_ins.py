@@ -1,4 +1,4 @@
-"""Workers without a model, for executors: one that computes, and one that fails where a test wants it to."""
+"""Ranks without a model, for executors: one that computes, and one that fails where a test wants it to."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from rayllm.api.types import DeviceMemory, KVCosts, RankReady, StepPlan, StepResult
+from rayllm.api.types import DeviceMemory, KVBlocks, KVCosts, RankReady, StepPlan, StepResult
+from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError, ModelError
+
+
+def cpu_config(**options):
+    """Settled options of an engine on a CPU."""
+    return resolve(EngineConfig(device="cpu", **options), 0)
 
 
 def make_plan(step_id: int, num_rows: int = 3) -> StepPlan:
@@ -21,34 +28,29 @@ def make_plan(step_id: int, num_rows: int = 3) -> StepPlan:
     return StepPlan(step_id, [], [], [], [], rows, [1] * num_rows, num_rows, num_rows)
 
 
-class AddingWorker:
-    """Tokens are (sum of 0..7 + step id) * row: each rank adds up its share of the sum, an all-reduce the rest."""
+class AddingRank:
+    """Tokens are (sum of 0..7 + step id) * row: each rank adds up its share of the sum, an all-reduce the rest.
 
-    def __init__(self, config, spec, tp, device):
+    It is a `LoadedRank` and a `Rank`, and as a class a `LoadRank`.
+    """
+
+    def __init__(self, config, tp, device):
         self.config, self.tp, self.device = config, tp, device
-        self.calls = []
+        self.ready = RankReady(
+            DeviceMemory(weights=8 + tp.rank),
+            kv_costs=KVCosts(1e-5, 1e-6 * (1 + tp.rank), 2e-6),
+            phases=[("load model", 0.0), ("warm up", 0.0)],
+        )
         self.pending = deque()
+        self.num_closed = 0
 
-    def load_model(self):
-        self.calls.append("load_model")
+    def count_blocks(self):
         self.share = torch.arange(8, device=self.device)[self.tp.rank :: self.tp.size].sum()
+        return KVBlocks(100 - self.tp.rank, 50 + self.tp.rank)
 
-    def determine_num_blocks(self):
-        self.calls.append("determine_num_blocks")
-        return 100 - self.tp.rank, 50 + self.tp.rank
-
-    def init_cache(self, num_gpu_blocks, num_cpu_blocks):
-        self.calls.append("init_cache")
-        self.limits = (num_gpu_blocks, num_cpu_blocks)
-
-    def warm_up(self):
-        self.calls.append("warm_up")
-        assert self.limits == (100 - (self.tp.size - 1), 50)
-        assert self.calls == ["load_model", "determine_num_blocks", "init_cache", "warm_up"]
-        return RankReady(DeviceMemory(weights=8 + self.tp.rank))
-
-    def measure_costs(self):
-        return KVCosts(1e-5, 1e-6 * (1 + self.tp.rank), 2e-6)
+    def build(self, blocks):
+        assert blocks == KVBlocks(100 - (self.tp.size - 1), 50)
+        return self
 
     def submit(self, plan):
         total = self.share.clone()
@@ -60,41 +62,27 @@ class AddingWorker:
         return self.pending.popleft()
 
     def close(self):
-        self.calls.append("close")
+        self.num_closed += 1
 
 
-class EmptyWorker(AddingWorker):
-    """Does nothing, for measuring what a step costs beside the model."""
-
-    def submit(self, plan):
-        self.pending.append(StepResult(plan.step_id, plan.rows))
-
-
-class FailingWorker(AddingWorker):
-    """Fails on one rank in one method, in steps at step id 3. With functools.partial it is a worker factory.
+class FailingRank(AddingRank):
+    """Fails on one rank in one method ("load" is __init__), in steps at step id 3. With functools.partial a LoadRank.
 
     how: "raise", "config", "model" (errors of these kinds), "kill" (SIGKILL), "stop" (SIGSTOP), "hang".
     """
 
-    def __init__(self, config, spec, tp, device, *, rank, where, how):
-        super().__init__(config, spec, tp, device)
+    def __init__(self, config, tp, device, *, rank, where, how):
+        super().__init__(config, tp, device)
         self.fault = (rank, where, how)
+        self._maybe_fail("load")
 
-    def load_model(self):
-        self._maybe_fail("load_model")
-        super().load_model()
+    def count_blocks(self):
+        self._maybe_fail("count_blocks")
+        return super().count_blocks()
 
-    def determine_num_blocks(self):
-        self._maybe_fail("determine_num_blocks")
-        return super().determine_num_blocks()
-
-    def init_cache(self, num_gpu_blocks, num_cpu_blocks):
-        self._maybe_fail("init_cache")
-        super().init_cache(num_gpu_blocks, num_cpu_blocks)
-
-    def warm_up(self):
-        self._maybe_fail("warm_up")
-        return super().warm_up()
+    def build(self, blocks):
+        self._maybe_fail("build")
+        return super().build(blocks)
 
     def submit(self, plan):
         if plan.step_id == 3:
@@ -125,13 +113,13 @@ class FailingWorker(AddingWorker):
 class Replica:
     """As a Serve replica has it: bundle 0 of a placement group is this actor's, the others are for its workers."""
 
-    def run(self, config, spec):
+    def run(self, config):
         """A step's result, and the placement: (owned by the executor, bundles, still there after its shutdown)."""
         import ray
 
         from rayllm.executor.ray import RayExecutor
 
-        executor = RayExecutor(config, spec, AddingWorker)
+        executor = RayExecutor(config, AddingRank)
         executor.start()
         executor.submit(make_plan(7))
         result = executor.collect()

@@ -10,20 +10,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.model_factory import PagedRunner, make_model
+from support.model_factory import PagedRunner, load, make_model, run_context
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import SequenceData, StepPlan
-from rayllm.config.model_spec import load_model_spec
-from rayllm.config.options import EngineConfig
 from rayllm.layers.attention import KVCache
-from rayllm.models.loader import load_model
-from rayllm.parallel.tp_group import TPGroup
 from rayllm.sampling.sampling_table import DrawColumns, SamplingTable
-from rayllm.worker.chunk_graph import step_graphs
-from rayllm.worker.cuda_graph import DecodeGraphs
-from rayllm.worker.inputs import PersistentBatch
-from rayllm.worker.runner import ModelRunner
+from rayllm.worker.graphs import DecodeGraphs, step_graphs
+from rayllm.worker.runner import sample_all_ways
 
 CPU = torch.device("cpu")
 
@@ -31,8 +25,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = make_model(tmp_path_factory.mktemp("model"), "qwen3")
-    config = EngineConfig(model=folder)
-    return load_model(load_model_spec(folder), config, TPGroup.single(), CPU, torch.float32)
+    return load(folder)
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -64,16 +57,8 @@ STEPS = [  # (decodes, then chunks), and how many decodes there are
 def test_captured_steps_equal_eager_ones_whatever_ran_before(model, split_decodes):
     """Large, small, large: what one step leaves in the buffers must not reach the next."""
     eager, padded = PagedRunner(model), PagedRunner(model)
-    alone, mixed = step_graphs(
-        model,
-        padded.caches,
-        max_tokens=128,
-        max_num_seqs=6,
-        split_decodes=split_decodes,
-        max_model_len=512,
-        block_size=8,
-        device=CPU,
-    )
+    context, room = run_context(model, padded.caches, 6, split_decodes=split_decodes)
+    alone, mixed = step_graphs(context, max_tokens=128, logits_room=room)
     ran = []
     for work, decodes in STEPS:
         decodes = decodes if split_decodes else 0
@@ -82,25 +67,15 @@ def test_captured_steps_equal_eager_ones_whatever_ran_before(model, split_decode
         graphs = alone if alone.fits(batch) else mixed
         assert graphs.fits(batch)
         ran.append(graphs)
-        size = graphs._load(batch)
-        assert size >= sum(len(ids) for _name, ids in work)
-        actual = graphs._step(size, padded.caches)[: len(work)]
+        actual = graphs.run(batch)
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
     assert ran == ([alone, mixed, mixed, mixed, alone] if split_decodes else [alone] * 5)
 
 
 def test_what_does_not_fit_a_graph(model):
     runner = PagedRunner(model)
-    alone, mixed = step_graphs(
-        model,
-        runner.caches,
-        max_tokens=128,
-        max_num_seqs=3,
-        split_decodes=True,
-        max_model_len=512,
-        block_size=8,
-        device=CPU,
-    )
+    context, room = run_context(model, runner.caches, 3)
+    alone, mixed = step_graphs(context, max_tokens=128, logits_room=room)
 
     def fits(work: list[tuple[str, list[int]]], decodes: int) -> tuple[bool, bool]:
         batch = runner.batch(work, decodes, 0)
@@ -115,38 +90,28 @@ def test_what_does_not_fit_a_graph(model):
 def test_padding_by_the_first_layers_alone_touches_nothing(model):
     """As before a capture: whatever runs then must leave cache, tokens and logits of later steps as they were."""
     runner = PagedRunner(model)
-    state = PersistentBatch(max_num_seqs=4, max_model_len=64, block_size=8, device=CPU)
-    chunks = step_graphs(
-        model,
-        runner.caches,
-        max_tokens=64,
-        max_num_seqs=4,
-        split_decodes=True,
-        max_model_len=64,
-        block_size=8,
-        device=CPU,
-    )
+    context, room = run_context(model, runner.caches, 4, max_model_len=64)
+    chunks = step_graphs(context, max_tokens=64, logits_room=room)
     with torch.inference_mode():
-        for graphs in (*chunks, DecodeGraphs(model, runner.caches, state, max_num_seqs=4)):
-            graphs.run_all(runner.caches[: model.spec.num_telling_layers])
-    assert 1 < model.spec.num_telling_layers <= len(runner.caches)
+        for graphs in (*chunks, DecodeGraphs(context, room)):
+            graphs.run_all(runner.caches[: model.spec.num_distinct_layers])
+    assert 1 < model.spec.num_distinct_layers <= len(runner.caches)
     assert all(part.isnan().all() for cache in runner.caches for part in (cache.k, cache.v))
-    assert not state.token_table[:4].any()
+    assert not context.batch.token_table[:4].any()
 
 
 def test_sampling_in_all_ways_is_forgotten(model):
-    state = PersistentBatch(max_num_seqs=4, max_model_len=64, block_size=8, device=CPU)
+    context, _room = run_context(model, PagedRunner(model).caches, 4, max_model_len=64)
     table = SamplingTable(4, model.spec.vocab_size, [2])
-    ModelRunner(model, PagedRunner(model).caches, state, table, CPU).sample_all_ways()
+    sample_all_ways(context, table)
     assert table.is_simple(np.arange(4))
-    assert not state.token_table.any()
+    assert not context.batch.token_table.any()
     batch = table.batch(np.arange(4), np.arange(4), CPU)
     assert (batch.draw, batch.cut, batch.penalties, batch.logprobs) == (None,) * 4
 
 
 def test_a_device_table_may_begin_behind_the_window(model):
-    state = PersistentBatch(max_num_seqs=2, max_model_len=64, block_size=8, device=CPU)
-    graphs = DecodeGraphs(model, PagedRunner(model).caches, state, max_num_seqs=2)
+    graphs = DecodeGraphs(*run_context(model, PagedRunner(model).caches, 2, max_model_len=64))
     data = SequenceData(1, list(range(34)), 34, 33, [6, 4], SamplingParams(), 0, first_block=3)
     graphs.apply(StepPlan(0, [], [data], [(1, 5, [9])], [], [], [], 0, 0))
     assert graphs._block_table[1].tolist() == [0, 0, 0, 6, 4, 9, 0, 0]
@@ -157,8 +122,8 @@ def test_a_device_table_may_begin_behind_the_window(model):
 def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes):
     eager = PagedRunner(model)
     caches = [KVCache(cache.k.zero_(), cache.v.zero_()) for cache in PagedRunner(model).caches]
-    state = PersistentBatch(max_num_seqs=8, max_model_len=64, block_size=8, device=CPU)
-    graphs = DecodeGraphs(model, caches, state, max_num_seqs=8, split_decodes=split_decodes)
+    context, room = run_context(model, caches, 8, split_decodes=split_decodes, max_model_len=64)
+    state, graphs = context.batch, DecodeGraphs(context, room)
     prompts = {row: tokens(5 + 3 * row, row) for row in range(7)}
     new = []
     for row, ids in prompts.items():
@@ -179,10 +144,9 @@ def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes)
         greedy = DrawColumns(
             np.zeros(len(rows), np.int64), np.ones(len(rows), np.float32), np.zeros(len(rows), np.float32)
         )
-        size = graphs._load(np.array(rows), positions, greedy)
-        logits, token_ids = graphs._step(size, caches)
-        torch.testing.assert_close(logits[: len(rows)], expected, atol=1e-4, rtol=0)
-        assert token_ids[: len(rows)].tolist() == expected.argmax(-1).tolist()
+        logits, token_ids = graphs.run(np.array(rows), positions, greedy)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        assert token_ids.tolist() == expected.argmax(-1).tolist()
         for i, row in enumerate(rows):
             assert state.token_table[row, positions[i] + 1] == token_ids[i]
             prompts[row].append(int(token_ids[i]))

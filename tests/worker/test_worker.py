@@ -9,7 +9,7 @@ import torch
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import SequenceData, StepPlan
 from rayllm.worker.cache import CacheEngine, block_bytes
-from rayllm.worker.cuda_graph import graph_sizes
+from rayllm.worker.graphs import graph_sizes
 from rayllm.worker.inputs import PersistentBatch, build
 
 CPU = torch.device("cpu")

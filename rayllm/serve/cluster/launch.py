@@ -8,20 +8,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from rayllm import timeouts
 from rayllm.api.types import DeviceMemory, EngineInfo, StartReport
-from rayllm.config.model_spec import check_parallel, load_model_spec
-from rayllm.config.options import EngineConfig, ModelConfig, ServerConfig
+from rayllm.config.options import ModelConfig, ServerConfig
+from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError, RayllmError
-from rayllm.serve.cluster.cluster import Cluster, ReadyModel, Report, Stopped
+from rayllm.serve.cluster.deployment import Deployment, ReadyModel, Report, Stopped
 from rayllm.serve.http.auth import KEY_VARIABLES, load_api_keys
 from rayllm.serve.http.tracing import trace_endpoint
 
 GIB = 1 << 30
-STARTUP_TIMEOUT_S = 1800.0
-_WATCH_S = 1.0
+MAX_GPUS = 8  # that an engine may ask for
 
 Options = tuple[list[ModelConfig], ServerConfig]
 
@@ -53,17 +52,6 @@ def _describe_memory(report: StartReport, rank: int) -> str:
     return f"{text}, all else {rest / GIB:.2f} GiB; {memory.in_use / GIB:.2f} of {memory.allowed / GIB:.2f} GiB allowed"
 
 
-def check_before_start(engine: EngineConfig) -> EngineConfig:
-    """All that can be known without Ray and torch. Returns the config with an absolute model path.
-
-    Raises ConfigError or ModelError.
-    """
-    check_parallel(load_model_spec(engine.model), engine.tensor_parallel_size)
-    if engine.tensor_parallel_size > 1 and engine.executor == "local":
-        raise ConfigError(f"executor local runs one rank; tensor_parallel_size {engine.tensor_parallel_size} needs ray")
-    return engine.model_copy(update={"model": str(Path(engine.model).resolve())})
-
-
 def key_warnings(server: ServerConfig, *, has_keys: bool) -> list[str]:
     """What to tell who starts a server with these keys."""
     if server.api_key is not None:
@@ -80,7 +68,7 @@ def start_server(
     on_ready: Callable[[Ready], None],
     report: Report,
     reread: Callable[[], Options] | None = None,
-    startup_timeout: float = STARTUP_TIMEOUT_S,
+    startup_timeout: float = timeouts.START_S,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then drain, stop what was started here, and return.
 
@@ -92,51 +80,56 @@ def start_server(
     environment = {name: os.environ[name] for name in KEY_VARIABLES if name in os.environ}
     with _Signals() as signals:
         with _phase(phases, "checks"):
-            models = _checked(models)
+            _check(models)
             trace_endpoint(server.otlp_endpoint, os.environ)
             keys = load_api_keys(server, os.environ)
         for warning in key_warnings(server, has_keys=bool(keys)):
             report(warning)
-        cluster = Cluster(server)
+        deployment = Deployment(server)
         try:
             with _phase(phases, "ray"):
-                cluster.join(models, report)
+                deployment.join(models, report)
                 signals.install()  # Ray has put its own handler in place
             with _phase(phases, "serve"):
-                url = cluster.start_serve(models)
-                cluster.deploy(models, server, keys)
+                url = deployment.start_serve(models)
+                deployment.deploy(keys)
             with _phase(phases, "engine"):
-                cluster.wait_until_running(signals.stop, report, startup_timeout)
-            on_ready(Ready(url, cluster.ready_models(), phases))
+                deployment.wait_until_running(signals.stop, report, startup_timeout)
+            on_ready(Ready(url, deployment.ready_models(), phases))
 
             def update() -> None:
                 if reread is None:
                     raise ConfigError("there is no --config file to read again")
                 models, server = reread()
-                cluster.update(_checked(models), server, load_api_keys(server, dict(environment)))
+                _check(models)
+                deployment.update(models, server, load_api_keys(server, dict(environment)))
 
-            _watch(cluster, signals, report, update)
+            _watch(deployment, signals, report, update)
         except (Stopped, SystemExit):  # while it starts, Ray turns SIGTERM into SystemExit
             pass
         finally:
             report("stopping")
-            cluster.leave()
+            deployment.leave()
 
 
-def _watch(cluster: Cluster, signals: _Signals, report: Report, update: Callable[[], None]) -> None:
+def _watch(deployment: Deployment, signals: _Signals, report: Report, update: Callable[[], None]) -> None:
     """Return when told to stop, update when told to; report changes of the status. Raises EngineDeadError."""
     last = "RUNNING"
-    updating = False
-    while not signals.stop.wait(_WATCH_S):
+    updating, next_status = False, 0.0
+    while not signals.stop.wait(timeouts.INGRESS_WATCH_S):
         if signals.update.is_set():
             signals.update.clear()
             try:
                 update()
-                updating = True
+                updating, next_status = True, 0.0
                 report("updating")
             except RayllmError as error:
                 report(f"the options stay as they are: {error}")
-        status, why = cluster.status()
+        deployment.watch_ingress()
+        if time.monotonic() < next_status:
+            continue
+        next_status = time.monotonic() + timeouts.STATUS_S
+        status, why = deployment.status()
         if status != last:
             report(f"the server is {status}" + (f": {why}" if status not in ("RUNNING", "DEPLOYING") else ""))
             last = status
@@ -145,8 +138,10 @@ def _watch(cluster: Cluster, signals: _Signals, report: Report, update: Callable
             report("updated" if status == "RUNNING" else "the update failed; the replicas that there were go on")
 
 
-def _checked(models: list[ModelConfig]) -> list[ModelConfig]:
-    return [model._replace(engine=check_before_start(model.engine)) for model in models]
+def _check(models: list[ModelConfig]) -> None:
+    """All that can be known before Ray runs. Raises ConfigError or ModelError."""
+    for model in models:
+        resolve(model.engine, MAX_GPUS)
 
 
 class _Signals:

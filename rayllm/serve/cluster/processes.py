@@ -6,16 +6,30 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+# PR_SET_PDEATHSIG, kept by exec; a parent that has ended before it was set is seen by another one in its place.
+_RUN = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 def adopt_orphans() -> None:
     """From now on, descendants whose parent dies become children of this process, which can find them. Linux only."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def dying_with_parent(command: Sequence[str]) -> list[str]:
+    """A command that runs this one such that the kernel ends it with SIGKILL when the thread that started it ends."""
+    return [sys.executable, "-S", "-c", _RUN, str(os.getpid()), *command]
 
 
 def end_descendants(grace_s: float) -> list[int]:

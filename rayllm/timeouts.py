@@ -1,0 +1,60 @@
+"""Who watches whom, how often, and what follows when one stays silent: every interval and deadline of the engine.
+
+| border | who watches | sign of life | silent after | what follows |
+|---|---|---|---|---|
+| front - engine | both | BEAT_S; a closed connection is seen at once | SILENCE_S | streams end, requests are aborted |
+| driver - rank | the driver | PING_S; a dead process is seen at once | RANK_SILENCE_S | the engine's replica restarts |
+| driver - step | the driver | the step's result | STEP_S | the engine's replica restarts |
+| Serve - replica | Ray Serve | HEALTH_PERIOD_S | HEALTH_TIMEOUT_S | Ray Serve replaces the replica |
+| replica, front - directory | the directory | REGISTER_S | MEMBER_SILENCE_S | the entry goes; others stop using it |
+| launch - application | `rayllm launch` | STATUS_S | - | it says what Ray Serve says |
+| launch - ingress | `rayllm launch` | INGRESS_WATCH_S | - | HAProxy is started again |
+| child - parent | the kernel | - | - | HAProxy, grammar and compiler processes end with their parent |
+
+All values are in seconds.
+"""
+
+from __future__ import annotations
+
+# Front and engine: each sends something at least every BEAT_S.
+BEAT_S = 0.5
+SILENCE_S = 30.0
+METRICS_S = 2.0  # how old the metrics in beats may be
+CONNECT_S = 10.0  # for the first answer of an engine
+DISCONNECT_S = 0.5  # for what is still to be sent when a socket closes
+
+# Engine: with work queued and no step finished for so long it is unhealthy.
+STALL_S = 120.0
+
+# Driver and ranks.
+PING_S = 0.5
+RANK_SILENCE_S = 6.0  # Python code that holds the interpreter's lock, or a host without a free core, takes less
+STEP_S = {"cuda": 30.0, "cpu": 300.0}  # no step takes this long; on a CPU, a chunk may take minutes
+RANK_START_S = 1800.0  # one phase of the start: loading hundreds of gigabytes from a slow disk
+RANK_CONNECT_S = 60.0  # for all ranks to join the process groups
+RANK_WATCH_S = 0.2  # how often a wait for a result looks at the ranks
+RANK_FAILURE_S = 3.0  # for Ray to notice why a connection broke
+RANK_STOP_S = 5.0  # each wait of the shutdown
+PLACEMENT_S = 6.0  # for resources that exist but are taken; an engine that just stopped frees its own in less
+
+# Ray Serve and its replicas.
+HEALTH_PERIOD_S = 2.0
+HEALTH_TIMEOUT_S = 30.0
+KILL_S = 10.0  # after the time that running requests have, before Serve ends a replica by force
+
+# Directory.
+REGISTER_S = 0.5
+MEMBER_SILENCE_S = 5.0
+DIRECTORY_S = 3.0  # for its answer; members go on without
+
+# `rayllm launch`.
+START_S = 1800.0
+STATUS_S = 1.0
+STOP_S = 20.0
+INGRESS_WATCH_S = 0.25
+INGRESS_START_S = 5.0
+INGRESS_RESTART_S = 1.0  # between two starts of one that keeps dying
+END_DESCENDANTS_S = 2.0
+
+# HTTP requests.
+BODY_S = 60.0  # to receive a request's body: who sends it slowly must not hold a place for ever

@@ -1,0 +1,379 @@
+"""CUDA graphs of steps: `DecodeGraphs` if all sequences decode, `ChunkGraphs` if there are prompts or chunks of them.
+
+Launching a step's kernels one by one takes the host several milliseconds, more than the device needs for thousands of
+tokens of a small model. A step is padded to the next captured size. Without `capture`, as on a CPU, the same steps are
+computed kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from rayllm.api.types import StepCost, StepPlan
+from rayllm.layers.attention import KVCache
+from rayllm.layers.batch import ForwardBatch
+from rayllm.models.base import CausalLM
+from rayllm.parallel.tp_group import TPGroup
+from rayllm.sampling.sampling_table import DrawColumns
+from rayllm.worker.inputs import PersistentBatch, to_device
+from rayllm.worker.step_memory import StepMemory
+from rayllm_kernels import ops
+
+WORDS = 4  # int64 words a sequence in a decode step's packed input: row, position, seed, (temperature, noise scale)
+CHUNK_SIZES = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
+MIXED_SIZES = (*CHUNK_SIZES[1:], 3072, 4096, 6144, 8192)
+MAX_CHUNKS = 64  # of a step without decodes, where more would only be padding to walk over
+# Above 2,048 tokens, a step is captured if it computes for less than launching it takes: about 20 ms.
+CAPTURED_FLOPS = 1.5e13
+PROBE_CONTEXT = 16384  # tokens of the sequence that a step's attention is timed with
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What the steps of a rank run on."""
+
+    model: CausalLM
+    # One a layer.
+    caches: list[KVCache]
+    batch: PersistentBatch
+    # Decodes are attended by the decode kernel. Without it they are chunks of one token, whose results do not depend on
+    # how a sequence was cut into steps.
+    split_decodes: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.batch.token_table.device
+
+    @property
+    def max_num_seqs(self) -> int:
+        return len(self.batch.num_tokens)
+
+    @property
+    def max_blocks(self) -> int:
+        """Of a sequence."""
+        return self.batch.block_table.shape[1]
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes of decode steps to capture: powers of two up to 16, then every 16, and max_num_seqs itself."""
+    sizes = [size for size in (1, 2, 4, 8) if size < max_num_seqs]
+    return [*sizes, *range(16, max_num_seqs, 16), max_num_seqs]
+
+
+class DecodeGraphs:
+    """Whole decode steps, one graph a batch size: gather inputs, forward pass, draw, write back.
+
+    A step costs the host one small copy (rows, positions, how to draw) and one replay; tokens and block tables are on
+    the device already. A padding row has position -1, so it attends to nothing and writes no KV; its token goes to the
+    token table's spare row. `run` returns tensors that the next `run` overwrites.
+
+    Mirrors block tables on the device, for which `apply` must see every plan. logits_room: where all graphs put their
+    logits, as `CausalLM.local_logits` takes it.
+    """
+
+    def __init__(self, context: RunContext, logits_room: torch.Tensor):
+        self._context, self._logits_room = context, logits_room
+        seqs, blocks, device = context.max_num_seqs, context.max_blocks, context.device
+        self._sizes = graph_sizes(seqs)
+        self._size_for = [next(s for s in self._sizes if s >= n) for n in range(1, seqs + 1)]
+        self._block_table = torch.zeros(seqs + 1, blocks, dtype=torch.int32, device=device)
+        self._packed = torch.zeros(WORDS * seqs, dtype=torch.int64, device=device)
+        self._input_ids, self._slots = torch.zeros(2, seqs, dtype=torch.int64, device=device)
+        self._seq_lens = torch.zeros(seqs, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(seqs, blocks, dtype=torch.int32, device=device)
+        self._query_starts = torch.arange(seqs + 1, dtype=torch.int32, device=device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+
+    def run_all(self, caches: list[KVCache]) -> None:
+        """Compute a step of padding of each size, by the layers of `caches`. Must run on all ranks together."""
+        for size in reversed(self._sizes):
+            self._load_padding(size)
+            self._step(size, caches)
+
+    def capture(self, memory: StepMemory) -> None:
+        """Capture all sizes. Must run on all ranks together."""
+        for size in reversed(self._sizes):
+            self._load_padding(size)
+            graph, (logits, token_ids) = memory.capture(partial(self._step, size, self._context.caches))
+            self._graphs[size] = (graph, logits, token_ids)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Bring the device's block tables up to date with a plan."""
+        updates = [(data.row, data.first_block, data.block_table) for data in plan.new] + plan.block_updates
+        if not updates:
+            return
+        width = self._context.max_blocks
+        starts = np.array([row * width + first for row, first, _ids in updates], np.int64)
+        counts = np.array([len(ids) for _row, _first, ids in updates], np.int64)
+        ends = np.cumsum(counts)
+        places = np.arange(int(ends[-1])) + np.repeat(starts - ends + counts, counts)
+        blocks = np.fromiter((block for _row, _first, ids in updates for block in ids), np.int64, int(ends[-1]))
+        where, values = to_device([places, blocks], np.int64, self._context.device)
+        self._block_table.view(-1).index_copy_(0, where, values.to(torch.int32))
+
+    def run(self, rows: np.ndarray, positions: np.ndarray, draw: DrawColumns) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode n sequences: (the rank's logits [n, local tokens], tokens drawn by temperature alone [n] int64).
+
+        rows, positions: [n] int64, batch rows and the positions of their last tokens. The drawn tokens are in the token
+        table already; a caller that draws otherwise from the logits overwrites them.
+        """
+        count = len(rows)
+        size = self._size_for[count - 1]
+        self._packed[: WORDS * size].copy_(self._pack(size, rows, positions, draw), non_blocking=True)
+        if size in self._graphs:
+            graph, logits, token_ids = self._graphs[size]
+            graph.replay()
+        else:  # nothing was captured
+            logits, token_ids = self._step(size, self._context.caches)
+        return logits[:count], token_ids[:count]
+
+    def _load_padding(self, size: int) -> None:
+        nobody = np.zeros(0, np.int64)
+        self._packed[: WORDS * size].copy_(self._pack(size, nobody, nobody, DrawColumns.empty()))
+
+    def _pack(self, size: int, rows: np.ndarray, positions: np.ndarray, draw: DrawColumns) -> torch.Tensor:
+        """One pinned buffer for a graph of `size`, its rows past len(rows) padding."""
+        count = len(rows)
+        packed = torch.empty(WORDS * size, dtype=torch.int64, pin_memory=self._context.device.type == "cuda")
+        words = packed.numpy().reshape(WORDS, size)
+        words[0, :count], words[0, count:] = rows, self._context.max_num_seqs  # the spare row
+        words[1, :count], words[1, count:] = positions, -1
+        words[2, :count], words[2, count:] = draw.seeds, 0
+        floats = words[3].view(np.float32)
+        floats[:count], floats[count:size] = draw.temperature, 1.0
+        floats[size : size + count], floats[size + count :] = draw.noise_scale, 0.0
+        return packed
+
+    def _step(self, size: int, caches: list[KVCache]) -> tuple[torch.Tensor, torch.Tensor]:
+        model, token_table, split = self._context.model, self._context.batch.token_table, self._context.split_decodes
+        rows, positions, seeds, floats = self._packed[: WORDS * size].view(WORDS, size).unbind(0)
+        temperature, noise_scale = floats.view(torch.float32).view(2, size).unbind(0)
+        batch = ForwardBatch(
+            input_ids=self._input_ids[:size],
+            positions=positions.clamp_min(0),
+            slot_mapping=self._slots[:size],
+            block_tables=self._tables[:size],
+            seq_lens=self._seq_lens[:size],
+            query_start_loc=self._query_starts[: size + 1],
+            logit_rows=None,
+            num_decodes=size if split else 0,
+            max_query_len=0 if split else 1,
+        )
+        ops.decode_inputs(
+            rows,
+            positions,
+            token_table,
+            self._block_table,
+            self._context.batch.block_size,
+            input_ids=batch.input_ids,
+            slots=batch.slot_mapping,
+            seq_lens=batch.seq_lens,
+            block_tables=batch.block_tables,
+        )
+        logits = model.local_logits(model(batch, caches), self._logits_room)
+        targets = positions + 1  # a padding row's is 0, in the spare row
+        token_ids = draw(logits, seeds, targets, temperature, noise_scale, model.lm_head.first_token, model.tp)
+        token_table.index_put_((rows, targets), token_ids.to(torch.int32))
+        return logits, token_ids
+
+
+def draw(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: torch.Tensor,
+    noise_scale: torch.Tensor,
+    first_token: int,
+    tp: TPGroup,
+) -> torch.Tensor:
+    """`ops.gumbel_argmax` over the ranks' logits [N, local tokens] -> token ids [N] int64, the same on all ranks.
+
+    Only the ranks' best scores travel, 8 bytes a row, not the logits.
+    """
+    if tp.size == 1:
+        return ops.gumbel_argmax(logits, seeds, positions, temperature, noise_scale)
+    keys = ops.gumbel_keys(logits, seeds, positions, temperature, noise_scale, first_token=first_token)
+    return ops.tokens_of_keys(tp.gather_small(keys).amax(0))
+
+
+class ChunkGraphs:
+    """Captured steps up to the logits, with prompts and chunks of them, alone or among decodes.
+
+    A graph has room for a number of tokens, of decodes and of chunks; what a step leaves free is padding: tokens with
+    slot -1 that belong to no sequence, and sequences of length 0. `run` returns logits that the next `run` overwrites.
+
+    sizes: in tokens, ascending. max_decodes, max_chunks: room for sequences with one token that the decode kernel
+    attends, and for others; without room for decodes these count as chunks. As many rows of logits as chunks and, with
+    decodes, as sequences. logits_room: as for `DecodeGraphs`.
+    """
+
+    def __init__(
+        self, context: RunContext, sizes: list[int], *, max_decodes: int, max_chunks: int, logits_room: torch.Tensor
+    ):
+        self._context, self.sizes, self._logits_room = context, sizes, logits_room
+        self._max_decodes, self._max_chunks = max_decodes, max_chunks
+        tokens, seqs, device = max(sizes, default=0), max_decodes + max_chunks, context.device
+        self._input_ids, self._positions = torch.zeros(2, tokens, dtype=torch.int64, device=device)
+        self._slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        self._logit_rows = torch.zeros(max_chunks, dtype=torch.int64, device=device)
+        self._seq_lens = torch.zeros(seqs, dtype=torch.int32, device=device)
+        self._query_starts = torch.zeros(seqs + 1, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(seqs, context.max_blocks, dtype=torch.int32, device=device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    def run_all(self, caches: list[KVCache]) -> None:
+        """Compute a step of padding of each size, by the layers of `caches`. Must run on all ranks together."""
+        for size in reversed(self.sizes):
+            self._step(size, caches)
+
+    def capture(self, memory: StepMemory) -> None:
+        """Capture all sizes, largest first. Must run on all ranks together."""
+        for size in reversed(self.sizes):
+            self._graphs[size] = memory.capture(partial(self._step, size, self._context.caches))
+
+    def cost(self, size: int) -> StepCost:
+        """What a captured step takes. Must run on all ranks together, before anything else is run."""
+        padding, row = self._seconds(size), self._room(size)
+        width = self._tables.shape[1]
+        context = min(PROBE_CONTEXT, width * self._context.batch.block_size)
+        self._tables[row] = torch.arange(width, device=self._tables.device) % self._context.caches[0].k.shape[0]
+        self._seq_lens[row] = context
+        self._query_starts[row + 1 :] = min(size, context)
+        chunk = self._seconds(size)
+        self._seq_lens[row] = 0
+        self._query_starts[row + 1 :] = 0
+        return StepCost(padding, chunk, context)
+
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Whether a step can be replayed."""
+        tokens, seqs = batch.input_ids.shape[0], batch.seq_lens.shape[0]
+        if not self.sizes or tokens > self.sizes[-1] or len(_logit_rows(batch)) > self._max_chunks:
+            return False
+        decodes = min(batch.num_decodes, self._max_decodes)
+        return (batch.num_decodes == 0 or self._max_decodes > 0) and seqs - decodes <= self._max_chunks
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        """The rank's logits [rows, local tokens] of batch.logit_rows, for a batch that `fits`."""
+        size = self._load(batch)
+        if size in self._graphs:
+            graph, logits = self._graphs[size]
+            graph.replay()
+        else:  # nothing was captured
+            logits = self._step(size, self._context.caches)
+        return logits[: len(_logit_rows(batch))]
+
+    def _seconds(self, size: int) -> float:
+        taken = 0.0
+        for _ in range(2):  # the second is measured
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            self._graphs[size][0].replay()
+            torch.cuda.synchronize()
+            taken = time.perf_counter() - started
+        return taken
+
+    def _room(self, size: int) -> int:
+        """Decodes that a graph of `size` tokens has room for."""
+        return min(self._max_decodes, size)
+
+    def _load(self, batch: ForwardBatch) -> int:
+        """Copy a batch to where the graphs read it, over what a larger one left there; returns the graph's size."""
+        num_tokens, num_seqs = batch.input_ids.shape[0], batch.seq_lens.shape[0]
+        size = next(size for size in self.sizes if size >= num_tokens)
+        self._input_ids[:num_tokens].copy_(batch.input_ids)
+        self._positions[:num_tokens].copy_(batch.positions)
+        self._slots[:num_tokens].copy_(batch.slot_mapping)
+        self._slots[num_tokens:size].fill_(-1)
+        decodes, room = batch.num_decodes, self._room(size)
+        chunks = slice(room, room + num_seqs - decodes)
+        self._seq_lens[:decodes].copy_(batch.seq_lens[:decodes])
+        self._seq_lens[decodes:room].fill_(0)
+        self._seq_lens[chunks].copy_(batch.seq_lens[decodes:])
+        self._seq_lens[chunks.stop :].fill_(0)
+        self._query_starts[room : chunks.stop + 1].copy_(batch.query_start_loc[decodes:])
+        self._query_starts[chunks.stop + 1 :].fill_(num_tokens)
+        width = batch.block_tables.shape[1]
+        self._tables[:decodes, :width].copy_(batch.block_tables[:decodes])
+        self._tables[chunks, :width].copy_(batch.block_tables[decodes:])
+        rows = _logit_rows(batch)
+        self._logit_rows[: len(rows)].copy_(rows)
+        self._logit_rows[len(rows) :].fill_(0)  # rows of a larger graph would be out of bounds
+        return size
+
+    def _step(self, size: int, caches: list[KVCache]) -> torch.Tensor:
+        room = self._room(size)
+        seqs = room + self._max_chunks
+        batch = ForwardBatch(
+            input_ids=self._input_ids[:size],
+            positions=self._positions[:size],
+            slot_mapping=self._slots[:size],
+            block_tables=self._tables[:seqs],
+            seq_lens=self._seq_lens[:seqs],
+            query_start_loc=self._query_starts[: seqs + 1],
+            logit_rows=self._logit_rows,
+            num_decodes=room,
+            max_query_len=size,
+            prefill_row=0,
+        )
+        model = self._context.model
+        return model.local_logits(model(batch, caches), self._logits_room)
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraphs:
+    """The captured steps of a rank."""
+
+    # None: decode-only steps are run as others are.
+    decodes: DecodeGraphs | None = None
+    # Tried in order.
+    chunks: Sequence[ChunkGraphs] = ()
+
+    @torch.inference_mode()
+    def costs(self) -> dict[int, StepCost]:
+        """As `RankReady` has them; measured on all ranks together, before the first step."""
+        return {size: self.chunks[-1].cost(size) for size in self.chunks[-1].sizes} if self.chunks else {}
+
+
+@torch.inference_mode()
+def capture_graphs(context: RunContext, max_tokens: int, memory: StepMemory) -> StepGraphs:
+    """Capture decode-only steps of all sizes, and others of up to max_tokens tokens. On all ranks together."""
+    head = context.model.lm_head
+    # Logits are read before the next step runs, so all graphs put theirs here.
+    room = torch.empty(context.max_num_seqs, head.num_tokens, dtype=head.weight.dtype, device=context.device)
+    chunks, decodes = step_graphs(context, max_tokens, room), DecodeGraphs(context, room)
+    all_graphs: list[ChunkGraphs | DecodeGraphs] = [*reversed(chunks), decodes]  # the largest first
+    caches = context.caches[: context.model.spec.num_distinct_layers]
+    with memory.active():
+        with ops.compile_only():
+            for graphs in all_graphs:
+                graphs.run_all(caches)
+        for graphs in all_graphs:
+            graphs.run_all(caches)
+    torch.cuda.synchronize()
+    for graphs in all_graphs:
+        graphs.capture(memory)
+    return StepGraphs(decodes, chunks)
+
+
+def step_graphs(context: RunContext, max_tokens: int, logits_room: torch.Tensor) -> list[ChunkGraphs]:
+    """Graphs for steps of up to max_tokens tokens: without decodes, and with as many as the batch has rows."""
+    weights = sum(parameter.numel() for parameter in context.model.parameters())
+    most, seqs = min(max_tokens, max(CHUNK_SIZES[-1], int(CAPTURED_FLOPS / (2 * weights)))), context.max_num_seqs
+    alone = [size for size in CHUNK_SIZES if size <= most]
+    mixed = [size for size in MIXED_SIZES if size <= most]
+    decodes = seqs if context.split_decodes else 0
+    return [
+        ChunkGraphs(context, alone, max_decodes=0, max_chunks=min(MAX_CHUNKS, seqs), logits_room=logits_room),
+        ChunkGraphs(context, mixed, max_decodes=decodes, max_chunks=seqs, logits_room=logits_room),
+    ]
+
+
+def _logit_rows(batch: ForwardBatch) -> torch.Tensor:
+    assert batch.logit_rows is not None  # steps of which all hidden states are wanted are not captured
+    return batch.logit_rows
