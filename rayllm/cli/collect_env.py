@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from importlib import metadata
 
-PACKAGES = (
+PACKAGES = [
     "rayllm",
     "torch",
     "triton",
@@ -26,8 +26,8 @@ PACKAGES = (
     "orjson",
     "httpx",
     "openai",
-)
-SETTINGS = (
+]
+SETTINGS = [
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
     "TRITON_INTERPRET",
@@ -36,14 +36,15 @@ SETTINGS = (
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST",
     "RAY_USAGE_STATS_ENABLED",
-)
+]
 
 
-def print_environment() -> None:
-    """Print "name  value" lines."""
+def collect_env() -> None:
+    """Print versions, hardware and settings for a bug report; nothing secret."""
     rows = [("python", platform.python_version()), ("platform", platform.platform())]
     rows += [(name, _version(name)) for name in PACKAGES]
-    rows += [("cpus", str(os.cpu_count())), ("memory", _memory())]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    rows += [("cpus", str(os.cpu_count())), ("memory", f"{memory:.1f} GiB")]
     rows += [(f"gpu {index}", line) for index, line in enumerate(_gpus())] or [("gpus", "none found")]
     rows.append(("ray cluster", "RAY_ADDRESS is set" if os.environ.get("RAY_ADDRESS") else "RAY_ADDRESS is not set"))
     rows += [(name, os.environ[name]) for name in SETTINGS if name in os.environ]
@@ -58,10 +59,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _memory() -> str:
-    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
 
 
 def _gpus() -> list[str]:
