@@ -302,7 +302,7 @@ def cases() -> dict[str, Callable[[str], Case]]:
 @app.command()
 def kernels(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Beginning of the cases' names; all if none.")
+        list[str] | None, typer.Argument(metavar="NAME", help="Beginning of the cases' names; all if none.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object a case.")] = False,
 ) -> None:

@@ -219,7 +219,10 @@ def offline(
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     **options: Any,
 ) -> None:
-    """Measure throughput and latency of the engine in this process, without HTTP and tokenizer."""
+    """Measure throughput and latency of the engine in this process, without HTTP and tokenizer.
+
+    Output is a table; progress goes to standard error.
+    """
     if workload and num_prompts is not None:
         raise ConfigError("give --workload or --num-prompts, not both")
     if num_prompts is not None:

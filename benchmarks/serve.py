@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import httpx
 import typer
 from pydantic import ValidationError
 
@@ -127,7 +128,7 @@ def run_guidellm(spec: dict[str, Any]) -> list[str]:
         raise ConfigError("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())) from None
     except OSError as error:
         raise ConfigError(f"guidellm: {error}") from None
-    except RuntimeError as error:
+    except (RuntimeError, httpx.HTTPError) as error:
         raise EngineDeadError(f"guidellm: {error}") from None
     return [str(request.info.error) for benchmark in report.benchmarks for request in benchmark.requests.errored]
 

@@ -16,7 +16,7 @@ _ALL_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "hel
 
 @app.command(context_settings=_ALL_ARGUMENTS)
 def offline(context: typer.Context) -> None:
-    """Measure throughput and latency of the engine in this process, without HTTP and tokenizer."""
+    """Measure the engine in this process."""
     from rayllm_benchmarks.offline import app as script
 
     script(context.args, prog_name=context.command_path)
@@ -24,7 +24,7 @@ def offline(context: typer.Context) -> None:
 
 @app.command(context_settings=_ALL_ARGUMENTS)
 def serve(context: typer.Context) -> None:
-    """Measure throughput and latency of a running server with guidellm."""
+    """Measure a running server with guidellm."""
     from rayllm_benchmarks.serve import app as script
 
     script(context.args, prog_name=context.command_path)
@@ -32,7 +32,7 @@ def serve(context: typer.Context) -> None:
 
 @app.command(context_settings=_ALL_ARGUMENTS)
 def kernels(context: typer.Context) -> None:
-    """Measure the kernels one by one on one GPU: time, figure, floor and ratio of each shape."""
+    """Measure the kernels on one GPU."""
     from rayllm_benchmarks.kernel_times import app as script
 
     script(context.args, prog_name=context.command_path)

@@ -145,7 +145,9 @@ class Chat:
                 raise InvalidRequestError(f"/params takes NAME=VALUE with a field of a chat request, not {text!r}")
             self._params.pop(name, None)
             if value:
-                self._params[name] = _json_or_text(value)
+                self._params[name] = value
+            with contextlib.suppress(ValueError):  # NaN and infinities, which JSON does not have, stay text
+                self._params[name] = json.loads(value, parse_constant=str)
         _note("  ".join(f"{name}={json.dumps(value)}" for name, value in self._params.items()) or "server's defaults")
 
     def _load(self, path: str) -> None:
@@ -268,13 +270,6 @@ def _typed_line() -> str:
         except KeyboardInterrupt:
             _note("\nCtrl-C twice, Ctrl-D or an empty line leaves")
     return ""
-
-
-def _json_or_text(value: str) -> Any:
-    """The value of /params NAME=value; NaN and infinities, which JSON does not have, stay text."""
-    with contextlib.suppress(ValueError):
-        return json.loads(value, parse_constant=str)
-    return value
 
 
 def _note(text: str) -> None:

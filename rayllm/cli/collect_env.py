@@ -4,29 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from importlib import metadata
 
-PACKAGES = [
-    "rayllm",
-    "torch",
-    "triton",
-    "ray",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "pydantic",
-    "fastapi",
-    "starlette",
-    "uvicorn",
-    "msgspec",
-    "pyzmq",
-    "orjson",
-    "httpx",
-    "openai",
-]
 SETTINGS = [
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
@@ -40,9 +22,9 @@ SETTINGS = [
 
 
 def collect_env() -> None:
-    """Print versions, hardware and settings for a bug report; nothing secret."""
+    """Print what a bug report needs: versions, hardware and settings, no secrets."""
     rows = [("python", platform.python_version()), ("platform", platform.platform())]
-    rows += [(name, _version(name)) for name in PACKAGES]
+    rows += [(name, _version(name)) for name in ["rayllm", *_dependencies()]]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     rows += [("cpus", str(os.cpu_count())), ("memory", f"{memory:.1f} GiB")]
     rows += [(f"gpu {index}", line) for index, line in enumerate(_gpus())] or [("gpus", "none found")]
@@ -52,6 +34,16 @@ def collect_env() -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
+
+
+def _dependencies() -> list[str]:
+    """Packages that rayllm needs directly, extras left out, and those that bring the HTTP server."""
+    try:
+        requirements = metadata.requires("rayllm") or []
+    except metadata.PackageNotFoundError:  # it runs from a folder
+        requirements = ["torch", "ray"]
+    names = [re.split(r"[^\w-]", requirement)[0] for requirement in requirements if "extra ==" not in requirement]
+    return [*names, "starlette", "uvicorn"]
 
 
 def _version(package: str) -> str:

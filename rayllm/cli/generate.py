@@ -15,7 +15,7 @@ from rayllm.config.options import EngineConfig
 
 @config_flags(EngineConfig, positional_model=False)
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Standard input if none.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Standard input if none.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
@@ -30,7 +30,7 @@ def generate(
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object a completion.")] = False,
     **options: Any,
 ) -> None:
-    """Complete prompts with a model in this process; the best completion of a prompt comes first."""
+    """Complete prompts with a model in this process."""
     from rayllm.llm import LLM
 
     prompts = prompts or [sys.stdin.read()]

@@ -19,9 +19,10 @@ def launch(
     startup_timeout: Annotated[float, typer.Option(help="Seconds to wait for the engines (and their nodes).")] = 1800,
     **options: Any,
 ) -> None:
-    """Serve models over HTTP with the OpenAI API, on this machine or on the Ray cluster that is running.
+    """Serve models over HTTP with the OpenAI API.
 
-    On SIGUSR1 it reads the file of --config again and changes over to what that says without losing a request.
+    The server runs on the Ray cluster that is running, else on this machine. On SIGUSR1 it reads the file of --config
+    again and changes over to what that says without losing a request.
     """
     from rayllm.serve.cluster.launch import Ready, describe_start, start_server
 

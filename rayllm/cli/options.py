@@ -7,10 +7,8 @@ overrides the defaults of the command and of the classes.
 from __future__ import annotations
 
 import inspect
-import types
-import typing
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
@@ -37,10 +35,11 @@ LOCAL_SERVER = "http://127.0.0.1:8000"
 
 _MODEL = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="Folder of a Hugging Face checkpoint; the bundled model if absent."),
+    typer.Argument(metavar="MODEL", help="Folder of a Hugging Face checkpoint; the bundled model if absent."),
 ]
 _CONFIG = Annotated[str | None, typer.Option(metavar="FILE", help="YAML file of options; flags override it.")]
-_ALIASES = {"tensor_parallel_size": ["--tp"]}
+# Flags that are not just the name of their field.
+_FLAGS = {"tensor_parallel_size": ["--tensor-parallel-size", "--tp"]}
 
 Command = Callable[..., None]
 
@@ -77,18 +76,10 @@ def config_flags(*kinds: type[BaseModel], positional_model: bool = True) -> Call
 
 
 def _flag(name: str, field: FieldInfo) -> Any:
-    """The typer annotation of one field. Limits are left to the class, whose messages are the same everywhere."""
-    kind: Any = field.annotation
-    if typing.get_origin(kind) is types.UnionType:  # of a type and None
-        kind = typing.get_args(kind)[0]
-    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
-    if choices:
-        kind = type(choices[0])
-    flag = "--" + name.replace("_", "-")
-    flags = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag, *_ALIASES.get(name, [])]
+    """The typer annotation of one field. Ranges are left to the class, whose messages are the same everywhere."""
     default = f" (default {field.default})" if field.default is not None and name != "model" else ""
-    metavar = f"[{'|'.join(map(str, choices))}]" if choices else None
-    return Annotated[kind | None, typer.Option(*flags, help=f"{field.description}{default}", metavar=metavar)]
+    kind: Any = field.annotation
+    return Annotated[kind | None, typer.Option(*_FLAGS.get(name, []), help=f"{field.description}{default}")]
 
 
 def engine_config(options: dict[str, Any], **defaults: Any) -> EngineConfig:
