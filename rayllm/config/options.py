@@ -26,27 +26,26 @@ MAX_NAME_CHARS = 256
 class EngineConfig(BaseModel):
     """Options of one engine; names and meanings follow vLLM where it has them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     model: str = Field(
         default=BUNDLED_MODEL,
         description="Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json",
     )
     tensor_parallel_size: Literal[1, 2, 4, 8] = Field(
-        default=1, description="GPUs (or, without GPUs, processes) that share the model's weights"
+        default=1, description="GPUs or CPU processes that share the weights"
     )
     executor: Literal["auto", "local", "ray"] = Field(
         default="auto",
-        description="Where the workers run: local is this process, for one rank only; ray is one actor a rank; "
-        "auto is local for one rank",
+        description="Workers: local is one, in this process; ray is one actor a rank; auto is local for one",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="What the model runs on; auto is cuda where a GPU is visible"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Type of weights and activations; auto is the checkpoint's on GPUs, but bfloat16 for float32 "
-        "checkpoints, and float32 on CPUs, where it is the fastest",
+        description="Type of weights and activations; auto is the checkpoint's on GPUs (float32 checkpoints become "
+        "bfloat16), and float32 on CPUs, where it is the faster one",
     )
     max_model_len: int | None = Field(
         default=None, ge=1, description="Most tokens of prompt and output together; the model's own limit if absent"
@@ -60,64 +59,56 @@ class EngineConfig(BaseModel):
     num_gpu_blocks_override: int | None = Field(
         default=None,
         ge=1,
-        description="Blocks of the KV cache; if absent, as many as fit into gpu_memory_utilization on GPUs, and on "
-        "CPUs into 1 GiB a rank or what max_num_seqs full contexts need, if that is less",
+        description="Blocks of the KV cache; if absent, what fits into gpu_memory_utilization on GPUs, and on CPUs "
+        "into 1 GiB a rank, at most what max_num_seqs full contexts need",
     )
     swap_space: float = Field(
         default=0,
         ge=0,
-        allow_inf_nan=False,
-        description="GiB of host memory a rank for KV blocks of preempted sequences and those that fall out of the "
-        "prefix cache",
+        description="GiB of host memory a rank for KV blocks of preempted sequences and those that the prefix cache "
+        "on the device has no room for",
     )
     preemption_mode: Literal["cost", "recompute", "swap"] = Field(
         default="cost",
         description="What becomes of the KV cache of a preempted sequence: recompute drops it, swap moves it to "
-        "swap_space while there is room, cost does what takes less time by the rates measured at the start",
+        "swap_space while it fits, cost does what takes less time as measured at the start",
     )
     gpu_memory_utilization: float = Field(
         default=0.9,
         gt=0,
         le=1,
-        description="Share of a GPU's memory that may be in use, other processes' use included; no effect on CPUs",
+        description="Share of a GPU's memory that may be in use, others' use included; not for CPUs",
     )
     max_num_seqs: int = Field(default=256, ge=1, description="Most sequences that run at once")
     max_num_batched_tokens: int = Field(
         default=8192,
         ge=1,
-        description="Most tokens computed in one step; more raise the throughput and the pauses of running streams. "
+        description="Most tokens computed in one step; more raise the throughput, and the pauses of running streams. "
         f"LLM and rayllm bench offline take {OFFLINE_BATCHED_TOKENS} if it is absent",
     )
     target_itl_ms: float | None = Field(
         default=None,
         gt=0,
-        allow_inf_nan=False,
-        description="Aim for this time in milliseconds between the tokens of running streams while prompts arrive, by "
-        "shorter chunks of the prompts, whose first tokens come later; if absent, only max_num_batched_tokens limits "
-        "a chunk",
+        description="Milliseconds between the tokens of a running stream to aim at while prompts arrive; their chunks "
+        "become as short as that takes, and their first tokens later",
     )
-    enable_prefix_caching: bool = Field(
-        default=True, description="Share KV blocks between prompts that begin with the same tokens"
-    )
+    enable_prefix_caching: bool = Field(default=True, description="Share KV blocks between prompts that begin alike")
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         default="fcfs", description="Which request runs first: fcfs the oldest, priority the one of the lowest number"
     )
     enforce_eager: bool = Field(default=False, description="Use no CUDA graphs; CPUs have none anyway")
     deterministic: bool = Field(
         default=False,
-        description="Make the tokens and log-probabilities of a request depend on the request alone, to the bit, for "
-        "one model, dtype and device type: not on its batch, chunks, cached prefix or preemptions. Costs speed, most "
-        "on CPUs; needs tensor_parallel_size 1",
+        description="Make the tokens and log-probabilities of a request depend on nothing but the request, to the bit, "
+        "for one model, dtype and device type; costs speed, most on CPUs; not with tensor_parallel_size above 1",
     )
     load_format: Literal["auto", "dummy"] = Field(
         default="auto", description="auto reads *.safetensors; dummy makes random weights from the seed"
     )
     skip_tokenizer_init: bool = Field(
-        default=False, description="Load no tokenizer: prompts and outputs are token ids only"
+        default=False, description="Load no tokenizer; prompts and outputs are token ids only"
     )
-    seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Seed of requests that have none of their own, and of dummy weights"
-    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of requests that have none, and of dummy weights")
 
     @field_validator("preemption_mode")
     @classmethod
@@ -141,29 +132,26 @@ class EngineConfig(BaseModel):
 class ModelServerConfig(BaseModel):
     """How one model is served; each of several models may have its own."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     served_model_name: str | None = Field(
         default=None,
         min_length=1,
         max_length=MAX_NAME_CHARS,
-        description="Name of the model in the API; that of its folder if absent",
+        description="Name in the API; that of the model's folder if absent",
     )
     num_replicas: int = Field(
-        default=1,
-        ge=1,
-        le=MAX_REPLICAS,
-        description="Engines of the model, each with workers of its own; the least number if max_replicas is given",
+        default=1, ge=1, le=MAX_REPLICAS, description="Engines of the model; the least number if max_replicas is given"
     )
     max_replicas: int | None = Field(
         default=None,
         ge=1,
         le=MAX_REPLICAS,
         description="Most engines of the model: they are added while more than target_queued_tokens wait for each; "
-        "always num_replicas if absent",
+        "num_replicas if absent",
     )
     target_queued_tokens: int = Field(
-        default=16384, ge=1, description="Prompt tokens that may wait for a replica before max_replicas allows one more"
+        default=16384, ge=1, description="Prompt tokens that may wait for an engine before max_replicas allows one more"
     )
     upscale_delay: float = Field(
         default=10, ge=0, le=3600, description="Seconds that more replicas must be wanted before they are added"
@@ -174,7 +162,7 @@ class ModelServerConfig(BaseModel):
     max_queued_requests: int = Field(
         default=4096,
         ge=0,
-        description="Completions that may wait, beyond the max_num_seqs that run in each replica; more get a 429",
+        description="Completions that may wait beyond the max_num_seqs of each replica; more get a 429",
     )
     max_queued_tokens: int = Field(
         default=2**24, ge=1, description="Prompt tokens of requests without a first token; more get a 429"
@@ -182,12 +170,10 @@ class ModelServerConfig(BaseModel):
     tool_call_parser: Literal["auto", "hermes", "llama3", "none"] = Field(
         default="auto",
         description='How the model writes tool calls: hermes as <tool_call>{"name", "arguments"}</tool_call> (Hermes, '
-        'Qwen), llama3 as a bare {"name", "parameters"}; auto is the one that its chat template shows, if any',
+        'Qwen), llama3 as a bare {"name", "parameters"}; auto is what its chat template shows, if either',
     )
     reasoning_parser: Literal["auto", "think", "none"] = Field(
-        default="auto",
-        description="think if the output may begin with <think>reasoning</think>; auto if the chat template has "
-        "that tag",
+        default="auto", description="think if outputs may begin with <think>; auto if the chat template has that tag"
     )
 
     @field_validator("max_replicas")
@@ -213,16 +199,14 @@ class ServerConfig(ModelServerConfig):
     )
     ingress: Literal["auto", "haproxy", "serve"] = Field(
         default="auto",
-        description="What takes connections and chooses an API server: serve is the proxy of Ray Serve, haproxy "
-        "passes several times as many tokens a second; auto is haproxy where it is installed and Ray starts with the "
-        "server",
+        description="What takes connections and chooses an API server: serve is the proxy of Ray Serve; haproxy passes "
+        "several times as many tokens a second; auto is haproxy if it is installed and Ray starts with the server",
     )
     api_key: str | None = Field(
         default=None,
         repr=False,
         exclude=True,
-        description="A key that clients must send; api_key_file and the environment's RAYLLM_API_KEY are safer, as "
-        "flags are visible to others",
+        description="Key that clients must send; others can see flags, so better use api_key_file or RAYLLM_API_KEY",
     )
     api_key_file: str | None = Field(
         default=None, description="File of keys that clients may send: one a line, with a name after it if wanted"
@@ -230,16 +214,12 @@ class ServerConfig(ModelServerConfig):
     queue_timeout: float = Field(
         default=0,
         ge=0,
-        allow_inf_nan=False,
-        description="Seconds from a request's arrival until its engine starts it; then it gets a 408. 0 is no limit, "
-        "here and in the next two",
+        description="Seconds from a request's arrival until its engine starts it, else it gets a 408; 0 is no limit",
     )
     first_token_timeout: float = Field(
-        default=0, ge=0, allow_inf_nan=False, description="Seconds until the first token of each prompt of a request"
+        default=0, ge=0, description="Seconds until the first token of each prompt; 0 is no limit"
     )
-    request_timeout: float = Field(
-        default=0, ge=0, allow_inf_nan=False, description="Seconds until the answer to a request is complete"
-    )
+    request_timeout: float = Field(default=0, ge=0, description="Seconds until the answer is complete; 0 is no limit")
     drain_timeout: float = Field(
         default=5, ge=0, le=3600, description="Seconds that running requests may go on when the server stops"
     )
@@ -247,15 +227,13 @@ class ServerConfig(ModelServerConfig):
         default=600,
         ge=0,
         le=86400,
-        description="Seconds that running requests may go on in a replica that is replaced or no longer needed",
+        description="Seconds that running requests may go on in a replica that is taken away",
     )
-    log_format: Literal["text", "json"] = Field(
-        default="text", description="Form of the request log; json is one object a line"
-    )
+    log_format: Literal["text", "json"] = Field(default="text", description="Request log; json is one object a line")
     otlp_endpoint: str | None = Field(
         default=None,
-        description="URL of an OpenTelemetry collector for traces (OTLP over HTTP); the environment's "
-        "OTEL_EXPORTER_OTLP_ENDPOINT if absent",
+        description="URL of an OpenTelemetry collector for traces (OTLP over HTTP); OTEL_EXPORTER_OTLP_ENDPOINT of the "
+        "environment if absent",
     )
 
 

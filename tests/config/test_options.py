@@ -30,6 +30,8 @@ def test_every_option_is_described(kind):
         (EngineConfig, {"deterministic": True, "tensor_parallel_size": 2}, "deterministic: must be false if"),
         (ModelServerConfig, {"num_replicas": 3, "max_replicas": 2}, r"at least num_replicas \(3\), not 2"),
         (ServerConfig, {"port": 70000, "queue_timeout": -1}, "port: .*; queue_timeout: "),
+        (ServerConfig, {"request_timeout": float("inf")}, "request_timeout: input should be a finite number"),
+        (EngineConfig, {"target_itl_ms": float("nan")}, "target_itl_ms: input should be a finite number"),
     ],
 )
 def test_errors_name_the_option_and_its_limit(kind, options, message):
