@@ -106,10 +106,12 @@ class Case:
 
 
 def normal(*shape: int) -> Tensor:
+    """Random bfloat16 numbers."""
     return torch.empty(*shape, dtype=torch.bfloat16, device=DEVICE).normal_()
 
 
 def copies(call_bytes: float) -> int:
+    """How many copies of the inputs of a call of so many bytes exceed the L2 cache together."""
     return max(2, int(ROTATED_BYTES / call_bytes) + 1)
 
 
@@ -122,14 +124,14 @@ def kv_pool(blocks: int, layers: int, kv_heads: int, head_dim: int, dtype: torch
 
 
 def scales_of(pool: Tensor) -> KVScales | None:
-    """Of all layers alike; None if the pool is not in fp8."""
+    """Random scales, which all layers of the pool share; None if the pool is not in fp8."""
     if pool.dtype not in FP8_MAX:
         return None
     return KVScales(*torch.rand(2, pool.shape[3], device=DEVICE).add_(0.5).unbind())
 
 
 def paged_context(batch: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """A pool of enough layers, shuffled tables, lengths."""
+    """(a pool of enough layers, shuffled block tables, lengths) of sequences of one length."""
     blocks = -(-length // BLOCK_SIZE)
     layers = copies(batch * length * KV_HEADS * HEAD_DIM * 2 * dtype.itemsize)
     pool = kv_pool(batch * blocks, layers, KV_HEADS, HEAD_DIM, dtype)
@@ -165,11 +167,12 @@ def decode(
 
 
 def ragged_lengths(batch: int) -> list[int]:
-    """Uniform in 275..1575."""
+    """Lengths of sequences, drawn uniformly from 275 to 1,575 tokens."""
     return (torch.randint(200, 1501, (batch,), generator=torch.Generator().manual_seed(batch)) + 75).tolist()
 
 
 def prefill(name: str, batch: int, chunk: int, context: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """Attention of a chunk of each sequence to itself and to the context before it."""
     pool, tables, lengths = paged_context(batch, context + chunk, dtype)
     scales = scales_of(pool)
     q = normal(batch * chunk, HEADS, HEAD_DIM)
@@ -192,6 +195,7 @@ def prefill(name: str, batch: int, chunk: int, context: int, dtype: torch.dtype 
 
 
 def add_norm(name: str, tokens: int) -> Case:
+    """Adding to the residual, and its norm."""
     hidden, weight = normal(copies(tokens * HIDDEN * 2), tokens, HIDDEN), normal(HIDDEN)
     pairs = [(hidden[i], hidden[i - 1]) for i in range(len(hidden))]
     calls = [partial(ops.fused_add_rms_norm, x, residual, weight, 1e-5) for x, residual in pairs]
@@ -199,6 +203,7 @@ def add_norm(name: str, tokens: int) -> Case:
 
 
 def silu(name: str, tokens: int) -> Case:
+    """SiLU of one half of the columns times the other half."""
     gate_up = normal(copies(tokens * INTERMEDIATE * 4), tokens, 2 * INTERMEDIATE)
     return Case(name, [partial(ops.silu_and_mul, x) for x in gate_up], bytes=tokens * INTERMEDIATE * 6)
 
@@ -236,6 +241,7 @@ def norm_rope_cache(name: str, tokens: int, dtype: torch.dtype = torch.bfloat16)
 
 
 def linear(name: str, tokens: int, inputs: int, outputs: int) -> Case:
+    """A product with a weight [outputs, inputs]."""
     weights = [normal(outputs, inputs).mul_(inputs**-0.5) for _ in range(copies(2 * inputs * outputs))]
     x = normal(tokens, inputs)
     moved, flops = 2 * (inputs * outputs + tokens * (inputs + outputs)), 2 * tokens * inputs * outputs
@@ -243,6 +249,7 @@ def linear(name: str, tokens: int, inputs: int, outputs: int) -> Case:
 
 
 def gumbel(name: str, rows: int) -> Case:
+    """Drawing one token a row of logits."""
     logits = normal(copies(rows * VOCAB_SIZE * 2), rows, VOCAB_SIZE)
     seeds, ones = torch.arange(rows, device=DEVICE), torch.ones(rows, device=DEVICE)
     return Case(
@@ -261,7 +268,7 @@ def copy_blocks(name: str, count: int) -> Case:
 
 
 def cases() -> dict[str, Callable[[str], Case]]:
-    """What makes each case, by its name; inputs are only allocated when it is called."""
+    """Functions that make the cases, by name; inputs are allocated only when one is called."""
     made: dict[str, Callable[[str], Case]] = {}
     for batch, length in DECODE:
         made[f"decode {batch} x {length}"] = partial(

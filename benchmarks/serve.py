@@ -68,7 +68,11 @@ def serve(
     if num_prompts is None and seconds is None:
         num_prompts = NUM_PROMPTS
     profile = {"kind": "poisson", "rate": rate} if rate is not None else {"kind": "concurrent", "streams": concurrency}
-    limits = {"max_requests": {"count": num_prompts}, "max_duration": {"seconds": seconds}}
+    constraints: list[dict[str, Any]] = []
+    if num_prompts is not None:
+        constraints.append({"kind": "max_requests", "count": num_prompts})
+    if seconds is not None:
+        constraints.append({"kind": "max_duration", "seconds": seconds})
     slo = {"ttft_ms": slo_ttft_ms, "tpot_ms": slo_itl_ms}
     spec: dict[str, Any] = {
         "backend": {
@@ -81,7 +85,7 @@ def serve(
             "extras": {"body": {"temperature": temperature}},
         },
         "profile": profile | {"warmup": warmup},
-        "constraints": [{"kind": kind, **limit} for kind, limit in limits.items() if None not in limit.values()],
+        "constraints": constraints,
         "tokenizer": {"kind": "huggingface_auto", "model": tokenizer},
         "data": [random_prompts(input_len, output_len)],
         "seed": {"kind": "static", "value": secrets.randbelow(2**31) if seed is None else seed},
@@ -101,7 +105,7 @@ def serve(
 
 
 def random_prompts(input_len: str, output_len: str) -> dict[str, Any]:
-    """guidellm's synthetic data, with lengths drawn uniformly from the ranges. Raises ConfigError."""
+    """guidellm's synthetic prompts, with lengths drawn uniformly from the ranges. Raises ConfigError."""
     data: dict[str, Any] = {"kind": "synthetic_text"}
     for kind, option, text in (("prompt_tokens", "input_len", input_len), ("output_tokens", "output_len", output_len)):
         least, most = length_range(option, text)
@@ -112,13 +116,13 @@ def random_prompts(input_len: str, output_len: str) -> dict[str, Any]:
 def run_guidellm(spec: dict[str, Any]) -> list[str]:
     """Run a benchmark and print its report; returns what went wrong with each request that failed.
 
-    spec: as `guidellm run --config` takes it. Raises ConfigError for what guidellm does not take, or if it is absent,
-    and EngineDeadError if the server does not answer.
+    spec: the part of that name of a config file of guidellm. Raises ConfigError for what guidellm does not take, or if
+    guidellm is absent, and EngineDeadError if the server does not answer.
     """
     try:
         from guidellm.benchmark import BenchmarkScenario, benchmark_generative_text
         from guidellm.utils.console import Console
-    except ImportError:
+    except ModuleNotFoundError:
         raise ConfigError("rayllm bench serve needs guidellm: pip install 'rayllm[bench]'") from None
     try:
         scenario = BenchmarkScenario.create(None, spec=spec)
