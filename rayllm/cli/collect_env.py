@@ -21,7 +21,7 @@ SETTINGS = [
 ]
 
 
-def collect_env() -> None:
+def print_environment() -> None:
     """Print what a bug report needs: versions, hardware and settings, no secrets."""
     rows = [("python", platform.python_version()), ("platform", platform.platform())]
     rows += [(name, _version(name)) for name in ["rayllm", *_dependencies()]]

@@ -9,7 +9,7 @@ import typer
 
 from rayllm.cli import bench
 from rayllm.cli.chat import chat
-from rayllm.cli.collect_env import collect_env
+from rayllm.cli.collect_env import print_environment
 from rayllm.cli.generate import generate
 from rayllm.cli.launch import launch
 from rayllm.cli.options import make_app
@@ -20,7 +20,7 @@ app.command()(launch)
 app.command()(generate)
 app.command()(chat)
 app.add_typer(bench.app, name="bench")
-app.command("collect-env")(collect_env)
+app.command("collect-env")(print_environment)
 
 
 @app.callback(invoke_without_command=True)
