@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import os
 import random
+import secrets
 import statistics
 import tempfile
 import time
@@ -29,16 +30,15 @@ from typing import Any, NamedTuple
 import httpx
 import torch
 import yaml
+from http_load import completion_bodies, first_model, run_load, warm_up
 from launched_server import free_port, launched, with_tokenizer
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from rayllm import LLM, SamplingParams
 from rayllm.api.types import GenerationRequest
-from rayllm.bench_serve_client import run_load
-from rayllm.bench_serve_load import bench_options
 
-PROMPT_TOKENS, TOKENS = 32, 64
+PROMPT_TOKENS, TOKENS, VOCAB_SIZE = 32, 64, 250
 MAX_NUM_SEQS = 64
 
 
@@ -90,27 +90,22 @@ def engine_times(core: Any, clients: int) -> Times:
 
 def http_times(url: str, clients: int) -> Times:
     """As a client sees them."""
-    load = {"url": url, "concurrency": clients, "num_prompts": num_requests(clients), "warmup": min(clients, 8)}
-    shape = {"vocab_size": 250, "input_len": str(PROMPT_TOKENS), "output_len": str(TOKENS)}
-    options = bench_options(load | shape)
-    _, measured = run_load(options)
-    good = [sample for sample in measured.samples if sample.failure is None]
+    model, run = first_model(url), secrets.randbelow(2**31)  # new prompts, so that none is in the prefix cache
+
+    def bodies(count: int, run: int) -> list[dict[str, Any]]:
+        return completion_bodies(model, count, PROMPT_TOKENS, TOKENS, run=run, vocab_size=VOCAB_SIZE)
+
+    warm_up(url, bodies(min(clients, 8), -1 - run))
+    samples = run_load(url, bodies(num_requests(clients), run), concurrency=clients)
+    good = [sample for sample in samples if sample.failure is None]
     firsts = [sample.first - sample.sent for sample in good if sample.first is not None]
     gaps = [gap for sample in good for gap in sample.gaps]
-    return Times(statistics.median(firsts) * 1e3, statistics.median(gaps) * 1e3, len(measured.samples) - len(good))
+    return Times(statistics.median(firsts) * 1e3, statistics.median(gaps) * 1e3, len(samples) - len(good))
 
 
 def record_events(url: str) -> list[bytes]:
     """The events of one stream of TOKENS tokens."""
-    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-    body = {
-        "model": model,
-        "prompt": [5] * PROMPT_TOKENS,
-        "max_tokens": TOKENS,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }
+    (body,) = completion_bodies(first_model(url), 1, PROMPT_TOKENS, TOKENS, run=0, vocab_size=VOCAB_SIZE)
     text = httpx.post(f"{url}/v1/completions", json=body, timeout=60).content
     return [event + b"\n\n" for event in text.split(b"\n\n") if event.strip()]
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import httpx
 import orjson
+from http_load import NO_LIMITS, Sample, complete
 from launched_server import launched
 
 LEAVING_CLIENTS = 100
@@ -28,11 +29,11 @@ LEAVING_CLIENTS = 100
 
 @dataclass
 class Seen:
-    """What the clients saw so far. failures: by what went wrong."""
+    """What the clients saw so far."""
 
-    requests: int = 0
-    tokens: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
+    requests: int = 0  # answered
+    tokens: int = 0  # of the answers
+    failures: Counter[str] = field(default_factory=Counter)  # by what went wrong
 
 
 def memory_mib(session_id: int) -> dict[str, float]:
@@ -61,32 +62,23 @@ async def ask(client: httpx.AsyncClient, url: str, rng: random.Random, seen: See
         "ignore_eos": True,
         "stream": True,
         "temperature": 0.8,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
-    try:
-        usage, done = None, False
-        async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                seen.failures[f"status {response.status_code}"] += 1
-                return
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    done = True
-                elif '"usage":{' in line:
-                    usage = orjson.loads(line[6:])["usage"]["completion_tokens"]
-        if not done or usage != tokens:
-            seen.failures[f"{usage} of {tokens} tokens" if done else "no end"] += 1
-        seen.requests += 1
-        seen.tokens += tokens
-    except httpx.HTTPError as error:
-        seen.failures[type(error).__name__] += 1
+    sample = Sample()
+    await complete(client, url, orjson.dumps(body), sample, time.monotonic)
+    if sample.failure is not None:
+        seen.failures[sample.failure] += 1
+        return
+    if sample.output_tokens != tokens:
+        seen.failures[f"{sample.output_tokens} of {tokens} tokens"] += 1
+    seen.requests += 1
+    seen.tokens += tokens
 
 
 async def soak(url: str, session_id: int, streams: int, minutes: float) -> Seen:
     """Keep so many streams going; prints a line a minute."""
     seen, end = Seen(), time.monotonic() + minutes * 60
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=120, limits=NO_LIMITS) as client:
 
         async def go_on(number: int) -> None:
             rng = random.Random(number)
@@ -112,8 +104,7 @@ async def soak(url: str, session_id: int, streams: int, minutes: float) -> Seen:
 async def leave(url: str) -> tuple[float, float, float]:
     """Clients that disconnect in mid-stream: seconds until nothing is in use, and what still is after 10 of them."""
     body = {"prompt": [5] * 32, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=120, limits=NO_LIMITS) as client:
 
         async def begin(arrived: asyncio.Semaphore) -> None:
             async with client.stream("POST", f"{url}/v1/completions", json=body) as response:

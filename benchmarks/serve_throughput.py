@@ -18,18 +18,19 @@ import multiprocessing
 import random
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from http_load import arrival_times, completion_bodies, first_model, run_load, warm_up
 from launched_server import launched, with_tokenizer
 
 from rayllm import LLM, SamplingParams
 from rayllm.api.types import GenerationRequest
-from rayllm.bench_serve_client import run_load
-from rayllm.bench_serve_load import arrival_times, bench_options
 
-WARM_UP = 8
+WARM_UP = 8  # requests of each client process before the measurement
+START_LIMIT_S = 300.0  # until all client processes have started and warmed up
 
 
 class Case(NamedTuple):
@@ -67,51 +68,74 @@ def engine_rate(core: Any, case: Case, args: argparse.Namespace, run: int) -> fl
     return tokens / (time.perf_counter() - started)
 
 
+class Part(NamedTuple):
+    """The part of a load that one client process sends."""
+
+    url: str
+    num_requests: int
+    concurrency: int | None
+    rate: float | None
+    input_len: int
+    output_len: int
+    seed: int  # of its prompts and times
+
+
 class Share(NamedTuple):
-    """What one client process saw: seconds since the epoch at its start and end, output tokens, and so on."""
+    """What one client process saw."""
 
-    start: float
+    start: float  # seconds since the epoch, as `end`
     end: float
-    tokens: int
-    chunks: int
-    failed: int
+    tokens: int  # of all answers
+    chunks: int  # of all streams, with tokens in them
+    failed: int  # requests
 
 
-def one_client(options: dict[str, Any], barrier: Any, shares: Any) -> None:
-    """A process with a part of the load."""
-    run_load(bench_options(options | {"num_prompts": 1, "concurrency": 1, "rate": None, "warmup": WARM_UP}))
-    barrier.wait()
-    _, measured = run_load(bench_options(options | {"warmup": 0}))
+def one_client(part: Part, barrier: Any) -> Share:
+    """Send a part of the load, in a process of its own that begins together with the others."""
+    model = first_model(part.url)
+
+    def bodies(count: int, run: int) -> list[dict[str, Any]]:
+        return completion_bodies(model, count, part.input_len, part.output_len, run=run)
+
+    warm_up(part.url, bodies(WARM_UP, -1 - part.seed))
+    load = bodies(part.num_requests, part.seed)
+    due = None if part.rate is None else arrival_times(part.rate, len(load), part.seed)
+    barrier.wait(START_LIMIT_S)
+    samples = run_load(part.url, load, concurrency=part.concurrency, due=due)
     end = time.time()
-    start = end - max(sample.ended for sample in measured.samples)
-    failed = sum(sample.failure is not None for sample in measured.samples)
-    chunks = sum(len(sample.gaps) + 1 for sample in measured.samples)
-    shares.put(Share(start, end, sum(sample.output_tokens for sample in measured.samples), chunks, failed))
+    start = end - max(sample.ended for sample in samples)
+    failed = sum(sample.failure is not None for sample in samples)
+    chunks = sum(len(sample.gaps) + 1 for sample in samples)
+    return Share(start, end, sum(sample.output_tokens for sample in samples), chunks, failed)
 
 
 class Served(NamedTuple):
-    """Of a whole load: output tokens a second, chunks of a stream for each of its tokens, failed requests."""
+    """What all clients together saw of one load."""
 
-    rate: float
-    chunks: float
-    failed: int
+    rate: float  # output tokens a second
+    chunks: float  # chunks of the streams a token
+    failed: int  # requests
 
 
 def http_rate(url: str, case: Case, args: argparse.Namespace, run: int) -> Served:
     """What clients see over HTTP; one process sends what comes at random times. run: makes prompts of its own."""
     count = min(args.clients, case.concurrency or 1)
+    parts = [
+        Part(
+            url,
+            case.num_requests // count,
+            None if case.concurrency is None else case.concurrency // count,
+            None if case.rate is None else case.rate / count,
+            args.input_len,
+            args.output_len,
+            seed_of(run) + i,
+        )
+        for i in range(count)
+    ]
     context = multiprocessing.get_context("spawn")
-    barrier, shares = context.Barrier(count), context.Queue()
-    options: dict[str, Any] = {"url": url, "input_len": str(args.input_len), "output_len": str(args.output_len)}
-    clients = []
-    for i in range(count):
-        part = {"num_prompts": case.num_requests // count, "seed": seed_of(run) + i}
-        part |= {"rate": case.rate / count} if case.rate else {"concurrency": (case.concurrency or 0) // count}
-        clients.append(context.Process(target=one_client, args=(options | part, barrier, shares)))
-        clients[-1].start()
-    seen = [shares.get() for _ in clients]
-    for client in clients:
-        client.join()
+    with context.Manager() as manager, ProcessPoolExecutor(count, mp_context=context) as pool:
+        barrier = manager.Barrier(count)
+        seen = list(pool.map(one_client, parts, [barrier] * count))
     seconds = max(share.end for share in seen) - min(share.start for share in seen)
     tokens = sum(share.tokens for share in seen)
     chunks = sum(share.chunks for share in seen)

@@ -3,8 +3,8 @@
     python benchmarks/table.py                                   # one GPU
     python benchmarks/table.py --tp 4 --model llama-3.1-8b --model qwen3-32b
 
-Each model runs in a process of its own, in a warm engine with random weights, through `rayllm bench offline`. vLLM 0.24
-stands beside it where there are figures for the same kind of machine and setting.
+Each model runs in a process of its own, in a warm engine with random weights, through offline.py. vLLM 0.24 stands
+beside it where there are figures for the same kind of machine and setting.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+OFFLINE = Path(__file__).with_name("offline.py")
 MODELS = Path(__file__).parents[1] / "configs" / "models"
 ONE_GPU = ["qwen3-0.6b", "llama-3.1-8b", "qwen3-8b", "qwen2.5-1.5b", "llama-3.2-1b"]
 WORKLOADS = ["nano256", "bs1_128_256", "bs32_1k_256", "bs256_1k_128", "prefill_16x8k", "prefill_1x512"]
@@ -27,8 +28,8 @@ VLLM: dict[tuple[str, int], list[float | None]] = {
 
 
 def measure(model: str, tp: int, repeat: int, extra: list[str]) -> dict:
-    """What `rayllm bench offline --json` reports. Raises CalledProcessError if it fails."""
-    command = [sys.executable, "-m", "rayllm.cli", "bench", "offline", "--model", str(MODELS / model), "--json"]
+    """What `offline.py --json` reports. Raises CalledProcessError if it fails."""
+    command = [sys.executable, str(OFFLINE), "--model", str(MODELS / model), "--json"]
     command += ["--load-format", "dummy", "--max-model-len", "16384", "--tp", str(tp), "--repeat", str(repeat), *extra]
     for workload in WORKLOADS:
         command += ["--workload", workload]
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", help=f"folder in configs/models; {', '.join(ONE_GPU)} if absent")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=3)
-    options, extra = parser.parse_known_args()  # the rest goes to `rayllm bench offline`
+    options, extra = parser.parse_known_args()  # the rest goes to offline.py
     print("| model shape | case | median | runs | cached tokens | vLLM 0.24 | ratio |\n|---|---|---|---|---|---|---|")
     for model in options.model or ONE_GPU:
         print("\n".join(rows(model, options.tp, measure(model, options.tp, options.repeat, extra))), flush=True)

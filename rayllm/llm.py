@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from inspect import Parameter, Signature
 from typing import Any, cast
 
 from msgspec.structs import replace
@@ -21,6 +22,7 @@ from rayllm.text.outputs import OutputProcessor, accumulate
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
+OFFLINE_DEFAULTS = {"max_num_batched_tokens": OFFLINE_BATCHED_TOKENS}
 PROMPT_FIELDS = {"prompt", "prompt_token_ids", "cache_salt"}
 Message = dict[str, Any]
 
@@ -31,42 +33,17 @@ class LLM:
         with LLM("path/to/model") as llm:
             outputs = llm.generate(["Hello"], SamplingParams(max_tokens=32))
 
-    model: folder of a checkpoint; the bundled model if None. The other arguments are the fields of
-    `rayllm.config.options.EngineConfig`, which documents them. Raises ConfigError, ModelError or StartupError.
+    Raises ConfigError for a bad option, ModelError for a model that cannot be served, StartupError. The options are the
+    fields of `rayllm.config.options.EngineConfig`:
     """
 
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        tensor_parallel_size: int = 1,
-        executor: str = "auto",
-        device: str = "auto",
-        dtype: str = "auto",
-        kv_cache_dtype: str = "auto",
-        max_model_len: int | None = None,
-        block_size: int = 16,
-        num_gpu_blocks_override: int | None = None,
-        swap_space: float = 0,
-        gpu_memory_utilization: float = 0.9,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = OFFLINE_BATCHED_TOKENS,
-        enable_prefix_caching: bool = True,
-        scheduling_policy: str = "fcfs",
-        enforce_eager: bool = False,
-        deterministic: bool = False,
-        load_format: str = "auto",
-        skip_tokenizer_init: bool = False,
-        seed: int = 0,
-        preemption_mode: str = "cost",
-        target_itl_ms: float | None = None,
-    ):
-        options = {name: value for name, value in locals().items() if name != "self"}
-        if model is None:
-            del options["model"]
-        self.config = make_config(EngineConfig, options)
+    def __init__(self, model: str | None = None, **options: Any):
+        if model is not None:
+            options["model"] = model
+        self.config = make_config(EngineConfig, OFFLINE_DEFAULTS | options)
         self._core: EngineCore | None = None
-        self.tokenizer: Tokenizer | None = None if skip_tokenizer_init else load_tokenizer(self.config.model)
+        skip = self.config.skip_tokenizer_init
+        self.tokenizer: Tokenizer | None = None if skip else load_tokenizer(self.config.model)
         self._core = start_engine(self.config)
         self._ids = itertools.count()
 
@@ -195,6 +172,22 @@ class LLM:
         if missing:
             raise RuntimeError(f"requests {missing} ended without an answer")
         return [total for total in totals.values() if total is not None]
+
+
+def _signature() -> Signature:
+    """What `LLM` takes, for editors and help(): the fields of EngineConfig with the defaults of offline use."""
+    parameters = [Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=str | None)]
+    for name, field in EngineConfig.model_fields.items():
+        if name != "model":
+            default = OFFLINE_DEFAULTS.get(name, field.default)
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=field.annotation))
+    return Signature(parameters)
+
+
+LLM.__signature__ = _signature()  # type: ignore[attr-defined]
+LLM.__doc__ = f"{LLM.__doc__}\n" + "".join(
+    f"    {name}: {field.description}.\n" for name, field in EngineConfig.model_fields.items()
+)
 
 
 class DeltaBuffer:

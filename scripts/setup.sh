@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # What this version of the scripts installs; the stamp holds its checksum.
-_wanted() { cat pyproject.toml scripts/setup.sh scripts/constraints.txt | sha256sum | cut -d' ' -f1; }
+_wanted() { cat pyproject.toml setup.py scripts/setup.sh scripts/constraints.txt | sha256sum | cut -d' ' -f1; }
 
 _find_python() {
     local candidate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from support.model_factory import make_model
 
 from rayllm import LLM, SamplingParams
 from rayllm.api.sampling_params import StructuredOutputs
-from rayllm.config.options import BUNDLED_MODEL
+from rayllm.config.options import BUNDLED_MODEL, EngineConfig
 from rayllm.errors import ConfigError, InvalidRequestError, ModelError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -244,10 +245,32 @@ def test_cuda_without_a_gpu_is_refused():
 
 
 def test_unknown_arguments_are_refused():
-    with pytest.raises(TypeError, match="max_num_seq"):
+    with pytest.raises(ConfigError, match=r"unknown option 'max_num_seq' \(did you mean 'max_num_seqs'\?\)"):
         LLM(max_num_seq=3)
     with pytest.raises(TypeError, match="top_q"):
         SamplingParams(top_q=1)
+
+
+def test_the_signature_and_the_documentation_are_those_of_the_options():
+    parameters = inspect.signature(LLM).parameters
+    assert list(parameters) == list(EngineConfig.model_fields)
+    assert parameters["model"].kind is parameters["model"].POSITIONAL_OR_KEYWORD
+    assert parameters["model"].default is None
+    assert parameters["max_model_len"].annotation == int | None
+    for name, field in EngineConfig.model_fields.items():
+        assert f"{name}: {field.description}." in inspect.getdoc(LLM)
+        if name not in ("model", "max_num_batched_tokens"):
+            assert parameters[name].default == field.default
+            assert parameters[name].kind is parameters[name].KEYWORD_ONLY
+    assert parameters["max_num_batched_tokens"].default == 16384
+
+
+def test_offline_steps_take_more_tokens(llm):
+    """The fixture asks for 64; what is not asked for is the offline default."""
+    assert llm.config.max_num_batched_tokens == 64
+    with LLM(None, device="cpu", skip_tokenizer_init=True, num_gpu_blocks_override=8, max_model_len=64) as other:
+        assert other.config.max_num_batched_tokens == 16384
+        assert other.config.model == BUNDLED_MODEL
 
 
 def test_a_shut_down_engine_says_so():

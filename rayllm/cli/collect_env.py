@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from importlib import metadata
 
-PACKAGES = (
-    "rayllm",
-    "torch",
-    "triton",
-    "ray",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "pydantic",
-    "fastapi",
-    "starlette",
-    "uvicorn",
-    "msgspec",
-    "pyzmq",
-    "orjson",
-    "httpx",
-    "openai",
-)
-SETTINGS = (
+SETTINGS = [
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
     "TRITON_INTERPRET",
@@ -36,14 +18,15 @@ SETTINGS = (
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST",
     "RAY_USAGE_STATS_ENABLED",
-)
+]
 
 
 def print_environment() -> None:
-    """Print "name  value" lines."""
+    """Print what a bug report needs: versions, hardware and settings, no secrets."""
     rows = [("python", platform.python_version()), ("platform", platform.platform())]
-    rows += [(name, _version(name)) for name in PACKAGES]
-    rows += [("cpus", str(os.cpu_count())), ("memory", _memory())]
+    rows += [(name, _version(name)) for name in ["rayllm", *_dependencies()]]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    rows += [("cpus", str(os.cpu_count())), ("memory", f"{memory:.1f} GiB")]
     rows += [(f"gpu {index}", line) for index, line in enumerate(_gpus())] or [("gpus", "none found")]
     rows.append(("ray cluster", "RAY_ADDRESS is set" if os.environ.get("RAY_ADDRESS") else "RAY_ADDRESS is not set"))
     rows += [(name, os.environ[name]) for name in SETTINGS if name in os.environ]
@@ -53,15 +36,21 @@ def print_environment() -> None:
         print(f"{name:<{width}}  {value}")
 
 
+def _dependencies() -> list[str]:
+    """Packages that rayllm needs directly, extras left out, and those that bring the HTTP server."""
+    try:
+        requirements = metadata.requires("rayllm") or []
+    except metadata.PackageNotFoundError:  # it runs from a folder
+        requirements = ["torch", "ray"]
+    names = [re.split(r"[^\w-]", requirement)[0] for requirement in requirements if "extra ==" not in requirement]
+    return [*names, "starlette", "uvicorn"]
+
+
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _memory() -> str:
-    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
 
 
 def _gpus() -> list[str]:

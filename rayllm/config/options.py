@@ -1,6 +1,7 @@
-"""`EngineConfig` and `ServerConfig`: every option of an engine and of a deployment, checked once, in one place.
+"""Every option of an engine and of a deployment: its name, type, limits, default and description, in one place.
 
-Options come from `LLM(...)`, the command line, a YAML file (`load_config_file`) or Ray Serve; all end here.
+`LLM(...)`, the flags of the command line, YAML files (`load_config_file`) and the arguments of `serve run` are all made
+from the classes here, and checked by them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from rayllm.errors import ConfigError
 
-OFFLINE_BATCHED_TOKENS = 16384  # a step, where nobody reads along
+OFFLINE_BATCHED_TOKENS = 16384  # the default of max_num_batched_tokens where no client reads along
 BUNDLED_MODEL = str(Path(__file__).parents[1] / "assets" / "tiny-pydoc")
 MAX_MODELS = 64
 MAX_REPLICAS = 256
@@ -23,59 +24,91 @@ MAX_NAME_CHARS = 256
 
 
 class EngineConfig(BaseModel):
-    """Options of one engine; names and meanings follow vLLM where it has them.
+    """Options of one engine; names and meanings follow vLLM where it has them."""
 
-    model: folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json).
-    executor: "local" runs the worker in this process (tensor_parallel_size 1 only), "ray" runs one actor per
-    rank; "auto" is local for one rank. device: "auto" is cuda where a GPU is visible. dtype: "auto" is the checkpoint's
-    on GPUs (float32 checkpoints become bfloat16) and float32 on CPUs, where it is the faster one.
-    max_model_len: tokens of prompt and output together; None takes the model's own limit.
-    block_size: tokens a KV block. kv_cache_dtype: "auto" is the model's dtype; "fp8_e4m3" ("fp8" for short) and
-    "fp8_e5m2" store keys and values in one byte, so the cache holds twice as many tokens as in 16 bits, less precisely.
-    num_gpu_blocks_override: blocks of the device pool; None sizes it from gpu_memory_utilization (GPU) or 1 GiB a rank,
-    at most what max_num_seqs full contexts need (CPU).
-    swap_space: GiB of host memory a rank for KV blocks (0: none): of swapped sequences, and those that fell out of the
-    prefix cache on the device. preemption_mode: what becomes of the KV of a sequence that has to make room: "recompute"
-    forgets it, "swap" moves it to swap_space (as long as it fits there), "cost" does what takes less time, as measured
-    when the engine starts.
-    max_num_seqs: sequences running at once. max_num_batched_tokens: tokens computed in one step; more raise throughput
-    and the pauses of running streams, so `LLM` and `rayllm bench offline` take 16384 if it is not given.
-    target_itl_ms: milliseconds between the tokens of a running stream that are aimed at while prompts arrive: chunks of
-    prompts become as short as that takes, at the expense of their own time to first token; None leaves them as long as
-    max_num_batched_tokens.
-    scheduling_policy: "fcfs", or "priority" (lower runs first). enforce_eager: no CUDA graphs; CPUs have none anyway.
-    gpu_memory_utilization: share of a GPU's memory that the engine may take, others' use included; no effect on CPUs.
-    load_format: "auto" reads safetensors; "dummy" fills seeded random weights.
-    deterministic: a request's tokens and log-probabilities depend on the request alone, to the bit, for one model,
-    dtype and device type: not on the batch, chunks, prefix-cache hits, preemption or CUDA graphs. Costs speed, on CPUs
-    most; tensor_parallel_size 1 only.
-    skip_tokenizer_init: token ids in, token ids out. seed: of unseeded requests and dummy weights.
-    """
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-    model: str = BUNDLED_MODEL
-    tensor_parallel_size: Literal[1, 2, 4, 8] = 1
-    executor: Literal["auto", "local", "ray"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    max_model_len: int | None = Field(default=None, ge=1)
-    block_size: int = Field(default=16, ge=1, le=1024)
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    num_gpu_blocks_override: int | None = Field(default=None, ge=1)
-    swap_space: float = Field(default=0, ge=0, allow_inf_nan=False)
-    preemption_mode: Literal["cost", "recompute", "swap"] = "cost"
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    max_num_seqs: int = Field(default=256, ge=1)
-    max_num_batched_tokens: int = Field(default=8192, ge=1)
-    target_itl_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    enable_prefix_caching: bool = True
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    enforce_eager: bool = False
-    deterministic: bool = False
-    load_format: Literal["auto", "dummy"] = "auto"
-    skip_tokenizer_init: bool = False
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    model: str = Field(
+        default=BUNDLED_MODEL,
+        description="Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json",
+    )
+    tensor_parallel_size: Literal[1, 2, 4, 8] = Field(
+        default=1, description="GPUs or CPU processes that share the weights"
+    )
+    executor: Literal["auto", "local", "ray"] = Field(
+        default="auto",
+        description="Workers: local is one, in this process; ray is one actor a rank; auto is local for one",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="What the model runs on; auto is cuda where a GPU is visible"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="Type of weights and activations; auto is the checkpoint's on GPUs (float32 checkpoints become "
+        "bfloat16), and float32 on CPUs, where it is the faster one",
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="Most tokens of prompt and output together; the model's own limit if absent"
+    )
+    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens of a KV cache block")
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = Field(
+        default="auto",
+        description="Type of the KV cache; auto is dtype; fp8_e4m3 (fp8 for short) and fp8_e5m2 hold twice as many "
+        "tokens as 16 bits do, less precisely",
+    )
+    num_gpu_blocks_override: int | None = Field(
+        default=None,
+        ge=1,
+        description="Blocks of the KV cache; if absent, what fits into gpu_memory_utilization on GPUs, and on CPUs "
+        "into 1 GiB a rank, at most what max_num_seqs full contexts need",
+    )
+    swap_space: float = Field(
+        default=0,
+        ge=0,
+        description="GiB of host memory a rank for KV blocks of preempted sequences and those that the prefix cache "
+        "on the device has no room for",
+    )
+    preemption_mode: Literal["cost", "recompute", "swap"] = Field(
+        default="cost",
+        description="What becomes of the KV cache of a preempted sequence: recompute drops it, swap moves it to "
+        "swap_space while it fits, cost does what takes less time as measured at the start",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Share of a GPU's memory that may be in use, others' use included; not for CPUs",
+    )
+    max_num_seqs: int = Field(default=256, ge=1, description="Most sequences that run at once")
+    max_num_batched_tokens: int = Field(
+        default=8192,
+        ge=1,
+        description="Most tokens computed in one step; more raise the throughput, and the pauses of running streams. "
+        f"LLM and rayllm bench offline take {OFFLINE_BATCHED_TOKENS} if it is absent",
+    )
+    target_itl_ms: float | None = Field(
+        default=None,
+        gt=0,
+        description="Milliseconds between the tokens of a running stream to aim at while prompts arrive; their chunks "
+        "become as short as that takes, and their first tokens later",
+    )
+    enable_prefix_caching: bool = Field(default=True, description="Share KV blocks between prompts that begin alike")
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        default="fcfs", description="Which request runs first: fcfs the oldest, priority the one of the lowest number"
+    )
+    enforce_eager: bool = Field(default=False, description="Use no CUDA graphs; CPUs have none anyway")
+    deterministic: bool = Field(
+        default=False,
+        description="Make the tokens and log-probabilities of a request depend on nothing but the request, to the bit, "
+        "for one model, dtype and device type; costs speed, most on CPUs; not with tensor_parallel_size above 1",
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto", description="auto reads *.safetensors; dummy makes random weights from the seed"
+    )
+    skip_tokenizer_init: bool = Field(
+        default=False, description="Load no tokenizer; prompts and outputs are token ids only"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of requests that have none, and of dummy weights")
 
     @field_validator("preemption_mode")
     @classmethod
@@ -97,33 +130,51 @@ class EngineConfig(BaseModel):
 
 
 class ModelServerConfig(BaseModel):
-    """How one model is served; each of several models may have its own.
+    """How one model is served; each of several models may have its own."""
 
-    served_model_name: the model's name in the API; None takes the folder's name. num_replicas: engines of the model,
-    each with its own driver and workers; the least number if max_replicas is given. max_replicas: replicas are added
-    while the prompt tokens that wait exceed target_queued_tokens a replica, up to this number; None keeps num_replicas.
-    target_queued_tokens: prompt tokens that may wait for a replica before max_replicas asks for one more.
-    upscale_delay: seconds that more replicas must be wanted before they are added. downscale_delay: seconds that fewer
-    must do before one is drained. max_queued_requests: completions that may live beyond the max_num_seqs that each
-    replica runs; more get a 429. max_queued_tokens: prompt tokens of requests without a first token; more get a 429.
-    tool_call_parser: how the model writes tool calls: "hermes" is <tool_call>{"name", "arguments"}</tool_call> (Hermes,
-    Qwen), "llama3" a bare {"name", "parameters"}; "auto" is what its chat template shows, if that is one of them.
-    reasoning_parser: "think" if the model may begin with <think>reasoning</think>; "auto" if its chat template knows
-    the tag.
-    """
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-    served_model_name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_CHARS)
-    num_replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS)
-    max_replicas: int | None = Field(default=None, ge=1, le=MAX_REPLICAS)
-    target_queued_tokens: int = Field(default=16384, ge=1)
-    upscale_delay: float = Field(default=10, ge=0, le=3600)
-    downscale_delay: float = Field(default=300, ge=0, le=86400)
-    max_queued_requests: int = Field(default=4096, ge=0)
-    max_queued_tokens: int = Field(default=2**24, ge=1)
-    tool_call_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"
-    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    served_model_name: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_NAME_CHARS,
+        description="Name in the API; that of the model's folder if absent",
+    )
+    num_replicas: int = Field(
+        default=1, ge=1, le=MAX_REPLICAS, description="Engines of the model; the least number if max_replicas is given"
+    )
+    max_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_REPLICAS,
+        description="Most engines of the model: they are added while more than target_queued_tokens wait for each; "
+        "num_replicas if absent",
+    )
+    target_queued_tokens: int = Field(
+        default=16384, ge=1, description="Prompt tokens that may wait for an engine before max_replicas allows one more"
+    )
+    upscale_delay: float = Field(
+        default=10, ge=0, le=3600, description="Seconds that more replicas must be wanted before they are added"
+    )
+    downscale_delay: float = Field(
+        default=300, ge=0, le=86400, description="Seconds that fewer replicas must be enough before one is drained"
+    )
+    max_queued_requests: int = Field(
+        default=4096,
+        ge=0,
+        description="Completions that may wait beyond the max_num_seqs of each replica; more get a 429",
+    )
+    max_queued_tokens: int = Field(
+        default=2**24, ge=1, description="Prompt tokens of requests without a first token; more get a 429"
+    )
+    tool_call_parser: Literal["auto", "hermes", "llama3", "none"] = Field(
+        default="auto",
+        description='How the model writes tool calls: hermes as <tool_call>{"name", "arguments"}</tool_call> (Hermes, '
+        'Qwen), llama3 as a bare {"name", "parameters"}; auto is what its chat template shows, if either',
+    )
+    reasoning_parser: Literal["auto", "think", "none"] = Field(
+        default="auto", description="think if outputs may begin with <think>; auto if the chat template has that tag"
+    )
 
     @field_validator("max_replicas")
     @classmethod
@@ -135,45 +186,66 @@ class ModelServerConfig(BaseModel):
 
 
 class ServerConfig(ModelServerConfig):
-    """Options of an HTTP deployment, and of each model that has none of its own.
+    """Options of an HTTP deployment, and of each model that has none of its own."""
 
-    num_api_servers: replicas of the CPU-only front; None is one for every four cores of this machine, at least one and
-    at most eight. ingress: what takes connections and chooses a front: "serve" is Ray Serve's own proxy, "haproxy"
-    passes several times as many tokens a second; "auto" is haproxy where there is one and Ray starts with the server.
-    api_key: one key that clients must send; better in api_key_file or the environment, as command lines are visible to
-    others. api_key_file: keys that clients may send, one a line, an optional name after each. queue_timeout: seconds
-    from a request's arrival until the engine starts it, else a 408; 0 is no limit, here and below. first_token_timeout:
-    seconds until each prompt's first token. request_timeout: seconds until the answer is complete. drain_timeout:
-    seconds that running requests may go on when the server stops. replica_drain_timeout: seconds that they may go on in
-    a replica that is replaced or no longer needed, while others take the new requests. log_format: of the request log,
-    "json" is one object a line. otlp_endpoint: URL of an OpenTelemetry collector for traces (OTLP over HTTP); None
-    takes the environment's OTEL_EXPORTER_OTLP_ENDPOINT.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)
-    num_api_servers: int | None = Field(default=None, ge=1, le=64)
-    ingress: Literal["auto", "haproxy", "serve"] = "auto"
-    api_key: str | None = Field(default=None, repr=False, exclude=True)
-    api_key_file: str | None = None
-    queue_timeout: float = Field(default=0, ge=0, allow_inf_nan=False)
-    first_token_timeout: float = Field(default=0, ge=0, allow_inf_nan=False)
-    request_timeout: float = Field(default=0, ge=0, allow_inf_nan=False)
-    drain_timeout: float = Field(default=5, ge=0, le=3600)
-    replica_drain_timeout: float = Field(default=600, ge=0, le=86400)
-    log_format: Literal["text", "json"] = "text"
-    otlp_endpoint: str | None = None
+    host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 is all of this machine")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on")
+    num_api_servers: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Processes that speak HTTP, without GPUs; if absent, one for every four cores of this machine, "
+        "at least one and at most eight",
+    )
+    ingress: Literal["auto", "haproxy", "serve"] = Field(
+        default="auto",
+        description="What takes connections and chooses an API server: serve is the proxy of Ray Serve; haproxy passes "
+        "several times as many tokens a second; auto is haproxy if it is installed and Ray starts with the server",
+    )
+    api_key: str | None = Field(
+        default=None,
+        repr=False,
+        exclude=True,
+        description="Key that clients must send; others can see flags, so better use api_key_file or RAYLLM_API_KEY",
+    )
+    api_key_file: str | None = Field(
+        default=None, description="File of keys that clients may send: one a line, with a name after it if wanted"
+    )
+    queue_timeout: float = Field(
+        default=0,
+        ge=0,
+        description="Seconds from a request's arrival until its engine starts it, else it gets a 408; 0 is no limit",
+    )
+    first_token_timeout: float = Field(
+        default=0, ge=0, description="Seconds until the first token of each prompt; 0 is no limit"
+    )
+    request_timeout: float = Field(default=0, ge=0, description="Seconds until the answer is complete; 0 is no limit")
+    drain_timeout: float = Field(
+        default=5, ge=0, le=3600, description="Seconds that running requests may go on when the server stops"
+    )
+    replica_drain_timeout: float = Field(
+        default=600,
+        ge=0,
+        le=86400,
+        description="Seconds that running requests may go on in a replica that is taken away",
+    )
+    log_format: Literal["text", "json"] = Field(default="text", description="Request log; json is one object a line")
+    otlp_endpoint: str | None = Field(
+        default=None,
+        description="URL of an OpenTelemetry collector for traces (OTLP over HTTP); OTEL_EXPORTER_OTLP_ENDPOINT of the "
+        "environment if absent",
+    )
 
 
 class ModelConfig(NamedTuple):
-    """One model of a deployment. server: the deployment's options with this model's own in their place."""
+    """One model of a deployment."""
 
     engine: EngineConfig
-    server: ServerConfig
+    server: ServerConfig  # the deployment's options, with the model's own in their place
 
     @property
     def name(self) -> str:
-        """In the API."""
+        """The model's name in the API."""
         return self.server.served_model_name or Path(self.engine.model).resolve().name
 
 
@@ -188,15 +260,19 @@ def make_config(kind: type[ConfigT], options: dict[str, Any]) -> ConfigT:
         raise ConfigError("; ".join(_explain(kind, e) for e in error.errors())) from None
 
 
-class FileOptions(NamedTuple):
-    """Options of a deployment's file or of Serve's arguments, not yet checked beyond their names.
-
-    engine, server: of all models. models: (engine options, server options) of each, empty if there is only one.
-    """
+class ModelOptions(NamedTuple):
+    """Options of one model, not yet checked beyond their names."""
 
     engine: dict[str, Any]
     server: dict[str, Any]
-    models: list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+class FileOptions(NamedTuple):
+    """Options of a deployment's file, of flags or of Serve's arguments, not yet checked beyond their names."""
+
+    engine: dict[str, Any]  # of all models
+    server: dict[str, Any]  # of the deployment, and of all models
+    models: list[ModelOptions]  # of each of several models; empty if there is only one
 
 
 def load_config_file(path: str) -> FileOptions:
@@ -240,30 +316,25 @@ def split_options(options: dict[str, Any]) -> FileOptions:
 
 
 def make_models(
-    options: FileOptions, overrides: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    options: FileOptions, flags: FileOptions = FileOptions({}, {}, [])
 ) -> tuple[list[ModelConfig], ServerConfig]:
-    """The models of a deployment, and the options of all of it. overrides: engine and server options above all others.
+    """The models of a deployment, and the options of all of it. flags: options that are above those of the file.
 
     Raises ConfigError, also for two models of one name.
     """
-    engine, server = options.engine, options.server
-    flags_engine, flags_server = overrides
-    whole = make_config(ServerConfig, server | flags_server)
     if options.models:
         for field in ("model", "served_model_name"):
-            if field in flags_engine or field in flags_server:
+            if field in flags.engine or field in flags.server:
                 raise ConfigError(f"{field} cannot be given for several models at once")
+    whole = make_config(ServerConfig, options.server | flags.server)
     models = []
-    for number, (own_engine, own_server) in enumerate(options.models or [({}, {})]):
+    for number, own in enumerate(options.models or [ModelOptions({}, {})]):
         try:
-            models.append(
-                ModelConfig(
-                    make_config(EngineConfig, engine | own_engine | flags_engine),
-                    make_config(ServerConfig, server | own_server | flags_server),
-                )
-            )
+            engine = make_config(EngineConfig, options.engine | own.engine | flags.engine)
+            server = make_config(ServerConfig, options.server | own.server | flags.server)
         except ConfigError as error:
             raise ConfigError(f"models[{number}]: {error}" if options.models else str(error)) from None
+        models.append(ModelConfig(engine, server))
     names = [model.name for model in models]
     for name in names:
         if names.count(name) > 1:
@@ -271,20 +342,19 @@ def make_models(
     return models, whole
 
 
-def _split(options: dict[str, Any], kind: type[BaseModel]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(engine options, options of `kind`). Raises ConfigError."""
-    engine: dict[str, Any] = {}
-    server: dict[str, Any] = {}
+def _split(options: dict[str, Any], kind: type[BaseModel]) -> ModelOptions:
+    """Tell options of the engine from options of `kind`. Raises ConfigError."""
+    split = ModelOptions({}, {})
     for key, value in options.items():
         if key in EngineConfig.model_fields:
-            engine[key] = value
+            split.engine[key] = value
         elif key in kind.model_fields:
-            server[key] = value
+            split.server[key] = value
         elif key in ServerConfig.model_fields:
             raise ConfigError(f"{key} belongs to the whole deployment, not to one model")
         else:
             raise ConfigError(_unknown(str(key), [*EngineConfig.model_fields, *kind.model_fields]))
-    return engine, server
+    return split
 
 
 def _explain(kind: type[BaseModel], error: Any) -> str:

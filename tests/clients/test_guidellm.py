@@ -1,4 +1,4 @@
-"""guidellm's benchmark against a live server: every request is answered, with as many tokens as were asked for."""
+"""guidellm against a live server, by its command and by ours: each request is answered, with the tokens asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("guidellm", reason="guidellm is not installed")
 
-TOKENIZER = Path(__file__).parents[2] / "rayllm" / "assets" / "tiny-pydoc"
+ROOT = Path(__file__).parents[2]
+TOKENIZER = ROOT / "rayllm" / "assets" / "tiny-pydoc"
 REQUESTS, OUTPUT_TOKENS = 24, 8
 
 
@@ -42,3 +43,39 @@ def test_benchmark(url, tmp_path, route):
     # guidellm takes these figures from the usage that the stream ends with.
     assert {request["output_metrics"]["text_tokens"] for request in requests["successful"]} == {OUTPUT_TOKENS}
     assert all(request["input_metrics"]["text_tokens"] >= 32 for request in requests["successful"])
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_our_command_that_runs_it(url, tmp_path, endpoint):
+    """benchmarks/serve.py, which `rayllm bench serve` runs."""
+    report = tmp_path / "report.json"
+    load = ["--concurrency", "4", "--num-prompts", str(REQUESTS), "--input-len", "16:32"]
+    options = ["--tokenizer", str(TOKENIZER), "--endpoint", endpoint, "--output-len", str(OUTPUT_TOKENS)]
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "serve.py", "--url", url, *load, *options, "--out", report],
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Request Latency Statistics" in done.stdout
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    assert len(benchmark["requests"]["successful"]) == REQUESTS
+    assert {request["output_metrics"]["text_tokens"] for request in benchmark["requests"]["successful"]} == {8}
+
+
+def test_our_command_fails_if_a_request_does(url, tmp_path):
+    load = ["--rate", "20", "--num-prompts", "3", "--model", "absent", "--tokenizer", str(TOKENIZER)]
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "serve.py", "--url", url, *load],
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 1
+    assert "failed: 3 x" in done.stderr
+    assert "404" in done.stderr

@@ -1,9 +1,15 @@
-"""`rayllm bench kernels`: times the kernels on one GPU, each figure beside its floor.
+"""Times each kernel on one GPU, beside the least time that it could take.
 
-A floor is the time that the fewest bytes (or operations) would take at the rates an H200 was seen to reach; the ratio
-is floor over measured time, 1.00 the limit. Inputs are random and bf16; each call takes the next of several copies
-that together exceed the L2 cache; calls are replayed from a CUDA graph, so launch overhead is not in the figures. The
-floor of a case with an fp8 cache counts the bytes of that cache.
+    python benchmarks/kernel_times.py [NAME]... [--json]     # cases whose names begin with NAME; all if there is none
+    rayllm bench kernels ...                                 # the same from an installed package
+
+The floor of a case is the time that the fewest bytes (or operations) would take at the rates that an H200 was seen to
+reach. The ratio is floor over measured time, so 1.00 is the limit. Inputs are random and in bfloat16. Each call takes
+the next of several copies of its inputs, which together exceed the L2 cache. Calls are replayed from a CUDA graph, so
+the figures are without launch overhead. The floor of a case with an fp8 cache counts the bytes of that cache.
+
+The file is not called kernels.py because transformers would take it for Hugging Face's package of that name, in every
+script of this folder.
 """
 
 from __future__ import annotations
@@ -13,11 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+import typer
 from torch import Tensor
 
+from rayllm.cli.main import main, make_app
 from rayllm.errors import ConfigError
 from rayllm_kernels import ops
 from rayllm_kernels.kv_format import FP8_MAX, KVScales
@@ -49,26 +57,28 @@ LINEAR_TOKENS = [1, 32, 128]
 DRAWS = [1, 32, 256]  # rows of logits
 VOCAB_SIZE = 151936
 
+app = make_app()
+
 
 class Measurement(NamedTuple):
-    """Times in microseconds; figure in `unit`; ratio: floor over time, at most about 1."""
+    """What one case gave."""
 
     name: str
-    us: float
-    figure: float
-    unit: str
-    floor_us: float
-    ratio: float
+    us: float  # median time of a call in microseconds
+    figure: float  # what the call reaches, in `unit`
+    unit: str  # TB/s or TFLOP/s, by what limits the case
+    floor_us: float  # the least time of a call in microseconds
+    ratio: float  # floor over time, at most about 1
 
 
 @dataclass
 class Case:
-    """`calls` is a cycle of equal calls on different data; a call moves `bytes` or does `flops`."""
+    """One kernel with one shape."""
 
     name: str
-    calls: Sequence[Callable[[], object]]
-    bytes: float = 0.0
-    flops: float = 0.0
+    calls: Sequence[Callable[[], object]]  # equal calls on different data, made in turn
+    bytes: float = 0.0  # that one call has to move
+    flops: float = 0.0  # that one call has to do
 
     def floor_us(self) -> float:
         return max(self.bytes / BYTES_PER_SECOND, self.flops / FLOPS_PER_SECOND) * 1e6
@@ -96,10 +106,12 @@ class Case:
 
 
 def normal(*shape: int) -> Tensor:
+    """Random bfloat16 numbers."""
     return torch.empty(*shape, dtype=torch.bfloat16, device=DEVICE).normal_()
 
 
 def copies(call_bytes: float) -> int:
+    """How many copies of the inputs of a call of so many bytes exceed the L2 cache together."""
     return max(2, int(ROTATED_BYTES / call_bytes) + 1)
 
 
@@ -112,14 +124,14 @@ def kv_pool(blocks: int, layers: int, kv_heads: int, head_dim: int, dtype: torch
 
 
 def scales_of(pool: Tensor) -> KVScales | None:
-    """Of all layers alike; None if the pool is not in fp8."""
+    """Random scales, which all layers of the pool share; None if the pool is not in fp8."""
     if pool.dtype not in FP8_MAX:
         return None
     return KVScales(*torch.rand(2, pool.shape[3], device=DEVICE).add_(0.5).unbind())
 
 
 def paged_context(batch: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """A pool of enough layers, shuffled tables, lengths."""
+    """(a pool of enough layers, shuffled block tables, lengths) of sequences of one length."""
     blocks = -(-length // BLOCK_SIZE)
     layers = copies(batch * length * KV_HEADS * HEAD_DIM * 2 * dtype.itemsize)
     pool = kv_pool(batch * blocks, layers, KV_HEADS, HEAD_DIM, dtype)
@@ -155,11 +167,12 @@ def decode(
 
 
 def ragged_lengths(batch: int) -> list[int]:
-    """Uniform in 275..1575."""
+    """Lengths of sequences, drawn uniformly from 275 to 1,575 tokens."""
     return (torch.randint(200, 1501, (batch,), generator=torch.Generator().manual_seed(batch)) + 75).tolist()
 
 
 def prefill(name: str, batch: int, chunk: int, context: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """Attention of a chunk of each sequence to itself and to the context before it."""
     pool, tables, lengths = paged_context(batch, context + chunk, dtype)
     scales = scales_of(pool)
     q = normal(batch * chunk, HEADS, HEAD_DIM)
@@ -182,6 +195,7 @@ def prefill(name: str, batch: int, chunk: int, context: int, dtype: torch.dtype 
 
 
 def add_norm(name: str, tokens: int) -> Case:
+    """Adding to the residual, and its norm."""
     hidden, weight = normal(copies(tokens * HIDDEN * 2), tokens, HIDDEN), normal(HIDDEN)
     pairs = [(hidden[i], hidden[i - 1]) for i in range(len(hidden))]
     calls = [partial(ops.fused_add_rms_norm, x, residual, weight, 1e-5) for x, residual in pairs]
@@ -189,6 +203,7 @@ def add_norm(name: str, tokens: int) -> Case:
 
 
 def silu(name: str, tokens: int) -> Case:
+    """SiLU of one half of the columns times the other half."""
     gate_up = normal(copies(tokens * INTERMEDIATE * 4), tokens, 2 * INTERMEDIATE)
     return Case(name, [partial(ops.silu_and_mul, x) for x in gate_up], bytes=tokens * INTERMEDIATE * 6)
 
@@ -226,6 +241,7 @@ def norm_rope_cache(name: str, tokens: int, dtype: torch.dtype = torch.bfloat16)
 
 
 def linear(name: str, tokens: int, inputs: int, outputs: int) -> Case:
+    """A product with a weight [outputs, inputs]."""
     weights = [normal(outputs, inputs).mul_(inputs**-0.5) for _ in range(copies(2 * inputs * outputs))]
     x = normal(tokens, inputs)
     moved, flops = 2 * (inputs * outputs + tokens * (inputs + outputs)), 2 * tokens * inputs * outputs
@@ -233,6 +249,7 @@ def linear(name: str, tokens: int, inputs: int, outputs: int) -> Case:
 
 
 def gumbel(name: str, rows: int) -> Case:
+    """Drawing one token a row of logits."""
     logits = normal(copies(rows * VOCAB_SIZE * 2), rows, VOCAB_SIZE)
     seeds, ones = torch.arange(rows, device=DEVICE), torch.ones(rows, device=DEVICE)
     return Case(
@@ -251,7 +268,7 @@ def copy_blocks(name: str, count: int) -> Case:
 
 
 def cases() -> dict[str, Callable[[str], Case]]:
-    """What makes each case, by its name; inputs are only allocated when it is called."""
+    """Functions that make the cases, by name; inputs are allocated only when one is called."""
     made: dict[str, Callable[[str], Case]] = {}
     for batch, length in DECODE:
         made[f"decode {batch} x {length}"] = partial(
@@ -289,28 +306,35 @@ def cases() -> dict[str, Callable[[str], Case]]:
     return made
 
 
-def run_kernel_benchmark(prefixes: list[str], json_lines: bool) -> None:
-    """Measure the cases whose names begin with one of the prefixes (all if there are none) and print them as they come.
-
-    Raises ConfigError without a CUDA device, or for a prefix that no case has.
-    """
+@app.command()
+def kernels(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Beginning of the cases' names; all if none.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object a case.")] = False,
+) -> None:
+    """Measure the kernels one by one on one GPU: time, figure, floor and ratio of each shape."""
     known = cases()
-    for prefix in prefixes:
+    for prefix in names or []:
         if not any(name.startswith(prefix) for name in known):
             kinds = ", ".join(dict.fromkeys(name.split()[0] for name in known))
             raise ConfigError(f"no kernel case begins with {prefix!r}; they begin with {kinds}")
     if not torch.cuda.is_available():
         raise ConfigError("rayllm bench kernels needs a GPU that PyTorch can use; there is none")
-    if not json_lines:
+    if not json_output:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16")
         print(f"{'case':40s} {'time':>13s} {'figure':>14s} {'floor':>13s} {'ratio':>6s}")
     for name, make in known.items():
-        if prefixes and not any(name.startswith(prefix) for prefix in prefixes):
+        if names and not name.startswith(tuple(names)):
             continue
         result = make(name).measure()
         torch.cuda.empty_cache()
-        if json_lines:
+        if json_output:
             print(json.dumps(result._asdict()), flush=True)
         else:
             figure = f"{result.figure:7.2f} {result.unit:7s}"
             print(f"{name:40s} {result.us:10.1f} us {figure} {result.floor_us:8.1f} us {result.ratio:6.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main(app)

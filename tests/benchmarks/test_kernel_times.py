@@ -1,11 +1,12 @@
-"""The cases of `rayllm bench kernels`, small and on the CPU: their calls run, and their floors are what is claimed."""
+"""The cases of kernel_times.py, small and on the CPU: their calls run, and their floors are what is claimed."""
 
 from __future__ import annotations
 
+import kernel_times as bench
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from rayllm import bench_kernels as bench
 from rayllm.errors import ConfigError
 
 
@@ -54,10 +55,15 @@ def test_floors():
     assert product.flops == 2 * 3000 * 16 * 24
 
 
-def test_without_a_gpu_it_says_so(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("decode", "needs a GPU"), ("nothing", "no kernel case begins with 'nothing'; they begin with decode")],
+)
+def test_what_cannot_be_measured_is_said(monkeypatch, name, text):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match="needs a GPU"):
-        bench.run_kernel_benchmark(["decode"], False)
+    error = CliRunner().invoke(bench.app, [name]).exception
+    assert isinstance(error, ConfigError)
+    assert text in str(error)
 
 
 def test_names_are_unique_and_made_on_demand():

@@ -1,0 +1,59 @@
+"""The option classes: each field is described, names of files and flags are sorted, errors name the option."""
+
+import pytest
+
+from rayllm.config.options import (
+    EngineConfig,
+    FileOptions,
+    ModelServerConfig,
+    ServerConfig,
+    make_config,
+    make_models,
+    split_options,
+)
+from rayllm.errors import ConfigError
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, ServerConfig])
+def test_every_option_is_described(kind):
+    for name, field in kind.model_fields.items():
+        assert field.description, name
+        assert not field.description.endswith("."), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (EngineConfig, {"block_size": 0}, "block_size: input should be greater than or equal to 1, not 0"),
+        (EngineConfig, {"max_num_seq": 1}, r"unknown option 'max_num_seq' \(did you mean 'max_num_seqs'\?\)"),
+        (EngineConfig, {"preemption_mode": "swap"}, "must be .* if swap_space is 0"),
+        (EngineConfig, {"deterministic": True, "tensor_parallel_size": 2}, "deterministic: must be false if"),
+        (ModelServerConfig, {"num_replicas": 3, "max_replicas": 2}, r"at least num_replicas \(3\), not 2"),
+        (ServerConfig, {"port": 70000, "queue_timeout": -1}, "port: .*; queue_timeout: "),
+        (ServerConfig, {"request_timeout": float("inf")}, "request_timeout: input should be a finite number"),
+        (EngineConfig, {"target_itl_ms": float("nan")}, "target_itl_ms: input should be a finite number"),
+    ],
+)
+def test_errors_name_the_option_and_its_limit(kind, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config(kind, options)
+
+
+def test_a_secret_is_not_in_an_error():
+    with pytest.raises(ConfigError, match="api_key") as caught:
+        make_config(ServerConfig, {"api_key": ["hunter2"]})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_options_of_a_model_are_between_those_of_the_file_and_the_flags():
+    file = split_options({"block_size": 8, "max_num_seqs": 1, "models": [{"model": "a", "max_num_seqs": 2}]})
+    (model,), server = make_models(file, FileOptions({"seed": 5}, {"port": 9}, []))
+    assert (model.engine.block_size, model.engine.max_num_seqs, model.engine.seed) == (8, 2, 5)
+    assert server.port == model.server.port == 9
+
+
+def test_the_name_of_a_model_is_that_of_its_folder_or_its_own():
+    (model,), _ = make_models(split_options({"model": "some/folder/"}))
+    assert model.name == "folder"
+    (model,), _ = make_models(split_options({"model": "some/folder/", "served_model_name": "m"}))
+    assert model.name == "m"
