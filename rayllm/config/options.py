@@ -202,6 +202,8 @@ class ServerConfig(ModelServerConfig):
         description="What takes connections and chooses an API server: serve is the proxy of Ray Serve; haproxy passes "
         "several times as many tokens a second; auto is haproxy if it is installed and Ray starts with the server",
     )
+    ssl_certfile: str | None = Field(default=None, description="PEM file of certificates, to listen with TLS")
+    ssl_keyfile: str | None = Field(default=None, description="PEM file of the key of ssl_certfile, if it is not in it")
     api_key: str | None = Field(
         default=None,
         repr=False,
@@ -235,6 +237,13 @@ class ServerConfig(ModelServerConfig):
         description="URL of an OpenTelemetry collector for traces (OTLP over HTTP); OTEL_EXPORTER_OTLP_ENDPOINT of the "
         "environment if absent",
     )
+
+    @field_validator("ssl_keyfile")
+    @classmethod
+    def _with_certificates(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("ssl_certfile") is None:
+            raise PydanticCustomError("no_certificates", "needs ssl_certfile")
+        return value
 
 
 class ModelConfig(NamedTuple):

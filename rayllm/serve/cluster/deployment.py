@@ -98,7 +98,9 @@ class Deployment:
         if self._owned or has_ingress:
             self._server = with_port(self._server)
         server = self._server
-        tls = {"ssl_certfile": server.ssl_certfile, "ssl_keyfile": server.ssl_keyfile}
+        tls = {}
+        if server.ssl_certfile is not None and not has_ingress:
+            tls = {"ssl_certfile": server.ssl_certfile, "ssl_keyfile": server.ssl_keyfile or server.ssl_certfile}
         serve.start(
             proxy_location=_proxy_location(has_ingress, self._owned),
             http_options=HTTPOptions(host=server.host, port=server.port, **tls),

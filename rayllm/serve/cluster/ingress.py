@@ -193,10 +193,11 @@ class Ingress:
             error_files.append(f"    errorfile {status} {file}")
         host = f"[{server.host}]" if ":" in server.host else server.host
         bind = f"{host}:{server.port}"
-        if server.ssl_certfile is not None and server.ssl_keyfile is not None:
+        if server.ssl_certfile is not None:
             pem = folder / "tls.pem"
             pem.touch(0o600)
-            pem.write_text(_read(server.ssl_certfile, "ssl_certfile") + "\n" + _read(server.ssl_keyfile, "ssl_keyfile"))
+            files = {"ssl_certfile": server.ssl_certfile, "ssl_keyfile": server.ssl_keyfile}
+            pem.write_text("\n".join(_read(path, option) for option, path in files.items() if path is not None))
             bind += f" ssl crt {pem} alpn h2,http/1.1"
         return TEMPLATE.format(
             max_connections=min(max_requests + SPARE_CONNECTIONS, allowed),

@@ -1,0 +1,106 @@
+"""An `EngineCore` without a model: an executor that checks every KV read, and grammars that are ready when a test says so."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+
+from support.fakes import EOS, VOCAB, FakeConstraint, FakeWorker
+
+from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
+from rayllm.api.types import GenerationRequest, KVBlocks, StepPlan, TokenDelta
+from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import ResolvedConfig, resolve
+from rayllm.engine.engine import EngineCore
+from rayllm.errors import EngineDeadError
+from rayllm.executor.base import Executor
+
+WORD = StructuredOutputs(regex="[a-z]+")
+
+
+def fake_config(**options: object) -> ResolvedConfig:
+    """Of an engine with the fake model: VOCAB tokens, of which EOS ends a sequence."""
+    options = {"device": "cpu", "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16} | options
+    config = resolve(EngineConfig(**options), 0)
+    return replace(config, spec=replace(config.spec, vocab_size=VOCAB, eos_token_ids=[EOS]))
+
+
+class FakeExecutor(Executor):
+    """Runs plans on a `FakeWorker`, each when it is collected."""
+
+    def __init__(self, config: ResolvedConfig, blocks: KVBlocks = KVBlocks(64, 0), error: Exception | None = None):
+        super().__init__()
+        self.plans: list[StepPlan] = []  # all, in order
+        self.lost: str | None = None  # what check_health says of a dead worker
+        self.num_shutdowns = 0
+        self._config, self._blocks, self._error = config, blocks, error
+        self._in_flight: list[StepPlan] = []
+
+    def start(self) -> KVBlocks:
+        if self._error is not None:
+            raise self._error
+        options, window = self._config.options, self._config.spec.kv_window
+        self._worker = FakeWorker(self._blocks.gpu, options.block_size, options.max_num_seqs, self._blocks.cpu, window)
+        return self._blocks
+
+    def submit(self, plan: StepPlan) -> None:
+        assert len(self._in_flight) < self.max_in_flight
+        self.plans.append(plan)
+        self._in_flight.append(plan)
+
+    def collect(self):
+        return self._worker.execute(self._in_flight.pop(0))
+
+    def check_health(self) -> None:
+        if self.lost is not None:
+            raise EngineDeadError(self.lost)
+
+    def shutdown(self) -> None:
+        self.num_shutdowns += 1
+
+
+class HeldGrammars:
+    """A `GrammarCompiler` whose compilations end when the test says so; what they make is the fake grammar."""
+
+    def __init__(self) -> None:
+        self.compiling: list[Future] = []  # in the order of the requests
+        self.gently: list[bool] = []
+        self.closed = False
+        self.threads = SimpleNamespace(wait=lambda _timeout: None)
+
+    def compile(self, _structure: StructuredOutputs, gently: bool = False) -> Future:
+        self.compiling.append(Future())
+        self.gently.append(gently)
+        return self.compiling[-1]
+
+    def release(self, index: int) -> None:
+        """The compilation of this number is done."""
+        self.compiling[index].set_result(FakeConstraint)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def fake_core(
+    grammars: HeldGrammars | None = None, blocks: KVBlocks = KVBlocks(64, 0), **options: object
+) -> tuple[EngineCore, FakeExecutor]:
+    """A core that is ready for requests, and its executor."""
+    config = fake_config(**options)
+    executor = FakeExecutor(config, blocks)
+    return EngineCore(config, executor, executor.start(), grammars), executor
+
+
+def engine_request(request_id: str, max_tokens: int = 8, *, prompt: list[int] | None = None, **params: object):
+    """A request with a seed, so that `fakes.expected_output` knows what comes of it."""
+    settings = SamplingParams(**{"max_tokens": max_tokens, "seed": 1, "ignore_eos": True} | params)
+    return GenerationRequest(request_id=request_id, prompt_token_ids=prompt or [1, 2, 3], params=settings)
+
+
+def run_all(core: EngineCore) -> list[TokenDelta]:
+    """Step until there is nothing to do."""
+    deltas = []
+    while core.has_work():
+        deltas += core.step()
+        core.check_integrity()
+    return deltas
