@@ -20,10 +20,10 @@ from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError
 from rayllm.serve.cluster.replica import FrontReport, ReplicaReport, node_id
 from rayllm.serve.cluster.router import Router, prefix_hashes
-from rayllm.serve.http.convert import Tokenizer
-from rayllm.serve.http.fanout import has_begun
+from rayllm.serve.http.generation import has_begun
 from rayllm.serve.http.limits import Admission, Load
 from rayllm.serve.http.metrics import FrontMetrics
+from rayllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from rayllm.engine.async_engine import AsyncEngine
@@ -89,7 +89,7 @@ class ModelFront:
         self._server_id = server_id
         self._replicas: dict[str, _Replica] = {}
         self._router = Router()
-        self._figures: dict[str, FrontMetrics] = {}  # of the other servers, as last heard
+        self._figures: dict[str, bytes] = {}  # of the other servers, as last heard
         self._why_not = "the engine is starting"
         self._watcher: asyncio.Task[None] | None = None
 
@@ -137,14 +137,9 @@ class ModelFront:
         reasons = [replica.report.unhealthy for replica in usable.values()]
         return None if usable and None in reasons else next(iter(reasons), None) or self._reason()
 
-    async def all_metrics(self) -> FrontMetrics:
-        """The figures of all API servers, this one's of now and the others' of the last report."""
-        total = FrontMetrics()
-        total.add(self.metrics)
-        for server_id, figures in self._figures.items():
-            if server_id != self._server_id:
-                total.add(figures)
-        return total
+    def peer_metrics(self) -> list[bytes]:
+        """The other API servers' figures, as of the last report."""
+        return [figures for server_id, figures in self._figures.items() if server_id != self._server_id]
 
     async def stats(self) -> dict[str, EngineStats]:
         """Figures of the engines that answer, by the value of their label `engine`."""
@@ -189,7 +184,7 @@ class ModelFront:
             server_id=self._server_id,
             total=self.admission.load,
             loads={replica_id: replica.own_load for replica_id, replica in self._replicas.items()},
-            metrics=self.metrics,
+            metrics=self.metrics.snapshot(),
         )
         reports = await self._exchange(report)
         for each in reports:
@@ -247,7 +242,7 @@ class ModelFront:
         else:
             logger.warning("a replica of %s is on another node; its requests are relayed, at some latency", self.name)
             client = RelayClient(self._handle, report.replica_id, report.info)
-        engine = AsyncEngine(client, self._tokenizer)  # type: ignore[arg-type]  # the whole tokenizer's protocol
+        engine = AsyncEngine(client, self._tokenizer)
         await engine.start()
         return engine
 

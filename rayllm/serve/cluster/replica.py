@@ -20,7 +20,6 @@ from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, TokenDe
 from rayllm.config.options import EngineConfig, make_config
 from rayllm.errors import EngineDeadError
 from rayllm.serve.http.limits import Load
-from rayllm.serve.http.metrics import FrontMetrics
 
 logger = logging.getLogger("ray.serve")
 
@@ -46,7 +45,7 @@ class FrontReport(msgspec.Struct, frozen=True):
     server_id: str
     total: Load = Load()
     loads: dict[str, Load] = {}
-    metrics: FrontMetrics = msgspec.field(default_factory=FrontMetrics)
+    metrics: bytes = b""
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
@@ -65,7 +64,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     unhealthy: str | None = None
     others_total: Load = Load()
     others_here: Load = Load()
-    metrics: dict[str, FrontMetrics] = {}
+    metrics: dict[str, bytes] = {}
 
 
 class _Front:
@@ -96,7 +95,7 @@ class EngineReplica:
         self._drain_timeout = drain_timeout
         self._drain_until: float | None = None  # time.monotonic(); None while nobody has told it to stop
         self._stopping: asyncio.Task[None] | None = None
-        self._figures: dict[str, FrontMetrics] = {}  # least recently heard first
+        self._figures: dict[str, bytes] = {}  # least recently heard first
         self._fronts: dict[str, _Front] = {}
 
     async def exchange(self, report: FrontReport) -> ReplicaReport:
