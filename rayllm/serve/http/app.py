@@ -36,26 +36,25 @@ from rayllm.text.tokenizer import Tokenizer
 
 _STARTED = int(time.time())  # what /v1/models says of when a model was made
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "The request is not valid; the message names the field and its limit."},
-    401: {"description": "No API key, or one that is not valid."},
-    404: {"description": "No such model."},
-    "default": {"description": "Any other error."},
+_ERRORS: dict[int | str, str] = {
+    "default": "Any other error.",
+    400: "The request is not valid; the message names the field and its limit.",
+    401: "No API key, or one that is not valid.",
+    404: "No such model.",
+    408: "A deadline was missed before the first token.",
+    413: "The body is too long.",
+    429: "The queue is full; retry-after says when to try again.",
+    500: "The request failed on the server.",
+    503: "There is no engine to answer now; retry-after says when to try again.",
 }
-_JSON_ERRORS = _ERRORS | {
-    408: {"description": "A deadline was missed before the first token."},
-    413: {"description": "The body is too long."},
-    429: {"description": "The queue is full; retry-after says when to try again."},
-    500: {"description": "The request failed on the server."},
-    503: {"description": "There is no engine to answer now; retry-after says when to try again."},
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": meaning, "model": protocol.ErrorAnswer} for status, meaning in _ERRORS.items()
 }
-for _error in _JSON_ERRORS.values():
-    _error["model"] = protocol.ErrorAnswer
 _EVENTS = {"description": "The answer, or with stream: true its parts as events.", "content": {"text/event-stream": {}}}
 
-questions = APIRouter(responses=_ERRORS)
-tokens = APIRouter(responses=_JSON_ERRORS, route_class=JsonRoute)
-generations = APIRouter(responses=_JSON_ERRORS | {200: _EVENTS}, route_class=GenerationRoute)
+questions = APIRouter(responses=_RESPONSES)
+tokens = APIRouter(responses=_RESPONSES, route_class=JsonRoute)
+generations = APIRouter(responses=_RESPONSES | {200: _EVENTS}, route_class=GenerationRoute)
 
 
 async def _context(request: Request) -> RequestContext:

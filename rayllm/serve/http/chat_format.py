@@ -31,10 +31,6 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
-# Keywords of JSON schemas whose value is a map of names to schemas, and keywords whose value is data, not a schema.
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_DATA = ("const", "enum", "default", "examples")
-
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # a step of the parser: it yields when it needs more text, and returns a T
 
@@ -91,12 +87,13 @@ def calls_schema(tools: list[Tool], single: bool, arguments_key: str) -> str:
     calls = []
     definitions = {}
     for index, tool in enumerate(tools):
-        place = f"#/$defs/tool_{index}"
-        definitions[f"tool_{index}"] = _moved(tool.function.parameters or {"type": "object"}, place)
+        name = f"tool_{index}"
+        # With an id of its own, the references of a tool's schema go on meaning places in that schema.
+        definitions[name] = {**(tool.function.parameters or {"type": "object"}), "$id": name}
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": tool.function.name}, arguments_key: {"$ref": place}},
+                "properties": {"name": {"const": tool.function.name}, arguments_key: {"$ref": name}},
                 "required": ["name", arguments_key],
                 "additionalProperties": False,
             }
@@ -104,23 +101,6 @@ def calls_schema(tools: list[Tool], single: bool, arguments_key: str) -> str:
     call: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     schema = call if single else {"type": "array", "minItems": 1, "items": call}
     return json.dumps(schema | {"$defs": definitions}, ensure_ascii=False)
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """The schema with its references to itself rewritten for its new place within a larger one."""
-    if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[key] = place + value[1:]
-        elif key in _MAPS and isinstance(value, dict):
-            moved[key] = {name: _moved(part, place) for name, part in value.items()}
-        else:
-            moved[key] = value if key in _DATA else _moved(value, place)
-    return moved
 
 
 # ---- the parser

@@ -28,8 +28,6 @@ _MISSED: dict[DeadlineName, str] = {
     "first_token_timeout": "there was no first token within {:g} s (first_token_timeout)",
     "request_timeout": "the answer was not complete within {:g} s (request_timeout)",
 }
-# What pydantic says of Python's types, in the words of JSON.
-_EXPECTED = {"list_type": "an array", "dict_type": "an object", "model_attributes_type": "an object"}
 
 
 class ContextLengthError(InvalidRequestError):
@@ -93,31 +91,28 @@ def as_api_error(error: Exception, method: str, path: str) -> ApiError:
 
 def _first_fault(error: RequestValidationError) -> InvalidRequestError:
     """The first of the errors that pydantic found in a request, with the field at fault as `param`."""
-    first = error.errors()[0]
-    for each in error.errors():
-        if isinstance(cause := each.get("ctx", {}).get("error"), Exception):
+    causes = [each.get("ctx", {}).get("error") for each in error.errors()]
+    for cause in causes:
+        if isinstance(cause, Exception):
             cause.__traceback__ = None  # its frames refer to the body, and to this list
-    place = first["loc"][1:]  # without "body"
-    if not place and first["type"] != "value_error":
+    first, place = error.errors()[0], error.errors()[0]["loc"][1:]  # without "body"
+    if isinstance(causes[0], InvalidRequestError):
+        return causes[0]
+    if not place:
         return InvalidRequestError("the request body must be a JSON object")
     path = ".".join(map(str, place))
-    cause = first.get("ctx", {}).get("error")
-    match first["type"]:
-        case "value_error" if isinstance(cause, InvalidRequestError):
-            return cause
-        case "value_error":
-            message = f"{path}: {cause}"
-        case "extra_forbidden":
-            message = f"unknown field {path!r}"
-        case "missing":
-            message = f"{path} is required"
-        case "too_short":
-            message = f"{path} must not be empty"
-        case kind if kind in _EXPECTED:
-            message = f"{path}: input should be {_EXPECTED[kind]}"
-        case _:
-            message = f"{path}: {first['msg'][0].lower()}{first['msg'][1:]}"
-    return InvalidRequestError(message, str(place[0]))
+    messages = {
+        "extra_forbidden": f"unknown field {path!r}",
+        "missing": f"{path} is required",
+        "too_short": f"{path} must not be empty",
+        "value_error": f"{path}: {causes[0]}",
+        # What pydantic says of Python's types, in the words of JSON.
+        "list_type": f"{path}: input should be an array",
+        "dict_type": f"{path}: input should be an object",
+        "model_attributes_type": f"{path}: input should be an object",
+    }
+    otherwise = f"{path}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return InvalidRequestError(messages.get(first["type"], otherwise), str(place[0]))
 
 
 @contextmanager
@@ -137,6 +132,11 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 def _server_error(status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> ApiError:
     return ApiError(status, message, kind="server_error", code=code, headers=headers)
+
+
+def unauthorized(message: str, challenge: str) -> ApiError:
+    """challenge: which credentials the client may send."""
+    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": challenge})
 
 
 def unhealthy(reason: str) -> ApiError:

@@ -120,42 +120,44 @@ class RequestGroup:
     async def _run(self, index: int, request: GenerationRequest, text: str | None) -> None:
         record, deadlines, ticket = self._context.record, self._context.deadlines, self._context.ticket
         timer = RequestTimer(self._target.model.metrics, request.params.n)
-        if deadlines.watch_start:
+        if deadlines.queue_s:
             request = msgspec.structs.replace(request, report_start=True)
         waiting = len(request.prompt_token_ids)
-        started = begun = False
-        deadline = deadlines.next(started=False, has_token=False)
-        timeout = asyncio.timeout_at(deadline.when)
+        queue, first_token = deadlines.timeout(deadlines.queue_s), deadlines.timeout(deadlines.first_token_s)
+        whole = deadlines.timeout(deadlines.request_s)
+        item: Exception | None = None
         try:
-            async with timeout, aclosing(self._target.engine.generate(request, text)) as outputs:
+            async with whole, first_token, queue, aclosing(self._target.engine.generate(request, text)) as outputs:
                 async for output in outputs:
                     timer.saw(output)
                     for completion in output.outputs:
                         if completion.finish_reason == "error":
                             raise request_failed(completion.stop_reason)
-                    news = has_begun(output)
-                    if not started or news > begun:
-                        started, begun = True, news
-                        deadline = deadlines.next(started=True, has_token=begun)
-                        timeout.reschedule(deadline.when)
-                        if begun:
-                            ticket.release(tokens=waiting)
-                            waiting = 0
-                            self._note_first(output)
-                    if news:  # else the engine only says that it has started
-                        tokens = sum(len(each.token_ids) for each in output.outputs)
-                        record.completion_tokens += tokens + output.num_discarded_tokens
-                        self._queue.put_nowait((index, output))
+                    queue.reschedule(None)
+                    if not has_begun(output):
+                        continue  # the engine only says that it has started
+                    if waiting:
+                        first_token.reschedule(None)
+                        ticket.release(tokens=waiting)
+                        waiting = 0
+                        self._note_first_token(output)
+                    record.completion_tokens += sum(len(each.token_ids) for each in output.outputs)
+                    record.completion_tokens += output.num_discarded_tokens
+                    self._queue.put_nowait((index, output))
         except Exception as error:
-            missed = isinstance(error, TimeoutError) and timeout.expired()
-            self._queue.put_nowait((index, deadline_missed(deadline.name, deadline.seconds) if missed else error))
-        else:
-            self._queue.put_nowait((index, None))
+            item = error
+            if queue.expired():
+                item = deadline_missed("queue_timeout", deadlines.queue_s)
+            elif first_token.expired():
+                item = deadline_missed("first_token_timeout", deadlines.first_token_s)
+            elif whole.expired():
+                item = deadline_missed("request_timeout", deadlines.request_s)
         finally:
+            self._queue.put_nowait((index, item))
             timer.close()
             ticket.release(request.params.width, waiting)
 
-    def _note_first(self, output: RequestOutput) -> None:
+    def _note_first_token(self, output: RequestOutput) -> None:
         """A prompt has its first token."""
         record = self._context.record
         record.cached_tokens += output.num_cached_tokens

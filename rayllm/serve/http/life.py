@@ -192,22 +192,19 @@ class JsonRequest(Request):
     """A request whose body is read with a limit and a deadline, and parsed more strictly than Python's json does."""
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Raises ApiError 413 as soon as it is known that the body is longer than MAX_BODY_BYTES."""
-        declared = self.headers.get("content-length", "")
-        size = int(declared) if declared.isdigit() else 0
-        if size <= MAX_BODY_BYTES:
-            size = 0
-            async for chunk in super().stream():
-                size += len(chunk)
-                if size > MAX_BODY_BYTES:
-                    break
-                yield chunk
-        if size > MAX_BODY_BYTES:
-            raise body_too_large(MAX_BODY_BYTES)
+        """Raises ApiError 413."""
+        size = 0
+        async for chunk in super().stream():
+            size += len(chunk)
+            if size > MAX_BODY_BYTES:
+                raise body_too_large(MAX_BODY_BYTES)
+            yield chunk
 
     async def body(self) -> bytes:
-        """Raises ApiError 413, 408 or 499."""
-        context = context_of(self)
+        """Raises ApiError 413 as soon as it is known that the body is longer than MAX_BODY_BYTES, 408 and 499."""
+        context, declared = context_of(self), self.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
+            raise body_too_large(MAX_BODY_BYTES)
         try:
             async with asyncio.timeout(context.deadlines.body_s):
                 return await super().body()

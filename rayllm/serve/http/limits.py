@@ -14,12 +14,11 @@ together may exceed a limit by what they let in within that second, at most N ti
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
 
 import msgspec
 
 from rayllm.config.options import ModelServerConfig, ServerConfig
-from rayllm.serve.http.errors import DeadlineName, queue_full
+from rayllm.serve.http.errors import queue_full
 
 BODY_TIMEOUT_S = 60.0  # to receive a request's body: who sends it slowly must not hold a place for ever
 
@@ -107,38 +106,16 @@ class Ticket:
         self.release(self._completions, self._tokens)
 
 
-class Deadline(NamedTuple):
-    """One deadline of a prompt."""
-
-    name: DeadlineName
-    seconds: float  # since the request's arrival
-    when: float | None  # in the event loop's time; None for never
-
-
 class Deadlines:
-    """One HTTP request's deadlines. Made on arrival, in an event loop."""
+    """One HTTP request's deadlines, counted from its arrival. Made then, in an event loop."""
 
     def __init__(self, server: ServerConfig):
         self._arrival = asyncio.get_running_loop().time()
-        self._server = server
+        self.queue_s = server.queue_timeout
+        self.first_token_s = server.first_token_timeout
+        self.request_s = server.request_timeout
+        self.body_s = min(BODY_TIMEOUT_S, server.request_timeout or BODY_TIMEOUT_S)  # counted from when it is read
 
-    @property
-    def body_s(self) -> float:
-        """Seconds to receive the request's body."""
-        return min(BODY_TIMEOUT_S, self._server.request_timeout or BODY_TIMEOUT_S)
-
-    @property
-    def watch_start(self) -> bool:
-        """Whether anyone wants to know when the engine starts the request."""
-        return self._server.queue_timeout > 0
-
-    def next(self, *, started: bool, has_token: bool) -> Deadline:
-        """The deadline that comes next for a prompt."""
-        limits: dict[DeadlineName, float] = {"request_timeout": self._server.request_timeout}
-        if not has_token:
-            limits["first_token_timeout"] = self._server.first_token_timeout
-        if not started:
-            limits["queue_timeout"] = self._server.queue_timeout
-        name = min(limits, key=lambda name: limits[name] or float("inf"))
-        seconds = limits[name]
-        return Deadline(name, seconds, self._arrival + seconds if seconds else None)
+    def timeout(self, seconds: float) -> asyncio.Timeout:
+        """Ends its block so many seconds after the arrival; never for 0."""
+        return asyncio.timeout_at(self._arrival + seconds if seconds else None)

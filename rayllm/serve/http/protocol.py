@@ -147,6 +147,13 @@ class MessageToolCall(Body):
     index: int | None = None  # clients that collect streamed calls send it back
 
 
+# The fields of a message that chat templates know.
+_FOR_TEMPLATE: Any = {
+    **dict.fromkeys(("role", "content", "name", "tool_call_id", "reasoning_content"), True),
+    "tool_calls": {"__all__": {"id": True, "type": True, "function": {"name", "arguments"}}},
+}
+
+
 class Message(Body):
     """One turn of a chat."""
 
@@ -174,20 +181,8 @@ class Message(Body):
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates know it: "developer" is OpenAI's newer name for "system"."""
-        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        if self.tool_calls:
-            turn["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": call.type,
-                    "function": {"name": call.function.name, "arguments": call.function.arguments},
-                }
-                for call in self.tool_calls
-            ]
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if getattr(self, name) is not None:
-                turn[name] = getattr(self, name)
-        return turn
+        turn = self.model_dump(include=_FOR_TEMPLATE) | {"role": "system" if self.role == "developer" else self.role}
+        return {name: value for name, value in turn.items() if value or name == "content"}
 
 
 class Function(Body):

@@ -250,22 +250,21 @@ class ChatReply(Reply):
 
     def _choice(self, index: int, completion: CompletionOutput) -> Json:
         events, reason = self._parse(index, completion)
-        arguments: dict[int, str] = {}
+        message: Json = {"role": "assistant", "content": ""}
+        calls: list[Json] = []
         for event in events:
-            if isinstance(event, CallArguments):
-                arguments[event.index] = event.text
-        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
-        message: Json = {
-            "role": "assistant",
-            "content": "".join(event.text for event in events if isinstance(event, Text)),
-        }
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if self._parsers[index].num_calls:
+            match event:
+                case Text():
+                    message["content"] += event.text
+                case Reasoning():
+                    message["reasoning_content"] = event.text
+                case CallStart():
+                    calls.append(_call(event, ""))
+                case CallArguments():
+                    calls[event.index]["function"]["arguments"] = event.text
+        if calls:
             message["content"] = message["content"] or None
-            message["tool_calls"] = [
-                _call(event, arguments.get(event.index, "")) for event in events if isinstance(event, CallStart)
-            ]
+            message["tool_calls"] = calls
         return {"index": index, "message": message, "logprobs": self._logprobs(completion), "finish_reason": reason}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
