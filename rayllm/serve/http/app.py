@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Security
+from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
@@ -52,16 +52,23 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 _EVENTS = {"description": "The answer, or with stream: true its parts as events.", "content": {"text/event-stream": {}}}
 
-questions = APIRouter(responses=_RESPONSES)
-tokens = APIRouter(responses=_RESPONSES, route_class=JsonRoute)
+
+class _KeyedContext(HTTPBearer):
+    """The dependency that gives a route its request's context. In the document it stands for the API key.
+
+    The key itself was checked by `RequestLife` before.
+    """
+
+    async def __call__(self, request: Request) -> RequestContext:  # type: ignore[override]
+        return context_of(request)
+
+
+_KEYED = Security(_KeyedContext(scheme_name="key"))
+Context = Annotated[RequestContext, _KEYED]
+
 generations = APIRouter(responses=_RESPONSES | {200: _EVENTS}, route_class=GenerationRoute)
-
-
-async def _context(request: Request) -> RequestContext:
-    return context_of(request)
-
-
-Context = Annotated[RequestContext, Depends(_context)]
+tokens = APIRouter(responses=_RESPONSES, route_class=JsonRoute)
+questions = APIRouter(responses=_RESPONSES, dependencies=[_KEYED])
 
 
 def create_app(
@@ -83,10 +90,9 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        dependencies=[Security(HTTPBearer(scheme_name="key", auto_error=False))],  # says so; `Guard` checks it
         telemetry=NO_TELEMETRY if tracer is None else tracer.telemetry,
     )
-    for router in (questions, tokens, generations):
+    for router in (generations, tokens, questions):  # those asked most often first
         app.include_router(router)
     app.add_exception_handler(HTTPException, answer_error)
     app.add_exception_handler(RequestValidationError, answer_error)
