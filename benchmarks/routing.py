@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from rayllm.api.types import Load
 from rayllm.core.prefix_cache import PrefixCache
 from rayllm.serve.cluster.router import Router, prefix_hashes
-from rayllm.serve.http.limits import Load
 
 BLOCK = 16
 

@@ -225,6 +225,11 @@ class RequestOutput(msgspec.Struct):
     # Tokens of samples that were made and not chosen, for best_of.
     num_discarded_tokens: int = 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether this says that the prompt is done, with a first token or, if the best are still to be found, not."""
+        return self.times is not None or any(each.token_ids or each.finish_reason for each in self.outputs)
+
 
 # ---------------------------------------------------------------------------------------------------- figures
 

@@ -6,17 +6,14 @@ import random
 
 import pytest
 import torch
-from support.model_factory import PagedRunner, make_model
+from support.model_factory import PagedRunner, load, make_model
 
 from rayllm import LLM, SamplingParams
-from rayllm.config.model_spec import load_model_spec
 from rayllm.config.options import EngineConfig, make_config
 from rayllm.errors import ConfigError
 from rayllm.layers.attention import KVCache
 from rayllm.layers.attention_deterministic import attend_deterministic
 from rayllm.layers.batch import ForwardBatch
-from rayllm.models.loader import load_model
-from rayllm.parallel.tp_group import TPGroup
 
 NUM_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
@@ -42,7 +39,7 @@ def engine(folder: str, **options: object) -> LLM:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "opt_post"])
-def test_results_do_not_depend_on_the_batch(tmp_path, kind, no_forecast):
+def test_results_do_not_depend_on_the_batch(tmp_path, kind):
     folder = make_model(tmp_path, kind)
     mine, others = prompts(3, seed=1), prompts(10, seed=2)
     with engine(folder) as llm:
@@ -63,8 +60,7 @@ def test_results_do_not_depend_on_the_batch(tmp_path, kind, no_forecast):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_tied", "mistral", "opt", "bloom"])
 def test_logits_do_not_depend_on_chunks(tmp_path, kind, dtype):
     folder = make_model(tmp_path, kind)
-    config = EngineConfig(model=folder, deterministic=True)
-    model = load_model(load_model_spec(folder), config, TPGroup.single(), torch.device("cpu"), dtype)
+    model = load(folder, dtype=str(dtype).removeprefix("torch."), deterministic=True)
     text, other = list(range(3, 180, 3)), prompts(1, seed=5)[0]
     whole = PagedRunner(model, dtype=dtype).step([("a", text)])[0]
     runner = PagedRunner(model, dtype=dtype)
@@ -77,11 +73,7 @@ def test_logits_do_not_depend_on_chunks(tmp_path, kind, dtype):
 
 
 def test_captured_steps_with_decodes_of_their_own_are_refused(tmp_path):
-    model_config = EngineConfig(model=make_model(tmp_path, "llama"), deterministic=True)
-    model = load_model(
-        load_model_spec(model_config.model), model_config, TPGroup.single(), torch.device("cpu"), torch.float32
-    )
-    runner = PagedRunner(model)
+    runner = PagedRunner(load(make_model(tmp_path, "llama"), deterministic=True))
     batch = runner.batch([("a", [1])], num_decodes=1, padding=0)
     captured = ForwardBatch(**{name: getattr(batch, name) for name in batch.__slots__} | {"prefill_row": 0})
     q = torch.zeros(1, 8, 16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.engine import WORD, FakeExecutor, HeldGrammars, engine_request, fake_config, fake_core, run_all
+from support.engine import FakeExecutor, HeldGrammars, bound_request, engine_request, fake_config, fake_core, run_all
 from support.fakes import FakeConstraint, expected_output
 
 from rayllm.api.sampling_params import StructuredOutputs
@@ -82,7 +82,7 @@ def test_what_cannot_be_served_is_refused_at_once():
         (engine_request("r"), "request_id", "'r' is in use"),
         (engine_request("x", prompt=[50]), "prompt", "token id 50"),
         (engine_request("x", prompt=[1] * 3000), "prompt", "3000 tokens"),
-        (engine_request("x", structured_outputs=WORD), "structured_outputs", "needs a tokenizer"),
+        (bound_request("x"), "structured_outputs", "needs a tokenizer"),
     ]:
         with pytest.raises(InvalidRequestError, match=message) as caught:
             core.add(request)
@@ -105,7 +105,7 @@ def test_a_request_waits_for_its_grammar_and_then_follows_it():
     grammars, calls = HeldGrammars(), []
     core, _ = fake_core(grammars)
     core.on_compiled = lambda: calls.append("compiled")
-    bound = engine_request("bound", 9, ignore_eos=False, structured_outputs=WORD)
+    bound = bound_request("bound", 9)
     core.add(bound)
     assert core.is_compiling and not core.has_work()
     core.add(engine_request("free"))
@@ -121,9 +121,9 @@ def test_a_request_waits_for_its_grammar_and_then_follows_it():
 def test_grammars_are_compiled_gently_beside_other_work():
     grammars = HeldGrammars()
     core, _ = fake_core(grammars)
-    core.add(engine_request("a", structured_outputs=WORD))
+    core.add(bound_request("a"))
     core.add(engine_request("free"))
-    core.add(engine_request("b", structured_outputs=WORD))
+    core.add(bound_request("b"))
     assert grammars.gently == [False, True]
 
 
@@ -135,7 +135,7 @@ def test_a_grammar_that_is_known_already_delays_nothing():
             return self.compiling[-1]
 
     core, _ = fake_core(Known())
-    bound = engine_request("bound", 9, ignore_eos=False, structured_outputs=WORD)
+    bound = bound_request("bound", 9)
     core.add(bound)
     assert core.has_work()
     assert tokens_of(run_all(core), "bound") == expected(bound, FakeConstraint())
@@ -148,7 +148,7 @@ def test_refusals_come_before_all_else_of_a_step():
     executor.max_in_flight = 1
     core.add(engine_request("free", 3))
     for name in ("a", "b", "c"):
-        core.add(engine_request(name, n=2, temperature=1.0, structured_outputs=WORD))
+        core.add(bound_request(name, n=2, temperature=1.0))
     core.step()
     error = InvalidRequestError("structured_outputs: unclosed group", "structured_outputs")
     bug = KeyError("a bug")
@@ -171,8 +171,8 @@ def test_a_refusal_names_what_is_refused():
 def test_an_id_is_in_use_while_its_grammar_is_compiled():
     grammars = HeldGrammars()
     core, _ = fake_core(grammars)
-    core.add(engine_request("r", structured_outputs=WORD))
-    for request in (engine_request("r"), engine_request("r", structured_outputs=WORD)):
+    core.add(bound_request("r"))
+    for request in (engine_request("r"), bound_request("r")):
         with pytest.raises(InvalidRequestError, match="in use"):
             core.add(request)
     assert len(grammars.compiling) == 1
@@ -181,10 +181,10 @@ def test_an_id_is_in_use_while_its_grammar_is_compiled():
 def test_a_request_that_is_aborted_while_its_grammar_is_compiled():
     grammars = HeldGrammars()
     core, _ = fake_core(grammars)
-    core.add(engine_request("r", 3, structured_outputs=WORD))
+    core.add(bound_request("r", 3))
     core.abort(["r"])
     assert not core.is_compiling
-    later = engine_request("r", 4, seed=9, ignore_eos=False, structured_outputs=StructuredOutputs(regex="[0-9]+"))
+    later = bound_request("r", 4, seed=9, structured_outputs=StructuredOutputs(regex="[0-9]+"))
     core.add(later)  # another request of the same id
     grammars.release(0)
     assert run_all(core) == [] and core.is_compiling, "the first one's grammar is nobody's"
@@ -218,7 +218,8 @@ def test_a_sliding_window_needs_no_blocks_for_what_it_has_passed():
 def test_swap_needs_room_on_the_host():
     with pytest.raises(ConfigError, match="swap_space 1e-09 GiB is less than a block"):
         fake_core(preemption_mode="swap", swap_space=1e-9)
-    fake_core(preemption_mode="swap", swap_space=1e-9, blocks=KVBlocks(64, 1))
+    core, _ = fake_core(preemption_mode="swap", swap_space=1e-9, blocks=KVBlocks(64, 1))
+    assert core.stats().num_total_cpu_blocks == 1
 
 
 # ---- building

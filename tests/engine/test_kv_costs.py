@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rayllm import LLM, SamplingParams
-from rayllm.api.types import KVCosts, slowest
+from rayllm.api.types import KVCosts, RankReady, StartReport
 from rayllm.config.options import EngineConfig, make_config
 from rayllm.errors import ConfigError
 
@@ -24,19 +24,21 @@ def test_nothing_to_move_costs_nothing():
 
 
 def test_ranks_wait_for_the_slowest():
-    assert slowest([]) is None
-    assert slowest([KVCosts(1.0, 5.0, 1.0, 1.0), KVCosts(2.0, 1.0, 1.0, 3.0)]) == KVCosts(2.0, 5.0, 1.0, 3.0)
+    assert StartReport().kv_costs() is None
+    assert StartReport(ready=[RankReady(), RankReady()]).kv_costs() is None
+    ranks = [RankReady(kv_costs=KVCosts(1.0, 5.0, 1.0, 1.0)), RankReady(kv_costs=KVCosts(2.0, 1.0, 1.0, 3.0))]
+    assert StartReport(ready=ranks).kv_costs() == KVCosts(2.0, 5.0, 1.0, 3.0)
 
 
 def test_costs_are_measured_where_there_is_something_to_decide():
     with make_llm(swap_space=0.05) as llm:
-        (costs,) = llm._engine().info.start.kv_costs
+        costs = llm._engine().info.start.kv_costs()
         assert min(costs.recompute_token, costs.swap_out_block, costs.swap_in_block) > 0
         assert costs.transfer >= 0
         assert llm.stats().num_total_cpu_blocks > 16
     for options in ({}, {"swap_space": 0.05, "preemption_mode": "recompute", "enable_prefix_caching": False}):
         with make_llm(**options) as llm:
-            assert llm._engine().info.start.kv_costs == []
+            assert llm._engine().info.start.kv_costs() is None
             assert llm.stats().num_total_cpu_blocks == 0
             output = llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0]
             assert output.num_preemptions == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from concurrent.futures import Future
 
 import jsonschema
 import pytest
@@ -31,7 +32,7 @@ def llm():
         assert engine.stats().num_used_blocks == 0
 
 
-def params(structure: StructuredOutputs | None, seed: int = 0, **options) -> SamplingParams:
+def params(structure: StructuredOutputs | None, seed: int | None = 0, **options) -> SamplingParams:
     settings = {"temperature": 1.0, "max_tokens": 60, "seed": seed, **options}
     return SamplingParams(structured_outputs=structure, **settings)
 
@@ -110,7 +111,7 @@ def test_n_completions_each_follow_the_grammar_and_differ(llm):
     assert run(llm, [params(REGEX, 5)])[0].outputs[0].text == texts[0]
 
 
-def test_preempted_sequences_go_on_where_they_were(llm, no_forecast):
+def test_preempted_sequences_go_on_where_they_were(llm):
     long = StructuredOutputs(regex="([a-z]{2,4} ){40}end")
     wanted = [params(long, i, max_tokens=110, n=1 + 2 * (i == 3)) for i in range(5)]
     wanted += [params(None, i, max_tokens=110, ignore_eos=True) for i in range(3)]
@@ -158,6 +159,30 @@ def test_a_bad_grammar_stops_the_call_before_anything_runs(llm):
     assert caught.value.param == "structured_outputs"
     assert llm.stats().num_steps == steps
     assert run(llm, [params(SHORT, max_tokens=2)])[0].finished
+
+
+def test_results_do_not_depend_on_which_grammar_is_ready_first():
+    """Of requests without a seed of their own, in an engine that has one."""
+
+    def results(order: tuple[int, ...]) -> list[str]:
+        """Of three requests whose grammars become ready in this order."""
+        with LLM(device="cpu", max_num_seqs=4, seed=3) as engine:
+            compiler = engine._engine()._grammars
+            compile_now, asked = compiler.compile, []
+
+            def compile_in_order(structure: StructuredOutputs, gently: bool = False) -> Future:
+                asked.append((structure, Future()))
+                if len(asked) == len(order):
+                    for index in order:
+                        wanted, future = asked[index]
+                        future.set_result(compile_now(wanted).result())
+                return asked[-1][1]
+
+            compiler.compile = compile_in_order
+            structures = [StructuredOutputs(regex=f"[a-z]{{{size}}}") for size in (9, 8, 7)]
+            return [output.outputs[0].text for output in run(engine, [params(each, None) for each in structures])]
+
+    assert results((0, 1, 2)) == results((1, 0, 2))
 
 
 def test_without_a_tokenizer():

@@ -3,6 +3,7 @@
 import asyncio
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from rayllm.api.float32 import float32_bytes, float32_values
 from rayllm.api.types import CompletionOutput, EngineInfo, EngineStats, Logprob, RequestOutput, RequestTimes
@@ -39,7 +40,7 @@ class CharTokenizer:
     def chat_template_variables(self, with_tools=False):
         return frozenset()
 
-    def apply_chat_template(self, messages, add_generation_prompt=True):
+    def apply_chat_template(self, messages, add_generation_prompt=True, **options):
         return "".join(m["content"] for m in messages)
 
 
@@ -107,6 +108,7 @@ class FakeState:
         self.name = name
         self.server = server or ServerConfig()
         self.metrics = FrontMetrics()
+        self.peers = []  # snapshots of other servers'
         self.admission = Admission(self.server, max_running=4)
         self.fake = FakeEngine()
         self.reason = None
@@ -129,8 +131,8 @@ class FakeState:
     async def unhealthy_reason(self):
         return self.reason
 
-    async def all_metrics(self):
-        return self.metrics
+    def peer_metrics(self):
+        return self.peers
 
     async def stats(self):
         return {} if self.dead else {"0": await self.fake.stats()}
@@ -162,6 +164,22 @@ class Api:
 
     def chat(self, **fields):
         return self.post("/v1/chat/completions", json=CHAT | fields)
+
+
+def counted(metrics, name):
+    """Label value -> count, of a counter of FrontMetrics with one label; those without a count are left out."""
+    return {label: value for label, value in figures(metrics, f"{name}_total").items() if value}
+
+
+def figures(metrics, name):
+    """The samples of this name: the value of their one label, or None without any -> the sample's value."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.snapshot().decode()):
+        for sample in family.samples:
+            if sample.name == f"rayllm:{name}":
+                found[next(iter(sample.labels.values()), None)] = sample.value
+    assert found, name
+    return found
 
 
 def error_of(response, status):

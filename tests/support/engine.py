@@ -1,4 +1,4 @@
-"""An `EngineCore` without a model: an executor that checks every KV read, and grammars that are ready when a test says so."""
+"""An `EngineCore` without a model: an executor that checks every KV read, and grammars that are ready on demand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from support.fakes import EOS, VOCAB, FakeConstraint, FakeWorker
 
 from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
-from rayllm.api.types import GenerationRequest, KVBlocks, StepPlan, TokenDelta
+from rayllm.api.types import GenerationRequest, KVBlocks, KVCosts, RankReady, StepPlan, TokenDelta
 from rayllm.config.options import EngineConfig
 from rayllm.config.resolved import ResolvedConfig, resolve
 from rayllm.engine.engine import EngineCore
@@ -41,6 +41,8 @@ class FakeExecutor(Executor):
         if self._error is not None:
             raise self._error
         options, window = self._config.options, self._config.spec.kv_window
+        if self._blocks.cpu:
+            self.report.ready.append(RankReady(kv_costs=KVCosts(1.0, 1e-3, 1e-3)))
         self._worker = FakeWorker(self._blocks.gpu, options.block_size, options.max_num_seqs, self._blocks.cpu, window)
         return self._blocks
 
@@ -91,10 +93,17 @@ def fake_core(
     return EngineCore(config, executor, executor.start(), grammars), executor
 
 
-def engine_request(request_id: str, max_tokens: int = 8, *, prompt: list[int] | None = None, **params: object):
+def engine_request(
+    request_id: str, max_tokens: int = 8, *, prompt: list[int] | None = None, **params: object
+) -> GenerationRequest:
     """A request with a seed, so that `fakes.expected_output` knows what comes of it."""
     settings = SamplingParams(**{"max_tokens": max_tokens, "seed": 1, "ignore_eos": True} | params)
     return GenerationRequest(request_id=request_id, prompt_token_ids=prompt or [1, 2, 3], params=settings)
+
+
+def bound_request(request_id: str, max_tokens: int = 8, **params: object) -> GenerationRequest:
+    """One with a grammar."""
+    return engine_request(request_id, max_tokens, **{"ignore_eos": False, "structured_outputs": WORD} | params)
 
 
 def run_all(core: EngineCore) -> list[TokenDelta]:

@@ -9,7 +9,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from rayllm.api.types import EngineInfo, EngineStats, TokenDelta
 from rayllm.serve.cluster.replica import Endpoint, ReplicaReport
-from rayllm.serve.http.metrics import ModelFigures, render_models
+from rayllm.serve.http.metrics import ModelFigures, render
 
 INFO = EngineInfo(model="m", max_model_len=64, vocab_size=100, num_kv_tokens=640, eos_token_ids=[0])
 
@@ -108,4 +108,5 @@ async def until(condition):
 
 def render_metrics(model_name, stats, front):
     """The Prometheus text of one model with one engine, or none (stats is None)."""
-    return render_models([ModelFigures(model_name, {} if stats is None else {"0": stats}, front, stats is not None)])
+    engines = {} if stats is None else {"0": stats}
+    return render([ModelFigures(model_name, engines, front, [], len(engines))])

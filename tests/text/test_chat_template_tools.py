@@ -1,7 +1,5 @@
 """Templates with tools, as transformers renders them, from OpenAI's messages."""
 
-import json
-
 import pytest
 import tokenizers
 from support.chat_templates import HERMES, LLAMA3, PLAIN, THINKER
@@ -10,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rayllm.config.options import ServerConfig
 from rayllm.serve.http.chat_format import ChatFormat, chat_format
-from rayllm.serve.http.protocol import ChatBody, parse_body
+from rayllm.serve.http.protocol import ChatBody
 from rayllm.text.tokenizer import Tokenizer
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -59,7 +57,7 @@ AS_TEMPLATES_HAVE_IT = [
 
 
 def parse(**fields):
-    return parse_body(ChatBody, json.dumps({"messages": CHAT} | fields).encode())
+    return ChatBody.model_validate({"messages": CHAT} | fields)
 
 
 def tokenizer(source, **more):
@@ -121,7 +119,6 @@ def test_options_come_before_the_guess():
     assert chat_format(none, tokenizer(HERMES)) == ChatFormat(None, False)
     some = ServerConfig(tool_call_parser="llama3", reasoning_parser="think")
     assert chat_format(some, tokenizer(PLAIN)) == ChatFormat("llama3", True)
-    assert chat_format(some, None) == ChatFormat(None, False)
     assert chat_format(ServerConfig(), tokenizer(PLAIN, tool_use=HERMES)) == ChatFormat("hermes", False)
     assert chat_format(ServerConfig(), Tokenizer(tokenizers.Tokenizer(models.BPE()))) == ChatFormat(None, False)
 

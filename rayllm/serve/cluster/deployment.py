@@ -98,7 +98,7 @@ class Deployment:
         if self._owned or has_ingress:
             self._server = with_port(self._server)
         server = self._server
-        tls = {}
+        tls: dict[str, Any] = {}
         if server.ssl_certfile is not None and not has_ingress:
             tls = {"ssl_certfile": server.ssl_certfile, "ssl_keyfile": server.ssl_keyfile or server.ssl_certfile}
         serve.start(
@@ -111,8 +111,8 @@ class Deployment:
             self._ingress = Ingress(server, _max_requests(self._models))
             self._ingress.start()
         elif (others := serve_http_options()) is not None:  # a Serve that ran before keeps its own address
-            host, port = others.host, others.port
-        if host in (None, "0.0.0.0", "::", ""):
+            host, port = others.host or "", others.port
+        if host in ("0.0.0.0", "::", ""):
             host = "127.0.0.1"
         name = f"[{host}]" if ":" in host else host
         return f"http{'' if server.ssl_certfile is None else 's'}://{name}:{port}"

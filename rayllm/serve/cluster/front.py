@@ -24,7 +24,6 @@ from rayllm.engine.client import EngineClient
 from rayllm.errors import EngineDeadError
 from rayllm.serve.cluster.directory import EngineMember
 from rayllm.serve.cluster.router import Router, prefix_hashes
-from rayllm.serve.http.fanout import has_begun
 from rayllm.serve.http.limits import Admission
 from rayllm.serve.http.metrics import FrontMetrics
 from rayllm.text.tokenizer import Tokenizer
@@ -180,7 +179,7 @@ class ModelFront:
         try:
             async with aclosing(replica.client.generate(request, prompt_text)) as outputs:
                 async for output in outputs:
-                    if waiting and has_begun(output):
+                    if waiting and output.has_begun:
                         replica.load += Load(0, -waiting)
                         waiting = 0
                     ended = sum(each.finish_reason is not None for each in output.outputs)

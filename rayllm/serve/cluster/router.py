@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rayllm.serve.http.limits import Load
+from rayllm.api.types import Load
 
 ROUTING_BLOCK = 32  # tokens; coarser than the engine's blocks, so that a long prompt costs few hashes
 MAX_INDEX_BLOCKS = 2**18  # a replica; 8 million tokens

@@ -13,7 +13,7 @@ import msgspec
 
 from rayllm.config.options import ServerConfig
 from rayllm.errors import ConfigError
-from rayllm.serve.http.errors import ApiError
+from rayllm.serve.http.errors import unauthorized
 
 KEY_VARIABLES = ("RAYLLM_API_KEYS", "RAYLLM_API_KEY")
 MAX_KEYS = 1024  # every request is compared with each of them
@@ -86,10 +86,10 @@ class Guard:
         elif scheme.lower() == "basic" and by_password:
             key = _password(credentials)
         if not key:
-            raise _unauthorized("no API key: send it as `Authorization: Bearer <key>`", challenge)
+            raise unauthorized("no API key: send it as `Authorization: Bearer <key>`", challenge)
         name = self._name_of(hashlib.sha256(key.encode(errors="surrogateescape")).digest())
         if name is None:
-            raise _unauthorized("the API key is not valid", challenge)
+            raise unauthorized("the API key is not valid", challenge)
         return name
 
     def _name_of(self, digest: bytes) -> str | None:
@@ -106,8 +106,3 @@ def _password(credentials: str) -> str:
         return base64.b64decode(credentials.strip(), validate=True).decode().partition(":")[2]
     except (binascii.Error, UnicodeDecodeError):
         return ""
-
-
-def _unauthorized(message: str, challenge: str) -> ApiError:
-    headers = {"www-authenticate": challenge}
-    return ApiError(401, message, code="invalid_api_key", headers=headers)

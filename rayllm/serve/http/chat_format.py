@@ -1,97 +1,460 @@
-"""How a model writes reasoning and tool calls, per server and per reply, and the parser of one chat completion."""
+"""What a chat model writes: reasoning, text and tool calls.
+
+    hermes   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number, anywhere in the text (Qwen, Hermes)
+    llama3   {"name": "f", "parameters": {...}} at the start of the text or of a line, or after <|python_tag|>
+    json     the whole text is one such object or an array of them, as `tool_choice` "required" or a named tool enforces
+
+Reasoning is `<think>reasoning</think>` at the start of the text. `chat_format` is what a model may write, and
+`ChatParser` finds it while the text is generated, in whatever pieces that comes.
+
+A call counts from the moment its name is that of an offered tool and its arguments begin; up to there, whatever does
+not fit is text. Arguments are passed on as the model writes them, so if it breaks off or writes bad JSON in them, the
+call has just that as its arguments. White space around calls and around the tags of reasoning is dropped.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+import itertools
+import json
+import re
+import uuid
+from collections.abc import Callable, Generator
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from rayllm.config.options import ServerConfig
-from rayllm.serve.http import reasoning
-from rayllm.serve.http.tool_calls import TAGS, Event, ToolFormat, tool_call_parser
+from rayllm.serve.http.protocol import Tool
+from rayllm.text.tokenizer import Tokenizer
 
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
 
-class HasChatTemplate(Protocol):
-    """What is used of the tokenizer here."""
+T = TypeVar("T")
+Reading = Generator[None, None, T]  # a step of the parser: it yields when it needs more text, and returns a T
 
-    def chat_template_source(self, with_tools: bool = False) -> str: ...
+SPACE = re.compile(r"[ \t\r\n]+")  # JSON's white space
+_ANYTHING = re.compile(r".+", re.DOTALL)
+_CHAR = re.compile(r".", re.DOTALL)
+_WORD = re.compile(r"[^< \t\r\n]+")
+_WITHIN_A_LINE = re.compile(r"[^<\n]+")
+_SEPARATORS = re.compile(r"[ \t\r\n;,]+")
+_IN_STRING = re.compile(r'[^"\\]+')
+_BETWEEN_BRACKETS = re.compile(r'[^][{}"<]+')
+_SCALAR = re.compile(r"[\w.+-]+")
 
 
 class ChatFormat(msgspec.Struct, frozen=True):
-    """What this server's model writes. tools: the form of its calls, None if unknown. thinks: it may use <think>."""
+    """What a text is made of: all that a model writes, or what to look for in one reply."""
 
-    tools: Literal["hermes", "llama3"] | None = None
-    thinks: bool = False
+    tools: Literal["hermes", "llama3", "json"] | None = None  # the form of calls; None if there are none, or not known
+    thinks: bool = False  # whether the text may begin with reasoning
+    inside: bool = False  # whether it does in any case, because the prompt opened the tag
+    tool_names: frozenset[str] = frozenset()  # the tools that may be called
+    single_call: bool = False  # whether what follows the first call is left out
+
+    @property
+    def tags(self) -> set[str]:
+        """The tags that must be in the text to be found."""
+        call_tags = {CALL_OPEN, CALL_CLOSE} if self.tools == "hermes" else set()
+        return call_tags | {THINK_OPEN, THINK_CLOSE} if self.thinks else call_tags
 
 
-def chat_format(server: ServerConfig, tokenizer: HasChatTemplate | None) -> ChatFormat:
-    """The format of a model: what the options say, and for "auto" what its chat template shows."""
-    if tokenizer is None:
-        return ChatFormat()
-    with_tools, plain = tokenizer.chat_template_source(with_tools=True), tokenizer.chat_template_source()
+def chat_format(server: ServerConfig, tokenizer: Tokenizer) -> ChatFormat:
+    """What a model writes: what the options say, and for "auto" what its chat template shows."""
     tools, thinks = server.tool_call_parser, server.reasoning_parser
-    guessed = _guess_tools(with_tools)
+    guessed = _guess_tools(tokenizer.chat_template_source(with_tools=True))
     return ChatFormat(
         tools=guessed if tools == "auto" else None if tools == "none" else tools,
-        thinks=reasoning.CLOSE in plain if thinks == "auto" else thinks == "think",
+        thinks=THINK_CLOSE in tokenizer.chat_template_source() if thinks == "auto" else thinks == "think",
     )
 
 
 def _guess_tools(template: str) -> Literal["hermes", "llama3"] | None:
-    if "<tool_call>" in template:
-        return None if "<function=" in template else "hermes"  # some write XML between the same tags
-    if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
+    if CALL_OPEN in template:
+        return None if "<function=" in template else "hermes"  # some models write XML between the same tags
+    if PYTHON_TAG in template or ("<|start_header_id|>" in template and '"parameters"' in template):
         return "llama3"
     return None
 
 
-class ReplyFormat(msgspec.Struct, frozen=True):
-    """What to look for in one reply.
+def calls_schema(tools: list[Tool], single: bool, arguments_key: str) -> str:
+    """The JSON schema, as text, of one call (single) or of an array of at least one, each of one of `tools`.
 
-    tools: form of the calls, None to look for none. tool_names: the offered tools. single_call: at most one call.
-    thinks: the text may begin with reasoning; inside: it does, because the prompt opened the tag.
+    arguments_key: "arguments" or "parameters", whichever the model is used to.
     """
-
-    tools: ToolFormat | None = None
-    tool_names: frozenset[str] = frozenset()
-    single_call: bool = False
-    thinks: bool = False
-    inside: bool = False
-
-    @property
-    def tags(self) -> frozenset[str]:
-        """The tags that must be in the text to be found."""
-        tags = [*TAGS] if self.tools == "hermes" else []
-        return frozenset([*tags, reasoning.OPEN, reasoning.CLOSE] if self.thinks else tags)
-
-
-class ParsedText(msgspec.Struct):
-    """What a piece of a completion's text turned out to be: reasoning, then text and tool calls in order."""
-
-    reasoning: str
-    events: list[Event]
+    calls = []
+    definitions = {}
+    for index, tool in enumerate(tools):
+        name = f"tool_{index}"
+        # With an id of its own, the references of a tool's schema go on meaning places in that schema.
+        definitions[name] = {**(tool.function.parameters or {"type": "object"}), "$id": name}
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.function.name}, arguments_key: {"$ref": name}},
+                "required": ["name", arguments_key],
+                "additionalProperties": False,
+            }
+        )
+    call: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    schema = call if single else {"type": "array", "minItems": 1, "items": call}
+    return json.dumps(schema | {"$defs": definitions}, ensure_ascii=False)
 
 
-class ChatTextParser:
-    """Parses the text of one chat completion, piece by piece."""
+# ---- the parser
 
-    def __init__(self, form: ReplyFormat):
-        self._splitter = reasoning.ReasoningSplitter(form.inside) if form.thinks else None
-        self._tools = form.tools and tool_call_parser(form.tools, form.tool_names, form.single_call)
 
-    @property
-    def has_calls(self) -> bool:
-        return bool(self._tools and self._tools.num_calls)
+class Text(msgspec.Struct, frozen=True):
+    """The next piece of the answer's text."""
 
-    def feed(self, text: str, finished: bool) -> ParsedText:
-        """Take the next piece; with `finished` it is the last one, and nothing is held back any more."""
-        thought = ""
-        if self._splitter is not None:
-            thought, text = self._splitter.feed(text)
-            if finished:
-                more, rest = self._splitter.finish()
-                thought, text = thought + more, text + rest
-        if self._tools is None:
-            return ParsedText(thought, [text] if text else [])
-        events = self._tools.feed(text)
-        return ParsedText(thought, events + self._tools.finish() if finished else events)
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """The next piece of the reasoning before the answer."""
+
+    text: str
+
+
+class CallStart(msgspec.Struct, frozen=True):
+    """A tool call begins."""
+
+    index: int  # 0, 1, ... within its message
+    call_id: str
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """The next piece of the JSON text of a call's arguments."""
+
+    text: str
+    index: int  # of the call
+
+
+Event = Text | Reasoning | CallStart | CallArguments
+
+
+class TextSource:
+    """Text that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        # What was taken since this was last cleared, for a parser that has to give it back as text.
+        self.taken: list[str] = []
+
+    def put(self, text: str, *, last: bool) -> None:
+        """Add a piece. last: no more comes."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+        self._ended = last
+
+    def peek(self) -> Reading[str]:
+        """The next character; "" at the end."""
+        while self._at == len(self._text) and not self._ended:
+            yield
+        return self._text[self._at : self._at + 1]
+
+    def at(self, literal: str) -> Reading[bool]:
+        """Whether `literal` comes next. Waits while what is there could still become it."""
+        while True:
+            have = self._text[self._at : self._at + len(literal)]
+            if have == literal:
+                return True
+            if self._ended or not literal.startswith(have):
+                return False
+            yield
+
+    def take(self, literal: str) -> Reading[bool]:
+        """Take `literal` if it comes next."""
+        found = yield from self.at(literal)
+        if found:
+            self.taken.append(literal)
+            self._at += len(literal)
+        return found
+
+    def take_run(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """Take what `pattern` matches of the text at hand, to be called until it gives "": no match, or the end."""
+        yield from self.peek()
+        match = pattern.match(self._text, self._at)
+        if match is None:
+            return ""
+        self.taken.append(match.group())
+        self._at = match.end()
+        return match.group()
+
+    def take_all(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """Take all that `pattern` matches from here, whatever pieces it comes in."""
+        runs: list[str] = []
+        while run := (yield from self.take_run(pattern)):
+            runs.append(run)
+        return "".join(runs)
+
+
+class _Call(msgspec.Struct):
+    """A call that is being read."""
+
+    name: str | None = None
+    index: int | None = None  # None until it has started
+    arguments: list[str] | None = None  # those that came before the name; None if none have come at all
+
+
+class ChatParser:
+    """Parses one completion."""
+
+    def __init__(self, form: ChatFormat):
+        self._form = form
+        self._source = TextSource()
+        self._events: list[Event] = []
+        self.num_calls = 0
+        self.thinking = form.thinks  # whether reasoning may still come
+        self.has_reasoning = False  # whether the text began with it
+        self._reading = self._read()
+        next(self._reading)
+
+    def feed(self, text: str, *, last: bool = False) -> list[Event]:
+        """What a piece of text brings; some is held back while it may be part of a tag or a call.
+
+        last: no more comes.
+        """
+        if not self._form.thinks and self._form.tools is None:
+            return [Text(text)] if text else []
+        self._source.put(text, last=last)
+        next(self._reading, None)
+        events: list[Event] = []
+        for kind, group in itertools.groupby(self._events, key=type):
+            if kind is CallStart:
+                events += group
+            else:
+                pieces: list[Any] = list(group)
+                events.append(msgspec.structs.replace(pieces[0], text="".join(piece.text for piece in pieces)))
+        self._events.clear()
+        return events
+
+    def _emit(self, event: Text | Reasoning | CallArguments) -> None:
+        if event.text:
+            self._events.append(event)
+
+    def _read(self) -> Reading[None]:
+        """All of the text."""
+        space = yield from self._source.take_all(SPACE)
+        if self._form.thinks:
+            space = yield from self._read_reasoning(space)
+        match self._form.tools:
+            case "hermes":
+                yield from self._read_mixture(space, CALL_OPEN, CALL_CLOSE, SPACE, bare=False)
+            case "llama3":
+                yield from self._read_mixture(space, PYTHON_TAG, "", _SEPARATORS, bare=True)
+            case "json":
+                if (yield from self._source.take("[")):
+                    space += "[" + (yield from self._source.take_all(SPACE))
+                yield from self._read_mixture(space, "", "]", _SEPARATORS, bare=True)
+            case None:
+                self._emit(Text(space))
+                while run := (yield from self._source.take_run(_ANYTHING)):
+                    self._emit(Text(run))
+
+    def _read_reasoning(self, space: str) -> Reading[str]:
+        """Read the reasoning, if there is any.
+
+        space: white space that the text begins with. Returns that which the answer begins with.
+        """
+        source = self._source
+        self.has_reasoning = (yield from source.take(THINK_OPEN)) or self._form.inside
+        if self.has_reasoning:
+            yield from source.take_all(SPACE)
+            space = ""
+        while self.has_reasoning and not (yield from source.take(THINK_CLOSE)):
+            if run := (yield from source.take_all(SPACE)):
+                space = run
+                continue
+            word = (yield from source.take_run(_WORD)) or (yield from source.take_run(_CHAR))
+            if not word:
+                break
+            self._emit(Reasoning(space + word))
+            space = ""
+            source.taken.clear()
+        self.thinking = False
+        if not self.has_reasoning:
+            return space
+        yield from source.take_all(SPACE)
+        source.taken.clear()
+        return ""
+
+    # ---- the forms of tool calls
+
+    def _read_mixture(
+        self, space: str, opening: str, closing: str, separators: re.Pattern[str], bare: bool
+    ) -> Reading[None]:
+        """Read text with calls in it. space: what the text begins with, which is dropped if a call comes next.
+
+        opening: what stands before a call, or "". closing: what may stand after it, or "". separators: what may follow.
+        bare: whether a call at the start of the text, of a line, or right after another one needs no opening.
+        """
+        source = self._source
+        at_start = True
+        while True:
+            source.taken.clear()
+            opened = opening != "" and (yield from source.take(opening))
+            if opened:
+                yield from source.take_all(SPACE)
+            char = yield from source.peek()
+            if opened or (bare and at_start and char == "{"):
+                if (yield from self._read_call(closing)):
+                    if self._form.single_call:
+                        yield from source.take_all(_ANYTHING)
+                        return
+                    space = yield from source.take_all(separators)
+                    if closing and (yield from source.take(closing)):
+                        space = yield from source.take_all(separators)
+                    at_start = True
+                    continue
+            elif not char:
+                if not self.num_calls:  # white space at the end belongs to the calls, if there are any
+                    self._emit(Text(space))
+                return
+            elif not (yield from source.take_run(_WITHIN_A_LINE)):
+                yield from source.take_run(_CHAR)
+            text = "".join(source.taken)
+            at_start = text.endswith("\n")
+            self._emit(Text(space + text))
+            space = ""
+
+    # ---- one call
+
+    def _read_call(self, close: str) -> Reading[bool]:
+        """Read an object {"name": ..., "arguments" or "parameters": ...}, keys in any order, others skipped.
+
+        close: a tag that ends the call even where the object has not ended, except inside strings.
+        False, with nothing emitted, if it is no call, or breaks off before it is known as one.
+        """
+        source, call = self._source, _Call()
+        if not (yield from source.take("{")):
+            return False
+        yield from source.take_all(SPACE)
+        while not (yield from source.take("}")):
+            key = yield from self._string()
+            yield from source.take_all(SPACE)
+            if key is None or not (yield from source.take(":")):
+                break
+            yield from source.take_all(SPACE)
+            if not (yield from self._member(call, key, close)):
+                break
+            yield from source.take_all(SPACE)
+            if not (yield from source.at("}")) and not (yield from source.take(",")):
+                break
+            yield from source.take_all(SPACE)
+        else:
+            if call.name is not None and call.arguments is None:
+                self._add_arguments(call, "{}")  # a tool without parameters, called without arguments
+        return call.index is not None
+
+    def _member(self, call: _Call, key: str, close: str) -> Reading[bool]:
+        """Read one value; False if it broke off or cannot be part of a call."""
+        if key == "name" and call.name is None:
+            call.name = yield from self._string()
+            if call.name not in self._form.tool_names:
+                return False
+            if call.arguments is not None:
+                self._add_arguments(call, "")
+            return True
+        if key not in ("arguments", "parameters") or call.arguments is not None:
+            return (yield from self._value(lambda _: None, close))
+        call.arguments = []
+        char = yield from self._source.peek()
+        if char == "{":
+            self._add_arguments(call, "")
+            return (yield from self._value(lambda text: self._add_arguments(call, text), close))
+        if char == '"':  # some models write the object's JSON into a string
+            text = yield from self._string()
+        else:
+            text = "{}" if (yield from self._source.take("null")) else None
+        if text is None or not _is_object(text):
+            return False
+        self._add_arguments(call, text)
+        return True
+
+    def _add_arguments(self, call: _Call, text: str) -> None:
+        """Pass arguments on, or keep them until the name is known."""
+        if call.arguments is None:
+            call.arguments = []
+        call.arguments.append(text)
+        if call.name is None:
+            return
+        if call.index is None:
+            call.index, self.num_calls = self.num_calls, self.num_calls + 1
+            self._events.append(CallStart(call.index, f"call_{uuid.uuid4().hex[:24]}", call.name))
+        self._emit(CallArguments("".join(call.arguments), call.index))
+        call.arguments.clear()
+        self._source.taken.clear()  # it is no text any more, whatever follows
+
+    # ---- JSON
+
+    def _string(self) -> Reading[str | None]:
+        """Read a string; its value. None if there is none, or it breaks off."""
+        pieces: list[str] = []
+        if (yield from self._source.peek()) != '"' or not (yield from self._raw_string(pieces.append)):
+            return None
+        try:
+            return json.loads("".join(pieces), strict=False)
+        except ValueError:
+            return None
+
+    def _raw_string(self, emit: Callable[[str], object]) -> Reading[bool]:
+        """Read a string as it is written; False if it breaks off."""
+        emit((yield from self._source.take_run(_CHAR)))
+        while piece := (yield from self._source.take_run(_IN_STRING)) or (yield from self._source.take_run(_CHAR)):
+            emit(piece)
+            if piece == '"':
+                return True
+            if piece == "\\":
+                emit((yield from self._source.take_run(_CHAR)))
+        return False
+
+    def _value(self, emit: Callable[[str], object], close: str) -> Reading[bool]:
+        """Read a value of any kind as it is written; False if it breaks off or there is none."""
+        source, depth = self._source, 0
+        while True:
+            char = yield from source.peek()
+            if char == '"':
+                if not (yield from self._raw_string(emit)):
+                    return False
+            elif depth == 0 and char not in ("{", "["):
+                scalar = yield from source.take_all(_SCALAR)
+                emit(scalar)
+                return bool(scalar)
+            elif not char or (char == "<" and close and (yield from source.at(close))):
+                return False
+            else:
+                run = (yield from source.take_run(_BETWEEN_BRACKETS)) or (yield from source.take_run(_CHAR))
+                emit(run)
+                depth += (run in ("{", "[")) - (run in ("}", "]"))
+            if depth == 0:
+                return True
+
+
+class ReasoningCounter:
+    """Counts the tokens of one completion up to and with the closing tag, from the tokens' own texts."""
+
+    def __init__(self, form: ChatFormat):
+        self._parser = ChatParser(ChatFormat(thinks=True, inside=form.inside))
+        self.tokens = 0
+
+    def add(self, token_text: str) -> None:
+        """Take the next token."""
+        if self._parser.thinking:
+            self._parser.feed(token_text)
+            still = self._parser.thinking or self._parser.has_reasoning
+            self.tokens = self.tokens + 1 if still else 0
+
+
+def _is_object(text: str) -> bool:
+    """Whether this is a JSON object that can be sent: text with lone surrogates cannot."""
+    try:
+        text.encode()
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -1,33 +1,38 @@
-"""The figures of `/metrics`: gauges and counters of the engine, and latencies as the front measures them.
+"""The figures of `/metrics`: what API servers measure, and gauges and counters of the engines.
 
-`FrontMetrics` is plain numbers that add up, so that any API server can answer for all of them: each one hands its own
-to the engine's replica and gets the others' (see `deployment.py`). Names and labels are those existing dashboards use.
+Each API server counts in `FrontMetrics` of its own, one a model. Any of them answers for the whole deployment: the
+others' figures come as snapshots in Prometheus' text format, which are read and added up only when `/metrics` is asked.
+Names and labels are those that existing dashboards use.
 """
 
 from __future__ import annotations
 
-import bisect
+import itertools
+import logging
 import time
+from collections import Counter as Totals
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from rayllm.api.types import STEP_TOKEN_BUCKETS, EngineStats, RequestOutput
 
+logger = logging.getLogger(__name__)
+
 LABELS = ["model_name", "engine"]
 # Label values are of fixed sets, so that no client can make new time series.
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "error", "other")
 REFUSALS = ("queue_full", "queue_timeout", "first_token_timeout", "request_timeout", "engine_unavailable")
 
 _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
-# name -> (help, buckets)
-HISTOGRAMS = {
+HISTOGRAMS = {  # of API servers: name -> (help, buckets)
     "time_to_first_token_seconds": ("Arrival of a prompt to its first token.", _TTFT_BUCKETS),
     "inter_token_latency_seconds": ("Time between outputs of one completion, per token.", _TOKEN_BUCKETS),
     "e2e_request_latency_seconds": ("Arrival of a prompt to its last token.", _REQUEST_BUCKETS),
@@ -35,8 +40,7 @@ HISTOGRAMS = {
     "request_prefill_time_seconds": ("First scheduled to first token of a prompt, in the engine.", _REQUEST_BUCKETS),
     "request_decode_time_seconds": ("First to last token of a prompt.", _REQUEST_BUCKETS),
 }
-
-# (name, help, field of EngineStats)
+# Of engines: (name, help, field of EngineStats)
 _GAUGES = (
     ("num_requests_running", "Sequences in the running batch.", "num_running"),
     ("num_requests_waiting", "Sequences waiting for a place.", "num_waiting"),
@@ -60,42 +64,39 @@ _COUNTERS = (
 )
 
 
-class Histogram(msgspec.Struct):
-    """counts[i]: observations in bucket i, the last one beyond all bounds. total: their sum."""
+class FrontMetrics:
+    """What one API server has counted of one model since it started."""
 
-    counts: list[int]
-    total: float = 0.0
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        finished = Counter(
+            "rayllm:request_success", "Completions that ended, by reason.", ["finished_reason"], registry=self.registry
+        )
+        refused = Counter(
+            "rayllm:request_refused",
+            "HTTP requests without an answer, by error code.",
+            ["code"],
+            registry=self.registry,
+        )
+        self.finished = {reason: finished.labels(reason) for reason in FINISH_REASONS}
+        self.refused = {code: refused.labels(code) for code in REFUSALS}
+        self.histograms = {
+            name: Histogram(f"rayllm:{name}", text, buckets=buckets, registry=self.registry)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
 
+    def count_refusal(self, code: str) -> None:
+        """Count an HTTP request that got no answer, if this error code is one of `REFUSALS`."""
+        if code in self.refused:
+            self.refused[code].inc()
 
-class FrontMetrics(msgspec.Struct):
-    """What one API server counted since it started.
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to the histogram `name` of `HISTOGRAMS`."""
+        self.histograms[name].observe(value)
 
-    finished: finish reason -> prompts' completions. refused: error code -> HTTP requests that got no answer for it.
-    """
-
-    finished: dict[str, int] = {}
-    histograms: dict[str, Histogram] = {}
-    refused: dict[str, int] = {}
-
-    def observe(self, name: str, value: float, count: int = 1) -> None:
-        """Add `count` observations of `value` to the histogram `name` of `HISTOGRAMS`."""
-        bounds = HISTOGRAMS[name][1]
-        histogram = self.histograms.get(name)
-        if histogram is None:
-            histogram = self.histograms[name] = Histogram([0] * (len(bounds) + 1))
-        histogram.counts[bisect.bisect_left(bounds, value)] += count
-        histogram.total += value * count
-
-    def add(self, other: FrontMetrics) -> None:
-        """Add another server's figures to these."""
-        for reason, count in other.finished.items():
-            self.finished[reason] = self.finished.get(reason, 0) + count
-        for code, count in other.refused.items():
-            self.refused[code] = self.refused.get(code, 0) + count
-        for name, theirs in other.histograms.items():
-            ours = self.histograms.setdefault(name, Histogram([0] * len(theirs.counts)))
-            ours.counts = [a + b for a, b in zip(ours.counts, theirs.counts, strict=True)]
-            ours.total += theirs.total
+    def snapshot(self) -> bytes:
+        """All of it in Prometheus' text format, for the other servers' `render`."""
+        return generate_latest(self.registry)
 
 
 class RequestTimer:
@@ -120,14 +121,15 @@ class RequestTimer:
             if count:
                 last = self._last.get(completion.index)
                 if last is not None:
-                    metrics.observe("inter_token_latency_seconds", (now - last) / count, count)
+                    for _ in range(count):
+                        metrics.observe("inter_token_latency_seconds", (now - last) / count)
                 self._last[completion.index] = now
                 if self._first is None:
                     self._first = now
                     metrics.observe("time_to_first_token_seconds", now - self._start)
             if completion.finish_reason is not None:
                 self._running -= 1
-                self._finish(completion.finish_reason, 1)
+                metrics.finished.get(completion.finish_reason, metrics.finished["other"]).inc()
         if output.finished:
             metrics.observe("e2e_request_latency_seconds", now - self._start)
             metrics.observe("request_decode_time_seconds", now - (self._first or now))
@@ -135,96 +137,86 @@ class RequestTimer:
     def close(self) -> None:
         """The request is over; what has not finished was aborted."""
         if self._running > 0:
-            self._finish("abort", self._running)
+            self._metrics.finished["abort"].inc(self._running)
             self._running = 0
-
-    def _finish(self, reason: str, count: int) -> None:
-        finished = self._metrics.finished
-        reason = reason if reason in FINISH_REASONS else "other"
-        finished[reason] = finished.get(reason, 0) + count
 
 
 class ModelFigures(NamedTuple):
-    """One moment's figures of a model. engines: label `engine` -> figures; those that do not answer are left out.
-
-    front: of all API servers. num_replicas: engines for new requests, as the server that answers sees it.
-    """
+    """One moment's figures of a model."""
 
     name: str
-    engines: Mapping[str, EngineStats]
-    front: FrontMetrics
-    num_replicas: int
+    engines: Mapping[str, EngineStats]  # by their label `engine`; those that do not answer are left out
+    front: FrontMetrics  # of the server that answers
+    peers: Sequence[bytes]  # snapshots of the other servers
+    num_replicas: int  # engines for new requests, as the server that answers sees it
 
 
-def render_models(models: Sequence[ModelFigures]) -> bytes:
+def render(models: Sequence[ModelFigures]) -> bytes:
     """The Prometheus text. What API servers measure has the label engine="all"."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshot(models))
-    return generate_latest(registry)
+    return generate_latest(_Deployment(models))
 
 
-class _Snapshot:
-    """A prometheus_client collector over one moment's figures."""
+class _Deployment:
+    """A collector of prometheus_client over one moment's figures of all models."""
 
     def __init__(self, models: Sequence[ModelFigures]):
         self._models = models
         self._engines = [([model.name, name], stats) for model in models for name, stats in model.engines.items()]
-        self._fronts = [([model.name, "all"], model.front) for model in models]
 
     def collect(self) -> Iterator[Metric]:
         replicas = GaugeMetricFamily("rayllm:num_replicas", "Engines that new requests can go to.", labels=LABELS)
-        for labels, model in zip((labels for labels, _ in self._fronts), self._models, strict=True):
-            replicas.add_metric(labels, model.num_replicas)
+        for model in self._models:
+            replicas.add_metric([model.name, "all"], model.num_replicas)
         yield replicas
         if self._engines:
             yield from self._of_engines()
-        finished = CounterMetricFamily(
-            "rayllm:request_success", "Completions that ended, by reason.", labels=[*LABELS, "finished_reason"]
-        )
-        refused = CounterMetricFamily(
-            "rayllm:request_refused", "HTTP requests without an answer, by error code.", labels=[*LABELS, "code"]
-        )
-        for labels, front in self._fronts:
-            for reason in sorted({*FINISH_REASONS, *front.finished}):
-                finished.add_metric([*labels, reason], front.finished.get(reason, 0))
-            for code in REFUSALS:
-                refused.add_metric([*labels, code], front.refused.get(code, 0))
-        yield finished
-        yield refused
-        for name, (text, bounds) in HISTOGRAMS.items():
-            none = Histogram([0] * (len(bounds) + 1))
-            yield _histogram(
-                name, text, bounds, [(labels, front.histograms.get(name) or none) for labels, front in self._fronts]
-            )
+        yield from self._of_fronts()
 
     def _of_engines(self) -> Iterator[Metric]:
-        for name, text, field in _GAUGES:
-            gauge = GaugeMetricFamily(f"rayllm:{name}", text, labels=LABELS)
-            for labels, stats in self._engines:
-                gauge.add_metric(labels, getattr(stats, field))
-            yield gauge
         usage = GaugeMetricFamily("rayllm:kv_cache_usage_perc", "Used share of the KV blocks, 0 to 1.", labels=LABELS)
+        steps = HistogramMetricFamily("rayllm:iteration_tokens_total", "Tokens computed in a step.", labels=LABELS)
+        bounds = [*(str(float(bound)) for bound in STEP_TOKEN_BUCKETS), "+Inf"]
         for labels, stats in self._engines:
             usage.add_metric(labels, stats.num_used_blocks / max(stats.num_total_blocks, 1))
+            counts = itertools.accumulate(stats.step_tokens or [0] * len(bounds))
+            steps.add_metric(labels, list(zip(bounds, counts, strict=True)), sum_value=stats.computed_tokens)
+        for kind, figures in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, text, field in figures:
+                family = kind(f"rayllm:{name}", text, labels=LABELS)
+                for labels, stats in self._engines:
+                    family.add_metric(labels, getattr(stats, field))
+                yield family
         yield usage
-        for name, text, field in _COUNTERS:
-            counter = CounterMetricFamily(f"rayllm:{name}", text, labels=LABELS)
-            for labels, stats in self._engines:
-                counter.add_metric(labels, getattr(stats, field))
-            yield counter
-        none = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
-        steps = [(labels, Histogram(each.step_tokens or none, each.computed_tokens)) for labels, each in self._engines]
-        yield _histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKEN_BUCKETS, steps)
+        yield steps
+
+    def _of_fronts(self) -> Iterator[Metric]:
+        """The sums over all servers, of the figures that this one knows."""
+        families: dict[str, Metric] = {}
+        for model in self._models:
+            peers: Totals[_Series] = Totals()
+            for snapshot in model.peers:
+                peers.update(_read(snapshot))
+            for own in model.front.registry.collect():
+                family = families.setdefault(own.name, Metric(own.name, own.documentation, own.type))
+                for sample in own.samples:
+                    if not sample.name.endswith("_created"):
+                        labels = {**sample.labels, "model_name": model.name, "engine": "all"}
+                        family.add_sample(sample.name, labels, sample.value + peers[_series(sample)])
+        yield from families.values()
 
 
-def _histogram(
-    name: str, text: str, bounds: tuple[float, ...], figures: list[tuple[list[str], Histogram]]
-) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(f"rayllm:{name}", text, labels=LABELS)
-    for labels, histogram in figures:
-        cumulative, buckets = 0, []
-        for bound, count in zip((*map(str, map(float, bounds)), "+Inf"), histogram.counts, strict=True):
-            cumulative += count
-            buckets.append((bound, cumulative))
-        family.add_metric(labels, buckets, sum_value=histogram.total)
-    return family
+_Series = tuple[str, frozenset[tuple[str, str]]]
+
+
+def _series(sample: Sample) -> _Series:
+    return sample.name, frozenset(sample.labels.items())
+
+
+def _read(snapshot: bytes) -> dict[_Series, float]:
+    """The samples of a snapshot; none if it is malformed, for which nobody shall lose the other figures."""
+    try:
+        families = list(text_string_to_metric_families(snapshot.decode()))
+    except Exception as error:
+        logger.warning("the metrics of another API server cannot be read: %s", error)
+        return {}
+    return {_series(sample): sample.value for family in families for sample in family.samples}

@@ -1,19 +1,135 @@
-"""The replies of the two endpoints: `CompletionReply` and `ChatReply`, over `Reply` of `reply.py`."""
+"""From the engine's `RequestOutput`s to the JSON and the SSE frames of the OpenAI API.
+
+A `Reply` is made for one HTTP request. It answers either with frames (`frames` for each output in the order in which
+they come, then `last_frames`), or whole. Choice index = prompt index x n + i.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import time
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rayllm.api.types import CompletionOutput, Logprob
-from rayllm.serve.http.chat_format import ChatTextParser
-from rayllm.serve.http.convert import Job, Tokenizer
-from rayllm.serve.http.protocol import ChatBody, CompletionBody
-from rayllm.serve.http.reasoning import ReasoningCounter
-from rayllm.serve.http.reply import DONE, Delta, Reply, finite, ranked, sse
-from rayllm.serve.http.tool_calls import CallArguments, CallStart, Event
+import orjson
 
-__all__ = ["DONE", "ChatReply", "CompletionReply", "Reply", "sse"]
+from rayllm.api.float32 import float32_bytes
+from rayllm.api.types import CompletionOutput, Logprob, RequestOutput
+from rayllm.serve.http.chat_format import CallArguments, CallStart, ChatParser, Event, Reasoning, ReasoningCounter, Text
+from rayllm.serve.http.convert import Job
+from rayllm.serve.http.protocol import ChatBody, CompletionBody, EmbeddingBody, GenerationBody, StreamOptions
+from rayllm.serve.http.served import Target
+
+MIN_LOGPROB = -9999.0  # stands for -inf, which JSON does not have
+DONE = b"data: [DONE]\n\n"
+
+Entries = Sequence[Mapping[int, Logprob] | None]
+Json = dict[str, Any]
+
+
+def sse(payload: Json) -> bytes:
+    """One SSE frame."""
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+class Reply(ABC):
+    """Base of both replies: ids, usage, and what has been sent."""
+
+    chunk_object: str
+    whole_object: str
+
+    def __init__(self, body: GenerationBody, job: Job, target: Target):
+        self._n = body.n or 1
+        self._job = job
+        self._tokenizer = target.engine.tokenizer
+        self._head = {"id": target.reply_id, "created": int(time.time()), "model": target.model.name}
+        self._options = body.stream_options or StreamOptions()
+        self._wants_prompt_logprobs = body.prompt_logprobs is not None
+        self._started: set[int] = set()  # choices of which something was sent
+        self._prompt_entries: dict[int, Entries] = {}  # prompt index -> its log-probabilities
+        self._prompt_tokens = sum(len(r.prompt_token_ids) for r in job.requests)
+        self._cached_tokens = [0] * len(job.requests)
+        self._completion_tokens = 0
+
+    def frames(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """The SSE frames of one output; may be empty."""
+        head = {**self._head, "object": self.chunk_object}
+        parts = []
+        for index, completion in self._completions(prompt_index, output):
+            for choice in self._chunks(index, completion):
+                chunk = {**head, "choices": [choice]}
+                if self._options.continuous_usage_stats:
+                    chunk["usage"] = self._usage()
+                elif self._options.include_usage:
+                    chunk["usage"] = None
+                parts.append(sse(chunk))
+        return b"".join(parts)
+
+    def last_frames(self) -> bytes:
+        """The usage chunk, if it was asked for, and the end mark."""
+        if not self._options.include_usage:
+            return DONE
+        return sse({**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage()}) + DONE
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json:
+        """The answer as one JSON object. outputs: the whole output of each prompt."""
+        choices = [
+            self._choice(index, completion)
+            for prompt_index, output in enumerate(outputs)
+            for index, completion in self._completions(prompt_index, output)
+        ]
+        return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage()}
+
+    def _completions(self, prompt_index: int, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
+        """(choice index, what is new in it) of an output, which is counted for the usage."""
+        if output.prompt_logprobs is not None:
+            self._prompt_entries[prompt_index] = output.prompt_logprobs
+        self._cached_tokens[prompt_index] = max(self._cached_tokens[prompt_index], output.num_cached_tokens)
+        for completion in output.outputs:
+            if self._job.discard_output:
+                finish_reason = completion.finish_reason and "length"
+                completion = CompletionOutput(completion.index, "", [], finish_reason=finish_reason)
+            self._completion_tokens += len(completion.token_ids)
+            yield prompt_index * self._n + completion.index, completion
+        if not self._job.discard_output:
+            self._completion_tokens += output.num_discarded_tokens
+
+    def _is_first(self, index: int) -> bool:
+        """Whether nothing of this choice was sent before. Asked once for each output."""
+        first = index not in self._started
+        self._started.add(index)
+        return first
+
+    def _usage(self) -> Json:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
+        }
+
+    def _token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+    def _prompt_logprobs(self, prompt_index: int) -> list[Json | None]:
+        """The `prompt_logprobs` extension: {id: {logprob, rank, decoded_token}} a token, null for the first."""
+
+        def as_json(token: int, logprob: Logprob) -> Json:
+            text = self._token_text(token)
+            return {"logprob": finite(logprob.logprob), "rank": logprob.rank, "decoded_token": text}
+
+        entries = self._prompt_entries.get(prompt_index, [])
+        return [None if e is None else {str(t): as_json(t, p) for t, p in e.items()} for e in entries]
+
+    @abstractmethod
+    def _chunks(self, index: int, completion: CompletionOutput) -> list[Json]:
+        """The `choices` entries, one a chunk, that carry what is new in a choice."""
+
+    @abstractmethod
+    def _choice(self, index: int, completion: CompletionOutput) -> Json:
+        """The entry of a whole completion in a whole reply's `choices`."""
 
 
 class CompletionReply(Reply):
@@ -21,51 +137,60 @@ class CompletionReply(Reply):
 
     chunk_object = whole_object = "text_completion"
 
-    def __init__(self, body: CompletionBody, job: Job, reply_id: str, model: str, tokenizer: Tokenizer | None):
-        super().__init__(body, job, reply_id, model, tokenizer)
+    def __init__(self, body: CompletionBody, job: Job, target: Target):
+        super().__init__(body, job, target)
         self._echo = bool(body.echo)
         self._top = body.logprobs
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}  # choice -> characters of its text so far
 
-    def _delta(self, prompt_index: int, index: int, completion: CompletionOutput) -> Delta:
-        delta = super()._delta(prompt_index, index, completion)
-        if self._echo and delta.first:
-            delta = delta._replace(text=(self._job.prompts[prompt_index] or "") + delta.text)
-        return delta
-
-    def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
-        logprobs = self._logprobs(delta)
-        if not delta.text and delta.finish_reason is None and not (logprobs and logprobs["tokens"]):
+    def _chunks(self, index: int, completion: CompletionOutput) -> list[Json]:
+        chunk = self._part(index, completion)
+        if not chunk["text"] and chunk["finish_reason"] is None and not (chunk["logprobs"] or {}).get("tokens"):
             return []  # text held back until it is known not to be part of a stop string or of a longer character
-        return [{"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish_reason}]
+        return [chunk]
 
-    def _logprobs(self, delta: Delta) -> dict[str, list[Any]] | None:
+    def _choice(self, index: int, completion: CompletionOutput) -> Json:
+        choice = self._part(index, completion)
+        if self._wants_prompt_logprobs:
+            choice["prompt_logprobs"] = self._prompt_logprobs(index // self._n)
+        return choice
+
+    def _part(self, index: int, completion: CompletionOutput) -> Json:
+        echo = self._echo and self._is_first(index)
+        prompt = (self._job.prompts[index // self._n] or "") if echo else ""
+        return {
+            "index": index,
+            "text": prompt + completion.text,
+            "logprobs": None if self._top is None else self._logprobs(index, completion, echo, len(prompt)),
+            "finish_reason": completion.finish_reason,
+        }
+
+    def _logprobs(self, index: int, completion: CompletionOutput, echo: bool, prompt_chars: int) -> Json:
         """Parallel arrays; text_offset counts characters from the start of the choice's text."""
-        if self._top is None:
-            return None
-        token_ids, entries, num_prompt = list(delta.token_ids), list(delta.entries or []), 0
-        if self._echo and delta.first:
-            prompt_ids = self._job.requests[delta.prompt_index].prompt_token_ids
+        token_ids, num_prompt = list(completion.token_ids), 0
+        entries: Entries = completion.logprobs or []
+        if echo:
+            prompt_ids = self._job.requests[index // self._n].prompt_token_ids
             num_prompt = len(prompt_ids)
             token_ids = prompt_ids + token_ids
-            entries = list(self._prompt_entries.get(delta.prompt_index, [None] * num_prompt)) + entries
-        arrays: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+            entries = [*self._prompt_entries.get(index // self._n, [None] * num_prompt), *entries]
+        arrays: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
         for token_id, entry in zip(token_ids, entries, strict=True):
             arrays["tokens"].append(self._token_text(token_id))
             arrays["token_logprobs"].append(None if entry is None else finite(entry[token_id].logprob))
             arrays["top_logprobs"].append(None if entry is None else self._top_dict(token_id, entry))
-        arrays["text_offset"] = self._offset_of_each(delta, token_ids, num_prompt)
+        arrays["text_offset"] = self._offset_of_each(index, token_ids, num_prompt, prompt_chars)
         return arrays
 
-    def _offset_of_each(self, delta: Delta, token_ids: list[int], num_prompt: int) -> list[int]:
+    def _offset_of_each(self, index: int, token_ids: list[int], num_prompt: int, prompt_chars: int) -> list[int]:
         """Where each token begins in the choice's text, in characters; special tokens and parts of one have no length.
 
-        num_prompt: leading tokens that are an echoed prompt's. They end where its text ends, whatever white space
-        their decoding adds or drops in front.
+        num_prompt: leading tokens that are an echoed prompt's, of prompt_chars characters. They end where its text
+        ends, whatever white space their decoding adds or drops in front.
         """
         if self._tokenizer is None:
             return [0] * len(token_ids)
-        offset, offsets = self._offsets.get(delta.choice, 0), []
+        offset, offsets = self._offsets.get(index, 0), []
         for place, token_id in enumerate(token_ids, start=1):
             raw = b"" if token_id in self._tokenizer.special_ids else self._tokenizer.token_bytes(token_id)
             begins = sum(byte & 0xC0 != 0x80 for byte in raw)  # characters that begin in this token
@@ -73,10 +198,9 @@ class CompletionReply(Reply):
             offsets.append(max(offset - within, 0))
             offset += begins
             if place == num_prompt:
-                end = len(self._job.prompts[delta.prompt_index] or "")
-                offsets = [max(each - max(offset - end, 0), 0) for each in offsets]
-                offset = end
-        self._offsets[delta.choice] = offset
+                offsets = [max(each - max(offset - prompt_chars, 0), 0) for each in offsets]
+                offset = prompt_chars
+        self._offsets[index] = offset
         return offsets
 
     def _top_dict(self, token_id: int, entry: Mapping[int, Logprob]) -> dict[str, float]:
@@ -87,128 +211,134 @@ class CompletionReply(Reply):
         best[self._token_text(token_id)] = finite(entry[token_id].logprob)
         return best
 
-    def _whole_choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
-        answer = {
-            "index": index,
-            "text": "".join(choice["text"]),
-            "logprobs": choice["logprobs"],
-            "finish_reason": choice["finish_reason"],
-        }
-        if self._wants_prompt_logprobs:
-            answer["prompt_logprobs"] = self._prompt_logprobs(index // self._n)
-        return answer
-
 
 class ChatReply(Reply):
     """Answers POST /v1/chat/completions."""
 
     chunk_object, whole_object = "chat.completion.chunk", "chat.completion"
 
-    def __init__(self, body: ChatBody, job: Job, reply_id: str, model: str, tokenizer: Tokenizer | None):
-        super().__init__(body, job, reply_id, model, tokenizer)
+    def __init__(self, body: ChatBody, job: Job, target: Target):
+        super().__init__(body, job, target)
         self._top = (body.top_logprobs or 0) if body.logprobs else None
         form = job.reply_format
-        self._parsers = [ChatTextParser(form) for _ in range(self._n)]
-        self._counters = [ReasoningCounter(form.inside) for _ in range(self._n)] if form.thinks else []
+        self._parsers = [ChatParser(form) for _ in range(self._n)]
+        self._counters = [ReasoningCounter(form) for _ in range(self._n)] if form.thinks else []
 
-    def _delta(self, prompt_index: int, index: int, completion: CompletionOutput) -> Delta:
-        delta = super()._delta(prompt_index, index, completion)
-        parser, reason = self._parsers[index], delta.finish_reason
-        parsed = parser.feed(delta.text, finished=reason is not None)
-        if reason == "stop" and parser.has_calls:
-            reason = "tool_calls"
+    def _parse(self, index: int, completion: CompletionOutput) -> tuple[list[Event], str | None]:
+        """(what the new text turned out to be, the finish reason)."""
+        parser, reason = self._parsers[index], completion.finish_reason
+        events = parser.feed(completion.text, last=reason is not None)
         if self._counters:
-            for token_id in delta.token_ids:
+            for token_id in completion.token_ids:
                 self._counters[index].add(self._token_text(token_id))
-        return delta._replace(parsed=parsed, finish_reason=reason)
+        return events, "tool_calls" if reason == "stop" and parser.num_calls else reason
 
-    def _usage(self) -> dict[str, Any]:
+    def _chunks(self, index: int, completion: CompletionOutput) -> list[Json]:
+        events, reason = self._parse(index, completion)
+        deltas = [_delta(event) for event in events]
+        logprobs = self._logprobs(completion)
+        if logprobs is not None and logprobs["content"] and not deltas:
+            deltas.append({"content": ""})
+        chunks = [_chunk(index, delta) for delta in deltas]
+        if chunks:
+            chunks[0]["logprobs"] = logprobs
+        if self._is_first(index):
+            chunks.insert(0, _chunk(index, {"role": "assistant", "content": ""}))
+        if reason is not None:
+            chunks.append(_chunk(index, {}, reason))
+        return chunks
+
+    def _choice(self, index: int, completion: CompletionOutput) -> Json:
+        events, reason = self._parse(index, completion)
+        message: Json = {"role": "assistant", "content": ""}
+        calls: list[Json] = []
+        for event in events:
+            match event:
+                case Text():
+                    message["content"] += event.text
+                case Reasoning():
+                    message["reasoning_content"] = event.text
+                case CallStart():
+                    calls.append(_call(event, ""))
+                case CallArguments():
+                    calls[event.index]["function"]["arguments"] = event.text
+        if calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = calls
+        return {"index": index, "message": message, "logprobs": self._logprobs(completion), "finish_reason": reason}
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json:
+        answer = super().whole(outputs)
+        if self._wants_prompt_logprobs:
+            answer["prompt_logprobs"] = self._prompt_logprobs(0)
+        return answer
+
+    def _usage(self) -> Json:
         usage = super()._usage()
         if self._counters:
             usage["completion_tokens_details"] = {"reasoning_tokens": sum(c.tokens for c in self._counters)}
         return usage
 
-    def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
-        assert delta.parsed is not None
-        pieces = [_event_delta(event) for event in delta.parsed.events]
-        if delta.parsed.reasoning:
-            pieces.insert(0, {"reasoning_content": delta.parsed.reasoning})
-        logprobs = self._logprobs(delta)
-        if not pieces and logprobs is not None and logprobs["content"]:
-            pieces.append({"content": ""})
-        choices = [_chat_choice(delta.choice, piece) for piece in pieces]
-        if choices:
-            choices[0]["logprobs"] = logprobs
-        if delta.first:
-            choices.insert(0, _chat_choice(delta.choice, {"role": "assistant", "content": ""}))
-        if delta.finish_reason is not None:
-            choices.append(_chat_choice(delta.choice, {}, finish_reason=delta.finish_reason))
-        return choices
-
-    def _logprobs(self, delta: Delta) -> dict[str, list[Any]] | None:
+    def _logprobs(self, completion: CompletionOutput) -> Json | None:
         if self._top is None:
             return None
         content = []
-        for token_id, entry in zip(delta.token_ids, delta.entries or [], strict=True):
-            assert entry is not None, "only a prompt's first token has no log-probability"
-            token = self._chat_token(token_id, entry[token_id].logprob)
-            token["top_logprobs"] = [self._chat_token(t, p) for t, p in ranked(entry)[: self._top]]
+        for token_id, entry in zip(completion.token_ids, completion.logprobs or [], strict=True):
+            token = self._token(token_id, entry[token_id].logprob)
+            token["top_logprobs"] = [self._token(t, p) for t, p in ranked(entry)[: self._top]]
             content.append(token)
         return {"content": content}
 
-    def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: float) -> Json:
         text = self._token_text(token_id)
         raw = text.encode() if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
         return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
 
-    def _add(self, choice: dict[str, Any], delta: Delta) -> None:
-        assert delta.parsed is not None
-        choice.setdefault("reasoning", []).append(delta.parsed.reasoning)
-        calls: list[tuple[CallStart, list[str]]] = choice.setdefault("calls", [])
-        for event in delta.parsed.events:
-            match event:
-                case CallStart():
-                    calls.append((event, []))
-                case CallArguments():
-                    calls[event.index][1].append(event.fragment)
-                case _:
-                    choice["text"].append(event)
 
-    def _whole_choice(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(choice["text"])}
-        if reasoning := "".join(choice["reasoning"]):
-            message["reasoning_content"] = reasoning
-        if choice["calls"]:
-            message["content"] = message["content"] or None
-            message["tool_calls"] = [_call(start, "".join(arguments)) for start, arguments in choice["calls"]]
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": choice["logprobs"],
-            "finish_reason": choice["finish_reason"],
-        }
-
-    def whole(self) -> dict[str, Any]:
-        answer = super().whole()
-        if self._wants_prompt_logprobs:
-            answer["prompt_logprobs"] = self._prompt_logprobs(0)
-        return answer
-
-
-def _chat_choice(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+def _chunk(index: int, delta: Json, finish_reason: str | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _event_delta(event: Event) -> dict[str, Any]:
+def _delta(event: Event) -> Json:
     """The `delta` of a chunk that carries one event."""
     match event:
+        case Text():
+            return {"content": event.text}
+        case Reasoning():
+            return {"reasoning_content": event.text}
         case CallStart():
             return {"tool_calls": [{"index": event.index, **_call(event, "")}]}
         case CallArguments():
-            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.fragment}}]}
-        case _:
-            return {"content": event}
+            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
 
 
-def _call(start: CallStart, arguments: str) -> dict[str, Any]:
+def _call(start: CallStart, arguments: str) -> Json:
     return {"id": start.call_id, "type": "function", "function": {"name": start.name, "arguments": arguments}}
+
+
+def embeddings(body: EmbeddingBody, model: str, outputs: Sequence[RequestOutput]) -> Json:
+    """The answer to POST /v1/embeddings. outputs: of each input."""
+    data = [
+        {"object": "embedding", "index": index, "embedding": _embedding(output.embedding, body.encoding_format)}
+        for index, output in enumerate(outputs)
+    ]
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {"object": "list", "data": data, "model": model, "usage": usage}
+
+
+def _embedding(values: array[float] | None, encoding: str | None) -> orjson.Fragment | str:
+    """A list, as JSON that takes less memory than its floats, or the base64 of the little-endian float32 values."""
+    values = values or array("f")
+    if encoding == "base64":
+        return base64.b64encode(float32_bytes(values)).decode()
+    return orjson.Fragment(orjson.dumps(values.tolist()))
+
+
+def ranked(entry: Mapping[int, Logprob]) -> list[tuple[int, float]]:
+    """(token id, log-probability), best first; equal ones by id."""
+    return sorted(((token, p.logprob) for token, p in entry.items()), key=lambda item: (-item[1], item[0]))
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)

@@ -1,26 +1,38 @@
-"""What the routes know of the models that a server has, and which of them a request is for."""
+"""What the app needs of the cluster that hosts it: the models, their engines, and which of them a request is for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import AsyncGenerator, Mapping
+from typing import NamedTuple, Protocol
 
-from rayllm.api.types import EngineStats
+from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, RequestOutput
 from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError
-from rayllm.serve.http.errors import ApiError
-from rayllm.serve.http.fanout import Engine
+from rayllm.serve.http.errors import ApiError, model_not_found
 from rayllm.serve.http.limits import Admission
 from rayllm.serve.http.metrics import FrontMetrics
+from rayllm.text.tokenizer import Tokenizer
+
+
+class Engine(Protocol):
+    """What the routes use of a model's engines; `rayllm.engine.async_engine.AsyncEngine` has it too."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    def generate(
+        self, request: GenerationRequest, prompt_text: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]: ...
 
 
 class ServedModel(Protocol):
-    """One model, as the routes need it. name: in the API. metrics: this server's own figures. admission: its load."""
+    """One model."""
 
-    name: str
+    name: str  # in the API
     server: ServerConfig
-    metrics: FrontMetrics
-    admission: Admission
+    metrics: FrontMetrics  # this server's own
+    admission: Admission  # this server's load of the model
 
     def engine(self) -> Engine:
         """The engine to use now. Raises EngineDeadError while there is none."""
@@ -35,20 +47,22 @@ class ServedModel(Protocol):
         """None if requests are being answered, else why not."""
         ...
 
-    async def all_metrics(self) -> FrontMetrics:
-        """The figures of all servers of the deployment."""
+    def peer_metrics(self) -> list[bytes]:
+        """The snapshots of the metrics of the deployment's other servers, as last heard."""
         ...
 
-    async def stats(self) -> dict[str, EngineStats]:
-        """The figures of the engines that answer, by their names."""
+    async def stats(self) -> Mapping[str, EngineStats]:
+        """The figures of the engines that answer, by the value of their label `engine`."""
         ...
 
 
 class ServerState(Protocol):
-    """What the routes need to know. models: by their names, at least one."""
+    """All models of a server."""
 
     @property
-    def models(self) -> Mapping[str, ServedModel]: ...
+    def models(self) -> Mapping[str, ServedModel]:
+        """By their names, at least one."""
+        ...
 
     @property
     def door(self) -> Admission:
@@ -56,16 +70,25 @@ class ServerState(Protocol):
         ...
 
 
+class Target(NamedTuple):
+    """The model and the engine that a request goes to."""
+
+    model: ServedModel
+    engine: Engine
+    reply_id: str
+
+
 def require_engine(state: ServerState) -> None:
     """Raises EngineDeadError if no model has an engine."""
-    models = list(state.models.values())
-    for model in models:
+    reason: EngineDeadError | None = None
+    for model in state.models.values():
         try:
             model.engine()
             return
-        except EngineDeadError:
-            if model is models[-1]:
-                raise
+        except EngineDeadError as error:
+            reason = error
+    if reason is not None:
+        raise reason
 
 
 def find_model(state: ServerState, name: str | None) -> ServedModel:
@@ -77,6 +100,5 @@ def find_model(state: ServerState, name: str | None) -> ServedModel:
     if name is None:
         raise ApiError(400, f"model is missing; this server has {known}", param="model")
     if name not in models:
-        message = f"the model {name!r} does not exist; this server has {known}"
-        raise ApiError(404, message, param="model", code="model_not_found")
+        raise model_not_found(f"the model {name!r} does not exist; this server has {known}")
     return models[name]

@@ -1,11 +1,15 @@
-"""OpenTelemetry traces: a span a request, with the engine's phases as children. Needs the extra `rayllm[otel]`."""
+"""OpenTelemetry traces. FastAPI makes a request's span by itself; here it gets what only we know.
+
+This needs the extra `rayllm[otel]`.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fastapi.telemetry import TelemetryConfig
 
 from rayllm.errors import ConfigError
 from rayllm.serve.http.request_log import RequestRecord
@@ -14,7 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
-_MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
+NO_TELEMETRY = TelemetryConfig(tracing=False, metrics=False, logs=False, auto_configure=False)
 _NANO = 10**9
 
 
@@ -29,8 +33,12 @@ def trace_endpoint(option: str | None, environment: Mapping[str, str]) -> str | 
     name = "otlp_endpoint" if option else ENDPOINT_VARIABLE
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"{name}: must be an http:// or https:// URL, not {endpoint!r}")
-    if not all(map(_installed, _MODULES)):
-        raise ConfigError(f"{name} asks for traces, but OpenTelemetry is not installed: pip install 'rayllm[otel]'")
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace  # noqa: F401
+    except ImportError:
+        message = f"{name} asks for traces, but OpenTelemetry is not installed: pip install 'rayllm[otel]'"
+        raise ConfigError(message) from None
     return endpoint
 
 
@@ -44,7 +52,7 @@ def make_tracer(endpoint: str | None) -> SpanTracer | None:
 
 
 class SpanTracer:
-    """Makes spans of records. A batch waits in a bounded queue for the exporter's thread; spans beyond are dropped."""
+    """Where spans go. A batch waits in a bounded queue for the exporter's thread; spans beyond are dropped."""
 
     def __init__(self, exporter: SpanExporter):
         from opentelemetry.sdk.resources import Resource
@@ -57,53 +65,51 @@ class SpanTracer:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("rayllm")
 
-    def trace(self, record: RequestRecord) -> None:
-        """Spans of a request that has ended: it, and below it queue, prefill and decode where they are known."""
-        from opentelemetry import trace
-        from opentelemetry.trace import Status, StatusCode
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        carrier = {} if record.traceparent is None else {"traceparent": record.traceparent}
-        start = int(record.arrival * _NANO)
-        span = self._tracer.start_span(
-            f"{record.method} {record.path}" if record.started else record.method,  # few names, whatever comes in
-            context=TraceContextTextMapPropagator().extract(carrier),
-            kind=trace.SpanKind.SERVER,
-            attributes=dict(_attributes(record)),
-            start_time=start,
+    @property
+    def telemetry(self) -> TelemetryConfig:
+        """What FastAPI needs to make a span of each request, but of those that come many times a minute."""
+        return NO_TELEMETRY | TelemetryConfig(
+            tracing=True,
+            tracer_provider=self._provider,
+            operation_spans=False,
+            exclude=lambda scope: scope["path"] in ("/health", "/metrics"),
         )
-        below = trace.set_span_in_context(span)
+
+    def describe(self, record: RequestRecord) -> None:
+        """Complete the span of a request that ends now; queue, prefill and decode come below it if they are known."""
+        from opentelemetry import trace
+
+        span = trace.get_current_span()
+        span.set_attributes(_attributes(record))
+        if record.error is not None:
+            span.set_status(trace.StatusCode.ERROR, record.error)
+        start = int(record.arrival * _NANO)
         for name, begin, end in _phases(record):
-            child = self._tracer.start_span(name, context=below, start_time=start + int(begin * _NANO))
-            child.end(start + int(end * _NANO))
-        if record.status >= 500 or record.error is not None:
-            span.set_status(Status(StatusCode.ERROR, record.error))
-        span.end(start + int(record.total * _NANO))
+            self._tracer.start_span(name, start_time=start + int(begin * _NANO)).end(start + int(end * _NANO))
 
     def close(self) -> None:
         """Send what is left."""
         self._provider.shutdown()
 
 
-def _attributes(record: RequestRecord) -> Iterator[tuple[str, Any]]:
-    for name, value in (
-        ("http.request.method", record.method),
-        ("url.path", record.path),
-        ("http.response.status_code", record.status),
-        ("error.type", record.error),
-        ("rayllm.request_id", record.request_id),
-        ("gen_ai.request.model", record.model),
-        ("gen_ai.response.id", record.reply_id),
-        ("gen_ai.request.choice.count", record.choices or None),
-        ("gen_ai.usage.input_tokens", record.prompt_tokens if record.started else None),
-        ("gen_ai.usage.output_tokens", record.completion_tokens if record.started else None),
-        ("rayllm.cached_tokens", record.cached_tokens if record.started else None),
-        ("rayllm.queue_seconds", record.queued),
-        ("rayllm.prefill_seconds", record.prefill),
-        ("rayllm.time_to_first_token_seconds", record.first_token),
-    ):
-        if value is not None:
-            yield name, value
+def _attributes(record: RequestRecord) -> dict[str, str | int | float]:
+    found: dict[str, str | int | float | None] = {
+        "error.type": record.error,
+        "rayllm.request_id": record.request_id,
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.id": record.reply_id,
+    }
+    if record.started:
+        found |= {
+            "gen_ai.request.choice.count": record.choices,
+            "gen_ai.usage.input_tokens": record.prompt_tokens,
+            "gen_ai.usage.output_tokens": record.completion_tokens,
+            "rayllm.cached_tokens": record.cached_tokens,
+            "rayllm.queue_seconds": record.queued,
+            "rayllm.prefill_seconds": record.prefill,
+            "rayllm.time_to_first_token_seconds": record.first_token,
+        }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
@@ -115,10 +121,3 @@ def _phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
         yield "queue", max(started - record.queued, 0.0), started
         yield "prefill", started, record.first_token
     yield "decode", record.first_token, max(record.total, record.first_token)
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False

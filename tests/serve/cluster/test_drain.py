@@ -10,6 +10,7 @@ from support.app import Api
 from support.driver import FakeCore, fake_request, wait_for
 from support.serve import Answers, Method
 
+from rayllm.api.types import Load
 from rayllm.config.options import EngineConfig, ModelConfig, ServerConfig
 from rayllm.errors import EngineDeadError, StartupError
 from rayllm.executor import ray_cluster
@@ -20,7 +21,6 @@ from rayllm.serve.cluster import replica as engine_replica
 from rayllm.serve.cluster.application import make_application
 from rayllm.serve.cluster.front import FrontModel, ModelFront
 from rayllm.serve.cluster.replica import EngineReplica, FrontReport
-from rayllm.serve.http.limits import Load
 from rayllm.serve.http.metrics import FrontMetrics
 
 
@@ -115,7 +115,10 @@ class FakeAsyncEngine:
 
 def report(server_id, total=Load(), here=Load(), **finished):
     """What an API server sends to the replica "one"."""
-    return FrontReport(server_id, total, {"one": here, "two": Load(99, 99)}, FrontMetrics(finished=finished))
+    metrics = FrontMetrics()
+    for reason, count in finished.items():
+        metrics.finished[reason].inc(count)
+    return FrontReport(server_id, total, {"one": here, "two": Load(99, 99)}, metrics.snapshot())
 
 
 def test_running_requests_finish_before_the_engine_ends(engine):
@@ -221,9 +224,12 @@ def test_a_replica_keeps_the_figures_of_a_bounded_number_of_fronts(engine, monke
     async def scenario():
         for server_id, count in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
             answer = await replica.exchange(report(server_id, stop=count))
-        return {server_id: figures.finished for server_id, figures in answer.metrics.items()}
+        return answer.metrics
 
-    assert asyncio.run(scenario()) == {"a": {"stop": 3}, "c": {"stop": 4}}
+    kept = asyncio.run(scenario())
+    assert kept.keys() == {"a", "c"}
+    assert b'finished_reason="stop"} 3.0' in kept["a"]
+    assert b'finished_reason="stop"} 4.0' in kept["c"]
 
 
 def test_figures_of_a_replica_that_is_gone_are_not_taken_for_anothers(engine):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayllm.api.types import Load
 from rayllm.serve.cluster import router as module
 from rayllm.serve.cluster.router import (
     BUSY_AMOUNT,
@@ -17,7 +18,6 @@ from rayllm.serve.cluster.router import (
     prefix_hashes,
     weight,
 )
-from rayllm.serve.http.limits import Load
 
 SIZE = ROUTING_BLOCK
 

@@ -5,18 +5,20 @@ import json
 
 import httpx
 import pytest
-from support.app import Api, staged
+from support.app import Api, counted, staged
 
+from rayllm.api.types import Load
 from rayllm.config.options import ServerConfig
 from rayllm.serve.http.errors import ApiError
-from rayllm.serve.http.limits import Admission, Load
+from rayllm.serve.http.limits import Admission
 
 
 def refused(code, call, *args):
     with pytest.raises(ApiError) as caught:
         call(*args)
-    assert (caught.value.status, caught.value.code, caught.value.retry_after) == (429, code, 1)
-    return str(caught.value)
+    error = caught.value
+    assert (error.status_code, error.code, error.headers) == (429, code, {"retry-after": "1"})
+    return error.detail
 
 
 def test_completions_are_limited_to_what_runs_and_what_may_queue():
@@ -88,8 +90,8 @@ def test_a_missed_deadline_is_answered_and_aborts(stream, prompt, missed):
         assert (error["code"], error["type"]) == (missed, "timeout_error")
         assert missed in error["message"]
     check_all_is_released(api)
-    assert api.state.metrics.refused == {missed: 1}
-    assert api.state.metrics.finished == {"abort": 1}
+    assert counted(api.state.metrics, "request_refused") == {missed: 1}
+    assert counted(api.state.metrics, "request_success") == {"abort": 1}
 
 
 def test_each_deadline_can_be_off():
@@ -177,7 +179,7 @@ def test_surplus_is_refused_at_once_and_the_rest_completes():
 
     asyncio.run(scenario())
     check_all_is_released(api)
-    assert api.state.metrics.refused == {"queue_full": 4}
+    assert counted(api.state.metrics, "request_refused") == {"queue_full": 4}
     assert api.completion().status_code == 200
 
 
@@ -208,7 +210,7 @@ def test_nothing_is_read_without_an_engine():
 
     response = api.post("/v1/completions", content=body())
     assert (response.status_code, response.headers["retry-after"]) == (503, "2")
-    assert api.state.metrics.refused == {"engine_unavailable": 1}
+    assert counted(api.state.metrics, "request_refused") == {"engine_unavailable": 1}
 
 
 def test_refused_bodies_hold_no_place():

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.serve import render_metrics
 
 from rayllm.api.types import EngineStats
-from rayllm.serve.http.metrics import FrontMetrics
+from rayllm.serve.http.metrics import FrontMetrics, ModelFigures, render
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "configs" / "grafana-dashboard.json").read_text())
 NAMES = [
@@ -66,6 +66,76 @@ def test_figures_of_the_host_tier():
     families = text_string_to_metric_families(render_metrics("m", stats, FrontMetrics()).decode())
     found = {sample.name: sample.value for family in families for sample in family.samples}
     assert {name: found[f"rayllm:{name}"] for name in KV_TIERS} == {name: 100 + i for i, name in enumerate(KV_TIERS)}
+
+
+def total(text, name, **labels):
+    """The value of the one sample of this name with these labels."""
+    (value,) = [
+        sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+        if sample.name == f"rayllm:{name}" and labels.items() <= sample.labels.items()
+    ]
+    return value
+
+
+def test_any_server_answers_for_all():
+    one, two = FrontMetrics(), FrontMetrics()
+    one.observe("e2e_request_latency_seconds", 0.2)
+    for value in (3, 3):
+        two.observe("e2e_request_latency_seconds", value)
+    two.observe("time_to_first_token_seconds", 999)
+    for metrics in (one, two, two):
+        metrics.finished["stop"].inc()
+    two.count_refusal("queue_full")
+    two.count_refusal("not one of them")
+    text = render([ModelFigures("m", {}, one, [two.snapshot(), two.snapshot()], 1), ModelFigures("n", {}, two, [], 1)])
+    assert total(text, "request_success_total", finished_reason="stop", model_name="m", engine="all") == 5
+    assert total(text, "request_success_total", finished_reason="stop", model_name="n") == 2
+    assert total(text, "request_refused_total", code="queue_full", model_name="m") == 2
+    assert total(text, "e2e_request_latency_seconds_count", model_name="m") == 5
+    assert total(text, "e2e_request_latency_seconds_sum", model_name="m") == pytest.approx(12.2)
+    assert total(text, "e2e_request_latency_seconds_bucket", le="0.3", model_name="m") == 1
+    assert total(text, "e2e_request_latency_seconds_bucket", le="5.0", model_name="m") == 5
+    assert total(text, "time_to_first_token_seconds_bucket", le="160.0", model_name="m") == 0
+    assert total(text, "time_to_first_token_seconds_bucket", le="+Inf", model_name="m") == 2
+    assert b"_created" not in text
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"",
+        b"\xff\xfe",
+        b"no metrics at all {",
+        b'rayllm:request_success_total{finished_reason="stop"} many\n',
+        b'rayllm:request_success_total{finished_reason="stop" 1\n',
+        b"# TYPE rayllm:e2e_request_latency_seconds histogram\nrayllm:e2e_request_latency_seconds_bucket 1\n",
+        b'rayllm:request_success_total{finished_reason="sto',
+    ],
+)
+def test_a_malformed_snapshot_of_a_server_breaks_nothing(broken):
+    metrics, other = FrontMetrics(), FrontMetrics()
+    metrics.finished["stop"].inc()
+    other.finished["stop"].inc()
+    text = render([ModelFigures("m", {}, metrics, [broken, other.snapshot()], 1)])
+    assert total(text, "request_success_total", finished_reason="stop") == 2
+    assert text == render([ModelFigures("m", {}, metrics, [other.snapshot()], 1)])
+
+
+def test_unknown_figures_of_a_server_make_no_new_ones():
+    """One of another version may have more: its names and label values are not taken over."""
+    metrics = FrontMetrics()
+    more = b'rayllm:request_success_total{finished_reason="new"} 3.0\nrayllm:other_total 1.0\n'
+    assert render([ModelFigures("m", {}, metrics, [more], 1)]) == render([ModelFigures("m", {}, metrics, [], 1)])
+
+
+def test_each_finish_and_refusal_is_there_from_the_start():
+    text = render_metrics("m", EngineStats(), FrontMetrics())
+    for reason in ("stop", "length", "abort", "error"):
+        assert total(text, "request_success_total", finished_reason=reason) == 0
+    for code in ("queue_full", "queue_timeout", "first_token_timeout", "request_timeout", "engine_unavailable"):
+        assert total(text, "request_refused_total", code=code) == 0
 
 
 def expressions():

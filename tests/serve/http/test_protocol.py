@@ -1,27 +1,27 @@
 """Request bodies: what is honoured, what is refused and with which field named."""
 
-import json
-
 import pytest
+from support.app import Api, error_of
 
-from rayllm.errors import InvalidRequestError
-from rayllm.serve.http.protocol import MAX_CHOICES, ChatBody, CompletionBody, parse_body
+from rayllm.serve.http.protocol import MAX_CHOICES, ChatBody, CompletionBody
 
 USER = [{"role": "user", "content": "hi"}]
+API = Api()
 
 
 def completion(**fields):
-    return parse_body(CompletionBody, json.dumps({"prompt": "x"} | fields).encode())
+    return CompletionBody.model_validate({"prompt": "x"} | fields)
 
 
 def chat(**fields):
-    return parse_body(ChatBody, json.dumps({"messages": USER} | fields).encode())
+    return ChatBody.model_validate({"messages": USER} | fields)
 
 
 def refusal(make, **fields):
-    with pytest.raises(InvalidRequestError) as caught:
-        make(**fields)
-    return str(caught.value), caught.value.param
+    """(message, param) of the app's answer to a body that it refuses."""
+    path = "/v1/completions" if make is completion else "/v1/chat/completions"
+    error = error_of(API.post(path, json=({"prompt": "x"} if make is completion else {"messages": USER}) | fields), 400)
+    return error["message"], error["param"]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def refusal(make, **fields):
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]), ("", [""])],
 )
 def test_prompt_forms(prompt, prompts):
-    assert completion(prompt=prompt).prompts() == prompts
+    assert completion(prompt=prompt).prompt == prompts
 
 
 @pytest.mark.parametrize("prompt", [None, 3, {}, [1, "a"], [True], [[1], "a"], [["a"]], [1.5], [], [[]], [[1], []]])
@@ -40,10 +40,9 @@ def test_bad_prompts_name_the_field(prompt):
 
 
 def test_missing_prompt_and_messages():
-    for kind, field in ((CompletionBody, "prompt"), (ChatBody, "messages")):
-        with pytest.raises(InvalidRequestError, match=f"{field} is required") as caught:
-            parse_body(kind, b"{}")
-        assert caught.value.param == field
+    for path, field in (("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")):
+        error = error_of(API.post(path, json={}), 400)
+        assert (error["message"], error["param"]) == (f"{field} is required", field)
 
 
 @pytest.mark.parametrize("make", [completion, chat])
@@ -66,6 +65,9 @@ def test_missing_prompt_and_messages():
         ("n", 0),
         ("n", 10**9),
         ("max_tokens", "many"),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_completion_tokens", 2**31),
         ("top_k", "x"),
         ("seed", 1.5),
         ("stream", "yes"),
@@ -160,22 +162,29 @@ def test_product_of_prompts_and_n_is_capped():
     [b"", b"{", b"[]", b"3", b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}', b"[" * 100_000, b'{"prompt": nope}'],
 )
 def test_bodies_that_are_not_json_objects(body):
-    with pytest.raises(InvalidRequestError, match="request body"):
-        parse_body(CompletionBody, body)
+    assert "request body" in error_of(API.post("/v1/completions", content=body), 400)["message"]
+
+
+def test_a_body_is_json_whatever_its_content_type():
+    for content_type in ("application/x-www-form-urlencoded", "text/plain", "multipart/form-data", "application/json"):
+        answer = API.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": content_type})
+        assert answer.status_code == 200
 
 
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
         ([], "must not be empty"),
-        ("hi", "array"),
-        (["hi"], "objects"),
+        ("hi", "input should be an array"),
+        (["hi"], "messages.0: input should be an object"),
         ([{"content": "hi"}], "role is required"),
         ([{"role": "robot", "content": "hi"}], "role"),
-        ([{"role": "function", "name": "f", "content": "hi"}], "not supported"),
+        ([{"role": "function", "name": "f", "content": "hi"}], "messages.0.role"),
+        ([{"role": "assistant", "function_call": {"name": "f"}}], "messages.0.function_call: is not supported"),
+        ([{"role": "assistant", "audio": {"id": "a"}}], "messages.0.audio: is not supported"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url' is not supported yet"),
         ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "string"),
-        ([{"role": "user", "content": 3}], "content must be"),
+        ([{"role": "user", "content": 3}], "content: must be a string or a list of text parts"),
         ([{"role": "user", "content": "hi", "colour": "red"}], "unknown field 'messages.0.colour'"),
     ],
 )
