@@ -9,7 +9,7 @@
 | replica, front - directory | the directory | REGISTER_S | MEMBER_SILENCE_S | the entry goes; others stop using it |
 | launch - application | `rayllm launch` | STATUS_S | - | it says what Ray Serve says |
 | launch - ingress | `rayllm launch` | INGRESS_WATCH_S | - | HAProxy is started again |
-| child - parent | the kernel | - | - | HAProxy, grammar and compiler processes end with their parent |
+| `rayllm launch` - its parent | both, by a pipe and the exit status | - | - | all that it has started is ended |
 
 All values are in seconds.
 """

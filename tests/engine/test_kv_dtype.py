@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import support.model_factory as factory
 import torch
 from safetensors.torch import load_file, save_file
+from support.stand_ins import cpu_config
 
 from rayllm import LLM, SamplingParams
 from rayllm.api.types import EngineInfo
 from rayllm.config.model_spec import load_model_spec
-from rayllm.config.options import BUNDLED_MODEL, EngineConfig, make_config
+from rayllm.config.options import EngineConfig, make_config
+from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError, ModelError
 from rayllm.layers.attention import KVCache
-from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.serve.cluster.launch import describe_start
 from rayllm.worker import worker
 from rayllm.worker.cache import CacheEngine
 from rayllm.worker.kv_scales import CALIBRATION_TOKENS, MARGIN, find_scales, scale_for
-from rayllm.worker.worker import Worker, resolve_kv_dtype
+from rayllm.worker.worker import load_rank
 from rayllm_kernels.kv_format import KVScales
 
 CPU = torch.device("cpu")
@@ -38,8 +37,7 @@ def llama(tmp_path):
 
 
 def load(folder, rank=0, size=1):
-    tp = TPGroup(rank, size, None if size == 1 else object())
-    return load_model(load_model_spec(str(folder)), EngineConfig(model=str(folder)), tp, CPU, torch.float32)
+    return factory.load(folder, TPGroup(rank, size, None if size == 1 else object()))
 
 
 def add_scales(folder, tensors):
@@ -169,28 +167,41 @@ def test_a_checkpoint_may_say_that_only_its_kv_cache_is_quantised(llama):
         load_model_spec(str(llama))
 
 
-def test_options(monkeypatch):
-    spec = load_model_spec(BUNDLED_MODEL)
-
+def test_options(tmp_path):
     def resolved(**options):
-        return resolve_kv_dtype(make_config(EngineConfig, options), spec, torch.float16, CPU)
+        return resolve(make_config(EngineConfig, {"device": "cpu", "dtype": "float16"} | options), 0).kv_dtype
 
-    assert resolved() == torch.float16
-    assert resolved(kv_cache_dtype="fp8") == resolved(kv_cache_dtype="fp8_e4m3") == E4M3
-    assert resolved(kv_cache_dtype="fp8_e5m2") == E5M2
+    assert resolved() == "float16"
+    assert resolved(kv_cache_dtype="fp8") == resolved(kv_cache_dtype="fp8_e4m3") == "float8_e4m3fn"
+    assert resolved(kv_cache_dtype="fp8_e5m2") == "float8_e5m2"
     with pytest.raises(ConfigError, match=r"kv_cache_dtype: .*'auto', 'fp8', 'fp8_e4m3' or 'fp8_e5m2', not 'int8'"):
         resolved(kv_cache_dtype="int8")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    odd = factory.make_model(tmp_path, "opt", hidden_size=99, num_attention_heads=3)
+    assert resolved(model=odd) == "float16"
+    with pytest.raises(ConfigError, match="kv_cache_dtype fp8 needs an even head_dim; the model's is 33"):
+        resolved(model=odd, kv_cache_dtype="fp8")
+
+
+def test_a_gpu_without_e4m3_is_refused_before_the_model_is_loaded(monkeypatch):
+    """Another format goes on to the device, which is none that this test can load a model on."""
+
+    def load_on(capability, kv_cache_dtype):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+        config = resolve(EngineConfig(device="cuda", kv_cache_dtype=kv_cache_dtype), num_gpus=1)
+        load_rank(config, TPGroup.single(), torch.device("cuda"))
+
+    def reached(*_args):
+        raise NotImplementedError("the device")
+
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "A100")
-    cuda = torch.device("cuda")
-    config = EngineConfig(kv_cache_dtype="fp8")
+    monkeypatch.setattr(torch.cuda, "set_device", reached)
     with pytest.raises(
         ConfigError, match=r"kv_cache_dtype fp8 needs .* 8\.9 or more, and A100 has less; fp8_e5m2 works"
     ):
-        resolve_kv_dtype(config, spec, torch.bfloat16, cuda)
-    assert resolve_kv_dtype(EngineConfig(kv_cache_dtype="fp8_e5m2"), spec, torch.bfloat16, cuda) == E5M2
-    with pytest.raises(ConfigError, match="kv_cache_dtype fp8 needs an even head_dim; the model's is 33"):
-        resolve_kv_dtype(config, replace(spec, head_dim=33), torch.bfloat16, CPU)
+        load_on((8, 0), "fp8")
+    for capability, kv_cache_dtype in (((8, 0), "fp8_e5m2"), ((8, 0), "auto"), ((8, 9), "fp8"), ((9, 0), "fp8_e4m3")):
+        with pytest.raises(NotImplementedError, match="the device"):
+            load_on(capability, kv_cache_dtype)
 
 
 def test_pools_are_bytes_that_layers_see_as_numbers():
@@ -222,13 +233,17 @@ def test_twice_the_tokens_in_the_same_memory(monkeypatch):
     monkeypatch.setattr(worker, "CPU_POOL_BYTES", 4 << 20)
 
     def blocks(**options):
-        config = EngineConfig(dtype="bfloat16", swap_space=0.01, **options)
-        spec = load_model_spec(config.model)
-        return Worker(config, spec, TPGroup.single(), CPU).determine_num_blocks()
+        config = cpu_config(dtype="bfloat16", swap_space=0.01, **options)
+        return load_rank(config, TPGroup.single(), CPU).count_blocks()
 
     plain, small = blocks(), blocks(kv_cache_dtype="fp8")
-    assert small[0] == 2 * plain[0]
-    assert small[1] // 2 == plain[1]
+    assert small.gpu == 2 * plain.gpu
+    assert small.cpu // 2 == plain.cpu
+
+
+def test_the_start_says_what_the_cache_is_in():
+    from rayllm.serve.cluster.launch import describe_start  # imports Ray Serve
+
     info = EngineInfo(model="m", max_model_len=9, vocab_size=9, num_kv_tokens=2048, eos_token_ids=[])
     assert describe_start(info)[-2] == "KV cache 2,048 tokens"
     info = EngineInfo(
@@ -248,7 +263,7 @@ def plain_tokens():
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
-def test_the_bundled_model(plain_tokens, kind, no_forecast):
+def test_the_bundled_model(plain_tokens, kind):
     """Cached prefixes, preemption by swap and a small pool change nothing; against fp32 most greedy tokens stay."""
     with LLM(device="cpu", kv_cache_dtype=kind) as llm:
         first = generate(llm)

@@ -28,7 +28,6 @@ from rayllm.serve.cluster.application import ResolvedModel, deployment_names, ma
 from rayllm.serve.cluster.directory import DirectoryLink
 from rayllm.serve.cluster.ingress import Ingress, haproxy_binary
 from rayllm.serve.cluster.place import own_node_id
-from rayllm.serve.cluster.processes import adopt_orphans, end_descendants
 from rayllm.serve.cluster.serve_compat import serve_http_options
 from rayllm.serve.http.auth import ApiKey
 
@@ -58,7 +57,7 @@ class ReadyModel(NamedTuple):
 class Deployment:
     """What `rayllm launch` has started: Ray or a part in it, the application, the ingress.
 
-    server: the options of the start. All methods are of one thread, as HAProxy ends with the thread that starts it.
+    server: the options of the start.
     """
 
     def __init__(self, server: ServerConfig):
@@ -74,7 +73,6 @@ class Deployment:
         """Connect, or start Ray on this machine. Raises ConfigError or StartupError."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         _share_cores(models)
-        adopt_orphans()
         if self._server.ingress == "auto":
             found, starts = haproxy_binary() is not None, has_no_cluster()
             self._server = self._server.model_copy(update={"ingress": "haproxy" if found and starts else "serve"})
@@ -215,7 +213,6 @@ class Deployment:
         if self._ingress is not None:
             self._ingress.stop()
         ray.shutdown()
-        end_descendants(timeouts.END_DESCENDANTS_S)
 
     def _drain(self) -> None:
         """Have all end that runs, in drain_timeout, and wait for it."""

@@ -25,7 +25,6 @@ from rayllm import timeouts
 from rayllm.config.options import ServerConfig
 from rayllm.errors import ConfigError, StartupError
 from rayllm.serve.cluster.directory import ServerMember
-from rayllm.serve.cluster.processes import dying_with_parent
 
 SLOTS = 160  # API servers at once: 64, twice while they are replaced, and some that are gone
 SPARE_CONNECTIONS = 1024  # beside those that admission allows: idle ones, health checks, requests that are refused
@@ -88,9 +87,9 @@ def haproxy_binary() -> str | None:
 
 
 class Ingress:
-    """Runs HAProxy from `start` to `stop`; it ends with this process, however that ends.
+    """Runs HAProxy from `start` to `stop`, as a child of this process; `processes.supervise` ends it if that dies.
 
-    All methods are of one thread, that which calls `start`. max_requests: that may be live at once.
+    max_requests: that may be live at once.
     Raises ConfigError if there is no HAProxy, or the host or the files of TLS cannot be used.
     """
 
@@ -165,8 +164,8 @@ class Ingress:
 
     def _run(self) -> None:
         self._applied, self._started = {}, time.monotonic()
-        command = dying_with_parent(self._command("-db"))
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(self._command("-db"), stdin=quiet, stderr=quiet)
 
     def _command(self, *arguments: str) -> list[str]:
         # Where it may splice, HAProxy 2.8 overlooks clients that leave before their answer begins, if it had passed

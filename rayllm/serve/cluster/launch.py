@@ -16,6 +16,7 @@ from rayllm.config.options import ModelConfig, ServerConfig
 from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError, RayllmError
 from rayllm.serve.cluster.deployment import Deployment, ReadyModel, Report, Stopped
+from rayllm.serve.cluster.processes import supervise
 from rayllm.serve.http.auth import KEY_VARIABLES, load_api_keys
 from rayllm.serve.http.tracing import trace_endpoint
 
@@ -74,8 +75,9 @@ def start_server(
 
     on_ready is called once; report with notes on progress. On SIGUSR1, the options that reread returns replace those of
     now, by a rolling update. Raises ConfigError, ModelError or StartupError if the server does not come up,
-    EngineDeadError if Ray is lost later.
+    EngineDeadError if Ray is lost later. Forks, so it is for a process that does nothing else: see `supervise`.
     """
+    supervise(timeouts.END_DESCENDANTS_S)
     phases: dict[str, float] = {}
     environment = {name: os.environ[name] for name in KEY_VARIABLES if name in os.environ}
     with _Signals() as signals:

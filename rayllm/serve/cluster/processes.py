@@ -1,4 +1,4 @@
-"""No process of ours is left behind, also when a start is broken off: Ray's agents outlive a raylet that dies early."""
+"""No process of ours is left behind, however it ends: Ray's agents outlive a raylet that was killed. Linux only."""
 
 from __future__ import annotations
 
@@ -7,29 +7,54 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-# PR_SET_PDEATHSIG, kept by exec; a parent that has ended before it was set is seen by another one in its place.
-_RUN = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def adopt_orphans() -> None:
-    """From now on, descendants whose parent dies become children of this process, which can find them. Linux only."""
+def supervise(grace_s: float) -> None:
+    """Go on in a child process, while this one waits for it, passes signals on, and exits as the child does.
+
+    Whichever of the two ends first, by whatever signal, the other one ends all that the child has started: processes
+    whose parent dies become children of the two, which can find them. To be called before there is any thread.
+    grace_s: how long processes may take to end by themselves after the child has ended in good order.
+    """
+    alive, held = os.pipe()
+    child = os.fork()
+    _adopt_orphans()
+    if child == 0:
+        os.close(held)
+        os.setpgid(0, 0)  # Ctrl-C in a terminal goes to the parent alone, which passes it on once
+        threading.Thread(target=_end_with, args=(alive,), name="rayllm-parent", daemon=True).start()
+        return
+
+    def forward(number: int, _frame: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    end_descendants(grace_s if code >= 0 else 0.0)
+    sys.stdout.flush()
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _end_with(alive: int) -> None:
+    """In the child: wait for the end of the parent, which holds the other end of the pipe."""
+    os.read(alive, 1)
+    end_descendants(0.0)
+    os._exit(1)
+
+
+def _adopt_orphans() -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def dying_with_parent(command: Sequence[str]) -> list[str]:
-    """A command that runs this one such that the kernel ends it with SIGKILL when the thread that started it ends."""
-    return [sys.executable, "-S", "-c", _RUN, str(os.getpid()), *command]
 
 
 def end_descendants(grace_s: float) -> list[int]:
