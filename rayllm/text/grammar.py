@@ -130,8 +130,9 @@ class MaskThreads:
         work(token)
         with self._changed:
             self._num_pending -= 1
-            self._some_new = True
-            self._changed.notify()
+            if not self._some_new or not self._num_pending:  # `wait` waits for these two only
+                self._some_new = True
+                self._changed.notify()
 
 
 @dataclass(eq=False)

@@ -83,9 +83,8 @@ class GrammarCompiler:
             if self._closed:
                 worker.close()
         if size > MAX_ONE_GRAMMAR_BYTES:
-            raise bad_grammar(
-                f"it is too complex: compiled it takes {size >> 20} MiB, and the limit is {MAX_ONE_GRAMMAR_BYTES >> 20}"
-            )
+            limit = MAX_ONE_GRAMMAR_BYTES >> 20
+            raise bad_grammar(f"it is too complex: compiled it takes {size >> 20} MiB, and the limit is {limit}")
         with self._turn:
             if gently:
                 time.sleep(max(0.0, self._rested - time.monotonic()))
@@ -108,5 +107,4 @@ class GrammarCompiler:
 
 def _prepare(model: str, vocab_size: int, eos_token_ids: list[int]) -> GrammarTokenizer:
     tokenizer = load_tokenizer(model)
-    num_tokens = tokenizer.vocab_size
-    return GrammarTokenizer(TokenizerData(tokenizer.backend.to_str(), num_tokens, vocab_size, eos_token_ids))
+    return GrammarTokenizer(TokenizerData(tokenizer.backend.to_str(), tokenizer.vocab_size, vocab_size, eos_token_ids))

@@ -24,7 +24,7 @@ from rayllm.api.sampling_params import MAX_CHOICES, MAX_STRUCTURE_BYTES, Samplin
 from rayllm.config.options import BUNDLED_MODEL
 from rayllm.errors import InvalidRequestError
 from rayllm.text import grammar_compiler, grammar_trial
-from rayllm.text.grammar import Grammar, GrammarConstraint, TokenizerData
+from rayllm.text.grammar import Grammar, GrammarConstraint, MaskThreads, TokenizerData
 from rayllm.text.grammar_compiler import GrammarCompiler
 from rayllm.text.grammar_trial import TrialWorker
 from rayllm.text.tokenizer import load_tokenizer
@@ -153,6 +153,26 @@ def test_known_hard_ones_that_can_be_compiled(compiler):
     assert accepts(compile_now(compiler, choice=choices), "choice 999")
     enum = [f"value {i}" for i in range(4000)]
     assert accepts(compile_now(compiler, json=json.dumps({"enum": enum})), '"value 3999"')
+
+
+def test_an_idle_engine_waits_for_one_mask_and_a_moment_for_the_others():
+    threads = MaskThreads(2)
+    gates = [threading.Event(), threading.Event()]
+
+    def wait_s(timeout: float = 10.0) -> float:
+        started = time.monotonic()
+        threads.wait(timeout)
+        return time.monotonic() - started
+
+    for i in (0, 1):
+        threads.submit(lambda token: gates[token].wait(30), i)
+    assert 0.1 <= wait_s(0.1) < 5, "no mask"
+    threading.Timer(0.1, gates[0].set).start()
+    assert 0.05 < wait_s() < 5, "the first"
+    gates[1].set()
+    assert wait_s() < 5, "the second"
+    assert 0.1 <= wait_s(0.1) < 5, "each counts once"
+    threads.close()
 
 
 # ---- trials in worker processes
