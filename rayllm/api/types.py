@@ -151,7 +151,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     bad_param: the engine refuses the whole request for this field (finish_reason is "error"); such deltas never come
     together with others. num_preemptions: how often sequences of the request were preempted so far; at least in first
     and last deltas. embedding: of a request with pooling, in its only delta without an error: [hidden_size] float32 of
-    length 1 (L2), little-endian.
+    length 1 (L2), in the byte order of the machine.
 
     With beam search a delta without tokens says what first deltas do when the first choice is made. At the end each
     completion has one with all of its tokens and cumulative_logprob, the sum of their log-probabilities.

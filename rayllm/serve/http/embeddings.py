@@ -7,6 +7,7 @@ the mean of all tokens', scaled to length 1 as OpenAI's are.
 from __future__ import annotations
 
 import base64
+import sys
 import time
 from array import array
 from typing import Any, Literal
@@ -14,7 +15,6 @@ from typing import Any, Literal
 import orjson
 from pydantic import Field, field_validator
 
-from rayllm.api.float32 import float32_bytes
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import EngineInfo, GenerationRequest, Pooling, RequestOutput
 from rayllm.errors import InvalidRequestError
@@ -126,5 +126,8 @@ class EmbeddingReply:
     def _encoded(self, values: array[float]) -> orjson.Fragment | str:
         """A list, as JSON that takes less memory than its floats, or the base64 of the little-endian float32 values."""
         if self._base64:
-            return base64.b64encode(float32_bytes(values)).decode()
+            little_endian = array("f", values)
+            if sys.byteorder == "big":
+                little_endian.byteswap()
+            return base64.b64encode(little_endian).decode()
         return orjson.Fragment(orjson.dumps(values.tolist()))
