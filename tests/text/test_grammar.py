@@ -16,11 +16,10 @@ from concurrent.futures import Future, wait
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import pytest
 
 import rayllm
-from rayllm.api.sampling_params import MAX_CHOICES, MAX_STRUCTURE_BYTES, SamplingParams, StructuredOutputs
+from rayllm.api.sampling_params import MAX_CHOICES, StructuredOutputs
 from rayllm.config.options import BUNDLED_MODEL
 from rayllm.errors import InvalidRequestError
 from rayllm.text import grammar_compiler, grammar_trial
@@ -363,38 +362,3 @@ def test_without_a_tokenizer_that_can_be_used(tmp_path):
         pytest.raises(InvalidRequestError, match="tokenizer cannot be used"),
     ):
         compile_now(compiler, regex="a")
-
-
-BAD_PARAMS = [
-    ({}, "exactly one"),
-    ({"json": "{}", "regex": "a"}, "found json, regex"),
-    ({"json": {"type": "object"}}, "must be text"),
-    ({"regex": ""}, "must be text"),
-    ({"choice": []}, "at least one"),
-    ({"choice": "yes"}, "list of strings"),
-    ({"choice": ["a", ""]}, "non-empty"),
-    ({"choice": ["a"] * (MAX_CHOICES + 1)}, f"at most {MAX_CHOICES} strings, not {MAX_CHOICES + 1}"),
-    ({"regex": "ü" * (MAX_STRUCTURE_BYTES // 2 + 1)}, f"at most {MAX_STRUCTURE_BYTES} bytes"),
-    ({"choice": ["x" * 1000] * 100}, f"at most {MAX_STRUCTURE_BYTES} bytes, not 100000"),
-    ({"json_object": 1}, "true or false"),
-    ({"grammar": "\ud800"}, "surrogates"),
-]
-
-
-@pytest.mark.parametrize(("fields", "reason"), BAD_PARAMS)
-def test_the_fields_are_checked_where_they_are_given(fields, reason):
-    with pytest.raises(InvalidRequestError, match=reason) as caught:
-        StructuredOutputs(**fields)
-    assert caught.value.param == "structured_outputs"
-
-
-def test_sampling_params_that_contradict_a_grammar():
-    grammar = StructuredOutputs(choice=["a"])
-    for name, value in (("ignore_eos", True), ("min_tokens", 3)):
-        with pytest.raises(InvalidRequestError, match="cannot be combined with structured_outputs") as caught:
-            SamplingParams(structured_outputs=grammar, **{name: value})
-        assert caught.value.param == name
-    with pytest.raises(InvalidRequestError, match="must be a StructuredOutputs"):
-        SamplingParams(structured_outputs={"choice": ["a"]})
-    params = SamplingParams(structured_outputs=grammar)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
