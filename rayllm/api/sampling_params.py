@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,8 +12,8 @@ from rayllm.errors import InvalidRequestError
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
-# Of all stop strings together. Looking for them takes time in proportion, on the front's event loop: at this limit at
-# most about 30 us a token, for 64 stop strings that all begin as the text does, and usually under 1 us.
+# Of all stop strings together. The event loop of the front looks for them. That takes about 30 us a token at worst,
+# with 64 stop strings that all begin as the text does, and usually less than 1 us.
 MAX_STOP_CHARS = 16 * 1024
 MAX_BIASES = 1024
 MAX_SEED = 2**63 - 1
@@ -23,7 +23,7 @@ MAX_LENGTH_PENALTY = 10.0  # either way; the longest sequences to this power are
 GREEDY_EPS = 1e-5  # temperatures below this are greedy: dividing by them would overflow
 
 
-class _Range(NamedTuple):
+class _Range(msgspec.Struct, frozen=True):
     """The finite numbers that a field may have, from low to high."""
 
     low: float
@@ -64,8 +64,8 @@ _RANGES = {
     "seed": _Range(0, MAX_SEED, integer=True, optional=True),
 }
 
-# Fields that beam search cannot follow, as they would choose other tokens or end a text before it is chosen -> the
-# values of them that change nothing.
+# Fields that cannot be given with beam search, as they would choose other tokens or end a text before it is chosen, and
+# their values that change nothing.
 _WITHOUT_BEAMS: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 1),
     "top_p": (1,),

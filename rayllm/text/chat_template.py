@@ -89,7 +89,7 @@ class ChatTemplate:
         own = {
             "messages": [{key: value for key, value in m.items() if value is not None} for m in messages],
             "tools": tools,
-            "documents": None,
+            "documents": None,  # templates may ask for it, as transformers defines it
             "add_generation_prompt": add_generation_prompt,
             "range": _bounded_range(),
         }

@@ -75,8 +75,8 @@ class OutputProcessor:
                 del self._requests[delta.request_id]
                 if request.in_engine:
                     aborts.append(delta.request_id)
-            # The place for aborts of single completions: `delta.index` is over for the user if it is no longer in
-            # request.running, and the engine goes on with it if it is in request.in_engine.
+            # A completion that a stop string ended alone could be aborted here, by (request_id, index): it is one that
+            # is in request.in_engine and no longer in request.running.
         return list(outputs.values()), aborts
 
 
@@ -152,8 +152,7 @@ class _Request:
         new = completion.advance(delta)
         if new.finish_reason is not None:
             del self.running[delta.index]
-        output = self._output([new])
-        output.times = delta.times
+        output = replace(common, outputs=[new], finished=not self.running, times=delta.times)
         if delta.prompt_logprobs is not None:
             entries = delta.prompt_logprobs
             output.prompt_logprobs = [None if e is None else logprob_dict(self._tokenizer, e) for e in entries]
@@ -165,10 +164,8 @@ class _Request:
         """End all completions that still run with an error."""
         failed = range(self._n) if self._chooses else list(self.running)
         self.running.clear()
-        return self._output([CompletionOutput(i, "", [], finish_reason="error", stop_reason=message) for i in failed])
-
-    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
-        return replace(self._common, outputs=outputs, finished=not self.running)
+        ends = [CompletionOutput(i, "", [], finish_reason="error", stop_reason=message) for i in failed]
+        return replace(self._common, outputs=ends, finished=True)
 
     def _choose(self, output: RequestOutput, delta: TokenDelta) -> RequestOutput | None:
         """With best_of: the output with the n samples of the highest log-probability per token when all have ended.
@@ -212,19 +209,19 @@ class _Completion:
         """New text, tokens and log-probabilities; cut after the token that completes a stop string."""
         text, num_kept, stop = self._text_of(delta)
         self._num_tokens += num_kept
-        output = CompletionOutput(self._index, text, delta.token_ids[:num_kept])
-        output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+        token_ids, logprobs = delta.token_ids[:num_kept], None
+        finish, stop_reason = delta.finish_reason, delta.stop_reason
         if stop is not None:
-            output.finish_reason, output.stop_reason = "stop", stop
+            finish, stop_reason = "stop", stop
         if delta.logprobs is not None:
             kept = delta.logprobs[:num_kept]
             self._cumulative_logprob = sum((entry.logprob for entry in kept), self._cumulative_logprob or 0.0)
             if self._params.logprobs is not None:
-                output.logprobs = [logprob_dict(self._tokenizer, entry) for entry in kept]
+                logprobs = [logprob_dict(self._tokenizer, entry) for entry in kept]
         if delta.cumulative_logprob is not None:
             self._cumulative_logprob = delta.cumulative_logprob
-        output.cumulative_logprob = self._cumulative_logprob
-        return output
+        total = self._cumulative_logprob
+        return CompletionOutput(self._index, text, token_ids, total, logprobs, finish, stop_reason)
 
     def _text_of(self, delta: TokenDelta) -> tuple[str, int, str | None]:
         """(new text, how many of the delta's tokens count, the stop string found)."""
