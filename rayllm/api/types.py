@@ -174,7 +174,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     bad_param: str | None = None
     # How often sequences of the request were preempted so far; at least in first and last deltas.
     num_preemptions: int = 0
-    # Of a request with pooling, in its only delta: [hidden_size] float32 of length 1 (L2), little-endian.
+    # Of a request with pooling, in its only delta: [hidden_size] float32 of length 1 (L2), as bytes of this machine.
     embedding: bytes | None = None
     # The sum of the log-probabilities of a beam's tokens.
     cumulative_logprob: float | None = None

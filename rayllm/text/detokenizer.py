@@ -1,136 +1,99 @@
-"""Text out of token ids as they come, and the search for stop strings in it.
+"""Text from token ids as they come, and the search for stop strings in it.
 
-Nearly all models' tokens are bytes: their decoders map each token to bytes, whatever stands beside it (byte-level
-BPE, or sentencepiece pieces with byte fallback). Then an incremental UTF-8 decoder does the whole work: exact, and in
-constant time a token. Other decoders (WordPiece, Metaspace) spell a token by its neighbours and run over small windows.
+The tokens of nearly all models are bytes: their decoders map each token to the same bytes whatever stands beside it
+(byte-level BPE, or sentencepiece pieces with byte fallback). For them an incremental UTF-8 decoder does all the work:
+it is exact and takes constant time a token. Other decoders (WordPiece, Metaspace) spell a token by its neighbours, so
+they decode small windows of tokens.
 
-`tokenizers.decoders.DecodeStream` does the window for all models, but raises on byte-fallback models that put out a
-broken character, and on a run of broken characters takes time in the square of its length.
+`tokenizers.decoders.DecodeStream` uses a window for every model, but it raises an error where a byte-fallback model
+generates a broken character, and its time grows with the square of the length of a run of broken characters.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections import deque
+import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_CONTEXT_TOKENS = 8  # window decoding: tokens of the prompt that decide how the first new one is spelled
-_MAX_PENDING = 16  # window decoding: a character has 4 bytes at most, so this many tokens hold something broken
+_CONTEXT_TOKENS = 8  # tokens of the prompt that decide how the first new token is spelled
+_MAX_PENDING = 16  # a character has at most 4 bytes, so this many tokens without a whole one hold a broken one
 
 
 class ByteRule(NamedTuple):
-    """How a decoder turns one token into bytes.
+    """How a decoder turns one token into bytes."""
 
-    byte_level: by GPT-2's table of printable characters; otherwise "<0xNN>" is a byte and the rest is UTF-8.
-    replacements: (from, to) in a token's text. strip_left: spaces cut off the start of the whole text.
-    """
-
+    # Characters stand for bytes by GPT-2's table. Otherwise "<0xNN>" is a byte and all other text is UTF-8.
     byte_level: bool
+    # (from, to): what is replaced in a token's text first.
     replacements: tuple[tuple[str, str], ...] = ()
+    # How many spaces are cut off the start of the whole text.
     strip_left: int = 0
 
 
 def byte_rule(decoder: dict[str, Any] | None) -> ByteRule | None:
-    """The rule equal to a decoder of tokenizer.json; None if its tokens are not bytes that stand for themselves."""
+    """The rule that does what a decoder of tokenizer.json does; None if its tokens do not stand for bytes."""
     if decoder is None:
         return None
-    if decoder["type"] == "ByteLevel":
+    parts = list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+    if [part["type"] for part in parts] == ["ByteLevel"]:
         return ByteRule(byte_level=True)
-    if decoder["type"] != "Sequence":
+    strip_left = 0
+    if parts and parts[-1]["type"] == "Strip" and parts[-1]["content"] == " " and parts[-1]["stop"] == 0:
+        strip_left = parts.pop()["start"]
+    if [part["type"] for part in parts[-2:]] != ["ByteFallback", "Fuse"]:
         return None
-    parts = decoder["decoders"]
-    if len(parts) == 1:
-        return byte_rule(parts[0])
-    replacements = []
-    while parts and parts[0]["type"] == "Replace" and "String" in parts[0]["pattern"]:
-        replacements.append((parts[0]["pattern"]["String"], parts[0]["content"]))
-        parts = parts[1:]
-    if [part["type"] for part in parts[:2]] != ["ByteFallback", "Fuse"]:
+    replaces = parts[:-2]
+    if not all(part["type"] == "Replace" and "String" in part["pattern"] for part in replaces):
         return None
-    strip = parts[2:]
-    if not strip:
-        return ByteRule(byte_level=False, replacements=tuple(replacements))
-    if len(strip) == 1 and strip[0]["type"] == "Strip" and strip[0]["content"] == " " and strip[0]["stop"] == 0:
-        return ByteRule(byte_level=False, replacements=tuple(replacements), strip_left=strip[0]["start"])
-    return None
+    return ByteRule(False, tuple((part["pattern"]["String"], part["content"]) for part in replaces), strip_left)
 
 
 def _byte_level_table() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable Latin-1 stands for itself, the rest is U+0100 and on, in order."""
+    """GPT-2's characters for bytes: printable Latin-1 stands for itself, U+0100 and on for the rest, in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 _BYTE_LEVEL = _byte_level_table()
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class ByteVocabulary(dict[int, bytes]):
     """Token id -> its bytes, filled on first use; b"" for ids in `skipped` and ids that no token has."""
 
     def __init__(self, id_to_token: Callable[[int], str | None], rule: ByteRule, skipped: frozenset[int] = frozenset()):
-        super().__init__()
+        super().__init__(dict.fromkeys(skipped, b""))
         self.rule = rule
         self._id_to_token = id_to_token
-        self._skipped = skipped
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._skipped else self._id_to_token(token_id)
-        value = b"" if token is None else self._to_bytes(token)
-        self[token_id] = value
+        token = self._id_to_token(token_id)
+        value = self[token_id] = b"" if token is None else self._to_bytes(token)
         return value
 
     def _to_bytes(self, token: str) -> bytes:
         if self.rule.byte_level:
-            codes = [_BYTE_LEVEL.get(char) for char in token]
-            # Added tokens are plain text: any character outside the table makes it UTF-8.
-            return token.encode() if None in codes else bytes(code for code in codes if code is not None)
+            try:
+                return bytes([_BYTE_LEVEL[char] for char in token])
+            except KeyError:  # an added token, which is plain text
+                return token.encode()
         for old, new in self.rule.replacements:
             token = token.replace(old, new)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            try:
-                return bytes([int(token[3:5], 16)])
-            except ValueError:
-                pass
-        return token.encode()
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes.fromhex(byte[1]) if byte else token.encode()
 
 
-class IncrementalDetokenizer:
-    """Text of one sequence's new tokens, piece by piece, never half a character.
+class ByteDetokenizer:
+    """Text of one sequence's new tokens, piece by piece, never half a character. For vocabularies of bytes.
 
-    The pieces and `flush()` together are what decoding prompt and output at once gives after the prompt's text (on
-    byte-fallback vocabularies a run of bytes with a broken character may come out with fewer U+FFFD).
-    decode: ids -> text. vocabulary: the tokens' bytes, None if they have none. skipped_ids: ids without text.
-    prompt_token_ids: what stands before.
+    The pieces together are what decoding prompt and output at once gives after the prompt's text. (On byte-fallback
+    vocabularies a run of bytes with a broken character may come out with fewer U+FFFD.)
+    The state is at most three bytes in the UTF-8 decoder.
     """
-
-    def __init__(
-        self,
-        decode: Callable[[list[int]], str],
-        vocabulary: ByteVocabulary | None,
-        skipped_ids: frozenset[int],
-        prompt_token_ids: Sequence[int] = (),
-    ):
-        self._text: _ByteText | _WindowText
-        if vocabulary is not None:
-            self._text = _ByteText(vocabulary, prompt_token_ids)
-        else:
-            self._text = _WindowText(decode, skipped_ids, prompt_token_ids)
-
-    def step(self, token_ids: Iterable[int]) -> str:
-        """Take the next tokens; return the new text, "" while a character is incomplete."""
-        return self._text.step(token_ids)
-
-    def flush(self) -> str:
-        """The rest at the end of a sequence: U+FFFD for a character that stayed incomplete, otherwise ""."""
-        return self._text.flush()
-
-
-class _ByteText:
-    """For vocabularies of bytes. State: at most three bytes in the UTF-8 decoder."""
 
     def __init__(self, vocabulary: ByteVocabulary, prompt_token_ids: Sequence[int]):
         self._vocabulary = vocabulary
@@ -138,35 +101,30 @@ class _ByteText:
         # Spaces are stripped at the start of the text: after a prompt without text, the output is the start.
         strips = vocabulary.rule.strip_left
         self._strip_left = strips if strips and not any(vocabulary[i] for i in prompt_token_ids) else 0
-        tail = b""
-        for token in reversed(prompt_token_ids[-_CONTEXT_TOKENS:]):  # a prompt may end within a character
-            tail = vocabulary[token] + tail
-            if len(tail) >= 4:
-                break
-        self._decoder.decode(tail)
+        self.step(prompt_token_ids[-_CONTEXT_TOKENS:])  # a prompt may end within a character
 
-    def step(self, token_ids: Iterable[int]) -> str:
+    def step(self, token_ids: Iterable[int], last: bool = False) -> str:
+        """Take the next tokens; return the new text, "" while a character is incomplete.
+
+        last: no more tokens come, so a character that stayed incomplete comes out as U+FFFD.
+        """
         vocabulary = self._vocabulary
-        text = self._decoder.decode(b"".join([vocabulary[token] for token in token_ids]))
-        return self._strip(text) if self._strip_left else text
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        text = self._decoder.decode(b"".join([vocabulary[token] for token in token_ids]), last)
+        return self._strip(text) if self._strip_left and text else text
 
     def _strip(self, text: str) -> str:
-        while self._strip_left and text:
-            if text[0] != " ":
-                self._strip_left = 0
-                break
-            text = text[1:]
-            self._strip_left -= 1
-        return text
+        num_spaces = len(text) - len(text.lstrip(" "))
+        shown = text[min(num_spaces, self._strip_left) :]
+        self._strip_left = 0 if shown else self._strip_left - num_spaces
+        return shown
 
 
-class _WindowText:
-    """For other decoders: new text is what a window of tokens decodes to beyond what its first part decodes to.
+class WindowDetokenizer:
+    """Does what `ByteDetokenizer` does for all other decoders.
 
-    _context: tokens whose text is out, _prefix: their text within the window; _pending: tokens not out yet.
+    New text is what a window of tokens decodes to, beyond what those of them decode to whose text is out.
+
+    decode: ids -> text. skipped_ids: ids without text.
     """
 
     def __init__(
@@ -174,112 +132,67 @@ class _WindowText:
     ):
         self._decode = decode
         self._skipped = skipped_ids
-        tail = deque((i for i in prompt_token_ids if i not in skipped_ids), maxlen=_CONTEXT_TOKENS)
-        self._context = list(tail)
-        self._prefix = decode(self._context)
-        self._pending: list[int] = []
+        self._window = [i for i in prompt_token_ids if i not in skipped_ids][-_CONTEXT_TOKENS:]
+        self._num_shown = len(self._window)  # the window's first tokens, whose text is out
 
-    def step(self, token_ids: Iterable[int]) -> str:
-        new = [token for token in token_ids if token not in self._skipped]
-        if not new:
-            return ""
-        self._pending += new
-        text = self._decode(self._context + self._pending)
-        if text.endswith(REPLACEMENT) and len(self._pending) <= _MAX_PENDING:
-            return ""
-        return self._commit(text)
-
-    def flush(self) -> str:
-        return self._commit(self._decode(self._context + self._pending)) if self._pending else ""
-
-    def _commit(self, text: str) -> str:
+    def step(self, token_ids: Iterable[int], last: bool = False) -> str:
+        """As `ByteDetokenizer.step`."""
+        self._window += [token for token in token_ids if token not in self._skipped]
+        num_waiting = len(self._window) - self._num_shown
         # A decoder that respells earlier tokens breaks the prefix; its length is then the best guess.
-        new = text[len(self._prefix) :]
-        alone = self._decode(self._pending)
-        if alone:
-            self._context, self._prefix = self._pending, alone
-        else:  # no text of their own: keep what stands before, so that the next token is not spelled as a first one
-            self._context = (self._context + self._pending)[-2 * _CONTEXT_TOKENS :]
-            self._prefix = self._decode(self._context)
-        self._pending = []
-        return new
+        num_chars, text = len(self._decode(self._window[: self._num_shown])), self._decode(self._window)
+        incomplete = len(text) <= num_chars or text.endswith(REPLACEMENT)
+        if incomplete and not last and num_waiting <= _MAX_PENDING:
+            return ""
+        self._window = self._window[self._num_shown :]
+        self._num_shown = num_waiting
+        return text[num_chars:]
 
 
-class _StopAutomaton(NamedTuple):
-    """Aho and Corasick's automaton (CACM 1975) over the stop strings; state 0 is the start.
-
-    moves: state -> char -> state. fallback: state -> the state of its longest proper suffix that begins a stop.
-    depth: state -> how many characters of a stop it has. found: state -> longest stop that ends here.
-    """
-
-    moves: list[dict[str, int]]
-    fallback: list[int]
-    depth: list[int]
-    found: list[str | None]
-
-
-@lru_cache(maxsize=64)
-def _build_automaton(stops: tuple[str, ...]) -> _StopAutomaton:
-    automaton = _StopAutomaton([{}], [0], [0], [None])
-    for stop in stops:
-        state = 0
-        for char in stop:
-            if char not in automaton.moves[state]:
-                automaton.moves[state][char] = len(automaton.moves)
-                automaton.moves.append({})
-                automaton.fallback.append(0)
-                automaton.depth.append(automaton.depth[state] + 1)
-                automaton.found.append(None)
-            state = automaton.moves[state][char]
-        automaton.found[state] = stop
-    queue = deque(automaton.moves[0].values())
-    while queue:  # by depth, so that fallbacks point to states that are done
-        state = queue.popleft()
-        for char, target in automaton.moves[state].items():
-            back = automaton.fallback[state]
-            while back and char not in automaton.moves[back]:
-                back = automaton.fallback[back]
-            automaton.fallback[target] = automaton.moves[back].get(char, 0)
-            queue.append(target)
-        if automaton.found[state] is None:
-            automaton.found[state] = automaton.found[automaton.fallback[state]]
-    return automaton
+Detokenizer = ByteDetokenizer | WindowDetokenizer
 
 
 class StopChecker:
     """Finds the first stop string in a text that comes in pieces, and holds back what may be the start of one.
 
-    First is the one that ends first, of several that end together the longest; so the result does not depend on
-    where the pieces end. include_stop: the stop string itself stays in the text.
+    First is the stop string that ends first, and of several that end together the longest. So the result does not
+    depend on where the pieces end. include_stop: the stop string itself stays in the text.
+
+    The text held back is the longest end of the text that begins a stop string, so it is at most as long as the longest
+    stop string less one character. Pieces should be short, as the text of a token is.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False):
-        self._automaton = _build_automaton(tuple(stops))
+        self._stops = sorted(stops)
+        self._first_chars = frozenset(stop[0] for stop in stops)
+        self._max_held = max(map(len, stops)) - 1
         self._include_stop = include_stop
-        self._state = 0
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, str | None]:
+    def feed(self, piece: str, last: bool = False) -> tuple[str, str | None]:
         """Take the next piece; return (text that can be shown now, the stop string found or None).
 
-        After a stop was found the checker is done: nothing behind the stop is ever returned.
+        After a stop string was found the checker is done: nothing behind it is ever returned.
+        last: no more text comes, so nothing is held back.
         """
-        moves, fallback, depth, found = self._automaton
-        state, buffer = self._state, self._held + text
-        for place, char in enumerate(text, start=len(self._held) + 1):
-            while state and char not in moves[state]:
-                state = fallback[state]
-            state = moves[state].get(char, 0)
-            stop = found[state]
-            if stop is not None:
-                self._held = ""
-                return buffer[: place if self._include_stop else place - len(stop)], stop
-        self._state = state
-        shown = len(buffer) - depth[state]
-        self._held = buffer[shown:]
-        return buffer[:shown], None
+        held, text = len(self._held), self._held + piece
+        if self._first_chars.isdisjoint(text):
+            return text, None  # nothing was held back, as that would begin with one of them
+        found = []
+        for stop in self._stops:
+            start = text.find(stop, max(0, held - len(stop) + 1))  # it ends within the new piece
+            if start >= 0:
+                found.append((start + len(stop), start, stop))
+        if found:
+            end, start, stop = min(found)
+            return text[: end if self._include_stop else start], stop
+        shown = len(text) if last else max(0, len(text) - self._max_held)
+        while shown < len(text) and not self._begins_stop(text[shown:]):
+            shown += 1
+        self._held = text[shown:]
+        return text[:shown], None
 
-    def flush(self) -> str:
-        """At the end of the text: what was held back and turned out not to be a stop string."""
-        held, self._held = self._held, ""
-        return held
+    def _begins_stop(self, text: str) -> bool:
+        """Whether a stop string starts with the text: if one does, the first in order that is not before the text."""
+        place = bisect_left(self._stops, text)
+        return place < len(self._stops) and self._stops[place].startswith(text)

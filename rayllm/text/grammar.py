@@ -1,9 +1,9 @@
 """Grammars: from what a request asks for (`StructuredOutputs`) to masks of the tokens that may come next.
 
-`GrammarCompiler` compiles on threads of its own, after a trial in a process of its own (`grammar_trial.py`): whoever
-may send requests may send grammars, and one that takes too long, too much memory or the process itself must end there.
-`GrammarConstraint` follows one sequence. llguidance lets go of the interpreter while it computes masks, so they too are
-computed on threads, and neither the engine's loop nor its other sequences wait for them.
+Whoever may send requests may send grammars, so `GrammarCompiler` compiles on threads of its own, after a trial in
+another process (`grammar_trial.py`) that ends a grammar which takes too much time or memory, or crashes the library.
+`GrammarConstraint` follows one sequence through its grammar. llguidance releases the interpreter while it computes a
+mask, so masks are computed on threads too: neither the engine's loop nor other sequences wait for them.
 """
 
 from __future__ import annotations
@@ -12,44 +12,50 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
+import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.errors import InvalidRequestError
 
 PARAM = "structured_outputs"
-# Between tokens of JSON text. Without a bound, a model that is at a loss writes blanks until max_tokens.
+# Between tokens of JSON text. Without a bound, a model that does not know how to go on writes blanks until max_tokens.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,20}"}
 _MAX_REASON_CHARS = 500
-GRACE_S = 0.002  # an idle engine waits so long for more masks once it has one
+# The library's limits on one grammar; reaching one ends the request. They bound a mask to some hundred milliseconds and
+# a grammar to some ten MiB. Usual ones take far less: a millisecond and a tenth of a MiB.
+_PARSER_LIMITS = LLParserLimits(
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=20_000,
+    max_lexer_states=20_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+GRACE_S = 0.002  # an idle engine that has one mask waits this long for the others
 
 
-def parser_limits() -> LLParserLimits:
-    """The library's limits on one grammar; reaching one ends the request.
+class TokenizerData(msgspec.Struct, frozen=True):
+    """What a GrammarTokenizer is made of."""
 
-    They bound a mask to some hundred milliseconds and a grammar to some ten MiB, far beyond what usual ones take: a
-    millisecond and a tenth of a MiB.
-    """
-    return LLParserLimits(
-        initial_lexer_fuel=500_000,
-        step_lexer_fuel=20_000,
-        max_lexer_states=20_000,
-        max_grammar_size=200_000,
-        verbose_errors=False,
-    )
+    tokenizer_json: str  # the tokenizers library's own form
+    num_tokens: int  # of the tokenizer, added tokens included
+    vocab_size: int  # of the model; it decides the size of a mask
+    eos_token_ids: list[int]
 
 
 class GrammarTokenizer:
     """A model's tokens as the library needs them.
 
-    tokenizer_json: the tokenizers library's form. vocab_size: of the model, which decides the size of a mask.
     Raises ValueError for a tokenizer whose tokens are not bytes of text. Making one takes up to a second.
     """
 
-    def __init__(self, tokenizer_json: str, num_tokens: int, vocab_size: int, eos_token_ids: list[int]):
-        self.mask_bytes = (vocab_size + 31) // 32 * 4
-        self.tokens = LLTokenizer(tokenizer_json, n_vocab=max(num_tokens, vocab_size), eos_token=eos_token_ids)
+    def __init__(self, data: TokenizerData):
+        self.data = data
+        self.mask_bytes = (data.vocab_size + 31) // 32 * 4
+        n_vocab = max(data.num_tokens, data.vocab_size)
+        self.tokens = LLTokenizer(data.tokenizer_json, n_vocab=n_vocab, eos_token=data.eos_token_ids)
 
     def mask_of(self, matcher: LLMatcher) -> bytes:
         """The tokens that may come next, as StepPlan.masks has them. Raises ValueError if there are none."""
@@ -63,9 +69,7 @@ class GrammarTokenizer:
     def compile(self, structure: StructuredOutputs) -> tuple[LLMatcher, bytes]:
         """A matcher at the beginning of the text, and its mask. Raises InvalidRequestError."""
         try:
-            matcher = LLMatcher(self.tokens, _source(structure), log_level=0, limits=parser_limits())
-            if matcher.is_error():
-                raise ValueError(matcher.get_error())
+            matcher = LLMatcher(self.tokens, _source(structure), log_level=0, limits=_PARSER_LIMITS)
             return matcher, self.mask_of(matcher)
         except ValueError as error:
             raise bad_grammar(str(error)) from None
@@ -98,25 +102,25 @@ class MaskThreads:
 
     def __init__(self, num_threads: int):
         self._pool = ThreadPoolExecutor(num_threads, "rayllm-masks")
-        self._lock = threading.Lock()
-        self._pending = 0  # masks asked for and not known yet
-        self._some, self._all = threading.Event(), threading.Event()
+        self._changed = threading.Condition()
+        self._num_pending = 0  # masks that are still to be computed
+        self._some_new = False  # a mask was computed since the last `wait`
 
     def submit(self, work: Callable[[int], None], token: int) -> None:
         """Run work(token), which computes one mask and does not raise."""
-        with self._lock:
-            self._pending += 1
-            self._all.clear()
+        with self._changed:
+            self._num_pending += 1
         self._pool.submit(self._run, work, token)
 
     def wait(self, timeout: float) -> None:
-        """Return when a mask has become known since the last call, at the latest after `timeout` seconds.
+        """Return when a mask has been computed since the last call, at the latest after `timeout` seconds.
 
-        If others are to come, they get GRACE_S: one step for all of them is cheaper than one for the first.
+        If others are still to come, they get GRACE_S: one step for all of them is cheaper than one for the first.
         """
-        self._some.wait(timeout)
-        self._some.clear()
-        self._all.wait(GRACE_S)
+        with self._changed:
+            self._changed.wait_for(lambda: self._some_new, timeout)
+            self._changed.wait_for(lambda: self._num_pending == 0, GRACE_S)
+            self._some_new = False
 
     def close(self) -> None:
         """Let what runs end, and start nothing more."""
@@ -124,25 +128,26 @@ class MaskThreads:
 
     def _run(self, work: Callable[[int], None], token: int) -> None:
         work(token)
-        with self._lock:
-            self._pending -= 1
-            if not self._pending:
-                self._all.set()
-        self._some.set()
+        with self._changed:
+            self._num_pending -= 1
+            if not self._some_new or not self._num_pending:  # `wait` waits for these two only
+                self._some_new = True
+                self._changed.notify()
 
 
+@dataclass(eq=False)
 class Grammar:
-    """A compiled grammar, shared by the sequences that use it. Calling it makes a sequence's constraint.
+    """A compiled grammar, shared by the sequences that use it. Calling it makes a sequence's constraint."""
 
-    lock: held while the library works on any of its sequences. They share its lexer, whose own lock would be waited for
-    with the interpreter held. size: bytes, an estimate. broken: it reached a limit; its lexer may have grown large.
-    """
-
-    def __init__(self, tokenizer: GrammarTokenizer, matcher: LLMatcher, mask: bytes, threads: MaskThreads, size: int):
-        self.tokenizer, self.matcher, self.first_mask = tokenizer, matcher, mask
-        self.threads, self.size = threads, size
-        self.lock = threading.Lock()
-        self.broken = False
+    tokenizer: GrammarTokenizer
+    matcher: LLMatcher  # at the beginning of the text
+    first_mask: bytes
+    threads: MaskThreads
+    size: int  # an estimate, in bytes
+    broken: bool = False  # it reached a limit; its lexer may have grown large
+    # Held while the library works on any of its sequences. They share its lexer, whose own lock would be waited for
+    # with the interpreter held.
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self) -> GrammarConstraint:
         return GrammarConstraint(self)
@@ -153,7 +158,7 @@ class GrammarConstraint:
 
     def __init__(self, grammar: Grammar):
         self._grammar = grammar
-        self._matcher: LLMatcher | None = None  # a mask thread's
+        self._matcher: LLMatcher | None = None  # only mask threads use it
         self._mask: bytes | None = grammar.first_mask
         self._error: str | None = None
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import logging
 import os
-import queue
 import threading
 import time
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.errors import ModelError
-from rayllm.text.grammar import Grammar, GrammarTokenizer, MaskThreads, bad_grammar
-from rayllm.text.grammar_trial import Setup, Trial
+from rayllm.text.grammar import Grammar, GrammarTokenizer, MaskThreads, TokenizerData, bad_grammar
+from rayllm.text.grammar_trial import TrialWorker
 from rayllm.text.tokenizer import load_tokenizer
 
 COMPILE_LIMIT_S = 5.0
@@ -27,87 +22,69 @@ MAX_ONE_GRAMMAR_BYTES = 64 * 2**20
 NUM_COMPILING = 2  # at once, so that one slow grammar does not hold up all
 REST = 19.0  # a compilation in this process holds up the engine: the next one waits so many times as long as it took
 
-logger = logging.getLogger(__name__)
-
 
 class GrammarCompiler:
     """Makes `Grammar`s for one model. Thread-safe.
 
     The model's tokens are prepared at once, on a thread: it takes up to a second with the interpreter held, during
-    which a running engine would stand still. limit_s: seconds that compiling one grammar may take.
+    which a running engine would stand still. limit_s: seconds of computing that one grammar may take.
     """
 
     def __init__(self, model: str, vocab_size: int, eos_token_ids: list[int], limit_s: float = COMPILE_LIMIT_S):
-        self._lock = threading.Lock()  # of the two below
-        self._grammars: OrderedDict[bytes, Future[Grammar]] = OrderedDict()  # the latest used last
-        self._sizes: dict[bytes, int] = {}  # of those that are compiled
-        self._closed = False
-        self._turn = threading.Lock()  # of who compiles in this process, and the next line
-        self._rested = 0.0  # time.monotonic() from which the next may
         self._limit_s = limit_s
-        self._trials: queue.SimpleQueue[Trial] = queue.SimpleQueue()
-        self._all_trials: list[Trial] = []
+        self._lock = threading.Lock()  # of the next two
+        self._compiling: dict[bytes, Future[Grammar]] = {}
+        self._kept: dict[bytes, Future[Grammar]] = {}  # compiled ones, the latest used last
+        self._turn = threading.Lock()  # of the thread that compiles in this process, and of the next line
+        self._rested = 0.0  # time.monotonic() from which the next may
+        self._closed = False
+        self._workers: dict[int, TrialWorker] = {}  # of each compiling thread, once it has needed one
         self.threads = MaskThreads(max(2, min(8, (os.cpu_count() or 2) // 2)))
         self._pool = ThreadPoolExecutor(NUM_COMPILING, "rayllm-grammars")
-        self._tokenizer = self._pool.submit(self._prepare, model, vocab_size, eos_token_ids)
+        self._tokenizer = self._pool.submit(_prepare, model, vocab_size, eos_token_ids)
 
     def compile(self, structure: StructuredOutputs, gently: bool = False) -> Future[Grammar]:
         """The grammar, soon. Its exception is InvalidRequestError for one that cannot be used.
 
         gently: the engine has work meanwhile, which compilations one right after the other would slow down.
         """
-        key = hashlib.sha256(msgspec.msgpack.encode(structure)).digest()
+        key = msgspec.msgpack.encode(structure)
         with self._lock:
-            self._drop_broken()
-            future = self._grammars.get(key)
-            if future is not None:
-                self._grammars.move_to_end(key)
+            # Those that reached a limit go, with all that their lexers hold.
+            self._kept = {old: kept for old, kept in self._kept.items() if not kept.result().broken}
+            if key in self._kept:
+                future = self._kept[key] = self._kept.pop(key)
                 return future
-            future = self._grammars[key] = self._pool.submit(self._compile, structure, gently)
-        future.add_done_callback(lambda done: self._settle(key, done))
+            if key in self._compiling:
+                return self._compiling[key]
+            future = self._compiling[key] = self._pool.submit(self._compile, structure, gently)
+        future.add_done_callback(lambda done: self._keep(key, done))
         return future
-
-    @property
-    def kept(self) -> tuple[int, int]:
-        """Grammars that are kept or being compiled, and the bytes of the former."""
-        with self._lock:
-            return len(self._grammars), sum(self._sizes.values())
 
     def close(self) -> None:
         """Stop all threads and processes; what is being compiled fails."""
         self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.threads.close()
-        for trial in self._all_trials:
-            with contextlib.suppress(OSError):
-                trial.close()
-
-    def _prepare(self, model: str, vocab_size: int, eos_token_ids: list[int]) -> GrammarTokenizer:
-        tokenizer = load_tokenizer(model)
-        setup = Setup(tokenizer.backend.to_str(), tokenizer.vocab_size, vocab_size, eos_token_ids)
-        made = setup.make()
-        for _ in range(NUM_COMPILING):
-            trial = Trial(setup, self._limit_s)
-            self._all_trials.append(trial)
-            self._trials.put(trial)
-        return made
+        for worker in list(self._workers.values()):
+            worker.close()
 
     def _compile(self, structure: StructuredOutputs, gently: bool) -> Grammar:
         try:
             tokenizer = self._tokenizer.result()
         except (ModelError, ValueError) as error:
             raise bad_grammar(f"the model's tokenizer cannot be used for it: {error}") from None
-        trial = self._trials.get()
+        worker = self._workers.get(threading.get_ident())
+        if worker is None or not worker.alive:  # if it died meanwhile, that is not this grammar's fault
+            worker = self._workers[threading.get_ident()] = TrialWorker(tokenizer.data, self._limit_s)
         try:
-            size = trial.run(structure)
+            size = worker.run(structure)
         finally:
-            self._trials.put(trial)
             if self._closed:
-                trial.close()
+                worker.close()
         if size > MAX_ONE_GRAMMAR_BYTES:
-            raise bad_grammar(
-                f"it is too complex: compiled it takes {size >> 20} MiB, and the limit is {MAX_ONE_GRAMMAR_BYTES >> 20}"
-            )
+            limit = MAX_ONE_GRAMMAR_BYTES >> 20
+            raise bad_grammar(f"it is too complex: compiled it takes {size >> 20} MiB, and the limit is {limit}")
         with self._turn:
             if gently:
                 time.sleep(max(0.0, self._rested - time.monotonic()))
@@ -116,21 +93,18 @@ class GrammarCompiler:
             self._rested = time.monotonic() + REST * (time.monotonic() - started)
         return Grammar(tokenizer, matcher, mask, self.threads, size + len(msgspec.msgpack.encode(structure)))
 
-    def _settle(self, key: bytes, done: Future[Grammar]) -> None:
-        """Account for a grammar that is compiled; forget one that failed, and the longest unused ones beyond limits."""
+    def _keep(self, key: bytes, done: Future[Grammar]) -> None:
+        """Keep a grammar if it was compiled, and let go of those that were not used for longest beyond the limits."""
         with self._lock:
+            del self._compiling[key]
             if done.cancelled() or done.exception() is not None:
-                self._grammars.pop(key, None)
                 return
-            self._sizes[key] = done.result().size
-            kept_bytes = sum(self._sizes.values())
-            for old in [key for key in self._grammars if key in self._sizes]:
-                if len(self._grammars) <= MAX_GRAMMARS and kept_bytes <= MAX_GRAMMAR_BYTES:
-                    return
-                del self._grammars[old]
-                kept_bytes -= self._sizes.pop(old)
+            self._kept[key] = done
+            size = sum(kept.result().size for kept in self._kept.values())
+            while len(self._kept) > MAX_GRAMMARS or size > MAX_GRAMMAR_BYTES:
+                size -= self._kept.pop(next(iter(self._kept))).result().size
 
-    def _drop_broken(self) -> None:
-        """Let go of grammars that reached a limit, with all that their lexers hold. The lock is held."""
-        for key in [key for key in self._sizes if self._grammars[key].result().broken]:
-            del self._grammars[key], self._sizes[key]
+
+def _prepare(model: str, vocab_size: int, eos_token_ids: list[int]) -> GrammarTokenizer:
+    tokenizer = load_tokenizer(model)
+    return GrammarTokenizer(TokenizerData(tokenizer.backend.to_str(), tokenizer.vocab_size, vocab_size, eos_token_ids))

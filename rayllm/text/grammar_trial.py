@@ -1,150 +1,104 @@
-"""`Trial`: compiles a grammar in a process of its own first, which can be killed.
+"""Trials of grammars: a worker process compiles each grammar first, because it may die of it.
 
-The library has limits of its own, but a grammar that gets past them must cost its sender an error, not all others the
-engine. Parent and child talk in msgpack over a socket pair: Setup -> Ready, then StructuredOutputs -> Verdict.
+The library has limits of its own, but a grammar that gets past them must cost its sender an error, and not everybody
+the engine. So the kernel limits the worker: its computing time, its memory, and its scheduling class, with which it
+computes only when a core has nothing else to do, so that sequences which are decoded meanwhile do not notice.
+
+The worker is started by a command of its own and talks in lines of JSON. The process pools of libraries
+(multiprocessing, concurrent.futures, pebble) do not fit. They import the caller's main module into each worker: that
+takes seconds if it imports torch, and fails if it is a script without `if __name__ == "__main__"`. And they unpickle,
+in the engine, what comes from a process that has worked on hostile input.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import resource
+import signal
 import subprocess
 import sys
-import time
-from multiprocessing.connection import Connection
-from pathlib import Path
+import threading
 
 import msgspec
 
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.errors import InvalidRequestError
-from rayllm.text.grammar import GrammarTokenizer, bad_grammar
+from rayllm.text.grammar import GrammarTokenizer, TokenizerData, bad_grammar
 
-START_S = 60.0  # for the child to be ready; it imports little, but the machine may be busy
-MAX_DATA_BYTES = 2 * 2**30  # of the child's memory
-LATEST = 6.0
-
-
-class Setup(msgspec.Struct, frozen=True):
-    """Parent to child, once: the arguments of GrammarTokenizer."""
-
-    tokenizer_json: str
-    num_tokens: int
-    vocab_size: int
-    eos_token_ids: list[int]
-
-    def make(self) -> GrammarTokenizer:
-        """The tokenizer. Raises ValueError."""
-        return GrammarTokenizer(self.tokenizer_json, self.num_tokens, self.vocab_size, self.eos_token_ids)
+START_S = 60.0  # for a worker to become ready; it imports little, but the machine may be busy
+MAX_DATA_BYTES = 2 * 2**30  # of a worker's memory
+LATEST = 6.0  # by the clock a trial may take so many times its computing time, as the worker waits for idle cores
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """Child to parent: why a grammar is refused (None: it is not), and by how many bytes it made the child grow."""
+class TrialWorker:
+    """A worker process. It belongs to the thread that makes it: the kernel ends it with that thread.
 
-    error: str | None
-    size: int
-
-
-class Trial:
-    """A child process, started when it is first needed and again after one that died. One thread uses it at a time.
-
-    limit_s: seconds of computing that one grammar may take. The child computes only when a core has nothing else to do,
-    so that whoever generates tokens meanwhile does not notice; it may take LATEST times as long by the clock.
+    limit_s: seconds of computing that one grammar may take. Raises RuntimeError if the process does not start.
     """
 
-    def __init__(self, setup: Setup, limit_s: float):
-        self._setup, self._limit_s = setup, limit_s
-        self._child: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+    def __init__(self, data: TokenizerData, limit_s: float):
+        self._limit_s = limit_s
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rayllm.text.grammar_trial", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # it finds the package where we found it
+        )
+        if not self._ask(msgspec.json.encode((data, limit_s)), START_S):
+            self.close()
+            raise RuntimeError("the process that tries grammars does not start")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
 
     def run(self, structure: StructuredOutputs) -> int:
-        """Bytes that the compiled grammar takes, roughly.
-
-        Raises InvalidRequestError for a grammar to be refused, RuntimeError if the child does not start.
-        """
-        if self._child is not None and self._child.poll() is not None:
-            self.close()  # it died meanwhile, which is not this grammar's fault
-        connection = self._connection or self._start()
-        try:
-            connection.send_bytes(msgspec.msgpack.encode(structure))
-            if not self._answers(connection):
-                self.close()
-                raise bad_grammar(f"compiling it takes longer than {self._limit_s:g} s; make it simpler")
-            verdict = msgspec.msgpack.decode(connection.recv_bytes(), type=Verdict)
-        except (EOFError, OSError):
+        """Bytes that the compiled grammar takes, roughly. Raises InvalidRequestError for one that must be refused."""
+        answer = self._ask(msgspec.json.encode(structure), LATEST * self._limit_s)
+        if not answer:
             self.close()
-            raise bad_grammar("it is too complex: compiling it takes too much memory or too deep a stack") from None
-        if verdict.error is not None:
-            raise bad_grammar(verdict.error)
-        return verdict.size
+            if self._process.returncode == -signal.SIGPROF:
+                raise bad_grammar(f"compiling it takes longer than {self._limit_s:g} s; make it simpler")
+            raise bad_grammar("it is too complex: compiling it takes too long, too much memory or too deep a stack")
+        size_or_reason = msgspec.json.decode(answer, type=int | str)
+        if isinstance(size_or_reason, str):
+            raise bad_grammar(size_or_reason)
+        return size_or_reason
 
     def close(self) -> None:
-        """End the child; the next `run` starts another. May be called while another thread is in `run`."""
-        child, self._child = self._child, None
-        connection, self._connection = self._connection, None
-        if child is not None:
-            child.kill()
-            child.wait()
-        if connection is not None:
-            connection.close()
+        """End the process, at once. May be called while the other thread is in `run`."""
+        with contextlib.suppress(OSError), self._process:  # which closes the pipes and waits
+            self._process.kill()
 
-    def _answers(self, connection: Connection) -> bool:
-        """Wait for the child's answer as long as it may take. False if it does not come."""
-        assert self._child is not None
-        deadline = time.monotonic() + LATEST * self._limit_s
-        limit = _computed_s(self._child.pid) + self._limit_s
-        while time.monotonic() < deadline:
-            left = limit - _computed_s(self._child.pid)
-            if connection.poll(min(max(left, 0.0), 1.0)):
-                return True
-            if left <= 0.0:
-                return False
-        return False
-
-    def _start(self) -> Connection:
-        ours, theirs = multiprocessing.Pipe()
-        # The package may be importable only because of where the parent was started.
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-        with theirs:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "rayllm.text.grammar_trial", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": path},
-            )
+    def _ask(self, line: bytes, timeout: float) -> bytes:
+        """The answer; b"" if the process died, or was killed because it did not answer within the timeout."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        late = threading.Timer(timeout, self._process.kill)
+        late.start()
         try:
-            ours.send_bytes(msgspec.msgpack.encode(self._setup))
-            ready = ours.poll(START_S) and ours.recv_bytes()
-        except (EOFError, OSError):
-            ready = False
-        if not ready:
-            self.close()
-            ours.close()
-            raise RuntimeError("the process that tries grammars does not start")
-        self._connection = ours
-        return ours
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+            return self._process.stdout.readline()
+        except (OSError, ValueError):  # the pipes are broken, or closed by another thread
+            return b""
+        finally:
+            late.cancel()
 
 
-def try_grammar(tokenizer: GrammarTokenizer, structure: StructuredOutputs) -> Verdict:
-    """Compile a grammar and see what comes of it."""
-    _trim()
+def try_grammar(tokenizer: GrammarTokenizer, structure: StructuredOutputs) -> int | str:
+    """Compile a grammar; return by how many bytes this process grew, or why the grammar is refused."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)  # give freed memory back where the C library can, so that growth shows
     before = _resident_bytes()
     try:
-        compiled = tokenizer.compile(structure)
+        _compiled = tokenizer.compile(structure)  # held until the memory is measured
     except InvalidRequestError as error:
-        return Verdict(str(error).partition(": ")[2], 0)
-    size = max(0, _resident_bytes() - before)
-    del compiled
-    return Verdict(None, size)
-
-
-def _computed_s(pid: int) -> float:
-    """Seconds of computing of a process so far. Raises OSError if it is gone."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return str(error).partition(": ")[2]
+    return max(0, _resident_bytes() - before)
 
 
 def _resident_bytes() -> int:
@@ -152,25 +106,24 @@ def _resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def _trim() -> None:
-    """Give freed memory back, where the C library can, so that growth shows."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def main() -> None:
-    """The child: answer until the parent is gone."""
+def main(parent: int) -> None:
+    """The worker: answer until the parent is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return  # it died before that
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, MAX_DATA_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    connection = Connection(int(sys.argv[1]))
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
-        tokenizer = msgspec.msgpack.decode(connection.recv_bytes(), type=Setup).make()
-        connection.send_bytes(b"ready")
-        while True:
-            structure = msgspec.msgpack.decode(connection.recv_bytes(), type=StructuredOutputs)
-            connection.send_bytes(msgspec.msgpack.encode(try_grammar(tokenizer, structure)))
+    data, limit_s = msgspec.json.decode(sys.stdin.buffer.readline(), type=tuple[TokenizerData, float])
+    tokenizer = GrammarTokenizer(data)
+    print("ready", flush=True)
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, limit_s)  # SIGPROF ends the process after so much computing
+        size_or_reason = try_grammar(tokenizer, msgspec.json.decode(line, type=StructuredOutputs))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(msgspec.json.encode(size_or_reason).decode(), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

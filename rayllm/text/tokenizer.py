@@ -1,21 +1,22 @@
 """The tokenizer of a model folder: text to ids, ids to text, conversations to prompts.
 
 It is read straight from tokenizer.json by the `tokenizers` library, in a fraction of the time and memory that importing
-transformers takes; that one is imported only for folders without a tokenizer.json.
+transformers takes. transformers is imported only for folders without a tokenizer.json.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from rayllm.config.json_fields import read_json_object
 from rayllm.errors import InvalidRequestError, ModelError
 from rayllm.text.chat_template import ChatTemplate
-from rayllm.text.detokenizer import ByteVocabulary, IncrementalDetokenizer, byte_rule
+from rayllm.text.detokenizer import ByteDetokenizer, ByteVocabulary, Detokenizer, WindowDetokenizer, byte_rule
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -24,8 +25,15 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 class Tokenizer:
     """Text to token ids and back. All methods are thread-safe.
 
-    backend: the tokenizer proper; truncation and padding are switched off in it.
-    special_tokens: "bos_token", "eos_token", ... -> token text. chat_templates: name -> jinja source.
+    backend: the tokenizer of the `tokenizers` library; truncation and padding are switched off in it.
+    special_tokens: "bos_token", "eos_token", ... -> token text.
+    chat_templates: name -> jinja source.
+
+    special_ids: ids that skip_special_tokens leaves out of the text.
+    special_texts: the same tokens as they are written.
+    apply_chat_template: the prompt text of a conversation by the model's own template, see `ChatTemplate.render`.
+    chat_template_source: the template that requests with or without tools get, see `ChatTemplate.source`.
+    chat_template_variables: what this template may read from outside, see `ChatTemplate.variables`.
     """
 
     def __init__(
@@ -38,37 +46,21 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.special_tokens = special_tokens or {}
-        self._chat_templates = ChatTemplate(chat_templates or {}, self.special_tokens)
-        special = {i: t.content for i, t in backend.get_added_tokens_decoder().items() if t.special}
-        self._special_ids, self._special_texts = frozenset(special), frozenset(special.values())
+        special = {i: token.content for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = frozenset(special)
+        self.special_texts = frozenset(special.values())
+        chat = ChatTemplate(chat_templates or {}, self.special_tokens)
+        self.apply_chat_template = chat.render
+        self.chat_template_source = chat.source
+        self.chat_template_variables = chat.variables
         rule = byte_rule(json.loads(backend.to_str())["decoder"])
         self._bytes = rule and ByteVocabulary(backend.id_to_token, rule)
-        self._text_bytes = rule and ByteVocabulary(backend.id_to_token, rule, self._special_ids)
+        self._text_bytes = rule and ByteVocabulary(backend.id_to_token, rule, self.special_ids)
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included; a model's embedding may have more rows."""
         return self.backend.get_vocab_size(with_added_tokens=True)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """Id of the beginning-of-sequence token, if tokenizer_config.json names one."""
-        return self._named_id("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """Id of the end-of-sequence token, if tokenizer_config.json names one."""
-        return self._named_id("eos_token")
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that skip_special_tokens leaves out of the text."""
-        return self._special_ids
-
-    @property
-    def special_texts(self) -> frozenset[str]:
-        """The same tokens as they are written."""
-        return self._special_texts
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. add_special_tokens: with what the model wants around a text, e.g. BOS.
@@ -91,70 +83,30 @@ class Tokenizer:
         except OverflowError:
             raise InvalidRequestError("tokens must be token ids between 0 and 2**32 - 1", "tokens") from None
 
-    def detokenizer(
-        self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
-    ) -> IncrementalDetokenizer:
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
         """A new incremental decoder for text that goes on after the prompt."""
-        return IncrementalDetokenizer(
-            decode=lambda ids: self.backend.decode(ids, skip_special_tokens=False),
-            vocabulary=self._text_bytes if skip_special_tokens else self._bytes,
-            skipped_ids=self._special_ids if skip_special_tokens else frozenset(),
-            prompt_token_ids=prompt_token_ids,
-        )
-
-    def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token, e.g. "Ġthe"; None if there is no such id."""
-        return self.backend.id_to_token(token_id)
+        vocabulary = self._text_bytes if skip_special_tokens else self._bytes
+        if vocabulary is not None:
+            return ByteDetokenizer(vocabulary, prompt_token_ids)
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        return WindowDetokenizer(lambda ids: self.decode(ids, False), skipped, prompt_token_ids)
 
     def token_text(self, token_id: int) -> str:
         """One token as text, as logprobs show it: special tokens are spelled out, broken characters are U+FFFD."""
         if self._bytes is not None:
             return self._bytes[token_id].decode("utf-8", "replace")
-        return self.backend.decode([token_id], skip_special_tokens=False)
+        return self.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
         """One token as bytes: exact for byte-level and byte-fallback vocabularies, the text's UTF-8 for others."""
-        if self._bytes is not None:
-            return self._bytes[token_id]
-        return self.token_text(token_id).encode()
-
-    def chat_template_source(self, with_tools: bool = False) -> str:
-        """The jinja source of the chat template that requests with or without tools get; "" if there is none."""
-        return self._chat_templates.source(with_tools=with_tools)
-
-    def chat_template_variables(self, with_tools: bool = False) -> Set[str]:
-        """The variables that this template may read, such as "tools" or "enable_thinking"; it ignores others."""
-        return self._chat_templates.variables(with_tools=with_tools)
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[dict[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: list[dict[str, Any]] | None = None,
-        documents: list[dict[str, Any]] | None = None,
-        continue_final_message: bool = False,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> str:
-        """The prompt text of a conversation by the model's own template; see `ChatTemplate.render`."""
-        return self._chat_templates.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            documents=documents,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-        )
-
-    def _named_id(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self.backend.token_to_id(token)
+        return self.token_text(token_id).encode() if self._bytes is None else self._bytes[token_id]
 
 
 def load_tokenizer(model_path: str | Path) -> Tokenizer:
     """Read the tokenizer of a model folder. Code in the folder is never run.
 
-    What is put around a text (BOS, EOS) is tokenizer.json's post-processor alone; like transformers this ignores
-    add_bos_token and add_eos_token in tokenizer_config.json beside it.
+    What is put around a text (BOS, EOS) is the post-processor of tokenizer.json alone; as in transformers,
+    add_bos_token and add_eos_token in tokenizer_config.json beside it are ignored.
     Raises ModelError if there is none, or none that can be read.
     """
     folder = Path(model_path)
@@ -164,13 +116,12 @@ def load_tokenizer(model_path: str | Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises plain Exception
         raise ModelError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from None
-    config = _read_json(folder / "tokenizer_config.json")
-    named = config
+    config = _read_if_there(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:  # before transformers 4.34 the names were in a file of their own
-        named = config | _read_json(folder / "special_tokens_map.json")
-    special = {name: text for name in _NAMED_TOKENS if (text := _token_text(named.get(name))) is not None}
+        config |= _read_if_there(folder / "special_tokens_map.json")
+    special = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
     try:
-        _add_missing_tokens(backend, config, special, named)
+        _add_missing_tokens(backend, config, special)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ModelError(f"{folder / 'tokenizer_config.json'} has tokens that cannot be read: {error!r}") from None
     return Tokenizer(backend, special, _read_templates(folder, config))
@@ -192,25 +143,14 @@ def _load_by_transformers(folder: Path) -> Tokenizer:
             f"model folder {folder} has no tokenizer.json, and its other tokenizer files cannot be converted: {error}; "
             "set skip_tokenizer_init to work with token ids only"
         ) from None
+    special = {name: text for name, text in loaded.special_tokens_map.items() if isinstance(text, str)}
     templates = loaded.chat_template or {}
-    return Tokenizer(
-        backend,
-        {name: text for name, text in loaded.special_tokens_map.items() if isinstance(text, str)},
-        {"default": templates} if isinstance(templates, str) else dict(templates),
-    )
+    return Tokenizer(backend, special, {"default": templates} if isinstance(templates, str) else dict(templates))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file, {} if there is no such file. Raises ModelError."""
-    if not path.is_file():
-        return {}
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from None
-    if not isinstance(loaded, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(loaded).__name__}")
-    return loaded
+def _read_if_there(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} if there is no such file. Raises ModelError."""
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _token_text(entry: Any) -> str | None:
@@ -219,29 +159,18 @@ def _token_text(entry: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _added_token(fields: dict[str, Any]) -> tokenizers.AddedToken:
-    flags = {name: bool(fields.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "special")}
-    return tokenizers.AddedToken(
-        str(fields["content"]), normalized=bool(fields.get("normalized", not flags["special"])), **flags
-    )
-
-
-def _add_missing_tokens(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str], named: dict[str, Any]
-) -> None:
-    """Add the tokens that tokenizer_config.json has over tokenizer.json; order decides the ids of new ones."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    wanted: list[tokenizers.AddedToken] = []
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
+    """Add the tokens that tokenizer_config.json has over tokenizer.json; their order decides the ids of new ones."""
+    wanted: dict[str, tokenizers.AddedToken] = {}  # the first of each text counts
     for _, fields in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
-        wanted.append(_added_token(fields))
-    extra = named.get("extra_special_tokens") or named.get("additional_special_tokens") or []
-    extra = extra if isinstance(extra, list) else list(extra.values())
-    texts = [*special.values(), *(_token_text(entry) for entry in extra)]
-    wanted += [tokenizers.AddedToken(text, special=True) for text in texts if text is not None]
-    for token in wanted:
-        if token.content not in known:
-            known.add(token.content)
-            backend.add_tokens([token])
+        wanted.setdefault(fields["content"], tokenizers.AddedToken(**fields))
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra_texts = map(_token_text, extra if isinstance(extra, list) else extra.values())
+    for text in [*special.values(), *extra_texts]:
+        if text is not None:
+            wanted.setdefault(text, tokenizers.AddedToken(text, special=True))
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([token for text, token in wanted.items() if text not in known])
 
 
 def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.model_factory import EOS, make_model
 
 from rayllm import LLM, SamplingParams
-from rayllm.api.float32 import float32_bytes, float32_values
 from rayllm.api.types import RequestOutput
 from rayllm.errors import InvalidRequestError
 
@@ -126,7 +124,7 @@ def test_preempted_in_mid_prompt(tmp_path, pooling, mode):
         (pooled,) = [delta for delta in deltas if delta.request_id == "pooled"]
         assert pooled.num_preemptions == 1
         assert core.stats().num_swap_preemptions == (mode == "swap" and pooling == "last")
-        vector = torch.tensor(list(float32_values(pooled.embedding)))
+        vector = torch.tensor(list(array("f", pooled.embedding)))
         assert (vector - expected(states, pooling)[0]).abs().max() < TOLERANCE
 
 
@@ -175,8 +173,3 @@ def test_the_whole_context_and_bad_requests(tmp_path):
         assert not llm._engine().has_work()
 
 
-@given(st.lists(st.floats(width=32, allow_nan=False)))
-def test_float32_values_survive_as_bytes(values):
-    data = float32_bytes(values)
-    assert data == struct.pack(f"<{len(values)}f", *values)
-    assert float32_values(data).tolist() == values

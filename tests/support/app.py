@@ -1,11 +1,11 @@
 """A fake engine with its tokenizer and server state, and the app over them with blocking calls."""
 
 import asyncio
+from array import array
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayllm.api.float32 import float32_bytes, float32_values
 from rayllm.api.types import CompletionOutput, EngineInfo, EngineStats, Logprob, RequestOutput, RequestTimes
 from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError
@@ -83,9 +83,7 @@ class FakeEngine:
         values = [0.6, 0.8 if request.pooling == "last" else -0.8, len(request.prompt_token_ids) / 64]
         part = CompletionOutput(0, "", [], finish_reason="stop")
         ids = request.prompt_token_ids
-        return RequestOutput(
-            request.request_id, prompt_text, ids, [part], True, embedding=float32_values(float32_bytes(values))
-        )
+        return RequestOutput(request.request_id, prompt_text, ids, [part], True, embedding=array("f", values))
 
     def _output(self, request, prompt_text, step, count):
         token = 97 + step % 26

@@ -70,10 +70,8 @@ def test_as_transformers(name, messages, options):
 
 
 def test_template_kwargs_as_transformers():
-    source = "{{ thinking }}{{ bos_token }}{{ documents | tojson }}"
-    extra, documents = {"thinking": False, "bos_token": "<x>"}, [{"text": "t"}]
-    ours = chat(source, template_kwargs=extra, documents=documents)
-    assert ours == theirs(source, CHATS[0], documents=documents, **extra) == 'False<x>[{"text": "t"}]'
+    source, extra = "{{ thinking }}{{ bos_token }}", {"thinking": False, "bos_token": "<x>"}
+    assert chat(source, template_kwargs=extra) == theirs(source, CHATS[0], **extra) == "False<x>"
     with pytest.raises(InvalidRequestError, match="'messages'") as caught:
         chat(source, template_kwargs={"messages": []})
     assert caught.value.param == "chat_template_kwargs"
@@ -81,24 +79,6 @@ def test_template_kwargs_as_transformers():
 
 def test_dates_come_from_the_clock():
     assert chat("{{ strftime_now('%d %b %Y') }}") == datetime.datetime.now().strftime("%d %b %Y")
-
-
-@pytest.mark.parametrize("content", ["Sure, ", "Sure", [{"type": "text", "text": "Sure: "}, {"type": "image"}]])
-def test_continue_final_message(content):
-    trimming = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
-    parts = "{% for m in messages %}[{{ m.content if m.content is string else m.content[0].text }}]{% endfor %}"
-    messages = [*CHATS[0], {"role": "assistant", "content": content}]
-    for source in [parts] if isinstance(content, list) else [trimming, parts]:
-        ours = chat(source, messages, add_generation_prompt=False, continue_final_message=True)
-        assert ours == theirs(source, messages, continue_final_message=True)
-        assert "Sure" in ours
-        assert not ours.endswith("]")
-    assert "continue-here" not in json.dumps(messages)
-    for bad, options in ((messages, {}), ([{"role": "user"}], {"add_generation_prompt": False})):
-        with pytest.raises(InvalidRequestError):
-            chat(parts, bad, continue_final_message=True, **options)
-    with pytest.raises(InvalidRequestError, match="drops or changes"):
-        chat("x", messages, add_generation_prompt=False, continue_final_message=True)
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,31 @@
-"""Compiling grammars: every kind, what is refused and why, the limits, the child process, what is kept."""
+"""Compiling grammars: every kind, what is refused and why, the limits, the worker processes, what is kept."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import resource
 import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, wait
+from contextlib import closing
+from pathlib import Path
 
-import msgspec
 import pytest
 
-from rayllm.api.sampling_params import MAX_CHOICES, MAX_STRUCTURE_BYTES, SamplingParams, StructuredOutputs
+import rayllm
+from rayllm.api.sampling_params import MAX_CHOICES, StructuredOutputs
 from rayllm.config.options import BUNDLED_MODEL
 from rayllm.errors import InvalidRequestError
-from rayllm.text import grammar_compiler
-from rayllm.text.grammar import Grammar, GrammarConstraint
+from rayllm.text import grammar_compiler, grammar_trial
+from rayllm.text.grammar import Grammar, GrammarConstraint, MaskThreads, TokenizerData
 from rayllm.text.grammar_compiler import GrammarCompiler
-from rayllm.text.grammar_trial import Setup, Trial
+from rayllm.text.grammar_trial import TrialWorker
 from rayllm.text.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer(BUNDLED_MODEL)
@@ -28,9 +38,8 @@ def new_compiler(**options) -> GrammarCompiler:
 
 @pytest.fixture(scope="module")
 def compiler():
-    made = new_compiler()
-    yield made
-    made.close()
+    with closing(new_compiler()) as made:
+        yield made
 
 
 def compile_now(compiler: GrammarCompiler, **kind) -> Grammar:
@@ -145,66 +154,180 @@ def test_known_hard_ones_that_can_be_compiled(compiler):
     assert accepts(compile_now(compiler, json=json.dumps({"enum": enum})), '"value 3999"')
 
 
+def test_an_idle_engine_waits_for_one_mask_and_a_moment_for_the_others():
+    threads = MaskThreads(2)
+    gates = [threading.Event(), threading.Event()]
+
+    def wait_s(timeout: float = 10.0) -> float:
+        started = time.monotonic()
+        threads.wait(timeout)
+        return time.monotonic() - started
+
+    for i in (0, 1):
+        threads.submit(lambda token: gates[token].wait(30), i)
+    assert 0.1 <= wait_s(0.1) < 5, "no mask"
+    threading.Timer(0.1, gates[0].set).start()
+    assert 0.05 < wait_s() < 5, "the first"
+    gates[1].set()
+    assert wait_s() < 5, "the second"
+    assert 0.1 <= wait_s(0.1) < 5, "each counts once"
+    threads.close()
+
+
+# ---- trials in worker processes
+
+SLOW = [f"(((x{{90}}){{90}}){{90}}){{{i}}}" for i in (90, 91)]  # a quarter of a second each, then refused as too large
+DATA = TokenizerData(TOKENIZER.backend.to_str(), TOKENIZER.vocab_size, VOCAB, EOS)
+
+
+def status(pid: int) -> list[str]:
+    """State and parent of a process; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    return status(pid)[:1] not in ([], ["Z"])
+
+
+def worker_processes(parent: int | None = None) -> set[int]:
+    """Pids of the living trial workers of a process, of this one by default."""
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    children = [pid for pid in pids if status(pid)[1:] == [str(parent or os.getpid())] and is_alive(pid)]
+    return {pid for pid in children if b"grammar_trial" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+@contextlib.contextmanager
+def trial_worker(limit_s: float = 30.0):
+    """A worker and its pid."""
+    others = worker_processes()
+    worker = TrialWorker(DATA, limit_s)
+    try:
+        (pid,) = worker_processes() - others
+        yield worker, pid
+    finally:
+        worker.close()
+        assert worker_processes() == others
+
+
 def test_a_slow_one_is_stopped_and_the_next_one_is_compiled(monkeypatch):
-    compiler = new_compiler(limit_s=30)
-    try:
-        compile_now(compiler, regex="a")  # a child is running now
-        trials = compiler._all_trials
-        for trial in trials:
-            trial._limit_s = 0.0
-        for text in ("b", "c"):  # both children
-            with pytest.raises(InvalidRequestError, match="longer than 0 s"):
-                compile_now(compiler, regex="(((x{90}){90}){90}){90}" + text)
-        assert all(trial._child is None for trial in trials)
-        for trial in trials:
-            trial._limit_s = 30
-        assert accepts(compile_now(compiler, regex="d"), "d")
-    finally:
-        compiler.close()
-    assert all(trial._child is None for trial in trials)
-
-
-def test_a_child_that_dies_takes_only_the_grammar_it_had_with_it():
-    compiler = new_compiler()
-    try:
+    monkeypatch.setattr(grammar_trial, "LATEST", 1000.0)  # workers may wait long for a core while tests run
+    others = worker_processes()
+    with closing(new_compiler(limit_s=0.05)) as compiler:
         compile_now(compiler, regex="a")
-        compile_now(compiler, regex="b")
-        for trial in compiler._all_trials:
-            if trial._child is not None:
-                trial._child.kill()
-                trial._child.wait()
-        assert accepts(compile_now(compiler, regex="c"), "c")
+        for future in [compiler.compile(StructuredOutputs(regex=text)) for text in SLOW]:
+            with pytest.raises(InvalidRequestError, match=r"longer than 0\.05 s"):
+                future.result(60)
+        assert worker_processes() == others, "they were ended"
         assert accepts(compile_now(compiler, regex="d"), "d")
-    finally:
-        compiler.close()
+        assert len(worker_processes() - others) == 1, "one is started when it is needed"
+    assert worker_processes() == others
 
 
-def test_a_child_that_crashes_refuses_the_grammar_it_had():
-    trial = Trial(Setup(TOKENIZER.backend.to_str(), TOKENIZER.vocab_size, VOCAB, EOS), 30)
-    assert trial.run(StructuredOutputs(regex="a")) >= 0
-    child, connection = trial._child, trial._connection
+def test_a_worker_that_dies_idle_is_no_grammars_fault():
+    others = worker_processes()
+    with closing(new_compiler()) as compiler:
+        for text in ("a", "b"):
+            compile_now(compiler, regex=text)
+        for pid in worker_processes() - others:
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        for text in ("c", "d"):
+            assert accepts(compile_now(compiler, regex=text), text)
 
-    class Crashing:
-        """Sends the grammar, and that was it."""
 
-        poll, recv_bytes, close = connection.poll, connection.recv_bytes, connection.close
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_a_worker_that_crashes_refuses_the_grammar_it_had(death):
+    with trial_worker() as (worker, pid):
+        assert worker.run(StructuredOutputs(regex="a")) >= 0
+        os.kill(pid, signal.SIGSTOP)  # so that it has the grammar when it dies
 
-        def send_bytes(self, data: bytes) -> None:
-            os.kill(child.pid, signal.SIGSTOP)
-            connection.send_bytes(data)
-            child.kill()
+        def die() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, death)
+                os.kill(pid, signal.SIGCONT)
 
-    trial._connection = Crashing()
-    with pytest.raises(InvalidRequestError, match="too much memory or too deep a stack"):
-        trial.run(StructuredOutputs(regex="b"))
-    assert trial._child is None and child.returncode is not None
-    assert trial.run(StructuredOutputs(regex="b")) >= 0
-    trial.close()
+        threading.Timer(0.2, die).start()
+        with pytest.raises(InvalidRequestError, match="too much memory or too deep a stack"):
+            worker.run(StructuredOutputs(regex="b"))
+        assert not worker.alive
+
+
+def test_a_worker_at_its_memory_limit_refuses_the_grammar_it_had():
+    with trial_worker() as (worker, pid):
+        assert worker.run(StructuredOutputs(regex="a")) >= 0
+        assert resource.prlimit(pid, resource.RLIMIT_DATA) == (2 * 2**30, 2 * 2**30)
+        resource.prlimit(pid, resource.RLIMIT_DATA, (80 * 2**20, 80 * 2**20))
+        with pytest.raises(InvalidRequestError, match="too much memory"):
+            worker.run(StructuredOutputs(regex=SLOW[0]))
+        assert not worker.alive
+
+
+def test_a_worker_that_does_not_answer_is_killed():
+    with trial_worker(limit_s=0.05) as (worker, pid):
+        os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(InvalidRequestError, match="takes too long"):
+            worker.run(StructuredOutputs(regex="b"))
+        assert 0.3 <= time.monotonic() - started < 5
+        assert not worker.alive
+
+
+def test_a_worker_is_small_and_gives_way_to_all_others():
+    with trial_worker() as (worker, pid):
+        assert worker.run(StructuredOutputs(regex="a")) >= 0
+        assert os.sched_getscheduler(pid) == os.SCHED_IDLE
+        assert not re.search("torch|transformers|numpy|/ray/", Path(f"/proc/{pid}/maps").read_text())
+
+
+def test_no_worker_outlives_an_engine_that_is_killed():
+    code = f"""
+import os, signal, sys, threading
+from rayllm.api.sampling_params import StructuredOutputs
+from rayllm.text.grammar_compiler import GrammarCompiler
+compiler = GrammarCompiler({str(BUNDLED_MODEL)!r}, {VOCAB}, {EOS})
+compiler.compile(StructuredOutputs(regex="a")).result(60)
+print("ready", flush=True)
+threading.Event().wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as engine:
+        assert engine.stdout.readline() == b"ready\n"
+        (pid,) = worker_processes(engine.pid)
+        os.kill(pid, signal.SIGSTOP)  # it cannot notice by itself
+        engine.kill()
+    deadline = time.monotonic() + 10
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(pid)
+
+
+def test_a_script_without_a_guard_compiles_grammars(tmp_path):
+    """Workers do not run the main module."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+print("main")
+from rayllm import StructuredOutputs
+from rayllm.text.grammar_compiler import GrammarCompiler
+compiler = GrammarCompiler({str(BUNDLED_MODEL)!r}, {VOCAB}, {EOS})
+compiler.compile(StructuredOutputs(regex="a")).result(60)
+compiler.close()
+"""
+    )
+    path = os.pathsep.join([str(Path(rayllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(script)], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "main\n"), done.stderr
+
+
+# ---- what is kept
 
 
 def test_a_grammar_that_broke_is_let_go():
-    compiler = new_compiler()
-    try:
+    with closing(new_compiler()) as compiler:
         grammar = compile_now(compiler, choice=["yes"])
         constraint = grammar()
         constraint.accept(TOKENIZER.encode("no", add_special_tokens=False)[0])
@@ -212,72 +335,35 @@ def test_a_grammar_that_broke_is_let_go():
             grammar.threads.wait(0.05)
         again = compile_now(compiler, choice=["yes"])
         assert again is not grammar and accepts(again, "yes")
-        assert compiler.kept[0] == 1
-    finally:
-        compiler.close()
 
 
 def test_only_so_many_grammars_and_bytes_are_kept(monkeypatch):
     monkeypatch.setattr(grammar_compiler, "MAX_GRAMMARS", 3)
-    compiler = new_compiler()
-    try:
+    with closing(new_compiler()) as compiler:
+
+        def compiled(text: str) -> Future[Grammar]:
+            future = compiler.compile(StructuredOutputs(regex=text))
+            wait([future], 60)
+            return future
+
         one = compiler.compile(StructuredOutputs(regex="a"))
         assert compiler.compile(StructuredOutputs(regex="a")) is one, "compiled once"
-        one.result(60)
+        others = []
         for i in range(5):
-            compile_now(compiler, regex=f"x{i}")
-            assert compiler.compile(StructuredOutputs(regex="a")) is one, "used again and again"
-        count, size = compiler.kept
-        assert count == 3 and size > 0
-        with pytest.raises(InvalidRequestError):
-            compile_now(compiler, regex="(")
-        assert compiler.kept == (count, size), "what failed is not kept"
+            others.append(compiled(f"x{i}"))
+            assert compiled("a") is one, "used again and again"
+        assert [compiled(f"x{i}") is others[i] for i in (4, 3)] == [True, True]
+        assert isinstance(compiled("(").exception(), InvalidRequestError)
+        assert compiled("(") is not compiled("("), "what failed is not kept"
+        assert [compiled(f"x{i}") is others[i] for i in (4, 3)] == [True, True], "nor does it take the place of others"
+        assert compiled("x2") is not others[2], "one too many"
         monkeypatch.setattr(grammar_compiler, "MAX_GRAMMAR_BYTES", 10)
-        compile_now(compiler, regex="y")
-        assert compiler.kept == (0, 0)
-    finally:
-        compiler.close()
+        assert compiled("y") is not compiled("y")
 
 
 def test_without_a_tokenizer_that_can_be_used(tmp_path):
-    compiler = GrammarCompiler(str(tmp_path), VOCAB, EOS)
-    try:
-        with pytest.raises(InvalidRequestError, match="tokenizer cannot be used"):
-            compile_now(compiler, regex="a")
-    finally:
-        compiler.close()
-
-
-BAD_PARAMS = [
-    ({}, "exactly one"),
-    ({"json": "{}", "regex": "a"}, "found json, regex"),
-    ({"json": {"type": "object"}}, "must be text"),
-    ({"regex": ""}, "must be text"),
-    ({"choice": []}, "at least one"),
-    ({"choice": "yes"}, "list of strings"),
-    ({"choice": ["a", ""]}, "non-empty"),
-    ({"choice": ["a"] * (MAX_CHOICES + 1)}, f"at most {MAX_CHOICES} strings, not {MAX_CHOICES + 1}"),
-    ({"regex": "ü" * (MAX_STRUCTURE_BYTES // 2 + 1)}, f"at most {MAX_STRUCTURE_BYTES} bytes"),
-    ({"choice": ["x" * 1000] * 100}, f"at most {MAX_STRUCTURE_BYTES} bytes, not 100000"),
-    ({"json_object": 1}, "true or false"),
-    ({"grammar": "\ud800"}, "surrogates"),
-]
-
-
-@pytest.mark.parametrize(("fields", "reason"), BAD_PARAMS)
-def test_the_fields_are_checked_where_they_are_given(fields, reason):
-    with pytest.raises(InvalidRequestError, match=reason) as caught:
-        StructuredOutputs(**fields)
-    assert caught.value.param == "structured_outputs"
-
-
-def test_sampling_params_that_contradict_a_grammar():
-    grammar = StructuredOutputs(choice=["a"])
-    for name, value in (("ignore_eos", True), ("min_tokens", 3)):
-        with pytest.raises(InvalidRequestError, match="cannot be combined with structured_outputs") as caught:
-            SamplingParams(structured_outputs=grammar, **{name: value})
-        assert caught.value.param == name
-    with pytest.raises(InvalidRequestError, match="must be a StructuredOutputs"):
-        SamplingParams(structured_outputs={"choice": ["a"]})
-    params = SamplingParams(structured_outputs=grammar)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    with (
+        closing(GrammarCompiler(str(tmp_path), VOCAB, EOS)) as compiler,
+        pytest.raises(InvalidRequestError, match="tokenizer cannot be used"),
+    ):
+        compile_now(compiler, regex="a")

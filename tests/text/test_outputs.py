@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 
 import pytest
 import tokenizers
@@ -13,7 +14,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest, Logprob, RequestOutput, RequestTimes, TokenDelta, TokenLogprobs
 from rayllm.errors import InvalidRequestError
-from rayllm.text import outputs as outputs_module
 from rayllm.text.outputs import OutputProcessor, accumulate
 from rayllm.text.tokenizer import Tokenizer
 
@@ -328,10 +328,7 @@ def test_refused_requests():
     processor = processor_for(make_request())
     with pytest.raises(InvalidRequestError, match="'r' is in use"):
         processor.add(make_request())
-    with pytest.raises(InvalidRequestError, match="16384 characters") as caught:
-        processor.add(make_request("q", stop=["x" * 20_000]))
-    assert caught.value.param == "stop"
-    assert processor.request_ids() == ["r"]
+    assert len(processor) == 1
     assert processor.remove("r")
     assert not processor.remove("r")
     processor.add(make_request())
@@ -385,8 +382,12 @@ def test_the_deltas_are_left_alone():
     assert item.token_ids == ids("a")
 
 
-def test_the_limit_of_stop_strings_is_inclusive(monkeypatch):
-    monkeypatch.setattr(outputs_module, "MAX_STOP_CHARS", 4)
-    processor_for(make_request(stop=["ab", "cd"]))
-    with pytest.raises(InvalidRequestError):
-        processor_for(make_request(stop=["ab", "cde"]))
+def test_an_embedding_has_values_and_no_text():
+    request = GenerationRequest(request_id="r", prompt_token_ids=[1], params=SamplingParams(), pooling="mean")
+    processor = processor_for(request)
+    values = [0.5, -0.25, 3.0e38]
+    packed = struct.pack("=3f", *values)
+    (output,), aborts = processor.process([delta(embedding=packed, finish_reason="stop", num_cached_tokens=2)])
+    assert output.embedding.tolist() == pytest.approx(values)
+    assert (output.outputs[0].text, output.finished, output.num_cached_tokens, aborts) == ("", True, 2, [])
+    assert accumulate(accumulate(None, output), output).embedding == output.embedding

@@ -7,6 +7,7 @@ they come, then `last_frames`), or whole. Choice index = prompt index x n + i.
 from __future__ import annotations
 
 import base64
+import sys
 import time
 from abc import ABC, abstractmethod
 from array import array
@@ -15,7 +16,6 @@ from typing import Any
 
 import orjson
 
-from rayllm.api.float32 import float32_bytes
 from rayllm.api.types import CompletionOutput, Logprob, RequestOutput
 from rayllm.serve.http.chat_format import CallArguments, CallStart, ChatParser, Event, Reasoning, ReasoningCounter, Text
 from rayllm.serve.http.convert import Job
@@ -331,7 +331,10 @@ def _embedding(values: array[float] | None, encoding: str | None) -> orjson.Frag
     """A list, as JSON that takes less memory than its floats, or the base64 of the little-endian float32 values."""
     values = values or array("f")
     if encoding == "base64":
-        return base64.b64encode(float32_bytes(values)).decode()
+        little_endian = array("f", values)
+        if sys.byteorder == "big":
+            little_endian.byteswap()
+        return base64.b64encode(little_endian).decode()
     return orjson.Fragment(orjson.dumps(values.tolist()))
 
 
