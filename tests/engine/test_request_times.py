@@ -6,12 +6,11 @@ import msgspec
 from support.app import Api, FakeEngine, counted, figures
 from support.driver import fake_request
 from support.fakes import FakeWorker
-from support.serve import render_metrics
+from support.scheduler import make_scheduler
 
 from rayllm.api.types import CompletionOutput, RequestOutput, RequestTimes, TokenDelta
 from rayllm.config.options import ServerConfig
-from rayllm.core.scheduler import Scheduler
-from rayllm.serve.http.metrics import FrontMetrics, RequestTimer
+from rayllm.serve.http.metrics import FrontMetrics, ModelFigures, RequestTimer, render
 from rayllm.text.outputs import OutputProcessor, accumulate
 
 
@@ -22,11 +21,18 @@ class Clock:
         return self.now
 
 
-def make_scheduler(**options):
+def clocked_scheduler(max_num_seqs=1, max_num_batched_tokens=4):
+    """A scheduler, its clock, and a function that runs a step at a time: half a second, and the deltas with times."""
     clock = Clock()
-    defaults = {"num_blocks": 32, "block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 4, "max_model_len": 64}
-    scheduler = Scheduler(**(defaults | options), clock=clock)
-    worker = FakeWorker(scheduler.blocks.num_blocks, 4, scheduler.max_num_seqs)
+    scheduler = make_scheduler(
+        num_blocks=32,
+        block_size=4,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=64,
+        clock=clock,
+    )
+    worker = FakeWorker(32, 4, max_num_seqs)
 
     def step(at):
         clock.now = at
@@ -38,7 +44,7 @@ def make_scheduler(**options):
 
 
 def test_queue_and_prefill_time_of_each_request():
-    scheduler, clock, step = make_scheduler()
+    scheduler, clock, step = clocked_scheduler()
     clock.now = 10.0
     scheduler.add(fake_request("a", max_tokens=1, prompt=[1, 2, 3, 4, 5, 6]))
     clock.now = 11.0
@@ -53,7 +59,7 @@ def test_queue_and_prefill_time_of_each_request():
 
 
 def test_times_come_once_however_many_completions():
-    scheduler, _, step = make_scheduler(max_num_seqs=4, max_num_batched_tokens=16)
+    scheduler, _, step = clocked_scheduler(max_num_seqs=4, max_num_batched_tokens=16)
     scheduler.add(fake_request("a", max_tokens=3, prompt=[1, 2], n=3))
     told = []
     while scheduler.has_work():
@@ -62,7 +68,7 @@ def test_times_come_once_however_many_completions():
 
 
 def test_starts_are_reported_to_who_wants_to_know():
-    scheduler, _, step = make_scheduler()
+    scheduler, _, step = clocked_scheduler()
     for name, wanted in (("a", True), ("b", False), ("c", True)):
         request = fake_request(name, max_tokens=1, prompt=[1])
         scheduler.add(msgspec.structs.replace(request, report_start=wanted))
@@ -84,7 +90,7 @@ def test_a_start_is_an_output_without_tokens():
 
 
 def test_tokens_of_steps():
-    scheduler, _, step = make_scheduler(max_num_batched_tokens=16)
+    scheduler, _, step = clocked_scheduler(max_num_batched_tokens=16)
     scheduler.add(fake_request("a", max_tokens=4, prompt=[1] * 20))
     while scheduler.has_work():
         step(1.0)
@@ -92,7 +98,7 @@ def test_tokens_of_steps():
     assert stats.computed_tokens == 23
     assert stats.step_tokens[:4] == [3, 1, 1, 0]  # three decodes, 4 and 16 tokens of the prompt
     assert sum(stats.step_tokens) == stats.num_steps == 5
-    text = render_metrics("m", stats, FrontMetrics()).decode()
+    text = render([ModelFigures("m", {"0": stats}, FrontMetrics(), peers=[], num_replicas=1)]).decode()
     labels = 'engine="0",model_name="m"'
     assert f"rayllm:iteration_tokens_total_sum{{{labels}}} 23.0" in text
     assert 'rayllm:iteration_tokens_total_bucket{engine="0",le="8.0",model_name="m"} 4.0' in text
