@@ -125,7 +125,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except InvalidRequestError as error:
         name = names.get(error.param or "")
-        if name is None or error.param is None:
+        if not name or error.param is None:
             raise
         raise type(error)(str(error).replace(error.param, name, 1), name) from None
 

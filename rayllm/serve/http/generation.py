@@ -26,13 +26,13 @@ LONG_ANSWER = 4096  # tokens; longer answers are put together in a thread, so th
 Outputs = list[tuple[int, RequestOutput]]  # what is new, each with the index of its prompt
 
 
-async def generate(context: RequestContext, target: Target, job: Job, reply: Reply, stream: bool) -> Response:
+async def generate(context: RequestContext, target: Target, job: Job, reply: Reply) -> Response:
     """Run a job and answer with it.
 
     An error before the first token is an HTTP status; after it, an event in the stream. Raises what the engine raises,
     and ApiError: 408 for a missed deadline, 429 for too much work, 499 when the client has left.
     """
-    if not stream:
+    if not reply.stream:
         outputs = await run(context, target, job)
         if context.record.prompt_tokens + context.record.completion_tokens > LONG_ANSWER:
             return await asyncio.to_thread(lambda: json_response(reply.whole(outputs)))

@@ -41,6 +41,7 @@ class Reply(ABC):
     whole_object: str
 
     def __init__(self, body: GenerationBody, job: Job, target: Target):
+        self.stream = bool(body.stream)
         self._n = body.n or 1
         self._job = job
         self._tokenizer = target.engine.tokenizer

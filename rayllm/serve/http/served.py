@@ -36,24 +36,19 @@ class ServedModel(Protocol):
 
     def engine(self) -> Engine:
         """The engine to use now. Raises EngineDeadError while there is none."""
-        ...
 
     @property
     def num_replicas(self) -> int:
         """How many engines there are for new requests."""
-        ...
 
     async def unhealthy_reason(self) -> str | None:
         """None if requests are being answered, else why not."""
-        ...
 
     def peer_metrics(self) -> list[bytes]:
         """The snapshots of the metrics of the deployment's other servers, as last heard."""
-        ...
 
     async def stats(self) -> Mapping[str, EngineStats]:
         """The figures of the engines that answer, by the value of their label `engine`."""
-        ...
 
 
 class ServerState(Protocol):
@@ -62,12 +57,10 @@ class ServerState(Protocol):
     @property
     def models(self) -> Mapping[str, ServedModel]:
         """By their names, at least one."""
-        ...
 
     @property
     def door(self) -> Admission:
         """Where a request counts until its model is known."""
-        ...
 
 
 class Target(NamedTuple):
@@ -80,15 +73,14 @@ class Target(NamedTuple):
 
 def require_engine(state: ServerState) -> None:
     """Raises EngineDeadError if no model has an engine."""
-    reason: EngineDeadError | None = None
+    reason = EngineDeadError("there is no model")
     for model in state.models.values():
         try:
             model.engine()
             return
         except EngineDeadError as error:
             reason = error
-    if reason is not None:
-        raise reason
+    raise reason
 
 
 def find_model(state: ServerState, name: str | None) -> ServedModel:

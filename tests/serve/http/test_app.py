@@ -215,6 +215,14 @@ def test_version(api):
     assert api.get("/version").json()["version"]
 
 
+def test_head_is_answered_as_get(api):
+    for path in ("/", "/health", "/metrics", "/version", "/v1/models", "/v1/models/org/fake", "/openapi.json"):
+        head, get = api.request("HEAD", path), api.get(path)
+        assert (head.status_code, head.headers["content-type"]) == (200, get.headers["content-type"]), path
+    assert api.request("HEAD", "/v1/completions").status_code == 405
+    assert api.request("HEAD", "/nothing").status_code == 404
+
+
 def test_metrics(api):
     api.completion(n=2, max_tokens=3)
     api.chat(stream=True)

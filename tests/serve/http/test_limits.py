@@ -149,6 +149,35 @@ def test_a_body_that_does_not_come_is_not_waited_for():
     check_all_is_released(api)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize"])
+def test_a_client_that_leaves_while_it_sends_its_body_holds_no_place(path):
+    api, sent = staged(), []
+
+    async def call():
+        messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": b"{", "more_body": True}]
+
+        async def receive():
+            return messages.pop()
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": b"",
+            "query_string": b"",
+            "headers": [],
+            "asgi": {"spec_version": "2.3"},
+        }
+        await api.app(scope, receive, send)
+
+    asyncio.run(call())
+    assert sent[0]["status"] == 499
+    check_all_is_released(api)
+
+
 async def in_turn(api, bodies):
     """Post the bodies one after the other without waiting for answers; returns tasks."""
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app=api.app), base_url="http://test")
