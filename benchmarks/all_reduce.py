@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from rayllm.parallel.symmetric import SymmetricReducer
-from rayllm_kernels import all_reduce_norm, ops
+from rayllm_kernels import ops
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048)
 HIDDEN_SIZES = (4096, 5120)
@@ -76,7 +76,7 @@ def ways(hidden: int, max_rows: int, weight: Tensor) -> dict[str, tuple[int, Cal
         return ops.fused_add_rms_norm(y, residual, weight, EPS)
 
     def ours(two_shot: bool) -> Call:
-        return lambda x, residual: all_reduce_norm.all_reduce_add_rms_norm(
+        return lambda x, residual: ops.all_reduce_add_rms_norm(
             x, residual, weight, EPS, reducer.buffers, two_shot=two_shot
         )
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from rayllm.cli.main import main, make_app
 from rayllm.errors import ConfigError
 from rayllm_kernels import ops
-from rayllm_kernels.kv_format import FP8_MAX, KVScales
+from rayllm_kernels.cache.kv_cache import FP8_MAX, KVCache, KVScales
 
 DEVICE = "cuda"
 BYTES_PER_SECOND = 4.3e12
@@ -123,11 +123,12 @@ def kv_pool(blocks: int, layers: int, kv_heads: int, head_dim: int, dtype: torch
     return pool
 
 
-def scales_of(pool: Tensor) -> KVScales | None:
-    """Random scales, which all layers of the pool share; None if the pool is not in fp8."""
-    if pool.dtype not in FP8_MAX:
-        return None
-    return KVScales(*torch.rand(2, pool.shape[3], device=DEVICE).add_(0.5).unbind())
+def layers_of(pool: Tensor) -> list[KVCache]:
+    """The cache of each layer; if the pool is in fp8, all have the same scales."""
+    scales = None
+    if pool.dtype in FP8_MAX:
+        scales = KVScales(*torch.rand(2, pool.shape[3], device=DEVICE).add_(0.5).unbind())
+    return [KVCache(pool[:, i, 0], pool[:, i, 1], scales) for i in range(pool.shape[1])]
 
 
 def paged_context(batch: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,22 +149,19 @@ def decode(
     context_bytes = tokens * kv_heads * head_dim * 2 * dtype.itemsize
     layers = copies(context_bytes)
     pool = kv_pool(sum(counts), layers, kv_heads, head_dim, dtype)
-    scales = scales_of(pool)
     tables = torch.zeros(batch, max(counts), dtype=torch.int32)
     for row, ids in enumerate(torch.randperm(sum(counts)).to(torch.int32).split(counts)):
         tables[row, : len(ids)] = ids
     tables, seq_lens = tables.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     q = normal(batch, heads, head_dim)
     out = torch.empty_like(q)
-    schedule = ops.decode_schedule(q, pool[:, 0, 0], seq_lens)
-
-    def layer_call(layer: int) -> Callable[[], object]:
-        k, v = pool[:, layer, 0], pool[:, layer, 1]
-        return lambda: ops.paged_decode_attention(
-            q, k, v, tables, seq_lens, scale=head_dim**-0.5, kv_scales=scales, schedule=schedule, out=out
-        )
-
-    return Case(name, [layer_call(i) for i in range(layers)], bytes=context_bytes + 2 * q.nbytes)
+    caches = layers_of(pool)
+    schedule = ops.decode_schedule(q, caches[0], seq_lens)
+    contexts, scoring = ops.Contexts(tables, seq_lens), ops.Scoring(head_dim**-0.5)
+    calls = [
+        partial(ops.paged_decode_attention, q, cache, contexts, scoring, schedule=schedule, out=out) for cache in caches
+    ]
+    return Case(name, calls, bytes=context_bytes + 2 * q.nbytes)
 
 
 def ragged_lengths(batch: int) -> list[int]:
@@ -174,24 +172,17 @@ def ragged_lengths(batch: int) -> list[int]:
 def prefill(name: str, batch: int, chunk: int, context: int, dtype: torch.dtype = torch.bfloat16) -> Case:
     """Attention of a chunk of each sequence to itself and to the context before it."""
     pool, tables, lengths = paged_context(batch, context + chunk, dtype)
-    scales = scales_of(pool)
     q = normal(batch * chunk, HEADS, HEAD_DIM)
     out = torch.empty_like(q)
     starts = torch.arange(0, batch * chunk + 1, chunk, dtype=torch.int32, device=DEVICE)
 
-    def layer_call(layer: int) -> Callable[[], object]:
-        k, v = pool[:, layer, 0], pool[:, layer, 1]
-        return lambda: ops.paged_prefill_attention(
-            q, k, v, tables, lengths, starts, chunk, scale=HEAD_DIM**-0.5, kv_scales=scales, out=out
-        )
-
+    contexts, scoring = ops.Contexts(tables, lengths), ops.Scoring(HEAD_DIM**-0.5)
+    calls = [
+        partial(ops.paged_prefill_attention, q, cache, contexts, scoring, starts, chunk, out=out)
+        for cache in layers_of(pool)
+    ]
     pairs = chunk * context + chunk * (chunk + 1) // 2
-    return Case(
-        name,
-        [layer_call(i) for i in range(pool.shape[1])],
-        bytes=2 * q.nbytes,
-        flops=4 * batch * pairs * HEADS * HEAD_DIM,
-    )
+    return Case(name, calls, bytes=2 * q.nbytes, flops=4 * batch * pairs * HEADS * HEAD_DIM)
 
 
 def add_norm(name: str, tokens: int) -> Case:
@@ -216,25 +207,11 @@ def norm_rope_cache(name: str, tokens: int, dtype: torch.dtype = torch.bfloat16)
     weight = normal(HEAD_DIM)
     blocks = -(-tokens // BLOCK_SIZE)
     pool = kv_pool(blocks, len(fused), KV_HEADS, HEAD_DIM, dtype)
-    scales = scales_of(pool)
+    norms = ops.HeadNorms(weight, weight, 1e-5)
     slots = torch.randperm(blocks * BLOCK_SIZE, device=DEVICE)[:tokens].contiguous()
     calls = [
-        partial(
-            ops.qk_norm_rope_cache,
-            qkv,
-            positions,
-            cos_sin,
-            weight,
-            weight,
-            1e-5,
-            pool[:, i, 0],
-            pool[:, i, 1],
-            slots,
-            HEADS,
-            KV_HEADS,
-            kv_scales=scales,
-        )
-        for i, qkv in enumerate(fused)
+        partial(ops.qk_norm_rope_cache, qkv, norms, positions, cos_sin, cache, slots)
+        for qkv, cache in zip(fused, layers_of(pool), strict=True)
     ]
     written = head_row * HEADS + tokens * HEAD_DIM * 2 * KV_HEADS * dtype.itemsize
     return Case(name, calls, bytes=head_row * heads + written + cos_sin.nbytes)
@@ -252,9 +229,8 @@ def gumbel(name: str, rows: int) -> Case:
     """Drawing one token a row of logits."""
     logits = normal(copies(rows * VOCAB_SIZE * 2), rows, VOCAB_SIZE)
     seeds, ones = torch.arange(rows, device=DEVICE), torch.ones(rows, device=DEVICE)
-    return Case(
-        name, [partial(ops.gumbel_argmax, x, seeds, seeds, ones, ones) for x in logits], bytes=rows * VOCAB_SIZE * 2
-    )
+    draw = ops.DrawRows(seeds, seeds, ones, ones)
+    return Case(name, [partial(ops.gumbel_argmax, x, draw) for x in logits], bytes=rows * VOCAB_SIZE * 2)
 
 
 def copy_blocks(name: str, count: int) -> Case:

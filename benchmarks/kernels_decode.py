@@ -146,16 +146,17 @@ class Layers:
         self.cos_sin = torch.rand(self.context, HEAD_DIM, device="cuda")
         self.x = normal(tokens, self.shape.hidden)
         q = normal(tokens, self.shape.heads, HEAD_DIM)
-        self.schedule = ops.decode_schedule(q, self.pool[:, 0, 0], self.lengths)
+        self.schedule = ops.decode_schedule(q, self.cache(0), self.lengths)
 
     def floor_us(self) -> float:
         return sum(floor_us(w) for w in self.weights[0])
 
+    def cache(self, layer: int) -> ops.KVCache:
+        return ops.KVCache(self.pool[:, layer, 0], self.pool[:, layer, 1])
+
     def attend(self, q: Tensor, layer: int) -> Tensor:
-        k, v = self.pool[:, layer, 0], self.pool[:, layer, 1]
-        return ops.paged_decode_attention(
-            q, k, v, self.tables, self.lengths, scale=HEAD_DIM**-0.5, schedule=self.schedule
-        ).flatten(1)
+        contexts, scoring = ops.Contexts(self.tables, self.lengths), ops.Scoring(HEAD_DIM**-0.5)
+        return ops.paged_decode_attention(q, self.cache(layer), contexts, scoring, schedule=self.schedule).flatten(1)
 
     def before(self) -> Tensor:
         x = residual = self.x
@@ -166,7 +167,7 @@ class Layers:
             if self.head_norm is not None:
                 q, k = ops.rms_norm(q, self.head_norm, EPS), ops.rms_norm(k, self.head_norm, EPS)
             ops.rotary_embedding(self.positions, q, k, self.cos_sin)
-            ops.reshape_and_cache(k, v, self.pool[:, layer, 0], self.pool[:, layer, 1], self.slots)
+            ops.reshape_and_cache(k, v, self.cache(layer), self.slots)
             x = F.linear(self.attend(q, layer), o)
             x, residual = ops.fused_add_rms_norm(x, residual, self.norm, EPS)
             x = F.linear(ops.silu_and_mul(F.linear(x, gate_up)), down)
@@ -176,19 +177,8 @@ class Layers:
         x = residual = self.x
         for layer, (qkv, o, gate_up, down) in enumerate(self.weights):
             heads, residual = ops.add_rms_norm_linear(x, residual, self.norm, EPS, qkv)
-            q = ops.qk_norm_rope_cache(
-                heads,
-                self.positions,
-                self.cos_sin,
-                self.head_norm,
-                self.head_norm,
-                EPS,
-                self.pool[:, layer, 0],
-                self.pool[:, layer, 1],
-                self.slots,
-                self.shape.heads,
-                self.shape.kv_heads,
-            )
+            norms = None if self.head_norm is None else ops.HeadNorms(self.head_norm, self.head_norm, EPS)
+            q = ops.qk_norm_rope_cache(heads, norms, self.positions, self.cos_sin, self.cache(layer), self.slots)
             x = ops.linear(self.attend(q, layer), o)
             x, residual = ops.add_rms_norm_linear_silu_mul(x, residual, self.norm, EPS, gate_up)
             x = ops.linear(x, down)

@@ -33,7 +33,7 @@ import torch
 from rayllm import LLM, SamplingParams
 from rayllm.config.options import BUNDLED_MODEL
 from rayllm.worker.kv_scales import scale_for
-from rayllm_kernels.kv_format import quantise
+from rayllm_kernels.cache.kv_cache import quantise
 
 FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 GREEDY_TOKENS = 64

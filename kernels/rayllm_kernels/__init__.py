@@ -1,5 +1,14 @@
-"""Kernels of rayllm: one Triton kernel a file, each with a torch reference of the same signature.
+"""Kernels of rayllm: Triton (and Gluon) kernels for NVIDIA GPUs, each beside its reference in plain PyTorch.
 
-`rayllm_kernels.ops` is the way in: it picks the Triton kernel for CUDA tensors and the reference for CPU tensors.
-Importing this package or `ops` imports torch and no triton, so a CPU-only install works without it.
+`rayllm_kernels.ops` is what the engine calls. A module named after an op holds the op itself: its contract, the checks
+of its arguments and its reference, which is also how it is computed on CPUs. The module of the same name with `_kernel`
+at the end holds the Triton kernel and the function that launches it. Only the `_kernel` modules (and what only they
+use) import triton, and they are imported when the first CUDA tensor comes: an install for CPUs needs no triton.
+
+attention/    attention over the paged KV cache: decodes, prefill chunks, and how a decode step's work is cut
+linear/       projections: which kernel takes which shape, and the kernels
+norm/         RMSNorm, the gated activation, rotary positions, and what lies between the qkv projection and attention
+sampling/     drawing tokens, truncation, penalties, log-probabilities, and the noise that draws use
+cache/        the KV cache and its formats, writing to it, copying its blocks, the inputs of a decode step
+collectives/  all-reduce and all-gather between the GPUs of one host
 """

@@ -1,7 +1,7 @@
-"""Compiles many kernels side by side, before they are first launched.
+"""Launches kernels or, within `compile_only`, only compiles them: many side by side, before they are first launched.
 
 A kernel is compiled when it is first launched, one after the other; on a machine with many cores that is most of an
-engine's first start. Compilers keep Python's lock while they work, so threads would gain nothing: children of this
+engine's first start. The compiler keeps Python's lock while it works, so threads would gain nothing: children of this
 process compile into the kernel cache on disk, from which this process then loads.
 """
 
@@ -17,10 +17,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
-from triton.runtime._async_compile import AsyncCompileMode
-from triton.runtime.jit import JITFunction
+from triton import AsyncCompileMode
 
 CACHED_SECONDS = 0.05  # loading a kernel from the cache takes less, compiling one more
 STUCK_SECONDS = 300.0  # no kernel takes as long
@@ -28,6 +28,18 @@ PR_SET_PDEATHSIG = 1
 INDEX = struct.Struct("i")
 
 logger = logging.getLogger(__name__)
+_compiling = False
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
+    """What launches `kernel` over `grid` when it is called with the kernel's arguments; all launches go this way.
+
+    Within `compile_only` the call compiles the kernel for these arguments, if need be, and does not run it.
+    """
+    if _compiling:
+        return partial(kernel.warmup, grid=grid)
+    launcher: Callable[..., object] = kernel[grid]
+    return launcher
 
 
 class _Jobs(Executor):
@@ -38,7 +50,7 @@ class _Jobs(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._jobs.append((lambda: fn(*args, **kwargs), future))
+        self._jobs.append((partial(fn, *args, **kwargs), future))
         return future
 
     def run(self) -> None:
@@ -66,7 +78,7 @@ def compile_in_children(jobs: list[Callable[[], object]]) -> None:
     lock that another thread of this process may hold.
     """
     receiver, sender = os.pipe()
-    # Fits into a pipe's buffer, so nobody need write while children read.
+    # The indices fit into the pipe's buffer, so that nobody need write while children read.
     os.write(sender, b"".join(INDEX.pack(i) for i in range(min(len(jobs), 4096 // INDEX.size))))
     os.close(sender)
     with warnings.catch_warnings():
@@ -99,18 +111,14 @@ def _fork(jobs: list[Callable[[], object]], receiver: int) -> int:
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Within, launches compile their kernel, if need be, and do not run it: what they would write stays as it is.
+    """Within, `launch` compiles kernels, if need be, and does not run them: what they would write stays as it is.
 
     At the end all are compiled. For one thread, while no other one launches kernels. Raises what the compiler raises.
     """
-    launch = JITFunction.run
-
-    def compile_kernel(self: Any, *args: Any, **options: Any) -> Any:
-        return launch(self, *args, **(options | {"warmup": True}))
-
+    global _compiling
     jobs = _Jobs()
     with AsyncCompileMode(jobs) as mode:
-        JITFunction.run = compile_kernel
+        _compiling = True
         try:
             yield
         except BaseException as error:
@@ -118,5 +126,5 @@ def compile_only() -> Iterator[None]:
             jobs.give_up(error)
             raise
         finally:
-            JITFunction.run = launch
+            _compiling = False
         jobs.run()

@@ -9,24 +9,17 @@ after that. Short kernels between two long ones (norms, the merge of attention) 
 its weights while the first still runs. It waits for the short one, which waits for the first, so nothing else of the
 three overlaps. What is read early must have been written before the first of the three began; results of the kernel
 just before are not even visible to one that starts after its end, unless it waits.
+
+`device.can_overlap` says which devices can do so. Kernels get its answer at compile time, as OVERLAP.
 """
 
 # mypy: allow-incomplete-defs
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-
-@cache
-def can_overlap(device: torch.device) -> bool:
-    """Whether kernels of this device may be launched so: NVIDIA GPUs of compute capability 9.0 and above."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from rayllm.layers.batch import ForwardBatch
 from rayllm_kernels import ops
-from rayllm_kernels.decode_work import DecodeSchedule
-from rayllm_kernels.kv_format import KVScales
-
-
-class KVCache(NamedTuple):
-    """Keys and values of one layer, each [num_blocks, kv heads, block_size, head_dim], in the model's dtype or in fp8.
-
-    scales: of the rank's KV heads, exactly if they are in fp8.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    scales: KVScales | None = None
+from rayllm_kernels.ops import Contexts, DecodeSchedule, KVCache, Scoring
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """A batch cut into its decodes and its prefill chunks, once a step rather than once a layer.
-
-    decode_*: the first batch.num_decodes sequences, one token each. prefill_*: the rest; prefill_starts counts from row
-    prefill_row and is [number of prefill sequences + 1].
-    """
+    """A batch cut into its decodes and its prefill chunks, once a step rather than once a layer."""
 
     batch: ForwardBatch
-    prefill_row: int
-    decode_tables: torch.Tensor
-    decode_lens: torch.Tensor
-    prefill_tables: torch.Tensor
-    prefill_lens: torch.Tensor
-    prefill_starts: torch.Tensor
-    _schedules: dict[int | None, DecodeSchedule] = field(default_factory=dict)
+    decodes: Contexts  # of the first batch.num_decodes sequences, one token each
+    prefills: Contexts  # of the rest
+    prefill_row: int  # of the first prefill token
+    prefill_starts: torch.Tensor  # [number of prefill sequences + 1], counts from prefill_row
+    _schedules: dict[int | None, DecodeSchedule | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> AttentionPlan:
@@ -50,86 +31,45 @@ class AttentionPlan:
         return cls(
             batch=batch,
             prefill_row=prefill_row,
-            decode_tables=batch.block_tables[:decodes],
-            decode_lens=batch.seq_lens[:decodes],
-            prefill_tables=batch.block_tables[decodes:],
-            prefill_lens=batch.seq_lens[decodes:],
+            decodes=Contexts(batch.block_tables[:decodes], batch.seq_lens[:decodes]),
+            prefills=Contexts(batch.block_tables[decodes:], batch.seq_lens[decodes:]),
             prefill_starts=starts - prefill_row if prefill_row and starts.shape[0] > 1 else starts,
         )
 
-    def decode_schedule(self, q: torch.Tensor, k_cache: torch.Tensor, sliding_window: int | None) -> DecodeSchedule:
+    def decode_schedule(self, q: torch.Tensor, kv_cache: KVCache, sliding_window: int | None) -> DecodeSchedule | None:
         """How the decodes' attention is cut; the first layer of each window makes it, the others share it."""
         schedule = self._schedules.get(sliding_window)
         if schedule is None:
             schedule = self._schedules[sliding_window] = ops.decode_schedule(
-                q[: self.batch.num_decodes], k_cache, self.decode_lens, sliding_window=sliding_window
+                q[: self.batch.num_decodes], kv_cache, self.decodes.seq_lens, sliding_window=sliding_window
             )
         return schedule
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_cache: KVCache,
-    plan: AttentionPlan,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    alibi_slopes: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan, scoring: Scoring
 ) -> torch.Tensor:
     """Store k, v [T, kv heads, head_dim] in the cache, then attend q [T, heads, head_dim] -> [T, heads, head_dim], new.
 
-    kv_cache is written in place. The rest: as for `attend`.
+    kv_cache is written in place. scoring: of the rank's heads.
     """
-    ops.reshape_and_cache(k, v, kv_cache.k, kv_cache.v, plan.batch.slot_mapping, kv_scales=kv_cache.scales)
-    return attend(q, kv_cache, plan, scale=scale, sliding_window=sliding_window, alibi_slopes=alibi_slopes)
+    ops.reshape_and_cache(k, v, kv_cache, plan.batch.slot_mapping)
+    return attend(q, kv_cache, plan, scoring)
 
 
-def attend(
-    q: torch.Tensor,
-    kv_cache: KVCache,
-    plan: AttentionPlan,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend(q: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan, scoring: Scoring) -> torch.Tensor:
     """Attend q [T, heads, head_dim] to a cache that holds this step's keys and values -> a new tensor like q.
 
-    alibi_slopes: [heads] float32, of the rank's heads.
+    scoring: of the rank's heads.
     """
-    batch, (k_cache, v_cache, scales) = plan.batch, kv_cache
-    out = q.new_empty(q.shape)
+    batch, out = plan.batch, q.new_empty(q.shape)
     decodes = batch.num_decodes
     if decodes:
-        ops.paged_decode_attention(
-            q[:decodes],
-            k_cache,
-            v_cache,
-            plan.decode_tables,
-            plan.decode_lens,
-            scale=scale,
-            sliding_window=sliding_window,
-            alibi_slopes=alibi_slopes,
-            kv_scales=scales,
-            schedule=plan.decode_schedule(q, k_cache, sliding_window),
-            out=out[:decodes],
-        )
+        schedule = plan.decode_schedule(q, kv_cache, scoring.sliding_window)
+        ops.paged_decode_attention(q[:decodes], kv_cache, plan.decodes, scoring, schedule=schedule, out=out[:decodes])
     first = plan.prefill_row
     if first < q.shape[0]:  # after the decodes, whose padding rows are zeroed there
         ops.paged_prefill_attention(
-            q[first:],
-            k_cache,
-            v_cache,
-            plan.prefill_tables,
-            plan.prefill_lens,
-            plan.prefill_starts,
-            batch.max_query_len,
-            scale=scale,
-            sliding_window=sliding_window,
-            alibi_slopes=alibi_slopes,
-            kv_scales=scales,
-            out=out[first:],
+            q[first:], kv_cache, plan.prefills, scoring, plan.prefill_starts, batch.max_query_len, out=out[first:]
         )
     return out

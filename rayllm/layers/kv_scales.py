@@ -7,7 +7,7 @@ import torch
 from rayllm.errors import ModelError
 from rayllm.layers.weights import WeightSource
 from rayllm.parallel.tp_group import TPGroup
-from rayllm_kernels.kv_format import KVScales
+from rayllm_kernels.ops import KVScales
 
 # Where quantisation tools put the scale of keys, in the attention of a layer: that of a tensor, or of its projection.
 K_NAMES = ("k_scale", "attn.k_scale", "k_proj.k_scale")

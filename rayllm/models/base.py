@@ -13,7 +13,7 @@ from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import ParallelLMHead
 from rayllm.layers.weights import WeightSource
 from rayllm.parallel.tp_group import TPGroup
-from rayllm_kernels.kv_format import KVScales
+from rayllm_kernels.ops import KVScales
 
 
 class CausalLM(nn.Module, ABC):

@@ -69,12 +69,12 @@ class BloomLayer(nn.Module):
 
     def _attend(self, x: torch.Tensor, alibi: ALiBi, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
         q, k, v = self.qkv_proj(x)
-        slopes = alibi.slopes
+        scoring = ops.Scoring(self.scale, alibi_slopes=alibi.slopes)
         if self.deterministic:
-            ops.reshape_and_cache(k, v, kv_cache.k, kv_cache.v, plan.batch.slot_mapping, kv_scales=kv_cache.scales)
-            out = attend_deterministic(q, kv_cache, plan.batch, scale=self.scale, alibi_slopes=slopes)
+            ops.reshape_and_cache(k, v, kv_cache, plan.batch.slot_mapping)
+            out = attend_deterministic(q, kv_cache, plan.batch, scoring)
         else:
-            out = attention(q, k, v, kv_cache, plan, scale=self.scale, alibi_slopes=slopes)
+            out = attention(q, k, v, kv_cache, plan, scoring)
         return self.dense(out.flatten(1))
 
     def load(self, source: WeightSource, prefix: str) -> None:

@@ -33,9 +33,8 @@ class LlamaAttention(nn.Module):
     ):
         super().__init__()
         self.deterministic = deterministic
-        self.scale = spec.head_dim**-0.5
+        self.scoring = ops.Scoring(spec.head_dim**-0.5, spec.sliding_windows[layer])
         self.norm_eps = spec.norm_eps
-        self.sliding_window = spec.sliding_windows[layer]
         self.qkv_proj = QKVParallelLinear(
             spec.hidden_size,
             spec.num_heads,
@@ -72,26 +71,23 @@ class LlamaAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """total + attention over norm(total), total = x + residual: in two parts, as x and residual themselves."""
         qkv, residual = self.qkv_proj.after_norm(x, residual, norm)
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = ops.HeadNorms(self.q_norm.weight, self.k_norm.weight, self.norm_eps)
         q = ops.qk_norm_rope_cache(
             qkv,
+            norms,
             plan.batch.positions,
             rotary.cos_sin,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            self.norm_eps,
-            kv_cache.k,
-            kv_cache.v,
+            kv_cache,
             plan.batch.slot_mapping,
-            self.qkv_proj.num_heads,
-            self.qkv_proj.num_kv_heads,
-            kv_scales=kv_cache.scales,
             deterministic=self.deterministic,
         )
         del qkv  # the largest tensor of many a step, and nobody needs it any more
         if self.deterministic:
-            out = attend_deterministic(q, kv_cache, plan.batch, scale=self.scale, sliding_window=self.sliding_window)
+            out = attend_deterministic(q, kv_cache, plan.batch, self.scoring)
         else:
-            out = attend(q, kv_cache, plan, scale=self.scale, sliding_window=self.sliding_window)
+            out = attend(q, kv_cache, plan, self.scoring)
         out = out.flatten(1)
         if rows is not None:
             out, residual = out[rows], residual[rows]

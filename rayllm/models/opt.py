@@ -31,7 +31,7 @@ class OPTLayer(nn.Module):
     ):
         super().__init__()
         hidden, inner, self.deterministic = spec.hidden_size, spec.intermediate_size, deterministic
-        self.pre_norm, self.scale = opt.pre_norm, spec.head_dim**-0.5
+        self.pre_norm, self.scoring = opt.pre_norm, ops.Scoring(spec.head_dim**-0.5)
         self.qkv_proj = QKVParallelLinear(
             hidden,
             spec.num_heads,
@@ -67,10 +67,10 @@ class OPTLayer(nn.Module):
     def _attend(self, x: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
         q, k, v = self.qkv_proj(x)
         if self.deterministic:
-            ops.reshape_and_cache(k, v, kv_cache.k, kv_cache.v, plan.batch.slot_mapping, kv_scales=kv_cache.scales)
-            out = attend_deterministic(q, kv_cache, plan.batch, scale=self.scale)
+            ops.reshape_and_cache(k, v, kv_cache, plan.batch.slot_mapping)
+            out = attend_deterministic(q, kv_cache, plan.batch, self.scoring)
         else:
-            out = attention(q, k, v, kv_cache, plan, scale=self.scale)
+            out = attention(q, k, v, kv_cache, plan, self.scoring)
         return self.out_proj(out.flatten(1))
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,14 @@
 """`SymmetricReducer`: small collectives through memory that the GPUs of one host write directly.
 
 NCCL takes over 20 us for the few rows of a decode step, far longer than the bytes need. The kernels of
-`all_reduce_norm` take a fraction of that, and add the residual and the RMSNorm in the same launch.
+`rayllm_kernels.collectives` take a fraction of that, and add the residual and the RMSNorm in the same launch.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayllm.parallel import torch_compat
+from rayllm_kernels import ops
 
 # More rows than this go to NCCL, which gains on us with every row; this many of 4096 bf16 take 70 MB on each GPU.
 MAX_ROWS = 2048
@@ -46,11 +45,11 @@ class SymmetricReducer:
         device, programs = _check_place(group, dtype, hidden_size)
         rank, size = group.rank(), group.size()
         max_rows = -(-max_rows // programs) * programs
-        shape = self._kernels.PeerBuffers(rank, size, hidden_size, dtype, programs, max_rows, *[torch.empty(0)] * 2)
+        shape = ops.PeerBuffers(rank, size, hidden_size, dtype, programs, max_rows, *[torch.empty(0)] * 2)
         self._memory, addresses = _share_words(group, shape.num_words, device)
         peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         uses = torch.zeros(programs, dtype=torch.int32, device=device)
-        self.buffers = self._kernels.PeerBuffers(rank, size, hidden_size, dtype, programs, max_rows, peers, uses)
+        self.buffers = ops.PeerBuffers(rank, size, hidden_size, dtype, programs, max_rows, peers, uses)
         # Nobody may write before everybody's words are empty.
         torch.cuda.synchronize(device)
         _agree(group, None)
@@ -82,11 +81,11 @@ class SymmetricReducer:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """x becomes the sum over the ranks; returns it."""
-        return self._kernels.all_reduce(x, self.buffers, two_shot=self._two_shot(x))
+        return ops.all_reduce(x, self.buffers, two_shot=self._two_shot(x))
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(norm(total), total), total = the sum of x over the ranks + residual; two new tensors."""
-        return self._kernels.all_reduce_add_rms_norm(x, residual, weight, eps, self.buffers, two_shot=self._two_shot(x))
+        return ops.all_reduce_add_rms_norm(x, residual, weight, eps, self.buffers, two_shot=self._two_shot(x))
 
     def takes_gather(self, x: Tensor) -> bool:
         """Whether the ranks' x can be gathered here."""
@@ -94,22 +93,15 @@ class SymmetricReducer:
             x.dim() > 0
             and x.is_contiguous()
             and x.element_size() % 2 == 0
-            and 0 < x.nbytes <= self._kernels.gather_limit(self.buffers)
+            and 0 < x.nbytes <= self.buffers.gather_limit
         )
 
     def gather_small(self, x: Tensor) -> Tensor:
         """The ranks' x in order of rank: [size, *x.shape]."""
-        return self._kernels.all_gather_small(x, self.buffers)
+        return ops.all_gather_small(x, self.buffers)
 
     def _two_shot(self, x: Tensor) -> bool:
         return x.shape[0] > self._max_one_shot
-
-    @cached_property
-    def _kernels(self) -> ModuleType:
-        # Not at the top: an install for CPUs has no triton.
-        from rayllm_kernels import all_reduce_norm
-
-        return all_reduce_norm
 
 
 def _agree(group: dist.ProcessGroup, problem: str | None, fact: object = None) -> list[Any]:

@@ -76,18 +76,7 @@ def _changed_logits(raw: torch.Tensor, batch: SamplingBatch, token_table: torch.
     if batch.bans is not None:
         logit_bias.ban(scores, batch.bans.rows, batch.bans.token_ids)
     if batch.penalties is not None:
-        params = batch.penalties
-        ops.penalise(
-            scores,
-            token_table,
-            params.rows,
-            params.table_rows,
-            params.num_prompt_tokens,
-            params.num_tokens,
-            params.repetition,
-            params.presence,
-            params.frequency,
-        )
+        ops.penalise(scores, token_table, batch.penalties)
     return scores
 
 
@@ -97,17 +86,7 @@ def _draw(scores: torch.Tensor, draw: DrawRows, cut: CutRows | None) -> torch.Te
     scores: [N, V] float. Every row is drawn whole first. Noise does not depend on what top_k, top_p and min_p keep, so
     a token that they keep stands; elsewhere the same noise decides among what they keep.
     """
-    token_ids = ops.gumbel_argmax(scores, draw.seeds, draw.positions, draw.temperature, draw.noise_scale)
+    token_ids = ops.gumbel_argmax(scores, draw)
     if cut is not None:
-        ops.truncate_draws(
-            token_ids,
-            scores,
-            cut.rows,
-            cut.top_k,
-            cut.top_p,
-            cut.log_min_p,
-            draw.seeds,
-            draw.positions,
-            draw.temperature,
-        )
+        ops.truncate_draws(token_ids, scores, draw, cut)
     return token_ids

@@ -11,50 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class DrawRows:
-    """How each of the N rows is drawn. All [N].
-
-    seeds, positions: int64, what the noise is a function of. temperature: float32, > 0; 1 in greedy rows.
-    noise_scale: float32, 1, or 0 in greedy rows, for which the draw is thus an argmax.
-    """
-
-    seeds: torch.Tensor
-    positions: torch.Tensor
-    temperature: torch.Tensor
-    noise_scale: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class CutRows:
-    """The C rows that use top_k, top_p or min_p; arguments of `ops.truncate_draws`. All [C].
-
-    rows: int64, ascending, indices into the batch. top_k: int64, 0 for all. top_p, log_min_p: float32, 1 and -inf for
-    all.
-    """
-
-    rows: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    log_min_p: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class PenaltyRows:
-    """The P rows with a penalty; arguments of `ops.penalise`. All [P].
-
-    rows: int64, ascending, indices into the batch. table_rows: int64, their rows in the token table.
-    num_prompt_tokens, num_tokens: int64, prompt and prompt + output. repetition, presence, frequency: float32.
-    """
-
-    rows: torch.Tensor
-    table_rows: torch.Tensor
-    num_prompt_tokens: torch.Tensor
-    num_tokens: torch.Tensor
-    repetition: torch.Tensor
-    presence: torch.Tensor
-    frequency: torch.Tensor
+from rayllm_kernels.ops import CutRows, DrawRows, PenaltyRows
 
 
 @dataclass(frozen=True, slots=True)

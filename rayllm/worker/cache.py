@@ -14,7 +14,7 @@ from rayllm.errors import ConfigError
 from rayllm.layers.attention import KVCache
 from rayllm.worker.copy_stream import CopyStream, staging_blocks
 from rayllm_kernels import ops
-from rayllm_kernels.kv_format import FP8_MAX, KVScales
+from rayllm_kernels.cache.kv_cache import FP8_MAX, KVScales
 
 
 def block_bytes(num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:

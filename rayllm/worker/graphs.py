@@ -165,40 +165,24 @@ class DecodeGraphs:
             num_decodes=size if split else 0,
             max_query_len=0 if split else 1,
         )
-        ops.decode_inputs(
-            rows,
-            positions,
-            token_table,
-            self._block_table,
-            self._context.batch.block_size,
-            input_ids=batch.input_ids,
-            slots=batch.slot_mapping,
-            seq_lens=batch.seq_lens,
-            block_tables=batch.block_tables,
-        )
+        inputs = ops.DecodeInputs(batch.input_ids, batch.slot_mapping, batch.seq_lens, batch.block_tables)
+        ops.decode_inputs(rows, positions, token_table, self._block_table, self._context.batch.block_size, inputs)
         logits = model.local_logits(model(batch, caches), self._logits_room)
         targets = positions + 1  # a padding row's is 0, in the spare row
-        token_ids = draw(logits, seeds, targets, temperature, noise_scale, model.lm_head.first_token, model.tp)
+        drawn = ops.DrawRows(seeds, targets, temperature, noise_scale)
+        token_ids = draw(logits, drawn, model.lm_head.first_token, model.tp)
         token_table.index_put_((rows, targets), token_ids.to(torch.int32))
         return logits, token_ids
 
 
-def draw(
-    logits: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    temperature: torch.Tensor,
-    noise_scale: torch.Tensor,
-    first_token: int,
-    tp: TPGroup,
-) -> torch.Tensor:
+def draw(logits: torch.Tensor, rows: ops.DrawRows, first_token: int, tp: TPGroup) -> torch.Tensor:
     """`ops.gumbel_argmax` over the ranks' logits [N, local tokens] -> token ids [N] int64, the same on all ranks.
 
     Only the ranks' best scores travel, 8 bytes a row, not the logits.
     """
     if tp.size == 1:
-        return ops.gumbel_argmax(logits, seeds, positions, temperature, noise_scale)
-    keys = ops.gumbel_keys(logits, seeds, positions, temperature, noise_scale, first_token=first_token)
+        return ops.gumbel_argmax(logits, rows)
+    keys = ops.gumbel_keys(logits, rows, first_token=first_token)
     return ops.tokens_of_keys(tp.gather_small(keys).amax(0))
 
 

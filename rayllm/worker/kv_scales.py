@@ -20,7 +20,7 @@ from rayllm.errors import ModelError
 from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.models.base import CausalLM
-from rayllm_kernels.kv_format import FP8_MAX, KVScales
+from rayllm_kernels.cache.kv_cache import FP8_MAX, KVScales
 
 CALIBRATION_TOKENS = 512
 MARGIN = 2.0  # at least, between what was seen and the largest number of the format

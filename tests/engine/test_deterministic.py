@@ -14,6 +14,7 @@ from rayllm.errors import ConfigError
 from rayllm.layers.attention import KVCache
 from rayllm.layers.attention_deterministic import attend_deterministic
 from rayllm.layers.batch import ForwardBatch
+from rayllm_kernels.ops import Scoring
 
 NUM_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
@@ -83,9 +84,9 @@ def test_captured_steps_with_decodes_of_their_own_are_refused(tmp_path):
     batch = runner.batch([("a", [1])], num_decodes=1, padding=0)
     captured = ForwardBatch(**{name: getattr(batch, name) for name in batch.__slots__} | {"prefill_row": 0})
     q = torch.zeros(1, 8, 16)
-    attend_deterministic(q, KVCache(*torch.zeros(2, 64, 4, 8, 16)), batch, scale=1.0)
+    attend_deterministic(q, KVCache(*torch.zeros(2, 64, 4, 8, 16)), batch, Scoring(1.0))
     with pytest.raises(ValueError, match="decodes as chunks"):
-        attend_deterministic(q, runner.caches[0], captured, scale=1.0)
+        attend_deterministic(q, runner.caches[0], captured, Scoring(1.0))
 
 
 def test_several_ranks_are_refused():

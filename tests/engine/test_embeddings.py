@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from pathlib import Path
 
@@ -171,5 +170,3 @@ def test_the_whole_context_and_bad_requests(tmp_path):
             with pytest.raises(InvalidRequestError, match=f"{name} cannot be combined with pooling"):
                 llm._engine().add(bad)
         assert not llm._engine().has_work()
-
-

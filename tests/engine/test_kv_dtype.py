@@ -22,7 +22,7 @@ from rayllm.worker import worker
 from rayllm.worker.cache import CacheEngine
 from rayllm.worker.kv_scales import CALIBRATION_TOKENS, MARGIN, find_scales, scale_for
 from rayllm.worker.worker import load_rank
-from rayllm_kernels.kv_format import KVScales
+from rayllm_kernels.ops import KVScales
 
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

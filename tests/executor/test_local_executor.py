@@ -70,5 +70,3 @@ def test_a_step_that_fails(where):
     with pytest.raises(EngineDeadError, match=f"made to fail in {where}"):
         executor.check_health()
     executor.shutdown()
-
-

@@ -191,9 +191,7 @@ def test_inside_an_actor_the_workers_take_the_bundles_of_its_placement_group():
         .options(num_cpus=0.1, scheduling_strategy=strategy, runtime_env={"env_vars": actor_environment()})
         .remote()
     )
-    result, owned, bundles, is_left = ray.get(
-        replica.run.remote(cpu_config(tensor_parallel_size=2)), timeout=60
-    )
+    result, owned, bundles, is_left = ray.get(replica.run.remote(cpu_config(tensor_parallel_size=2)), timeout=60)
     assert result == local_results([make_plan(7)])[0]
     assert (owned, bundles, is_left) == (False, (1, 2), True)
     ray.kill(replica)

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rayllm.parallel.symmetric import SymmetricReducer
+from rayllm_kernels import ops
+
 EPS = 1e-5
 HIDDEN_SIZES = (4096, 5120)
 ROWS = (1, 3, 8, 17, 64, 100, 129, 257, 513, 1000, 2048)
@@ -32,10 +35,7 @@ class Rank:
     def __init__(self, rank: int, size: int, store: str):
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=size)
-        from rayllm.parallel.symmetric import SymmetricReducer
-        from rayllm_kernels import all_reduce_norm
-
-        self.kernels, self.rank, self.size = all_reduce_norm, rank, size
+        self.rank, self.size = rank, size
         # In SymmetricReducer's constructor a failure is an error, unlike in `connect`.
         self.reducers = {hidden: SymmetricReducer(dist.group.WORLD, hidden, DTYPE) for hidden in HIDDEN_SIZES}
         self.rng = random.Random(rank)
@@ -53,8 +53,6 @@ class Rank:
 
     def check_values(self) -> None:
         """Every size, in one and in two shots, against the sum in fp32."""
-        from rayllm_kernels import ops
-
         for call, rows in enumerate(ROWS):
             for hidden, reducer in self.reducers.items():
                 buffers = reducer.buffers
@@ -66,10 +64,10 @@ class Rank:
                     if not two_shot and rows > buffers.max_one_shot_rows:
                         continue
                     self.dawdle()
-                    y, total = self.kernels.all_reduce_add_rms_norm(
+                    y, total = ops.all_reduce_add_rms_norm(
                         parts[self.rank], residual, weight, EPS, buffers, two_shot=two_shot
                     )
-                    plain = self.kernels.all_reduce(parts[self.rank].clone(), buffers, two_shot=two_shot)
+                    plain = ops.all_reduce(parts[self.rank].clone(), buffers, two_shot=two_shot)
                     results.append((y, total, plain))
                     # One rounding to bf16: half of 2^-7 of the value at most, and what fp32 adds.
                     assert bool(((total - (exact + residual)).abs() <= (exact + residual).abs() / 255 + 1e-5).all())

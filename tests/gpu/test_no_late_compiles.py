@@ -28,8 +28,7 @@ WAYS = [
     ("enforce_eager", "deterministic"), [(False, False), (True, False), (False, True)], ids=["graphs", "eager", "exact"]
 )
 def test_all_kernels_are_compiled_at_the_start(tmp_path, monkeypatch, enforce_eager, deterministic):
-    from triton import knobs
-    from triton.runtime.jit import JITFunction
+    from triton import JITFunction, knobs
 
     for module in [module for name, module in sys.modules.items() if name.startswith("rayllm_kernels")]:
         for kernel in [value for value in vars(module).values() if isinstance(value, JITFunction)]:

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 def test_replays_of_all_sizes_leave_the_counters_of_projections_alone(tmp_path):
     """Large mixed steps, then decodes of every size: with a counter that is not zero, a projection waits for ever."""
-    from rayllm_kernels import linear_hopper
+    from rayllm_kernels.linear import hopper_kernel
 
-    linear_hopper.flags.cache_clear()  # as in a new process
+    hopper_kernel.flags.cache_clear()  # as in a new process
     shape = {"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128}
     folder = make_model(tmp_path, "qwen3", dtype="bfloat16", max_position_embeddings=2048, **shape)
     rng = random.Random(0)
@@ -32,7 +32,7 @@ def test_replays_of_all_sizes_leave_the_counters_of_projections_alone(tmp_path):
         max_num_batched_tokens=2048,
         num_gpu_blocks_override=6000,
     ) as llm:
-        flags = linear_hopper.flags(torch.device("cuda", torch.cuda.current_device()))
+        flags = hopper_kernel.flags(torch.device("cuda", torch.cuda.current_device()))
         worker = llm._engine()._executor._worker  # type: ignore[attr-defined]
         for segment in worker._memory._pool.snapshot():
             assert not segment["address"] <= flags.data_ptr() < segment["address"] + segment["total_size"]

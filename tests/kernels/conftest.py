@@ -7,14 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rayllm_kernels.decode_work import DecodeSchedule
-from rayllm_kernels.kv_format import FP8_MAX, KVScales
+from rayllm_kernels import dispatch, ops
+from rayllm_kernels.cache.kv_cache import FP8_MAX
+from rayllm_kernels.ops import Contexts, DecodeSchedule, KVCache, KVScales, Scoring
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
@@ -29,10 +30,37 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 KERNEL_TOLERANCE = TOLERANCE if ON_GPU else TOLERANCE | {torch.bfloat16: 2e-2}
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """NaN if either side holds one, so that no comparison passes."""
-    wide = expected.double()
-    return float((actual.double() - wide).norm() / wide.norm().clamp_min(1e-30))
+class Implementation:
+    """The ops by one implementation, on whatever device their tensors are: `kernels.rms_norm(x, weight, eps)`."""
+
+    def __init__(self, *, triton: bool):
+        self._triton = triton
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op = getattr(ops, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            with dispatch.forced(triton=self._triton):
+                return op(*arguments, **options)
+
+        return call
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Implementation:
+    """The Triton kernels, on a CPU in the interpreter."""
+    return Implementation(triton=True)
+
+
+@pytest.fixture(scope="session")
+def reference() -> Implementation:
+    return Implementation(triton=False)
+
+
+@pytest.fixture(params=["reference", "triton"])
+def each(request: pytest.FixtureRequest) -> Implementation:
+    """Both implementations, one after the other."""
+    return Implementation(triton=request.param == "triton")
 
 
 @pytest.fixture(scope="session")
@@ -40,12 +68,10 @@ def device() -> torch.device:
     return torch.device("cuda" if ON_GPU else "cpu")
 
 
-@pytest.fixture(scope="session")
-def kernels() -> ModuleType:
-    """The Triton launchers themselves, not the dispatch."""
-    from rayllm_kernels import triton_kernels
-
-    return triton_kernels
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """NaN if either side holds one, so that no comparison passes."""
+    wide = expected.double()
+    return float((actual.double() - wide).norm() / wide.norm().clamp_min(1e-30))
 
 
 def check_close(actual: Tensor, expected: Tensor, tolerance: dict[torch.dtype, float]) -> None:
@@ -77,50 +103,45 @@ def randn(device: torch.device) -> Callable[..., Tensor]:
     return draw
 
 
+@pytest.fixture
+def scaled(randn: Callable[..., Tensor]) -> Callable[[int, int, torch.dtype], Tensor]:
+    """(outputs, inputs, dtype) -> weights that keep the size of what they multiply."""
+    return lambda outputs, inputs, dtype: randn(outputs, inputs).mul_(inputs**-0.5).to(dtype)
+
+
 @dataclass
 class PagedCase:
     """Queries and a paged context for either attention, with poison wherever nothing may be read."""
 
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    block_tables: Tensor
-    seq_lens: Tensor
+    cache: KVCache
+    contexts: Contexts
     query_start_loc: Tensor
     max_query_len: int
-    scales: KVScales | None = None
 
-    @property
-    def scale(self) -> float:
-        return self.q.shape[-1] ** -0.5
+    def scoring(self, **options: Any) -> Scoring:
+        """options: fields of `Scoring` but the scale."""
+        return Scoring(self.q.shape[-1] ** -0.5, **options)
 
-    def decode(self, module: ModuleType, **options: object) -> Tensor:
-        return module.paged_decode_attention(
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.block_tables,
-            self.seq_lens,
-            scale=self.scale,
-            kv_scales=self.scales,
-            **options,
-        )
+    def decode(
+        self, module: Any, schedule: DecodeSchedule | None = None, out: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        scoring = self.scoring(**options)
+        return module.paged_decode_attention(self.q, self.cache, self.contexts, scoring, schedule=schedule, out=out)
 
-    def schedule(self, module: ModuleType, **options: object) -> DecodeSchedule:
-        return module.decode_schedule(self.q, self.k_cache, self.seq_lens, **options)
+    def schedule(self, module: Any, **options: Any) -> DecodeSchedule:
+        return module.decode_schedule(self.q, self.cache, self.contexts.seq_lens, **options)
 
-    def prefill(self, module: ModuleType, **options: object) -> Tensor:
+    def decode_in_ranges(
+        self, module: Any, num_ranges: int | None, out: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        schedule = self.schedule(module, num_ranges=num_ranges, sliding_window=options.get("sliding_window"))
+        return self.decode(module, schedule, out, **options)
+
+    def prefill(self, module: Any, out: Tensor | None = None, deterministic: bool = False, **options: Any) -> Tensor:
+        chunks = self.query_start_loc, self.max_query_len
         return module.paged_prefill_attention(
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.block_tables,
-            self.seq_lens,
-            self.query_start_loc,
-            self.max_query_len,
-            scale=self.scale,
-            kv_scales=self.scales,
-            **options,
+            self.q, self.cache, self.contexts, self.scoring(**options), *chunks, out=out, deterministic=deterministic
         )
 
 
@@ -155,9 +176,8 @@ def paged_case(randn: Callable[..., Tensor], device: torch.device) -> Callable[.
             tables[row, :count] = taken.to(torch.int32)
             owned[taken] = (torch.arange(count * block_size) < length).view(count, block_size)
         pool.masked_fill_(~owned[:, None, None, None, :, None].to(device), float("nan"))
-        tokens = sum(query_lens)
         # The queries are a strided slice, as of a fused qkv tensor.
-        qkv = randn(tokens, query_heads + 2 * kv_heads, head_dim, dtype=dtype) * spread
+        qkv = randn(sum(query_lens), query_heads + 2 * kv_heads, head_dim, dtype=dtype) * spread
         starts = torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32)
         scales = None
         if cache_dtype in FP8_MAX:
@@ -165,26 +185,62 @@ def paged_case(randn: Callable[..., Tensor], device: torch.device) -> Callable[.
             scales = KVScales(*torch.linspace(0.5, 2.0, 2 * kv_heads, device=device).view(2, kv_heads))
         return PagedCase(
             qkv[:, :query_heads],
-            pool[:, 1, 0],
-            pool[:, 1, 1],
-            tables.to(device),
-            torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            KVCache(pool[:, 1, 0], pool[:, 1, 1], scales),
+            Contexts(tables.to(device), torch.tensor(seq_lens, dtype=torch.int32, device=device)),
             starts,
             max(query_lens, default=0),
-            scales,
         )
 
     return build
 
 
 @pytest.fixture
-def run_compiler():
+def assert_rows_independent() -> Callable[..., None]:
+    """(function, tensors): rows of its results are the same to the bit in batches of any size, at any place."""
+
+    def check(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> None:
+        whole = function(*tensors)
+        count = tensors[0].shape[0]
+        for size in (1, 2, 3, 7, 16, 17, 64, 128, 129, 200, count):
+            for first in sorted({0, 1, count - size}):
+                if first + size <= count:
+                    part = function(*(tensor[first : first + size] for tensor in tensors))
+                    for ours, theirs in zip(part, whole, strict=True):
+                        assert torch.equal(ours, theirs[first : first + size]), (first, size)
+
+    return check
+
+
+@pytest.fixture
+def alibi_slopes(device: torch.device) -> Callable[[int], Tensor]:
+    """Slopes of so many heads."""
+    return lambda heads: 2.0 ** -torch.arange(1.0, heads + 1, device=device)
+
+
+# A driver that knows for what to compile; whoever launches a kernel finds no launcher. Kernels then take CPU tensors.
+COMPILER_ONLY = """
+import triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    get_current_device = get_current_stream = lambda self, *_: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+triton.runtime.driver.set_active(Driver())
+import torch
+from rayllm_kernels import dispatch, ops
+from rayllm_kernels.ops import *
+"""
+
+
+@pytest.fixture
+def run_compiler() -> Callable[..., str]:
     """(script, environment variables) -> what the script prints, in a process that compiles and does not interpret."""
 
     def run(script: str, **variables: str) -> str:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        command = [sys.executable, "-c", script]
+        command = [sys.executable, "-c", COMPILER_ONLY + script]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr
         return result.stdout

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import os
 
-# A driver that knows for what to compile; whoever launches a kernel finds no launcher.
 SCRIPT = """
-import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
-
-class Driver:
-    get_current_device = get_current_stream = lambda self, *_: 0
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-
-triton.runtime.driver.set_active(Driver())
-from rayllm_kernels import ops, triton_kernels
-
-launch = JITFunction.run
-with ops.compile_only():
-    for dim in (256, 256, 512, 1024):
-        x, weight = torch.ones(4, dim), torch.ones(dim)
-        y = triton_kernels.rms_norm(x, weight, 1e-5)
-        assert y.shape == x.shape
-    assert triton_kernels.silu_and_mul(torch.ones(4, 512)).shape == (4, 256)
-assert JITFunction.run is launch
-
-try:
+with dispatch.forced(triton=True):
     with ops.compile_only():
-        raise KeyError("a step that fails")
-except KeyError:
-    assert JITFunction.run is launch
-else:
-    raise AssertionError("nothing was raised")
+        for dim in (256, 256, 512, 1024):
+            x, weight = torch.ones(4, dim), torch.ones(dim)
+            assert ops.rms_norm(x, weight, 1e-5).shape == x.shape
+        assert ops.silu_and_mul(torch.ones(4, 512)).shape == (4, 256)
+
+    try:
+        with ops.compile_only():
+            ops.rms_norm(torch.ones(4, 2048), torch.ones(2048), 1e-5)
+            raise KeyError("a step that fails")
+    except KeyError:
+        pass
+    else:
+        raise AssertionError("nothing was raised")
+
+    try:
+        ops.rms_norm(torch.ones(4, 256), torch.ones(256), 1e-5)
+    except AttributeError as error:  # the driver has nothing to launch with
+        assert "Driver" in str(error), error
+    else:
+        raise AssertionError("kernels are launched again once the context is left")
 print("passed")
 """
 

@@ -17,7 +17,7 @@ from rayllm.api.types import SequenceData, StepPlan
 from rayllm.layers.attention import KVCache
 from rayllm.sampling.sampling_table import DrawColumns
 from rayllm.worker.graphs import DecodeGraphs, step_graphs
-from rayllm_kernels import ops
+from rayllm_kernels import dispatch
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, tests/gpu runs whole engines"),
@@ -38,17 +38,6 @@ def case(request, tmp_path_factory):
     return model_factory.load(folder, dtype=name, deterministic=deterministic), dtype, deterministic
 
 
-@pytest.fixture
-def interpreted(monkeypatch, kernels):
-    """Switch the ops to Triton: interpreted(True), and back."""
-    dispatch = ops._kernels_for
-
-    def switch(on):
-        monkeypatch.setattr(ops, "_kernels_for", (lambda _tensor: kernels) if on else dispatch)
-
-    return switch
-
-
 def tokens(count, seed):
     rng = random.Random(seed)
     return [rng.randrange(250) for _ in range(count)]
@@ -60,7 +49,7 @@ def assert_near(actual, expected, dtype):
 
 
 @torch.inference_mode()
-def test_steps_with_chunks(case, interpreted):
+def test_steps_with_chunks(case):
     from support import model_factory
 
     model, dtype, deterministic = case
@@ -74,16 +63,16 @@ def test_steps_with_chunks(case, interpreted):
     ]
     for work, decodes in steps:
         decodes = 0 if deterministic else decodes
-        interpreted(False)
         expected = torch.stack([logits[-1] for logits in eager.step(work)])
         batch = padded.batch(work, num_decodes=decodes, padding=0)
         chosen = next(g for g in graphs if g.fits(batch))
-        interpreted(True)
-        assert_near(chosen.run(batch), expected, dtype)
+        with dispatch.forced(triton=True):
+            actual = chosen.run(batch)
+        assert_near(actual, expected, dtype)
 
 
 @torch.inference_mode()
-def test_decode_steps(case, interpreted):
+def test_decode_steps(case):
     from support import model_factory
 
     model, dtype, deterministic = case
@@ -102,11 +91,10 @@ def test_decode_steps(case, interpreted):
     context.batch.apply(plan)
     graphs.apply(plan)
     rows = [1, 4, 0, 6, 3]
-    interpreted(False)
     expected = torch.stack([eager.step([(str(row), [prompts[row][-1]])])[0][-1] for row in rows])
     positions = np.array([len(prompts[row]) - 1 for row in rows])
     greedy = DrawColumns(np.zeros(5, np.int64), np.ones(5, np.float32), np.zeros(5, np.float32))
-    interpreted(True)
-    logits, token_ids = graphs.run(np.array(rows), positions, greedy)  # padded to 8 rows
+    with dispatch.forced(triton=True):
+        logits, token_ids = graphs.run(np.array(rows), positions, greedy)  # padded to 8 rows
     assert_near(logits, expected, dtype)
     assert token_ids.tolist() == logits.argmax(-1).tolist()

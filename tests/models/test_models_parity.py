@@ -203,8 +203,8 @@ def test_decode_reads_nothing_on_the_host(tmp_path, kind, monkeypatch):
     # The torch references of these do read tensors; their Triton counterparts do not.
     monkeypatch.setattr(attention_ops, "reshape_and_cache", lambda *_, **__: None)
 
-    def queries(qkv, *rest, **_):
-        return qkv.view(len(qkv), -1, model.head_dim)[:, : rest[-2]]
+    def queries(qkv, *_, **__):
+        return qkv.view(len(qkv), -1, model.head_dim)[:, : -2 * model.num_kv_heads_per_rank]
 
     monkeypatch.setattr(attention_ops, "qk_norm_rope_cache", queries)
     monkeypatch.setattr(attention_ops, "decode_schedule", lambda *_, **__: None)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rayllm.parallel.tp_group import TPGroup
-from rayllm_kernels import reference
+from rayllm_kernels import ops
 
 EPS = 1e-6
 
@@ -24,7 +24,7 @@ def test_one_rank():
     assert tp.with_symmetric_memory(8, torch.bfloat16) is tp
     x, residual, weight = rows(0), rows(1), rows(2)[0]
     y, total = tp.all_reduce_add_rms_norm(x.clone(), residual, weight, EPS)
-    expected_y, expected_total = reference.fused_add_rms_norm(x, residual, weight, EPS)
+    expected_y, expected_total = ops.fused_add_rms_norm(x, residual, weight, EPS)
     assert torch.equal(y, expected_y)
     assert torch.equal(total, expected_total)
     assert torch.equal(tp.gather_small(x), x[None])
@@ -55,7 +55,7 @@ def test_two_ranks_over_gloo(tmp_path: Path):
         process.join(60)
         process.kill()
     assert [process.exitcode for process in ranks] == [0, 0]
-    expected_y, expected_total = reference.fused_add_rms_norm(rows(0) + rows(1), rows(5), rows(6)[0], EPS)
+    expected_y, expected_total = ops.fused_add_rms_norm(rows(0) + rows(1), rows(5), rows(6)[0], EPS)
     for rank, tensors, records in sorted(results.get() for _ in ranks):
         y, total, gathered = map(torch.tensor, tensors)
         assert torch.allclose(y, expected_y)

@@ -11,7 +11,7 @@ from support.sampler import EOS, INF, VOCAB, Rig, mixed_rig, plain
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.sampling.sampler import logprob_entries, sample
-from rayllm_kernels.reference_noise import gumbel_noise
+from rayllm_kernels.sampling.noise import gumbel_noise
 
 
 def reference_scores(logits, params, prompt, output):

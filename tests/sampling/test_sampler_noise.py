@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rayllm_kernels.reference_noise import gumbel_noise, gumbel_of_bits, philox, random_bits
+from rayllm_kernels.sampling.noise import gumbel_noise, gumbel_of_bits, philox, random_bits
 
 WORD = 0xFFFFFFFF
 EDGE_SEEDS = [0, 1, 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**62, 2**63 - 1]

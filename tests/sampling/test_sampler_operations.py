@@ -7,7 +7,7 @@ import torch
 
 from rayllm.sampling import logit_bias, logprobs
 from rayllm_kernels import ops
-from rayllm_kernels.reference_truncation import cutoff
+from rayllm_kernels.sampling.truncation import cutoff
 
 INF = float("inf")
 
@@ -135,7 +135,8 @@ def test_top_p_of_exact_probabilities():
 def penalised(logits, history, num_prompt, num_tokens, repetition, presence, frequency):
     """All rows of logits penalised, in a new tensor; row i has history row i."""
     result, rows = logits.clone(), torch.arange(logits.shape[0])
-    ops.penalise(result, history, rows, rows, num_prompt, num_tokens, repetition, presence, frequency)
+    penalties = ops.PenaltyRows(rows, rows, num_prompt, num_tokens, repetition, presence, frequency)
+    ops.penalise(result, history, penalties)
     return result
 
 

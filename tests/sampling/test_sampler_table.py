@@ -11,8 +11,7 @@ from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import SequenceData
 from rayllm.sampling.sampler import sample
 from rayllm.sampling.sampling_table import DrawColumns, SamplingTable
-from rayllm_kernels import ops, reference
-from rayllm_kernels.checks_sampling import check_penalise, check_truncate_draws
+from rayllm_kernels import dispatch, ops
 
 VOCAB = 100
 ALL_FEATURES = {
@@ -214,11 +213,9 @@ class CountCopies(TorchDispatchMode):
 
 def test_a_batch_is_one_copy_and_sampling_never_looks_at_values(monkeypatch):
     """On the meta device tensors have no values: operations that wait for one, or whose shape depends on one, fail."""
-    # No kernel is chosen for meta tensors, and the references of the others are for CPUs: they may look at values.
-    monkeypatch.setattr(ops, "gumbel_argmax", reference.gumbel_argmax)
-    monkeypatch.setattr(ops, "truncate_draws", lambda *arguments: check_truncate_draws(*arguments))
-    monkeypatch.setattr(ops, "penalise", lambda *arguments: check_penalise(*arguments))
-    monkeypatch.setattr(ops, "gather_logprobs", reference.gather_logprobs)
+    # No kernel is chosen for meta tensors, and these references are for CPUs: they may look at values.
+    monkeypatch.setattr(ops, "truncate_draws", lambda ids, logits, draw, cut: cut.check(ids, logits, draw))
+    monkeypatch.setattr(ops, "penalise", lambda logits, table, penalties: penalties.check(logits, table))
     table = table_of(
         *(entering(row, seed=row, **ALL_FEATURES) for row in range(4)), entering(4), entering(5, top_p=0.5)
     )
@@ -226,9 +223,9 @@ def test_a_batch_is_one_copy_and_sampling_never_looks_at_values(monkeypatch):
         with CountCopies() as copies:
             batch = batch_of(table, rows, [5] * len(rows), "meta")
         assert copies.count == 1
-        output = sample(
-            torch.zeros(len(rows), VOCAB, device="meta"), batch, torch.zeros(8, 20, dtype=torch.int32, device="meta")
-        )
+        logits, table_of_tokens = torch.zeros(len(rows), VOCAB, device="meta"), torch.zeros(8, 20, dtype=torch.int32)
+        with dispatch.forced(triton=False):
+            output = sample(logits, batch, table_of_tokens.to("meta"))
         assert output.token_ids.shape == (len(rows),)
         assert output.token_ids.dtype == torch.int64
         assert (output.logprobs is None) == (0 not in rows)

@@ -1,0 +1,62 @@
+"""What both kinds of attention over the paged KV cache take beside queries and cache, and the checks of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cache.kv_cache import KVCache
+from ..checks import check_last_dim, check_out, check_table, check_vectors, fail
+
+MAX_HEAD_DIM = 256
+MAX_WINDOW = 1 << 30  # positions are 32-bit numbers, and windows are added to them
+
+
+class Contexts(NamedTuple):
+    """Where the keys of B sequences lie in the cache."""
+
+    block_tables: Tensor  # [B, max_blocks] int32: the ids of each sequence's blocks; past its end anything
+    seq_lens: Tensor  # [B] int32: each sequence's keys, all of them cached; 0 marks a padding row
+
+
+class Scoring(NamedTuple):
+    """How scores are made from the products of queries and keys, and which keys a query sees."""
+
+    scale: float  # factor of the products, positive
+    # A query at position p sees keys in (p - window, p]. Blocks wholly before that are not read, and their table
+    # entries may hold anything. None: all keys up to p.
+    sliding_window: int | None = None
+    alibi_slopes: Tensor | None = None  # [Hq] fp32: slope * (key position - query position) is added to a score
+
+
+def check_window(sliding_window: int | None) -> None:
+    if sliding_window is not None and not 1 <= sliding_window <= MAX_WINDOW:
+        fail("sliding_window", f"must be 1 to {MAX_WINDOW} or None", sliding_window)
+
+
+def check_attention(q: Tensor, cache: KVCache, contexts: Contexts, scoring: Scoring, out: Tensor | None) -> None:
+    """What decodes and prefills have in common; the batch size is taken from `seq_lens`."""
+    cache.check(q, "q")
+    _, kv_heads, _, head_dim = cache.k.shape
+    if q.dim() != 3:
+        fail("q", "must have 3 dimensions", q.shape)
+    if q.shape[2] != head_dim:
+        fail("q", f"must have the head_dim of the cache, {head_dim}", q.shape)
+    if head_dim > MAX_HEAD_DIM:
+        fail("q", f"must have a head_dim of at most {MAX_HEAD_DIM}", q.shape)
+    if q.shape[1] % kv_heads != 0:
+        fail("q", f"must have a multiple of {kv_heads} heads", q.shape)
+    check_last_dim(q, "q")
+    block_tables, seq_lens = contexts
+    check_vectors(seq_lens.numel(), torch.int32, q.device, seq_lens=seq_lens)
+    check_table(block_tables, "block_tables", q.device)
+    if block_tables.shape[0] != seq_lens.shape[0]:
+        fail("block_tables", f"must be [{seq_lens.shape[0]}, max_blocks]", block_tables.shape)
+    if scoring.scale <= 0.0:
+        fail("scale", "must be positive", scoring.scale)
+    check_window(scoring.sliding_window)
+    if scoring.alibi_slopes is not None:
+        check_vectors(q.shape[1], torch.float32, q.device, alibi_slopes=scoring.alibi_slopes)
+    check_out(out, q.shape, q, "q")

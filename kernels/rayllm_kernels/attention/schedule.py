@@ -1,0 +1,110 @@
+"""How a decode step's attention is cut into equal ranges, on the device.
+
+Sequence b has tiles(b) = ceil(seq_len / keys) - first visible key // keys key tiles a KV head. Laid end to end, the
+T tiles of all sequences are cut every ceil(T / num_ranges); range r holds tiles r * quota to (r + 1) * quota, which may
+begin and end inside a sequence ("stream-K": Osama, Merrill, Cecka, Garland, Owens, 2023). So every program of the
+attention kernel gets the same work however ragged the batch is, and nothing here or there depends on host values:
+a captured graph stays right as sequences grow.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cache.kv_cache import KVCache
+from ..checks import check_vectors, fail
+from ..device import multiprocessors
+from ..dispatch import TritonModule, on_triton
+from .context import check_window
+
+MAX_HEAD_TILE = 64  # query heads of one KV head that one program takes
+RANGE_FIELDS = 8
+
+_kernel = TritonModule("rayllm_kernels.attention.schedule_kernel")
+
+
+class DecodeSchedule(NamedTuple):
+    """The work of one decode step, cut into ranges of equal size. It serves all layers."""
+
+    contexts: Tensor  # [B, 2] int32: (sequence, its length), in order, padding rows last
+    # [num_ranges, 8] int32: row of `contexts` in which the range begins, that sequence, its length, the position of its
+    # first tile, the range's first tile, its end, tiles a range, whether the range has padding rows to zero.
+    ranges: Tensor
+    partials: Tensor  # [2 * num_ranges, Hq, D] fp32, scratch for sequences that borders cut
+    lse: Tensor  # [2 * num_ranges, Hq] fp32, scratch too
+
+    def check(self, q: Tensor) -> None:
+        """Raise ValueError unless it was made for queries like q [B, Hq, D]."""
+        made_for = (self.contexts.shape[0], *self.partials.shape[1:])
+        if made_for != q.shape:
+            fail("schedule", f"must be made for queries of shape {tuple(q.shape)}", made_for)
+        if self.ranges.device != q.device:
+            fail("schedule", f"must be on {q.device}", self.ranges.device)
+
+
+class Tiles(NamedTuple):
+    """What one program of the attention kernel works with."""
+
+    keys: int  # of a tile
+    num_warps: int
+    num_stages: int  # of the pipeline that loads tiles
+    programs: int = 2  # that a multiprocessor runs at once
+
+
+def choose_tiles(q: Tensor, cache: KVCache) -> Tiles:
+    """As measured on H200: 16 KB of keys a tile and two tiles ahead; two programs of that fit a multiprocessor.
+
+    Converting fp8 keeps a program from loading, so that more of them, of two warps each, are faster; measured for
+    heads of 128.
+    """
+    head_dim = q.shape[2]
+    if q.element_size() == 4:  # no tensor cores in exact fp32: larger tiles spill registers
+        return Tiles(32 if head_dim <= 128 else 16, 4, 2)
+    if cache.k.element_size() == 1:
+        if 64 < head_dim <= 128:
+            return Tiles(64, 2, 3, 4)
+        return Tiles(64 if head_dim > 128 else 128, 4, 3 if head_dim > 64 else 5)
+    if head_dim > 128:
+        return Tiles(32, 4, 3)
+    return Tiles(64 if head_dim > 64 else 128, 4, 3)
+
+
+def programs_a_range(heads: int, kv_heads: int) -> int:
+    """Programs that share one range: one a KV head, more if it has very many query heads."""
+    return kv_heads * -(-heads // kv_heads // MAX_HEAD_TILE)
+
+
+def decode_schedule(
+    q: Tensor, cache: KVCache, seq_lens: Tensor, *, sliding_window: int | None = None, num_ranges: int | None = None
+) -> DecodeSchedule | None:
+    """Cut the work of `paged_decode_attention` on these seq_lens into equal ranges, once for all layers of one shape.
+
+    q: [B, Hq, D] and the cache of any layer; their contents are not used. seq_lens: [B] int32. num_ranges: None fills
+    the device once. Returns None where the reference attends, which needs no schedule.
+    """
+    if q.dim() != 3:
+        fail("q", "must have 3 dimensions", q.shape)
+    cache.check(q, "q")
+    (batch, heads, head_dim), kv_heads = q.shape, cache.k.shape[1]
+    if heads % kv_heads != 0:
+        fail("q", f"must have a multiple of {kv_heads} heads", q.shape)
+    check_vectors(batch, torch.int32, q.device, seq_lens=seq_lens)
+    check_window(sliding_window)
+    if num_ranges is not None and num_ranges < 1:
+        fail("num_ranges", "must be at least 1 or None", num_ranges)
+    if not on_triton(q):
+        return None
+    tiles = choose_tiles(q, cache)
+    if num_ranges is None:
+        num_ranges = max(1, tiles.programs * multiprocessors(q.device) // programs_a_range(heads, kv_heads))
+    schedule = DecodeSchedule(
+        contexts=torch.empty((batch, 2), dtype=torch.int32, device=q.device),
+        ranges=torch.empty((num_ranges, RANGE_FIELDS), dtype=torch.int32, device=q.device),
+        partials=torch.empty((2 * num_ranges, heads, head_dim), dtype=torch.float32, device=q.device),
+        lse=torch.empty((2 * num_ranges, heads), dtype=torch.float32, device=q.device),
+    )
+    _kernel.fill(schedule, seq_lens, sliding_window, tiles.keys)
+    return schedule

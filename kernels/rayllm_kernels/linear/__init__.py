@@ -1,0 +1,1 @@
+"""Projections: which kernel takes which shape, and the kernels."""

@@ -1,0 +1,324 @@
+"""Projections for Hopper GPUs: a matrix product whose weights stream through tensor copies and warp groups.
+
+    y = x W^T + bias,   or   y = silu(x G^T) * (x U^T)   where W = [G; U]
+
+x [M, K], W [N, K] (gated: [2 N, K]), bias [N] -> y [M, N]; fp32 sums, rounded once.
+
+The weights are the first operand of the products: 64 of their rows make a tile of a warp group, however few the tokens,
+which are the second operand. A gated tile interleaves eight rows of G and eight of U, so that a thread holds both
+factors of an output.
+
+Work is cut into units, 64 of K of one tile, and every program takes the same number of consecutive units, wherever a
+tile ends (stream-K: Osama, Merrill, Cecka, Garland, Owens, 2023). A program that ends inside a tile leaves its sums to
+the program that holds the tile's last unit, which adds them in the order of programs: results do not vary. Programs run
+through their units backwards, so that what they leave is there before it is wanted, and they wait for programs of lower
+number only, which start first.
+
+One warp of a program, the producer, copies tiles into a ring in shared memory, and fills it with weights before the
+previous kernel ends; one or two warp groups, the consumers, multiply. Barriers come in pairs: `full` says that a stage
+holds data, `free` that the consumers are done with it. The n-th use of a stage completes phase n, and a wait names the
+parity of the phase.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..compat import copy_async, thread_barrier
+from ..compile_ahead import launch
+from ..hopper import barriers
+from .plans import BLOCK_ROWS, HopperTile
+
+BLOCK = gl.constexpr(BLOCK_ROWS)
+DEPTH = gl.constexpr(64)  # of a stage: 128 bytes, the widest swizzle
+CHUNK = gl.constexpr(64)  # tokens stored at a time
+LEAD = gl.constexpr(6)  # uses of the ring before the last when the next kernel may start, to read its weights in time
+MAX_PROGRAMS = 1024
+SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+SHARED_GATED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
+
+
+@gluon.jit
+def _copy_weights(desc, tile_row, step, full, w_smem, stage, TILE: gl.constexpr, GATED: gl.constexpr):
+    ROWS: gl.constexpr = TILE.blocks * BLOCK
+    for consumer in gl.static_range(TILE.consumers):
+        row, part = tile_row * TILE.consumers + consumer, w_smem.index(stage * TILE.consumers + consumer)
+        if GATED:
+            copy_async(desc, [row * (ROWS // 16), 0, 0, step * DEPTH], full, part)
+        else:
+            copy_async(desc, [row * ROWS, step * DEPTH], full, part)
+
+
+@gluon.jit
+def _produce(w_desc, x_desc, ring, work, TILE: gl.constexpr, GATED: gl.constexpr):
+    w_smem, x_smem, full, free = ring
+    start, end, steps, token_tiles = work
+    TOKENS: gl.constexpr = TILE.tokens
+    STAGES: gl.constexpr = TILE.stages
+    BYTES: gl.constexpr = (TILE.consumers * TILE.blocks * BLOCK + TOKENS) * DEPTH * 2
+    ahead = gl.minimum(end - start, STAGES)
+    for use in range(ahead):
+        unit = end - 1 - use
+        mbarrier.expect(full.index(use), BYTES)
+        _copy_weights(w_desc, unit // steps // token_tiles, unit % steps, full.index(use), w_smem, use, TILE, GATED)
+    gdc_wait()
+    for use in range(ahead):
+        unit = end - 1 - use
+        copy_async(
+            x_desc, [unit // steps % token_tiles * TOKENS, unit % steps * DEPTH], full.index(use), x_smem.index(use)
+        )
+    if end - start <= STAGES + LEAD:
+        gdc_launch_dependents()
+    for use in range(ahead, end - start):
+        if end - start - use == LEAD:
+            gdc_launch_dependents()
+        unit = end - 1 - use
+        tile, step, stage = unit // steps, unit % steps, use % STAGES
+        mbarrier.wait(free.index(stage), (use // STAGES + 1) % 2)
+        mbarrier.expect(full.index(stage), BYTES)
+        _copy_weights(w_desc, tile // token_tiles, step, full.index(stage), w_smem, stage, TILE, GATED)
+        copy_async(x_desc, [tile % token_tiles * TOKENS, step * DEPTH], full.index(stage), x_smem.index(stage))
+
+
+@gluon.jit
+def _multiply(use, count, ring, CONSUMER: gl.constexpr, TILE: gl.constexpr):
+    """fp32 [ROWS, TOKENS], the products of `count` stages from use number `use` on."""
+    ROWS: gl.constexpr = TILE.blocks * BLOCK
+    STAGES: gl.constexpr = TILE.stages
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.tokens, 16])
+    w_smem, x_smem, full, free = ring
+    acc = gl.zeros([ROWS, TILE.tokens], gl.float32, layout=ACC)
+    for i in range(count):
+        stage = (use + i) % STAGES
+        mbarrier.wait(full.index(stage), (use + i) // STAGES % 2)
+        weights = w_smem.index(stage * TILE.consumers + CONSUMER).reshape([ROWS, DEPTH])
+        acc = warpgroup_mma(weights, x_smem.index(stage).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(free.index((use + i + STAGES - 1) % STAGES), pred=i > 0)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(free.index((use + count - 1) % STAGES))
+    return acc
+
+
+@gluon.jit
+def _halves(tile):
+    """Its columns' lower and upper halves, in the layout of a tile of that width."""
+    HALF: gl.constexpr = tile.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    low, high = tile.reshape([BLOCK, 2, HALF]).permute((0, 2, 1)).split()
+    return gl.convert_layout(low, LAYOUT), gl.convert_layout(high, LAYOUT)
+
+
+@gluon.jit
+def _columns(acc):
+    """Its parts of at most CHUNK columns."""
+    if acc.shape[1] > CHUNK:
+        return _halves(acc)
+    else:
+        return (acc,)
+
+
+@gluon.jit
+def _parts(acc):
+    """Its parts of 64 rows and at most CHUNK columns, row by row."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    if acc.shape[0] > BLOCK:
+        top, bottom = acc.reshape([2, BLOCK, acc.shape[1]]).permute((1, 2, 0)).split()
+        return _columns(gl.convert_layout(top, LAYOUT)) + _columns(gl.convert_layout(bottom, LAYOUT))
+    else:
+        return _columns(acc)
+
+
+@gluon.jit
+def _places(acc):
+    """Where a consumer's partial sums lie in memory: each warp touches whole cache lines."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    token = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    return token // 8 * (8 * acc.shape[0]) + row * 8 + token % 8
+
+
+@gluon.jit
+def _store(part, y_smem, y_ptr, bias_ptr, first_token, first, tokens, outputs, GATED: gl.constexpr):
+    """Store outputs `first`... of tokens `first_token`...: through shared memory, so that threads write 16 bytes."""
+    LAYOUT: gl.constexpr = part.type.layout
+    WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    if bias_ptr is not None:
+        row = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LAYOUT))
+        part += gl.load(bias_ptr + row, mask=row < outputs, other=0.0).to(gl.float32)[:, None]
+    if GATED:
+        gate, up = part.reshape([BLOCK // 16, 2, 8, part.shape[1]]).permute((0, 2, 3, 1)).split()
+        part = (gate / (1.0 + gl.exp(-gate)) * up).reshape([BLOCK // 2, part.shape[1]])
+    y_smem.store(part.to(y_smem.dtype).permute((1, 0)))
+    token = first_token + gl.arange(0, y_smem.shape[0], layout=gl.SliceLayout(1, WIDE))[:, None]
+    output = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WIDE))[None, :]
+    gl.store(y_ptr + token * outputs + output, y_smem.load(WIDE), mask=(token < tokens) & (output < outputs))
+
+
+@gluon.jit
+def _consume(
+    y_ptr, bias_ptr, shared, y_smem, ring, work, sizes, CONSUMER: gl.constexpr, TILE: gl.constexpr, GATED: gl.constexpr
+):
+    partial_ptr, flags_ptr = shared
+    start, end, steps, token_tiles = work
+    tokens, outputs, units = sizes
+    TOKENS: gl.constexpr = TILE.tokens
+    CONSUMERS: gl.constexpr = TILE.consumers
+    ROWS: gl.constexpr = TILE.blocks * BLOCK
+    WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
+    SIZE: gl.constexpr = CONSUMERS * ROWS * TOKENS
+    COLUMNS: gl.constexpr = max(1, TOKENS // CHUNK)
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    partial_ptr += CONSUMER * (ROWS * TOKENS)
+    stop = end
+    while stop > start:
+        tile = (stop - 1) // steps
+        tile_start, tile_end = tile * steps, (tile + 1) * steps
+        first_unit = gl.maximum(start, tile_start)
+        acc = _multiply(end - stop, stop - first_unit, ring, CONSUMER, TILE)
+        if stop < tile_end:
+            gl.store(partial_ptr + program * SIZE + _places(acc), acc, cache_modifier=".cg")
+            owner = (tile_end * programs - 1) // units
+            thread_barrier()
+            gl.atomic_add(flags_ptr + owner * CONSUMERS + CONSUMER, 1, sem="release")
+        else:
+            helper = ((tile_start + 1) * programs - 1) // units
+            flag_ptr = flags_ptr + program * CONSUMERS + CONSUMER
+            if helper < program:
+                while gl.atomic_add(flag_ptr, 0, sem="acquire") < program - helper:
+                    pass
+                gl.atomic_xchg(flag_ptr, 0, sem="relaxed")
+                for other in range(helper, program):
+                    acc += gl.load(partial_ptr + other * SIZE + _places(acc), cache_modifier=".cg")
+            parts = _parts(acc)
+            first_token = tile % token_tiles * TOKENS
+            first = (tile // token_tiles * CONSUMERS + CONSUMER) * (TILE.blocks * WIDTH)
+            for i in gl.static_range(len(parts)):
+                token, output = first_token + i % COLUMNS * CHUNK, first + i // COLUMNS * WIDTH
+                _store(parts[i], y_smem, y_ptr, bias_ptr, token, output, tokens, outputs, GATED)
+        stop = first_unit
+
+
+@gluon.jit(do_not_specialize=["tokens", "units", "steps", "token_tiles"])
+def _linear_hopper_kernel(
+    w_desc,
+    x_desc,
+    y_ptr,
+    bias_ptr,
+    shared,
+    tokens,
+    outputs,
+    units,
+    steps,
+    token_tiles,
+    TILE: gl.constexpr,
+    GATED: gl.constexpr,
+):
+    """shared: pointers to (partial sums, flags). units: of the whole product. steps: units of a tile."""
+    STAGES: gl.constexpr = TILE.stages
+    CONSUMERS: gl.constexpr = TILE.consumers
+    DTYPE: gl.constexpr = y_ptr.dtype.element_ty
+    WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
+    ROWS: gl.constexpr = TILE.blocks * BLOCK
+    if GATED:
+        w_smem = gl.allocate_shared_memory(DTYPE, [STAGES * CONSUMERS, ROWS // 16, 2, 8, DEPTH], SHARED_GATED)
+    else:
+        w_smem = gl.allocate_shared_memory(DTYPE, [STAGES * CONSUMERS, ROWS, DEPTH], SHARED)
+    x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE.tokens, DEPTH], SHARED)
+    Y_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, 2)
+    y_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, min(TILE.tokens, CHUNK), WIDTH], Y_LAYOUT)
+    ring = (w_smem, x_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    fence_async_shared()
+    program = gl.program_id(0)
+    start = program * units // gl.num_programs(0)
+    end = (program + 1) * units // gl.num_programs(0)
+    work, sizes = (start, end, steps, token_tiles), (tokens, outputs, units)
+    y_0 = y_smem.index(0)
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (y_ptr, bias_ptr, shared, y_0, ring, work, sizes, 0, TILE, GATED)),
+                (_produce, (w_desc, x_desc, ring, work, TILE, GATED)),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        y_1 = y_smem.index(1)
+        gl.warp_specialize(
+            [
+                (_consume, (y_ptr, bias_ptr, shared, y_0, ring, work, sizes, 0, TILE, GATED)),
+                (_consume, (y_ptr, bias_ptr, shared, y_1, ring, work, sizes, 1, TILE, GATED)),
+                (_produce, (w_desc, x_desc, ring, work, TILE, GATED)),
+            ],
+            [4, 1],
+            [(3 * TILE.registers - 24) // 16 * 8, 24],
+        )
+
+
+@cache
+def flags(device: torch.device) -> Tensor:
+    """A counter for each consumer of a program, zero between kernels: who waits for it sets it back.
+
+    All calls on a device share them, so these must follow one another in one stream, or wait for one another. Who takes
+    memory from a pool that captured graphs use too must have called `ops.prepare` outside of it.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the first projection on a device must not be captured: its counters would not be there yet")
+    return torch.zeros(2 * MAX_PROGRAMS, dtype=torch.int32, device=device)
+
+
+def linear_hopper(
+    x: Tensor,
+    weight: Tensor,
+    tile: HopperTile,
+    programs: int,
+    bias: Tensor | None = None,
+    *,
+    gated: bool,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y of checked arguments that `hopper_takes`, by at most so many programs, MAX_PROGRAMS or fewer."""
+    tokens, inputs = x.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
+    rows, stride = tile.blocks * BLOCK_ROWS, weight.stride(0)
+    if gated:
+        w_desc = TensorDescriptor(
+            weight,
+            [outputs // 8, 2, 8, inputs],
+            [8 * stride, outputs * stride, stride, 1],
+            [rows // 16, 2, 8, DEPTH.value],
+            SHARED_GATED.value,
+        )
+    else:
+        w_desc = TensorDescriptor(weight, [outputs, inputs], [stride, 1], [rows, DEPTH.value], SHARED.value)
+    x_desc = TensorDescriptor(x, [tokens, inputs], [x.stride(0), 1], [tile.tokens, DEPTH.value], SHARED.value)
+    steps, token_tiles = triton.cdiv(inputs, DEPTH.value), triton.cdiv(tokens, tile.tokens)
+    units = triton.cdiv(weight.shape[0], tile.rows) * token_tiles * steps
+    programs = min(units, programs)
+    # One sum for each entry of a program's tile: every program leaves at most one tile to another.
+    partial = torch.empty(programs * tile.rows * tile.tokens, dtype=torch.float32, device=x.device)
+    shared, form = (partial, flags(x.device)), {"TILE": tile, "GATED": gated}
+    options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
+    launch(_linear_hopper_kernel, (programs,))(
+        w_desc, x_desc, y, bias, shared, tokens, outputs, units, steps, token_tiles, **form, **options
+    )
+    return y

@@ -1,0 +1,143 @@
+"""Projections of one step's tokens.
+
+Few tokens leave the time to the weights, which must be read once whatever the number: this package's kernels read them
+faster than the vendor's matrix product. For more tokens that product is the fastest, followed by the unfused kernels.
+`plans.py` says which shapes go where.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checks import check_last_dim, check_like, check_out, check_residual, check_rows, check_vectors, fail
+from ..device import is_hopper
+from ..dispatch import TritonModule, on_triton
+from ..norm.rms_norm import fused_add_rms_norm, rms_norm
+from ..norm.silu_and_mul import silu_and_mul
+from .plans import choose_rows, rows_take
+
+_choice = TritonModule("rayllm_kernels.linear.choice")
+_rows_kernel = TritonModule("rayllm_kernels.linear.rows_kernel")
+_hopper_kernel = TritonModule("rayllm_kernels.linear.hopper_kernel")
+_invariant_kernel = TritonModule("rayllm_kernels.linear.invariant_kernel")
+
+
+def prepare(device: torch.device) -> None:
+    """Allocate what kernels keep between calls on `device`, which the first one that needs it does otherwise.
+
+    To be called before a pool of memory is in use that captured graphs share with others: what is allocated from it
+    after a capture may lie where the graph, when it is replayed, puts its temporary tensors.
+    """
+    device = torch.empty(0, device=device).device  # with its index, as tensors name it
+    if is_hopper(device):
+        _hopper_kernel.flags(device)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """x W^T + bias -> [T, out], a new tensor or the contiguous `out`; made for few tokens and right for any number.
+
+    x: [T, in], weight: [out, in], last dimensions contiguous; bias: [out]. Sums are fp32, rounded once, in an order
+    that depends on shapes alone: equal calls give equal results.
+    """
+    _check_projection(x, weight, bias)
+    check_out(out, torch.Size((x.shape[0], weight.shape[0])), x, "x")
+    if out is not None and not out.is_contiguous():
+        fail("out", "must be contiguous", out.stride())
+    y: Tensor | None = _choice.project(x, weight, bias, gated=False, out=out) if on_triton(x) else None
+    if y is not None:
+        return y
+    if out is None:
+        return F.linear(x, weight, bias)
+    torch.mm(x, weight.t(), out=out)
+    return out if bias is None else out.add_(bias)
+
+
+def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias -> a new tensor [T, out], each row of which depends on its row of x and on W alone, to the bit.
+
+    So a row is the same in any batch, at any place in it. Arguments as for `linear`. Slower than that; on the CPU,
+    where rows are multiplied one by one, much slower for many tokens.
+    """
+    _check_projection(x, weight, bias)
+    if on_triton(x):
+        return _invariant_kernel.linear_invariant(x, weight, bias)
+    # A row at a time: the order of a product's sums follows its shape, and here all have the same. Each row is a copy,
+    # because the order may follow the alignment too.
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    for source, target in zip(x.split(1), y.split(1), strict=True):
+        target.copy_(F.linear(source.clone(), weight, bias))
+    return y
+
+
+def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(x G^T) * (x U^T) -> a new tensor [T, out], where weight is [2 * out, in], the rows of G before those of U.
+
+    x: [T, in], last dimensions contiguous. By this package's kernels everything is fp32 and rounded once; elsewhere,
+    and on the CPU, it is `silu_and_mul` of the rounded product.
+    """
+    _check_projection(x, weight, None)
+    _check_gated(weight)
+    y: Tensor | None = _choice.project(x, weight, None, gated=True) if on_triton(x) else None
+    return silu_and_mul(F.linear(x, weight)) if y is None else y
+
+
+def add_rms_norm_linear(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(norm(total) W^T + bias, total), total = x + residual rounded to x's dtype; x itself if residual is None.
+
+    x, residual: [T, in]; norm_weight: [in]; the rest as for `linear` and `fused_add_rms_norm`. For very few tokens one
+    launch, in which the norm is not rounded before the product.
+    """
+    return _after_norm(x, residual, norm_weight, eps, weight, bias, gated=False)
+
+
+def add_rms_norm_linear_silu_mul(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(`linear_silu_mul`(norm(total), weight), total); as for `add_rms_norm_linear`."""
+    _check_gated(weight)
+    return _after_norm(x, residual, norm_weight, eps, weight, None, gated=True)
+
+
+def _after_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    gated: bool,
+) -> tuple[Tensor, Tensor]:
+    _check_projection(x, weight, bias)
+    check_vectors(x.shape[1], x.dtype, x.device, norm_weight=norm_weight)
+    if residual is not None:
+        check_residual(residual, x)
+    if on_triton(x) and rows_take(x, weight, norm=True):
+        tiles = choose_rows(x.shape[0], x.shape[1], gated=gated, norm=True)
+        return _rows_kernel.linear_rows(x, weight, tiles, bias, gated=gated, norm=(residual, norm_weight, eps))
+    if residual is None:
+        y, total = rms_norm(x, norm_weight, eps), x
+    else:
+        y, total = fused_add_rms_norm(x, residual, norm_weight, eps)
+    return linear_silu_mul(y, weight) if gated else linear(y, weight, bias), total
+
+
+def _check_projection(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if x.dim() != 2:
+        fail("x", "must be [T, in]", x.shape)
+    check_rows(x, "x")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
+        fail("weight", f"must be [out, {x.shape[1]}]", weight.shape)
+    check_like(weight, "weight", x, "x")
+    check_last_dim(weight, "weight")
+    if bias is not None:
+        check_vectors(weight.shape[0], x.dtype, x.device, bias=bias)
+
+
+def _check_gated(weight: Tensor) -> None:
+    if weight.shape[0] % 2 != 0:
+        fail("weight", "must have an even number of rows, gate and up", weight.shape)

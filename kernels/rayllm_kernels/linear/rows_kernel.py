@@ -1,0 +1,158 @@
+"""Matrix-vector products: a few tokens times a weight matrix, as fast as the weights can be read.
+
+    y = act(norm(x + residual) W^T + bias),   norm and residual, bias, act each optional
+    act: silu(gate) * up, where W = [gate; up]
+
+x, residual [M, K], norm weight [K], W [N, K] (gated: [2 N, K]), bias [N] -> y [M, N], total = x + residual [M, K]. The
+sum is rounded to x's dtype, everything after it fp32, rounded once: the norm's factor is a scalar of the row, so it is
+applied to the finished product, in the same pass over K that finds it.
+
+One program owns some outputs and runs along K; there are no partial results to add. Its threads hold 16 bytes of each
+weight row; a tile is multiplied while the next is on its way, the first is asked for before the previous kernel ends.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_ahead import launch
+from ..dependent_launch import wait_for_predecessor
+from ..device import can_overlap
+
+VECTOR_BYTES = 16  # of one row, by one thread
+
+
+class Form(NamedTuple):
+    """The compile-time argument of the kernel."""
+
+    tokens: int  # padded to a power of two
+    rows: int  # outputs of a program
+    depth: int  # of K
+    vector: int  # entries of a row that a thread holds
+    even: bool  # the first tile lies wholly in K
+    gated: bool
+    overlap: bool  # launches overlap (`dependent_launch.py`)
+
+
+@triton.jit
+def _load_weights(weight_ptr, rows, depth, inputs, EVEN: tl.constexpr):
+    """[1, ROWS, DEPTH] at pointers' rows; entries past the end of K are zero."""
+    if EVEN:
+        return tl.load(weight_ptr + rows + depth)
+    else:
+        return tl.load(weight_ptr + rows + depth, mask=depth < inputs, other=0.0)
+
+
+@triton.jit
+def _add_products(acc, weights, x, FORM: tl.constexpr):
+    """acc [tokens, rows, depth / vector] plus the products of weights [1, rows, depth] and x [tokens, 1, depth].
+
+    Only entries of one thread are added here; the sum over threads waits until the end.
+    """
+    products = tl.reshape(weights.to(tl.float32) * x, [FORM.tokens, FORM.rows, FORM.depth // FORM.vector, FORM.vector])
+    return acc + tl.sum(products, 3)
+
+
+@triton.jit
+def _linear_rows_kernel(x_ptr, norm, weight_ptr, bias_ptr, y_ptr, total_ptr, strides, sizes, FORM: tl.constexpr):
+    """norm: (residual or None, weight of the norm or None, eps). strides: of x, residual and weight."""
+    residual_ptr, norm_ptr, eps = norm
+    stride_x, stride_residual, stride_weight = strides
+    tokens, inputs, outputs = sizes
+    TOKENS: tl.constexpr = FORM.tokens
+    ROWS: tl.constexpr = FORM.rows
+    DEPTH: tl.constexpr = FORM.depth
+    VEC: tl.constexpr = FORM.vector
+    GATED: tl.constexpr = FORM.gated
+    program = tl.program_id(0)
+    output = program * ROWS + tl.arange(0, ROWS)[None, :, None]
+    # Rows past the end repeat the last one and are not stored.
+    rows = tl.minimum(output, outputs - 1).to(tl.int64) * stride_weight
+    up_rows = rows + outputs.to(tl.int64) * stride_weight
+    token = tl.arange(0, TOKENS)[:, None, None]
+    x_row = tl.minimum(token, tokens - 1) * stride_x
+    residual_row = tl.minimum(token, tokens - 1) * stride_residual
+    depth = tl.arange(0, DEPTH)[None, None, :]
+    first_tokens = tl.where(program == 0, tokens, 0)  # one program stores the sums for all
+
+    weights = _load_weights(weight_ptr, rows, depth, inputs, FORM.even)
+    up_weights = _load_weights(weight_ptr, up_rows, depth, inputs, FORM.even) if GATED else weights
+    wait_for_predecessor(FORM.overlap)
+    acc = tl.zeros([TOKENS, ROWS, DEPTH // VEC], tl.float32)
+    up_acc = tl.zeros([TOKENS, ROWS, DEPTH // VEC], tl.float32)
+    squares = tl.zeros([TOKENS, 1, DEPTH // VEC], tl.float32)
+    for start in range(0, inputs, DEPTH):
+        at = start + depth
+        mask = at < inputs
+        x = tl.load(x_ptr + x_row + at, mask=mask, other=0.0)
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + residual_row + at, mask=mask, other=0.0)
+        if norm_ptr is not None:
+            norm_weight = tl.load(norm_ptr + at, mask=mask, other=0.0)
+        # The tile after the last one is not read: its mask is false throughout.
+        following = tl.load(weight_ptr + rows + at + DEPTH, mask=at + DEPTH < inputs, other=0.0)
+        up_following = following
+        if GATED:
+            up_following = tl.load(weight_ptr + up_rows + at + DEPTH, mask=at + DEPTH < inputs, other=0.0)
+        wide = x.to(tl.float32)
+        if residual_ptr is not None:
+            total = (wide + residual.to(tl.float32)).to(x.dtype)
+            tl.store(total_ptr + token * inputs + at, total, mask=mask & (token < first_tokens))
+            wide = total.to(tl.float32)
+        if norm_ptr is not None:
+            squares += tl.sum(tl.reshape(wide * wide, [TOKENS, 1, DEPTH // VEC, VEC]), 3)
+            wide = wide * norm_weight.to(tl.float32)
+        acc = _add_products(acc, weights, wide, FORM)
+        if GATED:
+            up_acc = _add_products(up_acc, up_weights, wide, FORM)
+        weights, up_weights = following, up_following
+
+    y = tl.sum(acc, 2)
+    up = tl.sum(up_acc, 2) if GATED else y
+    if norm_ptr is not None:
+        scale = tl.rsqrt(tl.sum(squares, 2) / inputs + eps)
+        y, up = y * scale, up * scale
+    column = program * ROWS + tl.arange(0, ROWS)[None, :]
+    row = tl.arange(0, TOKENS)[:, None]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + column, mask=column < outputs, other=0.0).to(tl.float32)
+    if GATED:
+        y = y / (1.0 + tl.exp(-y)) * up
+    tl.store(y_ptr + row * outputs + column, y.to(y_ptr.dtype.element_ty), mask=(row < tokens) & (column < outputs))
+
+
+def linear_rows(
+    x: Tensor,
+    weight: Tensor,
+    tiles: tuple[int, int],
+    bias: Tensor | None = None,
+    *,
+    gated: bool,
+    norm: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0),
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(y, total) of checked arguments, total being x where there is no residual.
+
+    tiles: outputs and warps of a program. norm: residual, weight of the norm and eps; without a weight there is none.
+    """
+    (tokens, inputs), residual, (rows, num_warps) = x.shape, norm[0], tiles
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
+    total = x if residual is None else torch.empty((tokens, inputs), dtype=x.dtype, device=x.device)
+    vector = VECTOR_BYTES // x.element_size()
+    depth = min(32 * num_warps * vector, max(vector, triton.next_power_of_2(inputs)))
+    overlap = can_overlap(x.device)
+    form = Form(triton.next_power_of_2(tokens), rows, depth, vector, inputs >= depth, gated, overlap)
+    strides = (x.stride(0), 0 if residual is None else residual.stride(0), weight.stride(0))
+    sizes = (tokens, inputs, outputs)
+    launch(_linear_rows_kernel, (triton.cdiv(outputs, rows),))(
+        x, norm, weight, bias, y, total, strides, sizes, FORM=form, num_warps=num_warps, launch_pdl=overlap
+    )
+    return y, total

@@ -1,0 +1,135 @@
+"""Products of few tokens (about 4 to 64) and a weight matrix on the tensor cores, as fast as the weights can be read.
+
+    y = x W^T + bias,   or   y = silu(x G^T) * (x U^T)   where W = [G; U]
+
+x [M, K], W [N, K] (gated: [2 N, K]), bias [N] -> y [M, N]; fp32 sums, rounded once.
+
+One program owns some outputs for all tokens and runs along K; there are no partial results to add between programs. So
+that few outputs still make enough programs, the warps of a program may share K instead of the outputs (SLICES > 1):
+slice s of a tile is a batch of its own, and the batches are added at the end.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_ahead import launch
+from ..dependent_launch import wait_for_predecessor
+from ..device import can_overlap
+from .plans import Tiles
+
+MIN_TOKENS = 16  # of the tensor cores' tile: fewer are padded
+
+
+class Form(NamedTuple):
+    """The compile-time argument of the kernel."""
+
+    tiles: Tiles
+    tokens: int  # padded to a power of two
+    even: bool  # the tiles' depth divides K
+    gated: bool
+    overlap: bool  # launches overlap (`dependent_launch.py`)
+
+
+@triton.jit
+def _product(weights, x, acc, TILES: tl.constexpr):
+    if TILES.slices > 1:
+        return tl.dot(x, tl.permute(weights, (0, 2, 1)), acc, input_precision="ieee")
+    elif TILES.weights_first:
+        return tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
+    else:
+        return tl.dot(x, tl.trans(weights), acc, input_precision="ieee")
+
+
+@triton.jit
+def _finish(acc, bias_ptr, column, outputs, TILES: tl.constexpr):
+    """fp32 [tokens, outputs] of an accumulator, with the bias of `column` [1, outputs]."""
+    if TILES.slices > 1:
+        y = tl.sum(acc, 0)
+    elif TILES.weights_first:
+        y = tl.trans(acc)
+    else:
+        y = acc
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + column, mask=column < outputs, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _linear_tiles_kernel(operands, strides, tokens, inputs, outputs, FORM: tl.constexpr):
+    """operands: (x, weight, bias or None, y). strides: of x and weight."""
+    x_ptr, weight_ptr, bias_ptr, y_ptr = operands
+    stride_x, stride_weight = strides
+    TILES: tl.constexpr = FORM.tiles
+    TOKENS: tl.constexpr = FORM.tokens
+    OUTPUTS: tl.constexpr = TILES.outputs
+    DEPTH: tl.constexpr = TILES.depth
+    EVEN: tl.constexpr = FORM.even
+    GATED: tl.constexpr = FORM.gated
+    first = tl.program_id(0) * OUTPUTS
+    output, token = first + tl.arange(0, OUTPUTS), tl.arange(0, TOKENS)
+    # Rows past the end repeat the last one and are not stored.
+    rows = tl.minimum(output, outputs - 1).to(tl.int64) * stride_weight
+    up_shift = outputs.to(tl.int64) * stride_weight
+    x_rows = token * stride_x
+    wait_for_predecessor(FORM.overlap)
+
+    if TILES.slices > 1:
+        part: tl.constexpr = DEPTH // TILES.slices
+        depth = (tl.arange(0, TILES.slices) * part)[:, None, None] + tl.arange(0, part)[None, None, :]
+        weights_ptr, inputs_ptr = weight_ptr + rows[None, :, None], x_ptr + x_rows[None, :, None]
+        real = (token < tokens)[None, :, None]
+        acc = tl.zeros([TILES.slices, TOKENS, OUTPUTS], tl.float32)
+    else:
+        depth = tl.arange(0, DEPTH)[None, :]
+        weights_ptr, inputs_ptr = weight_ptr + rows[:, None], x_ptr + x_rows[:, None]
+        real = (token < tokens)[:, None]
+        acc = tl.zeros([OUTPUTS, TOKENS] if TILES.weights_first else [TOKENS, OUTPUTS], tl.float32)
+    up_acc = acc
+    for start in range(0, inputs, DEPTH):
+        at = start + depth
+        # Padding tokens are not read: many programs that repeat one row would crowd the part of L2 that holds it.
+        if EVEN:
+            weights = tl.load(weights_ptr + at)
+            x = tl.load(inputs_ptr + at, mask=real, other=0.0)
+        else:
+            weights = tl.load(weights_ptr + at, mask=at < inputs, other=0.0)
+            x = tl.load(inputs_ptr + at, mask=real & (at < inputs), other=0.0)
+        acc = _product(weights, x, acc, TILES)
+        if GATED:
+            if EVEN:
+                up_weights = tl.load(weights_ptr + up_shift + at)
+            else:
+                up_weights = tl.load(weights_ptr + up_shift + at, mask=at < inputs, other=0.0)
+            up_acc = _product(up_weights, x, up_acc, TILES)
+
+    column = (first + tl.arange(0, OUTPUTS))[None, :]
+    y = _finish(acc, bias_ptr, column, outputs, TILES)
+    if GATED:
+        y = y / (1.0 + tl.exp(-y)) * _finish(up_acc, None, column, outputs, TILES)
+    mask = (token[:, None] < tokens) & (column < outputs)
+    tl.store(y_ptr + token[:, None] * outputs + column, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def linear_tiles(
+    x: Tensor, weight: Tensor, tiles: Tiles, bias: Tensor | None = None, *, gated: bool, out: Tensor | None = None
+) -> Tensor:
+    """y of checked arguments."""
+    tokens, inputs = x.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
+    overlap = can_overlap(x.device)
+    form = Form(tiles, max(MIN_TOKENS, triton.next_power_of_2(tokens)), inputs % tiles.depth == 0, gated, overlap)
+    strides = (x.stride(0), weight.stride(0))
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": overlap}
+    launch(_linear_tiles_kernel, (triton.cdiv(outputs, tiles.outputs),))(
+        (x, weight, bias, y), strides, tokens, inputs, outputs, FORM=form, **options
+    )
+    return y

@@ -1,0 +1,175 @@
+"""The Triton kernel of `qk_norm_rope_cache`: one program takes some heads of one token, of queries, keys or values.
+
+    q, k = rotary(norm(q)), rotary(norm(k));  cache[slot // block_size, :, slot % block_size] = k, v
+
+The cache is in qkv's dtype or in fp8, which k and v are then converted to with a scale for each head (`kv_cache.py`).
+
+qkv [T, (Hq + 2 Hkv) D] of any row stride, its heads in the order q, k, v; the norms (`rms_norm`) optional; positions
+[T] int64; cos_sin_cache [max_pos, r] fp32; caches [num_blocks, Hkv, block_size, D]; slot_mapping [T] int64, negative
+for padding -> q [T, Hq, D]. The roundings are those of `rms_norm`, `rotary_embedding` and `reshape_and_cache` in turn.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..cache.fp8 import store_rows
+from ..cache.kv_cache import KVCache
+from ..compile_ahead import launch
+from ..dependent_launch import wait_for_predecessor
+from ..device import can_overlap
+from .qk_norm_rope_cache import HeadNorms
+
+TILE_ELEMENTS = 2048  # of one token, by one program
+FEW_TOKENS = 128  # up to here latency counts: smaller tiles, more programs
+FEW_TOKENS_TILE_ELEMENTS = 512
+
+
+class Form(NamedTuple):
+    """The compile-time argument of the kernel: the parts of a head, and what one program works with."""
+
+    dim: int  # entries of a head
+    dim_padded: int  # here and below to a power of two
+    half: int  # entries of each of the two rotated halves
+    half_padded: int
+    rest_padded: int  # of what is past the rotated halves; 0 if nothing is
+    heads: int  # of one program
+    block_size: int
+    overlap: bool  # launches overlap (`dependent_launch.py`)
+
+
+@triton.jit
+def _scale_part(x, scale, weight_ptr, dims, valid):
+    """weight * round(x * scale), rounded to x's dtype and widened again."""
+    weight = tl.load(weight_ptr + dims, mask=valid, other=0.0).to(tl.float32)
+    normed = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
+    return (normed * weight).to(x.dtype).to(tl.float32)
+
+
+@triton.jit
+def _norm_rotate(source, target, scale, valid, weight_ptr, eps, angle_ptr, FORM: tl.constexpr):
+    """Heads at pointers `source` [N, 1] -> heads at `target` [N, 1]: the two rotated halves, and what is past them.
+
+    scale: [N, 1], or anything if `target` is not in fp8. weight_ptr: None if heads are not normalised.
+    """
+    pair = tl.arange(0, FORM.half_padded)[None, :]
+    in_pair = pair < FORM.half
+    mask = valid & in_pair
+    cos = tl.load(angle_ptr + pair, mask=in_pair, other=0.0)
+    sin = tl.load(angle_ptr + FORM.half + pair, mask=in_pair, other=0.0)
+    first = tl.load(source + pair, mask=mask, other=0.0)
+    second = tl.load(source + FORM.half + pair, mask=mask, other=0.0)
+    dtype = first.dtype
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    if FORM.rest_padded > 0:
+        past = 2 * FORM.half + tl.arange(0, FORM.rest_padded)[None, :]
+        in_rest = past < FORM.dim
+        rest = tl.load(source + past, mask=valid & in_rest, other=0.0)
+    if weight_ptr is not None:
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        if FORM.rest_padded > 0:
+            squares += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), 1)
+        norm = tl.rsqrt(squares / FORM.dim + eps)[:, None]
+        a = _scale_part(first, norm, weight_ptr, pair, in_pair)
+        b = _scale_part(second, norm, weight_ptr, FORM.half + pair, in_pair)
+        if FORM.rest_padded > 0:
+            rest = _scale_part(rest, norm, weight_ptr, past, in_rest).to(dtype)
+    store_rows(target + pair, (a * cos - b * sin).to(dtype), scale, mask)
+    store_rows(target + FORM.half + pair, (b * cos + a * sin).to(dtype), scale, mask)
+    if FORM.rest_padded > 0:
+        store_rows(target + past, rest, scale, valid & in_rest)
+
+
+@triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
+def _qk_norm_rope_cache_kernel(
+    qkv_ptr,
+    norms,
+    positions_ptr,
+    cos_sin_ptr,
+    cache,
+    slots_ptr,
+    q_ptr,
+    strides,
+    num_heads,
+    num_kv_heads,
+    FORM: tl.constexpr,
+):
+    """norms: (weight of query heads or None, of key heads or None, eps). strides: of qkv, cos_sin and the cache."""
+    HEADS: tl.constexpr = FORM.heads
+    BLOCK_SIZE: tl.constexpr = FORM.block_size
+    (stride_token, _), (stride_cos_sin, _), (stride_block, stride_cache_head, stride_slot, _) = strides
+    q_weight, k_weight, eps = norms
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    q_tiles = tl.cdiv(num_heads, HEADS)
+    kv_tiles = tl.cdiv(num_kv_heads, HEADS)
+    row = qkv_ptr + token * stride_token
+    lane = tl.arange(0, HEADS)[:, None]
+    wait_for_predecessor(FORM.overlap)
+    if tile < q_tiles:
+        head = tile * HEADS + lane
+        angle = cos_sin_ptr + tl.load(positions_ptr + token) * stride_cos_sin
+        target = q_ptr + (token * num_heads + head) * FORM.dim
+        _norm_rotate(row + head * FORM.dim, target, 1.0, head < num_heads, q_weight, eps, angle, FORM)
+    else:
+        slot = tl.load(slots_ptr + token)
+        if slot >= 0:
+            target = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_slot
+            if tile < q_tiles + kv_tiles:
+                head = (tile - q_tiles) * HEADS + lane
+                angle = cos_sin_ptr + tl.load(positions_ptr + token) * stride_cos_sin
+                source = row + (num_heads + head) * FORM.dim
+                valid = head < num_kv_heads
+                scale = tl.load(cache.scales.k + head, mask=valid, other=1.0) if cache.scales is not None else 1.0
+                place = cache.k + target + head * stride_cache_head
+                _norm_rotate(source, place, scale, valid, k_weight, eps, angle, FORM)
+            else:
+                head = (tile - q_tiles - kv_tiles) * HEADS + lane
+                dims = tl.arange(0, FORM.dim_padded)[None, :]
+                mask = (head < num_kv_heads) & (dims < FORM.dim)
+                v = tl.load(row + (num_heads + num_kv_heads + head) * FORM.dim + dims, mask=mask)
+                valid = head < num_kv_heads
+                scale = tl.load(cache.scales.v + head, mask=valid, other=1.0) if cache.scales is not None else 1.0
+                store_rows(cache.v + target + head * stride_cache_head + dims, v, scale, mask)
+
+
+def qk_norm_rope_cache(
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    cache: KVCache,
+    slot_mapping: Tensor,
+    num_heads: int,
+    deterministic: bool,
+) -> Tensor:
+    """Queries ready for attention, keys and values stored; the arguments are checked."""
+    tokens, (_, num_kv_heads, block_size, head_dim) = qkv.shape[0], cache.k.shape
+    q = torch.empty((tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if tokens == 0:
+        return q
+    half = cos_sin_cache.shape[1] // 2
+    rest = head_dim - 2 * half
+    padded = triton.next_power_of_2(head_dim)
+    # How many heads a tile holds decides how their squares are added up.
+    few = tokens <= FEW_TOKENS and not deterministic
+    elements = FEW_TOKENS_TILE_ELEMENTS if few else TILE_ELEMENTS
+    heads = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), max(1, elements // padded))
+    tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+    overlap = can_overlap(qkv.device)
+    rest_padded = triton.next_power_of_2(rest) if rest else 0
+    form = Form(head_dim, padded, half, triton.next_power_of_2(half), rest_padded, heads, block_size, overlap)
+    norm, angles = norms or (None, None, 0.0), cos_sin_cache
+    strides = (qkv.stride(), angles.stride(), cache.k.stride())
+    options = {"num_warps": 4, "launch_pdl": overlap}
+    launch(_qk_norm_rope_cache_kernel, (tokens, tiles))(
+        qkv, norm, positions, angles, cache, slot_mapping, q, strides, num_heads, num_kv_heads, FORM=form, **options
+    )
+    return q

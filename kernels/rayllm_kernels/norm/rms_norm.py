@@ -1,0 +1,43 @@
+"""RMS normalisation (Zhang and Sennrich, 2019), alone or after adding the residual.
+
+y = weight * round((x + residual) / sqrt(mean((x + residual)^2) + eps))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import check_residual, check_rows, check_vectors
+from ..dispatch import TritonModule, on_triton
+
+_kernel = TritonModule("rayllm_kernels.norm.rms_norm_kernel")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension -> a new contiguous tensor.
+
+    x: [..., D], last dimension contiguous; up to 3 dimensions of any stride, more if contiguous. weight: [D] in x's
+    dtype. fp32 inside; the quotient is rounded to x's dtype before the product with weight, as in transformers' Llama.
+    """
+    check_rows(x, "x")
+    check_vectors(x.shape[-1], x.dtype, x.device, weight=weight)
+    if on_triton(x):
+        return _kernel.rms_norm(x, weight, eps)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), two new tensors; neither argument is changed.
+
+    x, residual: [..., D] of one shape and dtype, strides as for `rms_norm`. The sum is rounded to x's dtype first.
+    """
+    check_rows(x, "x")
+    check_vectors(x.shape[-1], x.dtype, x.device, weight=weight)
+    check_residual(residual, x)
+    if on_triton(x):
+        return _kernel.fused_add_rms_norm(x, residual, weight, eps)
+    total = x + residual
+    return rms_norm(total, weight, eps), total

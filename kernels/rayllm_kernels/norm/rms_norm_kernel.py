@@ -1,0 +1,90 @@
+"""The Triton kernel of `rms_norm` and `fused_add_rms_norm`: one program normalises a long row or several short ones.
+
+    total = round(x + residual);   y = weight * round(total / sqrt(mean(total^2) + eps))
+
+x and residual [..., D] of fp32, fp16 or bf16 with any row stride, weight [D] -> y, total [..., D], contiguous. The
+normalisation is fp32 and rounded to x's dtype before it meets the weight, as transformers' LlamaRMSNorm does.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_ahead import launch
+from ..dependent_launch import announce_and_wait
+from ..device import can_overlap
+from .rows import row_layout
+
+TILE_ELEMENTS = 1024  # short rows (the heads of a q/k norm) share a program
+
+
+class Form(NamedTuple):
+    """The compile-time argument of the kernel."""
+
+    dim: int
+    dim_padded: int  # to a power of two
+    rows: int  # of one program
+    overlap: bool  # launches overlap (`dependent_launch.py`)
+
+
+@triton.jit(do_not_specialize=["num_rows", "x_inner", "residual_inner"])
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, norm, y_ptr, total_ptr, num_rows, x_inner, residual_inner, strides, FORM: tl.constexpr
+):
+    """norm: (weight, eps). x_inner, residual_inner: rows per outer step. strides: (outer, inner), of x and residual."""
+    weight_ptr, eps = norm
+    x_strides, residual_strides = strides
+    DIM: tl.constexpr = FORM.dim
+    announce_and_wait(FORM.overlap)
+    row = tl.program_id(0).to(tl.int64) * FORM.rows + tl.arange(0, FORM.rows)
+    dims = tl.arange(0, FORM.dim_padded)[None, :]
+    mask = (row < num_rows)[:, None] & (dims < DIM)
+    x_row = row // x_inner * x_strides[0] + row % x_inner * x_strides[1]
+    x = tl.load(x_ptr + x_row[:, None] + dims, mask=mask, other=0.0)
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    target = row[:, None] * DIM + dims
+    if residual_ptr is not None:
+        other = row // residual_inner * residual_strides[0] + row % residual_inner * residual_strides[1]
+        residual = tl.load(residual_ptr + other[:, None] + dims, mask=mask, other=0.0)
+        total = (x + residual.to(tl.float32)).to(dtype)
+        tl.store(total_ptr + target, total, mask=mask)
+        x = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)
+    weight = tl.load(weight_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    normed = (x * scale[:, None]).to(dtype).to(tl.float32)
+    tl.store(y_ptr + target, (normed * weight).to(dtype), mask=mask)
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, total: Tensor | None) -> Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, x_inner, x_strides = row_layout(x)
+    _, residual_inner, residual_strides = row_layout(x if residual is None else residual)
+    dim = x.shape[-1]
+    dim_padded = triton.next_power_of_2(dim)
+    rows_per_program = max(1, TILE_ELEMENTS // dim_padded)
+    overlap = can_overlap(x.device)
+    form, strides = Form(dim, dim_padded, rows_per_program, overlap), (x_strides, residual_strides)
+    options = {"num_warps": min(16, max(4, dim_padded // 512)), "launch_pdl": overlap}
+    launch(_rms_norm_kernel, (triton.cdiv(rows, rows_per_program),))(
+        x, residual, (weight, eps), y, total, rows, x_inner, residual_inner, strides, FORM=form, **options
+    )
+    return y
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of x's rows; the arguments are checked."""
+    return _launch(x, None, weight, eps, None)
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm of the rows of x + residual, x + residual); the arguments are checked."""
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _launch(x, residual, weight, eps, total), total

@@ -1,0 +1,1 @@
+"""Drawing tokens, truncation, penalties, log-probabilities, and the noise that draws use."""

@@ -1,0 +1,89 @@
+"""The Hopper projection kernel: every tile, odd shapes, shared and whole tiles, and which projections it is given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rayllm_kernels.linear.plans import HOPPER_TILES, hopper_takes
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+# tokens, outputs, inputs: tails of every dimension, one unit in all, K shorter than a stage
+SHAPES = [(3, 72, 40), (16, 64, 64), (61, 1040, 520), (130, 592, 2056), (257, 1000, 1024), (5, 6144, 4096)]
+
+
+@on_hopper
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("programs", [1, 7, 132, 264])
+@pytest.mark.parametrize("tile", HOPPER_TILES)
+def test_every_tile_by_any_number_of_programs(randn, scaled, assert_kernel_close, reference, tile, programs, gated):
+    from rayllm_kernels.linear.hopper_kernel import linear_hopper
+
+    expected_of = reference.linear_silu_mul if gated else reference.linear
+    for tokens, outputs, inputs in SHAPES:
+        if programs == 1 and outputs * inputs > 1 << 22:
+            continue
+        x = randn(tokens, inputs, dtype=torch.bfloat16)
+        weight = scaled(2 * outputs if gated else outputs, inputs, torch.bfloat16)
+        y = linear_hopper(x, weight, tile, programs, gated=gated)
+        assert_kernel_close(y, expected_of(x, weight))
+        assert torch.equal(y, linear_hopper(x, weight, tile, programs, gated=gated))
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 31, 64, 65, 100, 129, 192, 255, 256, 257])
+def test_bias_and_strided_rows(randn, scaled, assert_kernel_close, kernels, reference, tokens, dtype):
+    x = randn(tokens, 1024 + 64, dtype=dtype)[:, 64:]
+    weight, bias = scaled(1536, 1024, dtype), randn(1536, dtype=dtype)
+    assert_kernel_close(kernels.linear(x, weight, bias), reference.linear(x, weight, bias))
+    assert_kernel_close(kernels.linear_silu_mul(x, weight), reference.linear_silu_mul(x, weight))
+
+
+@on_hopper
+def test_shared_tiles_give_the_same_sums_every_time(randn, scaled):
+    """Programs that add up each other's sums: 200 runs, back to back, so that kernels overlap."""
+    from rayllm_kernels.linear.hopper_kernel import linear_hopper
+
+    x, weight = randn(64, 4096, dtype=torch.bfloat16), scaled(1000, 4096, torch.bfloat16)
+    tile = next(tile for tile in HOPPER_TILES if tile.tokens == 64)
+    expected = linear_hopper(x, weight, tile, 131, gated=False)
+    results = [linear_hopper(x, weight, tile, 131, gated=False) for _ in range(200)]
+    assert all(torch.equal(y, expected) for y in results)
+
+
+def test_layouts_that_tensor_copies_cannot_take_go_elsewhere(randn, scaled, assert_kernel_close, kernels, reference):
+    x, weight = randn(40, 256, dtype=torch.float16), scaled(64, 256, torch.float16)
+    odd = randn(40, 259, dtype=torch.float16)[:, 3:]
+    assert hopper_takes(x, weight, gated=True)
+    assert not hopper_takes(odd, weight, gated=False)
+    assert not hopper_takes(x.float(), weight.float(), gated=False)
+    assert not hopper_takes(x, weight[:20], gated=True)
+    assert_kernel_close(kernels.linear(odd, weight), reference.linear(odd, weight))
+    assert_kernel_close(kernels.linear_silu_mul(x, weight[:20]), reference.linear_silu_mul(x, weight[:20]))
+
+
+COMPILE = """
+from rayllm_kernels.linear import hopper_kernel
+from rayllm_kernels.linear.plans import NARROW, WIDE, WIDEST
+
+# A CPU has no streams that might be captured.
+hopper_kernel.flags = lambda device: torch.zeros(8, dtype=torch.int32)
+x, bias = torch.zeros(16, 128, dtype=torch.bfloat16), torch.zeros(256, dtype=torch.bfloat16)
+weight = torch.zeros(256, 128, dtype=torch.bfloat16)
+for tile, gated in ((NARROW[16], False), (WIDE[64], True), (WIDEST, False)):
+    with ops.compile_only():
+        hopper_kernel.linear_hopper(x, weight, tile, 132, None if gated else bias, gated=gated)
+for kernel, programs in zip(hopper_kernel._linear_hopper_kernel.device_caches[0][0].values(), (2, 1, 1), strict=True):
+    print(kernel.asm["ptx"].count("wgmma.mma"), kernel.metadata.shared, programs)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")
+def test_the_kernel_compiles_and_fits(run_compiler, tmp_path):
+    """Gluon has no interpreter, and its API moves: at least, every version of Triton must build the kernel."""
+    for line in run_compiler(COMPILE, TRITON_CACHE_DIR=str(tmp_path)).splitlines():
+        products, shared, programs = map(int, line.split())
+        assert products > 0
+        assert programs * (shared + 1024) <= 228 << 10  # bytes of a multiprocessor, of which each program costs 1,024

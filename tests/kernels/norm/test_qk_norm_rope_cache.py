@@ -1,0 +1,177 @@
+"""The fused kernel between the qkv projection and attention against its three references in sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rayllm_kernels import ops
+from rayllm_kernels.ops import HeadNorms, KVCache, KVScales
+
+ON_GPU = torch.cuda.is_available()
+FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+# The interpreter rounds to bf16 by cutting bits off: there, fp16 takes the place of bf16.
+BRAIN = torch.bfloat16 if ON_GPU else torch.float16
+
+
+def arguments(randn, device, tokens, heads, head_dim, rotary_dim, block_size, dtype, norm):
+    """Strided rows, a cache that is a slice of a pool, every fourth token a padding token."""
+    query_heads, kv_heads = heads
+    width = (query_heads + 2 * kv_heads) * head_dim
+    qkv = randn(tokens, width + 8, dtype=dtype)[:, :width]
+    pool = randn(tokens // block_size + 3, 2, 2, kv_heads, block_size, head_dim, dtype=dtype)
+    generator = torch.Generator().manual_seed(11)
+    slots = torch.randperm(pool.shape[0] * block_size, generator=generator)[:tokens]
+    slots[1::4] = -1
+    positions = torch.randint(0, 50, (tokens,), generator=generator).to(device)
+    angles = torch.rand(50, rotary_dim // 2, generator=generator) * 6.28
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
+    norms = HeadNorms(randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype), 1e-6) if norm else None
+    return pool, {
+        "qkv": qkv,
+        "norms": norms,
+        "positions": positions,
+        "cos_sin_cache": cos_sin,
+        "slot_mapping": slots.to(device),
+    }
+
+
+def cache_of(pool):
+    return KVCache(pool[:, 1, 0], pool[:, 1, 1])
+
+
+def run(module, pool, call):
+    return module.qk_norm_rope_cache(cache=cache_of(pool), **call)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim", "rotary_dim", "block_size"),
+    [
+        (7, (4, 2), 64, 64, 16),
+        (1, (16, 8), 128, 128, 16),
+        (5, (5, 1), 80, 32, 5),
+        (9, (3, 3), 96, 96, 8),
+        (0, (4, 2), 32, 32, 16),
+        (3, (40, 4), 16, 12, 1),
+        (130, (6, 2), 16, 16, 16),
+    ]
+    + ([(64, (32, 8), 128, 128, 16), (5000, (32, 8), 128, 128, 16), (300, (16, 8), 128, 128, 16)] if ON_GPU else []),
+)
+def test_equals_the_sequence(
+    randn, assert_kernel_close, kernels, reference, device, tokens, heads, head_dim, rotary_dim, block_size, dtype, norm
+):
+    pool, call = arguments(randn, device, tokens, heads, head_dim, rotary_dim, block_size, dtype, norm)
+    expected_pool, qkv = pool.clone(), call["qkv"].clone()
+    expected = run(reference, expected_pool, call)
+    actual = run(kernels, pool, call)
+    assert actual.is_contiguous()
+    assert_kernel_close(actual, expected)
+    assert_kernel_close(pool, expected_pool)
+    assert torch.equal(call["qkv"], qkv)
+    # Values, and all that no slot names, are copies: equal to the last bit.
+    assert torch.equal(pool[:, 1, 1], expected_pool[:, 1, 1])
+    assert torch.equal(pool[:, 0], expected_pool[:, 0])
+    if ON_GPU and tokens and dtype != torch.float32:
+        # The same roundings as in sequence, but for the order of the norm's sum.
+        assert (actual != expected).float().mean() < 0.01
+
+
+def test_the_reference_is_the_three_references_in_sequence(randn, device, reference):
+    pool, call = arguments(randn, device, 6, (4, 2), 32, 32, 8, torch.float32, True)
+    expected_pool, norms = pool.clone(), call["norms"]
+    q, k, v = call["qkv"].unflatten(1, (-1, 32)).split([4, 2, 2], dim=1)
+    q, k = reference.rms_norm(q, norms.q, norms.eps), reference.rms_norm(k, norms.k, norms.eps)
+    reference.rotary_embedding(call["positions"], q, k, call["cos_sin_cache"])
+    reference.reshape_and_cache(k, v, cache_of(expected_pool), call["slot_mapping"])
+    assert torch.equal(run(reference, pool, call), q)
+    assert torch.equal(pool, expected_pool)
+
+
+def test_bad_arguments_are_named(randn, device, each):
+    pool, call = arguments(randn, device, 6, (4, 2), 32, 32, 8, torch.float32, True)
+    norms = call["norms"]
+    for change, name in (
+        ({"qkv": call["qkv"].half()}, "qkv"),
+        ({"qkv": call["qkv"][:, :-1]}, "qkv"),
+        ({"qkv": call["qkv"][:, : 4 * 32]}, "qkv"),
+        ({"positions": call["positions"].int()}, "positions"),
+        ({"cos_sin_cache": call["cos_sin_cache"].half()}, "cos_sin_cache"),
+        ({"norms": norms._replace(q=norms.q.half())}, "norms.q"),
+        ({"norms": norms._replace(k=norms.k[:5])}, "norms.k"),
+        ({"slot_mapping": call["slot_mapping"].int()}, "slot_mapping"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} "):
+            run(each, pool, call | change)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs CUDA graphs")
+def test_capture(randn, device, kernels):
+    pool, call = arguments(randn, device, 5, (16, 8), 128, 128, 16, torch.bfloat16, True)
+    expected_pool = pool.clone()
+    expected = run(kernels, expected_pool, call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q = run(kernels, pool, call)
+    graph.replay()
+    assert torch.equal(q, expected)
+    assert torch.equal(pool, expected_pool)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim", "rotary_dim", "block_size", "dtype", "cache_dtype"),
+    [
+        (7, (4, 2), 64, 64, 16, torch.float16, torch.float8_e4m3fn),
+        (5, (5, 1), 80, 32, 5, torch.float32, torch.float8_e5m2),
+        (9, (6, 2), 16, 12, 1, BRAIN, torch.float8_e4m3fn),
+    ]
+    + ([(1300, (32, 8), 128, 128, 16, torch.bfloat16, kind) for kind in FORMATS] if ON_GPU else []),
+)
+def test_the_fp8_write_equals_the_sequence(
+    randn, kernels, reference, device, tokens, heads, head_dim, rotary_dim, block_size, norm, dtype, cache_dtype
+):
+    query_heads, kv_heads = heads
+    qkv = randn(tokens, (query_heads + 2 * kv_heads) * head_dim, dtype=dtype) * 3
+    blocks = tokens // block_size + 3
+    pool = randn(blocks, 2, 2, kv_heads, block_size, head_dim).expand(2, *[-1] * 6).to(cache_dtype)
+    slots = torch.randperm(pool.shape[1] * block_size, generator=torch.Generator().manual_seed(1))[:tokens].to(device)
+    slots[1::4] = -1
+    positions = torch.arange(tokens, device=device)
+    angles = torch.outer(torch.arange(tokens), torch.rand(rotary_dim // 2, generator=torch.Generator().manual_seed(2)))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).to(device)
+    weight = randn(head_dim, dtype=dtype)
+    # Not powers of two. Numbers up to ten or so saturate.
+    scales = KVScales(*torch.linspace(0.003, 0.7, 2 * kv_heads, device=device).view(2, kv_heads))
+    norms = HeadNorms(weight, weight, 1e-6) if norm else None
+    results = [
+        module.qk_norm_rope_cache(qkv, norms, positions, cos_sin, KVCache(part[:, 1, 0], part[:, 1, 1], scales), slots)
+        for module, part in ((kernels, pool[0]), (reference, pool[1]))
+    ]
+    assert torch.allclose(results[0].float(), results[1].float(), rtol=1e-2, atol=1e-3)
+    ours, theirs = pool.float().unbind()
+    assert torch.equal(ours[:, :, 1], theirs[:, :, 1])  # values are only converted
+    # Where the norm's sum differs in the last bit, a key may fall to the next number.
+    assert (ours != theirs).float().mean() < 2e-3
+    step = 0.25 if cache_dtype == torch.float8_e5m2 else 0.125
+    assert ((ours - theirs).abs() <= step * theirs.abs() + 2.0**-9).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (8, 4, 32), (6, 2, 80)])
+def test_deterministic_heads_do_not_know_of_other_tokens(
+    randn, device, assert_rows_independent, heads, kv_heads, dim, norm, dtype
+):
+    norms = HeadNorms(*randn(2, dim, dtype=dtype), 1e-6) if norm else None
+    cos_sin, positions = randn(300, dim), torch.arange(300, device=device)
+
+    def heads_of(qkv, positions):
+        tokens = qkv.shape[0]
+        k = randn(1, dtype=dtype).expand(tokens, kv_heads, 1, dim).clone()
+        cache, slots = KVCache(k, k.clone()), torch.arange(tokens, device=device)
+        q = ops.qk_norm_rope_cache(qkv, norms, positions, cos_sin, cache, slots, deterministic=True)
+        return q, cache.k, cache.v
+
+    assert_rows_independent(heads_of, randn(300, (heads + 2 * kv_heads) * dim, dtype=dtype), positions)
