@@ -144,7 +144,8 @@ async def metrics(context: Context) -> Response:
         ModelFigures(model.name, await model.stats(), model.metrics, model.peer_metrics(), model.num_replicas)
         for model in context.state.models.values()
     ]
-    return Response(render(figures), media_type=CONTENT_TYPE_LATEST)
+    # In a thread, as it takes milliseconds to read what the other servers have counted.
+    return Response(await asyncio.to_thread(render, figures), media_type=CONTENT_TYPE_LATEST)
 
 
 @server_routes.get("/v1/models", response_model_exclude_none=True)
