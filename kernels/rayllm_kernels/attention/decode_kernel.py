@@ -108,7 +108,10 @@ def _decode_kernel(
 ):
     """strides: of q, the cache, out, and `schedule.lse`."""
     wait_for_predecessor(SHAPE.overlap)
-    q_strides, (stride_block, stride_kv_head, stride_slot, _), (stride_ob, stride_oh, _), (num_heads, _) = strides
+    q_strides, cache_strides, out_strides, lse_strides = strides
+    stride_block, stride_kv_head, stride_slot, _ = cache_strides
+    stride_ob, stride_oh, _ = out_strides
+    num_heads, _ = lse_strides
     window = scoring.sliding_window
     KEYS: tl.constexpr = SHAPE.keys
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size

@@ -141,7 +141,10 @@ def _key_tiles(first_pos, last_pos, window, KEYS: tl.constexpr):
 def _prefill_kernel(
     q_ptr, cache, block_tables, seq_lens, scoring, starts_ptr, out_ptr, strides, stride_table, SHAPE: tl.constexpr
 ):
-    (stride_qt, stride_qh, _), (stride_block, stride_kv_head, stride_slot, _), (stride_ot, stride_oh, _) = strides
+    q_strides, cache_strides, out_strides = strides
+    stride_qt, stride_qh, _ = q_strides
+    stride_block, stride_kv_head, stride_slot, _ = cache_strides
+    stride_ot, stride_oh, _ = out_strides
     scale, window, alibi_slopes = scoring
     queries: tl.constexpr = SHAPE.rows // SHAPE.head_tile
     head_tiles: tl.constexpr = (SHAPE.group + SHAPE.head_tile - 1) // SHAPE.head_tile

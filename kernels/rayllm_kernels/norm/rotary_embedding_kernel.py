@@ -45,7 +45,10 @@ def _rotate(ptr, stride_head, first_head, num_heads, cos, sin, FORM: tl.constexp
 @triton.jit(do_not_specialize=["positions_ptr"])
 def _rotary_kernel(positions_ptr, q_ptr, k_ptr, cos_sin_ptr, strides, q_heads, k_heads, q_programs, FORM: tl.constexpr):
     """strides: of q, k and cos_sin."""
-    (stride_qt, stride_qh, _), (stride_kt, stride_kh, _), (stride_cos_sin, _) = strides
+    q_strides, k_strides, cos_sin_strides = strides
+    stride_qt, stride_qh, _ = q_strides
+    stride_kt, stride_kh, _ = k_strides
+    stride_cos_sin, _ = cos_sin_strides
     token = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     angle = cos_sin_ptr + tl.load(positions_ptr + token) * stride_cos_sin + tl.arange(0, FORM.half_padded)[None, :]
