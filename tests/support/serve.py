@@ -1,4 +1,4 @@
-"""Stands in for Ray Serve's handle of a model's replicas; the metrics text of one engine."""
+"""Stands in for Ray Serve's handle of a model's replicas."""
 
 import asyncio
 from types import SimpleNamespace
@@ -9,7 +9,6 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from rayllm.api.types import EngineInfo, EngineStats, TokenDelta
 from rayllm.serve.cluster.replica import Endpoint, ReplicaReport
-from rayllm.serve.http.metrics import ModelFigures, render
 
 INFO = EngineInfo(model="m", max_model_len=64, vocab_size=100, num_kv_tokens=640, eos_token_ids=[0])
 
@@ -104,9 +103,3 @@ async def until(condition):
             return
         await asyncio.sleep(0.01)
     raise AssertionError("it did not come true")
-
-
-def render_metrics(model_name, stats, front):
-    """The Prometheus text of one model with one engine, or none (stats is None)."""
-    engines = {} if stats is None else {"0": stats}
-    return render([ModelFigures(model_name, engines, front, [], len(engines))])

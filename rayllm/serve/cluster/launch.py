@@ -17,8 +17,8 @@ from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError, RayllmError
 from rayllm.serve.cluster.deployment import Deployment, ReadyModel, Report, Stopped
 from rayllm.serve.cluster.processes import supervise
-from rayllm.serve.http.auth import KEY_VARIABLES, load_api_keys
-from rayllm.serve.http.tracing import trace_endpoint
+from rayllm.serve.http.limits import KEY_VARIABLES, load_api_keys
+from rayllm.serve.http.telemetry import trace_endpoint
 
 GIB = 1 << 30
 MAX_GPUS = 8  # that an engine may ask for

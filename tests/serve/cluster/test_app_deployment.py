@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from ray.serve.deployment import Application
+from rayllm.serve.cluster.cluster import startup_error, with_port
 
 from rayllm.config.options import BUNDLED_MODEL, EngineConfig, ModelConfig, ServerConfig
 from rayllm.errors import ConfigError, EngineDeadError, ModelError, StartupError
@@ -28,7 +29,6 @@ from rayllm.serve.cluster.application import (
     resolve_devices,
 )
 from rayllm.serve.cluster.autoscaling import QueuedTokensPolicy, autoscaling_options
-from rayllm.serve.cluster.cluster import startup_error, with_port
 from rayllm.serve.cluster.launch import check_before_start
 from rayllm.serve.cluster.processes import adopt_orphans, end_descendants
 

@@ -21,7 +21,7 @@ from rayllm.serve.cluster import replica as engine_replica
 from rayllm.serve.cluster.application import make_application
 from rayllm.serve.cluster.front import FrontModel, ModelFront
 from rayllm.serve.cluster.replica import EngineReplica, FrontReport
-from rayllm.serve.http.metrics import FrontMetrics
+from rayllm.serve.http.telemetry import FrontMetrics
 
 
 class Front:
