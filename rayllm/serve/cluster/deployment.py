@@ -30,7 +30,7 @@ from rayllm.serve.cluster.directory import DirectoryLink
 from rayllm.serve.cluster.ingress import Ingress, haproxy_binary
 from rayllm.serve.cluster.place import address, own_node_id
 from rayllm.serve.cluster.serve_compat import serve_http_options
-from rayllm.serve.http.auth import ApiKey
+from rayllm.serve.http.limits import ApiKey
 
 APP_NAME = "rayllm"
 POLL_S = 0.1

@@ -15,8 +15,8 @@ from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError, RayllmError
 from rayllm.serve.cluster.deployment import Deployment, ReadyModel, Report
 from rayllm.serve.cluster.processes import Orders, ignore_signals, supervise
-from rayllm.serve.http.auth import KEY_VARIABLES, load_api_keys
-from rayllm.serve.http.tracing import trace_endpoint
+from rayllm.serve.http.limits import KEY_VARIABLES, load_api_keys
+from rayllm.serve.http.telemetry import trace_endpoint
 
 GIB = 1 << 30
 MAX_GPUS = 8  # that an engine may ask for
