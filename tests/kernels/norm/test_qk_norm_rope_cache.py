@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rayllm_kernels import ops
+from rayllm_kernels.norm.qk_norm_rope_cache import rotate
 from rayllm_kernels.ops import HeadNorms, KVCache, KVScales
 
 ON_GPU = torch.cuda.is_available()
@@ -83,7 +84,8 @@ def test_the_reference_is_the_three_references_in_sequence(randn, device, refere
     expected_pool, norms = pool.clone(), call["norms"]
     q, k, v = call["qkv"].unflatten(1, (-1, 32)).split([4, 2, 2], dim=1)
     q, k = reference.rms_norm(q, norms.q, norms.eps), reference.rms_norm(k, norms.k, norms.eps)
-    reference.rotary_embedding(call["positions"], q, k, call["cos_sin_cache"])
+    for heads in (q, k):
+        rotate(heads, call["positions"], call["cos_sin_cache"])
     reference.reshape_and_cache(k, v, cache_of(expected_pool), call["slot_mapping"])
     assert torch.equal(run(reference, pool, call), q)
     assert torch.equal(pool, expected_pool)
@@ -98,6 +100,9 @@ def test_bad_arguments_are_named(randn, device, each):
         ({"qkv": call["qkv"][:, : 4 * 32]}, "qkv"),
         ({"positions": call["positions"].int()}, "positions"),
         ({"cos_sin_cache": call["cos_sin_cache"].half()}, "cos_sin_cache"),
+        ({"cos_sin_cache": call["cos_sin_cache"][0]}, "cos_sin_cache"),
+        ({"cos_sin_cache": call["cos_sin_cache"][:, :31]}, "cos_sin_cache"),
+        ({"cos_sin_cache": call["cos_sin_cache"].repeat(1, 2)}, "cos_sin_cache"),
         ({"norms": norms._replace(q=norms.q.half())}, "norms.q"),
         ({"norms": norms._replace(k=norms.k[:5])}, "norms.k"),
         ({"slot_mapping": call["slot_mapping"].int()}, "slot_mapping"),
