@@ -20,7 +20,6 @@ import yaml
 from ray import serve
 from ray.serve.schema import LoggingConfig
 
-import rayllm
 from rayllm import timeouts
 from rayllm.config.options import EngineConfig, ModelConfig, ServerConfig, make_models, split_options
 from rayllm.config.resolved import ResolvedConfig, resolve
@@ -32,6 +31,7 @@ from rayllm.serve.cluster.replica import EngineReplica
 from rayllm.serve.cluster.serve_compat import with_version
 from rayllm.serve.http.auth import ApiKey, load_api_keys
 from rayllm.serve.http.tracing import trace_endpoint
+from rayllm.version import __version__
 
 # A fraction of a core each, so that a whole deployment fits on two. It is a reservation, not a limit.
 NUM_CPUS = 0.1
@@ -181,7 +181,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
 
 def _version(made_of: str) -> str:
     """What changes when the replicas of a deployment are to be replaced."""
-    return hashlib.sha256(f"{rayllm.__version__} {made_of}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{__version__} {made_of}".encode()).hexdigest()[:16]
 
 
 def _surge_percent(model: ResolvedModel, free_gpus: float | None) -> int:

@@ -19,7 +19,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Lifespan
 
-import rayllm
 from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError, InvalidRequestError
 from rayllm.serve.http import protocol
@@ -34,6 +33,7 @@ from rayllm.serve.http.replies import ChatReply, CompletionReply, embeddings
 from rayllm.serve.http.served import ServedModel, ServerState, find_model
 from rayllm.serve.http.tracing import NO_TELEMETRY, SpanTracer
 from rayllm.text.tokenizer import Tokenizer
+from rayllm.version import __version__
 
 _STARTED = int(time.time())  # what /v1/models says of when a model was made
 
@@ -91,7 +91,7 @@ def create_app(
         # As they are, those asked most often first: `include_router` would look through them twice for each request.
         routes=[*generation_routes.routes, *tokenizer_routes.routes, *server_routes.routes],
         title="rayllm",
-        version=rayllm.__version__,
+        version=__version__,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -134,7 +134,7 @@ async def health(context: Context, model: str | None = None) -> dict[str, str]:
 @server_routes.get("/version", dependencies=[_KEYED])
 async def version() -> dict[str, str]:
     """The version of rayllm."""
-    return {"version": rayllm.__version__}
+    return {"version": __version__}
 
 
 @server_routes.get("/metrics", response_class=PlainTextResponse)
