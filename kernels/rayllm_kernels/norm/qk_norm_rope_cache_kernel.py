@@ -6,7 +6,7 @@ The cache is in qkv's dtype or in fp8, which k and v are then converted to with 
 
 qkv [T, (Hq + 2 Hkv) D] of any row stride, its heads in the order q, k, v; the norms (`rms_norm`) optional; positions
 [T] int64; cos_sin_cache [max_pos, r] fp32; caches [num_blocks, Hkv, block_size, D]; slot_mapping [T] int64, negative
-for padding -> q [T, Hq, D]. The roundings are those of `rms_norm`, `rotary_embedding` and `reshape_and_cache` in turn.
+for padding -> q [T, Hq, D]. The roundings are those of `rms_norm`, `rotate` and `reshape_and_cache` in turn.
 """
 
 # mypy: allow-incomplete-defs
