@@ -136,7 +136,7 @@ def main() -> None:
     rng = random.Random(0)
     llm_options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 16384}
     with LLM(options.model, **llm_options) as llm:
-        core = llm._engine()
+        core = llm.engine
         params = SamplingParams(max_tokens=1000, ignore_eos=True, temperature=0.6)
         for i in range(options.batch):
             prompt = [rng.randrange(10_000) for _ in range(options.context)]

@@ -48,7 +48,6 @@ class EngineReplica:
         self._place = place or own_place()
         self._registry = registry or DirectoryLink(self._place.app_name)
         self._driver = EngineDriver(start(config))
-        self._driver.start()
         self._socket = EngineSocket(self._driver)
         self._stop_at: float | None = None  # time.monotonic(); None while nobody has told it to stop
         self._stopping: asyncio.Task[None] | None = None
