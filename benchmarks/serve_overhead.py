@@ -178,7 +178,7 @@ def main() -> None:
         if options.get("load_format") == "dummy":
             options |= {"model": with_tokenizer(options["model"], folder), "skip_tokenizer_init": False}
         with LLM(**options) as llm:
-            core = llm._engine()
+            core = llm.engine
             engine_times(core, 4)  # warm
             engine = {count: engine_times(core, count) for count in clients}
         with served(options | {"ingress": args.ingress}) as url:

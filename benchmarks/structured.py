@@ -120,7 +120,6 @@ def main() -> None:
     seeds = iter(range(1 + args.rounds * args.schemas))
     rounds = [[hard_schema(next(seeds)) for _ in range(args.schemas)] for _ in range(args.rounds)]
     driver = EngineDriver(start_engine(EngineConfig(device=args.device, max_num_seqs=64)))
-    driver.start()
     try:
         streams = Streams(driver, args.streams)
 

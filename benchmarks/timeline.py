@@ -142,7 +142,7 @@ def main() -> None:
     engine_options |= {"max_model_len": 16384, "max_num_batched_tokens": OFFLINE_BATCHED_TOKENS}
     config = resolve(make_config(EngineConfig, engine_options), torch.cuda.device_count())
     executor = LocalExecutor(config)
-    core = build_engine_core(config, executor)
+    core = start_resolved_engine(config, executor)
     try:
         params = SamplingParams(max_tokens=1000, ignore_eos=True, temperature=0.6)
         for i in range(options.batch):

@@ -60,7 +60,7 @@ def test_results_do_not_depend_on_the_batch(tmp_path, kind, num_blocks):
         for params, expected in zip((GREEDY, DRAWN), alone, strict=True):
             assert generate(llm, mine + others, params)[:3] == expected
         assert llm.stats().num_preemptions > 0
-        llm._engine().check_integrity()
+        llm.engine.check_integrity()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -49,7 +49,6 @@ class EngineReplica:
         self._place = place or own_place()
         self._registry = registry or DirectoryLink(self._place.app_name)
         self._driver = EngineDriver(start(config))
-        self._driver.start()
         self._socket = EngineSocket(self._driver)
         self._stop_at = math.inf  # time.monotonic()
         self._stopping: asyncio.Task[None] | None = None
