@@ -192,7 +192,7 @@ def test_setting_and_clearing_leave_nothing_behind():
 
 def test_integrity_check_sees_a_column_out_of_step():
     table = table_of(entering(0, top_k=5), entering(1))
-    table._top_k[1] = 3
+    table._columns["top_k"][1] = 3
     with pytest.raises(AssertionError, match=r"top_k.*\[1\]"):
         table.check_integrity()
 
