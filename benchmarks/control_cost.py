@@ -25,7 +25,8 @@ from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest
 from rayllm.config.options import EngineConfig, make_config
 from rayllm.config.resolved import ResolvedConfig, resolve
-from rayllm.engine.engine import EngineCore, build_engine_core
+from rayllm.engine.build import start_resolved_engine
+from rayllm.engine.engine import EngineCore
 from rayllm.executor.ray import RayExecutor
 from rayllm.executor.ray_cluster import connect_to_ray
 from rayllm.parallel.tp_group import TPGroup
@@ -96,7 +97,7 @@ def main() -> None:
         owns_ray = connect_to_ray()
         config = resolve(make_config(EngineConfig, options), ray.cluster_resources().get("GPU", 0))
         executor = RayExecutor(config, partial(load_timed, folder=folder), owns_ray=owns_ray)
-        core = build_engine_core(config, executor)
+        core = start_resolved_engine(config, executor)
         try:
             rng = random.Random(0)
             steps = [step_ms(core, batch, rng) for batch in args.batches]

@@ -24,7 +24,7 @@ from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest, KVBlocks, RankReady, StepPlan, StepResult
 from rayllm.config.options import EngineConfig, make_config
 from rayllm.config.resolved import ResolvedConfig, resolve
-from rayllm.engine.engine import build_engine_core
+from rayllm.engine.build import start_resolved_engine
 from rayllm.executor.ray import RayExecutor
 from rayllm.parallel.tp_group import TPGroup
 
@@ -69,7 +69,7 @@ def measure(tp: int, sequences: int, step_s: float, submit_s: float) -> float:
     options = {"device": "cpu", "executor": "ray", "tensor_parallel_size": tp, "max_num_seqs": sequences}
     config = resolve(make_config(EngineConfig, {**options, "skip_tokenizer_init": True}), 0)
     load = functools.partial(TimedRank, step_s=step_s, submit_s=submit_s)
-    core = build_engine_core(config, RayExecutor(config, load))
+    core = start_resolved_engine(config, RayExecutor(config, load))
     try:
         params = SamplingParams(max_tokens=STEPS + 50, ignore_eos=True)
         for i in range(sequences):

@@ -24,7 +24,8 @@ from rayllm import SamplingParams
 from rayllm.api.types import GenerationRequest
 from rayllm.config.options import OFFLINE_BATCHED_TOKENS, EngineConfig, make_config
 from rayllm.config.resolved import resolve
-from rayllm.engine.engine import EngineCore, build_engine_core
+from rayllm.engine.build import start_resolved_engine
+from rayllm.engine.engine import EngineCore
 from rayllm.executor.base import Executor
 from rayllm.executor.local import LocalExecutor
 

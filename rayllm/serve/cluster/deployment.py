@@ -191,8 +191,8 @@ class Deployment:
         """Raises EngineDeadError if the application or Ray is gone."""
         try:
             app = self._applications().get(APP_NAME)
-        except Exception as error:
-            raise EngineDeadError(f"Ray is gone: {_last_line(str(error))}") from None
+        except Exception as reason:
+            raise EngineDeadError(f"Ray is gone: {_last_line(str(reason))}") from None
         if app is None:
             raise EngineDeadError("the application was removed from Ray Serve")
         messages = [app.message, *(deployment.message for deployment in app.deployments.values())]
