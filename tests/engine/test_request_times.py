@@ -75,7 +75,7 @@ def test_starts_are_reported_to_who_wants_to_know():
     reported = []
     for _ in range(3):
         step(1.0)
-        reported.append(scheduler.to_report)
+        reported.append([delta.request_id for delta in scheduler.new_deltas])
     assert reported == [["a"], [], ["c"]]
 
 
