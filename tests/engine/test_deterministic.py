@@ -10,7 +10,8 @@ import torch
 from support.model_factory import PagedRunner, load, make_model
 
 from rayllm import LLM, SamplingParams
-from rayllm.config.options import EngineConfig, make_config
+from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError
 
 NUM_TOKENS = 16
@@ -87,5 +88,5 @@ def test_captured_steps_with_decodes_of_their_own_are_refused(tmp_path):
 
 def test_several_ranks_are_refused():
     with pytest.raises(ConfigError, match="deterministic: must be false if tensor_parallel_size is above 1"):
-        make_config(EngineConfig, {"deterministic": True, "tensor_parallel_size": 2})
-    assert not make_config(EngineConfig, {"deterministic": False, "tensor_parallel_size": 2}).deterministic
+        resolve(EngineConfig(deterministic=True, tensor_parallel_size=2), 0)
+    assert resolve(EngineConfig(deterministic=False, tensor_parallel_size=2), 0).tp == 2
