@@ -91,7 +91,7 @@ def _first_fault(error: RequestValidationError) -> InvalidRequestError:
         return causes[0]
     if not place:
         return InvalidRequestError("the request body must be a JSON object")
-    path = ".".join(map(str, place))
+    path = ".".join(map(str, place))[:200]
     messages = {
         "extra_forbidden": f"unknown field {path!r}",
         "missing": f"{path} is required",
