@@ -10,7 +10,8 @@ import torch
 from support.model_factory import PagedRunner, load, make_model
 
 from rayllm import LLM, SamplingParams
-from rayllm.config.options import EngineConfig, make_config
+from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError
 
 NUM_TOKENS = 16
@@ -57,7 +58,7 @@ def test_results_do_not_depend_on_the_batch(tmp_path, kind, num_blocks):
         for params, expected in zip((GREEDY, DRAWN), alone, strict=True):
             assert generate(llm, mine + others, params)[:3] == expected
         assert llm.stats().num_preemptions > 0
-        llm._engine().check_integrity()
+        llm.engine.check_integrity()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,5 +88,5 @@ def test_captured_steps_with_decodes_of_their_own_are_refused(tmp_path):
 
 def test_several_ranks_are_refused():
     with pytest.raises(ConfigError, match="deterministic: must be false if tensor_parallel_size is above 1"):
-        make_config(EngineConfig, {"deterministic": True, "tensor_parallel_size": 2})
-    assert not make_config(EngineConfig, {"deterministic": False, "tensor_parallel_size": 2}).deterministic
+        resolve(EngineConfig(deterministic=True, tensor_parallel_size=2), 0)
+    assert resolve(EngineConfig(deterministic=False, tensor_parallel_size=2), 0).tp == 2

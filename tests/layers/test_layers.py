@@ -20,7 +20,7 @@ from rayllm.layers.layer import Heads
 from rayllm.layers.rotary import cos_sin_table
 from rayllm.models.loader import DummyCheckpoint
 from rayllm.parallel.tp_group import TPGroup
-from rayllm_kernels import ops
+from rayllm_kernels.norm.qk_norm_rope_cache import rotate
 
 CPU = torch.device("cpu")
 BUILD = BuildContext(TPGroup.single(), CPU, torch.float32)
@@ -74,7 +74,8 @@ def test_partial_rotary_leaves_the_rest():
     table = BUILD.rotary_table(RopeSpec("default", 10000.0, 8, 64), 64)
     q, k = torch.randn(3, 2, 16), torch.randn(3, 1, 16)
     before_q, before_k = q.clone(), k.clone()
-    ops.rotary_embedding(torch.tensor([0, 5, 63]), q, k, table)
+    for heads in (q, k):
+        rotate(heads, torch.tensor([0, 5, 63]), table)
     assert torch.equal(q[0], before_q[0])
     assert torch.equal(q[..., 8:], before_q[..., 8:])
     assert torch.equal(k[..., 8:], before_k[..., 8:])
