@@ -124,15 +124,17 @@ class Attention(Layer):
                 q[:decodes], kv_cache, plan.decodes, self.scoring, schedule=schedule, out=out[:decodes]
             )
         if first < q.shape[0]:  # after the decodes, whose padding rows are zeroed there
+            # A slice costs the host a microsecond a layer, so none is made of a batch without decodes.
+            chunks, target = (q[first:], out[first:]) if first else (q, out)
             ops.paged_prefill_attention(
-                q[first:],
+                chunks,
                 kv_cache,
                 plan.prefills,
                 self.scoring,
                 plan.prefill_starts,
                 plan.max_query_len,
                 deterministic=self.deterministic,
-                out=out[first:],
+                out=target,
             )
         return out.flatten(1)
 

@@ -42,9 +42,10 @@ class LlamaAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """total + attention over norm(total), total = x + residual: in two parts, as x and residual themselves."""
         qkv, residual = self.qkv_proj.after_norm(x, residual, norm)
-        q = self.attention.store(qkv, kv_cache, plan)
+        attention = self.attention
+        q = attention.store(qkv, kv_cache, plan)
         del qkv  # the largest tensor of many a step, and nobody needs it any more
-        out = self.attention.attend(q, kv_cache, plan)
+        out = attention.attend(q, kv_cache, plan)
         if rows is not None:
             out, residual = out[rows], residual[rows]
         return self.o_proj.onto(out, residual)

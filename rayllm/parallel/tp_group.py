@@ -77,11 +77,11 @@ class TPGroup:
             return x.clone()[None]
         return self._gather(x)
 
-    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The ranks' tensors concatenated along `dim`, in rank order, as a new tensor; `x` itself for one rank."""
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors side by side in the last dimension, by rank, as a new tensor; `x` itself for one rank."""
         if self.size == 1:
             return x
-        return torch.cat(self._gather(x).unbind(0), dim=dim)
+        return torch.cat(self._gather(x).unbind(0), dim=-1)
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty(self.size, *x.shape)

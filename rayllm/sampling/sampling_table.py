@@ -81,7 +81,7 @@ class SamplingTable:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._vocab_size, self._eos_token_ids = vocab_size, list(eos_token_ids)
-        self._columns = {
+        self._columns: dict[str, np.ndarray] = {
             name: np.full(max_num_seqs, value, np.float32 if isinstance(value, float) else np.int64)
             for name, value in _NEUTRAL.items()
         }

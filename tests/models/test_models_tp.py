@@ -47,8 +47,8 @@ class ThreadGroup:
     def gather_small(self, x):
         return torch.stack(self.exchange(x))
 
-    def all_gather(self, x, dim=-1):
-        return torch.cat(self.exchange(x), dim=dim)
+    def all_gather(self, x):
+        return torch.cat(self.exchange(x), dim=-1)
 
 
 def drive(folder, tp, load_format="auto"):
