@@ -30,14 +30,13 @@ from rayllm.engine.engine import EngineCore
 from rayllm.executor.ray import RayExecutor
 from rayllm.executor.ray_cluster import connect_to_ray
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.worker.rank import LoadedRank
-from rayllm.worker.worker import load_rank
+from rayllm.worker.worker import RankModel
 
 PROMPT_TOKENS = 512
 STEPS, WARM_STEPS = 300, 40
 
 
-def load_timed(config: ResolvedConfig, tp: TPGroup, device: torch.device, *, folder: str) -> LoadedRank:
+def load_timed(config: ResolvedConfig, tp: TPGroup, device: torch.device, *, folder: str) -> RankModel:
     """A rank that notes how long replays of its CUDA graphs take on the device.
 
     The first graph that is replayed STEPS / 2 times is that of the first batch's decodes, and so on. Each such graph
@@ -60,7 +59,7 @@ def load_timed(config: ResolvedConfig, tp: TPGroup, device: torch.device, *, fol
             Path(folder, f"{tp.rank} {next(numbers)}").write_text(str(median))
 
     torch.cuda.CUDAGraph.replay = timed_replay  # type: ignore[method-assign, assignment]
-    return load_rank(config, tp, device)
+    return RankModel(config, tp, device)
 
 
 def step_ms(core: EngineCore, batch: int, rng: random.Random) -> float:
@@ -71,7 +70,7 @@ def step_ms(core: EngineCore, batch: int, rng: random.Random) -> float:
         core.add(GenerationRequest(request_id=f"{batch} {i}", prompt_token_ids=prompt, params=params))
     state, times = core.scheduler.state, []
     while core.has_work():
-        decoding = len(state.batch.sequences) == batch and not state.waiting
+        decoding = len(state.running) == batch and not state.waiting
         core.step()
         times.append(time.perf_counter() if decoding else None)
     gaps = [b - a for a, b in itertools.pairwise(times) if a is not None and b is not None]

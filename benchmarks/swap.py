@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from rayllm.api.types import KVBlocks
 from rayllm.config.model_spec import ModelSpec, load_model_spec
 from rayllm.worker.cache import CacheEngine, block_bytes
 
@@ -65,31 +66,23 @@ def copies_of(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Callable[
 def measure(spec: ModelSpec, block_size: int, tp: int, num_bytes: int, device: torch.device) -> list[list[str]]:
     """Rows of the table: shape, way, GB/s out, GB/s in."""
     heads = spec.kv_heads_per_rank(tp)
-    a_block = block_bytes(spec.num_layers, heads, block_size, spec.head_dim, torch.bfloat16)
+    block_shape = (spec.num_layers, 2, heads, block_size, spec.head_dim)
+    a_block = block_bytes(block_shape, torch.bfloat16)
     count = max(2, num_bytes // a_block)
     elements = a_block // 2
     rng = random.Random(0)
     scattered = rng.sample(range(2 * count), count)
-    engine = CacheEngine(
-        num_gpu_blocks=2 * count,
-        num_cpu_blocks=2 * count,
-        num_layers=spec.num_layers,
-        num_kv_heads=heads,
-        block_size=block_size,
-        head_dim=spec.head_dim,
-        dtype=torch.bfloat16,
-        device=device,
-    )
+    engine = CacheEngine(KVBlocks(2 * count, 2 * count), block_shape, torch.bfloat16, device)
 
     def synchronize() -> None:
-        engine.join_swap_ins()
+        engine.swaps.join_swap_ins()
         if device.type == "cuda":
             torch.cuda.synchronize()
 
     def through_engine(host: list[int]) -> tuple[Callable[[], None], Callable[[], None]]:
         out = list(zip(scattered, host, strict=True))
         into = [(host_block, block) for block, host_block in out]
-        return lambda: engine.swap_out(out), lambda: engine.swap_in(into)
+        return lambda: engine.swaps.swap_out(out), lambda: engine.swaps.swap_in(into)
 
     far = [2 * i for i in rng.sample(range(count), count)]
     host, pool = pinned(device, count, elements), engine.pool.view(2 * count, -1)

@@ -7,6 +7,7 @@ The same core runs behind the offline API, the HTTP deployment and any test; it 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +26,6 @@ from rayllm.errors import ConfigError, InvalidRequestError
 from rayllm.executor.base import Executor
 from rayllm.text.grammar import Grammar, bad_grammar
 from rayllm.text.grammar_compiler import GrammarCompiler
-from rayllm.worker.gc_pauses import thaw_heap
 
 MASK_WAIT_S = 0.05  # at most, before the loop looks at its inbox again
 
@@ -137,7 +137,7 @@ class EngineCore:
         if self._grammars is not None:
             self._grammars.close()
         self._executor.shutdown()
-        thaw_heap()
+        gc.unfreeze()
 
     def _take_compiled(self) -> list[TokenDelta]:
         """Queue the requests whose grammars have become ready; end those whose grammars cannot be used.

@@ -11,8 +11,7 @@ from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import EngineDeadError
 from rayllm.executor.base import Executor
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.worker.rank import LoadRank, Rank
-from rayllm.worker.worker import load_rank
+from rayllm.worker.worker import LoadRank, RankModel, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +19,10 @@ logger = logging.getLogger(__name__)
 class LocalExecutor(Executor):
     """Runs the rank in the caller's process and thread. See `Executor` for the contract."""
 
-    def __init__(self, config: ResolvedConfig, load: LoadRank = load_rank):
+    def __init__(self, config: ResolvedConfig, load: LoadRank = RankModel):
         super().__init__()
         self._config, self._load = config, load
-        self._worker: Rank | None = None
+        self._worker: Worker | None = None
         self._in_flight = 0
         self._was_started = False
         self._dead = "the engine has not been started"
@@ -82,7 +81,7 @@ class LocalExecutor(Executor):
         except Exception:  # a device that failed fails here too; the first error is the one to report
             logger.warning("the worker did not close cleanly", exc_info=True)
 
-    def _living_worker(self) -> Rank:
+    def _living_worker(self) -> Worker:
         if self._dead or self._worker is None:
             raise EngineDeadError(self._dead)
         return self._worker

@@ -22,7 +22,7 @@ from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ConfigError, RayllmError, StartupError
 from rayllm.executor.placement import Placement
 from rayllm.worker.actor import WorkerActor
-from rayllm.worker.rank import LoadRank
+from rayllm.worker.worker import LoadRank
 
 _PINGS = "ping"  # the actors' concurrency group for `ping`
 _POLL_SECONDS = 0.05

@@ -33,8 +33,7 @@ from rayllm.executor.channel import Channel, ChannelBroken
 from rayllm.executor.placement import Placement, reserve
 from rayllm.executor.ranks import RankActors
 from rayllm.parallel.process_groups import CONNECT_TIMEOUT, Groups, Rendezvous, interface_variables, join_groups
-from rayllm.worker.rank import LoadRank
-from rayllm.worker.worker import load_rank
+from rayllm.worker.worker import LoadRank, RankModel
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class RayExecutor(Executor):
     def __init__(
         self,
         config: ResolvedConfig,
-        load: LoadRank = load_rank,
+        load: LoadRank = RankModel,
         *,
         owns_ray: bool = False,
         step_seconds: float | None = None,

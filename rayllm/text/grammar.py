@@ -154,7 +154,7 @@ class Grammar:
 
 
 class GrammarConstraint:
-    """A sequence's place in its grammar; see `rayllm.core.constraint.Constraint`."""
+    """A sequence's place in its grammar; see `rayllm.core.sequence.Constraint`."""
 
     def __init__(self, grammar: Grammar):
         self._grammar = grammar

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, as_completed
 from typing import Any
 
 import ray
@@ -26,8 +27,7 @@ from rayllm.parallel.process_groups import (
     send_result,
 )
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.worker.gc_pauses import freeze_heap
-from rayllm.worker.rank import LoadedRank, LoadRank, Rank
+from rayllm.worker.worker import LoadRank, RankModel, Worker
 
 
 class WorkerActor:
@@ -40,10 +40,10 @@ class WorkerActor:
     def __init__(self, rank: int, config: ResolvedConfig, load: LoadRank):
         self._rank, self._config, self._load = rank, config, load
         self._device = torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu")
-        self._thread = _CallThread()
+        self._thread = _CallThread("worker")
         self._groups: Groups | None = None
-        self._loaded: LoadedRank | None = None
-        self._worker: Rank | None = None
+        self._loaded: RankModel | None = None
+        self._worker: Worker | None = None
 
     def whereabouts(self) -> tuple[int, str]:
         """This process and its device, once everything it needs is imported."""
@@ -75,19 +75,18 @@ class WorkerActor:
 
     def load(self) -> KVBlocks:
         """Load this rank's part of the model; returns the KV blocks that it has room for."""
-        return self._thread.call(self._load_rank)
-
-    def _load_rank(self) -> KVBlocks:
         assert self._groups is not None
         tp = TPGroup(self._rank, self._config.tp, self._groups.device)
-        self._loaded = self._load(self._config, tp, self._device)
-        return self._loaded.count_blocks()
+        self._loaded = self._thread.call(self._load, self._config, tp, self._device)
+        return self._thread.call(self._loaded.count_blocks)
 
     def build(self, blocks: KVBlocks) -> RankReady:
         """Allocate the KV cache and get ready to serve."""
         assert self._loaded is not None
         self._worker = self._thread.call(self._loaded.build, blocks)
-        freeze_heap()
+        # Full passes of the garbage collector visit libraries too, for 100 to 200 ms, if these are not left out.
+        gc.collect()
+        gc.freeze()
         return self._worker.ready
 
     def run(self) -> None:
@@ -96,57 +95,36 @@ class WorkerActor:
         Raises what the rank raised, at once and without waiting for the other thread; RuntimeError if the driver or
         another rank is gone. The driver then ends this process.
         """
-        assert self._worker is not None
-        assert self._groups is not None
-        loops = _StepLoops(self._worker, self._groups)
-        threading.Thread(target=loops.collect_results, name="collect", daemon=True).start()
-        self._thread.start(loops.submit_plans)
-        for _ in range(2):
-            if (error := loops.ended.get()) is not None:
-                raise error
-        self._thread.call(self._worker.close)
+        assert self._worker is not None and self._groups is not None
+        worker, groups = self._worker, self._groups
+        submitted: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each plan, False at the end
 
+        def submit_plans() -> None:
+            while (plan := receive_plan(groups)) is not None:
+                worker.submit(plan)
+                submitted.put(True)
+            submitted.put(False)
 
-class _StepLoops:
-    """The two loops of a rank that serves. `ended` gets one entry a loop: None, or the exception that ended it."""
+        def collect_results() -> None:
+            """Every rank collects, to keep its worker in step; the first one sends."""
+            while submitted.get():
+                result = worker.collect()
+                if groups.results is not None:
+                    send_result(groups, pack(result))
+            if groups.results is not None:
+                send_result(groups, pack(None))
 
-    def __init__(self, worker: Rank, groups: Groups):
-        self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._worker, self._groups = worker, groups
-        self._submitted: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each plan, False at the end
-
-    def submit_plans(self) -> None:
-        try:
-            while (plan := receive_plan(self._groups)) is not None:
-                self._worker.submit(plan)
-                self._submitted.put(True)
-            self._submitted.put(False)
-        except BaseException as error:
-            self.ended.put(error)
-        else:
-            self.ended.put(None)
-
-    def collect_results(self) -> None:
-        """Every rank collects, to keep its worker in step; the first one sends."""
-        try:
-            while self._submitted.get():
-                result = self._worker.collect()
-                if self._groups.results is not None:
-                    send_result(self._groups, pack(result))
-            if self._groups.results is not None:
-                send_result(self._groups, pack(None))
-        except BaseException as error:
-            self.ended.put(error)
-        else:
-            self.ended.put(None)
+        for loop in as_completed([self._thread.start(submit_plans), _CallThread("collect").start(collect_results)]):
+            loop.result()
+        self._thread.call(worker.close)
 
 
 class _CallThread:
     """A daemon thread that runs calls one after the other. An executor's threads would be joined at exit, and hang."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="worker", daemon=True).start()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -1,137 +1,237 @@
-"""`CacheEngine`: the KV pools of one rank, on the device and in host memory.
+"""`CacheEngine`: the KV pools of one rank, on the device and in host memory, and the moves between them.
 
 Both are block-major: [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim], so that a block is one
 contiguous piece to copy; attention sees strided views of one layer. Pools in fp8 are bytes to all but those views.
+
+On CUDA, moves go beside the step that computes (`CopyStream`). Blocks are scattered over both pools, and one transfer a
+block would be too small for PCIe where blocks are. So blocks go through staging blocks on the device: one kernel
+gathers them there (or scatters them from there) at the speed of device memory, and the transfer itself covers as many
+host blocks as follow one another. The host pool hands blocks out in such runs as long as it can.
+
+Out: the gather runs on the compute stream, so that a block may be overwritten by whatever that stream does next; the
+transfer follows on the copy stream. There are several slots of staging blocks, and compute waits only if all are still
+on their way. In: transfer and scatter both run on the copy stream, behind what the compute stream had to do until then,
+and compute waits for them when it is told to. Back: what is copied to the host long before its block is needed is
+gathered and transferred on the copy stream, and compute goes on. A block that goes out and comes in again is in order,
+because all transfers are on one stream.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 
+import numpy as np
 import torch
 
+from rayllm.api.types import KVBlocks
 from rayllm.errors import ConfigError
 from rayllm.layers.attention import KVCache
-from rayllm.worker.copy_stream import CopyStream, staging_blocks
+from rayllm.worker.inputs import to_device
 from rayllm_kernels import ops
 from rayllm_kernels.cache.kv_cache import FP8_MAX, KVScales
 
-
-def block_bytes(num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one block of one rank, all layers."""
-    return num_layers * 2 * num_kv_heads * block_size * head_dim * dtype.itemsize
+SLOT_BYTES = 64 << 20  # a transfer of this size is as fast as any
+OUT_SLOTS = 4  # what swap-outs may be behind compute before it waits for them
+MAX_SLOT_BLOCKS = 32768  # pairs of one `copy_blocks`
 
 
 class CacheEngine:
     """Owns both pools. Block ids are checked by the driver's block manager, not here.
 
-    On CUDA the host pool is pinned, the device has staging blocks behind its pool, and swaps run on a stream of their
-    own: see `CopyStream`. On CPUs both pools are host memory and swaps are plain copies.
+    blocks: of the pools. block_shape: (num_layers, 2, num_kv_heads, block_size, head_dim). scales: of each layer,
+    exactly if dtype is an fp8 one.
 
-    scales: of each layer, exactly if dtype is an fp8 one.
+    swaps: moves blocks between the pools. On CUDA the host pool is pinned, and the device has staging blocks behind its
+    pool.
     """
 
     def __init__(
         self,
-        *,
-        num_gpu_blocks: int,
-        num_cpu_blocks: int,
-        num_layers: int,
-        num_kv_heads: int,
-        block_size: int,
-        head_dim: int,
+        blocks: KVBlocks,
+        block_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
         scales: list[KVScales] | None = None,
     ):
         if (scales is not None) != (dtype in FP8_MAX):
             raise ValueError(f"a cache of {dtype} must {'have' if dtype in FP8_MAX else 'not have'} scales")
-        shape = (num_layers, 2, num_kv_heads, block_size, head_dim)
-        pinned = device.type == "cuda" and num_cpu_blocks > 0
-        num_staging = 0
-        if pinned:
-            num_staging = staging_blocks(
-                block_bytes(num_layers, num_kv_heads, block_size, head_dim, dtype), num_cpu_blocks
-            )
         storage = torch.uint8 if dtype in FP8_MAX else dtype
+        pinned = device.type == "cuda" and blocks.cpu > 0
+        num_staging = staging_blocks(block_bytes(block_shape, dtype), blocks.cpu) if pinned else 0
         # Zeros, not garbage: a masked position times a NaN would still be NaN.
-        self._blocks = torch.zeros(num_gpu_blocks + num_staging, *shape, dtype=storage, device=device)
-        self.pool = self._blocks[:num_gpu_blocks]
+        with_staging = torch.zeros(blocks.gpu + num_staging, *block_shape, dtype=storage, device=device)
+        self.pool = with_staging[: blocks.gpu]
         numbers = self.pool.view(dtype)
         self.layers = [
             KVCache(numbers[:, i, 0], numbers[:, i, 1], None if scales is None else scales[i])
-            for i in range(num_layers)
+            for i in range(block_shape[0])
         ]
-        self.host_pool = _host_memory((num_cpu_blocks, *shape), storage)
-        self._copy_stream: CopyStream | None = None
+        self.host_pool = _host_memory((blocks.cpu, *block_shape), storage)
+        self.swaps: CopyStream | PlainCopies = PlainCopies(self.pool, self.host_pool)
         if pinned:
             _pin(self.host_pool)
             torch.cuda.current_stream().synchronize()  # the zeros, before other streams write
-            self._copy_stream = CopyStream(self._blocks, self.host_pool, num_staging)
+            self.swaps = CopyStream(with_staging, self.host_pool, num_staging)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy device blocks: (source, destination) pairs; no source may be a destination."""
-        source, destination = self._indices(pairs, self.pool.device)
-        ops.copy_blocks(self.pool, source, destination)
-
-    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy (device block, host block) pairs to the host pool, in order with the compute stream.
-
-        What that stream does next may overwrite the device blocks; later swap-ins find the host blocks filled.
-        """
-        if self._copy_stream is not None:
-            self._copy_stream.swap_out(pairs)
-            return
-        for block, host_block in pairs:  # faster than indexing, which looks at elements
-            self.host_pool[host_block].copy_(self.pool[block])
-
-    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
-        """Start copying (host block, device block) pairs to the device pool; they are there after `join_swap_ins`.
-
-        Until then nothing else may use the device blocks.
-        """
-        if self._copy_stream is not None:
-            self._copy_stream.swap_in(pairs)
-            return
-        for host_block, block in pairs:
-            self.pool[block].copy_(self.host_pool[host_block])
-
-    def write_back(self, pairs: list[tuple[int, int]], step_id: int) -> None:
-        """Start copying (device block, host block) pairs to the host pool, behind all that is computed so far.
-
-        The device blocks may be read meanwhile, and written after `join_write_backs` of this step or a later one.
-        """
-        if self._copy_stream is not None:
-            self._copy_stream.write_back(pairs, step_id)
-            return
-        self.swap_out(pairs)
-
-    def join_write_backs(self, step_id: int) -> None:
-        """Let the compute stream wait for the write-backs of all steps up to this one."""
-        if self._copy_stream is not None:
-            self._copy_stream.join_write_backs(step_id)
-
-    def join_swap_ins(self) -> None:
-        """Let the compute stream wait for all swap-ins so far."""
-        if self._copy_stream is not None:
-            self._copy_stream.join()
-
-    def synchronize(self) -> None:
-        """Wait on the host until all swaps are done."""
-        if self._copy_stream is not None:
-            self._copy_stream.synchronize()
+        _copy_blocks(self.pool, [source for source, _ in pairs], [destination for _, destination in pairs])
 
     def close(self) -> None:
         """Give the pinned memory back; the engine must not be used any more."""
-        if self._copy_stream is not None:
-            self._copy_stream.synchronize()
-            self._copy_stream = None
+        if isinstance(self.swaps, CopyStream):
+            self.swaps.synchronize()
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.host_pool.data_ptr()))
 
-    @staticmethod
-    def _indices(pairs: list[tuple[int, int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        source, destination = torch.tensor(pairs, dtype=torch.int64).t().contiguous().to(device)
-        return source, destination
+
+class PlainCopies:
+    """What `CopyStream` does, where both pools are host memory: each move is done when its call returns."""
+
+    def __init__(self, pool: torch.Tensor, host: torch.Tensor):
+        self._pool, self._host = pool, host
+
+    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy (device block, host block) pairs to the host pool."""
+        for block, host_block in pairs:  # faster than indexing, which looks at elements
+            self._host[host_block].copy_(self._pool[block])
+
+    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy (host block, device block) pairs to the device pool."""
+        for host_block, block in pairs:
+            self._pool[block].copy_(self._host[host_block])
+
+    def write_back(self, pairs: list[tuple[int, int]], step_id: int) -> None:  # noqa: ARG002 # nothing to wait for
+        """The same as `swap_out`."""
+        self.swap_out(pairs)
+
+    def join_write_backs(self, step_id: int) -> None:
+        """Nothing is on its way."""
+
+    def join_swap_ins(self) -> None:
+        """Nothing is on its way."""
+
+    def synchronize(self) -> None:
+        """Nothing is on its way."""
+
+
+class CopyStream:
+    """device: [blocks + staging_blocks, ...], of which the last are the staging blocks. host: [num_cpu_blocks, ...].
+
+    Called with the compute stream current.
+    """
+
+    def __init__(self, device: torch.Tensor, host: torch.Tensor, num_staging: int):
+        self._device, self._host = device, host
+        self._slot_size = num_staging // (OUT_SLOTS + 1)
+        first = device.shape[0] - num_staging
+        self._out_slots = [first + i * self._slot_size for i in range(OUT_SLOTS)]
+        self._own_slot = first + OUT_SLOTS * self._slot_size
+        self._stream = torch.cuda.Stream(device.device)
+        self._sent = [torch.cuda.Event() for _ in range(OUT_SLOTS)]  # each slot's last transfer
+        self._turn = 0
+        self._ready = torch.cuda.Event()  # on the compute stream: gathered, or nothing there uses the blocks any more
+        self._arrived: torch.cuda.Event | None = None  # the swap-ins that compute has not waited for
+        self._written: deque[tuple[int, torch.cuda.Event]] = deque()  # write-backs that it has not, with their steps
+
+    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
+        """Start moving (device block, host block) pairs; the device blocks may be overwritten by what follows."""
+        compute = torch.cuda.current_stream()
+        pairs = sorted(pairs, key=lambda pair: pair[1])
+        for begin in range(0, len(pairs), self._slot_size):
+            chunk = pairs[begin : begin + self._slot_size]
+            slot, sent = self._out_slots[self._turn], self._sent[self._turn]
+            self._turn = (self._turn + 1) % OUT_SLOTS
+            compute.wait_event(sent)
+            _copy_blocks(self._device, [block for block, _host in chunk], range(slot, slot + len(chunk)))
+            self._ready.record(compute)
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(self._ready)
+                self._send(slot, chunk)
+                sent.record(self._stream)
+
+    def write_back(self, pairs: list[tuple[int, int]], step_id: int) -> None:
+        """Start copying (device block, host block) pairs; compute may read the device blocks."""
+        self._ready.record(torch.cuda.current_stream())
+        pairs = sorted(pairs, key=lambda pair: pair[1])
+        slot = self._own_slot
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._ready)
+            for begin in range(0, len(pairs), self._slot_size):
+                chunk = pairs[begin : begin + self._slot_size]
+                _copy_blocks(self._device, [block for block, _host in chunk], range(slot, slot + len(chunk)))
+                self._send(slot, chunk)
+            written = torch.cuda.Event()
+            written.record(self._stream)
+        self._written.append((step_id, written))
+
+    def join_write_backs(self, step_id: int) -> None:
+        """Let the compute stream wait for the write-backs of all steps up to this one."""
+        last = None
+        while self._written and self._written[0][0] <= step_id:
+            _step, last = self._written.popleft()
+        if last is not None:
+            torch.cuda.current_stream().wait_event(last)
+
+    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
+        """Start moving (host block, device block) pairs; they are there after `join_swap_ins`."""
+        self._ready.record(torch.cuda.current_stream())
+        pairs = sorted(pairs)
+        slot = self._own_slot
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._ready)
+            for begin in range(0, len(pairs), self._slot_size):
+                chunk = pairs[begin : begin + self._slot_size]
+                for place, block, count in runs([host for host, _block in chunk]):
+                    staged = self._device[slot + place : slot + place + count]
+                    staged.copy_(self._host[block : block + count], non_blocking=True)
+                _copy_blocks(self._device, range(slot, slot + len(chunk)), [block for _host, block in chunk])
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(self._stream)
+
+    def join_swap_ins(self) -> None:
+        """Let the compute stream wait for all swap-ins so far."""
+        if self._arrived is not None:
+            torch.cuda.current_stream().wait_event(self._arrived)
+            self._arrived = None
+
+    def _send(self, slot: int, chunk: list[tuple[int, int]]) -> None:
+        """Transfer what is staged from `slot` on to the host blocks of (device block, host block) pairs."""
+        for place, block, count in runs([host for _block, host in chunk]):
+            staged = self._device[slot + place : slot + place + count]
+            self._host[block : block + count].copy_(staged, non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Wait on the host until everything has moved."""
+        self._stream.synchronize()
+
+
+def _copy_blocks(pool: torch.Tensor, source: list[int] | range, destination: list[int] | range) -> None:
+    """Copy blocks of a pool on its device, on the current stream."""
+    ops.copy_blocks(pool, *to_device([np.array(source), np.array(destination)], np.int64, pool.device))
+
+
+def block_bytes(block_shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of one block of one rank, all layers."""
+    return math.prod(block_shape) * dtype.itemsize
+
+
+def slot_blocks(block_bytes: int, num_cpu_blocks: int) -> int:
+    """Staging blocks of a slot; 0 if there is nothing to move to."""
+    return min(num_cpu_blocks, MAX_SLOT_BLOCKS, max(1, SLOT_BYTES // block_bytes))
+
+
+def staging_blocks(block_bytes: int, num_cpu_blocks: int) -> int:
+    """Staging blocks on the device: slots for swap-outs, and one for what the copy stream moves alone."""
+    return (OUT_SLOTS + 1) * slot_blocks(block_bytes, num_cpu_blocks)
+
+
+def runs(blocks: list[int]) -> list[tuple[int, int, int]]:
+    """(place in the list, first block, count) of each maximal run of consecutive ids."""
+    ids = np.array(blocks)
+    starts = np.flatnonzero(np.append(True, ids[1:] != ids[:-1] + 1))
+    counts = np.diff(np.append(starts, len(ids)))
+    return list(zip(starts.tolist(), ids[starts].tolist(), counts.tolist(), strict=True))
 
 
 def _host_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

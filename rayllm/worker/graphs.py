@@ -8,6 +8,7 @@ computed kernel by kernel.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +16,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from rayllm.api.types import StepCost, StepPlan
+from rayllm.api.types import StepCost
 from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.models.base import CausalLM
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.sampling.sampling_table import DrawColumns
-from rayllm.worker.inputs import PersistentBatch, to_device
-from rayllm.worker.step_memory import StepMemory
+from rayllm.worker.inputs import PersistentBatch
+from rayllm.worker.memory import StepMemory
 from rayllm_kernels import ops
 
 WORDS = 4  # int64 words a sequence in a decode step's packed input: row, position, seed, (temperature, noise scale)
@@ -66,56 +67,72 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [*sizes, *range(16, max_num_seqs, 16), max_num_seqs]
 
 
-class DecodeGraphs:
+def table_bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """Of the token table and of the block tables that eager and captured steps read, on the device."""
+    block_tables = 4 * max_num_seqs + MAX_CHUNKS
+    return 4 * (max_num_seqs + 1) * max_model_len + 4 * block_tables * -(-max_model_len // block_size)
+
+
+def graph_bytes(max_num_seqs: int, num_layers: int) -> int:
+    """What captured graphs take of the driver's memory. Measured on H200: 33 to 40 KiB a layer and graph."""
+    return 48 * 1024 * num_layers * (len(graph_sizes(max_num_seqs)) + len(CHUNK_SIZES) + len(MIXED_SIZES))
+
+
+class _Captured(ABC):
+    """A step of several sizes: replayed where it was captured, and otherwise computed kernel by kernel.
+
+    sizes: ascending. logits_room: where all graphs put their logits, as `CausalLM.local_logits` takes it.
+    """
+
+    def __init__(self, context: RunContext, sizes: Sequence[int], logits_room: torch.Tensor):
+        self._context, self.sizes, self._logits_room = context, sizes, logits_room
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]] = {}
+
+    def run_all(self, caches: list[KVCache]) -> None:
+        """Compute a step of padding of each size, by the layers of `caches`. Must run on all ranks together."""
+        for size in reversed(self.sizes):
+            self._load_padding(size)
+            self._step(size, caches)
+
+    def capture(self, memory: StepMemory) -> None:
+        """Capture all sizes, largest first. Must run on all ranks together."""
+        for size in reversed(self.sizes):
+            self._load_padding(size)
+            self._graphs[size] = memory.capture(partial(self._step, size, self._context.caches))
+
+    def _replay(self, size: int) -> tuple[torch.Tensor, ...]:
+        """What a step of this size returns, over what has been loaded."""
+        if size not in self._graphs:
+            return self._step(size, self._context.caches)
+        graph, output = self._graphs[size]
+        graph.replay()
+        return output
+
+    def _load_padding(self, size: int) -> None:  # noqa: B027 # nothing to do where inputs are padding at first
+        """Fill the inputs of a step of this size with padding alone."""
+
+    @abstractmethod
+    def _step(self, size: int, caches: list[KVCache]) -> tuple[torch.Tensor, ...]:
+        """Compute what has been loaded. The logits come first."""
+
+
+class DecodeGraphs(_Captured):
     """Whole decode steps, one graph a batch size: gather inputs, forward pass, draw, write back.
 
     A step costs the host one small copy (rows, positions, how to draw) and one replay; tokens and block tables are on
     the device already. A padding row has position -1, so it attends to nothing and writes no KV; its token goes to the
     token table's spare row. `run` returns tensors that the next `run` overwrites.
-
-    Mirrors block tables on the device, for which `apply` must see every plan. logits_room: where all graphs put their
-    logits, as `CausalLM.local_logits` takes it.
     """
 
     def __init__(self, context: RunContext, logits_room: torch.Tensor):
-        self._context, self._logits_room = context, logits_room
         seqs, blocks, device = context.max_num_seqs, context.max_blocks, context.device
-        self._sizes = graph_sizes(seqs)
-        self._size_for = [next(s for s in self._sizes if s >= n) for n in range(1, seqs + 1)]
-        self._block_table = torch.zeros(seqs + 1, blocks, dtype=torch.int32, device=device)
+        super().__init__(context, graph_sizes(seqs), logits_room)
+        self._size_for = [next(s for s in self.sizes if s >= n) for n in range(1, seqs + 1)]
         self._packed = torch.zeros(WORDS * seqs, dtype=torch.int64, device=device)
         self._input_ids, self._slots = torch.zeros(2, seqs, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(seqs, dtype=torch.int32, device=device)
         self._tables = torch.zeros(seqs, blocks, dtype=torch.int32, device=device)
         self._query_starts = torch.arange(seqs + 1, dtype=torch.int32, device=device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
-
-    def run_all(self, caches: list[KVCache]) -> None:
-        """Compute a step of padding of each size, by the layers of `caches`. Must run on all ranks together."""
-        for size in reversed(self._sizes):
-            self._load_padding(size)
-            self._step(size, caches)
-
-    def capture(self, memory: StepMemory) -> None:
-        """Capture all sizes. Must run on all ranks together."""
-        for size in reversed(self._sizes):
-            self._load_padding(size)
-            graph, (logits, token_ids) = memory.capture(partial(self._step, size, self._context.caches))
-            self._graphs[size] = (graph, logits, token_ids)
-
-    def apply(self, plan: StepPlan) -> None:
-        """Bring the device's block tables up to date with a plan."""
-        updates = [(data.row, data.first_block, data.block_table) for data in plan.new] + plan.block_updates
-        if not updates:
-            return
-        width = self._context.max_blocks
-        starts = np.array([row * width + first for row, first, _ids in updates], np.int64)
-        counts = np.array([len(ids) for _row, _first, ids in updates], np.int64)
-        ends = np.cumsum(counts)
-        places = np.arange(int(ends[-1])) + np.repeat(starts - ends + counts, counts)
-        blocks = np.fromiter((block for _row, _first, ids in updates for block in ids), np.int64, int(ends[-1]))
-        where, values = to_device([places, blocks], np.int64, self._context.device)
-        self._block_table.view(-1).index_copy_(0, where, values.to(torch.int32))
 
     def run(self, rows: np.ndarray, positions: np.ndarray, draw: DrawColumns) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode n sequences: (the rank's logits [n, local tokens], tokens drawn by temperature alone [n] int64).
@@ -126,11 +143,7 @@ class DecodeGraphs:
         count = len(rows)
         size = self._size_for[count - 1]
         self._packed[: WORDS * size].copy_(self._pack(size, rows, positions, draw), non_blocking=True)
-        if size in self._graphs:
-            graph, logits, token_ids = self._graphs[size]
-            graph.replay()
-        else:  # nothing was captured
-            logits, token_ids = self._step(size, self._context.caches)
+        logits, token_ids = self._replay(size)
         return logits[:count], token_ids[:count]
 
     def _load_padding(self, size: int) -> None:
@@ -151,7 +164,7 @@ class DecodeGraphs:
         return packed
 
     def _step(self, size: int, caches: list[KVCache]) -> tuple[torch.Tensor, torch.Tensor]:
-        model, token_table, split = self._context.model, self._context.batch.token_table, self._context.split_decodes
+        model, state, split = self._context.model, self._context.batch, self._context.split_decodes
         rows, positions, seeds, floats = self._packed[: WORDS * size].view(WORDS, size).unbind(0)
         temperature, noise_scale = floats.view(torch.float32).view(2, size).unbind(0)
         batch = ForwardBatch(
@@ -166,12 +179,12 @@ class DecodeGraphs:
             max_query_len=0 if split else 1,
         )
         inputs = ops.DecodeInputs(batch.input_ids, batch.slot_mapping, batch.seq_lens, batch.block_tables)
-        ops.decode_inputs(rows, positions, token_table, self._block_table, self._context.batch.block_size, inputs)
+        ops.decode_inputs(rows, positions, state.token_table, state.block_table, state.block_size, inputs)
         logits = model.local_logits(model(batch, caches), self._logits_room)
         targets = positions + 1  # a padding row's is 0, in the spare row
         drawn = ops.DrawRows(seeds, targets, temperature, noise_scale)
         token_ids = draw(logits, drawn, model.lm_head.first_token, model.tp)
-        token_table.index_put_((rows, targets), token_ids.to(torch.int32))
+        state.token_table.index_put_((rows, targets), token_ids.to(torch.int32))
         return logits, token_ids
 
 
@@ -186,7 +199,7 @@ def draw(logits: torch.Tensor, rows: ops.DrawRows, first_token: int, tp: TPGroup
     return ops.tokens_of_keys(tp.gather_small(keys).amax(0))
 
 
-class ChunkGraphs:
+class ChunkGraphs(_Captured):
     """Captured steps up to the logits, with prompts and chunks of them, alone or among decodes.
 
     A graph has room for a number of tokens, of decodes and of chunks; what a step leaves free is padding: tokens with
@@ -194,13 +207,13 @@ class ChunkGraphs:
 
     sizes: in tokens, ascending. max_decodes, max_chunks: room for sequences with one token that the decode kernel
     attends, and for others; without room for decodes these count as chunks. As many rows of logits as chunks and, with
-    decodes, as sequences. logits_room: as for `DecodeGraphs`.
+    decodes, as sequences.
     """
 
     def __init__(
         self, context: RunContext, sizes: list[int], *, max_decodes: int, max_chunks: int, logits_room: torch.Tensor
     ):
-        self._context, self.sizes, self._logits_room = context, sizes, logits_room
+        super().__init__(context, sizes, logits_room)
         self._max_decodes, self._max_chunks = max_decodes, max_chunks
         tokens, seqs, device = max(sizes, default=0), max_decodes + max_chunks, context.device
         self._input_ids, self._positions = torch.zeros(2, tokens, dtype=torch.int64, device=device)
@@ -209,17 +222,6 @@ class ChunkGraphs:
         self._seq_lens = torch.zeros(seqs, dtype=torch.int32, device=device)
         self._query_starts = torch.zeros(seqs + 1, dtype=torch.int32, device=device)
         self._tables = torch.zeros(seqs, context.max_blocks, dtype=torch.int32, device=device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-
-    def run_all(self, caches: list[KVCache]) -> None:
-        """Compute a step of padding of each size, by the layers of `caches`. Must run on all ranks together."""
-        for size in reversed(self.sizes):
-            self._step(size, caches)
-
-    def capture(self, memory: StepMemory) -> None:
-        """Capture all sizes, largest first. Must run on all ranks together."""
-        for size in reversed(self.sizes):
-            self._graphs[size] = memory.capture(partial(self._step, size, self._context.caches))
 
     def cost(self, size: int) -> StepCost:
         """What a captured step takes. Must run on all ranks together, before anything else is run."""
@@ -244,12 +246,7 @@ class ChunkGraphs:
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """The rank's logits [rows, local tokens] of batch.logit_rows, for a batch that `fits`."""
-        size = self._load(batch)
-        if size in self._graphs:
-            graph, logits = self._graphs[size]
-            graph.replay()
-        else:  # nothing was captured
-            logits = self._step(size, self._context.caches)
+        (logits,) = self._replay(self._load(batch))
         return logits[: len(_logit_rows(batch))]
 
     def _seconds(self, size: int) -> float:
@@ -290,7 +287,7 @@ class ChunkGraphs:
         self._logit_rows[len(rows) :].fill_(0)  # rows of a larger graph would be out of bounds
         return size
 
-    def _step(self, size: int, caches: list[KVCache]) -> torch.Tensor:
+    def _step(self, size: int, caches: list[KVCache]) -> tuple[torch.Tensor]:
         room = self._room(size)
         seqs = room + self._max_chunks
         batch = ForwardBatch(
@@ -306,7 +303,7 @@ class ChunkGraphs:
             prefill_row=0,
         )
         model = self._context.model
-        return model.local_logits(model(batch, caches), self._logits_room)
+        return (model.local_logits(model(batch, caches), self._logits_room),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +328,7 @@ def capture_graphs(context: RunContext, max_tokens: int, memory: StepMemory) -> 
     # Logits are read before the next step runs, so all graphs put theirs here.
     room = torch.empty(context.max_num_seqs, head.num_tokens, dtype=head.weight.dtype, device=context.device)
     chunks, decodes = step_graphs(context, max_tokens, room), DecodeGraphs(context, room)
-    all_graphs: list[ChunkGraphs | DecodeGraphs] = [*reversed(chunks), decodes]  # the largest first
+    all_graphs: list[_Captured] = [*reversed(chunks), decodes]  # the largest first
     caches = context.caches[: context.model.spec.num_distinct_layers]
     with memory.active():
         with ops.compile_only():

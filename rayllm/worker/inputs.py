@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,12 +13,12 @@ from rayllm.layers.batch import ForwardBatch
 
 
 class PersistentBatch:
-    """What a worker knows of each row. Host arrays, and the tokens themselves on the device.
+    """What a worker knows of each row: counts on the host, blocks and tokens on the device.
 
     num_tokens, num_computed, num_prompt: [max_num_seqs] int64. num_tokens counts sampled tokens whose ids only the
-    device knows yet. block_table: [max_num_seqs, max blocks] int32. token_table: [max_num_seqs + 1, max_model_len]
-    int32 on the device, so that a sampled token is the next step's input without passing through the host; its last
-    row takes the tokens of padding.
+    device knows yet. block_table: [max_num_seqs + 1, max blocks] int32, and token_table: [max_num_seqs + 1,
+    max_model_len] int32, both on the device, where captured steps read them, and where a sampled token is the next
+    step's input without passing through the host; their last rows are those of padding.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device):
@@ -25,7 +26,8 @@ class PersistentBatch:
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.num_prompt = np.zeros(max_num_seqs, np.int64)
-        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        max_blocks = -(-max_model_len // block_size)
+        self.block_table = torch.zeros(max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device)
         self.token_table = torch.zeros(max_num_seqs + 1, max_model_len, dtype=torch.int32, device=device)
 
     def apply(self, plan: StepPlan) -> None:
@@ -35,12 +37,19 @@ class PersistentBatch:
             self.num_tokens[row] = length
             self.num_computed[row] = data.num_computed_tokens
             self.num_prompt[row] = data.num_prompt_tokens
-            first = data.first_block  # what lies before it is never read
-            self.block_table[row, first : first + len(data.block_table)] = data.block_table
             (tokens,) = to_device([np.array(data.token_ids, np.int32)], np.int32, self.token_table.device)
             self.token_table[row, :length] = tokens
-        for row, first, ids in plan.block_updates:
-            self.block_table[row, first : first + len(ids)] = ids
+        # What lies before the first block of a table is never read.
+        updates = [(data.row, data.first_block, data.block_table) for data in plan.new] + plan.block_updates
+        if updates:
+            width = self.block_table.shape[1]
+            starts = np.array([row * width + first for row, first, _ids in updates], np.int64)
+            counts = np.array([len(ids) for _row, _first, ids in updates], np.int64)
+            ends = np.cumsum(counts)
+            places = np.arange(int(ends[-1])) + np.repeat(starts - ends + counts, counts)
+            blocks = np.fromiter((block for _row, _first, ids in updates for block in ids), np.int64, int(ends[-1]))
+            index, values = to_device([places, blocks], np.int64, self.block_table.device)
+            self.block_table.view(-1).index_copy_(0, index, values.to(torch.int32))
         if plan.tokens:
             rows, ids = np.array(plan.tokens, np.int64).T
             where = to_device([rows, self.num_tokens[rows] - 1, ids], np.int64, self.token_table.device)
@@ -69,20 +78,15 @@ class StepInputs:
     rows: np.ndarray
     counts: np.ndarray
     starts: np.ndarray
-    num_sampled: int
 
-    @property
-    def sampled_rows(self) -> np.ndarray:
-        """Rows that sample, [num_sampled]."""
-        return self.rows[: self.num_sampled]
-
-    @property
-    def sampled_positions(self) -> np.ndarray:
-        """Where the sampled tokens will stand in their sequences, [num_sampled]."""
-        return (self.starts + self.counts)[: self.num_sampled]
+    def spans(self) -> Iterator[tuple[int, int, int, int]]:
+        """(row, position of its first token, how many, index of the first in the step) of each sequence."""
+        firsts = self.counts.cumsum() - self.counts
+        columns = (self.rows, self.starts, self.counts, firsts)
+        return zip(*(column.tolist() for column in columns), strict=True)
 
 
-def build(state: PersistentBatch, plan: StepPlan, device: torch.device, split_decodes: bool = True) -> StepInputs:
+def build(state: PersistentBatch, plan: StepPlan, split_decodes: bool = True) -> StepInputs:
     """The tensors of one step. Reads `state` (after `apply`), changes nothing.
 
     split_decodes: the plan's decodes get the decode kernel; otherwise they are chunks of one token.
@@ -90,31 +94,26 @@ def build(state: PersistentBatch, plan: StepPlan, device: torch.device, split_de
     rows = np.array(plan.rows, np.int64)
     counts = np.array(plan.num_tokens, np.int64)
     starts = state.num_computed[rows]
-    ends = np.cumsum(counts)
-    total = int(ends[-1])
-    token_rows = np.repeat(rows, counts)
+    ends, seq_lens = np.cumsum(counts), starts + counts
     # A token's position: its index in the step, shifted so that each sequence begins at its own start.
-    positions = np.arange(total) + np.repeat(starts - ends + counts, counts)
-    size = state.block_size
-    slots = state.block_table[token_rows, positions // size].astype(np.int64) * size + positions % size
-    logit_rows = ends[: plan.num_sampled] - 1
-    seq_lens = starts + counts
-    tables = state.block_table[rows, : -(-int(seq_lens.max()) // size)]
+    positions = np.arange(int(ends[-1])) + np.repeat(starts - ends + counts, counts)
     decodes = plan.num_decodes if split_decodes else 0
-    wide = to_device([token_rows, positions, slots, logit_rows], np.int64, device)
-    narrow = to_device([seq_lens, np.append(0, ends), tables.ravel()], np.int32, device)
+    wide = [np.repeat(rows, counts), positions, rows, ends[: plan.num_sampled] - 1]
+    token_rows, where, seq_rows, logit_rows = to_device(wide, np.int64, state.block_table.device)
+    narrow = to_device([seq_lens, np.append(0, ends)], np.int32, state.block_table.device)
+    size = state.block_size
     batch = ForwardBatch(
-        input_ids=state.token_table[wide[0], wide[1]].to(torch.int64),
-        positions=wide[1],
-        slot_mapping=wide[2],
-        block_tables=narrow[2].view(len(rows), -1),
+        input_ids=state.token_table[token_rows, where].to(torch.int64),
+        positions=where,
+        slot_mapping=state.block_table[token_rows, where // size].to(torch.int64) * size + where % size,
+        block_tables=state.block_table[:, : -(-int(seq_lens.max()) // size)].index_select(0, seq_rows),
         seq_lens=narrow[0],
         query_start_loc=narrow[1],
-        logit_rows=wide[3],
+        logit_rows=logit_rows,
         num_decodes=decodes,
         max_query_len=int(counts[decodes:].max(initial=0)),
     )
-    return StepInputs(batch, rows, counts, starts, plan.num_sampled)
+    return StepInputs(batch, rows, counts, starts)
 
 
 def to_device(arrays: list[np.ndarray], dtype: type, device: torch.device) -> list[torch.Tensor]:

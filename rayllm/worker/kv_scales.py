@@ -28,29 +28,24 @@ SEED = 1
 
 
 def find_scales(
-    model: CausalLM,
-    kv_dtype: torch.dtype,
-    dtype: torch.dtype,
-    device: torch.device,
-    block_size: int,
-    run: Callable[[ForwardBatch, list[KVCache]], None],
+    model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Callable[[ForwardBatch, list[KVCache]], None]
 ) -> list[KVScales] | None:
-    """Scales of each layer of the rank's model on `device`; None if kv_dtype is no fp8 format.
+    """Scales of each layer of the rank's model, on its device; None if kv_dtype is no fp8 format.
 
-    dtype: of the model. run: computes a step of the model, on all ranks together; called at most once. Nothing else
-    of the engine's options has a part in it, so that they leave results alone. Raises ModelError if the model's keys
-    or values are not finite.
+    run: computes a step of the model, on all ranks together; called at most once. Nothing else of the engine's options
+    has a part in it, so that they leave results alone. Raises ModelError if the model's keys or values are not finite.
     """
     if kv_dtype not in FP8_MAX:
         return None
     found = model.kv_scales
     if any(scales is None for scales in found):
         if kv_dtype == torch.float8_e4m3fn:
-            measured = _calibrate(model, kv_dtype, dtype, device, block_size, run)
+            measured = _calibrate(model, kv_dtype, block_size, run)
         else:
             ones = torch.ones(model.num_kv_heads_per_rank)
             measured = [KVScales(ones, ones)] * model.num_layers
         found = [own or other for own, other in zip(found, measured, strict=True)]
+    device = model.lm_head.weight.device
     return [KVScales(scales.k.to(device), scales.v.to(device)) for scales in found if scales is not None]
 
 
@@ -66,14 +61,10 @@ def scale_for(largest: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
 
 
 def _calibrate(
-    model: CausalLM,
-    kv_dtype: torch.dtype,
-    dtype: torch.dtype,
-    device: torch.device,
-    block_size: int,
-    run: Callable[[ForwardBatch, list[KVCache]], None],
+    model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Callable[[ForwardBatch, list[KVCache]], None]
 ) -> list[KVScales]:
     """Scales from the largest keys and values in a cache of the model's own dtype, after one sequence."""
+    dtype, device = model.lm_head.weight.dtype, model.lm_head.weight.device
     tokens = min(CALIBRATION_TOKENS, model.spec.max_model_len)
     blocks = math.ceil(tokens / block_size)
     shape = (2, blocks, model.num_kv_heads_per_rank, block_size, model.head_dim)

@@ -1,4 +1,4 @@
-"""`ModelRunner`: executes plans on one rank: persistent batch, forward pass, sampling."""
+"""`ModelRunner`: executes plans on one rank: persistent batch, forward pass, sampling or pooling."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from rayllm.sampling.sampling_batch import SamplingBatch
 from rayllm.sampling.sampling_table import SamplingTable
 from rayllm.sampling.token_mask import TokenMasks
 from rayllm.worker.graphs import DecodeGraphs, RunContext, StepGraphs
-from rayllm.worker.inputs import StepInputs, build, to_device
-from rayllm.worker.pooling import Pooler
+from rayllm.worker.inputs import PersistentBatch, StepInputs, build, to_device
 
 # With these, sampling runs every kernel that it has: on logits as they are, and on changed ones.
 ALL_WAYS = tuple(
@@ -71,13 +70,14 @@ class ModelRunner:
         if decode_graphs is not None and plan.num_decodes == len(plan.rows):
             sampled, sampling = self._decode(decode_graphs, np.array(plan.rows, np.int64), plan)
         else:
-            inputs = build(self._state, plan, self._device, self._context.split_decodes)
+            inputs = build(self._state, plan, self._context.split_decodes)
             if self._prompt_logprobs_of or self._pooler.wants(plan.rows):
                 logits, prompt_entries, embeddings = self._forward_all(inputs)
             else:
                 logits = self._forward(inputs)
             if plan.num_sampled:
-                sampled, sampling = self._sample(logits, inputs.sampled_rows, inputs.sampled_positions, plan)
+                ends = (inputs.starts + inputs.counts)[: plan.num_sampled]
+                sampled, sampling = self._sample(logits, inputs.rows[: plan.num_sampled], ends, plan)
             self._state.advance(inputs.rows, inputs.counts, plan.num_sampled)
         output = None if sampled is None else sampled.to_host()
         if embeddings is not None:
@@ -94,8 +94,6 @@ class ModelRunner:
             self._prompt_logprobs_of.pop(row, None)
             self._pooler.free(row)
         self._state.apply(plan)
-        if self._graphs.decodes is not None:
-            self._graphs.decodes.apply(plan)
         for data in plan.new:
             self._table.set(data)
             self._pooler.add(data)
@@ -167,21 +165,61 @@ class ModelRunner:
     def _prompt_entries(self, inputs: StepInputs, hidden: torch.Tensor) -> list[tuple[int, int, list[TokenLogprobs]]]:
         """Logprobs of the prompt tokens that follow the computed ones. hidden: [T, hidden_size] of the whole step."""
         entries = []
-        first_token = 0
-        for row, count, start in zip(inputs.rows.tolist(), inputs.counts.tolist(), inputs.starts.tolist(), strict=True):
+        for row, start, count, first_token in inputs.spans():
             num_top = self._prompt_logprobs_of.get(row)
-            stop = min(
-                start + count, int(self._state.num_prompt[row]) - 1
-            )  # the last prompt token predicts no prompt token
-            if num_top is not None:
-                for begin in range(start, stop, PROMPT_LOGITS_ROWS):
-                    end = min(begin + PROMPT_LOGITS_ROWS, stop)
-                    offset = first_token + begin - start
-                    logits = self._model.compute_logits(hidden[offset : offset + end - begin])
-                    targets = self._state.token_table[row, begin + 1 : end + 1].to(torch.int64)
-                    entries.append((row, begin + 1, prompt_logprobs(logits, targets, num_top)))
-            first_token += count
+            if num_top is None:
+                continue
+            stop = min(start + count, int(self._state.num_prompt[row]) - 1)  # the last one predicts no prompt token
+            for begin in range(start, stop, PROMPT_LOGITS_ROWS):
+                end = min(begin + PROMPT_LOGITS_ROWS, stop)
+                offset = first_token + begin - start
+                logits = self._model.compute_logits(hidden[offset : offset + end - begin])
+                targets = self._state.token_table[row, begin + 1 : end + 1].to(torch.int64)
+                entries.append((row, begin + 1, prompt_logprobs(logits, targets, num_top)))
         return entries
+
+
+class Pooler:
+    """Pools the rows that ask for it: their last hidden state, or the mean of all, as a vector of length 1 (L2).
+
+    Sums are float32, whatever the model's dtype. They outlast steps, so they are not of the steps' memory.
+    """
+
+    def __init__(self, max_num_seqs: int, hidden_size: int, device: torch.device):
+        self._kinds: dict[int, str] = {}  # row -> "last" or "mean"
+        self._sums = torch.zeros(max_num_seqs, hidden_size, device=device)  # of each row's tokens so far
+
+    def add(self, data: SequenceData) -> None:
+        """Take note of a new row. Raises RuntimeError for a mean that would lack the first tokens."""
+        if data.pooling is None:
+            return
+        if data.pooling == "mean" and data.num_computed_tokens:
+            raise RuntimeError(f"a mean needs every token, and row {data.row} begins at {data.num_computed_tokens}")
+        self._kinds[data.row] = data.pooling
+        self._sums[data.row] = 0.0
+
+    def free(self, row: int) -> None:
+        """Forget a row, if it is known."""
+        self._kinds.pop(row, None)
+
+    def wants(self, rows: list[int]) -> bool:
+        """Whether any of a step's rows is pooled."""
+        return bool(self._kinds) and any(row in self._kinds for row in rows)
+
+    def pool(self, inputs: StepInputs, hidden: torch.Tensor, state: PersistentBatch) -> torch.Tensor | None:
+        """Embeddings [P, hidden_size] float32 of the P pooled prompts that end in this step, in the step's order.
+
+        hidden: [T, hidden_size] of all of the step's tokens. state: before it counts the step. None if P is 0.
+        """
+        done = []
+        for row, start, count, first in inputs.spans():
+            kind = self._kinds.get(row)
+            if kind == "mean":
+                self._sums[row] += hidden[first : first + count].sum(0, dtype=torch.float32)
+            if kind is not None and start + count == int(state.num_prompt[row]):
+                done.append(self._sums[row] if kind == "mean" else hidden[first + count - 1].float())
+        # The mean's direction is the sum's.
+        return torch.nn.functional.normalize(torch.stack(done), dim=1) if done else None
 
 
 @torch.inference_mode()

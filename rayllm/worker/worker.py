@@ -1,4 +1,7 @@
-"""`RankModel` and `Worker`: one rank, before and after its KV cache is sized. In process, or inside a Ray actor."""
+"""`RankModel` and `Worker`: one rank, before and after its KV cache is sized. In process, or inside a Ray actor.
+
+Executors need no more of a rank than what is public here and marked so: tests hand them stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,15 @@ from rayllm.layers.batch import ForwardBatch
 from rayllm.models.loader import load_model
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.sampling.sampling_table import SamplingTable
-from rayllm.worker.cache import CacheEngine, block_bytes
-from rayllm.worker.copy_stream import staging_blocks
-from rayllm.worker.graphs import (
-    CHUNK_SIZES,
-    MAX_CHUNKS,
-    MIXED_SIZES,
-    RunContext,
-    StepGraphs,
-    capture_graphs,
-    graph_sizes,
-)
+from rayllm.worker.cache import CacheEngine, block_bytes, staging_blocks
+from rayllm.worker.graphs import RunContext, StepGraphs, capture_graphs, graph_bytes, table_bytes
 from rayllm.worker.inputs import PersistentBatch
 from rayllm.worker.kv_scales import find_scales
-from rayllm.worker.pooling import pooling_bytes
+from rayllm.worker.memory import StepMemory, limit_stacks
 from rayllm.worker.runner import CHANGED_ROWS, PROMPT_LOGITS_ROWS, ModelRunner, PendingResult, sample_all_ways
-from rayllm.worker.step_memory import StepMemory, limit_stacks
 from rayllm_kernels import ops
 
-GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
+GIB, MIB = 1 << 30, 1 << 20
 # By how much the memory of steps may grow after it was measured, because it is cut in other ways. On an H200 it grows
 # by 2 MiB at most, over whole workloads, in either mode.
 ROOM_FOR_GAPS = 32 * MIB
@@ -51,7 +44,10 @@ logger = logging.getLogger(__name__)
 
 
 class RankModel:
-    """This rank's part of the model on its device. See `LoadedRank`. Raises ModelError or ConfigError."""
+    """This rank's part of the model on its device, whose KV cache is not sized yet: all ranks have to agree on that.
+
+    For executors: the constructor, `count_blocks` and `build`. Raises ModelError or ConfigError.
+    """
 
     def __init__(self, config: ResolvedConfig, tp: TPGroup, device: torch.device):
         self.config, self.device = config, device
@@ -68,16 +64,10 @@ class RankModel:
             tp = tp.with_symmetric_memory(config.spec.hidden_size, self.dtype)
             self.model = load_model(config, tp, device)
             self.synchronize()  # steps run on another stream
-            self.scales = find_scales(
-                self.model, self.kv_dtype, self.dtype, device, config.options.block_size, self._run_once
-            )
-        self.block_bytes = block_bytes(
-            config.spec.num_layers,
-            self.model.num_kv_heads_per_rank,
-            config.options.block_size,
-            config.spec.head_dim,
-            self.kv_dtype,
-        )
+            self.scales = find_scales(self.model, self.kv_dtype, config.options.block_size, self._run_once)
+        heads, size = self.model.num_kv_heads_per_rank, config.options.block_size
+        self.block_shape = (config.spec.num_layers, 2, heads, size, config.spec.head_dim)
+        self.block_bytes = block_bytes(self.block_shape, self.kv_dtype)
 
     def count_blocks(self) -> KVBlocks:
         """Blocks that fit on the device and in swap_space. On CUDA the largest batch runs once to see its memory.
@@ -97,22 +87,12 @@ class RankModel:
             return KVBlocks(self._measure_blocks(num_cpu_blocks), num_cpu_blocks)
 
     def build(self, blocks: KVBlocks) -> Worker:
-        """The rank with its KV cache, warm."""
+        """The rank with its KV cache, warm. To be called on all ranks together, once."""
         return Worker(self, blocks)
 
     def new_cache(self, blocks: KVBlocks) -> CacheEngine:
         """Pools of these sizes for this model."""
-        return CacheEngine(
-            num_gpu_blocks=blocks.gpu,
-            num_cpu_blocks=blocks.cpu,
-            num_layers=self.config.spec.num_layers,
-            num_kv_heads=self.model.num_kv_heads_per_rank,
-            block_size=self.config.options.block_size,
-            head_dim=self.config.spec.head_dim,
-            dtype=self.kv_dtype,
-            device=self.device,
-            scales=self.scales,
-        )
+        return CacheEngine(blocks, self.block_shape, self.kv_dtype, self.device, self.scales)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -181,7 +161,7 @@ class RankModel:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         tables = table_bytes(options.max_num_seqs, self.config.max_model_len, options.block_size)
-        tables += pooling_bytes(options.max_num_seqs, spec.hidden_size)
+        tables += 4 * options.max_num_seqs * spec.hidden_size  # the pooler's sums
         logits = options.max_num_seqs * self.model.lm_head.num_tokens * self.dtype.itemsize
         graphs = 0 if options.enforce_eager else graph_bytes(options.max_num_seqs, spec.num_layers) + logits
         usable = total * options.gpu_memory_utilization - (total - free) - tables - graphs - ROOM_FOR_GAPS
@@ -195,8 +175,15 @@ class RankModel:
         return blocks
 
 
+# (config, this rank's place, its device) -> the rank's model.
+LoadRank = Callable[[ResolvedConfig, TPGroup, torch.device], RankModel]
+
+
 class Worker:
-    """A rank that serves. See `Rank`."""
+    """A rank that serves. For executors: `submit`, `collect`, which may run on another thread, `close` and `ready`.
+
+    ready: how its start went.
+    """
 
     def __init__(self, rank: RankModel, blocks: KVBlocks):
         options, spec, device = rank.config.options, rank.config.spec, rank.device
@@ -237,18 +224,18 @@ class Worker:
 
     def _move_blocks(self, plan: StepPlan) -> None:
         """Start the plan's moves. Swap-ins of earlier plans have to be there, those of this one only if it says so."""
-        cache = self._cache
-        cache.join_swap_ins()
+        swaps = self._cache.swaps
+        swaps.join_swap_ins()
         if plan.await_write_backs is not None:
-            cache.join_write_backs(plan.await_write_backs)
+            swaps.join_write_backs(plan.await_write_backs)
         if plan.swap_outs:
-            cache.swap_out(plan.swap_outs)
+            swaps.swap_out(plan.swap_outs)
         if plan.swap_ins:
-            cache.swap_in(plan.swap_ins)
+            swaps.swap_in(plan.swap_ins)
             if plan.await_swap_ins:
-                cache.join_swap_ins()
+                swaps.join_swap_ins()
         if plan.write_backs:
-            cache.write_back(plan.write_backs, plan.step_id)
+            swaps.write_back(plan.write_backs, plan.step_id)
 
     def _warm_up(self, context: RunContext, table: SamplingTable) -> StepGraphs:
         """Compile all kernels and, unless enforce_eager, capture graphs."""
@@ -278,11 +265,11 @@ class Worker:
             return None
         num_tokens = min(rank.config.options.max_num_batched_tokens, PROBE_TOKENS[kind])
         many = min(num_blocks, max(1, PROBE_BYTES[kind] // rank.block_bytes))
-        pairs = [(block, block) for block in range(many)]
+        pairs, moves = [(block, block) for block in range(many)], (cache.swaps.swap_out, cache.swaps.swap_in)
         with self._memory.active():
             prefill = self._seconds(partial(rank.run_batch, cache.layers, num_tokens))
-            out, into = (self._seconds(partial(move, pairs)) for move in (cache.swap_out, cache.swap_in))
-            least = min(self._seconds(partial(move, pairs[:1])) for move in (cache.swap_out, cache.swap_in))
+            out, into = (self._seconds(partial(move, pairs)) for move in moves)
+            least = min(self._seconds(partial(move, pairs[:1])) for move in moves)
         beside = max(0.0, least - min(out, into) / many)
         logger.info(
             "prefill %.0f tokens/s, swap out %.2f GB/s, in %.2f GB/s, %.0f us a transfer",
@@ -299,7 +286,7 @@ class Worker:
         for _ in range(PROBE_RUNS + 1):
             started = time.perf_counter()
             run()
-            self._cache.join_swap_ins()
+            self._cache.swaps.join_swap_ins()
             self._rank.synchronize()
             taken.append(time.perf_counter() - started)
         return min(taken[1:])
@@ -320,22 +307,6 @@ class Worker:
                 allowed / GIB,
             )
         return DeviceMemory(weights, kv_cache, total - free, allowed)
-
-
-def load_rank(config: ResolvedConfig, tp: TPGroup, device: torch.device) -> RankModel:
-    """The `LoadRank` of real engines."""
-    return RankModel(config, tp, device)
-
-
-def table_bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
-    """Of the token table and of the block tables that eager and captured steps read, on the device."""
-    block_tables = 4 * max_num_seqs + MAX_CHUNKS
-    return 4 * (max_num_seqs + 1) * max_model_len + 4 * block_tables * -(-max_model_len // block_size)
-
-
-def graph_bytes(max_num_seqs: int, num_layers: int) -> int:
-    """What captured graphs take of the driver's memory. Measured on H200: 33 to 40 KiB a layer and graph."""
-    return 48 * KIB * num_layers * (len(graph_sizes(max_num_seqs)) + len(CHUNK_SIZES) + len(MIXED_SIZES))
 
 
 def _growing(most: int) -> list[int]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.stand_ins import cpu_config
 
 from rayllm import LLM, SamplingParams
-from rayllm.api.types import EngineInfo
+from rayllm.api.types import EngineInfo, KVBlocks
 from rayllm.config.model_spec import load_model_spec
 from rayllm.config.options import EngineConfig, make_config
 from rayllm.config.resolved import resolve
@@ -21,7 +21,7 @@ from rayllm.parallel.tp_group import TPGroup
 from rayllm.worker import worker
 from rayllm.worker.cache import CacheEngine
 from rayllm.worker.kv_scales import CALIBRATION_TOKENS, MARGIN, find_scales, scale_for
-from rayllm.worker.worker import load_rank
+from rayllm.worker.worker import RankModel
 from rayllm_kernels.ops import KVScales
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def scales_of(model, kv_dtype):
         with torch.inference_mode():
             model(batch, caches)
 
-    return find_scales(model, kv_dtype, torch.float32, CPU, 16, run)
+    return find_scales(model, kv_dtype, 16, run)
 
 
 def test_scale_for_leaves_the_margin_and_no_more_than_twice_that():
@@ -87,7 +87,7 @@ def test_e4m3_is_calibrated_with_random_tokens(llama):
 def test_calibration_takes_no_more_tokens_than_a_sequence_may_have(tmp_path, most, expected):
     model = load(factory.make_model(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=most))
     seen = []
-    find_scales(model, E4M3, torch.float32, CPU, 16, lambda batch, _caches: seen.append(len(batch.positions)))
+    find_scales(model, E4M3, 16, lambda batch, _caches: seen.append(len(batch.positions)))
     assert seen == [expected]
 
 
@@ -98,7 +98,7 @@ def test_values_that_are_not_finite_are_refused(llama):
         caches[1].v[0, 0, 0, 0] = torch.inf
 
     with pytest.raises(ModelError, match="kv_cache_dtype: keys or values of layer 1 are not finite"):
-        find_scales(model, E4M3, torch.float32, CPU, 16, run)
+        find_scales(model, E4M3, 16, run)
 
 
 def test_e5m2_needs_no_scale(llama):
@@ -188,7 +188,7 @@ def test_a_gpu_without_e4m3_is_refused_before_the_model_is_loaded(monkeypatch):
     def load_on(capability, kv_cache_dtype):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
         config = resolve(EngineConfig(device="cuda", kv_cache_dtype=kv_cache_dtype), num_gpus=1)
-        load_rank(config, TPGroup.single(), torch.device("cuda"))
+        RankModel(config, TPGroup.single(), torch.device("cuda"))
 
     def reached(*_args):
         raise NotImplementedError("the device")
@@ -205,9 +205,9 @@ def test_a_gpu_without_e4m3_is_refused_before_the_model_is_loaded(monkeypatch):
 
 
 def test_pools_are_bytes_that_layers_see_as_numbers():
-    shape = {"num_layers": 2, "num_kv_heads": 3, "block_size": 4, "head_dim": 8, "device": CPU}
+    shape = (2, 2, 3, 4, 8)
     scales = [KVScales(torch.full((3,), 1.0 + layer), torch.full((3,), 2.0)) for layer in range(2)]
-    cache = CacheEngine(num_gpu_blocks=5, num_cpu_blocks=4, dtype=E4M3, scales=scales, **shape)
+    cache = CacheEngine(KVBlocks(5, 4), shape, E4M3, CPU, scales)
     assert cache.pool[0].nbytes == 2 * 2 * 3 * 4 * 8
     assert cache.host_pool.dtype == cache.pool.dtype == torch.uint8
     for layer, (k, v, own) in enumerate(cache.layers):
@@ -219,14 +219,14 @@ def test_pools_are_bytes_that_layers_see_as_numbers():
     cache.pool.random_(0, 255, generator=torch.Generator().manual_seed(0))
     before = cache.pool.clone()
     cache.copy([(0, 3)])
-    cache.swap_out([(1, 2)])
+    cache.swaps.swap_out([(1, 2)])
     cache.pool[1].zero_()
-    cache.swap_in([(2, 4)])
+    cache.swaps.swap_in([(2, 4)])
     assert torch.equal(cache.pool[3], before[0])
     assert torch.equal(cache.pool[4], before[1])
     for dtype, given in ((E4M3, None), (torch.float16, scales)):
         with pytest.raises(ValueError, match="scales"):
-            CacheEngine(num_gpu_blocks=1, num_cpu_blocks=0, dtype=dtype, scales=given, **shape)
+            CacheEngine(KVBlocks(1, 0), shape, dtype, CPU, given)
 
 
 def test_twice_the_tokens_in_the_same_memory(monkeypatch):
@@ -234,7 +234,7 @@ def test_twice_the_tokens_in_the_same_memory(monkeypatch):
 
     def blocks(**options):
         config = cpu_config(dtype="bfloat16", swap_space=0.01, **options)
-        return load_rank(config, TPGroup.single(), CPU).count_blocks()
+        return RankModel(config, TPGroup.single(), CPU).count_blocks()
 
     plain, small = blocks(), blocks(kv_cache_dtype="fp8")
     assert small.gpu == 2 * plain.gpu

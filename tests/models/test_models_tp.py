@@ -103,7 +103,7 @@ def drive_fp8(folder, tp):
         with torch.inference_mode():
             model(batch, caches)
 
-    scales = find_scales(model, torch.float8_e4m3fn, torch.float32, CPU, 8, run)
+    scales = find_scales(model, torch.float8_e4m3fn, 8, run)
     runner = factory.PagedRunner(model)
     runner.caches = [
         KVCache(*(part.nan_to_num().to(torch.float8_e4m3fn) for part in cache[:2]), own)

@@ -22,7 +22,7 @@ from rayllm.sampling.token_mask import TokenMasks
 from rayllm.text.tokenizer import load_tokenizer
 from rayllm.worker.graphs import DecodeGraphs, StepGraphs
 from rayllm.worker.runner import ModelRunner
-from rayllm.worker.worker import RankModel, load_rank
+from rayllm.worker.worker import RankModel
 
 CPU = torch.device("cpu")
 
@@ -107,7 +107,7 @@ def test_graph_decodes_and_eager_ones_take_the_same_tokens():
     ]
     tokenizer = load_tokenizer(BUNDLED_MODEL)
     prompt = tokenizer.encode("The answer is")
-    eager, graphs = (run(load, prompt, params) for load in (load_rank, GraphRank))
+    eager, graphs = (run(load, prompt, params) for load in (RankModel, GraphRank))
     for i, ((tokens, logprobs), (others, other_logprobs)) in enumerate(zip(eager, graphs, strict=True)):
         assert tokens == others
         assert len(logprobs) == len(other_logprobs) == (len(tokens) if i in (0, 3) else 0)

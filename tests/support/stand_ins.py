@@ -31,7 +31,7 @@ def make_plan(step_id: int, num_rows: int = 3) -> StepPlan:
 class AddingRank:
     """Tokens are (sum of 0..7 + step id) * row: each rank adds up its share of the sum, an all-reduce the rest.
 
-    It is a `LoadedRank` and a `Rank`, and as a class a `LoadRank`.
+    It stands in for a `RankModel` and a `Worker`, and as a class it is a `LoadRank`.
     """
 
     def __init__(self, config, tp, device):

@@ -111,10 +111,10 @@ def test_sampling_in_all_ways_is_forgotten(model):
 
 
 def test_a_device_table_may_begin_behind_the_window(model):
-    graphs = DecodeGraphs(*run_context(model, PagedRunner(model).caches, 2, max_model_len=64))
+    context, _room = run_context(model, PagedRunner(model).caches, 2, max_model_len=64)
     data = SequenceData(1, list(range(34)), 34, 33, [6, 4], SamplingParams(), 0, first_block=3)
-    graphs.apply(StepPlan(0, [], [data], [(1, 5, [9])], [], [], [], 0, 0))
-    assert graphs._block_table[1].tolist() == [0, 0, 0, 6, 4, 9, 0, 0]
+    context.batch.apply(StepPlan(0, [], [data], [(1, 5, [9])], [], [], [], 0, 0))
+    assert context.batch.block_table[1].tolist() == [0, 0, 0, 6, 4, 9, 0, 0]
 
 
 @pytest.mark.parametrize("split_decodes", [True, False])
@@ -136,7 +136,6 @@ def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes)
         cache.v.copy_(source.v.nan_to_num())
     plan = StepPlan(0, [], new, [], [], [], [], 0, 0)
     state.apply(plan)
-    graphs.apply(plan)
     for rows in ([3], [0, 1, 2, 3, 4, 5, 6], [6, 2, 4], [5, 0]):
         before = [cache.k.clone() for cache in caches]
         expected = torch.stack([eager.step([(str(row), [prompts[row][-1]])])[0][-1] for row in rows])

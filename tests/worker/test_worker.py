@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from rayllm.api.sampling_params import SamplingParams
-from rayllm.api.types import SequenceData, StepPlan
+from rayllm.api.types import KVBlocks, SequenceData, StepPlan
 from rayllm.worker.cache import CacheEngine, block_bytes
 from rayllm.worker.graphs import graph_sizes
 from rayllm.worker.inputs import PersistentBatch, build
 
 CPU = torch.device("cpu")
+BLOCK_SHAPE = (3, 2, 2, 4, 8)
 
 
 def make_plan(**fields: object) -> StepPlan:
@@ -31,16 +32,7 @@ def make_plan(**fields: object) -> StepPlan:
 
 
 def make_cache(num_gpu_blocks: int = 6, num_cpu_blocks: int = 4) -> CacheEngine:
-    cache = CacheEngine(
-        num_gpu_blocks=num_gpu_blocks,
-        num_cpu_blocks=num_cpu_blocks,
-        num_layers=3,
-        num_kv_heads=2,
-        block_size=4,
-        head_dim=8,
-        dtype=torch.float32,
-        device=CPU,
-    )
+    cache = CacheEngine(KVBlocks(num_gpu_blocks, num_cpu_blocks), BLOCK_SHAPE, torch.float32, CPU)
     cache.pool.normal_(generator=torch.Generator().manual_seed(0))
     return cache
 
@@ -54,7 +46,7 @@ def test_layers_are_views_of_one_block_major_pool():
         assert k.data_ptr() == cache.pool[0, i, 0].data_ptr()
         assert v.data_ptr() == cache.pool[0, i, 1].data_ptr()
     assert cache.pool[0].is_contiguous()
-    assert cache.pool[0].numel() * 4 == block_bytes(3, 2, 4, 8, torch.float32)
+    assert cache.pool[0].numel() * 4 == block_bytes(BLOCK_SHAPE, torch.float32)
 
 
 def test_copies_reach_all_layers_and_nothing_else():
@@ -70,9 +62,9 @@ def test_copies_reach_all_layers_and_nothing_else():
 def test_a_block_survives_the_way_to_the_host_and_back():
     cache = make_cache()
     before = cache.pool.clone()
-    cache.swap_out([(1, 3), (2, 0)])
+    cache.swaps.swap_out([(1, 3), (2, 0)])
     cache.pool.fill_(float("nan"))
-    cache.swap_in([(3, 5), (0, 4)])
+    cache.swaps.swap_in([(3, 5), (0, 4)])
     assert torch.equal(cache.pool[5], before[1])
     assert torch.equal(cache.pool[4], before[2])
 
@@ -94,7 +86,7 @@ def state() -> PersistentBatch:
 
 def test_a_mixed_plan_becomes_packed_tensors(state):
     plan = make_plan(rows=[0, 2], num_tokens=[1, 6], num_decodes=1, num_sampled=2)
-    inputs = build(state, plan, CPU)
+    inputs = build(state, plan)
     batch = inputs.batch
     assert batch.input_ids.tolist() == [205, 104, 105, 106, 107, 108, 109]
     assert batch.positions.tolist() == [5, 4, 5, 6, 7, 8, 9]
@@ -104,18 +96,18 @@ def test_a_mixed_plan_becomes_packed_tensors(state):
     assert batch.logit_rows.tolist() == [0, 6]
     assert batch.block_tables.tolist() == [[1, 2, 0], [7, 3, 5]]
     assert (batch.num_decodes, batch.max_query_len) == (1, 6)
-    assert inputs.sampled_positions.tolist() == [6, 10]
+    assert list(inputs.spans()) == [(0, 5, 1, 0), (2, 4, 6, 1)]
 
 
 def test_building_changes_nothing_and_advancing_counts(state):
     plan = make_plan(rows=[2, 0], num_tokens=[3, 1], num_decodes=0, num_sampled=0)
     before = (state.num_computed.copy(), state.num_tokens.copy(), state.token_table.clone())
-    inputs = build(state, plan, CPU)
+    inputs = build(state, plan)
     assert np.array_equal(before[0], state.num_computed)
     assert np.array_equal(before[1], state.num_tokens)
     assert torch.equal(before[2], state.token_table)
     assert inputs.batch.logit_rows.numel() == 0
-    state.advance(inputs.rows, inputs.counts, inputs.num_sampled)
+    state.advance(inputs.rows, inputs.counts, plan.num_sampled)
     state.check_integrity()
     assert state.num_computed[[2, 0]].tolist() == [7, 6]
     assert state.num_tokens[[2, 0]].tolist() == [10, 6]
@@ -124,7 +116,7 @@ def test_building_changes_nothing_and_advancing_counts(state):
 def test_a_row_forgets_its_former_sequence(state):
     state.apply(make_plan(free_rows=[2], new=[SequenceData(2, [9, 8], 2, 0, [6], SamplingParams(), 0)]))
     state.apply(make_plan(block_updates=[(2, 1, [4])]))
-    inputs = build(state, make_plan(rows=[2], num_tokens=[2], num_sampled=1), CPU)
+    inputs = build(state, make_plan(rows=[2], num_tokens=[2], num_sampled=1))
     assert inputs.batch.input_ids.tolist() == [9, 8]
     assert inputs.batch.slot_mapping.tolist() == [24, 25]
     assert state.block_table[2, :2].tolist() == [6, 4]
@@ -138,14 +130,14 @@ def test_a_newest_token_is_replaced_where_the_next_step_reads_it(state):
     assert [int(state.token_table[row, n - 1]) for row, n in zip((0, 2), lengths, strict=True)] == [66, 77]
     changed = (state.token_table != before).nonzero().tolist()
     assert changed == [[0, lengths[0] - 1], [2, lengths[1] - 1]]
-    inputs = build(state, make_plan(rows=[2, 0], num_tokens=[1, 1], num_decodes=2, num_sampled=2), CPU)
+    inputs = build(state, make_plan(rows=[2, 0], num_tokens=[1, 1], num_decodes=2, num_sampled=2))
     assert inputs.batch.input_ids.tolist() == [77, 66]
 
 
 def test_a_table_may_begin_behind_the_window(state):
     data = SequenceData(2, list(range(20)), 18, 17, [6, 4], SamplingParams(), 0, first_block=3)
     state.apply(make_plan(free_rows=[2], new=[data], block_updates=[(2, 5, [9])]))
-    inputs = build(state, make_plan(rows=[2], num_tokens=[3], num_sampled=1), CPU)
+    inputs = build(state, make_plan(rows=[2], num_tokens=[3], num_sampled=1))
     assert inputs.batch.slot_mapping.tolist() == [4 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3]
     assert inputs.batch.block_tables[0, 3:].tolist() == [6, 4]
     assert state.block_table[2, 5] == 9

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rayllm.worker import copy_stream
-from rayllm.worker.copy_stream import CopyStream, runs, slot_blocks, staging_blocks
+from rayllm.worker import cache
+from rayllm.worker.cache import CopyStream, runs, slot_blocks, staging_blocks
 from rayllm_kernels import ops
 
 GPU_BLOCKS, CPU_BLOCKS, SLOT = 12, 9, 2
@@ -95,8 +95,8 @@ def device(request, monkeypatch) -> Device:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: device.current)
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(copy_stream, "ops", type("Ops", (), {"copy_blocks": staticmethod(copy_blocks)}))
-    monkeypatch.setattr(copy_stream, "SLOT_BYTES", SLOT * 16)
+    monkeypatch.setattr(cache, "ops", type("Ops", (), {"copy_blocks": staticmethod(copy_blocks)}))
+    monkeypatch.setattr(cache, "SLOT_BYTES", SLOT * 16)
     device.tensor = lambda *shape: torch.zeros(*shape).as_subclass(Deferred)
     return device
 
@@ -160,10 +160,10 @@ def test_every_order_that_events_allow_is_the_programs(device):
             copies.join_write_backs(done)
             leaving = {block: last for block, last in leaving.items() if last > done}
         else:
-            copies.join()
+            copies.join_swap_ins()
             arriving.clear()
         device.run(rng.randint(0, 12))
-    copies.join()
+    copies.join_swap_ins()
     for block in range(GPU_BLOCKS):
         read(block)
     copies.synchronize()
