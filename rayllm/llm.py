@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from inspect import Parameter, Signature
 from typing import Any, cast
 
-from msgspec.structs import replace
 from tqdm import tqdm
 
 from rayllm.api.sampling_params import SamplingParams
@@ -93,8 +92,8 @@ class LLM:
         pooling: "last" takes the hidden state of the prompt's last token, "mean" the mean of all of them; both after
         the final norm, scaled to length 1 (L2). Raises InvalidRequestError, before anything runs.
         """
-        requests = [self._request(item, SamplingParams()) for item in _prompt_list(prompts)]
-        return self._run([(replace(request, pooling=pooling), text) for request, text in requests], use_tqdm)
+        params = SamplingParams()
+        return self._run([self._request(item, params, pooling) for item in _prompt_list(prompts)], use_tqdm)
 
     @property
     def engine(self) -> EngineCore:
@@ -119,10 +118,10 @@ class LLM:
     def __exit__(self, *_exc: object) -> None:
         self.shutdown()
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> tuple[GenerationRequest, str | None]:
-        salt = ""
-        if isinstance(prompt, dict):
-            salt, prompt = _read_prompt(prompt)
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None = None
+    ) -> tuple[GenerationRequest, str | None]:
+        salt, prompt = _read_prompt(prompt) if isinstance(prompt, dict) else ("", prompt)
         text = None
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -130,21 +129,25 @@ class LLM:
                     "prompt must be token ids; the engine was made with skip_tokenizer_init", "prompt"
                 )
             text, prompt = prompt, self.tokenizer.encode(prompt)
-        return replace(self._make(list(prompt), params), cache_salt=salt), text
+        return self._make(list(prompt), params, cache_salt=salt, pooling=pooling), text
 
-    def _make(self, ids: list[int], params: SamplingParams) -> GenerationRequest:
+    def _make(self, ids: list[int], params: SamplingParams, **fields: Any) -> GenerationRequest:
         if not all(issubclass(kind, int) and kind is not bool for kind in set(map(type, ids))):
             raise InvalidRequestError("prompt token ids must be integers", "prompt")
         return GenerationRequest(
-            request_id=str(next(self._ids)), prompt_token_ids=ids, params=params, arrival_time=time.time()
+            request_id=str(next(self._ids)), prompt_token_ids=ids, params=params, arrival_time=time.time(), **fields
         )
 
     def _run(self, requests: list[tuple[GenerationRequest, str | None]], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests to their end. An exception, Ctrl-C included, aborts what is left of them."""
         core = self.engine
         processor = OutputProcessor(self.tokenizer)
-        buffer = DeltaBuffer()
-        totals: dict[str, RequestOutput | None] = {request.request_id: None for request, _ in requests}
+        # The text of requests with stop strings decides when they end.
+        buffer = DeltaBuffer({request.request_id for request, _text in requests if request.params.stop})
+        totals = {
+            request.request_id: RequestOutput(request.request_id, text, request.prompt_token_ids, [], False)
+            for request, text in requests
+        }
         compiled = threading.Event()
         core.on_compiled = compiled.set
         try:
@@ -152,8 +155,6 @@ class LLM:
             for request, text in sorted(requests, key=lambda each: each[0].params.structured_outputs is None):
                 core.add(request)
                 processor.add(request, text)
-                if request.params.stop:
-                    buffer.pass_through(request.request_id)
             while core.is_compiling:
                 compiled.wait()
                 compiled.clear()
@@ -165,15 +166,14 @@ class LLM:
                     outputs, to_abort = processor.process(buffer.merge(deltas))
                     core.abort(to_abort)
                     for output in outputs:
-                        totals[output.request_id] = accumulate(totals[output.request_id], output)
+                        accumulate(totals[output.request_id], output)
                         bar.update(output.finished)
         except BaseException:
             core.abort(totals)
             raise
-        missing = [request_id for request_id, total in totals.items() if total is None or not total.finished]
-        if missing:
+        if missing := [request_id for request_id, total in totals.items() if not total.finished]:
             raise RuntimeError(f"requests {missing} ended without an answer")
-        return [total for total in totals.values() if total is not None]
+        return list(totals.values())
 
 
 def _signature() -> Signature:
@@ -193,45 +193,32 @@ LLM.__doc__ = f"{LLM.__doc__}\n" + "".join(
 
 
 class DeltaBuffer:
-    """Holds back a completion's deltas until it ends, and then passes them on as one.
+    """Holds back a completion's deltas until it ends, and then passes them on as one, before its last.
 
     Nobody reads offline completions while they grow, and turning tokens into text once costs a fraction of doing it a
-    token at a time. Requests with stop strings are passed through: their text decides when they end.
-    Deltas are joined as they come: kept one by one, they are so many objects that the garbage collector stalls steps.
+    token at a time. Deltas are joined as they come: kept one by one, they are so many objects that the garbage
+    collector stalls steps. through: ids of requests that are not held back.
     """
 
-    def __init__(self) -> None:
-        self._through: set[str] = set()
+    def __init__(self, through: Set[str]):
+        self._through = through
         self._held: dict[tuple[str, int], TokenDelta] = {}
-
-    def pass_through(self, request_id: str) -> None:
-        """Do not hold back this request."""
-        self._through.add(request_id)
 
     def merge(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
         """Take over a step's deltas; return those to process now."""
         ready = []
         for delta in deltas:
-            if delta.request_id in self._through:
-                ready.append(delta)
-                continue
             key = (delta.request_id, delta.index)
-            held = self._held.setdefault(key, delta)
-            if held is not delta:
+            if delta.finish_reason is not None:
+                if (held := self._held.pop(key, None)) is not None:
+                    ready.append(held)
+                ready.append(delta)
+            elif delta.request_id in self._through:
+                ready.append(delta)
+            elif (held := self._held.setdefault(key, delta)) is not delta:
                 held.token_ids.extend(delta.token_ids)
                 if held.logprobs is not None:
                     held.logprobs.extend(delta.logprobs or [])
-            if delta.finish_reason is not None:
-                del self._held[key]
-                ready.append(
-                    replace(
-                        held,
-                        finish_reason=delta.finish_reason,
-                        stop_reason=delta.stop_reason,
-                        num_preemptions=delta.num_preemptions,
-                        cumulative_logprob=delta.cumulative_logprob,
-                    )
-                )
         return ready
 
 

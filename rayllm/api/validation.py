@@ -26,19 +26,13 @@ def validate_request(request: GenerationRequest, info: EngineInfo) -> None:
             "structured_outputs: this model has no end-of-sequence token, by which its text could end",
             "structured_outputs",
         )
-    worst = max(prompt) if min(prompt) >= 0 else min(prompt)
-    if not 0 <= worst < info.vocab_size:
-        raise InvalidRequestError(
-            f"prompt has token id {worst}; ids of this model are 0 to {info.vocab_size - 1}", "prompt"
-        )
     if params.use_beam_search:
         _check_beams(params, info)
-    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
-        for token in ids:
-            if token >= info.vocab_size:
-                raise InvalidRequestError(
-                    f"{name} has token id {token}; ids of this model are 0 to {info.vocab_size - 1}", name
-                )
+    for name, ids in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        worst = 0 if not ids else max(ids) if min(ids) >= 0 else min(ids)
+        if not 0 <= worst < info.vocab_size:
+            message = f"{name} has token id {worst}; ids of this model are 0 to {info.vocab_size - 1}"
+            raise InvalidRequestError(message, name)
 
 
 def _check_beams(params: SamplingParams, info: EngineInfo) -> None:

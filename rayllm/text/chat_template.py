@@ -26,12 +26,12 @@ _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "raise_e
 
 
 class _Template(NamedTuple):
-    """A template of the model."""
+    """A template of the model, or none."""
 
-    source: str
-    compiled: jinja2.Template | None  # None if it does not compile
-    variables: Set[str]  # what it may read from outside; empty if it does not compile
-    error: str  # why it does not compile
+    source: str = ""
+    compiled: jinja2.Template | None = None  # None if there is none, or it does not compile
+    variables: Set[str] = frozenset()  # what it may read from outside
+    error: str = ""  # why nothing is compiled
 
 
 class ChatTemplate:
@@ -43,19 +43,23 @@ class ChatTemplate:
     """
 
     def __init__(self, templates: dict[str, str], special_tokens: dict[str, str]):
-        environment = _environment()
-        self._templates = {name: _compile(environment, source) for name, source in templates.items()}
+        environment, names = _environment(), ", ".join(sorted(templates)) or "none"
+        missing = _Template(
+            error="the model has no chat template for this request; tokenizer_config.json, chat_template.jinja and "
+            f"additional_chat_templates have: {names}. Use /v1/completions"
+        )
+        compiled = {name: _compile(environment, source) for name, source in templates.items()}
+        self._without_tools = compiled.get("default", missing)
+        self._with_tools = compiled.get("tool_use", self._without_tools)
         self._special_tokens = special_tokens
 
     def source(self, with_tools: bool = False) -> str:
         """The jinja source that requests with or without tools get; "" if there is none."""
-        template = self._find(with_tools)
-        return "" if template is None else template.source
+        return self._find(with_tools).source
 
     def variables(self, with_tools: bool = False) -> Set[str]:
         """What that template may read from outside; it ignores all else. Empty if it does not compile."""
-        template = self._find(with_tools)
-        return frozenset() if template is None else template.variables
+        return self._find(with_tools).variables
 
     def render(
         self,
@@ -72,13 +76,6 @@ class ChatTemplate:
         Raises InvalidRequestError: no template, a template's own complaint, or more than 16 Mi characters.
         """
         template = self._find(tools is not None)
-        if template is None:
-            names = ", ".join(sorted(self._templates)) or "none"
-            raise InvalidRequestError(
-                "the model has no chat template for this request; tokenizer_config.json, chat_template.jinja and "
-                f"additional_chat_templates have: {names}. Use /v1/completions",
-                "messages",
-            )
         if template.compiled is None:
             raise InvalidRequestError(template.error, "messages")
         if not messages:
@@ -95,17 +92,16 @@ class ChatTemplate:
         }
         return _render(template.compiled, self._special_tokens | extra | own)
 
-    def _find(self, with_tools: bool) -> _Template | None:
-        default = self._templates.get("default")
-        return self._templates.get("tool_use", default) if with_tools else default
+    def _find(self, with_tools: bool) -> _Template:
+        return self._with_tools if with_tools else self._without_tools
 
 
 def _compile(environment: jinja2.Environment, source: str) -> _Template:
     try:
         variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        return _Template(source, environment.from_string(source), variables, "")
+        return _Template(source, environment.from_string(source), variables)
     except Exception as error:  # a template may be wrong in any way; jinja2 lets some ValueErrors through
-        return _Template(source, None, frozenset(), f"the model's chat template does not compile: {error}")
+        return _Template(source, error=f"the model's chat template does not compile: {error}")
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:

@@ -32,9 +32,8 @@ class GrammarCompiler:
 
     def __init__(self, model: str, vocab_size: int, eos_token_ids: list[int], limit_s: float = COMPILE_LIMIT_S):
         self._limit_s = limit_s
-        self._lock = threading.Lock()  # of the next two
-        self._compiling: dict[bytes, Future[Grammar]] = {}
-        self._kept: dict[bytes, Future[Grammar]] = {}  # compiled ones, the latest used last
+        self._lock = threading.Lock()  # of the next line
+        self._grammars: dict[bytes, Future[Grammar]] = {}  # compiled or being compiled, the latest asked for last
         self._turn = threading.Lock()  # of the thread that compiles in this process, and of the next line
         self._rested = 0.0  # time.monotonic() from which the next may
         self._closed = False
@@ -50,16 +49,10 @@ class GrammarCompiler:
         """
         key = msgspec.msgpack.encode(structure)
         with self._lock:
-            # Those that reached a limit go, with all that their lexers hold.
-            self._kept = {old: kept for old, kept in self._kept.items() if not kept.result().broken}
-            if key in self._kept:
-                future = self._kept[key] = self._kept.pop(key)
-                return future
-            if key in self._compiling:
-                return self._compiling[key]
-            future = self._compiling[key] = self._pool.submit(self._compile, structure, gently)
-        future.add_done_callback(lambda done: self._keep(key, done))
-        return future
+            self._forget()
+            future = self._grammars.pop(key, None) or self._pool.submit(self._compile, structure, gently)
+            self._grammars[key] = future
+            return future
 
     def close(self) -> None:
         """Stop all threads and processes; what is being compiled fails."""
@@ -93,16 +86,18 @@ class GrammarCompiler:
             self._rested = time.monotonic() + REST * (time.monotonic() - started)
         return Grammar(tokenizer, matcher, mask, self.threads, size + len(msgspec.msgpack.encode(structure)))
 
-    def _keep(self, key: bytes, done: Future[Grammar]) -> None:
-        """Keep a grammar if it was compiled, and let go of those that were not used for longest beyond the limits."""
-        with self._lock:
-            del self._compiling[key]
-            if done.cancelled() or done.exception() is not None:
-                return
-            self._kept[key] = done
-            size = sum(kept.result().size for kept in self._kept.values())
-            while len(self._kept) > MAX_GRAMMARS or size > MAX_GRAMMAR_BYTES:
-                size -= self._kept.pop(next(iter(self._kept))).result().size
+    def _forget(self) -> None:
+        """Let go of what failed, of what reached a limit, with all that its lexer holds, and of the oldest too many."""
+        count = size = 0
+        for key, future in reversed(list(self._grammars.items())):
+            if not future.done():
+                continue
+            if future.cancelled() or future.exception() is not None or future.result().broken:
+                del self._grammars[key]
+                continue
+            count, size = count + 1, size + future.result().size
+            if count > MAX_GRAMMARS or size > MAX_GRAMMAR_BYTES:
+                del self._grammars[key]
 
 
 def _prepare(model: str, vocab_size: int, eos_token_ids: list[int]) -> GrammarTokenizer:

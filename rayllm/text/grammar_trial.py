@@ -16,10 +16,10 @@ import contextlib
 import ctypes
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
-import threading
 
 import msgspec
 
@@ -75,18 +75,15 @@ class TrialWorker:
             self._process.kill()
 
     def _ask(self, line: bytes, timeout: float) -> bytes:
-        """The answer; b"" if the process died, or was killed because it did not answer within the timeout."""
+        """The answer; b"" if the process died, or does not answer within the timeout."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        late = threading.Timer(timeout, self._process.kill)
-        late.start()
         try:
             self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
-            return self._process.stdout.readline()
+            answered, _, _ = select.select([self._process.stdout], [], [], timeout)
+            return self._process.stdout.readline() if answered else b""  # a line comes whole
         except (OSError, ValueError):  # the pipes are broken, or closed by another thread
             return b""
-        finally:
-            late.cancel()
 
 
 def try_grammar(tokenizer: GrammarTokenizer, structure: StructuredOutputs) -> int | str:

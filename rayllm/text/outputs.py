@@ -30,9 +30,6 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
     def check(self, request: GenerationRequest) -> None:
         """Raise InvalidRequestError for a request that `add` would refuse."""
         if request.params.stop and self._tokenizer is None:

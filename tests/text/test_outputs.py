@@ -332,7 +332,7 @@ def test_refused_requests():
     assert processor.remove("r")
     assert not processor.remove("r")
     processor.add(make_request())
-    assert "r" in processor
+    assert len(processor) == 1
 
 
 def test_a_request_whose_output_cannot_be_made_fails_alone():
