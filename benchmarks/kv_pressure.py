@@ -1,7 +1,6 @@
 """What an engine does when its KV pool is too small: oversubscription by preemption mode, and chats over two tiers.
 
-    python benchmarks/kv_pressure.py oversubscribed [--factors 1.5 2 3] [--modes recompute swap cost]
-        [engine options]
+    python benchmarks/kv_pressure.py oversubscribed [--factors 1.5 2 3] [--modes recompute swap cost] [engine options]
     python benchmarks/kv_pressure.py chats [--users 32] [--turns 8] [--document 0] [--working-set 2]
         [--swap-spaces 0 16]
     python benchmarks/kv_pressure.py no-reuse [--swap-spaces 0 16]

@@ -58,7 +58,9 @@ def engine_times(core: Any, clients: int) -> Times:
     """The engine's own, with the next request added when one ends."""
     rng = random.Random(clients)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.6)
-    left, started, last = num_requests(clients), {}, {}
+    left = num_requests(clients)
+    started: dict[str, float] = {}
+    last: dict[str, float] = {}
     firsts: list[float] = []
     gaps: list[float] = []
 

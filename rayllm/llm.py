@@ -188,7 +188,7 @@ def _signature() -> Signature:
 
 LLM.__signature__ = _signature()  # type: ignore[attr-defined]
 LLM.__doc__ = f"{LLM.__doc__}\n" + "".join(
-    f"    {name}: {field.description}.\n" for name, field in EngineConfig.model_fields.items()
+    f"    {name}: {' '.join((field.description or '').split())}.\n" for name, field in EngineConfig.model_fields.items()
 )
 
 

@@ -258,7 +258,7 @@ def test_the_signature_and_the_documentation_are_those_of_the_options():
     assert parameters["model"].default is None
     assert parameters["max_model_len"].annotation == int | None
     for name, field in EngineConfig.model_fields.items():
-        assert f"{name}: {field.description}." in inspect.getdoc(LLM)
+        assert f"{name}: {' '.join(field.description.split())}." in inspect.getdoc(LLM)
         if name not in ("model", "max_num_batched_tokens"):
             assert parameters[name].default == field.default
             assert parameters[name].kind is parameters[name].KEYWORD_ONLY

@@ -17,11 +17,10 @@ from rayllm.api.validation import validate_request
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.core.check import check_scheduler
 from rayllm.core.chunk_budget import ChunkBudget
-from rayllm.core.memory import KVMemory, KVWindow
+from rayllm.core.memory import KVMemory, KVWindow, WriteAheadLimits
 from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
 from rayllm.core.state import SchedulerState
-from rayllm.core.write_ahead import WriteAheadLimits
 from rayllm.errors import ConfigError, InvalidRequestError
 from rayllm.executor.base import Executor
 from rayllm.text.grammar import Grammar, bad_grammar
@@ -106,7 +105,7 @@ class EngineCore:
         if ended := self._take_compiled():
             return ended
         plan = self.scheduler.schedule()
-        deltas = [TokenDelta(request_id, 0, []) for request_id in self.scheduler.to_report]
+        deltas = self.scheduler.new_deltas
         in_flight = self.scheduler.in_flight
         if plan is not None:
             self._executor.submit(plan)
@@ -114,7 +113,6 @@ class EngineCore:
             return deltas
         if in_flight:
             return deltas + self.scheduler.update(self._executor.collect())
-        deltas += self.scheduler.take_failed()
         if self.scheduler.state.awaiting_mask:
             assert self._grammars is not None  # who made the constraints
             self._grammars.threads.wait(MASK_WAIT_S)
@@ -206,16 +204,11 @@ def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks
         max_model_len=max_model_len,
         eos_token_ids=config.spec.eos_token_ids,
         preemptive=options.scheduling_policy == "priority",
+        preemption_mode=options.preemption_mode,
         clock=time.monotonic,
     )
     chunk_budget = None
     if options.target_itl_ms is not None:
         step_costs = report.ready[0].step_costs if report.ready else {}
         chunk_budget = ChunkBudget(options.target_itl_ms / 1e3, options.max_num_batched_tokens, window, step_costs)
-    return Scheduler(
-        state,
-        policy=POLICIES[options.scheduling_policy],
-        preemption_mode=options.preemption_mode,
-        chunk_budget=chunk_budget,
-        seed=options.seed,
-    )
+    return Scheduler(state, policy=POLICIES[options.scheduling_policy], chunk_budget=chunk_budget, seed=options.seed)
