@@ -4,6 +4,7 @@
 |---|---|---|---|---|
 | front - engine | both | BEAT_S; a closed connection is seen at once | SILENCE_S | streams end, requests are aborted |
 | driver - rank | the driver | PING_S; a dead process is seen at once | RANK_SILENCE_S | the engine's replica restarts |
+| driver - starting rank | the driver | the same | RANK_START_SILENCE_S, RANK_START_S a phase | the start fails |
 | driver - step | the driver | the step's result | STEP_S | the engine's replica restarts |
 | Serve - replica | Ray Serve | HEALTH_PERIOD_S | HEALTH_TIMEOUT_S | Ray Serve replaces the replica |
 | replica, front - directory | the directory | REGISTER_S | MEMBER_SILENCE_S | the entry goes; others stop using it |
@@ -30,6 +31,7 @@ STALL_S = 120.0
 PING_S = 0.5
 RANK_SILENCE_S = 6.0  # Python code that holds the interpreter's lock, or a host without a free core, takes less
 STEP_S = {"cuda": 30.0, "cpu": 300.0}  # no step takes this long; on a CPU, a chunk may take minutes
+RANK_START_SILENCE_S = 60.0  # imports hold the interpreter's lock for seconds, on a busy host for many
 RANK_START_S = 1800.0  # one phase of the start: loading hundreds of gigabytes from a slow disk
 RANK_CONNECT_S = 60.0  # for all ranks to join the process groups
 RANK_WATCH_S = 0.2  # how often a wait for a result looks at the ranks

@@ -6,24 +6,26 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from rayllm.api.types import KVBlocks, StartReport, StepPlan, StepResult
-from rayllm.errors import RayllmError, StartupError
-
-MAX_IN_FLIGHT = 2  # one plan computes while the next is scheduled; more would only add latency
+from rayllm.errors import EngineDeadError, RayllmError, StartupError
 
 
 class Executor(ABC):
     """Runs StepPlans on the workers of one engine. Life: start, then submit and collect in turn, then shutdown.
 
-    Called from one thread, but for `check_health`.
+    Called from one thread, but for `check_health`. The caller keeps at most max_in_flight plans in flight, and collects
+    no more results than it has submitted plans.
+
+    report: how the start went, filled in as it goes.
     """
 
-    # Plans that may be submitted before the oldest one's result is collected.
-    max_in_flight = MAX_IN_FLIGHT
+    max_in_flight = 2  # one plan computes while the next is scheduled; more would only add latency
 
     def __init__(self) -> None:
-        self.report = StartReport([], [], [])  # how the start went, filled in as it goes
+        self.report = StartReport([], [], [])
+        self._dead = "the engine has not been started"  # why no step can run; "" while they can
 
     @abstractmethod
     def start(self) -> KVBlocks:
@@ -35,25 +37,24 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, plan: StepPlan) -> None:
-        """Hand a plan to the workers. It may be changed afterwards.
-
-        Raises RuntimeError if max_in_flight plans wait for `collect` already, EngineDeadError if a worker failed.
-        """
+        """Hand a plan to the workers. It may be changed afterwards. Raises EngineDeadError if a worker failed."""
 
     @abstractmethod
     def collect(self) -> StepResult:
-        """The result of the oldest plan not yet collected; blocks until it is there.
+        """The result of the oldest plan in flight; blocks until it is there. Raises EngineDeadError."""
 
-        Raises RuntimeError if no plan is in flight, EngineDeadError if a worker failed.
-        """
-
-    @abstractmethod
     def check_health(self) -> None:
         """Raise EngineDeadError if the workers cannot go on. From any thread, at any time; cheap."""
+        if self._dead:
+            raise EngineDeadError(self._dead)
 
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the workers and free all they hold, in bounded time. Idempotent, safe after any error."""
+
+    def _die(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        self._dead = self._dead or reason
+        raise EngineDeadError(self._dead) from cause
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
@@ -65,6 +66,7 @@ class Executor(ABC):
             if isinstance(error, RayllmError) or not isinstance(error, Exception):
                 raise
             raise StartupError(f"the workers failed to start: {type(error).__name__}: {error}") from error
+        self._dead = ""
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

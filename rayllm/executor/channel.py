@@ -9,10 +9,6 @@ from rayllm.api.types import StepPlan, StepResult
 from rayllm.parallel.process_groups import Groups, pack, receive_result, send_plan
 
 
-class ChannelBroken(Exception):
-    """A process at the other end is gone; the message is what gloo has to say of it."""
-
-
 class Channel:
     """Plans out and results in, each on a thread of its own: gloo's waits can be neither bounded nor interrupted.
 
@@ -39,10 +35,10 @@ class Channel:
         self._plans.put(None)
 
     def receive(self, seconds: float) -> StepResult:
-        """The next result. Raises queue.Empty if there is none in time, ChannelBroken."""
+        """The next result. Raises queue.Empty if there is none in time; gloo's error if a process is gone."""
         result = self._results.get(timeout=seconds)
         if isinstance(result, Exception):
-            raise ChannelBroken(str(result)) from result
+            raise result
         return result
 
     def join(self, seconds: float) -> bool:

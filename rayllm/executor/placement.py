@@ -37,13 +37,6 @@ _DEFAULTS = {
 logger = logging.getLogger(__name__)
 
 
-def check_capacity(num_ranks: int, bundle: Mapping[str, float], resources: Mapping[str, float]) -> None:
-    """Raise StartupError if the cluster, empty, could not hold `num_ranks` times the bundle."""
-    for name, amount in bundle.items():
-        if resources.get(name, 0) < round(num_ranks * amount, 4):
-            raise StartupError(f"{_needs(num_ranks, name, amount)}; the cluster has {resources.get(name, 0):g}")
-
-
 @dataclass(frozen=True)
 class Placement:
     """A bundle for each rank. nodes: (Ray's node id, address) by rank. owned: the group is ours to remove."""
@@ -51,7 +44,6 @@ class Placement:
     group: PlacementGroup
     owned: bool
     bundles: tuple[int, ...]
-    bundle_resources: tuple[Mapping[str, float], ...]
     nodes: tuple[tuple[str, str], ...]
 
     def one_node(self) -> bool:
@@ -61,19 +53,20 @@ class Placement:
 
     def actor_options(self, rank: int) -> dict[str, Any]:
         """Options of the actor of a rank: all of its bundle's GPU, no restart, the driver's environment."""
-        resources = self.bundle_resources[rank]
+        bundle = self.bundles[rank]
+        resources = self.group.bundle_specs[bundle]
         return {
             "num_cpus": min(CPUS_PER_RANK, resources.get("CPU", 0)),
             "num_gpus": min(1, resources.get("GPU", 0)),
             "max_restarts": 0,
             "max_task_retries": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundles[rank]),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, bundle),
             "runtime_env": {"env_vars": actor_environment()},
         }
 
     def release(self) -> None:
         """Give the bundles back. Idempotent; leaves a group that was there before alone."""
-        if self.owned:
+        if self.owned and ray.is_initialized():
             remove_placement_group(self.group)
 
 
@@ -87,7 +80,6 @@ def reserve(num_ranks: int, device: str) -> Placement:
     if group is not None and _made_for(group, num_ranks, device):
         # Bundle 0 is the current actor's own (a Serve replica's), the others are its workers'.
         return _place(group, False, range(1, num_ranks + 1))
-    check_capacity(num_ranks, bundle, ray.cluster_resources())
     group = placement_group([bundle] * num_ranks, strategy="PACK")
     try:
         if not group.wait(timeouts.PLACEMENT_S):
@@ -120,9 +112,8 @@ def _module_folders() -> list[str]:
 
 
 def _made_for(group: PlacementGroup, num_ranks: int, device: str) -> bool:
-    needs_gpu = device == "cuda"
     workers = group.bundle_specs[1 : num_ranks + 1]
-    return len(workers) == num_ranks and all(not needs_gpu or spec.get("GPU", 0) >= 1 for spec in workers)
+    return len(workers) == num_ranks and all(device == "cpu" or spec.get("GPU", 0) >= 1 for spec in workers)
 
 
 def _place(group: PlacementGroup, owned: bool, bundles: range) -> Placement:
@@ -131,24 +122,15 @@ def _place(group: PlacementGroup, owned: bool, bundles: range) -> Placement:
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     here = ray.get_runtime_context().get_node_id()
     order = sorted(bundles, key=lambda index: (node_ids[index] != here, node_ids[index], index))
-    specs = group.bundle_specs
-    return Placement(
-        group=group,
-        owned=owned,
-        bundles=tuple(order),
-        bundle_resources=tuple(specs[index] for index in order),
-        nodes=tuple((node_ids[index], addresses.get(node_ids[index], node_ids[index])) for index in order),
-    )
+    nodes = tuple((node_ids[index], addresses.get(node_ids[index], node_ids[index])) for index in order)
+    return Placement(group, owned, tuple(order), nodes)
 
 
 def _what_is_taken(num_ranks: int, bundle: Mapping[str, float]) -> str:
     total, free = ray.cluster_resources(), ray.available_resources()
     for name, amount in bundle.items():
-        if free.get(name, 0) < round(num_ranks * amount, 4):
-            return f"{_needs(num_ranks, name, amount)}; {free.get(name, 0):g} of {total.get(name, 0):g} are free"
+        needed = round(num_ranks * amount, 4)
+        if free.get(name, 0) < needed:
+            needs = f"tensor_parallel_size={num_ranks} needs {needed:g} {name}{'' if needed == 1 else 's'}"
+            return f"{needs}; {free.get(name, 0):g} of {total.get(name, 0):g} are free"
     return f"tensor_parallel_size={num_ranks} needs {num_ranks} bundles {dict(bundle)}; no nodes have room for them"
-
-
-def _needs(num_ranks: int, name: str, amount: float) -> str:
-    needed = round(num_ranks * amount, 4)
-    return f"tensor_parallel_size={num_ranks} needs {needed:g} {name}{'' if needed == 1 else 's'}"

@@ -8,12 +8,11 @@ compiles, computes or waits for others.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import signal
 import time
 from typing import Any, NamedTuple
 
+import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
@@ -51,17 +50,18 @@ class RankActors:
             actor.options(**placement.actor_options(rank)).remote(rank, config, load)
             for rank in range(len(placement.nodes))
         ]
-        self._pids: list[int] = []
+        self._processes: list[psutil.Process] = []  # of this node
         self._pings: list[tuple[float, ray.ObjectRef]] = []  # when each rank was asked last, and the question
         self._loops: list[ray.ObjectRef] = []
 
     def wait_until_up(self, seconds: float) -> list[str]:
         """Where each rank is, once all processes have started and imported what they need. Raises StartupError."""
         whereabouts = self.call("start", "whereabouts", seconds=seconds)
-        self._pids = [pid for pid, _device in whereabouts]
         self._pings = [self._ping(rank) for rank in range(len(self._actors))]
-        places = zip(self._nodes, whereabouts, strict=True)
-        return [f"node {address}, process {pid}, {device}" for (_id, address), (pid, device) in places]
+        places = list(zip(self._nodes, whereabouts, strict=True))
+        here = ray.get_runtime_context().get_node_id()
+        self._processes = [psutil.Process(pid) for (node_id, _), (pid, _) in places if node_id == here]
+        return [f"node {address}, process {pid}, {device}" for (_, address), (pid, device) in places]
 
     def call(self, purpose: str, method: str, *args: Any, seconds: float) -> list[Any]:
         """Call a method of all ranks; their results in order. purpose: for messages, a verb.
@@ -82,14 +82,15 @@ class RankActors:
                 raise StartupError(reason) from failure.error
             if not pending:
                 return ray.get(calls)
-            if (silent := self._silent()) is not None:
+            if (silent := self._silent(timeouts.RANK_START_SILENCE_S)) is not None:
                 raise StartupError(f"{silent} while it had to {purpose}")
             if time.monotonic() > deadline:
                 late = self._name(calls.index(pending[0]))
                 raise StartupError(f"{late} did not {purpose} within {seconds:g} s")
 
     def run(self) -> None:
-        """Start the step loops of all ranks."""
+        """Start the step loops of all ranks, from when on they have to answer sooner."""
+        self._pings = [self._ping(rank) for rank in range(len(self._actors))]
         self._loops = [actor.run.remote() for actor in self._actors]
 
     def failure(self, wait_seconds: float = 0.0) -> tuple[str, Exception] | None:
@@ -99,7 +100,7 @@ class RankActors:
         """
         found = _first_cause(self._loops, wait_seconds)
         if found is None:
-            silent = self._silent()
+            silent = self._silent(timeouts.RANK_SILENCE_S)
             return None if silent is None else (silent, TimeoutError(silent))
         return f"{self._name(found.rank)} failed: {_explain(found.error)}", found.error
 
@@ -110,32 +111,33 @@ class RankActors:
 
     def kill(self, seconds: float) -> None:
         """End the processes, and wait for that as far as it can be seen from here: on this node."""
+        if not ray.is_initialized():  # they have ended with it
+            return
         for actor in self._actors:
-            with contextlib.suppress(Exception):  # it may be dead already, and Ray too
+            with contextlib.suppress(Exception):  # it may be dead already
                 ray.kill(actor)
-        here = ray.get_runtime_context().get_node_id()
-        left = [pid for pid, (node_id, _) in zip(self._pids, self._nodes, strict=False) if node_id == here]
-        started = time.monotonic()
-        while left and time.monotonic() - started < seconds:
-            time.sleep(_POLL_SECONDS)
-            left = [pid for pid in left if _is_running(pid)]
-            if time.monotonic() - started > seconds / 4:  # a stopped process does not hear Ray
-                for pid in left:
-                    with contextlib.suppress(OSError):
-                        os.kill(pid, signal.SIGKILL)
+        _, left = psutil.wait_procs(self._processes, timeout=seconds / 4)
+        for process in left:  # a stopped process does not hear Ray
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=seconds)
 
-    def _silent(self) -> str | None:
-        """Which rank has not answered for RANK_SILENCE_S, if any. Cheap; asks again, so it is called now and then."""
-        now = time.monotonic()
-        if not self._pings or now - min(asked for asked, _question in self._pings) < timeouts.PING_S:
+    def _silent(self, limit: float) -> str | None:
+        """Which rank has not answered for `limit` seconds, if any. Cheap; asks again, so it is called now and then."""
+        if not self._pings:
+            return None
+        waited = time.monotonic() - min(asked for asked, _question in self._pings)
+        if waited < timeouts.PING_S:
             return None
         questions = [question for _asked, question in self._pings]
-        answered, _ = ray.wait(questions, num_returns=len(questions), timeout=0)
+        # If it was this process that stood still, an answer may still be on its way.
+        grace = timeouts.PING_S if waited > limit else 0
+        answered, _ = ray.wait(questions, num_returns=len(questions), timeout=grace)
         for rank, (asked, question) in enumerate(self._pings):
             if question in answered:
                 self._pings[rank] = self._ping(rank)
-            elif now - asked > timeouts.RANK_SILENCE_S:
-                return f"{self._name(rank)} has not answered for {timeouts.RANK_SILENCE_S:g} s"
+            elif time.monotonic() - asked > limit:
+                return f"{self._name(rank)} has not answered for {limit:g} s"
         return None
 
     def _ping(self, rank: int) -> tuple[float, ray.ObjectRef]:
@@ -189,11 +191,3 @@ def _explain(error: Exception) -> str:
     if not detail or "connection error" in detail:
         detail = "it was killed, ran out of memory or crashed" if detail else text.splitlines()[0]
     return f"its process died: {detail}"
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True

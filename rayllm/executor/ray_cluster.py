@@ -54,13 +54,11 @@ def ensure_token(path: Path) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(secrets.token_hex(32))
         except FileExistsError:
             if path.stat().st_mode & 0o077:
                 path.chmod(0o600)
-            return
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32))
     except OSError as error:
         raise StartupError(f"Ray's token file {path} cannot be made: {error.strerror}") from None
 

@@ -18,27 +18,26 @@ def make_local(load=AddingRank):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_results_come_in_order(depth):
-    executor = make_local()
+    ranks = []
+
+    def load(*args):
+        ranks.append(AddingRank(*args))
+        return ranks[0]
+
+    executor = make_local(load)
     assert executor.start() == KVBlocks(gpu=100, cpu=50)
     assert [name for name, _ in executor.report.phases] == ["load model", "warm up"]
-    with pytest.raises(RuntimeError, match="no plan"):
-        executor.collect()
     assert executor.max_in_flight == 1, "on a CPU submit computes at once"
     executor.max_in_flight = depth  # as it is on a GPU
     for step_id in range(1, depth + 1):
         executor.submit(make_plan(step_id))
-    with pytest.raises(RuntimeError, match=f"{depth} plans are in flight"):
-        executor.submit(make_plan(3))
     assert executor.collect().token_ids == [0, 29, 58]
     if depth == 2:
         assert executor.collect().step_id == 2
     executor.check_health()
-    worker = executor._worker
     executor.shutdown()
     executor.shutdown()
-    assert worker.num_closed == 1
-    with pytest.raises(RuntimeError, match="starts once"):
-        executor.start()
+    assert ranks[0].num_closed == 1
     with pytest.raises(EngineDeadError, match="shut down"):
         executor.submit(make_plan(4))
 

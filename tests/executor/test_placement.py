@@ -14,29 +14,17 @@ import ray
 import rayllm
 from rayllm import timeouts
 from rayllm.errors import StartupError
-from rayllm.executor.placement import actor_environment, check_capacity, reserve
+from rayllm.executor.placement import actor_environment, reserve
 from rayllm.executor.ray_cluster import connect_to_ray
 from rayllm.parallel.process_groups import interface_variables
 
-GPU_BUNDLE = {"CPU": 0.1, "GPU": 1}
 
-
-@pytest.mark.parametrize(
-    ("num_ranks", "bundle", "resources", "message"),
-    [
-        (4, GPU_BUNDLE, {"CPU": 8, "GPU": 1}, "tensor_parallel_size=4 needs 4 GPUs; the cluster has 1"),
-        (1, GPU_BUNDLE, {"CPU": 8}, "tensor_parallel_size=1 needs 1 GPU; the cluster has 0"),
-        (8, {"CPU": 0.1}, {"CPU": 0.5}, "tensor_parallel_size=8 needs 0.8 CPUs; the cluster has 0.5"),
-    ],
-)
-def test_a_cluster_that_is_too_small(num_ranks, bundle, resources, message):
-    with pytest.raises(StartupError) as raised:
-        check_capacity(num_ranks, bundle, resources)
-    assert str(raised.value) == message
-
-
-def test_a_cluster_that_is_just_large_enough():
-    check_capacity(4, GPU_BUNDLE, {"CPU": 0.4, "GPU": 4})
+def test_a_cluster_that_is_too_small(ray_cluster, monkeypatch):
+    monkeypatch.setattr(timeouts, "PLACEMENT_S", 0.5)
+    with pytest.raises(StartupError, match=r"^tensor_parallel_size=999 needs 99\.9 CPUs; \S+ of \d+ are free$"):
+        reserve(999, "cpu")
+    with pytest.raises(StartupError, match=r"^tensor_parallel_size=1 needs 1 GPU; 0 of 0 are free$"):
+        reserve(1, "cuda")
 
 
 def test_resources_that_are_taken(ray_cluster, monkeypatch):

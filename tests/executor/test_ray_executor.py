@@ -9,8 +9,9 @@ from functools import partial
 
 import pytest
 import ray
-from support.stand_ins import AddingRank, FailingRank, Replica, cpu_config, make_plan
+from support.stand_ins import AddingRank, FailingRank, Replica, cpu_config, make_plan, pids_of
 
+from rayllm import timeouts
 from rayllm.api.types import KVBlocks, KVCosts
 from rayllm.errors import ConfigError, EngineDeadError, ModelError, StartupError
 from rayllm.executor.local import LocalExecutor
@@ -44,8 +45,12 @@ def is_gone(pid):
     return False
 
 
+def live_groups():
+    return {key for key, group in ray.util.placement_group_table().items() if group["state"] == "CREATED"}
+
+
 @pytest.fixture
-def started(request):
+def started():
     """Start an executor; shut it down after the test, which must not take long whatever happened."""
     executors = []
 
@@ -59,7 +64,7 @@ def started(request):
         began = time.monotonic()
         executor.shutdown()
         assert time.monotonic() - began < SOON
-        assert all(is_gone(pid) for pid in executor._ranks._pids)
+        assert all(is_gone(pid) for pid in pids_of(executor))
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -73,14 +78,10 @@ def test_results_come_in_order_and_equal_the_local_ones(started, tp):
     assert names == ["place", "start actors", "connect", "load model", "warm up"]
     # The last is so large that its result does not fit into one message.
     plans = [make_plan(step_id, num_rows=(1, 5, 256)[step_id % 3]) for step_id in range(19)] + [make_plan(19, 9000)]
-    with pytest.raises(RuntimeError, match="no plan"):
-        executor.collect()
     results = []
     executor.submit(plans[0])
     for plan in plans[1:]:
         executor.submit(plan)
-        with pytest.raises(RuntimeError, match="2 plans are in flight"):
-            executor.submit(plan)
         results.append(executor.collect())
     results.append(executor.collect())
     assert results == local_results(plans)
@@ -94,9 +95,7 @@ def test_results_come_in_order_and_equal_the_local_ones(started, tp):
     executor.submit(make_plan(21))
     executor.shutdown()
     executor.shutdown()
-    with pytest.raises(RuntimeError, match="starts once"):
-        executor.start()
-    assert all(is_gone(pid) for pid in executor._ranks._pids)
+    assert all(is_gone(pid) for pid in pids_of(executor))
     with pytest.raises(EngineDeadError, match="was shut down"):
         executor.submit(make_plan(22))
     with pytest.raises(EngineDeadError, match="was shut down"):
@@ -116,8 +115,6 @@ def test_a_plan_may_change_once_it_is_submitted(started):
     [
         ("load", "raise", StartupError, "worker rank 1 on node .* failed to load the model: ValueError: made to"),
         ("load", "kill", StartupError, "worker rank 1 on node .* failed to load the model: its process died"),
-        ("load", "stop", StartupError, "worker rank 1 on node .* has not answered for 6 s while it had to load"),
-        ("build", "stop", StartupError, "worker rank 1 on node .* has not answered for 6 s while it had to get ready"),
         ("load", "model", ModelError, "^made to fail in load$"),
         ("build", "config", ConfigError, "^made to fail in build$"),
     ],
@@ -129,9 +126,31 @@ def test_a_start_that_fails(where, how, error, message):
         executor.start()
     assert type(raised.value) is error
     assert time.monotonic() - began - sum(seconds for _, seconds in executor.report.phases) < SOON
-    assert all(is_gone(pid) for pid in executor._ranks._pids)
+    assert all(is_gone(pid) for pid in pids_of(executor))
     with pytest.raises(EngineDeadError):
         executor.submit(make_plan(0))
+
+
+@pytest.mark.parametrize(("where", "purpose"), [("load", "load the model"), ("build", "get ready")])
+def test_a_rank_that_stops_while_it_starts(monkeypatch, where, purpose):
+    monkeypatch.setattr(timeouts, "RANK_START_SILENCE_S", 3.0)
+    monkeypatch.setattr(timeouts, "RANK_SILENCE_S", 0.5)
+    executor = make_executor(partial(FailingRank, rank=1, where=where, how="stop"))
+    with pytest.raises(
+        StartupError, match=f"worker rank 1 on node .* has not answered for 3 s while it had to {purpose}"
+    ):
+        executor.start()
+    assert all(is_gone(pid) for pid in pids_of(executor))
+
+
+def test_a_rank_may_be_silent_for_longer_while_it_starts(started, monkeypatch):
+    """A busy host, and imports that hold the interpreter's lock, are no failure."""
+    monkeypatch.setattr(timeouts, "RANK_SILENCE_S", 1.0)
+    executor = started(partial(FailingRank, rank=1, where="load", how="pause"))
+    time.sleep(1.5)
+    executor.check_health()
+    executor.submit(make_plan(0))
+    assert executor.collect().step_id == 0
 
 
 @pytest.mark.parametrize(
@@ -175,7 +194,7 @@ def test_idling_longer_than_a_step_may_take_is_healthy_and_a_death_shows(started
     executor.check_health()
     executor.submit(make_plan(0))
     assert executor.collect().step_id == 0
-    os.kill(executor._ranks._pids[1], signal.SIGKILL)
+    os.kill(pids_of(executor)[1], signal.SIGKILL)
     deadline = time.monotonic() + SOON
     with pytest.raises(EngineDeadError, match=r"worker rank 1 .* its process died"):  # noqa: PT012
         while time.monotonic() < deadline:
@@ -191,8 +210,9 @@ def test_inside_an_actor_the_workers_take_the_bundles_of_its_placement_group():
         .options(num_cpus=0.1, scheduling_strategy=strategy, runtime_env={"env_vars": actor_environment()})
         .remote()
     )
-    result, owned, bundles, is_left = ray.get(replica.run.remote(cpu_config(tensor_parallel_size=2)), timeout=60)
+    before = live_groups()
+    result, during = ray.get(replica.run.remote(cpu_config(tensor_parallel_size=2)), timeout=60)
     assert result == local_results([make_plan(7)])[0]
-    assert (owned, bundles, is_left) == (False, (1, 2), True)
+    assert set(during) == live_groups() == before, "it makes none of its own, and leaves this one"
     ray.kill(replica)
     ray.util.remove_placement_group(group)

@@ -16,7 +16,7 @@ import ray
 SCRIPT = """
 import json, os, sys
 import ray
-from support.stand_ins import AddingRank, cpu_config, make_plan
+from support.stand_ins import AddingRank, cpu_config, make_plan, pids_of
 from rayllm.executor.ray import RayExecutor
 from rayllm.executor.ray_cluster import connect_to_ray
 
@@ -25,7 +25,7 @@ executor.start()
 import psutil
 executor.submit(make_plan(1))
 assert executor.collect().token_ids == [0, 29, 58]
-processes = [child.pid for child in psutil.Process().children(recursive=True)] + executor._ranks._pids
+processes = [child.pid for child in psutil.Process().children(recursive=True)] + pids_of(executor)
 print(json.dumps(processes), flush=True)
 if sys.argv[1] == "shutdown":
     executor.shutdown()

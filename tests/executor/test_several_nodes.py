@@ -13,7 +13,7 @@ import json, os, signal, time
 import ray
 import psutil
 from ray.cluster_utils import Cluster
-from support.stand_ins import AddingRank, cpu_config, make_plan
+from support.stand_ins import AddingRank, cpu_config, make_plan, pids_of
 from rayllm.errors import EngineDeadError
 from rayllm.executor import placement
 from rayllm.executor.ray import RayExecutor
@@ -30,13 +30,14 @@ def make():
 
 executor = make()
 executor.start()
-nodes = [node for node, _address in executor._placement.nodes]
+(group,) = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+nodes = list(group["bundles_to_node_id"].values())
 driver = ray.get_runtime_context().get_node_id()
 tokens = []
 for step in range(5):
     executor.submit(make_plan(step))
     tokens.append(executor.collect().token_ids)
-pids = executor._ranks._pids
+pids = pids_of(executor)
 os.kill(pids[1], signal.SIGKILL)
 began = time.monotonic()
 message = ""

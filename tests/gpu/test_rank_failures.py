@@ -12,14 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.engine import outputs_of
 from support.model_factory import make_model
+from support.stand_ins import pids_of
 
-from rayllm import LLM, SamplingParams
-from rayllm.config.model_spec import load_model_spec
+from rayllm import LLM, SamplingParams, timeouts
+from rayllm.api.types import GenerationRequest
 from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import resolve
+from rayllm.engine.build import start_resolved_engine
 from rayllm.errors import EngineDeadError, StartupError
 from rayllm.executor.ray import RayExecutor
-from rayllm.worker.worker import Worker
+from rayllm.worker.worker import RankModel
 
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -30,17 +34,29 @@ OPTIONS = {"tensor_parallel_size": RANKS, "max_num_seqs": 8, "max_num_batched_to
 PARAMS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
 
-class DyingWorker(Worker):
+class DyingRank(RankModel):
     """Its rank 1 gets a signal while weights load."""
 
-    def __init__(self, config, spec, tp, device, *, number):
-        super().__init__(config, spec, tp, device)
-        self.number = number
+    def __init__(self, config, tp, device, *, number):
+        super().__init__(config, tp, device)
+        if tp.rank == 1:
+            os.kill(os.getpid(), number)
 
-    def load_model(self):
-        super().load_model()
-        if self._tp.rank == 1:
-            os.kill(os.getpid(), self.number)
+
+class SignallingExecutor(RayExecutor):
+    """Sends a signal to a rank after so many plans from `arm` on."""
+
+    plans_left = 0
+
+    def arm(self, step: int, rank: int, number: signal.Signals) -> None:
+        self.plans_left, self.rank, self.number = step, rank, number
+
+    def submit(self, plan):
+        super().submit(plan)
+        self.plans_left -= 1
+        if self.plans_left == 0:
+            os.kill(pids_of(self)[self.rank], self.number)
+            self.sent = time.monotonic()
 
 
 def memory_in_use() -> list[int]:
@@ -66,49 +82,40 @@ def assert_nothing_is_left(pids: list[int], before: list[int]) -> None:
     pytest.fail(f"processes {[pid for pid in pids if is_running(pid)]}, MiB more than before on each device: {more}")
 
 
-def signal_at(llm: LLM, step: int, rank: int, number: signal.Signals) -> list[float]:
-    """Send a signal to a rank after so many plans were submitted; the list gets the time of it."""
-    executor = llm.engine._executor
-    submit, count, sent = executor.submit, [0], []
-
-    def submit_and_signal(plan):
-        submit(plan)
-        count[0] += 1
-        if count[0] == step:
-            os.kill(executor._ranks._pids[rank], number)
-            sent.append(time.monotonic())
-
-    executor.submit = submit_and_signal
-    return sent
-
-
-def test_every_request_ends_and_the_gpus_are_free_again(tmp_path, ray_cluster):
+def test_every_request_ends_and_the_gpus_are_free_again(tmp_path, ray_cluster, monkeypatch):
     shape = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_key_value_heads": 4}
     folder = make_model(tmp_path, "qwen3", dtype="bfloat16", **shape)
     rng = random.Random(0)
     prompts = [[rng.randrange(4, 250) for _ in range(rng.randint(100, 300))] for _ in range(12)]
+    requests = [
+        [GenerationRequest(request_id=f"{name}{i}", prompt_token_ids=prompt, params=PARAMS) for i, prompt in batch]
+        for name, batch in (
+            ("a", enumerate(prompts)),
+            ("b", enumerate([token + 1 for token in prompt] for prompt in prompts)),
+        )
+    ]
+    options = EngineConfig(model=folder, gpu_memory_utilization=0.3, skip_tokenizer_init=True, **OPTIONS)
+    config = resolve(options, torch.cuda.device_count())
     before = memory_in_use()
     expected = None
     # In a prompt's step and in a decode; the rank that the driver hears first, and the last one.
     for step, rank, number in ((2, 0, signal.SIGKILL), (60, RANKS - 1, signal.SIGSTOP)):
-        llm = LLM(folder, skip_tokenizer_init=True, gpu_memory_utilization=0.3, **OPTIONS)
-        pids = list(llm.engine._executor._ranks._pids)
-        tokens = [out.outputs[0].token_ids for out in llm.generate(prompts, PARAMS, use_tqdm=False)]
+        executor = SignallingExecutor(config)
+        core = start_resolved_engine(config, executor)
+        tokens = [output.outputs[0].token_ids for output in outputs_of(core, requests[0])]
         assert tokens == (expected or tokens)
         expected = tokens
-        sent = signal_at(llm, step, rank, number)
-        other = [[token + 1 for token in prompt] for prompt in prompts]
+        executor.arm(step, rank, number)
         with pytest.raises(EngineDeadError, match=f"rank {rank} on node"):
-            llm.generate(other, PARAMS, use_tqdm=False)
-        assert time.monotonic() - sent[0] < DEADLINE_SECONDS
-        llm.shutdown()
-        assert_nothing_is_left(pids, before)
-    config = EngineConfig(model=folder, gpu_memory_utilization=0.3, skip_tokenizer_init=True, **OPTIONS)
+            outputs_of(core, requests[1])
+        assert time.monotonic() - executor.sent < DEADLINE_SECONDS
+        core.shutdown()
+        assert_nothing_is_left(pids_of(executor), before)
+    monkeypatch.setattr(timeouts, "RANK_START_SILENCE_S", 6.0)
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        executor = RayExecutor(config, load_model_spec(folder), partial(DyingWorker, number=number))
+        executor = RayExecutor(config, partial(DyingRank, number=number))
         with pytest.raises(StartupError, match="rank 1 on node"):
             executor.start()
-        executor.shutdown()
-        assert_nothing_is_left(executor._ranks._pids, before)
+        assert_nothing_is_left(pids_of(executor), before)
     with LLM(folder, skip_tokenizer_init=True, gpu_memory_utilization=0.3, **OPTIONS) as llm:
         assert [out.outputs[0].token_ids for out in llm.generate(prompts, PARAMS, use_tqdm=False)] == expected

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
 import threading
 import time
 from collections import deque
@@ -68,7 +70,8 @@ class AddingRank:
 class FailingRank(AddingRank):
     """Fails on one rank in one method ("load" is __init__), in steps at step id 3. With functools.partial a LoadRank.
 
-    how: "raise", "config", "model" (errors of these kinds), "kill" (SIGKILL), "stop" (SIGSTOP), "hang".
+    how: "raise", "config", "model" (errors of these kinds), "kill" (SIGKILL), "stop" (SIGSTOP), "pause" (SIGSTOP, and
+    SIGCONT after three seconds), "hang".
     """
 
     def __init__(self, config, tp, device, *, rank, where, how):
@@ -101,8 +104,11 @@ class FailingRank(AddingRank):
             return
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "stop":
+        if how == "pause":
+            subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+        if how in ("stop", "pause"):
             os.kill(os.getpid(), signal.SIGSTOP)
+            return
         if how == "hang":
             threading.Event().wait()
         time.sleep(0.1)  # the other ranks get ahead, into the next all-reduce
@@ -110,11 +116,16 @@ class FailingRank(AddingRank):
         raise kind(f"made to fail in {method}")
 
 
+def pids_of(executor):
+    """The processes of an executor's ranks."""
+    return [int(re.search(r"process (\d+)", place)[1]) for place in executor.report.placement]
+
+
 class Replica:
     """As a Serve replica has it: bundle 0 of a placement group is this actor's, the others are for its workers."""
 
     def run(self, config):
-        """A step's result, and the placement: (owned by the executor, bundles, still there after its shutdown)."""
+        """A step's result, and the placement groups that there are while it runs."""
         import ray
 
         from rayllm.executor.ray import RayExecutor
@@ -123,7 +134,6 @@ class Replica:
         executor.start()
         executor.submit(make_plan(7))
         result = executor.collect()
-        place = executor._placement
+        groups = [key for key, group in ray.util.placement_group_table().items() if group["state"] == "CREATED"]
         executor.shutdown()
-        state = ray.util.placement_group_table(place.group)["state"]
-        return result, place.owned, place.bundles, state == "CREATED"
+        return result, groups
