@@ -1,8 +1,7 @@
 """A directory without Ray, places in a cluster, and the metrics text of one engine."""
 
 from rayllm.api.wire import CurveKeys, Endpoint
-from rayllm.serve.cluster.directory import Directory, EngineMember
-from rayllm.serve.cluster.place import Place
+from rayllm.serve.cluster.directory import Directory, EngineMember, Place
 from rayllm.serve.http.metrics import ModelFigures, render
 
 KEYS = CurveKeys("p" * 40, "s" * 40)

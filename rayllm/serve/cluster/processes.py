@@ -47,14 +47,16 @@ def supervise(grace_s: float) -> Orders:
         return orders
 
     def hand_on(number: int, _frame: Any) -> None:
-        if number == signal.SIGUSR1 or not orders.stop.is_set():
-            with contextlib.suppress(BrokenPipeError):
-                os.write(into_pipe, UPDATE if number == signal.SIGUSR1 else STOP)
-        else:
+        if number == signal.SIGUSR1:
+            order = UPDATE
+        elif orders.stop.is_set():  # the second time
             end_descendants(0.0)
             os._exit(128 + number)
-        if number != signal.SIGUSR1:
+        else:
             orders.stop.set()
+            order = STOP
+        with contextlib.suppress(BrokenPipeError):
+            os.write(into_pipe, order)
 
     os.close(out_of_pipe)
     for number in SIGNALS:
