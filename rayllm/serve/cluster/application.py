@@ -80,7 +80,6 @@ def _resolve(model: ModelConfig, num_gpus: float, may_grow: bool) -> ResolvedMod
 def make_application(
     models: Sequence[ResolvedModel],
     server: ServerConfig,
-    replica: type[Any] = EngineReplica,
     *,
     keys: Sequence[ApiKey] = (),
     free_gpus: float | None = None,
@@ -88,7 +87,7 @@ def make_application(
 ) -> serve.Application:
     """The Serve application.
 
-    replica: the engines' class; tests put a stand-in here. keys: of the API (see `load_api_keys`). free_gpus: that an
+    keys: of the API (see `load_api_keys`). free_gpus: that an
     update may use before it has freed any; None if that is not known. ingress_node: Ray's id of the node whose ingress
     passes connections on to API servers that listen themselves; None puts them behind Serve's proxies.
     Raises ConfigError.
@@ -112,7 +111,7 @@ def make_application(
             **common,
             **autoscaling_options(model.engine.options, model.server),
             **engine_placement(model.engine),
-        )(replica)
+        )(EngineReplica)
         arguments = (model.engine, model.name, server.replica_drain_timeout)
         # Replicas that were started without autoscaling never report to it.
         made_of = repr((arguments, model.server.max_replicas is not None))

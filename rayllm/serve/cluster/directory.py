@@ -108,30 +108,24 @@ class Directory:
 
 
 class DirectoryLink:
-    """The way to the directory of an application, which is made if there is none."""
+    """The way to the directory of an application, which is made if there is none.
+
+    All calls block, for up to DIRECTORY_S or, while Ray's GCS is down, longer.
+    """
 
     def __init__(self, app_name: str):
         self._name = f"directory of {app_name}"
         self._handle: ActorHandle | None = None
 
-    async def beat(self, member: Member) -> View | None:
-        """Tell of a member; returns what the directory knows, None if it does not answer."""
-        # Finding or making it asks the GCS, which must not hold up the event loop while that is down.
-        return await asyncio.to_thread(self.ask, member)
-
-    async def leave(self, member_id: str) -> None:
-        """Say that a member goes. The last one takes the directory along."""
-
-        def leave() -> None:
-            if self._call("leave", member_id):
-                self.remove()
-
-        await asyncio.to_thread(leave)
-
     def ask(self, member: Member | None = None) -> View | None:
-        """`beat`, for who has no event loop."""
+        """Tell of a member, if there is one; returns what the directory knows, None if it does not answer."""
         view: View | None = self._call("beat", member)
         return view
+
+    def leave(self, member_id: str) -> None:
+        """Say that a member goes. The last one takes the directory along."""
+        if self._call("leave", member_id):
+            self.remove()
 
     def stop(self, seconds: float) -> None:
         """See `Directory.stop`."""
@@ -185,7 +179,7 @@ class Membership:
 
     async def announce(self) -> None:
         """Tell the directory at once what has changed."""
-        await self._directory.beat(self._member())
+        await asyncio.to_thread(self._directory.ask, self._member())
 
     def stop_within(self, seconds: float) -> asyncio.Task[None]:
         """Have the replica end, and leave. Calling it again can only shorten the time."""
@@ -197,12 +191,12 @@ class Membership:
     async def _stop(self) -> None:
         await self._on_stop()
         self._following.cancel()
-        await self._directory.leave(self._member().member_id)
+        await asyncio.to_thread(self._directory.leave, self._member().member_id)
 
     async def _follow(self) -> None:
         while True:
             try:
-                view = await self._directory.beat(self._member())
+                view = await asyncio.to_thread(self._directory.ask, self._member())
                 if view is not None:
                     await self._on_view(view)
                     if view.stop_in is not None:

@@ -152,9 +152,9 @@ def test_the_last_one_takes_it_along(links):
     one, two = links
     one.ask(ENGINE)
     two.ask(SERVER)
-    asyncio.run(one.leave("one"))
+    one.leave("one")
     assert two.ask().servers == [SERVER]
-    asyncio.run(two.leave("api"))
+    two.leave("api")
     with pytest.raises(ValueError, match="directory of test"):
         actor()
     two.remove()  # which is no error
@@ -163,6 +163,6 @@ def test_the_last_one_takes_it_along(links):
 def test_members_go_on_without_an_answer(links, monkeypatch):
     monkeypatch.setattr(timeouts, "DIRECTORY_S", 0.0)
     assert links[0].ask(ENGINE) is None
-    asyncio.run(links[0].leave("one"))
+    links[0].leave("one")
     monkeypatch.setattr(timeouts, "DIRECTORY_S", 30.0)
     assert links[0].ask(SERVER).servers == [SERVER]
