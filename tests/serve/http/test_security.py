@@ -24,7 +24,7 @@ from rayllm.core.scheduler import Scheduler
 from rayllm.engine.client import FrontMessage
 from rayllm.errors import ConfigError
 from rayllm.serve.cluster import application as deployment
-from rayllm.serve.cluster.application import build_app, make_application, resolve_models
+from rayllm.serve.cluster.application import build_app, make_application
 from rayllm.serve.cluster.launch import key_warnings
 from rayllm.serve.http import auth
 from rayllm.serve.http.auth import Guard, load_api_keys
@@ -178,7 +178,7 @@ def test_keys_are_in_no_dump(monkeypatch, capsys):
     bound = []
     real = deployment.FrontOptions
     monkeypatch.setattr(deployment, "FrontOptions", lambda **options: bound.append(real(**options)) or bound[0])
-    make_application(resolve_models([ModelConfig(EngineConfig(device="cpu"), server)], 0), server, keys=keys)
+    make_application([ModelConfig(EngineConfig(device="cpu"), server)], server, keys=keys)
     monkeypatch.undo()
     assert KEY.encode() not in pickle.dumps(bound[0])  # what Ray keeps
     assert hashlib.sha256(KEY.encode()).digest() in pickle.dumps(bound[0])
