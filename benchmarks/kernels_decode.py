@@ -4,7 +4,7 @@
 
 Every figure is a CUDA-graph replay of a chain of different layers whose weights together exceed the L2 cache several
 times, in microseconds per call or per layer. A floor is the bytes of the weights at the rate an H200 was seen to reach;
-"ours" and "before" are the ops that a model calls now and the unfused ones, the products in the latter by cuBLAS.
+"ours" and "before" are the ops that a model calls now and unfused projections, the products in the latter by cuBLAS.
 """
 
 from __future__ import annotations
@@ -158,17 +158,15 @@ class Layers:
         contexts, scoring = ops.Contexts(self.tables, self.lengths), ops.Scoring(HEAD_DIM**-0.5)
         return ops.paged_decode_attention(q, self.cache(layer), contexts, scoring, schedule=self.schedule).flatten(1)
 
+    def queries(self, qkv: Tensor, layer: int) -> Tensor:
+        norms = None if self.head_norm is None else ops.HeadNorms(self.head_norm, self.head_norm, EPS)
+        return ops.qk_norm_rope_cache(qkv, norms, self.positions, self.cos_sin, self.cache(layer), self.slots)
+
     def before(self) -> Tensor:
         x = residual = self.x
-        heads, kv_heads = self.shape.heads, self.shape.kv_heads
         for layer, (qkv, o, gate_up, down) in enumerate(self.weights):
             x, residual = ops.fused_add_rms_norm(x, residual, self.norm, EPS)
-            q, k, v = F.linear(x, qkv).unflatten(1, (-1, HEAD_DIM)).split([heads, kv_heads, kv_heads], dim=1)
-            if self.head_norm is not None:
-                q, k = ops.rms_norm(q, self.head_norm, EPS), ops.rms_norm(k, self.head_norm, EPS)
-            ops.rotary_embedding(self.positions, q, k, self.cos_sin)
-            ops.reshape_and_cache(k, v, self.cache(layer), self.slots)
-            x = F.linear(self.attend(q, layer), o)
+            x = F.linear(self.attend(self.queries(F.linear(x, qkv), layer), layer), o)
             x, residual = ops.fused_add_rms_norm(x, residual, self.norm, EPS)
             x = F.linear(ops.silu_and_mul(F.linear(x, gate_up)), down)
         return x + residual
@@ -177,9 +175,7 @@ class Layers:
         x = residual = self.x
         for layer, (qkv, o, gate_up, down) in enumerate(self.weights):
             heads, residual = ops.add_rms_norm_linear(x, residual, self.norm, EPS, qkv)
-            norms = None if self.head_norm is None else ops.HeadNorms(self.head_norm, self.head_norm, EPS)
-            q = ops.qk_norm_rope_cache(heads, norms, self.positions, self.cos_sin, self.cache(layer), self.slots)
-            x = ops.linear(self.attend(q, layer), o)
+            x = ops.linear(self.attend(self.queries(heads, layer), layer), o)
             x, residual = ops.add_rms_norm_linear_silu_mul(x, residual, self.norm, EPS, gate_up)
             x = ops.linear(x, down)
         return x + residual

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
+from rayllm.version import __version__
 
 if TYPE_CHECKING:
     from rayllm.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
 

@@ -7,7 +7,7 @@ use) import triton, and they are imported when the first CUDA tensor comes: an i
 
 attention/    attention over the paged KV cache: decodes, prefill chunks, and how a decode step's work is cut
 linear/       projections: which kernel takes which shape, and the kernels
-norm/         RMSNorm, the gated activation, rotary positions, and what lies between the qkv projection and attention
+norm/         RMSNorm, the gated activation, and what lies between the qkv projection and attention: rotary positions
 sampling/     drawing tokens, truncation, penalties, log-probabilities, and the noise that draws use
 cache/        the KV cache and its formats, writing to it, copying its blocks, the inputs of a decode step
 collectives/  all-reduce and all-gather between the GPUs of one host

@@ -41,7 +41,6 @@ from .norm.qk_norm_rope_cache import HeadNorms as HeadNorms
 from .norm.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_rope_cache
 from .norm.rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from .norm.rms_norm import rms_norm as rms_norm
-from .norm.rotary_embedding import rotary_embedding as rotary_embedding
 from .norm.silu_and_mul import silu_and_mul as silu_and_mul
 from .sampling.draw import DrawRows as DrawRows
 from .sampling.draw import gumbel_argmax as gumbel_argmax

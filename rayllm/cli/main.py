@@ -26,9 +26,9 @@ app.command("collect-env")(print_environment)
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
     if version:
-        import rayllm
+        from rayllm.version import __version__
 
-        print(rayllm.__version__)
+        print(__version__)
         raise typer.Exit
 
 

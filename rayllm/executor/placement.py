@@ -20,7 +20,6 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-import rayllm
 from rayllm import timeouts
 from rayllm.errors import StartupError
 
@@ -110,7 +109,7 @@ def _module_folders() -> list[str]:
 
     Not the package's own folder, which is there if a script in it was run: its types.py would hide the library's.
     """
-    package = Path(rayllm.__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     installed = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
     folders: dict[str, None] = {}
     for entry in sys.path:

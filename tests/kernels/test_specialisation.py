@@ -55,7 +55,6 @@ def step(rows, begin):
     prefill_hopper.prefill(q, cache, contexts, 0.1, starts, q)
     ops.reshape_and_cache(q[:, :4], q[:, 4:], cache, array())
     ops.qk_norm_rope_cache(tensor(16 * 64), None, array(), torch.zeros(9, 64), cache, array())
-    ops.rotary_embedding(array(), q, q, torch.zeros(9, 64))
     ops.copy_blocks(pool, array(), array())
     tables = torch.zeros(99, 48, dtype=torch.int32)
     ids, lens = tensor(dtype=torch.int64), tensor(dtype=torch.int32)

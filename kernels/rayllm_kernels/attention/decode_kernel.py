@@ -108,8 +108,12 @@ def _decode_kernel(
 ):
     """strides: of q, the cache, out, and `schedule.lse`."""
     wait_for_predecessor(SHAPE.overlap)
-    q_strides, (stride_block, stride_kv_head, stride_slot, _), (stride_ob, stride_oh, _), (num_heads, _) = strides
+    q_strides, cache_strides, out_strides, lse_strides = strides
+    stride_block, stride_kv_head, stride_slot, _ = cache_strides
+    stride_ob, stride_oh, _ = out_strides
+    num_heads, _ = lse_strides
     window = scoring.sliding_window
+    ROWS: tl.constexpr = SHAPE.rows
     KEYS: tl.constexpr = SHAPE.keys
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
@@ -127,8 +131,8 @@ def _decode_kernel(
     tiles_of_head: tl.constexpr = (SHAPE.group + SHAPE.head_tile - 1) // SHAPE.head_tile
     kv_head = tl.program_id(0) // tiles_of_head
     first_in_group = (tl.program_id(0) % tiles_of_head) * SHAPE.head_tile
-    in_group = first_in_group + tl.arange(0, SHAPE.rows)
-    row_valid = (tl.arange(0, SHAPE.rows) < SHAPE.head_tile) & (in_group < SHAPE.group)
+    in_group = first_in_group + tl.arange(0, ROWS)
+    row_valid = (tl.arange(0, ROWS) < SHAPE.head_tile) & (in_group < SHAPE.group)
     head = kv_head * SHAPE.group + in_group
     dims = tl.arange(0, PADDED)
     mask = row_valid[:, None] & (dims[None, :] < HEAD_DIM)
@@ -147,10 +151,10 @@ def _decode_kernel(
     tile = first_tile + range_first - origin
     block = _load_blocks(block_tables, sequence, stride_table, tile, seq_len, KEYS, BLOCK_SIZE)
     next_sequence, next_len = _load_context(schedule.contexts, context + 1, batch)
-    totals = tl.zeros([SHAPE.rows, KEYS], tl.float32)
-    peak = tl.full([SHAPE.rows], float("-inf"), tl.float32)
+    totals = tl.zeros([ROWS, KEYS], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
     ACC_WIDTH: tl.constexpr = PADDED // 2 if FP8 else PADDED
-    acc = tl.zeros([SHAPE.rows, ACC_WIDTH], tl.float32)
+    acc = tl.zeros([ROWS, ACC_WIDTH], tl.float32)
     if FP8:
         odd = acc  # odd dimensions, `acc` has the even ones
         # Converted once a sequence, because a tile's own conversions are what this loop has most of.
@@ -204,9 +208,9 @@ def _decode_kernel(
                 part = _slot(tl.program_id(1), begins) * num_heads + head
                 tl.store(schedule.partials + part[:, None] * HEAD_DIM + dims[None, :], values, mask=mask)
                 tl.store(schedule.lse + part, peak + tl.log2(total), mask=row_valid)
-            totals = tl.zeros([SHAPE.rows, KEYS], tl.float32)
-            peak = tl.full([SHAPE.rows], float("-inf"), tl.float32)
-            acc = tl.zeros([SHAPE.rows, ACC_WIDTH], tl.float32)
+            totals = tl.zeros([ROWS, KEYS], tl.float32)
+            peak = tl.full([ROWS], float("-inf"), tl.float32)
+            acc = tl.zeros([ROWS, ACC_WIDTH], tl.float32)
             if FP8:
                 odd = acc
                 q = widen_queries(_load_queries(q_ptr, sequence, head, dims, q_strides, mask), True)
@@ -236,10 +240,11 @@ def _merge_kernel(schedule, out_ptr, out_strides, window, num_heads, SHAPE: tl.c
     if (origin >= border) | (origin < border - quota) | (border >= range_end):
         return
     parts = (origin + tiles - 1) // quota - first_range + 1
-    dims = tl.arange(0, SHAPE.padded_dim)
+    PADDED: tl.constexpr = SHAPE.padded_dim
+    dims = tl.arange(0, PADDED)
     total = 0.0
     peak = float("-inf")
-    acc = tl.zeros([SHAPE.padded_dim], tl.float32)
+    acc = tl.zeros([PADDED], tl.float32)
     for begin in range(0, parts, MERGE_CHUNK):
         part = begin + tl.arange(0, MERGE_CHUNK)
         row = _slot(first_range + part, part == 0) * num_heads + head

@@ -141,9 +141,14 @@ def _key_tiles(first_pos, last_pos, window, KEYS: tl.constexpr):
 def _prefill_kernel(
     q_ptr, cache, block_tables, seq_lens, scoring, starts_ptr, out_ptr, strides, stride_table, SHAPE: tl.constexpr
 ):
-    (stride_qt, stride_qh, _), (stride_block, stride_kv_head, stride_slot, _), (stride_ot, stride_oh, _) = strides
+    q_strides, cache_strides, out_strides = strides
+    stride_qt, stride_qh, _ = q_strides
+    stride_block, stride_kv_head, stride_slot, _ = cache_strides
+    stride_ot, stride_oh, _ = out_strides
     scale, window, alibi_slopes = scoring
-    queries: tl.constexpr = SHAPE.rows // SHAPE.head_tile
+    ROWS: tl.constexpr = SHAPE.rows
+    PADDED: tl.constexpr = SHAPE.padded_dim
+    queries: tl.constexpr = ROWS // SHAPE.head_tile
     head_tiles: tl.constexpr = (SHAPE.group + SHAPE.head_tile - 1) // SHAPE.head_tile
     sequence = tl.program_id(2)
     first_row = tl.load(starts_ptr + sequence)
@@ -155,13 +160,13 @@ def _prefill_kernel(
         return
 
     kv_head = tl.program_id(1) // head_tiles
-    row = tl.arange(0, SHAPE.rows)
+    row = tl.arange(0, ROWS)
     query = first_query + row // SHAPE.head_tile
     in_group = (tl.program_id(1) % head_tiles) * SHAPE.head_tile + row % SHAPE.head_tile
     row_valid = (row < queries * SHAPE.head_tile) & (query < query_len) & (in_group < SHAPE.group)
     head = kv_head * SHAPE.group + in_group
     q_row = (first_row + query).to(tl.int64)
-    dims = tl.arange(0, SHAPE.padded_dim)
+    dims = tl.arange(0, PADDED)
     q_mask = row_valid[:, None] & (dims[None, :] < SHAPE.head_dim)
     q_ptrs = q_ptr + (q_row * stride_qt + head * stride_qh)[:, None] + dims[None, :]
     q = widen_queries(tl.load(q_ptrs, mask=q_mask, other=0.0), cache.scales is not None)
@@ -176,9 +181,9 @@ def _prefill_kernel(
 
     table_ptr = block_tables + sequence.to(tl.int64) * stride_table
     head_offset = kv_head.to(tl.int64) * stride_kv_head
-    total = tl.zeros([SHAPE.rows], tl.float32)
-    peak = tl.full([SHAPE.rows], float("-inf"), tl.float32)
-    acc = tl.zeros([SHAPE.rows, SHAPE.padded_dim], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
     softmax = (acc, total, peak)
     tile_queries = (q, slopes, q_pos)
     context = (cache, table_ptr, head_offset, stride_block, stride_slot, seq_len, first_key)

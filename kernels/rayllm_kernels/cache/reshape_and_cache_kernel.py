@@ -36,7 +36,10 @@ class Form(NamedTuple):
 def _reshape_and_cache_kernel(key_ptr, value_ptr, cache, slots_ptr, strides, num_heads, FORM: tl.constexpr):
     """strides: of key, value and cache."""
     BLOCK_SIZE: tl.constexpr = FORM.block_size
-    (stride_kt, stride_kh, _), (stride_vt, stride_vh, _), (stride_block, stride_cache_head, stride_slot, _) = strides
+    key_strides, value_strides, cache_strides = strides
+    stride_kt, stride_kh, _ = key_strides
+    stride_vt, stride_vh, _ = value_strides
+    stride_block, stride_cache_head, stride_slot, _ = cache_strides
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot < 0:

@@ -57,8 +57,9 @@ SHARED_GATED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 @gluon.jit
 def _copy_weights(desc, tile_row, step, full, w_smem, stage, TILE: gl.constexpr, GATED: gl.constexpr):
     ROWS: gl.constexpr = TILE.blocks * BLOCK
-    for consumer in gl.static_range(TILE.consumers):
-        row, part = tile_row * TILE.consumers + consumer, w_smem.index(stage * TILE.consumers + consumer)
+    CONSUMERS: gl.constexpr = TILE.consumers
+    for consumer in gl.static_range(CONSUMERS):
+        row, part = tile_row * CONSUMERS + consumer, w_smem.index(stage * CONSUMERS + consumer)
         if GATED:
             copy_async(desc, [row * (ROWS // 16), 0, 0, step * DEPTH], full, part)
         else:
@@ -101,9 +102,10 @@ def _multiply(use, count, ring, CONSUMER: gl.constexpr, TILE: gl.constexpr):
     """fp32 [ROWS, TOKENS], the products of `count` stages from use number `use` on."""
     ROWS: gl.constexpr = TILE.blocks * BLOCK
     STAGES: gl.constexpr = TILE.stages
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.tokens, 16])
+    TOKENS: gl.constexpr = TILE.tokens
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     w_smem, x_smem, full, free = ring
-    acc = gl.zeros([ROWS, TILE.tokens], gl.float32, layout=ACC)
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout=ACC)
     for i in range(count):
         stage = (use + i) % STAGES
         mbarrier.wait(full.index(stage), (use + i) // STAGES % 2)

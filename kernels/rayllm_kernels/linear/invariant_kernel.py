@@ -51,7 +51,9 @@ def _add_products(acc, weights, x, WEIGHTS_FIRST: tl.constexpr):
 def _start(TILES: tl.constexpr):
     """A tile of sums, zero."""
     WEIGHTS_FIRST: tl.constexpr = TILES.weights_first
-    return tl.zeros([TILES.outputs, TILES.tokens] if WEIGHTS_FIRST else [TILES.tokens, TILES.outputs], tl.float32)
+    OUTPUTS: tl.constexpr = TILES.outputs
+    TOKENS: tl.constexpr = TILES.tokens
+    return tl.zeros([OUTPUTS, TOKENS] if WEIGHTS_FIRST else [TOKENS, OUTPUTS], tl.float32)
 
 
 @triton.jit

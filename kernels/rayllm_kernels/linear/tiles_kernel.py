@@ -82,11 +82,12 @@ def _linear_tiles_kernel(operands, strides, tokens, inputs, outputs, FORM: tl.co
     wait_for_predecessor(FORM.overlap)
 
     if TILES.slices > 1:
-        part: tl.constexpr = DEPTH // TILES.slices
-        depth = (tl.arange(0, TILES.slices) * part)[:, None, None] + tl.arange(0, part)[None, None, :]
+        SLICES: tl.constexpr = TILES.slices
+        part: tl.constexpr = DEPTH // SLICES
+        depth = (tl.arange(0, SLICES) * part)[:, None, None] + tl.arange(0, part)[None, None, :]
         weights_ptr, inputs_ptr = weight_ptr + rows[None, :, None], x_ptr + x_rows[None, :, None]
         real = (token < tokens)[None, :, None]
-        acc = tl.zeros([TILES.slices, TOKENS, OUTPUTS], tl.float32)
+        acc = tl.zeros([SLICES, TOKENS, OUTPUTS], tl.float32)
     else:
         depth = tl.arange(0, DEPTH)[None, :]
         weights_ptr, inputs_ptr = weight_ptr + rows[:, None], x_ptr + x_rows[:, None]

@@ -1,1 +1,1 @@
-"""RMSNorm, the gated activation, rotary positions, and what lies between the qkv projection and attention."""
+"""RMSNorm, the gated activation, and what lies between the qkv projection and attention: rotary positions."""

@@ -1,6 +1,10 @@
 """What lies between the qkv projection and attention, in one launch: head norms, rotary positions, the cache write.
 
 q, k = rotary(norm(q)), rotary(norm(k));  cache[slot // block_size, :, slot % block_size] = k, v
+
+rotary (Su et al., 2021), of the halves a, b of a head's first r entries (half-split, as in GPT-NeoX and Llama):
+
+a' = a cos - b sin,  b' = b cos + a sin,   a = head[:r/2], b = head[r/2:r]
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from ..cache.reshape_and_cache import reshape_and_cache
 from ..checks import check_last_dim, check_vectors, fail
 from ..dispatch import TritonModule, on_triton
 from .rms_norm import rms_norm
-from .rotary_embedding import check_angles, rotary_embedding
 
 _kernel = TritonModule("rayllm_kernels.norm.qk_norm_rope_cache_kernel")
 
@@ -40,18 +43,24 @@ def qk_norm_rope_cache(
 ) -> Tensor:
     """From the qkv projection to attention in one launch -> queries [T, Hq, D], a new contiguous tensor.
 
-    `rms_norm` of each query and key head (unless norms is None), `rotary_embedding` of both, `reshape_and_cache` of
-    keys and values, with the roundings of the three in sequence. qkv: [T, (Hq + 2 Hkv) D] in the cache's dtype (or any,
-    for an fp8 cache), heads in the order q, k, v, last dimension contiguous; not changed. The rest as for those.
-    deterministic: a token's bits do not depend on the number of tokens. Slower for few.
+    `rms_norm` of each query and key head (unless norms is None), `rotate` of both, `reshape_and_cache` of keys and
+    values, with the roundings of the three in sequence. qkv: [T, (Hq + 2 Hkv) D] in the cache's dtype (or any, for an
+    fp8 cache), heads in the order q, k, v, last dimension contiguous; not changed. positions: [T] int64, each below
+    max_pos (padding rows too). cos_sin_cache: [max_pos, r] fp32, cos in the first half, sin in the second. slot_mapping
+    as for `reshape_and_cache`. deterministic: a token's bits do not depend on the number of tokens. Slower for few.
     """
     cache.check(qkv, "qkv")
     _, num_kv_heads, _, head_dim = cache.k.shape
     if qkv.dim() != 2 or qkv.shape[1] % head_dim or qkv.shape[1] // head_dim <= 2 * num_kv_heads:
         fail("qkv", f"must be [T, (Hq + 2 * {num_kv_heads}) * {head_dim}]", qkv.shape)
     check_last_dim(qkv, "qkv")
-    check_angles(positions, cos_sin_cache, qkv.shape[0], head_dim, qkv.device)
-    check_vectors(qkv.shape[0], torch.int64, qkv.device, slot_mapping=slot_mapping)
+    check_vectors(qkv.shape[0], torch.int64, qkv.device, positions=positions, slot_mapping=slot_mapping)
+    if cos_sin_cache.dim() != 2 or cos_sin_cache.dtype != torch.float32 or cos_sin_cache.device != qkv.device:
+        got = (cos_sin_cache.dtype, cos_sin_cache.device, *cos_sin_cache.shape)
+        fail("cos_sin_cache", f"must be [max_pos, rotary_dim] of torch.float32 on {qkv.device}", got)
+    if cos_sin_cache.shape[1] % 2 != 0 or not 0 < cos_sin_cache.shape[1] <= head_dim:
+        fail("cos_sin_cache", f"must have an even rotary_dim of 2 to {head_dim}", cos_sin_cache.shape)
+    check_last_dim(cos_sin_cache, "cos_sin_cache")
     if norms is not None:
         check_vectors(head_dim, qkv.dtype, qkv.device, **{"norms.q": norms.q, "norms.k": norms.k})
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -65,6 +74,19 @@ def qk_norm_rope_cache(
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     else:
         q, k = q.clone(memory_format=torch.contiguous_format), k.clone()
-    rotary_embedding(positions, q, k, cos_sin_cache)
+    rotate(q, positions, cos_sin_cache)
+    rotate(k, positions, cos_sin_cache)
     reshape_and_cache(k, v, cache, slot_mapping)
     return q
+
+
+def rotate(heads: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> None:
+    """Rotate the first rotary_dim entries of each of `heads` [T, H, D] by its token's angles, in place.
+
+    Computed in fp32, rounded once. Of torch alone: on CUDA, `qk_norm_rope_cache` does it in its launch.
+    """
+    half = cos_sin_cache.shape[1] // 2
+    cos, sin = cos_sin_cache[positions].unsqueeze(1).split(half, dim=-1)
+    first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+    # Both results before either is stored: in fp32 `first` and `second` are views of `heads`.
+    heads[..., : 2 * half] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -6,7 +6,7 @@ The cache is in qkv's dtype or in fp8, which k and v are then converted to with 
 
 qkv [T, (Hq + 2 Hkv) D] of any row stride, its heads in the order q, k, v; the norms (`rms_norm`) optional; positions
 [T] int64; cos_sin_cache [max_pos, r] fp32; caches [num_blocks, Hkv, block_size, D]; slot_mapping [T] int64, negative
-for padding -> q [T, Hq, D]. The roundings are those of `rms_norm`, `rotary_embedding` and `reshape_and_cache` in turn.
+for padding -> q [T, Hq, D]. The roundings are those of `rms_norm`, `rotate` and `reshape_and_cache` in turn.
 """
 
 # mypy: allow-incomplete-defs
@@ -104,7 +104,10 @@ def _qk_norm_rope_cache_kernel(
     """norms: (weight of query heads or None, of key heads or None, eps). strides: of qkv, cos_sin and the cache."""
     HEADS: tl.constexpr = FORM.heads
     BLOCK_SIZE: tl.constexpr = FORM.block_size
-    (stride_token, _), (stride_cos_sin, _), (stride_block, stride_cache_head, stride_slot, _) = strides
+    qkv_strides, cos_sin_strides, cache_strides = strides
+    stride_token, _ = qkv_strides
+    stride_cos_sin, _ = cos_sin_strides
+    stride_block, stride_cache_head, stride_slot, _ = cache_strides
     q_weight, k_weight, eps = norms
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)

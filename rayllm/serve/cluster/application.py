@@ -22,17 +22,17 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
-import rayllm
 from rayllm import timeouts
-from rayllm.config.options import EngineConfig, ModelConfig, ModelServerConfig, ServerConfig, make_models, split_options
+from rayllm.config.options import EngineConfig, ModelConfig, ModelServerConfig, ServerConfig, check_names, make_models
 from rayllm.config.resolved import ResolvedConfig, resolve
 from rayllm.errors import ConfigError
 from rayllm.serve.cluster.api_server import ApiServer, FrontOptions, app_builder
 from rayllm.serve.cluster.front import FrontModel
 from rayllm.serve.cluster.replica import EngineReplica
 from rayllm.serve.cluster.serve_compat import with_version
-from rayllm.serve.http.auth import ApiKey, load_api_keys
-from rayllm.serve.http.tracing import trace_endpoint
+from rayllm.serve.http.limits import ApiKey, load_api_keys
+from rayllm.serve.http.telemetry import trace_endpoint
+from rayllm.version import __version__
 
 # A fraction of a core each, so that a whole deployment fits on two. It is a reservation, not a limit.
 NUM_CPUS = 0.1
@@ -209,7 +209,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     be strings, as the command line has them. api_key is refused: Serve keeps and shows these arguments. Raises
     ConfigError or ModelError.
     """
-    models, server = make_models(split_options({key: _from_text(key, value) for key, value in args.items()}))
+    models, server = make_models(check_names({key: _from_text(key, value) for key, value in args.items()}))
     if server.api_key is not None:
         raise ConfigError("api_key would be shown by Ray Serve; use api_key_file or the environment's RAYLLM_API_KEY")
     if server.ingress == "haproxy":
@@ -226,7 +226,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
 
 def _version(made_of: str) -> str:
     """What changes when the replicas of a deployment are to be replaced."""
-    return hashlib.sha256(f"{rayllm.__version__} {made_of}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{__version__} {made_of}".encode()).hexdigest()[:16]
 
 
 def _surge_percent(model: ResolvedModel, free_gpus: float | None) -> int:

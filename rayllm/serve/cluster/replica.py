@@ -46,7 +46,6 @@ class EngineReplica:
         self._model, self._drain_timeout = model, drain_timeout
         self._place = place or own_place()
         self._driver = EngineDriver(start(config))
-        self._driver.start()
         self._socket = EngineSocket(self._driver)
         directory = registry or DirectoryLink(self._place.app_name)
         self._membership = Membership(directory, self._member, self._on_view, self._stop)

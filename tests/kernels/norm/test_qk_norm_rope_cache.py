@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rayllm_kernels import ops
+from rayllm_kernels.norm.qk_norm_rope_cache import rotate
 from rayllm_kernels.ops import HeadNorms, KVCache, KVScales
 
 ON_GPU = torch.cuda.is_available()
@@ -55,14 +56,23 @@ def run(module, pool, call):
         (9, (3, 3), 96, 96, 8),
         (0, (4, 2), 32, 32, 16),
         (3, (40, 4), 16, 12, 1),
-        (130, (6, 2), 16, 16, 16),
     ]
     + ([(64, (32, 8), 128, 128, 16), (5000, (32, 8), 128, 128, 16), (300, (16, 8), 128, 128, 16)] if ON_GPU else []),
 )
 def test_equals_the_sequence(
     randn, assert_kernel_close, kernels, reference, device, tokens, heads, head_dim, rotary_dim, block_size, dtype, norm
 ):
-    pool, call = arguments(randn, device, tokens, heads, head_dim, rotary_dim, block_size, dtype, norm)
+    case = arguments(randn, device, tokens, heads, head_dim, rotary_dim, block_size, dtype, norm)
+    check_sequence(*case, assert_kernel_close, kernels, reference)
+
+
+def test_many_tokens_equal_the_sequence(randn, assert_kernel_close, kernels, reference, device):
+    """More than 128, from which on a program takes more heads."""
+    case = arguments(randn, device, 130, (6, 2), 16, 16, 16, torch.float16, True)
+    check_sequence(*case, assert_kernel_close, kernels, reference)
+
+
+def check_sequence(pool, call, assert_kernel_close, kernels, reference):
     expected_pool, qkv = pool.clone(), call["qkv"].clone()
     expected = run(reference, expected_pool, call)
     actual = run(kernels, pool, call)
@@ -73,7 +83,7 @@ def test_equals_the_sequence(
     # Values, and all that no slot names, are copies: equal to the last bit.
     assert torch.equal(pool[:, 1, 1], expected_pool[:, 1, 1])
     assert torch.equal(pool[:, 0], expected_pool[:, 0])
-    if ON_GPU and tokens and dtype != torch.float32:
+    if ON_GPU and qkv.numel() and qkv.dtype != torch.float32:
         # The same roundings as in sequence, but for the order of the norm's sum.
         assert (actual != expected).float().mean() < 0.01
 
@@ -83,7 +93,8 @@ def test_the_reference_is_the_three_references_in_sequence(randn, device, refere
     expected_pool, norms = pool.clone(), call["norms"]
     q, k, v = call["qkv"].unflatten(1, (-1, 32)).split([4, 2, 2], dim=1)
     q, k = reference.rms_norm(q, norms.q, norms.eps), reference.rms_norm(k, norms.k, norms.eps)
-    reference.rotary_embedding(call["positions"], q, k, call["cos_sin_cache"])
+    for heads in (q, k):
+        rotate(heads, call["positions"], call["cos_sin_cache"])
     reference.reshape_and_cache(k, v, cache_of(expected_pool), call["slot_mapping"])
     assert torch.equal(run(reference, pool, call), q)
     assert torch.equal(pool, expected_pool)
@@ -98,6 +109,9 @@ def test_bad_arguments_are_named(randn, device, each):
         ({"qkv": call["qkv"][:, : 4 * 32]}, "qkv"),
         ({"positions": call["positions"].int()}, "positions"),
         ({"cos_sin_cache": call["cos_sin_cache"].half()}, "cos_sin_cache"),
+        ({"cos_sin_cache": call["cos_sin_cache"][0]}, "cos_sin_cache"),
+        ({"cos_sin_cache": call["cos_sin_cache"][:, :31]}, "cos_sin_cache"),
+        ({"cos_sin_cache": call["cos_sin_cache"].repeat(1, 2)}, "cos_sin_cache"),
         ({"norms": norms._replace(q=norms.q.half())}, "norms.q"),
         ({"norms": norms._replace(k=norms.k[:5])}, "norms.k"),
         ({"slot_mapping": call["slot_mapping"].int()}, "slot_mapping"),
