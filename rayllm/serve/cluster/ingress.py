@@ -44,7 +44,6 @@ connection: close\r
 TEMPLATE = """\
 global
     fd-hard-limit {max_files}
-    hard-stop-after {drain_s}s
     nbthread {threads}
     stats socket {folder}/admin.sock mode 600 level admin
 
@@ -52,8 +51,6 @@ defaults
     mode http
     option abortonclose
     option forwardfor
-    option http-keep-alive
-    http-reuse safe
     retries 2
     retry-on conn-failure empty-response
     option redispatch 1
@@ -62,7 +59,6 @@ defaults
     timeout http-keep-alive 60s
     timeout client 1d
     timeout server 1d
-    timeout tunnel 1d
     errorfile 500 {folder}/error.http
     errorfile 502 {folder}/error.http
     errorfile 503 {folder}/error.http
@@ -190,7 +186,6 @@ class Ingress:
         return TEMPLATE.format(
             max_files=2 * (max_requests + SPARE_CONNECTIONS) + SPARE_FILES,
             threads=min(os.cpu_count() or 1, THREADS),
-            drain_s=max(round(max(server.drain_timeout, server.replica_drain_timeout)), 1),
             folder=folder,
             body_s=round(timeouts.BODY_S),
             bind=bind,
