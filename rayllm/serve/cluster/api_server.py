@@ -42,15 +42,20 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
     ingress_node: str = ""
 
 
-async def _nothing() -> None:
-    pass
-
-
 class ServedModels:
-    """The `ServerState` of an API server: a front for each model, which the directory keeps up to date."""
+    """The `ServerState` of an API server: a front for each model, which the directory keeps up to date.
 
-    def __init__(self, options: FrontOptions, place: Place, registry: DirectoryLink | None = None):
-        self._options, self._place = options, place
+    end_http: called when it is to stop and has no requests any more, or no time; None if Serve ends that itself.
+    """
+
+    def __init__(
+        self,
+        options: FrontOptions,
+        place: Place,
+        registry: DirectoryLink | None = None,
+        end_http: Callable[[], Awaitable[None]] | None = None,
+    ):
+        self._options, self._place, self._end_http = options, place, end_http
         self._directory = registry or DirectoryLink(place.app_name)
         self._server_id = uuid.uuid4().hex
         self._door = Admission(ModelServerConfig(max_queued_requests=0), 0)
@@ -58,26 +63,19 @@ class ServedModels:
         self.models: dict[str, ModelFront] = {}
         self.address, self.is_draining = "", False  # as the directory is told
 
-    async def start(self, on_stop: Callable[[], Awaitable[None]] = _nothing) -> None:
-        """Return when every model has an engine. on_stop: see `Membership`."""
+    async def start(self) -> None:
+        """Return when every model has an engine."""
         open_log(self._options.server.log_format, request_log(self._place))
         for model in self._options.models:
             tokenizer = None if model.skip_tokenizer_init else await asyncio.to_thread(load_tokenizer, model.folder)
             self.models[model.name] = ModelFront(model, tokenizer, self._server_id, self._place.node_id)
-        self.membership = Membership(self._directory, self._member, self._on_view, on_stop)
+        self.membership = Membership(self._directory, self._member, self._on_view, self._stop)
         while not all(model.num_replicas for model in self.models.values()):
             await asyncio.sleep(timeouts.REGISTER_S / 10)
 
     def make_app(self, **options: Any) -> FastAPI:
         """The HTTP app. options: as of `create_app`."""
         return create_app(self, self._options.server, self._options.keys, tracer=self._tracer, **options)
-
-    async def close(self) -> None:
-        """Disconnect from the engines; what still runs is aborted."""
-        for model in self.models.values():
-            await model.close()
-        if self._tracer is not None:
-            self._tracer.close()
 
     @property
     def door(self) -> Admission:
@@ -88,10 +86,18 @@ class ServedModels:
         self._door.max_running = sum(model.admission.max_live for model in models)
         return self._door
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request runs."""
-        return any(model.admission.load.completions for model in self.models.values())
+    async def _stop(self) -> None:
+        # Until it is idle it listens: if the engines drain too, it says so to new requests.
+        while any(model.admission.load.completions for model in self.models.values()):
+            if time.monotonic() > self.membership.stop_at:
+                break
+            await asyncio.sleep(0.05)
+        if self._end_http is not None:
+            await self._end_http()
+        for model in self.models.values():
+            await model.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     def _member(self) -> ServerMember:
         return ServerMember(self._server_id, self._place.node_id, self.address, self.is_draining)
@@ -110,8 +116,8 @@ class ApiServer:
         """_engines: their deployments, which Serve starts because they are named here."""
         place = place or own_place()
         self._drain_timeout = max(options.server.drain_timeout, options.server.replica_drain_timeout)
-        self._models = ServedModels(options, place, registry)
-        await self._models.start(self._stop)
+        self._models = ServedModels(options, place, registry, self._end_http)
+        await self._models.start()
         host = "127.0.0.1" if place.node_id == options.ingress_node else place.host
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         settings = uvicorn.Config(
@@ -119,8 +125,6 @@ class ApiServer:
         )
         self._server = uvicorn.Server(settings)
         self._serving = asyncio.create_task(self._server.serve([listener]))
-        while not self._server.started:
-            await asyncio.sleep(0.01)
         self._models.address = address(host, listener.getsockname()[1])
         await self._models.membership.announce()
 
@@ -140,16 +144,11 @@ class ApiServer:
             await asyncio.sleep(2 * timeouts.INGRESS_WATCH_S + timeouts.REGISTER_S)  # for the ingress to see it
         await membership.stop_within(self._drain_timeout)
 
-    async def _stop(self) -> None:
-        """Answer the requests that run, and end; what is left at the end of the time is aborted."""
-        # Until it is idle it listens: if the engines drain too, it says so to new requests.
-        while self._models.is_busy and time.monotonic() < self._models.membership.stop_at:
-            await asyncio.sleep(0.05)
-        if hasattr(self, "_serving"):
+    async def _end_http(self) -> None:
+        if hasattr(self, "_serving"):  # else the constructor still waits for engines
             self._server.config.timeout_graceful_shutdown = 1  # for ends of answers that are still to be sent
             self._server.should_exit = True
             await self._serving
-        await self._models.close()
 
 
 def request_log(place: Place) -> Path | None:
@@ -169,7 +168,6 @@ def app_builder(options: FrontOptions) -> Callable[[], FastAPI]:
             await models.start()
             yield
             await models.membership.stop_within(0)
-            await models.close()
 
         # Serve puts the request's id into the response itself.
         return models.make_app(echo_request_id=False, lifespan=life)
