@@ -40,15 +40,6 @@ def full_matrix(request) -> bool:
     return request.config.getoption("--full-matrix")
 
 
-@pytest.fixture
-def small_pools(monkeypatch):
-    """Blocks are written to the host ahead of their reuse in pools of a few blocks, too."""
-    from rayllm.core import write_ahead
-
-    monkeypatch.setattr(write_ahead, "LEAST_BLOCKS", 2)
-    monkeypatch.setattr(write_ahead, "HOST_SHARE", 1)
-
-
 @pytest.fixture(scope="session")
 def ray_cluster():
     """One local Ray for all tests that need one; engines join it and leave it running."""
