@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ray import serve
+from typing import Any
 
 
-def build_app(args: dict[str, Any]) -> serve.Application:
-    """See `rayllm.serve.cluster.application.build_app`."""
+def build_app(args: dict[str, Any]) -> Any:
+    """See `rayllm.serve.cluster.application.build_app`. Ray Serve is imported only when it is called."""
     from rayllm.serve.cluster.application import build_app
 
     return build_app(args)

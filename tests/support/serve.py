@@ -1,28 +1,22 @@
 """A directory without Ray, places in a cluster, and the metrics text of one engine."""
 
 from rayllm.api.wire import CurveKeys, Endpoint
-from rayllm.serve.cluster.directory import Directory, EngineMember
-from rayllm.serve.cluster.place import Place
+from rayllm.serve.cluster.directory import Directory, EngineMember, Place
 from rayllm.serve.http.telemetry import ModelFigures, render
 
 KEYS = CurveKeys("p" * 40, "s" * 40)
 
 
 class LocalDirectory:
-    """A `DirectoryLink` to a Directory in this process. told: what members said, in order."""
+    """A `DirectoryLink` to a Directory in this process."""
 
     def __init__(self, clock=None):
         self.directory = Directory() if clock is None else Directory(clock)
-        self.told = []
 
     def ask(self, member=None):
         return self.directory.beat(member)
 
-    async def beat(self, member):
-        self.told.append(member)
-        return self.ask(member)
-
-    async def leave(self, member_id):
+    def leave(self, member_id):
         self.directory.leave(member_id)
 
     def stop(self, seconds):

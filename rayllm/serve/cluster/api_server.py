@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from rayllm import timeouts
 from rayllm.config.options import ModelServerConfig, ServerConfig
 from rayllm.errors import EngineDeadError
 from rayllm.executor.ray_compat import log_folder
-from rayllm.serve.cluster.directory import DirectoryLink, ServerMember, View, follow
+from rayllm.serve.cluster.directory import DirectoryLink, Membership, Place, ServerMember, View, address, own_place
 from rayllm.serve.cluster.front import FrontModel, ModelFront
-from rayllm.serve.cluster.place import Place, address, own_place
 from rayllm.serve.http.app import create_app
 from rayllm.serve.http.limits import Admission, ApiKey
 from rayllm.serve.http.telemetry import make_tracer, open_log
@@ -47,7 +45,7 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ServedModels:
     """The `ServerState` of an API server: a front for each model, which the directory keeps up to date.
 
-    on_stop: called, maybe several times, with the seconds in which everything is to end.
+    end_http: called when it is to stop and has no requests any more, or no time; None if Serve ends that itself.
     """
 
     def __init__(
@@ -55,16 +53,15 @@ class ServedModels:
         options: FrontOptions,
         place: Place,
         registry: DirectoryLink | None = None,
-        on_stop: Callable[[float], object] = lambda _seconds: None,
+        end_http: Callable[[], Awaitable[None]] | None = None,
     ):
-        self._options, self._place, self._on_stop = options, place, on_stop
-        self._registry = registry or DirectoryLink(place.app_name)
+        self._options, self._place, self._end_http = options, place, end_http
+        self._directory = registry or DirectoryLink(place.app_name)
         self._server_id = uuid.uuid4().hex
-        self._address, self._draining = "", False
-        self._following: asyncio.Task[None] | None = None
         self._door = Admission(ModelServerConfig(max_queued_requests=0), 0)
         self._tracer = make_tracer(options.trace_endpoint)
         self.models: dict[str, ModelFront] = {}
+        self.address, self.is_draining = "", False  # as the directory is told
 
     async def start(self) -> None:
         """Return when every model has an engine."""
@@ -72,28 +69,13 @@ class ServedModels:
         for model in self._options.models:
             tokenizer = None if model.skip_tokenizer_init else await asyncio.to_thread(load_tokenizer, model.folder)
             self.models[model.name] = ModelFront(model, tokenizer, self._server_id, self._place.node_id)
-        self._following = asyncio.create_task(follow(self._registry, self._member, self._on_view))
+        self.membership = Membership(self._directory, self._member, self._on_view, self._stop)
         while not all(model.num_replicas for model in self.models.values()):
             await asyncio.sleep(timeouts.REGISTER_S / 10)
 
     def make_app(self, **options: Any) -> FastAPI:
         """The HTTP app. options: as of `create_app`."""
         return create_app(self, self._options.server, self._options.keys, tracer=self._tracer, **options)
-
-    async def announce(self, *, address: str, draining: bool = False) -> None:
-        """Have the directory say that this server listens there, and whether it takes new requests."""
-        self._address, self._draining = address, draining
-        await self._registry.beat(self._member())
-
-    async def close(self) -> None:
-        """Leave the directory and disconnect from the engines; what still runs is aborted."""
-        if self._following is not None:
-            self._following.cancel()
-        await self._registry.leave(self._server_id)
-        for model in self.models.values():
-            await model.close()
-        if self._tracer is not None:
-            self._tracer.close()
 
     @property
     def door(self) -> Admission:
@@ -104,19 +86,25 @@ class ServedModels:
         self._door.max_running = sum(model.admission.max_live for model in models)
         return self._door
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request runs."""
-        return any(model.admission.load.completions for model in self.models.values())
+    async def _stop(self) -> None:
+        # Until it is idle it listens: if the engines drain too, it says so to new requests.
+        while any(model.admission.load.completions for model in self.models.values()):
+            if time.monotonic() > self.membership.stop_at:
+                break
+            await asyncio.sleep(0.05)
+        if self._end_http is not None:
+            await self._end_http()
+        for model in self.models.values():
+            await model.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     def _member(self) -> ServerMember:
-        return ServerMember(self._server_id, self._place.node_id, self._address, self._draining)
+        return ServerMember(self._server_id, self._place.node_id, self.address, self.is_draining)
 
     async def _on_view(self, view: View) -> None:
         for name, model in self.models.items():
             await model.update([engine for engine in view.engines if engine.model == name], view.front_keys)
-        if view.stop_in is not None:
-            self._on_stop(view.stop_in)
 
 
 class ApiServer:
@@ -126,23 +114,19 @@ class ApiServer:
         self, options: FrontOptions, *_engines: Any, place: Place | None = None, registry: DirectoryLink | None = None
     ) -> None:
         """_engines: their deployments, which Serve starts because they are named here."""
-        self._place = place or own_place()
+        place = place or own_place()
         self._drain_timeout = max(options.server.drain_timeout, options.server.replica_drain_timeout)
-        self._stopping: asyncio.Task[None] | None = None
-        self._stop_at = math.inf  # time.monotonic()
-        self._models = ServedModels(options, self._place, registry, self._stop_within)
+        self._models = ServedModels(options, place, registry, self._end_http)
         await self._models.start()
-        host = "127.0.0.1" if self._place.node_id == options.ingress_node else self._place.host
+        host = "127.0.0.1" if place.node_id == options.ingress_node else place.host
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self.address = address(host, listener.getsockname()[1])
         settings = uvicorn.Config(
             self._models.make_app(), lifespan="off", access_log=False, log_config=None, timeout_keep_alive=KEEP_ALIVE_S
         )
         self._server = uvicorn.Server(settings)
         self._serving = asyncio.create_task(self._server.serve([listener]))
-        while not self._server.started:
-            await asyncio.sleep(0.01)
-        await self._models.announce(address=self.address)
+        self._models.address = address(host, listener.getsockname()[1])
+        await self._models.membership.announce()
 
     async def check_health(self) -> None:
         """For Serve, which restarts a replica after three failures in a row."""
@@ -153,26 +137,18 @@ class ApiServer:
         """Serve calls this before it ends the replica."""
         if not hasattr(self, "_serving"):  # the constructor failed
             return
-        if self._stopping is None:
-            await self._models.announce(address=self.address, draining=True)
+        membership = self._models.membership
+        if not membership.is_stopping:
+            self._models.is_draining = True
+            await membership.announce()
             await asyncio.sleep(2 * timeouts.INGRESS_WATCH_S + timeouts.REGISTER_S)  # for the ingress to see it
-        await self._stop_within(self._drain_timeout)
+        await membership.stop_within(self._drain_timeout)
 
-    def _stop_within(self, seconds: float) -> asyncio.Task[None]:
-        """Answer the requests that run, and end; what is left then is aborted. Calling it again can only shorten it."""
-        self._stop_at = min(self._stop_at, time.monotonic() + seconds)
-        if self._stopping is None:
-            self._stopping = asyncio.create_task(self._stop())
-        return self._stopping
-
-    async def _stop(self) -> None:
-        # Until it is idle it listens: if the engines drain too, it says so to new requests.
-        while self._models.is_busy and time.monotonic() < self._stop_at:
-            await asyncio.sleep(0.05)
-        self._server.config.timeout_graceful_shutdown = 1  # for ends of answers that are still to be sent
-        self._server.should_exit = True
-        await self._serving
-        await self._models.close()
+    async def _end_http(self) -> None:
+        if hasattr(self, "_serving"):  # else the constructor still waits for engines
+            self._server.config.timeout_graceful_shutdown = 1  # for ends of answers that are still to be sent
+            self._server.should_exit = True
+            await self._serving
 
 
 def request_log(place: Place) -> Path | None:
@@ -191,7 +167,7 @@ def app_builder(options: FrontOptions) -> Callable[[], FastAPI]:
         async def life(_app: FastAPI) -> AsyncIterator[None]:
             await models.start()
             yield
-            await models.close()
+            await models.membership.stop_within(0)
 
         # Serve puts the request's id into the response itself.
         return models.make_app(echo_request_id=False, lifespan=life)

@@ -9,6 +9,7 @@ under `serve run` and Serve's config files always behind the proxies.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,14 +19,14 @@ from typing import Any, NamedTuple
 import ray
 import yaml
 from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
 from rayllm import timeouts
-from rayllm.config.options import EngineConfig, ModelConfig, ServerConfig, check_names, make_models
+from rayllm.config.options import EngineConfig, ModelConfig, ModelServerConfig, ServerConfig, check_names, make_models
 from rayllm.config.resolved import ResolvedConfig, resolve
 from rayllm.errors import ConfigError
 from rayllm.serve.cluster.api_server import ApiServer, FrontOptions, app_builder
-from rayllm.serve.cluster.autoscaling import autoscaling_options
 from rayllm.serve.cluster.front import FrontModel
 from rayllm.serve.cluster.replica import EngineReplica
 from rayllm.serve.cluster.serve_compat import with_version
@@ -36,6 +37,8 @@ from rayllm.version import __version__
 # A fraction of a core each, so that a whole deployment fits on two. It is a reservation, not a limit.
 NUM_CPUS = 0.1
 MAX_ONGOING = 100_000  # requests a replica: the scheduler queues, not Serve
+AUTOSCALING_METRICS_S = 1.0
+AUTOSCALING_LOOK_BACK_S = 5.0
 
 
 class ResolvedModel(NamedTuple):
@@ -45,6 +48,13 @@ class ResolvedModel(NamedTuple):
     name: str
     engine: ResolvedConfig
     server: ServerConfig
+
+    @property
+    def deployment_name(self) -> str:
+        """In Serve. It ends up in paths, so it has only harmless characters."""
+        plain = re.sub(r"[^A-Za-z0-9._-]", "-", self.name)
+        digest = hashlib.sha256(self.name.encode()).hexdigest()[:8]
+        return f"engine-{plain}" if plain == self.name else f"engine-{plain[:80]}-{digest}"
 
 
 def resolve_models(models: Sequence[ModelConfig], num_gpus: float, *, may_grow: bool = False) -> list[ResolvedModel]:
@@ -70,7 +80,6 @@ def _resolve(model: ModelConfig, num_gpus: float, may_grow: bool) -> ResolvedMod
 def make_application(
     models: Sequence[ResolvedModel],
     server: ServerConfig,
-    replica: type[Any] = EngineReplica,
     *,
     keys: Sequence[ApiKey] = (),
     free_gpus: float | None = None,
@@ -78,7 +87,7 @@ def make_application(
 ) -> serve.Application:
     """The Serve application.
 
-    replica: the engines' class; tests put a stand-in here. keys: of the API (see `load_api_keys`). free_gpus: that an
+    keys: of the API (see `load_api_keys`). free_gpus: that an
     update may use before it has freed any; None if that is not known. ingress_node: Ray's id of the node whose ingress
     passes connections on to API servers that listen themselves; None puts them behind Serve's proxies.
     Raises ConfigError.
@@ -94,15 +103,15 @@ def make_application(
         "logging_config": logs,
     }
     engines = []
-    for name, model in zip(deployment_names(models), models, strict=True):
+    for model in models:
         engine = serve.deployment(
-            name=name,
+            name=model.deployment_name,
             max_constructor_retry_count=1,  # a config or checkpoint that fails once fails again
             max_surge_percent=_surge_percent(model, free_gpus),
             **common,
             **autoscaling_options(model.engine.options, model.server),
             **engine_placement(model.engine),
-        )(replica)
+        )(EngineReplica)
         arguments = (model.engine, model.name, server.replica_drain_timeout)
         # Replicas that were started without autoscaling never report to it.
         made_of = repr((arguments, model.server.max_replicas is not None))
@@ -126,19 +135,55 @@ def make_application(
     return with_version(api(ApiServer), _version(repr(options))).bind(options, *engines)
 
 
+class QueuedTokensPolicy:
+    """How many replicas a model gets: Ray Serve's autoscaler, fed with the prompt tokens that wait.
+
+    Each replica reports the load that all API servers have with it (`EngineReplica.record_autoscaling_stats`); Serve
+    averages that, asks this, and applies the bounds and delays. Serve itself sees no requests, since they go past its
+    handles, so its own count of them is of no use here.
+
+    target_queued_tokens: that may wait for a replica. max_num_seqs: completions that a replica runs at once.
+    """
+
+    def __init__(self, target_queued_tokens: int, max_num_seqs: int):
+        self._target = target_queued_tokens
+        self._max_num_seqs = max_num_seqs
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """(replicas wanted, no state). Serve keeps it within its bounds, and applies the delays.
+
+        Enough that no more than the target waits for each; and no fewer than it takes to run what is live, so that a
+        replica is not removed only because its requests are past their prompts.
+        """
+        metrics = context.aggregated_metrics or {}
+        queued = sum(metrics.get("queued_tokens", {}).values())
+        completions = sum(metrics.get("completions", {}).values())
+        return max(math.ceil(queued / self._target), math.ceil(completions / self._max_num_seqs), 1), {}
+
+
+def autoscaling_options(engine: EngineConfig, server: ModelServerConfig) -> dict[str, Any]:
+    """Deployment options: a fixed number of replicas, or autoscaling."""
+    if server.max_replicas is None:
+        return {"num_replicas": server.num_replicas}
+    policy = AutoscalingPolicy(
+        policy_function=QueuedTokensPolicy,
+        policy_kwargs={"target_queued_tokens": server.target_queued_tokens, "max_num_seqs": engine.max_num_seqs},
+    )
+    config = AutoscalingConfig(
+        min_replicas=server.num_replicas,
+        max_replicas=server.max_replicas,
+        metrics_interval_s=AUTOSCALING_METRICS_S,
+        look_back_period_s=AUTOSCALING_LOOK_BACK_S,
+        upscale_delay_s=server.upscale_delay,
+        downscale_delay_s=server.downscale_delay,
+        policy=policy,
+    )
+    return {"autoscaling_config": config}
+
+
 def default_api_servers(cores: int) -> int:
     """API servers on a machine of so many cores; a token costs one of them 137 us on a slow core."""
     return min(max(cores // 4, 1), 8)
-
-
-def deployment_names(models: Sequence[ResolvedModel]) -> list[str]:
-    """The names of the models' deployments in Serve, which end up in paths, so they have only harmless characters."""
-    names = []
-    for model in models:
-        plain = re.sub(r"[^A-Za-z0-9._-]", "-", model.name)
-        digest = hashlib.sha256(model.name.encode()).hexdigest()[:8]
-        names.append(f"engine-{plain}" if plain == model.name else f"engine-{plain[:80]}-{digest}")
-    return names
 
 
 def engine_placement(config: ResolvedConfig) -> dict[str, Any]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import ray
 import zmq
+from ray import serve
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
@@ -106,30 +108,24 @@ class Directory:
 
 
 class DirectoryLink:
-    """The way to the directory of an application, which is made if there is none."""
+    """The way to the directory of an application, which is made if there is none.
+
+    All calls block, for up to DIRECTORY_S or, while Ray's GCS is down, longer.
+    """
 
     def __init__(self, app_name: str):
         self._name = f"directory of {app_name}"
         self._handle: ActorHandle | None = None
 
-    async def beat(self, member: Member) -> View | None:
-        """Tell of a member; returns what the directory knows, None if it does not answer."""
-        # Finding or making it asks the GCS, which must not hold up the event loop while that is down.
-        return await asyncio.to_thread(self.ask, member)
-
-    async def leave(self, member_id: str) -> None:
-        """Say that a member goes. The last one takes the directory along."""
-
-        def leave() -> None:
-            if self._call("leave", member_id):
-                self.remove()
-
-        await asyncio.to_thread(leave)
-
     def ask(self, member: Member | None = None) -> View | None:
-        """`beat`, for who has no event loop."""
+        """Tell of a member, if there is one; returns what the directory knows, None if it does not answer."""
         view: View | None = self._call("beat", member)
         return view
+
+    def leave(self, member_id: str) -> None:
+        """Say that a member goes. The last one takes the directory along."""
+        if self._call("leave", member_id):
+            self.remove()
 
     def stop(self, seconds: float) -> None:
         """See `Directory.stop`."""
@@ -156,15 +152,85 @@ class DirectoryLink:
         return None
 
 
-async def follow(
-    registry: DirectoryLink, member: Callable[[], Member], on_view: Callable[[View], Awaitable[None]]
-) -> None:
-    """Tell the directory of a member every REGISTER_S, and hand on what it knows; until cancelled."""
-    while True:
-        try:
-            view = await registry.beat(member())
-            if view is not None:
-                await on_view(view)
-        except Exception:
-            logger.exception("following the directory")
-        await asyncio.sleep(timeouts.REGISTER_S)
+class Membership:
+    """A replica's part in the directory. It tells of the replica every REGISTER_S, until that has stopped.
+
+    directory: where; that of the application if None. member: what the replica is now. on_view: called with what the
+    directory knows. on_stop: ends the replica, by `stop_at` if it can; called once, when `stop_within` was.
+    To be made in an event loop.
+    """
+
+    def __init__(
+        self,
+        directory: DirectoryLink,
+        member: Callable[[], Member],
+        on_view: Callable[[View], Awaitable[None]],
+        on_stop: Callable[[], Awaitable[None]],
+    ):
+        self._directory, self._member, self._on_view, self._on_stop = directory, member, on_view, on_stop
+        self.stop_at = math.inf  # time.monotonic()
+        self._stopping: asyncio.Task[None] | None = None
+        self._following = asyncio.create_task(self._follow())
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether somebody has asked for that."""
+        return self._stopping is not None
+
+    async def announce(self) -> None:
+        """Tell the directory at once what has changed."""
+        await asyncio.to_thread(self._directory.ask, self._member())
+
+    def stop_within(self, seconds: float) -> asyncio.Task[None]:
+        """Have the replica end, and leave. Calling it again can only shorten the time."""
+        self.stop_at = min(self.stop_at, time.monotonic() + seconds)
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        return self._stopping
+
+    async def _stop(self) -> None:
+        await self._on_stop()
+        self._following.cancel()
+        await asyncio.to_thread(self._directory.leave, self._member().member_id)
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                view = await asyncio.to_thread(self._directory.ask, self._member())
+                if view is not None:
+                    await self._on_view(view)
+                    if view.stop_in is not None:
+                        self.stop_within(view.stop_in)
+            except Exception:
+                logger.exception("following the directory")
+            await asyncio.sleep(timeouts.REGISTER_S)
+
+
+class Place(NamedTuple):
+    """Where a Serve replica is."""
+
+    # Of the Serve application.
+    app_name: str
+    # Serve's, unique for each start.
+    replica_id: str
+    # Ray's id of the node.
+    node_id: str
+    # The node's address in the cluster.
+    host: str
+
+    @property
+    def replica_index(self) -> int:
+        """Serve's rank of the replica: from 0 to the number of replicas - 1, given anew when one has gone."""
+        return int(serve.get_replica_context().rank.rank)
+
+
+def own_place() -> Place:
+    """Of the Serve replica that runs in this process."""
+    context = serve.get_replica_context()
+    node_id = ray.get_runtime_context().get_node_id()
+    return Place(context.app_name, context.replica_id.unique_id, node_id, ray.util.get_node_ip_address())
+
+
+def address(host: str, port: int) -> str:
+    """As URLs and HAProxy have it: "host:port", with brackets around IPv6 addresses."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -29,8 +29,6 @@ from rayllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("ray.serve")
 
-Connect = Callable[..., EngineClient]
-
 
 class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     """What an API server knows of a model before it has met an engine."""
@@ -75,7 +73,7 @@ class ModelFront:
         tokenizer: Tokenizer | None,
         front_id: str,
         node_id: str,
-        connect: Connect = EngineClient,
+        connect: Callable[..., EngineClient] = EngineClient,
     ):
         self.name = model.name
         self.server = model.server

@@ -21,27 +21,29 @@ from pathlib import Path
 from rayllm import timeouts
 from rayllm.config.options import ServerConfig
 from rayllm.errors import ConfigError
-from rayllm.serve.cluster.directory import ServerMember
-from rayllm.serve.cluster.place import address
+from rayllm.serve.cluster.directory import ServerMember, address
 
 SLOTS = 160  # API servers at once: 64, twice while they are replaced, and some that are gone
 SPARE_CONNECTIONS = 1024  # beside those that admission allows: idle ones, health checks, requests that are refused
 SPARE_FILES = 256
 THREADS = 4  # one passes on 36,000 tokens a second
 
-# What the ingress says itself, with status 503: whatever went wrong between it and the API servers, the client may try
-# again. What is no HTTP gets the 400 that is built into HAProxy.
-ERRORS = {
-    500: "the ingress could not handle the request; try again",
-    502: "the API server went away; try again",
-    503: "no API server is there to answer; try again",
-    504: "the API server does not answer; try again",
-}
+# What the ingress says itself: whatever went wrong between it and the API servers, the client may try again. What is no
+# HTTP gets the 400 that is built into HAProxy.
+ERROR = {"message": "no API server answers; try again", "type": "server_error", "param": None, "code": None}
+ANSWER = """\
+HTTP/1.1 503 Service Unavailable\r
+content-type: application/json\r
+content-length: {length}\r
+cache-control: no-cache\r
+retry-after: 1\r
+connection: close\r
+\r
+{body}"""
 
 TEMPLATE = """\
 global
     fd-hard-limit {max_files}
-    hard-stop-after {drain_s}s
     nbthread {threads}
     stats socket {folder}/admin.sock mode 600 level admin
 
@@ -49,8 +51,6 @@ defaults
     mode http
     option abortonclose
     option forwardfor
-    option http-keep-alive
-    http-reuse safe
     retries 2
     retry-on conn-failure empty-response
     option redispatch 1
@@ -59,8 +59,10 @@ defaults
     timeout http-keep-alive 60s
     timeout client 1d
     timeout server 1d
-    timeout tunnel 1d
-{error_files}
+    errorfile 500 {folder}/error.http
+    errorfile 502 {folder}/error.http
+    errorfile 503 {folder}/error.http
+    errorfile 504 {folder}/error.http
 
 frontend http
     bind {bind}
@@ -172,11 +174,8 @@ class Ingress:
 
     def _configuration(self, max_requests: int) -> str:
         folder, server = Path(self._folder.name), self._server
-        error_files = []
-        for status, message in ERRORS.items():
-            file = folder / f"{status}.http"
-            file.write_text(_answer(message))
-            error_files.append(f"    errorfile {status} {file}")
+        body = json.dumps({"error": ERROR})
+        Path(folder, "error.http").write_text(ANSWER.format(length=len(body), body=body))
         bind = address(server.host, server.port)
         if server.ssl_certfile is not None:
             pem = folder / "tls.pem"
@@ -187,10 +186,8 @@ class Ingress:
         return TEMPLATE.format(
             max_files=2 * (max_requests + SPARE_CONNECTIONS) + SPARE_FILES,
             threads=min(os.cpu_count() or 1, THREADS),
-            drain_s=max(round(max(server.drain_timeout, server.replica_drain_timeout)), 1),
             folder=folder,
             body_s=round(timeouts.BODY_S),
-            error_files="\n".join(error_files),
             bind=bind,
             slots=SLOTS,
         )
@@ -204,20 +201,6 @@ def _commands(slot: int, wanted: tuple[str, bool] | None) -> list[str]:
     host, _, port = wanted[0].rpartition(":")
     state = "drain" if wanted[1] else "ready"
     return [f"set server {name} addr {host.strip('[]')} port {port}", f"set server {name} state {state}"]
-
-
-def _answer(message: str) -> str:
-    """A whole HTTP response with an error in OpenAI's form."""
-    body = json.dumps({"error": {"message": message, "type": "server_error", "param": None, "code": None}})
-    lines = [
-        "HTTP/1.1 503 Service Unavailable",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-        "cache-control: no-cache",
-        "retry-after: 1",
-        "connection: close",
-    ]
-    return "\r\n".join([*lines, "", body])
 
 
 def _read(path: str, option: str) -> str:

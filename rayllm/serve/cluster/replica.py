@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -20,8 +19,7 @@ from rayllm.engine.build import start_resolved_engine
 from rayllm.engine.driver import Core, EngineDriver
 from rayllm.engine.socket import EngineSocket
 from rayllm.errors import EngineDeadError
-from rayllm.serve.cluster.directory import DirectoryLink, EngineMember, View, follow
-from rayllm.serve.cluster.place import Place, own_place
+from rayllm.serve.cluster.directory import DirectoryLink, EngineMember, Membership, Place, View, own_place
 
 logger = logging.getLogger("ray.serve")
 
@@ -47,12 +45,10 @@ class EngineReplica:
         sys.setswitchinterval(SWITCH_S)
         self._model, self._drain_timeout = model, drain_timeout
         self._place = place or own_place()
-        self._registry = registry or DirectoryLink(self._place.app_name)
         self._driver = EngineDriver(start(config))
         self._socket = EngineSocket(self._driver)
-        self._stop_at = math.inf  # time.monotonic()
-        self._stopping: asyncio.Task[None] | None = None
-        self._following = asyncio.create_task(follow(self._registry, self._member, self._on_view))
+        directory = registry or DirectoryLink(self._place.app_name)
+        self._membership = Membership(directory, self._member, self._on_view, self._stop)
 
     async def info(self) -> EngineInfo:
         """The engine's limits, and how its start went."""
@@ -64,39 +60,29 @@ class EngineReplica:
             raise EngineDeadError(reason)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For Serve, which hands it to `autoscaling.QueuedTokensPolicy`: what all API servers have here."""
+        """For Serve, which hands it to `application.QueuedTokensPolicy`: what all API servers have here."""
         load = self._socket.load()
         return {"queued_tokens": float(load.queued_tokens), "completions": float(load.completions)}
 
     async def __del__(self) -> None:
         """Serve calls this before it ends the replica."""
-        if hasattr(self, "_following"):  # the constructor may have failed
-            await self._stop_within(self._drain_timeout)
-
-    def _stop_within(self, seconds: float) -> asyncio.Task[None]:
-        """End the engine and its workers, in good order. Calling it again can only shorten the time.
-
-        API servers hear at once that it drains; they send new requests elsewhere from then on, and disconnect when the
-        last of theirs here is done. What is left then gets an error.
-        """
-        self._stop_at = min(self._stop_at, time.monotonic() + seconds)
-        if self._stopping is None:
-            self._stopping = asyncio.create_task(self._stop())
-        return self._stopping
+        if hasattr(self, "_membership"):  # the constructor may have failed
+            await self._membership.stop_within(self._drain_timeout)
 
     async def _stop(self) -> None:
+        """End the engine and its workers, in good order.
+
+        API servers hear at once that it drains; they send new requests elsewhere from then on, and disconnect when the
+        last of theirs here is done. What is left at the end of the time gets an error.
+        """
         self._socket.drain()
-        await self._registry.beat(self._member())
+        await self._membership.announce()
         calm = 0  # times in a row that nobody was there and nothing to do
-        while calm < 2 and time.monotonic() < self._stop_at:
-            if self._driver.dead is not None:
-                break
+        while calm < 2 and self._driver.dead is None and time.monotonic() < self._membership.stop_at:
             calm = calm + 1 if self._driver.num_fronts == 0 and not self._driver.busy else 0
             await asyncio.sleep(0.05)
         await asyncio.to_thread(self._driver.shutdown)
         await asyncio.to_thread(self._socket.close)
-        self._following.cancel()
-        await self._registry.leave(self._place.replica_id)
 
     def _member(self) -> EngineMember:
         return EngineMember(
@@ -105,7 +91,7 @@ class EngineReplica:
             index=self._place.replica_index,
             node_id=self._place.node_id,
             endpoint=self._socket.endpoint,
-            draining=self._stopping is not None,
+            draining=self._membership.is_stopping,
         )
 
     async def _on_view(self, view: View) -> None:
@@ -113,5 +99,3 @@ class EngineReplica:
         elsewhere = any(server.node_id != self._place.node_id for server in view.servers)
         if elsewhere and not self._socket.endpoint.tcp:
             await asyncio.to_thread(self._socket.open_tcp, self._place.host)
-        if view.stop_in is not None:
-            self._stop_within(view.stop_in)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 from ray.serve.deployment import Application
@@ -14,9 +15,10 @@ from rayllm.errors import ConfigError, ModelError
 from rayllm.serve.cluster import application
 from rayllm.serve.cluster.application import (
     NUM_CPUS,
+    QueuedTokensPolicy,
+    autoscaling_options,
     build_app,
     default_api_servers,
-    deployment_names,
     engine_placement,
     make_application,
     resolve_models,
@@ -153,7 +155,34 @@ def test_updates_start_as_many_replicas_as_there_is_room_for(deployed):
 
 def test_deployment_names_are_harmless_and_differ():
     names = ["tiny", "org/tiny", "org-tiny", "x#y", "é" * 200]
-    found = deployment_names(resolve_models([named(name) for name in names], 0))
+    found = [each.deployment_name for each in resolve_models([named(name) for name in names], 0)]
     assert found[0] == "engine-tiny"
     assert len(set(found)) == len(names)
     assert all(re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name) for name in found)
+
+
+# ---- autoscaling
+
+
+def policy(**metrics):
+    context = SimpleNamespace(aggregated_metrics=metrics)
+    return QueuedTokensPolicy(target_queued_tokens=100, max_num_seqs=8)(context)
+
+
+def test_the_policy_wants_replicas_for_what_waits_and_for_what_runs():
+    assert policy() == (1, {})
+    assert policy(queued_tokens={"a": 100.0, "b": 0.0}, completions={"a": 3.0, "b": 1.0})[0] == 1
+    assert policy(queued_tokens={"a": 101.0, "b": 0.0})[0] == 2
+    assert policy(queued_tokens={"a": 100.0, "b": 450.0})[0] == 6
+    assert policy(queued_tokens={"a": 0.0}, completions={"a": 9.0, "b": 8.0})[0] == 3
+
+
+def test_autoscaling_is_what_max_replicas_asks_for():
+    engine = EngineConfig(max_num_seqs=8)
+    assert autoscaling_options(engine, ServerConfig(num_replicas=3)) == {"num_replicas": 3}
+    server = ServerConfig(num_replicas=2, max_replicas=5, target_queued_tokens=70, upscale_delay=1, downscale_delay=9)
+    config = autoscaling_options(engine, server)["autoscaling_config"]
+    assert (config.min_replicas, config.max_replicas) == (2, 5)
+    assert (config.upscale_delay_s, config.downscale_delay_s) == (1, 9)
+    assert config.policy.policy_kwargs == {"target_queued_tokens": 70, "max_num_seqs": 8}
+    assert config.policy.get_policy() is QueuedTokensPolicy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from support.driver import until, wait_for
 from support.serve import LocalDirectory, engine_member
 
 from rayllm import timeouts
-from rayllm.serve.cluster.directory import NAMESPACE, Directory, DirectoryLink, ServerMember, follow
+from rayllm.serve.cluster.directory import NAMESPACE, Directory, DirectoryLink, Membership, ServerMember
 
 ENGINE = engine_member("one")
 SERVER = ServerMember("api", "here", "127.0.0.1:80")
@@ -87,21 +88,29 @@ def test_api_servers_share_a_key_that_engines_know(clock):
 
 def test_a_follower_says_what_it_is_and_hears_the_rest_and_outlives_errors():
     async def scenario():
-        directory, member, views = LocalDirectory(), [ENGINE], []
+        directory, member, views, stopped = LocalDirectory(), [ENGINE], [], []
 
         async def on_view(view):
             views.append(view)
             if len(views) == 1:
                 raise RuntimeError("a bug")
 
-        following = asyncio.create_task(follow(directory, lambda: member[0], on_view))
+        async def on_stop():
+            stopped.append(membership.stop_at)
+
+        membership = Membership(directory, lambda: member[0], on_view, on_stop)
         await until(lambda: len(views) == 2)
         member[0] = msgspec.structs.replace(ENGINE, draining=True)
         directory.ask(SERVER)
         await until(lambda: views[-1].engines == member and views[-1].servers == [SERVER])
         directory.directory = Directory()  # it died, and is made anew
         await until(lambda: views[-1].servers == [] and views[-1].engines == member)
-        following.cancel()
+        assert not membership.is_stopping
+        directory.stop(60)
+        await until(lambda: stopped)
+        await membership.stop_within(10**9)  # it has stopped
+        assert directory.ask().engines == []
+        assert len(stopped) == 1 and stopped[0] <= time.monotonic() + 60
 
     asyncio.run(scenario())
 
@@ -143,9 +152,9 @@ def test_the_last_one_takes_it_along(links):
     one, two = links
     one.ask(ENGINE)
     two.ask(SERVER)
-    asyncio.run(one.leave("one"))
+    one.leave("one")
     assert two.ask().servers == [SERVER]
-    asyncio.run(two.leave("api"))
+    two.leave("api")
     with pytest.raises(ValueError, match="directory of test"):
         actor()
     two.remove()  # which is no error
@@ -154,6 +163,6 @@ def test_the_last_one_takes_it_along(links):
 def test_members_go_on_without_an_answer(links, monkeypatch):
     monkeypatch.setattr(timeouts, "DIRECTORY_S", 0.0)
     assert links[0].ask(ENGINE) is None
-    asyncio.run(links[0].leave("one"))
+    links[0].leave("one")
     monkeypatch.setattr(timeouts, "DIRECTORY_S", 30.0)
     assert links[0].ask(SERVER).servers == [SERVER]

@@ -184,7 +184,7 @@ def test_errors_have_the_form_of_all_others():
         error = json.loads(text)["error"]
         assert error.keys() == {"message", "type", "param", "code"}
         assert (error["type"], error["param"], error["code"]) == ("server_error", None, None)
-        assert "no API server is there" in error["message"]
+        assert "no API server answers" in error["message"]
         with socket.create_connection(("127.0.0.1", found.port)) as raw:
             raw.sendall(b"this is not HTTP\r\n\r\n")
             answer = b"".join(iter(lambda: raw.recv(4096), b"")).decode()
