@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import uuid
 from collections.abc import Callable, Generator
 from typing import Any, Literal, TypeVar
 
@@ -43,6 +42,13 @@ _SEPARATORS = re.compile(r"[ \t\r\n;,]+")
 _IN_STRING = re.compile(r'[^"\\]+')
 _BETWEEN_BRACKETS = re.compile(r'[^][{}"<]+')
 _SCALAR = re.compile(r"[\w.+-]+")
+
+
+_CALL_FORMS = {  # what stands before a call, what may stand after it, what may follow, whether bare calls count
+    "hermes": (CALL_OPEN, CALL_CLOSE, SPACE, False),
+    "llama3": (PYTHON_TAG, "", _SEPARATORS, True),
+    "json": ("", "]", _SEPARATORS, True),
+}
 
 
 class ChatFormat(msgspec.Struct, frozen=True):
@@ -84,20 +90,18 @@ def calls_schema(tools: list[Tool], single: bool, arguments_key: str) -> str:
 
     arguments_key: "arguments" or "parameters", whichever the model is used to.
     """
-    calls = []
-    definitions = {}
-    for index, tool in enumerate(tools):
-        name = f"tool_{index}"
-        # With an id of its own, the references of a tool's schema go on meaning places in that schema.
-        definitions[name] = {**(tool.function.parameters or {"type": "object"}), "$id": name}
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, arguments_key: {"$ref": name}},
-                "required": ["name", arguments_key],
-                "additionalProperties": False,
-            }
-        )
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, arguments_key: {"$ref": f"tool_{index}"}},
+            "required": ["name", arguments_key],
+            "additionalProperties": False,
+        }
+        for index, tool in enumerate(tools)
+    ]
+    # With an id of its own, the references of a tool's schema go on meaning places in that schema.
+    parameters = [tool.function.parameters or {"type": "object"} for tool in tools]
+    definitions = {f"tool_{index}": {**schema, "$id": f"tool_{index}"} for index, schema in enumerate(parameters)}
     call: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     schema = call if single else {"type": "array", "minItems": 1, "items": call}
     return json.dumps(schema | {"$defs": definitions}, ensure_ascii=False)
@@ -106,34 +110,16 @@ def calls_schema(tools: list[Tool], single: bool, arguments_key: str) -> str:
 # ---- the parser
 
 
-class Text(msgspec.Struct, frozen=True):
-    """The next piece of the answer's text."""
+class Piece(msgspec.Struct, frozen=True):
+    """The next piece of what a model wrote.
 
+    Of the answer's text, the reasoning before it, or the JSON text of a call's arguments; or the name of a call that
+    begins. call: 0, 1, ... within the message.
+    """
+
+    kind: Literal["content", "reasoning_content", "call", "arguments"]
     text: str
-
-
-class Reasoning(msgspec.Struct, frozen=True):
-    """The next piece of the reasoning before the answer."""
-
-    text: str
-
-
-class CallStart(msgspec.Struct, frozen=True):
-    """A tool call begins."""
-
-    index: int  # 0, 1, ... within its message
-    call_id: str
-    name: str
-
-
-class CallArguments(msgspec.Struct, frozen=True):
-    """The next piece of the JSON text of a call's arguments."""
-
-    text: str
-    index: int  # of the call
-
-
-Event = Text | Reasoning | CallStart | CallArguments
+    call: int = 0
 
 
 class TextSource:
@@ -208,54 +194,47 @@ class ChatParser:
     def __init__(self, form: ChatFormat):
         self._form = form
         self._source = TextSource()
-        self._events: list[Event] = []
+        self._pieces: list[Piece] = []
         self.num_calls = 0
         self.thinking = form.thinks  # whether reasoning may still come
         self.has_reasoning = False  # whether the text began with it
         self._reading = self._read()
         next(self._reading)
 
-    def feed(self, text: str, *, last: bool = False) -> list[Event]:
+    def feed(self, text: str, *, last: bool = False) -> list[Piece]:
         """What a piece of text brings; some is held back while it may be part of a tag or a call.
 
         last: no more comes.
         """
         if not self._form.thinks and self._form.tools is None:
-            return [Text(text)] if text else []
+            return [Piece("content", text)] if text else []
         self._source.put(text, last=last)
         next(self._reading, None)
-        events: list[Event] = []
-        for kind, group in itertools.groupby(self._events, key=type):
-            if kind is CallStart:
-                events += group
-            else:
-                pieces: list[Any] = list(group)
-                events.append(msgspec.structs.replace(pieces[0], text="".join(piece.text for piece in pieces)))
-        self._events.clear()
-        return events
+        joined = []
+        for (kind, call), group in itertools.groupby(self._pieces, key=lambda piece: (piece.kind, piece.call)):
+            joined.append(Piece(kind, "".join(piece.text for piece in group), call))
+        self._pieces.clear()
+        return joined
 
-    def _emit(self, event: Text | Reasoning | CallArguments) -> None:
-        if event.text:
-            self._events.append(event)
+    def _emit(
+        self, kind: Literal["content", "reasoning_content", "call", "arguments"], text: str, call: int = 0
+    ) -> None:
+        if text:
+            self._pieces.append(Piece(kind, text, call))
 
     def _read(self) -> Reading[None]:
         """All of the text."""
         space = yield from self._source.take_all(SPACE)
         if self._form.thinks:
             space = yield from self._read_reasoning(space)
-        match self._form.tools:
-            case "hermes":
-                yield from self._read_mixture(space, CALL_OPEN, CALL_CLOSE, SPACE, bare=False)
-            case "llama3":
-                yield from self._read_mixture(space, PYTHON_TAG, "", _SEPARATORS, bare=True)
-            case "json":
-                if (yield from self._source.take("[")):
-                    space += "[" + (yield from self._source.take_all(SPACE))
-                yield from self._read_mixture(space, "", "]", _SEPARATORS, bare=True)
-            case None:
-                self._emit(Text(space))
-                while run := (yield from self._source.take_run(_ANYTHING)):
-                    self._emit(Text(run))
+        if self._form.tools is None:
+            self._emit("content", space)
+            while run := (yield from self._source.take_run(_ANYTHING)):
+                self._emit("content", run)
+            return
+        if self._form.tools == "json" and (yield from self._source.take("[")):
+            space += "[" + (yield from self._source.take_all(SPACE))
+        yield from self._read_mixture(space, *_CALL_FORMS[self._form.tools])
 
     def _read_reasoning(self, space: str) -> Reading[str]:
         """Read the reasoning, if there is any.
@@ -274,7 +253,7 @@ class ChatParser:
             word = (yield from source.take_run(_WORD)) or (yield from source.take_run(_CHAR))
             if not word:
                 break
-            self._emit(Reasoning(space + word))
+            self._emit("reasoning_content", space + word)
             space = ""
             source.taken.clear()
         self.thinking = False
@@ -314,13 +293,13 @@ class ChatParser:
                     continue
             elif not char:
                 if not self.num_calls:  # white space at the end belongs to the calls, if there are any
-                    self._emit(Text(space))
+                    self._emit("content", space)
                 return
             elif not (yield from source.take_run(_WITHIN_A_LINE)):
                 yield from source.take_run(_CHAR)
             text = "".join(source.taken)
             at_start = text.endswith("\n")
-            self._emit(Text(space + text))
+            self._emit("content", space + text)
             space = ""
 
     # ---- one call
@@ -386,8 +365,8 @@ class ChatParser:
             return
         if call.index is None:
             call.index, self.num_calls = self.num_calls, self.num_calls + 1
-            self._events.append(CallStart(call.index, f"call_{uuid.uuid4().hex[:24]}", call.name))
-        self._emit(CallArguments("".join(call.arguments), call.index))
+            self._emit("call", call.name, call.index)
+        self._emit("arguments", "".join(call.arguments), call.index)
         call.arguments.clear()
         self._source.taken.clear()  # it is no text any more, whatever follows
 
