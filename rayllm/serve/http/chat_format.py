@@ -30,6 +30,7 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
+Kind = Literal["content", "reasoning_content", "call", "arguments"]  # of a piece
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # a step of the parser: it yields when it needs more text, and returns a T
 
@@ -117,7 +118,7 @@ class Piece(msgspec.Struct, frozen=True):
     begins. call: 0, 1, ... within the message.
     """
 
-    kind: Literal["content", "reasoning_content", "call", "arguments"]
+    kind: Kind
     text: str
     call: int = 0
 
@@ -216,9 +217,7 @@ class ChatParser:
         self._pieces.clear()
         return joined
 
-    def _emit(
-        self, kind: Literal["content", "reasoning_content", "call", "arguments"], text: str, call: int = 0
-    ) -> None:
+    def _emit(self, kind: Kind, text: str, call: int = 0) -> None:
         if text:
             self._pieces.append(Piece(kind, text, call))
 
@@ -231,6 +230,7 @@ class ChatParser:
             self._emit("content", space)
             while run := (yield from self._source.take_run(_ANYTHING)):
                 self._emit("content", run)
+                self._source.taken.clear()
             return
         if self._form.tools == "json" and (yield from self._source.take("[")):
             space += "[" + (yield from self._source.take_all(SPACE))

