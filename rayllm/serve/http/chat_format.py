@@ -155,8 +155,10 @@ class TextSource:
                 return False
             yield
 
-    def take(self, literal: str) -> Reading[bool]:
-        """Take `literal` if it comes next."""
+    def take(self, literal: str, *, spaced: bool = False) -> Reading[bool]:
+        """Take `literal` if it comes next. spaced: after white space, which is taken in any case."""
+        if spaced:
+            yield from self.take_all(SPACE)
         found = yield from self.at(literal)
         if found:
             self.taken.append(literal)
@@ -223,18 +225,19 @@ class ChatParser:
 
     def _read(self) -> Reading[None]:
         """All of the text."""
-        space = yield from self._source.take_all(SPACE)
+        source, tools = self._source, self._form.tools
+        space = yield from source.take_all(SPACE)
         if self._form.thinks:
             space = yield from self._read_reasoning(space)
-        if self._form.tools is None:
-            self._emit("content", space)
-            while run := (yield from self._source.take_run(_ANYTHING)):
-                self._emit("content", run)
-                self._source.taken.clear()
+        if tools == "json" and (yield from source.take("[")):
+            space += "[" + (yield from source.take_all(SPACE))
+        if tools is not None:
+            yield from self._read_mixture(space, *_CALL_FORMS[tools])
             return
-        if self._form.tools == "json" and (yield from self._source.take("[")):
-            space += "[" + (yield from self._source.take_all(SPACE))
-        yield from self._read_mixture(space, *_CALL_FORMS[self._form.tools])
+        self._emit("content", space)
+        while run := (yield from source.take_run(_ANYTHING)):
+            self._emit("content", run)
+            source.taken.clear()
 
     def _read_reasoning(self, space: str) -> Reading[str]:
         """Read the reasoning, if there is any.
@@ -249,19 +252,17 @@ class ChatParser:
         while self.has_reasoning and not (yield from source.take(THINK_CLOSE)):
             if run := (yield from source.take_all(SPACE)):
                 space = run
-                continue
-            word = (yield from source.take_run(_WORD)) or (yield from source.take_run(_CHAR))
-            if not word:
+            elif word := (yield from source.take_run(_WORD)) or (yield from source.take_run(_CHAR)):
+                self._emit("reasoning_content", space + word)
+                space = ""
+                source.taken.clear()
+            else:
                 break
-            self._emit("reasoning_content", space + word)
-            space = ""
-            source.taken.clear()
         self.thinking = False
-        if not self.has_reasoning:
-            return space
-        yield from source.take_all(SPACE)
-        source.taken.clear()
-        return ""
+        if self.has_reasoning:
+            yield from source.take_all(SPACE)
+            source.taken.clear()
+        return "" if self.has_reasoning else space
 
     # ---- the forms of tool calls
 
@@ -313,19 +314,15 @@ class ChatParser:
         source, call = self._source, _Call()
         if not (yield from source.take("{")):
             return False
-        yield from source.take_all(SPACE)
-        while not (yield from source.take("}")):
+        while not (yield from source.take("}", spaced=True)):
             key = yield from self._string()
-            yield from source.take_all(SPACE)
-            if key is None or not (yield from source.take(":")):
+            if key is None or not (yield from source.take(":", spaced=True)):
                 break
             yield from source.take_all(SPACE)
             if not (yield from self._member(call, key, close)):
                 break
-            yield from source.take_all(SPACE)
-            if not (yield from source.at("}")) and not (yield from source.take(",")):
+            if not (yield from source.take(",", spaced=True)) and not (yield from source.at("}")):
                 break
-            yield from source.take_all(SPACE)
         else:
             if call.name is not None and call.arguments is None:
                 self._add_arguments(call, "{}")  # a tool without parameters, called without arguments
