@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Security
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, PlainTextResponse
-from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -21,24 +20,12 @@ from starlette.types import Lifespan
 
 from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError, InvalidRequestError
-from rayllm.serve.http import protocol
+from rayllm.serve.http import protocol, request
 from rayllm.serve.http.console import console_page
 from rayllm.serve.http.convert import LONG_TEXT, chat_job, completion_job, embedding_job, encode
 from rayllm.serve.http.errors import ApiError
 from rayllm.serve.http.limits import ApiKey, Guard
 from rayllm.serve.http.replies import ChatReply, CompletionReply, embeddings
-from rayllm.serve.http.request import (
-    GenerationRoute,
-    JsonRoute,
-    RequestContext,
-    RequestLife,
-    answer_error,
-    context_of,
-    find_model,
-    generate,
-    json_response,
-    run,
-)
 from rayllm.serve.http.served import ServedModel, ServerState
 from rayllm.serve.http.telemetry import NO_TELEMETRY, ModelFigures, SpanTracer, render
 from rayllm.text.tokenizer import Tokenizer
@@ -63,21 +50,8 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 _EVENTS = {"description": "The answer, or with stream: true its parts as events.", "content": {"text/event-stream": {}}}
 
 
-class _KeyedContext(HTTPBearer):
-    """The dependency that gives a route its request's context. In the document it stands for the API key.
-
-    The key itself was checked by `RequestLife` before.
-    """
-
-    async def __call__(self, request: Request) -> RequestContext:  # type: ignore[override]
-        return context_of(request)
-
-
-_KEYED = Security(_KeyedContext(scheme_name="key"))
-Context = Annotated[RequestContext, _KEYED]
-
-generation_routes = APIRouter(responses=_RESPONSES | {200: _EVENTS}, route_class=GenerationRoute)
-tokenizer_routes = APIRouter(responses=_RESPONSES, route_class=JsonRoute)
+generation_routes = APIRouter(responses=_RESPONSES | {200: _EVENTS}, route_class=request.GenerationRoute)
+tokenizer_routes = APIRouter(responses=_RESPONSES, route_class=request.JsonRoute)
 server_routes = APIRouter(responses=_RESPONSES)
 
 
@@ -107,10 +81,10 @@ def create_app(
         lifespan=lifespan,
         telemetry=NO_TELEMETRY if tracer is None else tracer.telemetry,
     )
-    app.add_exception_handler(HTTPException, answer_error)
-    app.add_exception_handler(RequestValidationError, answer_error)
+    app.add_exception_handler(HTTPException, request.answer_error)
+    app.add_exception_handler(RequestValidationError, request.answer_error)
     app.add_middleware(
-        RequestLife,
+        request.RequestLife,
         state=state,
         server=server or ServerConfig(),
         guard=Guard(keys),
@@ -120,14 +94,14 @@ def create_app(
     return app
 
 
-@server_routes.get("/", response_class=HTMLResponse, dependencies=[_KEYED])
+@server_routes.get("/", response_class=HTMLResponse, dependencies=[request.KEYED])
 async def console() -> Response:
     """A console in the browser."""
     return console_page()
 
 
 @server_routes.get("/health")
-async def health(context: Context, model: str | None = None) -> dict[str, str]:
+async def health(context: request.Context, model: str | None = None) -> dict[str, str]:
     """Whether requests are answered: by one model, or by all."""
     models = context.state.models
     if model is not None and model not in models:  # asked without a key, so it must not name the models that there are
@@ -140,14 +114,14 @@ async def health(context: Context, model: str | None = None) -> dict[str, str]:
     return {"status": "ok"}
 
 
-@server_routes.get("/version", dependencies=[_KEYED])
+@server_routes.get("/version", dependencies=[request.KEYED])
 async def version() -> dict[str, str]:
     """The version of rayllm."""
     return {"version": __version__}
 
 
 @server_routes.get("/metrics", response_class=PlainTextResponse)
-async def metrics(context: Context) -> Response:
+async def metrics(context: request.Context) -> Response:
     """Figures of the whole deployment for Prometheus."""
     figures = [
         ModelFigures(model.name, await model.stats(), model.metrics, model.peer_metrics(), model.num_replicas)
@@ -158,21 +132,21 @@ async def metrics(context: Context) -> Response:
 
 
 @server_routes.get("/v1/models", response_model_exclude_none=True)
-async def models(context: Context) -> protocol.ModelList:
+async def models(context: request.Context) -> protocol.ModelList:
     """The models served."""
     return protocol.ModelList(data=[_card(model) for model in context.state.models.values()])
 
 
 @server_routes.get("/v1/models/{model_id:path}", response_model_exclude_none=True)
-async def model(model_id: str, context: Context) -> protocol.ModelCard:
+async def model(model_id: str, context: request.Context) -> protocol.ModelCard:
     """One model."""
-    return _card(find_model(context.state, model_id))
+    return _card(request.find_model(context.state, model_id))
 
 
 @tokenizer_routes.post("/tokenize", response_model_exclude_none=True)
-async def tokenize(body: protocol.TokenizeBody, context: Context) -> protocol.Tokens:
+async def tokenize(body: protocol.TokenizeBody, context: request.Context) -> protocol.Tokens:
     """Tokens of a text. This needs no engine step and holds no place in one."""
-    engine = find_model(context.state, body.model).engine()
+    engine = request.find_model(context.state, body.model).engine()
     tokenizer = _require_tokenizer(engine.tokenizer)
     text, special = body.prompt or "", body.add_special_tokens
     if body.messages is not None:
@@ -188,9 +162,9 @@ async def tokenize(body: protocol.TokenizeBody, context: Context) -> protocol.To
 
 
 @tokenizer_routes.post("/detokenize")
-async def detokenize(body: protocol.DetokenizeBody, context: Context) -> protocol.Detokenized:
+async def detokenize(body: protocol.DetokenizeBody, context: request.Context) -> protocol.Detokenized:
     """Text of tokens, special ones included."""
-    engine = find_model(context.state, body.model).engine()
+    engine = request.find_model(context.state, body.model).engine()
     tokenizer = _require_tokenizer(engine.tokenizer)
     vocab_size = engine.info.vocab_size
     for token in body.tokens:
@@ -203,27 +177,27 @@ async def detokenize(body: protocol.DetokenizeBody, context: Context) -> protoco
 
 
 @generation_routes.post("/v1/completions", response_model=protocol.Completion)
-async def completions(body: protocol.CompletionBody, context: Context) -> Response:
+async def completions(body: protocol.CompletionBody, context: request.Context) -> Response:
     """Complete prompts."""
     target = context.enter(body.model, "cmpl")
     job = await completion_job(body, target)
-    return await generate(context, target, job, CompletionReply(body, job, target))
+    return await request.generate(context, job, CompletionReply(body, job, target))
 
 
 @generation_routes.post("/v1/chat/completions", response_model=protocol.ChatCompletion)
-async def chat_completions(body: protocol.ChatBody, context: Context) -> Response:
+async def chat_completions(body: protocol.ChatBody, context: request.Context) -> Response:
     """Answer a conversation."""
     target = context.enter(body.model, "chatcmpl")
     job = await chat_job(body, target)
-    return await generate(context, target, job, ChatReply(body, job, target))
+    return await request.generate(context, job, ChatReply(body, job, target))
 
 
 @generation_routes.post("/v1/embeddings", response_model=protocol.Embeddings)
-async def embed(body: protocol.EmbeddingBody, context: Context) -> Response:
+async def embed(body: protocol.EmbeddingBody, context: request.Context) -> Response:
     """Embed texts: by the last token's hidden state after the model's final norm, or the mean of all tokens'."""
     target = context.enter(body.model, "embd")
-    outputs = await run(context, target, await embedding_job(body, target))
-    return json_response(embeddings(body, target.model.name, outputs))
+    outputs = await request.run(context, await embedding_job(body, target))
+    return request.json_response(embeddings(body, target.model.name, outputs))
 
 
 def _card(model: ServedModel) -> protocol.ModelCard:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import uuid
 from collections.abc import Callable, Generator
 from typing import Any, Literal, TypeVar
 
@@ -31,6 +30,7 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
+Kind = Literal["content", "reasoning_content", "call", "arguments"]  # of a piece
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # a step of the parser: it yields when it needs more text, and returns a T
 
@@ -43,6 +43,13 @@ _SEPARATORS = re.compile(r"[ \t\r\n;,]+")
 _IN_STRING = re.compile(r'[^"\\]+')
 _BETWEEN_BRACKETS = re.compile(r'[^][{}"<]+')
 _SCALAR = re.compile(r"[\w.+-]+")
+
+
+_CALL_FORMS = {  # what stands before a call, what may stand after it, what may follow, whether bare calls count
+    "hermes": (CALL_OPEN, CALL_CLOSE, SPACE, False),
+    "llama3": (PYTHON_TAG, "", _SEPARATORS, True),
+    "json": ("", "]", _SEPARATORS, True),
+}
 
 
 class ChatFormat(msgspec.Struct, frozen=True):
@@ -84,20 +91,18 @@ def calls_schema(tools: list[Tool], single: bool, arguments_key: str) -> str:
 
     arguments_key: "arguments" or "parameters", whichever the model is used to.
     """
-    calls = []
-    definitions = {}
-    for index, tool in enumerate(tools):
-        name = f"tool_{index}"
-        # With an id of its own, the references of a tool's schema go on meaning places in that schema.
-        definitions[name] = {**(tool.function.parameters or {"type": "object"}), "$id": name}
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, arguments_key: {"$ref": name}},
-                "required": ["name", arguments_key],
-                "additionalProperties": False,
-            }
-        )
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, arguments_key: {"$ref": f"tool_{index}"}},
+            "required": ["name", arguments_key],
+            "additionalProperties": False,
+        }
+        for index, tool in enumerate(tools)
+    ]
+    # With an id of its own, the references of a tool's schema go on meaning places in that schema.
+    parameters = [tool.function.parameters or {"type": "object"} for tool in tools]
+    definitions = {f"tool_{index}": {**schema, "$id": f"tool_{index}"} for index, schema in enumerate(parameters)}
     call: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     schema = call if single else {"type": "array", "minItems": 1, "items": call}
     return json.dumps(schema | {"$defs": definitions}, ensure_ascii=False)
@@ -106,34 +111,16 @@ def calls_schema(tools: list[Tool], single: bool, arguments_key: str) -> str:
 # ---- the parser
 
 
-class Text(msgspec.Struct, frozen=True):
-    """The next piece of the answer's text."""
+class Piece(msgspec.Struct, frozen=True):
+    """The next piece of what a model wrote.
 
+    Of the answer's text, the reasoning before it, or the JSON text of a call's arguments; or the name of a call that
+    begins. call: 0, 1, ... within the message.
+    """
+
+    kind: Kind
     text: str
-
-
-class Reasoning(msgspec.Struct, frozen=True):
-    """The next piece of the reasoning before the answer."""
-
-    text: str
-
-
-class CallStart(msgspec.Struct, frozen=True):
-    """A tool call begins."""
-
-    index: int  # 0, 1, ... within its message
-    call_id: str
-    name: str
-
-
-class CallArguments(msgspec.Struct, frozen=True):
-    """The next piece of the JSON text of a call's arguments."""
-
-    text: str
-    index: int  # of the call
-
-
-Event = Text | Reasoning | CallStart | CallArguments
+    call: int = 0
 
 
 class TextSource:
@@ -168,8 +155,10 @@ class TextSource:
                 return False
             yield
 
-    def take(self, literal: str) -> Reading[bool]:
-        """Take `literal` if it comes next."""
+    def take(self, literal: str, *, spaced: bool = False) -> Reading[bool]:
+        """Take `literal` if it comes next. spaced: after white space, which is taken in any case."""
+        if spaced:
+            yield from self.take_all(SPACE)
         found = yield from self.at(literal)
         if found:
             self.taken.append(literal)
@@ -208,54 +197,47 @@ class ChatParser:
     def __init__(self, form: ChatFormat):
         self._form = form
         self._source = TextSource()
-        self._events: list[Event] = []
+        self._pieces: list[Piece] = []
         self.num_calls = 0
         self.thinking = form.thinks  # whether reasoning may still come
         self.has_reasoning = False  # whether the text began with it
         self._reading = self._read()
         next(self._reading)
 
-    def feed(self, text: str, *, last: bool = False) -> list[Event]:
+    def feed(self, text: str, *, last: bool = False) -> list[Piece]:
         """What a piece of text brings; some is held back while it may be part of a tag or a call.
 
         last: no more comes.
         """
         if not self._form.thinks and self._form.tools is None:
-            return [Text(text)] if text else []
+            return [Piece("content", text)] if text else []
         self._source.put(text, last=last)
         next(self._reading, None)
-        events: list[Event] = []
-        for kind, group in itertools.groupby(self._events, key=type):
-            if kind is CallStart:
-                events += group
-            else:
-                pieces: list[Any] = list(group)
-                events.append(msgspec.structs.replace(pieces[0], text="".join(piece.text for piece in pieces)))
-        self._events.clear()
-        return events
+        joined = []
+        for (kind, call), group in itertools.groupby(self._pieces, key=lambda piece: (piece.kind, piece.call)):
+            joined.append(Piece(kind, "".join(piece.text for piece in group), call))
+        self._pieces.clear()
+        return joined
 
-    def _emit(self, event: Text | Reasoning | CallArguments) -> None:
-        if event.text:
-            self._events.append(event)
+    def _emit(self, kind: Kind, text: str, call: int = 0) -> None:
+        if text:
+            self._pieces.append(Piece(kind, text, call))
 
     def _read(self) -> Reading[None]:
         """All of the text."""
-        space = yield from self._source.take_all(SPACE)
+        source, tools = self._source, self._form.tools
+        space = yield from source.take_all(SPACE)
         if self._form.thinks:
             space = yield from self._read_reasoning(space)
-        match self._form.tools:
-            case "hermes":
-                yield from self._read_mixture(space, CALL_OPEN, CALL_CLOSE, SPACE, bare=False)
-            case "llama3":
-                yield from self._read_mixture(space, PYTHON_TAG, "", _SEPARATORS, bare=True)
-            case "json":
-                if (yield from self._source.take("[")):
-                    space += "[" + (yield from self._source.take_all(SPACE))
-                yield from self._read_mixture(space, "", "]", _SEPARATORS, bare=True)
-            case None:
-                self._emit(Text(space))
-                while run := (yield from self._source.take_run(_ANYTHING)):
-                    self._emit(Text(run))
+        if tools == "json" and (yield from source.take("[")):
+            space += "[" + (yield from source.take_all(SPACE))
+        if tools is not None:
+            yield from self._read_mixture(space, *_CALL_FORMS[tools])
+            return
+        self._emit("content", space)
+        while run := (yield from source.take_run(_ANYTHING)):
+            self._emit("content", run)
+            source.taken.clear()
 
     def _read_reasoning(self, space: str) -> Reading[str]:
         """Read the reasoning, if there is any.
@@ -270,19 +252,17 @@ class ChatParser:
         while self.has_reasoning and not (yield from source.take(THINK_CLOSE)):
             if run := (yield from source.take_all(SPACE)):
                 space = run
-                continue
-            word = (yield from source.take_run(_WORD)) or (yield from source.take_run(_CHAR))
-            if not word:
+            elif word := (yield from source.take_run(_WORD)) or (yield from source.take_run(_CHAR)):
+                self._emit("reasoning_content", space + word)
+                space = ""
+                source.taken.clear()
+            else:
                 break
-            self._emit(Reasoning(space + word))
-            space = ""
-            source.taken.clear()
         self.thinking = False
-        if not self.has_reasoning:
-            return space
-        yield from source.take_all(SPACE)
-        source.taken.clear()
-        return ""
+        if self.has_reasoning:
+            yield from source.take_all(SPACE)
+            source.taken.clear()
+        return "" if self.has_reasoning else space
 
     # ---- the forms of tool calls
 
@@ -314,13 +294,13 @@ class ChatParser:
                     continue
             elif not char:
                 if not self.num_calls:  # white space at the end belongs to the calls, if there are any
-                    self._emit(Text(space))
+                    self._emit("content", space)
                 return
             elif not (yield from source.take_run(_WITHIN_A_LINE)):
                 yield from source.take_run(_CHAR)
             text = "".join(source.taken)
             at_start = text.endswith("\n")
-            self._emit(Text(space + text))
+            self._emit("content", space + text)
             space = ""
 
     # ---- one call
@@ -334,19 +314,15 @@ class ChatParser:
         source, call = self._source, _Call()
         if not (yield from source.take("{")):
             return False
-        yield from source.take_all(SPACE)
-        while not (yield from source.take("}")):
+        while not (yield from source.take("}", spaced=True)):
             key = yield from self._string()
-            yield from source.take_all(SPACE)
-            if key is None or not (yield from source.take(":")):
+            if key is None or not (yield from source.take(":", spaced=True)):
                 break
             yield from source.take_all(SPACE)
             if not (yield from self._member(call, key, close)):
                 break
-            yield from source.take_all(SPACE)
-            if not (yield from source.at("}")) and not (yield from source.take(",")):
+            if not (yield from source.take(",", spaced=True)) and not (yield from source.at("}")):
                 break
-            yield from source.take_all(SPACE)
         else:
             if call.name is not None and call.arguments is None:
                 self._add_arguments(call, "{}")  # a tool without parameters, called without arguments
@@ -386,8 +362,8 @@ class ChatParser:
             return
         if call.index is None:
             call.index, self.num_calls = self.num_calls, self.num_calls + 1
-            self._events.append(CallStart(call.index, f"call_{uuid.uuid4().hex[:24]}", call.name))
-        self._emit(CallArguments("".join(call.arguments), call.index))
+            self._emit("call", call.name, call.index)
+        self._emit("arguments", "".join(call.arguments), call.index)
         call.arguments.clear()
         self._source.taken.clear()  # it is no text any more, whatever follows
 

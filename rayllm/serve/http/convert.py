@@ -40,7 +40,7 @@ async def completion_job(body: CompletionBody, target: Target) -> Job:
     """Raises InvalidRequestError naming field and limit if any of the prompts cannot be served."""
     tokenizer, max_model_len = target.engine.tokenizer, target.engine.info.max_model_len
     names = {"structured_outputs": body.constraint_field or ""}
-    requests = []
+    requests, prompts = [], []
     with renamed(names):
         options = _sampling_options(body, body.logprobs)
         if body.echo and body.logprobs is not None:
@@ -52,11 +52,10 @@ async def completion_job(body: CompletionBody, target: Target) -> Job:
                 limit = min(DEFAULT_COMPLETION_TOKENS, max_model_len - len(ids))
             params = SamplingParams(**options, max_tokens=max(limit, 1))
             requests.append(_request(body, target, index, ids, params))
-    prompts = [prompt if isinstance(prompt, str) else None for prompt in body.prompt]
-    if body.echo and tokenizer is not None:  # only now, when the ids are known to be valid
-        for index, request in enumerate(requests):
-            if prompts[index] is None:
-                prompts[index] = tokenizer.decode(request.prompt_token_ids)
+            text = prompt if isinstance(prompt, str) else None
+            if text is None and body.echo and tokenizer is not None:  # only now, when the ids are known to be valid
+                text = tokenizer.decode(ids)
+            prompts.append(text)
     return Job(requests, prompts, names, discard_output=body.token_limit == 0)
 
 
@@ -161,9 +160,6 @@ def _sampling_options(body: GenerationBody, logprobs: int | None) -> dict[str, A
     """The sampling fields that were given (null is not given), but for the limit."""
     options = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
     if body.logit_bias is not None:
-        for key in body.logit_bias:
-            if not (key.isascii() and key.isdigit() and len(key) <= 10):
-                raise InvalidRequestError(f"logit_bias keys must be token ids, not {key!r}", "logit_bias")
         options["logit_bias"] = {int(key): value for key, value in body.logit_bias.items()}
     return options | {"structured_outputs": body.constraint(), "logprobs": logprobs}
 

@@ -116,6 +116,7 @@ Prompts = Annotated[
     AfterValidator(lambda value: [value] if isinstance(value, str) or isinstance((*value, None)[0], int) else value),
 ]
 # Forms of JSON that `SamplingParams` does not have.
+TokenKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 Stop = Annotated[str | list[str], OneOf("must be a string or a list of strings")]
 EarlyStopping = Annotated[bool | Literal["never"], OneOf('must be true, false or "never"')]
 
@@ -290,7 +291,7 @@ class EmbeddingBody(EngineBody):
 
 
 # Sampling parameters by their own names, where JSON has them in another form than `SamplingParams`.
-_FORMS: dict[str, Any] = {"stop": Stop, "early_stopping": EarlyStopping, "logit_bias": dict[str, float]}
+_FORMS: dict[str, Any] = {"stop": Stop, "early_stopping": EarlyStopping, "logit_bias": dict[TokenKey, float]}
 _SAMPLING: dict[str, Any] = {
     name: (_FORMS.get(name, kind) | None, None)
     for name, kind in get_type_hints(SamplingParams).items()

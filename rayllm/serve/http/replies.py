@@ -7,8 +7,8 @@ they come, then `last_frames`), or whole. Choice index = prompt index x n + i.
 from __future__ import annotations
 
 import base64
-import sys
 import time
+import uuid
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from rayllm.api.types import CompletionOutput, Logprob, RequestOutput
-from rayllm.serve.http.chat_format import CallArguments, CallStart, ChatParser, Event, Reasoning, ReasoningCounter, Text
+from rayllm.serve.http.chat_format import ChatParser, Piece, ReasoningCounter
 from rayllm.serve.http.convert import Job
 from rayllm.serve.http.protocol import ChatBody, CompletionBody, EmbeddingBody, GenerationBody, StreamOptions
 from rayllm.serve.http.served import Target
@@ -225,22 +225,21 @@ class ChatReply(Reply):
         self._parsers = [ChatParser(form) for _ in range(self._n)]
         self._counters = [ReasoningCounter(form) for _ in range(self._n)] if form.thinks else []
 
-    def _parse(self, index: int, completion: CompletionOutput) -> tuple[list[Event], str | None]:
+    def _parse(self, index: int, completion: CompletionOutput) -> tuple[list[Piece], str | None]:
         """(what the new text turned out to be, the finish reason)."""
         parser, reason = self._parsers[index], completion.finish_reason
-        events = parser.feed(completion.text, last=reason is not None)
+        pieces = parser.feed(completion.text, last=reason is not None)
         if self._counters:
             for token_id in completion.token_ids:
                 self._counters[index].add(self._token_text(token_id))
-        return events, "tool_calls" if reason == "stop" and parser.num_calls else reason
+        return pieces, "tool_calls" if reason == "stop" and parser.num_calls else reason
 
     def _chunks(self, index: int, completion: CompletionOutput) -> list[Json]:
-        events, reason = self._parse(index, completion)
-        deltas = [_delta(event) for event in events]
+        pieces, reason = self._parse(index, completion)
+        chunks = [_chunk(index, _delta(piece)) for piece in pieces]
         logprobs = self._logprobs(completion)
-        if logprobs is not None and logprobs["content"] and not deltas:
-            deltas.append({"content": ""})
-        chunks = [_chunk(index, delta) for delta in deltas]
+        if logprobs is not None and logprobs["content"] and not chunks:
+            chunks.append(_chunk(index, {"content": ""}))
         if chunks:
             chunks[0]["logprobs"] = logprobs
         if self._is_first(index):
@@ -250,22 +249,18 @@ class ChatReply(Reply):
         return chunks
 
     def _choice(self, index: int, completion: CompletionOutput) -> Json:
-        events, reason = self._parse(index, completion)
+        pieces, reason = self._parse(index, completion)
         message: Json = {"role": "assistant", "content": ""}
         calls: list[Json] = []
-        for event in events:
-            match event:
-                case Text():
-                    message["content"] += event.text
-                case Reasoning():
-                    message["reasoning_content"] = event.text
-                case CallStart():
-                    calls.append(_call(event, ""))
-                case CallArguments():
-                    calls[event.index]["function"]["arguments"] = event.text
+        for piece in pieces:
+            if piece.kind == "call":
+                calls.append(_call(piece.text))
+            elif piece.kind == "arguments":
+                calls[piece.call]["function"]["arguments"] = piece.text
+            else:
+                message[piece.kind] = message.get(piece.kind, "") + piece.text
         if calls:
-            message["content"] = message["content"] or None
-            message["tool_calls"] = calls
+            message |= {"content": message["content"] or None, "tool_calls": calls}
         return {"index": index, "message": message, "logprobs": self._logprobs(completion), "finish_reason": reason}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
@@ -300,21 +295,18 @@ def _chunk(index: int, delta: Json, finish_reason: str | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _delta(event: Event) -> Json:
-    """The `delta` of a chunk that carries one event."""
-    match event:
-        case Text():
-            return {"content": event.text}
-        case Reasoning():
-            return {"reasoning_content": event.text}
-        case CallStart():
-            return {"tool_calls": [{"index": event.index, **_call(event, "")}]}
-        case CallArguments():
-            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+def _delta(piece: Piece) -> Json:
+    """The `delta` of a chunk that carries one piece."""
+    if piece.kind == "call":
+        return {"tool_calls": [{"index": piece.call, **_call(piece.text)}]}
+    if piece.kind == "arguments":
+        return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+    return {piece.kind: piece.text}
 
 
-def _call(start: CallStart, arguments: str) -> Json:
-    return {"id": start.call_id, "type": "function", "function": {"name": start.name, "arguments": arguments}}
+def _call(name: str) -> Json:
+    """A tool call that begins."""
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 def embeddings(body: EmbeddingBody, model: str, outputs: Sequence[RequestOutput]) -> Json:
@@ -332,10 +324,7 @@ def _embedding(values: array[float] | None, encoding: str | None) -> orjson.Frag
     """A list, as JSON that takes less memory than its floats, or the base64 of the little-endian float32 values."""
     values = values or array("f")
     if encoding == "base64":
-        little_endian = array("f", values)
-        if sys.byteorder == "big":
-            little_endian.byteswap()
-        return base64.b64encode(little_endian).decode()
+        return base64.b64encode(values).decode()  # which are little-endian on every host that runs this
     return orjson.Fragment(orjson.dumps(values.tolist()))
 
 

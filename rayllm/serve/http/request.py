@@ -13,11 +13,13 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import orjson
+from fastapi import Security
 from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 from pydantic_core import from_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -26,7 +28,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayllm.api.types import GenerationRequest, RequestOutput
 from rayllm.config.options import ServerConfig
-from rayllm.errors import EngineDeadError
 from rayllm.serve.http.convert import Job
 from rayllm.serve.http.errors import ApiError, as_api_error, renamed
 from rayllm.serve.http.limits import Deadlines, Guard, Ticket
@@ -69,7 +70,8 @@ class RequestContext:
         engine = model.engine()
         self.ticket.move(model.admission)
         self.record.reply_id = f"{kind}-{uuid.uuid4().hex}"
-        return Target(model, engine, self.record.reply_id)
+        self.target = Target(model, engine, self.record.reply_id)
+        return self.target
 
     def start(self, job: Job, stream: bool) -> None:
         """The engine is about to get the request. Raises ApiError 429 if it turned out to be too much."""
@@ -97,6 +99,20 @@ class RequestContext:
 def context_of(request: Request) -> RequestContext:
     """The context of a request that came through `RequestLife`."""
     return request.scope[_SCOPE_KEY]
+
+
+class _KeyedContext(HTTPBearer):
+    """The dependency that gives a route its request's context. In the document it stands for the API key.
+
+    The key itself was checked by `RequestLife` before.
+    """
+
+    async def __call__(self, request: Request) -> RequestContext:  # type: ignore[override]
+        return context_of(request)
+
+
+KEYED = Security(_KeyedContext(scheme_name="key"))
+Context = Annotated[RequestContext, KEYED]
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
@@ -183,18 +199,6 @@ def find_model(state: ServerState, name: str | None) -> ServedModel:
     return models[name]
 
 
-def _require_engine(state: ServerState) -> None:
-    """Raises EngineDeadError if no model has an engine."""
-    reason = EngineDeadError("there is no model")
-    for model in state.models.values():
-        try:
-            model.engine()
-            return
-        except EngineDeadError as error:
-            reason = error
-    raise reason
-
-
 # ---- before the body is read
 
 
@@ -208,7 +212,9 @@ class JsonRoute(APIRoute):
 
         async def handle_json(request: Request) -> Response:
             context = context_of(request)
-            _require_engine(context.state)
+            models = context.state.models.values()
+            if not any(model.num_replicas for model in models):
+                next(iter(models)).engine()  # which says why there is none
             if self.takes_place:
                 context.take_place()
             MutableHeaders(scope=request.scope)["content-type"] = "application/json"  # whatever the client says it is
@@ -267,28 +273,28 @@ LONG_ANSWER = 4096  # tokens; longer answers are put together in a thread, so th
 Outputs = list[tuple[int, RequestOutput]]  # what is new, each with the index of its prompt
 
 
-async def generate(context: RequestContext, target: Target, job: Job, reply: Reply) -> Response:
+async def generate(context: RequestContext, job: Job, reply: Reply) -> Response:
     """Run a job and answer with it.
 
     An error before the first token is an HTTP status; after it, an event in the stream. Raises what the engine raises,
     and ApiError: 408 for a missed deadline, 429 for too much work, 499 when the client has left.
     """
     if not reply.stream:
-        outputs = await run(context, target, job)
+        outputs = await run(context, job)
         if context.record.prompt_tokens + context.record.completion_tokens > LONG_ANSWER:
             return await asyncio.to_thread(lambda: json_response(reply.whole(outputs)))
         return json_response(reply.whole(outputs))
     context.start(job, stream=True)
-    group = RequestGroup(context, target, job)
+    group = RequestGroup(context, job)
     first = await group.next()
     headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(_events(context, group, reply, first), headers=headers, media_type="text/event-stream")
 
 
-async def run(context: RequestContext, target: Target, job: Job) -> list[RequestOutput]:
+async def run(context: RequestContext, job: Job) -> list[RequestOutput]:
     """The whole output of each of a job's requests. Raises as `generate` does."""
     context.start(job, stream=False)
-    group = RequestGroup(context, target, job)
+    group = RequestGroup(context, job)
     totals: list[RequestOutput | None] = [None] * len(job.requests)
     while outputs := await group.next():
         for index, output in outputs:
@@ -320,9 +326,8 @@ class RequestGroup:
     the request in the engine.
     """
 
-    def __init__(self, context: RequestContext, target: Target, job: Job):
+    def __init__(self, context: RequestContext, job: Job):
         self._context = context
-        self._target = target
         self._names = job.names
         self._queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
         self._running = len(job.requests)
@@ -359,15 +364,14 @@ class RequestGroup:
         self._queue.put_nowait((0, ClientDisconnect()))
 
     async def _run(self, index: int, request: GenerationRequest, text: str | None) -> None:
-        context, ticket = self._context, self._context.ticket
-        timer = RequestTimer(self._target.model.metrics, context.record, request.params.n)
+        context, ticket, (model, engine, _) = self._context, self._context.ticket, self._context.target
+        timer = RequestTimer(model.metrics, context.record, request.params.n)
         if context.server.queue_timeout:
             request = msgspec.structs.replace(request, report_start=True)
         waiting = len(request.prompt_token_ids)
         item: Exception | None = None
         try:
-            generating = self._target.engine.generate(request, text)
-            async with context.deadlines.watch() as met, aclosing(generating) as outputs:
+            async with context.deadlines.watch() as met, aclosing(engine.generate(request, text)) as outputs:
                 async for output in outputs:
                     timer.saw(output)
                     for completion in output.outputs:

@@ -58,28 +58,30 @@ HISTOGRAMS = {  # of API servers: name -> (help, buckets)
     "request_prefill_time_seconds": ("First scheduled to first token of a prompt, in the engine.", _REQUEST_BUCKETS),
     "request_decode_time_seconds": ("First to last token of a prompt.", _REQUEST_BUCKETS),
 }
-# Of engines: name -> (help, field of EngineStats)
+# Of engines: name -> (help, field of EngineStats, or what `_Deployment` computes of it)
 _GAUGES = {
     "num_requests_running": ("Sequences in the running batch.", "num_running"),
     "num_requests_waiting": ("Sequences waiting for a place.", "num_waiting"),
     "num_requests_swapped": ("Sequences swapped out to host memory.", "num_swapped"),
+    "kv_cache_usage_perc": ("Used share of the KV blocks, 0 to 1.", "used_share"),
     "num_cpu_kv_blocks": ("KV blocks of the host pool.", "num_total_cpu_blocks"),
     "num_cpu_kv_blocks_used": ("Host blocks that swapped sequences hold.", "num_used_cpu_blocks"),
     "num_cpu_kv_blocks_cached": ("Host blocks that the prefix cache finds.", "num_cached_cpu_blocks"),
     "prefill_chunk_limit": ("Prompt tokens a step within target_itl_ms; 0 without.", "prefill_chunk_limit"),
 }
-_COUNTERS = {  # name, also of the field -> help
-    "num_preemptions": "Preemptions, by recompute or swap.",
-    "num_swap_preemptions": "Preemptions by swap.",
-    "swapped_out_blocks": "KV blocks moved to host memory, by swaps and the prefix cache.",
-    "swapped_in_blocks": "KV blocks moved back from host memory.",
-    "prompt_tokens": "Prompt tokens computed or found in the prefix cache.",
-    "generation_tokens": "Tokens generated.",
-    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens found in the prefix cache, on either tier.",
-    "cpu_prefix_cache_queries": "Those that its CPU tier was asked for.",
-    "cpu_prefix_cache_hits": "Those that were found there.",
+_COUNTERS = {
+    "num_preemptions": ("Preemptions, by recompute or swap.", "num_preemptions"),
+    "num_swap_preemptions": ("Preemptions by swap.", "num_swap_preemptions"),
+    "swapped_out_blocks": ("KV blocks moved to host memory, by swaps and the prefix cache.", "swapped_out_blocks"),
+    "swapped_in_blocks": ("KV blocks moved back from host memory.", "swapped_in_blocks"),
+    "prompt_tokens": ("Prompt tokens computed or found in the prefix cache.", "prompt_tokens"),
+    "generation_tokens": ("Tokens generated.", "generation_tokens"),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache, on either tier.", "prefix_cache_hits"),
+    "cpu_prefix_cache_queries": ("Those that its CPU tier was asked for.", "cpu_prefix_cache_queries"),
+    "cpu_prefix_cache_hits": ("Those that were found there.", "cpu_prefix_cache_hits"),
 }
+_STEP_BOUNDS = [*(str(float(bound)) for bound in STEP_TOKEN_BUCKETS), "+Inf"]
 
 
 class FrontMetrics:
@@ -201,22 +203,20 @@ class _Deployment:
         yield from self._of_fronts()
 
     def _of_engines(self) -> Iterator[Metric]:
-        usage = GaugeMetricFamily("rayllm:kv_cache_usage_perc", "Used share of the KV blocks, 0 to 1.", labels=LABELS)
         steps = HistogramMetricFamily("rayllm:iteration_tokens_total", "Tokens computed in a step.", labels=LABELS)
-        bounds = [*(str(float(bound)) for bound in STEP_TOKEN_BUCKETS), "+Inf"]
-        gauges = {name: GaugeMetricFamily(f"rayllm:{name}", text, labels=LABELS) for name, (text, _) in _GAUGES.items()}
-        counters = {
-            name: CounterMetricFamily(f"rayllm:{name}", text, labels=LABELS) for name, text in _COUNTERS.items()
-        }
+        engines = []
         for labels, stats in self._engines:
-            usage.add_metric(labels, stats.num_used_blocks / max(stats.num_total_blocks, 1))
-            counts = itertools.accumulate(stats.step_tokens or [0] * len(bounds))
-            steps.add_metric(labels, list(zip(bounds, counts, strict=True)), sum_value=stats.computed_tokens)
-            for name, gauge in gauges.items():
-                gauge.add_metric(labels, getattr(stats, _GAUGES[name][1]))
-            for name, counter in counters.items():
-                counter.add_metric(labels, getattr(stats, name))
-        yield from (*gauges.values(), *counters.values(), usage, steps)
+            counts = itertools.accumulate(stats.step_tokens or [0] * len(_STEP_BOUNDS))
+            steps.add_metric(labels, list(zip(_STEP_BOUNDS, counts, strict=True)), sum_value=stats.computed_tokens)
+            used_share = stats.num_used_blocks / max(stats.num_total_blocks, 1)
+            engines.append((labels, {**msgspec.structs.asdict(stats), "used_share": used_share}))
+        yield steps
+        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (text, field) in table.items():
+                family = kind(f"rayllm:{name}", text, labels=LABELS)
+                for labels, values in engines:
+                    family.add_metric(labels, values[field])
+                yield family
 
     def _of_fronts(self) -> Iterator[Metric]:
         """The sums over all servers, of the figures that this one knows."""

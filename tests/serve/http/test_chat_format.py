@@ -7,15 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayllm.serve.http.chat_format import (
-    CallArguments,
-    CallStart,
-    ChatFormat,
-    ChatParser,
-    Reasoning,
-    ReasoningCounter,
-    Text,
-)
+from rayllm.serve.http.chat_format import ChatFormat, ChatParser, Piece, ReasoningCounter
 
 NAMES = frozenset({"f", "get_weather"})
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
@@ -33,20 +25,19 @@ def read(form, pieces):
     for number, piece in enumerate(pieces, start=1):
         for event in parser.feed(piece, last=number == len(pieces)):
             num_calls = sum(isinstance(f, tuple) for f in found)
-            match event:
-                case Reasoning():
+            match event.kind:
+                case "reasoning_content":
                     assert not found, "reasoning comes first"
                     reasoning += event.text
-                case CallStart():
-                    assert event.call_id.startswith("call_")
-                    assert event.index == num_calls
-                    found.append((event.name, ""))
-                case CallArguments():
-                    assert event.index == num_calls - 1
+                case "call":
+                    assert event.call == num_calls
+                    found.append((event.text, ""))
+                case "arguments":
+                    assert event.call == num_calls - 1
                     found[-1] = (found[-1][0], found[-1][1] + event.text)
-                case Text() if found and isinstance(found[-1], str):
+                case "content" if found and isinstance(found[-1], str):
                     found[-1] += event.text
-                case Text():
+                case "content":
                     found.append(event.text)
     assert parser.num_calls == sum(isinstance(f, tuple) for f in found)
     return reasoning, found
@@ -189,16 +180,16 @@ def test_arguments_stream_as_they_come():
     parser = ChatParser(form_of("hermes"))
     assert parser.feed('<tool_call>{"name": "f", "arguments": ') == []
     start, first = parser.feed('{"a": "lo')
-    assert (start.index, start.name, first) == (0, "f", CallArguments('{"a": "lo', 0))
-    assert parser.feed('ng"') == [CallArguments('ng"', 0)]
-    assert parser.feed("}}") == [CallArguments("}", 0)]
+    assert (start, first) == (Piece("call", "f"), Piece("arguments", '{"a": "lo'))
+    assert parser.feed('ng"') == [Piece("arguments", 'ng"')]
+    assert parser.feed("}}") == [Piece("arguments", "}")]
 
 
 def test_text_is_held_back_only_while_it_may_become_a_call():
     parser = ChatParser(form_of("hermes"))
-    assert parser.feed("Hello <") == [Text("Hello ")]
+    assert parser.feed("Hello <") == [Piece("content", "Hello ")]
     assert parser.feed("tool") == []
-    assert parser.feed("box>") == [Text("<toolbox>")]
+    assert parser.feed("box>") == [Piece("content", "<toolbox>")]
 
 
 def test_a_single_call_leaves_out_the_rest():
@@ -255,8 +246,15 @@ def test_reasoning_in_any_pieces(text, inside, parts):
 def test_reasoning_streams_as_it_comes():
     parser = ChatParser(ChatFormat(thinks=True))
     pieces = ["<think>\n", "one", " two", "</", "b", ">", " </think> yes", " !"]
-    found = [[Reasoning("one")], [Reasoning(" two")], [], [Reasoning("</b")], [Reasoning(">")], [Text("yes")]]
-    assert [parser.feed(piece) for piece in pieces] == [[], *found, [Text(" !")]]
+    found = [
+        [Piece("reasoning_content", "one")],
+        [Piece("reasoning_content", " two")],
+        [],
+        [Piece("reasoning_content", "</b")],
+        [Piece("reasoning_content", ">")],
+        [Piece("content", "yes")],
+    ]
+    assert [parser.feed(piece) for piece in pieces] == [[], *found, [Piece("content", " !")]]
 
 
 @pytest.mark.parametrize(

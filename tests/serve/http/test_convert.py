@@ -100,7 +100,6 @@ def test_more_than_the_context_names_the_limit(make, fields, param, text):
         (completion, {"stop": ["x"] * 65}, "stop"),
         (completion, {"stop_token_ids": [200]}, "stop_token_ids"),
         (completion, {"logit_bias": {"200": 1}}, "logit_bias"),
-        (completion, {"logit_bias": {"x": 1}}, "logit_bias"),
         (completion, {"seed": 2**63}, "seed"),
         (completion, {"tokenizer": None}, "prompt"),
     ],

@@ -75,6 +75,7 @@ def test_missing_prompt_and_messages():
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
         ("logit_bias", {"1": "x"}),
+        ("logit_bias", {"x": 1}),
         ("stop_token_ids", ["a"]),
         ("priority", 2**40),
         ("cache_salt", 5),
