@@ -8,7 +8,7 @@ import torch
 from rayllm import LLM, SamplingParams
 from rayllm.api.types import EngineStats
 
-NUM_REQUESTS, NUM_TOKENS, BLOCK_SIZE = 64, 24, 4
+NUM_REQUESTS, NUM_TOKENS, BLOCK_SIZE = 64, 40, 4
 LENGTHS = [8 + 7 * i % 40 for i in range(NUM_REQUESTS)]
 PROMPTS = [[(37 * i + 11 * j) % 4000 for j in range(length)] for i, length in enumerate(LENGTHS)]
 # Greedy and sampled, and pairs of siblings and groups of beams among them.
