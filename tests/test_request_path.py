@@ -1,4 +1,4 @@
-"""docs/architecture.md lists the files that a streamed chat request crosses; here one is served, and they are counted."""
+"""docs/architecture.md lists the files that a streamed chat request crosses; here one is served and they are counted."""
 
 from __future__ import annotations
 
