@@ -18,6 +18,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -36,13 +37,13 @@ Reading = Generator[None, None, T]  # a step of the parser: it yields when it ne
 
 SPACE = re.compile(r"[ \t\r\n]+")  # JSON's white space
 _ANYTHING = re.compile(r".+", re.DOTALL)
-_CHAR = re.compile(r".", re.DOTALL)
-_WORD = re.compile(r"[^< \t\r\n]+")
-_WITHIN_A_LINE = re.compile(r"[^<\n]+")
+_WORD = re.compile(r"[^< \t\r\n]+|<")
+_WITHIN_A_LINE = re.compile(r"[^<\n]+|[<\n]")
 _SEPARATORS = re.compile(r"[ \t\r\n;,]+")
-_IN_STRING = re.compile(r'[^"\\]+')
-_BETWEEN_BRACKETS = re.compile(r'[^][{}"<]+')
 _SCALAR = re.compile(r"[\w.+-]+")
+_OPENING = re.compile(r'["{[]')
+_BETWEEN_BRACKETS = re.compile(r'[^][{}"<]+|.', re.DOTALL)
+_IN_STRING = re.compile(r'[^"\\]+|["\\]')
 
 
 _CALL_FORMS = {  # what stands before a call, what may stand after it, what may follow, whether bare calls count
@@ -139,20 +140,12 @@ class TextSource:
         self._at = 0
         self._ended = last
 
-    def peek(self) -> Reading[str]:
-        """The next character; "" at the end."""
-        while self._at == len(self._text) and not self._ended:
-            yield
-        return self._text[self._at : self._at + 1]
-
     def at(self, literal: str) -> Reading[bool]:
         """Whether `literal` comes next. Waits while what is there could still become it."""
         while True:
             have = self._text[self._at : self._at + len(literal)]
-            if have == literal:
-                return True
-            if self._ended or not literal.startswith(have):
-                return False
+            if have == literal or self._ended or not literal.startswith(have):
+                return have == literal
             yield
 
     def take(self, literal: str, *, spaced: bool = False) -> Reading[bool]:
@@ -161,19 +154,15 @@ class TextSource:
             yield from self.take_all(SPACE)
         found = yield from self.at(literal)
         if found:
-            self.taken.append(literal)
-            self._at += len(literal)
+            self._take(literal)
         return found
 
     def take_run(self, pattern: re.Pattern[str]) -> Reading[str]:
         """Take what `pattern` matches of the text at hand, to be called until it gives "": no match, or the end."""
-        yield from self.peek()
+        while self._at == len(self._text) and not self._ended:
+            yield
         match = pattern.match(self._text, self._at)
-        if match is None:
-            return ""
-        self.taken.append(match.group())
-        self._at = match.end()
-        return match.group()
+        return self._take(match.group()) if match else ""
 
     def take_all(self, pattern: re.Pattern[str]) -> Reading[str]:
         """Take all that `pattern` matches from here, whatever pieces it comes in."""
@@ -181,6 +170,11 @@ class TextSource:
         while run := (yield from self.take_run(pattern)):
             runs.append(run)
         return "".join(runs)
+
+    def _take(self, text: str) -> str:
+        self.taken.append(text)
+        self._at += len(text)
+        return text
 
 
 class _Call(msgspec.Struct):
@@ -249,19 +243,17 @@ class ChatParser:
         if self.has_reasoning:
             yield from source.take_all(SPACE)
             space = ""
-        while self.has_reasoning and not (yield from source.take(THINK_CLOSE)):
-            if run := (yield from source.take_all(SPACE)):
-                space = run
-            elif word := (yield from source.take_run(_WORD)) or (yield from source.take_run(_CHAR)):
-                self._emit("reasoning_content", space + word)
-                space = ""
-                source.taken.clear()
-            else:
-                break
+            while not (yield from source.take(THINK_CLOSE)):
+                if run := (yield from source.take_all(SPACE)):
+                    space = run
+                elif word := (yield from source.take_run(_WORD)):
+                    self._emit("reasoning_content", space + word)
+                    space = ""
+                else:
+                    break
         self.thinking = False
         if self.has_reasoning:
             yield from source.take_all(SPACE)
-            source.taken.clear()
         return "" if self.has_reasoning else space
 
     # ---- the forms of tool calls
@@ -281,9 +273,8 @@ class ChatParser:
             opened = opening != "" and (yield from source.take(opening))
             if opened:
                 yield from source.take_all(SPACE)
-            char = yield from source.peek()
-            if opened or (bare and at_start and char == "{"):
-                if (yield from self._read_call(closing)):
+            if opened or (bare and at_start and (yield from source.at("{"))):
+                if (yield from self._read_call()):
                     if self._form.single_call:
                         yield from source.take_all(_ANYTHING)
                         return
@@ -292,12 +283,10 @@ class ChatParser:
                         space = yield from source.take_all(separators)
                     at_start = True
                     continue
-            elif not char:
+            elif not (yield from source.take_run(_WITHIN_A_LINE)):
                 if not self.num_calls:  # white space at the end belongs to the calls, if there are any
                     self._emit("content", space)
                 return
-            elif not (yield from source.take_run(_WITHIN_A_LINE)):
-                yield from source.take_run(_CHAR)
             text = "".join(source.taken)
             at_start = text.endswith("\n")
             self._emit("content", space + text)
@@ -305,10 +294,9 @@ class ChatParser:
 
     # ---- one call
 
-    def _read_call(self, close: str) -> Reading[bool]:
+    def _read_call(self) -> Reading[bool]:
         """Read an object {"name": ..., "arguments" or "parameters": ...}, keys in any order, others skipped.
 
-        close: a tag that ends the call even where the object has not ended, except inside strings.
         False, with nothing emitted, if it is no call, or breaks off before it is known as one.
         """
         source, call = self._source, _Call()
@@ -319,35 +307,31 @@ class ChatParser:
             if key is None or not (yield from source.take(":", spaced=True)):
                 break
             yield from source.take_all(SPACE)
-            if not (yield from self._member(call, key, close)):
+            if not (yield from self._member(call, key)):
                 break
             if not (yield from source.take(",", spaced=True)) and not (yield from source.at("}")):
                 break
         else:
             if call.name is not None and call.arguments is None:
+                call.arguments = []
                 self._add_arguments(call, "{}")  # a tool without parameters, called without arguments
         return call.index is not None
 
-    def _member(self, call: _Call, key: str, close: str) -> Reading[bool]:
+    def _member(self, call: _Call, key: str) -> Reading[bool]:
         """Read one value; False if it broke off or cannot be part of a call."""
         if key == "name" and call.name is None:
             call.name = yield from self._string()
-            if call.name not in self._form.tool_names:
-                return False
-            if call.arguments is not None:
+            is_offered = call.name in self._form.tool_names
+            if is_offered and call.arguments is not None:
                 self._add_arguments(call, "")
-            return True
+            return is_offered
         if key not in ("arguments", "parameters") or call.arguments is not None:
-            return (yield from self._value(lambda _: None, close))
+            return (yield from self._value(lambda _: None))
         call.arguments = []
-        char = yield from self._source.peek()
-        if char == "{":
-            self._add_arguments(call, "")
-            return (yield from self._value(lambda text: self._add_arguments(call, text), close))
-        if char == '"':  # some models write the object's JSON into a string
-            text = yield from self._string()
-        else:
-            text = "{}" if (yield from self._source.take("null")) else None
+        if (yield from self._source.at("{")):
+            return (yield from self._value(partial(self._add_arguments, call)))
+        # Some models write the object's JSON into a string.
+        text = "{}" if (yield from self._source.take("null")) else (yield from self._string())
         if text is None or not _is_object(text):
             return False
         self._add_arguments(call, text)
@@ -355,8 +339,7 @@ class ChatParser:
 
     def _add_arguments(self, call: _Call, text: str) -> None:
         """Pass arguments on, or keep them until the name is known."""
-        if call.arguments is None:
-            call.arguments = []
+        assert call.arguments is not None
         call.arguments.append(text)
         if call.name is None:
             return
@@ -365,51 +348,46 @@ class ChatParser:
             self._emit("call", call.name, call.index)
         self._emit("arguments", "".join(call.arguments), call.index)
         call.arguments.clear()
-        self._source.taken.clear()  # it is no text any more, whatever follows
 
     # ---- JSON
 
     def _string(self) -> Reading[str | None]:
         """Read a string; its value. None if there is none, or it breaks off."""
         pieces: list[str] = []
-        if (yield from self._source.peek()) != '"' or not (yield from self._raw_string(pieces.append)):
+        if not (yield from self._source.at('"')) or not (yield from self._value(pieces.append)):
             return None
         try:
             return json.loads("".join(pieces), strict=False)
         except ValueError:
             return None
 
-    def _raw_string(self, emit: Callable[[str], object]) -> Reading[bool]:
-        """Read a string as it is written; False if it breaks off."""
-        emit((yield from self._source.take_run(_CHAR)))
-        while piece := (yield from self._source.take_run(_IN_STRING)) or (yield from self._source.take_run(_CHAR)):
-            emit(piece)
-            if piece == '"':
-                return True
-            if piece == "\\":
-                emit((yield from self._source.take_run(_CHAR)))
-        return False
+    def _value(self, emit: Callable[[str], object]) -> Reading[bool]:
+        """Read a value of any kind as it is written; False if it breaks off or there is none.
 
-    def _value(self, emit: Callable[[str], object], close: str) -> Reading[bool]:
-        """Read a value of any kind as it is written; False if it breaks off or there is none."""
-        source, depth = self._source, 0
-        while True:
-            char = yield from source.peek()
-            if char == '"':
-                if not (yield from self._raw_string(emit)):
-                    return False
-            elif depth == 0 and char not in ("{", "["):
-                scalar = yield from source.take_all(_SCALAR)
-                emit(scalar)
-                return bool(scalar)
-            elif not char or (char == "<" and close and (yield from source.at(close))):
-                return False
+        The tag that closes a call ends it even where brackets are open, but not inside strings.
+        """
+        source, depth, quoted, escaped = self._source, 0, False, False
+        close = self._form.tools == "hermes"
+        if scalar := (yield from source.take_all(_SCALAR)):
+            emit(scalar)
+            return True
+        run = yield from source.take_run(_OPENING)
+        while run:
+            emit(run)
+            if escaped:
+                escaped = False
+            elif run == '"':
+                quoted = not quoted
+            elif quoted:
+                escaped = run == "\\"
             else:
-                run = (yield from source.take_run(_BETWEEN_BRACKETS)) or (yield from source.take_run(_CHAR))
-                emit(run)
                 depth += (run in ("{", "[")) - (run in ("}", "]"))
-            if depth == 0:
+            if depth == 0 and not quoted:
                 return True
+            if close and not quoted and (yield from source.at(CALL_CLOSE)):
+                return False
+            run = yield from source.take_run(_IN_STRING if quoted else _BETWEEN_BRACKETS)
+        return False
 
 
 class ReasoningCounter:

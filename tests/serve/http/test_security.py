@@ -367,7 +367,7 @@ def test_many_salts_are_bounded_by_the_pool():
     scheduler, worker = make_scheduler(num_blocks=16, block_size=4, **options), FakeWorker(16, 4, 2)
     for i in range(2000):
         assert run(scheduler, worker, str(i), f"salt {i}", [3, 4, 5, 6, 7]) == 0
-        assert len(scheduler.state.memory.cache) <= 16
+        assert len(scheduler.state.memory.gpu.cache) <= 16
     check_scheduler(scheduler)
 
 
