@@ -36,13 +36,13 @@ class AttentionPlan:
             prefill_starts=starts - prefill_row if prefill_row and starts.shape[0] > 1 else starts,
         )
 
-    def decode_schedule(self, q: torch.Tensor, kv_cache: KVCache, sliding_window: int | None) -> DecodeSchedule | None:
+    def decode_schedule(self, q: torch.Tensor, kv_cache: KVCache, scoring: Scoring) -> DecodeSchedule | None:
         """How the decodes' attention is cut; the first layer of each window makes it, the others share it."""
-        schedule = self._schedules.get(sliding_window)
+        window = scoring.sliding_window
+        schedule = self._schedules.get(window)
         if schedule is None:
-            schedule = self._schedules[sliding_window] = ops.decode_schedule(
-                q[: self.batch.num_decodes], kv_cache, self.decodes.seq_lens, sliding_window=sliding_window
-            )
+            schedule = ops.decode_schedule(q[: self.batch.num_decodes], kv_cache, self.decodes, scoring)
+            self._schedules[window] = schedule
         return schedule
 
 
@@ -65,7 +65,7 @@ def attend(q: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan, scoring: Sco
     batch, out = plan.batch, q.new_empty(q.shape)
     decodes = batch.num_decodes
     if decodes:
-        schedule = plan.decode_schedule(q, kv_cache, scoring.sliding_window)
+        schedule = plan.decode_schedule(q, kv_cache, scoring)
         ops.paged_decode_attention(q[:decodes], kv_cache, plan.decodes, scoring, schedule=schedule, out=out[:decodes])
     first = plan.prefill_row
     if first < q.shape[0]:  # after the decodes, whose padding rows are zeroed there

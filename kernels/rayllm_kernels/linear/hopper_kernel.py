@@ -43,7 +43,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..compat import copy_async, thread_barrier
 from ..compile_ahead import launch
 from ..hopper import barriers
-from .plans import BLOCK_ROWS, HopperTile
+from .plans import BLOCK_ROWS, HopperPlan
 
 BLOCK = gl.constexpr(BLOCK_ROWS)
 DEPTH = gl.constexpr(64)  # of a stage: 128 bytes, the widest swizzle
@@ -288,17 +288,10 @@ def flags(device: torch.device) -> Tensor:
 
 
 def linear_hopper(
-    x: Tensor,
-    weight: Tensor,
-    tile: HopperTile,
-    programs: int,
-    bias: Tensor | None = None,
-    *,
-    gated: bool,
-    out: Tensor | None = None,
+    x: Tensor, weight: Tensor, plan: HopperPlan, bias: Tensor | None = None, *, gated: bool, out: Tensor | None = None
 ) -> Tensor:
-    """y of checked arguments that `hopper_takes`, by at most so many programs, MAX_PROGRAMS or fewer."""
-    tokens, inputs = x.shape
+    """y of checked arguments that `hopper_takes`, by at most the planned programs, which are MAX_PROGRAMS or fewer."""
+    (tokens, inputs), (tile, programs) = x.shape, plan
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
     rows, stride = tile.blocks * BLOCK_ROWS, weight.stride(0)

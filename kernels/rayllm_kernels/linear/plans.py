@@ -92,6 +92,8 @@ class HopperTile(NamedTuple):
         return self.consumers * self.blocks * BLOCK_ROWS
 
 
+HopperPlan = tuple[HopperTile, int]  # and the number of programs
+
 # Two programs a multiprocessor for few weights, where waiting counts; else large tiles, which read less from L2.
 NARROW = {tokens: HopperTile(tokens, 1, 1, stages, 128) for tokens, stages in ((16, 9), (32, 8), (64, 6), (128, 4))}
 WIDE = {tokens: HopperTile(tokens, 2, 1, stages, 168) for tokens, stages in ((16, 10), (32, 8), (64, 8), (128, 6))}
@@ -123,7 +125,7 @@ def _others_win(tokens: int, rows: int, inputs: int, gated: bool) -> bool:
     return rows * inputs <= 6 << 20 or rows > MAX_ROWS
 
 
-def _plan_wide(tokens: int, rows: int, multiprocessors: int) -> tuple[HopperTile, int] | None:
+def _plan_wide(tokens: int, rows: int, multiprocessors: int) -> HopperPlan | None:
     tiles = -(-rows // 128)
     if tokens == MAX_HOPPER_TOKENS:
         for tile in (WIDE[tokens], WIDEST):
@@ -133,7 +135,7 @@ def _plan_wide(tokens: int, rows: int, multiprocessors: int) -> tuple[HopperTile
     return WIDE[tokens], max(1, multiprocessors // tiles) * tiles if tiles <= multiprocessors else multiprocessors
 
 
-def _plan_narrow(tokens: int, tile_tokens: int, rows: int, multiprocessors: int) -> tuple[HopperTile, int] | None:
+def _plan_narrow(tokens: int, tile_tokens: int, rows: int, multiprocessors: int) -> HopperPlan | None:
     def count() -> int:
         return -(-rows // BLOCK_ROWS) * -(-tokens // tile_tokens)
 
@@ -154,9 +156,7 @@ def _plan_narrow(tokens: int, tile_tokens: int, rows: int, multiprocessors: int)
     return tile, programs
 
 
-def plan_hopper(
-    tokens: int, rows: int, inputs: int, gated: bool, multiprocessors: int
-) -> tuple[HopperTile, int] | None:
+def plan_hopper(tokens: int, rows: int, inputs: int, gated: bool, multiprocessors: int) -> HopperPlan | None:
     """Tile and number of programs for weights [rows, inputs]; None where another kernel was faster."""
     if tokens > MAX_HOPPER_TOKENS or _others_win(tokens, rows, inputs, gated):
         return None
