@@ -24,6 +24,8 @@ _hopper_kernel = TritonModule("rayllm_kernels.linear.hopper_kernel")
 _gated_kernel = TritonModule("rayllm_kernels.linear.gated_hopper_kernel")
 _invariant_kernel = TritonModule("rayllm_kernels.linear.invariant_kernel")
 
+NO_NORM = (None, None, 0.0)
+
 
 def prepare(device: torch.device) -> None:
     """Allocate what kernels keep between calls on `device`, which the first one that needs it does otherwise.
@@ -46,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     check_out(out, torch.Size((x.shape[0], weight.shape[0])), x, "x")
     if out is not None and not out.is_contiguous():
         fail("out", "must be contiguous", out.stride())
-    y = _project(x, weight, bias, gated=False, out=out) if on_triton(x) else None
+    y = _project(x, weight, bias, out, gated=False) if on_triton(x) else None
     if y is not None:
         return y
     if out is None:
@@ -80,7 +82,7 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
     """
     _check_projection(x, weight, None)
     _check_gated(weight)
-    y = _project(x, weight, None, gated=True) if on_triton(x) else None
+    y = _project(x, weight, None, None, gated=True) if on_triton(x) else None
     return silu_and_mul(F.linear(x, weight)) if y is None else y
 
 
@@ -119,7 +121,8 @@ def _after_norm(
         check_residual(residual, x)
     if on_triton(x) and plans.rows_take(x, weight, norm=True):
         tiles = plans.choose_rows(x.shape[0], x.shape[1], gated=gated, norm=True)
-        return _rows_kernel.linear_rows(x, weight, tiles, bias, gated=gated, norm=(residual, norm_weight, eps))
+        norm = (residual, norm_weight, eps)
+        return _rows_kernel.linear_rows(x, weight, tiles, bias, norm, gated, None)
     if residual is None:
         y, total = rms_norm(x, norm_weight, eps), x
     else:
@@ -127,9 +130,7 @@ def _after_norm(
     return linear_silu_mul(y, weight) if gated else linear(y, weight, bias), total
 
 
-def _project(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool, out: Tensor | None = None
-) -> Tensor | None:
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, *, gated: bool) -> Tensor | None:
     """The projection of checked arguments by one of this package's kernels, None where those are not the fastest.
 
     gated: weight holds gate and up, and the result is silu(gate) * up.
@@ -137,7 +138,7 @@ def _project(
     (tokens, inputs), rows, processors = x.shape, weight.shape[0], multiprocessors(x.device)
     if plans.rows_take(x, weight, norm=False):
         row_tiles = plans.choose_rows(tokens, inputs, gated=gated, norm=False)
-        return _rows_kernel.linear_rows(x, weight, row_tiles, bias, gated=gated, out=out)[0]
+        return _rows_kernel.linear_rows(x, weight, row_tiles, bias, NO_NORM, gated, out)[0]
     if is_hopper(x.device) and plans.hopper_takes(x, weight, gated):
         plan = plans.plan_hopper(tokens, rows, inputs, gated, processors)
         if plan is not None:
