@@ -1,14 +1,15 @@
-"""Admission by forecast against the watermark rule, in simulated steps: preemptions, recomputed tokens, mean batch.
+"""How many blocks should admission leave free? Preemptions, recomputed tokens and mean batch, in simulated steps.
 
-    python benchmarks/admission.py [--requests 600] [--factors 1.5 2 3] [--seed 0]
+    python benchmarks/admission.py [--requests 600] [--factors 1.5 2 3] [--growth 0 1 2 4] [--seed 0]
 
 Requests arrive together and need `factor` times the pool if all that have a row run at once. There is no model: a step
 is the scheduler's plan, and each sequence ends after a length drawn for it, two plans in flight. "known": requests
 ignore end-of-sequence, so they get as long as max_tokens says. "unknown": max_tokens is four times the mean length, and
-lengths are drawn from an exponential distribution or, half of them short and half of them long, from two peaks. The
-watermark rule lets a sequence in as soon as its prompt fits and a hundredth of the pool stays free. Seconds are what
-the steps would take on a device that takes 6 ms, 26 us a prompt token and 20 us a decode; the last column is what
-`schedule` and `update` took here, a step.
+lengths are drawn from an exponential distribution or, half of them short and half of them long, from two peaks.
+"growth" is how many blocks admission leaves free for each running sequence that may outgrow its own; with 0, a sequence
+enters as soon as its prompt fits and a hundredth of the pool stays free. Seconds are what the steps would take on a
+device that takes 6 ms, 26 us a prompt token and 20 us a decode; the last column is what `schedule` and `update` took
+here, a step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from typing import NamedTuple
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest, StepPlan, StepResult
+from rayllm.core.memory import KVMemory
+from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
+from rayllm.core.state import SchedulerState
 
 EOS, ROWS, BLOCK_SIZE, DEPTH = 1, 256, 16, 2
 MEAN_LENGTH = 300
@@ -59,20 +63,16 @@ def draw_jobs(workload: str, count: int, rng: random.Random) -> list[Job]:
     return jobs
 
 
-def simulate(jobs: list[Job], known: bool, num_blocks: int, forecast: bool) -> Figures:
+def simulate(jobs: list[Job], known: bool, num_blocks: int, growth_blocks: int) -> Figures:
     """Run all jobs to their end."""
-    limit = max(job.prompt for job in jobs) + 4 * MEAN_LENGTH
-    scheduler = Scheduler(
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
+    state = SchedulerState(
+        KVMemory(num_blocks=num_blocks, block_size=BLOCK_SIZE, caching=False),
         max_num_seqs=ROWS,
         max_num_batched_tokens=8192,
-        max_model_len=limit,
+        max_model_len=max(job.prompt for job in jobs) + 4 * MEAN_LENGTH,
         eos_token_ids=[EOS],
-        enable_prefix_caching=False,
     )
-    if not forecast:
-        scheduler.admission.forecast.fits = lambda *_: True  # type: ignore[method-assign]
+    scheduler = Scheduler(state, policy=POLICIES["fcfs"], growth_blocks=growth_blocks)
     for i, job in enumerate(jobs):
         params = SamplingParams(max_tokens=job.length if known else 4 * MEAN_LENGTH, ignore_eos=known)
         scheduler.add(GenerationRequest(request_id=str(i), prompt_token_ids=[2] * job.prompt, params=params))
@@ -110,17 +110,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--factors", type=float, nargs="+", default=[1.5, 2.0, 3.0])
+    parser.add_argument("--growth", type=int, nargs="+", default=[0, 1, 2, 4], help="blocks left free for each")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    print("workload    factor admission  preemptions  recomputed  mean batch   steps  simulated s  us a step")
+    print("workload    factor growth  preemptions  recomputed  mean batch   steps  simulated s  us a step")
     for workload in ("known", "exponential", "two peaks"):
         jobs = draw_jobs(workload, args.requests, random.Random(args.seed))
         needed = ROWS * sum(-(-(job.prompt + job.length) // BLOCK_SIZE) for job in jobs) / len(jobs)
         for factor in args.factors:
-            for name in ("watermark", "forecast"):
-                figures = simulate(jobs, workload == "known", int(needed / factor), name == "forecast")
+            for growth in args.growth:
+                figures = simulate(jobs, workload == "known", int(needed / factor), growth)
                 print(
-                    f"{workload:<11} {factor:>5g}x {name:<10} {figures.preemptions:>11} {figures.recomputed:>11} "
+                    f"{workload:<11} {factor:>5g}x {growth:>6} {figures.preemptions:>11} {figures.recomputed:>11} "
                     f"{figures.mean_batch:>11.1f} {figures.steps:>7} {figures.seconds:>12.1f} "
                     f"{figures.overhead * 1e6:>10.0f}",
                     flush=True,

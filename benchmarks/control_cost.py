@@ -17,57 +17,50 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import ray
 import torch
 
 from rayllm.api.sampling_params import SamplingParams
-from rayllm.api.types import GenerationRequest, RankReady
-from rayllm.config.model_spec import load_model_spec
-from rayllm.config.options import EngineConfig
+from rayllm.api.types import GenerationRequest
+from rayllm.config.options import EngineConfig, make_config
+from rayllm.config.resolved import ResolvedConfig, resolve
+from rayllm.engine.build import start_resolved_engine
 from rayllm.engine.engine import EngineCore
 from rayllm.executor.ray import RayExecutor
-from rayllm.worker.worker import Worker
+from rayllm.executor.ray_cluster import connect_to_ray
+from rayllm.parallel.tp_group import TPGroup
+from rayllm.worker.rank import LoadedRank
+from rayllm.worker.worker import load_rank
 
 PROMPT_TOKENS = 512
 STEPS, WARM_STEPS = 300, 40
 
 
-class TimedGraph:
-    """A captured step that notes how long its replays take on the device; after STEPS / 2 of them, it writes that."""
+def load_timed(config: ResolvedConfig, tp: TPGroup, device: torch.device, *, folder: str) -> LoadedRank:
+    """A rank that notes how long replays of its CUDA graphs take on the device.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, file: Path):
-        self._graph, self._file = graph, file
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    The first graph that is replayed STEPS / 2 times is that of the first batch's decodes, and so on. Each such graph
+    writes its median to a file of `folder`, named after the rank and the batch's number.
+    """
+    events: dict[torch.cuda.CUDAGraph, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+    numbers = itertools.count()
+    replay = torch.cuda.CUDAGraph.replay
 
-    def replay(self) -> None:
+    def timed_replay(graph: torch.cuda.CUDAGraph) -> None:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        self._graph.replay()
+        replay(graph)
         end.record()
-        self._events.append((begin, end))
-        if len(self._events) == STEPS // 2:
+        taken = events.setdefault(graph, [])
+        taken.append((begin, end))
+        if len(taken) == STEPS // 2:
             end.synchronize()
-            taken = statistics.median(begin.elapsed_time(end) for begin, end in self._events[WARM_STEPS:])
-            self._file.write_text(str(taken))
+            median = statistics.median(first.elapsed_time(last) for first, last in taken[WARM_STEPS:])
+            Path(folder, f"{tp.rank} {next(numbers)}").write_text(str(median))
 
-
-class TimingWorker(Worker):
-    """A worker that times its decode graphs. folder: gets a file of each rank and batch."""
-
-    def __init__(self, *args: Any, batches: list[int], folder: str):
-        super().__init__(*args)
-        self._batches, self._folder = batches, Path(folder)
-
-    def warm_up(self) -> RankReady:
-        ready = super().warm_up()
-        graphs: Any = self._runner._graphs
-        for batch in self._batches:
-            graph, *rest = graphs._graphs[batch]
-            file = self._folder / f"{self._tp.rank} {batch}"
-            timed = TimedGraph(graph, file)
-            graphs._graphs[batch] = (timed, *rest)
-        return ready
+    torch.cuda.CUDAGraph.replay = timed_replay  # type: ignore[method-assign, assignment]
+    return load_rank(config, tp, device)
 
 
 def step_ms(core: EngineCore, batch: int, rng: random.Random) -> float:
@@ -76,9 +69,9 @@ def step_ms(core: EngineCore, batch: int, rng: random.Random) -> float:
     for i in range(batch):
         prompt = [rng.randrange(10_000) for _ in range(PROMPT_TOKENS)]
         core.add(GenerationRequest(request_id=f"{batch} {i}", prompt_token_ids=prompt, params=params))
-    times = []
+    state, times = core.scheduler.state, []
     while core.has_work():
-        decoding = len(core.scheduler.running) == batch and not core.scheduler.waiting
+        decoding = len(state.batch.sequences) == batch and not state.waiting
         core.step()
         times.append(time.perf_counter() if decoding else None)
     gaps = [b - a for a, b in itertools.pairwise(times) if a is not None and b is not None]
@@ -92,27 +85,27 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        config = EngineConfig(
-            model=args.model,
-            tensor_parallel_size=args.tp,
-            executor="ray",
-            load_format="dummy",
-            max_model_len=4096,
-            skip_tokenizer_init=True,
-            enable_prefix_caching=False,
-        )
-        spec = load_model_spec(args.model)
-        executor = RayExecutor(config, spec, partial(TimingWorker, batches=args.batches, folder=folder))
-        limits = executor.start()
-        core = EngineCore(config, spec, executor, limits.num_gpu_blocks, executor.max_in_flight, None)
+        options = {
+            "model": args.model,
+            "tensor_parallel_size": args.tp,
+            "executor": "ray",
+            "load_format": "dummy",
+            "max_model_len": 4096,
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,
+        }
+        owns_ray = connect_to_ray()
+        config = resolve(make_config(EngineConfig, options), ray.cluster_resources().get("GPU", 0))
+        executor = RayExecutor(config, partial(load_timed, folder=folder), owns_ray=owns_ray)
+        core = start_resolved_engine(config, executor)
         try:
             rng = random.Random(0)
             steps = [step_ms(core, batch, rng) for batch in args.batches]
         finally:
             core.shutdown()
         alone = [
-            max(float((Path(folder) / f"{rank} {batch}").read_text()) for rank in range(args.tp))
-            for batch in args.batches
+            max(float(Path(folder, f"{rank} {number}").read_text()) for rank in range(args.tp))
+            for number in range(len(args.batches))
         ]
     print("| sequences | step | graph, slowest rank | control path adds |\n|---|---|---|---|")
     for batch, step, graph in zip(args.batches, steps, alone, strict=True):

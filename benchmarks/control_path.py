@@ -12,44 +12,40 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import logging
 import statistics
 import time
 from collections import deque
 
 import ray
+import torch
 
 from rayllm.api.sampling_params import SamplingParams
-from rayllm.api.types import GenerationRequest, RankReady, StepPlan, StepResult
-from rayllm.config.model_spec import load_model_spec
-from rayllm.config.options import EngineConfig
-from rayllm.engine.engine import EngineCore
+from rayllm.api.types import GenerationRequest, KVBlocks, RankReady, StepPlan, StepResult
+from rayllm.config.options import EngineConfig, make_config
+from rayllm.config.resolved import ResolvedConfig, resolve
+from rayllm.engine.build import start_resolved_engine
 from rayllm.executor.ray import RayExecutor
+from rayllm.parallel.tp_group import TPGroup
 
 STEPS = 400
 
 
-class TimedWorker:
-    """A device that takes step_s seconds a step, one after the other."""
+class TimedRank:
+    """A rank, loaded and ready, whose device takes step_s seconds a step, one after the other."""
 
-    def __init__(self, *_, step_s: float, submit_s: float):
+    ready = RankReady()
+
+    def __init__(self, _config: ResolvedConfig, _tp: TPGroup, _device: torch.device, *, step_s: float, submit_s: float):
         self._step_s, self._submit_s = step_s, submit_s
         self._free_at = 0.0
         self._pending: deque[tuple[float, StepResult]] = deque()
 
-    def load_model(self) -> None:
-        pass
+    def count_blocks(self) -> KVBlocks:
+        return KVBlocks(50_000, 0)
 
-    def determine_num_blocks(self) -> tuple[int, int]:
-        return 50_000, 0
-
-    def init_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        pass
-
-    def warm_up(self) -> RankReady:
-        return RankReady()
-
-    def measure_costs(self) -> None:
-        return None
+    def build(self, _blocks: KVBlocks) -> TimedRank:
+        return self
 
     def submit(self, plan: StepPlan) -> None:
         end = time.perf_counter() + self._submit_s
@@ -70,12 +66,10 @@ class TimedWorker:
 
 def measure(tp: int, sequences: int, step_s: float, submit_s: float) -> float:
     """Median seconds from one result to the next, while all sequences decode."""
-    config = EngineConfig(device="cpu", tensor_parallel_size=tp, max_num_seqs=sequences, skip_tokenizer_init=True)
-    spec = load_model_spec(config.model)
-    factory = functools.partial(TimedWorker, step_s=step_s, submit_s=submit_s)
-    executor = RayExecutor(config, spec, factory)  # type: ignore[arg-type]  # a partial of a class makes workers too
-    limits = executor.start()
-    core = EngineCore(config, spec, executor, limits.num_gpu_blocks, executor.max_in_flight, None)
+    options = {"device": "cpu", "executor": "ray", "tensor_parallel_size": tp, "max_num_seqs": sequences}
+    config = resolve(make_config(EngineConfig, {**options, "skip_tokenizer_init": True}), 0)
+    load = functools.partial(TimedRank, step_s=step_s, submit_s=submit_s)
+    core = start_resolved_engine(config, RayExecutor(config, load))
     try:
         params = SamplingParams(max_tokens=STEPS + 50, ignore_eos=True)
         for i in range(sequences):
@@ -98,7 +92,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, nargs="+", default=[1.0, 2.0, 4.0])
     parser.add_argument("--submit-us", type=float, default=200.0)
     args = parser.parse_args()
-    ray.init(num_cpus=max(args.tp), include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(num_cpus=max(args.tp), include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     print("| ranks | sequences | " + " | ".join(f"{ms:g} ms" for ms in args.step_ms) + " |")
     print("|---|---|" + "---|" * len(args.step_ms))
     for tp in args.tp:

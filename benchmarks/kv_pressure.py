@@ -1,17 +1,15 @@
 """What an engine does when its KV pool is too small: oversubscription by preemption mode, and chats over two tiers.
 
-    python benchmarks/kv_pressure.py oversubscribed [--factors 1.5 2 3] [--modes recompute swap cost] [--no-forecast]
-        [engine options]
+    python benchmarks/kv_pressure.py oversubscribed [--factors 1.5 2 3] [--modes recompute swap cost] [engine options]
     python benchmarks/kv_pressure.py chats [--users 32] [--turns 8] [--document 0] [--working-set 2]
         [--swap-spaces 0 16]
     python benchmarks/kv_pressure.py no-reuse [--swap-spaces 0 16]
 
 oversubscribed: requests that all arrive at once, through pools that hold 1/factor of what they need together; output
-tokens a second and latencies until the last token. Their lengths are known, so admission avoids preemption; with
---no-forecast they enter as soon as their prompts fit, and the modes differ. chats: users take turns in order, each turn
-adds a message and the answer to the history, which begins with a document of so many tokens; time to first token of the
-turns after the first, with and without host memory, over pools that hold 1/working-set of all histories. no-reuse:
-distinct prompts only, where the second tier can but cost.
+tokens a second and latencies until the last token. chats: users take turns in order, each turn adds a message and the
+answer to the history, which begins with a document of so many tokens; time to first token of the turns after the first,
+with and without host memory, over pools that hold 1/working-set of all histories. no-reuse: distinct prompts only,
+where the second tier can but cost.
 
 Engine options: --model, --dtype, --device, --load-format (dummy by default), --tp.
 """
@@ -26,7 +24,8 @@ from typing import NamedTuple
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import EngineStats, GenerationRequest
 from rayllm.config.options import BUNDLED_MODEL, EngineConfig, make_config
-from rayllm.engine.engine import EngineCore, build_engine_core
+from rayllm.engine.build import start_engine
+from rayllm.engine.engine import EngineCore
 
 BLOCK_SIZE = 16
 
@@ -87,7 +86,7 @@ def make_core(args: argparse.Namespace, **options: object) -> EngineCore:
         "skip_tokenizer_init": True,
         "block_size": BLOCK_SIZE,
     }
-    return build_engine_core(make_config(EngineConfig, {**given, **options}))
+    return start_engine(make_config(EngineConfig, {**given, **options}))
 
 
 def random_ids(rng: random.Random, count: int) -> list[int]:
@@ -122,8 +121,6 @@ def oversubscribed(args: argparse.Namespace) -> None:
                 swap_space=args.swap_space,
                 enable_prefix_caching=not args.no_prefix_caching,
             )
-            if args.no_forecast:
-                core.scheduler.admission.forecast.fits = lambda *_: True  # type: ignore[method-assign]
             run(core, [Job("warm", random_ids(rng, low), 8)])
             result = run(core, jobs)
             core.check_integrity()
@@ -210,7 +207,6 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["recompute", "swap", "cost"])
     parser.add_argument("--swap-space", type=float, default=4.0)
     parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--no-forecast", action="store_true", help="admit without looking ahead")
     parser.add_argument("--users", type=int, default=32)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--document", type=int, default=0, help="tokens that each chat begins with")

@@ -110,7 +110,7 @@ def compare_models(options: argparse.Namespace) -> None:
             max_num_seqs=8,
             enable_prefix_caching=False,
         ) as llm:
-            tokens = min(options.tokens, llm._engine().info.max_model_len - 1)
+            tokens = min(options.tokens, llm.engine.info.max_model_len - 1)
             made = contexts(llm, options.texts, tokens)
             results[kind] = {each.name: (*read(llm, each), write(llm, each)) for each in made}
     count = len(made[0].ids)

@@ -95,7 +95,7 @@ def load(folder: Path, tp: int, device: str) -> float:
         num_gpu_blocks_override=64,
         **options,
     ) as llm:
-        return dict(llm._engine().info.start.phases)["load model"]
+        return dict(llm.engine.info.start.phases)["load model"]
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ import time
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest
 from rayllm.config.options import EngineConfig, make_config
-from rayllm.engine.engine import EngineCore, build_engine_core
+from rayllm.engine.build import start_engine
+from rayllm.engine.engine import EngineCore
 
 STREAM_PROMPT = 64
 WARM_STEPS = 100
@@ -77,7 +78,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=3)
     args = parser.parse_args()
     for target in args.targets:
-        core = build_engine_core(
+        core = start_engine(
             make_config(
                 EngineConfig,
                 {

@@ -14,25 +14,30 @@ import time
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest, StepResult
+from rayllm.core.memory import KVMemory
+from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
+from rayllm.core.state import SchedulerState
 
 
 def measure(num_sequences: int, num_steps: int) -> tuple[float, float]:
     """Median microseconds of (schedule, update) over num_steps decode steps."""
-    scheduler = Scheduler(
-        num_blocks=num_sequences * 160,
-        block_size=16,
+    state = SchedulerState(
+        KVMemory(num_blocks=num_sequences * 160, block_size=16),
         max_num_seqs=num_sequences,
         max_num_batched_tokens=8192,
         max_model_len=2048,
         eos_token_ids=[1],
+        clock=time.monotonic,
     )
+    scheduler = Scheduler(state, policy=POLICIES["fcfs"])
     rng = random.Random(0)
     for i in range(num_sequences):
         prompt = [rng.randrange(2, 10000) for _ in range(rng.randint(100, 1024))]
         params = SamplingParams(max_tokens=1000, temperature=0.6, ignore_eos=True)
         scheduler.add(GenerationRequest(request_id=str(i), prompt_token_ids=prompt, params=params))
-    schedules, updates = [], []
+    schedules: list[float] = []
+    updates: list[float] = []
     while len(schedules) < num_steps:
         start = time.perf_counter()
         plan = scheduler.schedule()

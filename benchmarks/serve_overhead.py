@@ -58,7 +58,9 @@ def engine_times(core: Any, clients: int) -> Times:
     """The engine's own, with the next request added when one ends."""
     rng = random.Random(clients)
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.6)
-    left, started, last = num_requests(clients), {}, {}
+    left = num_requests(clients)
+    started: dict[str, float] = {}
+    last: dict[str, float] = {}
     firsts: list[float] = []
     gaps: list[float] = []
 
@@ -176,7 +178,7 @@ def main() -> None:
         if options.get("load_format") == "dummy":
             options |= {"model": with_tokenizer(options["model"], folder), "skip_tokenizer_init": False}
         with LLM(**options) as llm:
-            core = llm._engine()
+            core = llm.engine
             engine_times(core, 4)  # warm
             engine = {count: engine_times(core, count) for count in clients}
         with served(options | {"ingress": args.ingress}) as url:

@@ -15,7 +15,7 @@ import random
 import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Seen:
 
 def memory_mib(session_id: int) -> dict[str, float]:
     """Proportional set size of a session's processes, by their names."""
-    sizes: Counter[str] = Counter()
+    sizes: dict[str, float] = defaultdict(float)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             if int(stat.read_text().rpartition(")")[2].split()[3]) != session_id:

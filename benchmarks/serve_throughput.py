@@ -161,7 +161,7 @@ def main() -> None:
         if options.get("load_format") == "dummy":
             options |= {"model": with_tokenizer(options["model"], folder), "skip_tokenizer_init": False}
         with LLM(**options) as llm:
-            core = llm._engine()
+            core = llm.engine
             engine_rate(core, cases[-2], args, len(cases))  # warm
             alone = [engine_rate(core, case, args, run) for run, case in enumerate(cases)]
         for ingress in args.ingress:

@@ -37,7 +37,7 @@ def start(options: dict[str, object]) -> list[tuple[str, float]]:
     parts = [("interpreter and imports", seconds_alive())]
     began = time.perf_counter()
     with LLM(load_format="dummy", skip_tokenizer_init=True, **options) as llm:  # type: ignore[arg-type]
-        phases = llm._engine().info.start.phases
+        phases = llm.engine.info.start.phases
         loaded = time.perf_counter() - began
         parts += phases
         parts.append(("everything else of the constructor", loaded - sum(seconds for _name, seconds in phases)))

@@ -27,8 +27,8 @@ import torch
 from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
 from rayllm.api.types import GenerationRequest, TokenDelta
 from rayllm.config.options import EngineConfig
+from rayllm.engine.build import start_engine
 from rayllm.engine.driver import EngineDriver
-from rayllm.engine.engine import build_engine_core
 
 BASE_SECONDS = 2.0
 
@@ -119,8 +119,7 @@ def main() -> None:
     torch.set_num_threads(max((os.cpu_count() or 1) - 1, 1))
     seeds = iter(range(1 + args.rounds * args.schemas))
     rounds = [[hard_schema(next(seeds)) for _ in range(args.schemas)] for _ in range(args.rounds)]
-    driver = EngineDriver(build_engine_core(EngineConfig(device=args.device, max_num_seqs=64)))
-    driver.start()
+    driver = EngineDriver(start_engine(EngineConfig(device=args.device, max_num_seqs=64)))
     try:
         streams = Streams(driver, args.streams)
 

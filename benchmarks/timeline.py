@@ -20,9 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from rayllm import LLM, SamplingParams
+from rayllm import SamplingParams
 from rayllm.api.types import GenerationRequest
+from rayllm.config.options import OFFLINE_BATCHED_TOKENS, EngineConfig, make_config
+from rayllm.config.resolved import resolve
+from rayllm.engine.build import start_resolved_engine
 from rayllm.engine.engine import EngineCore
+from rayllm.executor.base import Executor
+from rayllm.executor.local import LocalExecutor
 
 FIRST_KERNEL = "_decode_inputs_kernel"  # of every decode graph
 HOST = ("schedule", "submit", "collect", "update")
@@ -48,12 +53,12 @@ def named(function: Any, name: str) -> Any:
     return call
 
 
-def record(core: EngineCore, steps: int) -> tuple[list[Span], list[Span]]:
+def record(core: EngineCore, executor: Executor, steps: int) -> tuple[list[Span], list[Span]]:
     """(kernels, host phases) of so many steps, by start."""
     core.scheduler.schedule = named(core.scheduler.schedule, "schedule")  # type: ignore[method-assign]
     core.scheduler.update = named(core.scheduler.update, "update")  # type: ignore[method-assign]
-    core._executor.submit = named(core._executor.submit, "submit")  # type: ignore[method-assign]
-    core._executor.collect = named(core._executor.collect, "collect")  # type: ignore[method-assign]
+    executor.submit = named(executor.submit, "submit")  # type: ignore[method-assign]
+    executor.collect = named(executor.collect, "collect")  # type: ignore[method-assign]
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             core.step()
@@ -134,17 +139,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the picture of two steps (SVG)")
     options = parser.parse_args()
     rng = random.Random(0)
-    llm_options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 16384}
-    with LLM(options.model, **llm_options) as llm:
-        core = llm._engine()
+    engine_options = {"model": options.model, "load_format": "dummy", "skip_tokenizer_init": True}
+    engine_options |= {"max_model_len": 16384, "max_num_batched_tokens": OFFLINE_BATCHED_TOKENS}
+    config = resolve(make_config(EngineConfig, engine_options), torch.cuda.device_count())
+    executor = LocalExecutor(config)
+    core = start_resolved_engine(config, executor)
+    try:
         params = SamplingParams(max_tokens=1000, ignore_eos=True, temperature=0.6)
         for i in range(options.batch):
             prompt = [rng.randrange(10_000) for _ in range(options.context)]
             core.add(GenerationRequest(request_id=str(i), prompt_token_ids=prompt, params=params))
         for _ in range(100):
             core.step()
-        kernels, host = record(core, 40)
-        core.abort(list(core.scheduler.groups))
+        kernels, host = record(core, executor, 40)
+    finally:
+        core.shutdown()
     steps = split_steps(kernels)
     gaps = [after[0].start - before[-1].end for before, after in pairwise(steps)]
     lengths = [after[0].start - before[0].start for before, after in pairwise(steps)]

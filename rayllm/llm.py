@@ -96,9 +96,16 @@ class LLM:
         requests = [self._request(item, SamplingParams()) for item in _prompt_list(prompts)]
         return self._run([(replace(request, pooling=pooling), text) for request, text in requests], use_tqdm)
 
+    @property
+    def engine(self) -> EngineCore:
+        """The engine itself, with its limits in `info`. Raises RuntimeError once this is shut down."""
+        if self._core is None:
+            raise RuntimeError("this LLM has been shut down")
+        return self._core
+
     def stats(self) -> EngineStats:
         """The engine's counters."""
-        return self._engine().stats()
+        return self.engine.stats()
 
     def shutdown(self) -> None:
         """Stop the workers and free their memory; idempotent."""
@@ -111,11 +118,6 @@ class LLM:
 
     def __exit__(self, *_exc: object) -> None:
         self.shutdown()
-
-    def _engine(self) -> EngineCore:
-        if self._core is None:
-            raise RuntimeError("this LLM has been shut down")
-        return self._core
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> tuple[GenerationRequest, str | None]:
         salt = ""
@@ -139,24 +141,24 @@ class LLM:
 
     def _run(self, requests: list[tuple[GenerationRequest, str | None]], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests to their end. An exception, Ctrl-C included, aborts what is left of them."""
-        core = self._engine()
+        core = self.engine
         processor = OutputProcessor(self.tokenizer)
         buffer = DeltaBuffer()
-        totals: dict[str, RequestOutput | None] = {}
+        totals: dict[str, RequestOutput | None] = {request.request_id: None for request, _ in requests}
         compiled = threading.Event()
         core.on_compiled = compiled.set
         try:
-            for request, text in requests:
+            # Grammars first, and all of them: a bad one stops the call before anything runs.
+            for request, text in sorted(requests, key=lambda each: each[0].params.structured_outputs is None):
                 core.add(request)
-                totals[request.request_id] = None
                 processor.add(request, text)
                 if request.params.stop:
                     buffer.pass_through(request.request_id)
+            while core.is_compiling:
+                compiled.wait()
+                compiled.clear()
             with tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-                while core.has_work() or core.is_compiling:
-                    if not core.has_work():
-                        compiled.wait()
-                    compiled.clear()
+                while core.has_work():
                     deltas = core.step()
                     if deltas and deltas[0].bad_param is not None:
                         raise InvalidRequestError(str(deltas[0].stop_reason), deltas[0].bad_param)
@@ -186,7 +188,7 @@ def _signature() -> Signature:
 
 LLM.__signature__ = _signature()  # type: ignore[attr-defined]
 LLM.__doc__ = f"{LLM.__doc__}\n" + "".join(
-    f"    {name}: {field.description}.\n" for name, field in EngineConfig.model_fields.items()
+    f"    {name}: {' '.join((field.description or '').split())}.\n" for name, field in EngineConfig.model_fields.items()
 )
 
 

@@ -41,14 +41,6 @@ def full_matrix(request) -> bool:
 
 
 @pytest.fixture
-def no_forecast(monkeypatch):
-    """Engines of this process admit sequences as soon as their prompts fit, so that a small pool means preemption."""
-    from rayllm.core.forecast import Forecast
-
-    monkeypatch.setattr(Forecast, "fits", lambda *_: True)
-
-
-@pytest.fixture
 def small_pools(monkeypatch):
     """Blocks are written to the host ahead of their reuse in pools of a few blocks, too."""
     from rayllm.core import write_ahead

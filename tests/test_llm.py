@@ -25,7 +25,7 @@ def llm():
     torch.set_num_threads(1)
     with LLM(device="cpu", max_num_seqs=16, max_num_batched_tokens=64) as engine:
         yield engine
-        engine._engine().check_integrity()
+        engine.engine.check_integrity()
         assert engine.stats().num_used_blocks == 0
 
 
@@ -164,7 +164,7 @@ def test_bad_requests_are_refused_and_the_engine_goes_on(llm, prompts, params, m
         generate(llm, prompts, params)
     with pytest.raises(InvalidRequestError, match=message):  # a good prompt beside it does not hide it
         generate(llm, [PROMPT, *prompts] if isinstance(prompts, list) else [PROMPT, prompts], params)
-    assert not llm._engine().has_work()
+    assert not llm.engine.has_work()
     assert generate(llm, PROMPT)[0].finished
 
 
@@ -258,7 +258,7 @@ def test_the_signature_and_the_documentation_are_those_of_the_options():
     assert parameters["model"].default is None
     assert parameters["max_model_len"].annotation == int | None
     for name, field in EngineConfig.model_fields.items():
-        assert f"{name}: {field.description}." in inspect.getdoc(LLM)
+        assert f"{name}: {' '.join(field.description.split())}." in inspect.getdoc(LLM)
         if name not in ("model", "max_num_batched_tokens"):
             assert parameters[name].default == field.default
             assert parameters[name].kind is parameters[name].KEYWORD_ONLY

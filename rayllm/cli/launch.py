@@ -32,11 +32,11 @@ def launch(
         print(f"rayllm: {text}", file=sys.stderr, flush=True)
 
     def show(ready: Ready) -> None:
-        for model in ready.models:
-            print("\n".join(describe_start(model.engine)))
-            replicas = f", {model.num_replicas} replicas" if model.num_replicas > 1 else ""
-            print(f"model    {model.name}  ({model.folder}{replicas})")
-        body = f'{{"model": "{ready.models[0].name}", "prompt": "Hello", "max_tokens": 16}}'
+        for model, engine in ready.models:
+            print("\n".join(describe_start(engine)))
+            replicas = f", {model.server.num_replicas} replicas" if model.server.num_replicas > 1 else ""
+            print(f"model    {model.name}  ({model.engine.options.model}{replicas})")
+        body = f'{{"model": "{ready.models[0].model.name}", "prompt": "Hello", "max_tokens": 16}}'
         total, phases = time.monotonic() - _STARTED, ", ".join(f"{name} {s:.1f}" for name, s in ready.phases.items())
         print(f"address  {ready.url}/v1")
         print(f"try      curl {ready.url}/v1/completions -H 'content-type: application/json' -d '{body}'")

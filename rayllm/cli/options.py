@@ -14,16 +14,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rayllm.config.options import (
-    EngineConfig,
-    FileOptions,
-    ModelConfig,
-    ServerConfig,
-    load_config_file,
-    make_config,
-    make_models,
-    split_options,
-)
+from rayllm.config.options import EngineConfig, ModelConfig, ServerConfig, load_config_file, make_models, pick_config
 from rayllm.errors import ConfigError
 
 ServerUrl = Annotated[str, typer.Option("--url", help="Address of a running server.")]
@@ -85,9 +76,9 @@ def _flag(name: str, field: FieldInfo) -> Any:
 def engine_config(options: dict[str, Any], **defaults: Any) -> EngineConfig:
     """The engine of a command's options. defaults: the command's own. Raises ConfigError."""
     file, flags = _read(options)
-    if file.models:
+    if "models" in file:
         raise ConfigError("the config file lists several models; this command runs one")
-    return make_config(EngineConfig, defaults | file.engine | flags.engine)
+    return pick_config(EngineConfig, defaults | file | flags)
 
 
 def deployment_config(options: dict[str, Any]) -> tuple[list[ModelConfig], ServerConfig]:
@@ -95,13 +86,13 @@ def deployment_config(options: dict[str, Any]) -> tuple[list[ModelConfig], Serve
     return make_models(*_read(options))
 
 
-def _read(options: dict[str, Any]) -> tuple[FileOptions, FileOptions]:
+def _read(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(options of the file, options of the flags). Raises ConfigError."""
     given = {name: value for name, value in options.items() if value is not None}
     path, model = given.pop("config", None), given.pop("model_argument", None)
     if model is not None and given.setdefault("model", model) != model:
         raise ConfigError(f"model is given twice, as {model} and as --model {given['model']}")
-    return load_config_file(path) if path is not None else split_options({}), split_options(given)
+    return {} if path is None else load_config_file(path), given
 
 
 def length_range(name: str, text: str) -> tuple[int, int]:

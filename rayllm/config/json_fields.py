@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,39 +24,38 @@ class JsonFields:
     prefix: str = ""
 
     def size(self, name: str, default: int | None = None) -> int:
-        value = self._get(name, default, (int,), "a positive integer")
-        if value < 1:
-            raise ModelError(f"{self.file}: {self.prefix}{name} must be a positive integer, not {value}")
-        return int(value)
+        return int(self._get(name, default, "a positive integer", lambda value: type(value) is int and value > 0))
+
+    def integer(self, name: str, default: int) -> int:
+        return int(self._get(name, default, "an integer", lambda value: type(value) is int))
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = float(self._get(name, default, (int, float), "a positive number"))
-        if not 0 < value < math.inf:
-            raise ModelError(f"{self.file}: {self.prefix}{name} must be a positive number, not {value}")
-        return value
+        return float(
+            self._get(name, default, "a positive number", lambda x: type(x) in (int, float) and 0 < x < math.inf)
+        )
 
     def flag(self, name: str, default: bool) -> bool:
-        return bool(self._get(name, default, (bool,), "true or false"))
+        return bool(self._get(name, default, "true or false", lambda value: isinstance(value, bool)))
 
     def text(self, name: str, default: str) -> str:
-        return str(self._get(name, default, (str,), "a string"))
+        return str(self._get(name, default, "a string", lambda value: isinstance(value, str)))
 
-    def integer_or_none(self, name: str) -> int | None:
-        value = self.data.get(name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ModelError(f"{self.file}: {self.prefix}{name} must be an integer, not {value!r}")
+    def one_of(self, what: str, value: str, supported: tuple[str, ...]) -> str:
+        """`value` if it is supported. what: of which it is a value, for the error."""
+        if value not in supported:
+            raise ModelError(f"{self.file}: {what} {value} is not supported; supported are {', '.join(supported)}")
         return value
 
     def is_null(self, name: str) -> bool:
         """Whether the field is there and says null, for the few whose null is not their default."""
         return name in self.data and self.data[name] is None
 
-    def _get(self, name: str, default: Any, kinds: tuple[type, ...], what: str) -> Any:
+    def _get(self, name: str, default: Any, what: str, fits: Callable[[Any], bool]) -> Any:
         value = self.data.get(name)
         value = default if value is None else value
         if value is None:
             raise ModelError(f'{self.file} has no "{self.prefix}{name}"')
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        if not fits(value):
             raise ModelError(f"{self.file}: {self.prefix}{name} must be {what}, not {value!r}")
         return value
 

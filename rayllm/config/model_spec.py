@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rayllm.config.json_fields import JsonFields, read_json_object
 from rayllm.config.rope import RopeSpec, parse_rope
@@ -67,28 +68,18 @@ class ModelSpec:
     qkv_bias: bool
     attention_out_bias: bool
     mlp_bias: bool
-    qk_norm: bool
     sliding_windows: tuple[int | None, ...]
     eos_token_ids: list[int]
-    bos_token_id: int | None
+    qk_norm: bool = False
     rope: RopeSpec | None = None
     opt: OPTSpec | None = None
     bloom: BloomSpec | None = None
 
     @property
-    def sliding_window(self) -> int | None:
-        """The window of the layers that have one; None if no layer has."""
-        return next((window for window in self.sliding_windows if window is not None), None)
-
-    @property
     def kv_window(self) -> int | None:
         """Tokens that a query sees in the layer that sees most, counting itself; None if one sees them all."""
-        widest = 0
-        for window in self.sliding_windows:
-            if window is None:
-                return None
-            widest = max(widest, window)
-        return widest
+        windows = [window for window in self.sliding_windows if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
 
     @property
     def num_distinct_layers(self) -> int:
@@ -118,7 +109,7 @@ def load_model_spec(path: str) -> ModelSpec:
     config = JsonFields(read_json_object(folder / "config.json"), str(folder / "config.json"))
     architecture = _architecture(config)
     _check_quantization(config)
-    eos, bos = config.data.get("eos_token_id", _DEFAULT_EOS[architecture]), config.integer_or_none("bos_token_id")
+    eos = config.data.get("eos_token_id", _DEFAULT_EOS[architecture])
     generation = folder / "generation_config.json"
     if generation.is_file():
         # Chat models end a turn with a token that only this file knows.
@@ -128,7 +119,7 @@ def load_model_spec(path: str) -> ModelSpec:
     if not all(isinstance(i, int) for i in ids):
         raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, not {eos!r}")
     parsers = {"OPTForCausalLM": _parse_opt, "BloomForCausalLM": _parse_bloom}
-    return parsers.get(architecture, _parse_llama)(architecture, config, ids, bos)
+    return parsers.get(architecture, _parse_llama)(config, architecture, ids)
 
 
 def check_parallel(spec: ModelSpec, tp: int) -> None:
@@ -179,49 +170,36 @@ def _check_quantization(config: JsonFields) -> None:
     raise ModelError(f"{config.file}: quantised checkpoints ({method or 'quantization_config'}) are not supported")
 
 
-def _dtype(config: JsonFields) -> str:
-    name = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ModelError(f"{config.file}: dtype {name} is not supported; supported are {', '.join(DTYPES)}")
-    return name
-
-
-def _activation(config: JsonFields, field: str, default: str, supported: tuple[str, ...]) -> str:
-    name = config.text(field, default)
-    if name not in supported:
-        raise ModelError(f"{config.file}: {field} {name} is not supported; supported are {', '.join(supported)}")
-    return name
-
-
-def _check_heads(config: JsonFields, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    if num_heads % num_kv_heads:
-        raise ModelError(f"{config.file}: {num_kv_heads} KV heads do not divide {num_heads} attention heads")
-    if head_dim > MAX_HEAD_DIM:
-        raise ModelError(f"{config.file}: head_dim {head_dim} is more than the {MAX_HEAD_DIM} that attention supports")
-
-
 def _split_hidden(config: JsonFields, hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ModelError(f"{config.file}: {num_heads} attention heads do not divide hidden_size {hidden_size}")
     return hidden_size // num_heads
 
 
-def _parse_llama(architecture: str, config: JsonFields, eos: list[int], bos: int | None) -> ModelSpec:
-    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    num_kv_heads, num_layers = config.size("num_key_value_heads", num_heads), config.size("num_hidden_layers")
-    is_qwen3 = architecture == "Qwen3ForCausalLM"
-    if config.data.get("head_dim") is not None:
-        head_dim = config.size("head_dim")
-    elif is_qwen3 and "head_dim" not in config.data:
-        head_dim = 128
-    else:
-        head_dim = _split_hidden(config, hidden_size, num_heads)
-    _check_heads(config, num_heads, num_kv_heads, head_dim)
-    # Llama's attention_bias covers all four projections; Qwen2 has a bias on q, k, v whatever its config says.
-    has_flag = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
-    attention_bias = has_flag and config.flag("attention_bias", False)
-    max_position = config.size("max_position_embeddings")
-    rope = parse_rope(config, head_dim, max_position)
+def _make_spec(
+    config: JsonFields,
+    architecture: str,
+    eos_token_ids: list[int],
+    *,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    vocab_size: int | None = None,
+    **rest: Any,
+) -> ModelSpec:
+    """A spec of these fields, its heads checked. By default each head has its own KV, and a share of hidden_size.
+
+    vocab_size: where config.json does not say it. rest: further fields of ModelSpec.
+    """
+    num_kv_heads = num_kv_heads or num_heads
+    head_dim = head_dim or _split_hidden(config, hidden_size, num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(f"{config.file}: {num_kv_heads} KV heads do not divide {num_heads} attention heads")
+    if head_dim > MAX_HEAD_DIM:
+        raise ModelError(f"{config.file}: head_dim {head_dim} is more than the {MAX_HEAD_DIM} that attention supports")
+    dtype = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
     return ModelSpec(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -229,40 +207,62 @@ def _parse_llama(architecture: str, config: JsonFields, eos: list[int], bos: int
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        vocab_size=config.size("vocab_size", vocab_size),
+        dtype=config.one_of("dtype", dtype, DTYPES),
+        eos_token_ids=eos_token_ids,
+        **rest,
+    )
+
+
+def _parse_llama(config: JsonFields, architecture: str, eos: list[int]) -> ModelSpec:
+    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    num_layers, max_position = config.size("num_hidden_layers"), config.size("max_position_embeddings")
+    is_qwen3 = architecture == "Qwen3ForCausalLM"
+    if config.data.get("head_dim") is not None:
+        head_dim = config.size("head_dim")
+    elif is_qwen3 and "head_dim" not in config.data:
+        head_dim = 128
+    else:
+        head_dim = _split_hidden(config, hidden_size, num_heads)
+    # Llama's attention_bias covers all four projections; Qwen2 has a bias on q, k, v whatever its config says.
+    has_flag = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+    attention_bias = has_flag and config.flag("attention_bias", False)
+    rope = parse_rope(config, head_dim, max_position)
+    return _make_spec(
+        config,
+        architecture,
+        eos,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.size("num_key_value_heads", num_heads),
+        head_dim=head_dim,
         intermediate_size=config.size("intermediate_size"),
-        vocab_size=config.size("vocab_size"),
         max_position_embeddings=max_position,
         max_model_len=rope.max_model_len(max_position),
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        hidden_act=_activation(config, "hidden_act", "silu", GATED_ACTIVATIONS),
-        dtype=_dtype(config),
+        hidden_act=config.one_of("hidden_act", config.text("hidden_act", "silu"), GATED_ACTIVATIONS),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
         attention_out_bias=attention_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and config.flag("mlp_bias", False),
         qk_norm=is_qwen3,
         sliding_windows=_sliding_windows(architecture, config, num_layers),
-        eos_token_ids=eos,
-        bos_token_id=bos,
         rope=rope,
     )
 
 
 def _sliding_windows(architecture: str, config: JsonFields, num_layers: int) -> tuple[int | None, ...]:
-    everywhere_full = (None,) * num_layers
-    if architecture == "MistralForCausalLM":
-        # null means no window; an absent key means the class's default.
-        if config.is_null("sliding_window"):
-            return everywhere_full
-        return (config.size("sliding_window", 4096),) * num_layers
-    if architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") or not config.flag("use_sliding_window", False):
-        return everywhere_full
-    if config.is_null("sliding_window"):
-        return everywhere_full
-    window, first = config.size("sliding_window", 4096), config.integer_or_none("max_window_layers")
+    by_layer = architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") and config.flag("use_sliding_window", False)
+    # null means no window; an absent key means the class's default.
+    if config.is_null("sliding_window") or not (by_layer or architecture == "MistralForCausalLM"):
+        return (None,) * num_layers
+    window = config.size("sliding_window", 4096)
+    if not by_layer:
+        return (window,) * num_layers
     kinds = config.data.get("layer_types")
     if kinds is None:
-        first = 28 if first is None else first
+        first = config.integer("max_window_layers", 28)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ModelError(f"{config.file}: layer_types must be a list of one entry for each of {num_layers} layers")
@@ -272,34 +272,27 @@ def _sliding_windows(architecture: str, config: JsonFields, num_layers: int) -> 
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _parse_opt(architecture: str, config: JsonFields, eos: list[int], bos: int | None) -> ModelSpec:
-    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    num_layers, max_position = config.size("num_hidden_layers"), config.size("max_position_embeddings")
-    head_dim = _split_hidden(config, hidden_size, num_heads)
-    _check_heads(config, num_heads, num_heads, head_dim)
+def _parse_opt(config: JsonFields, architecture: str, eos: list[int]) -> ModelSpec:
+    hidden_size, num_layers = config.size("hidden_size"), config.size("num_hidden_layers")
+    max_position = config.size("max_position_embeddings")
     bias, pre_norm = config.flag("enable_bias", True), config.flag("do_layer_norm_before", True)
-    return ModelSpec(
-        architecture=architecture,
+    return _make_spec(
+        config,
+        architecture,
+        eos,
         hidden_size=hidden_size,
         num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
+        num_heads=config.size("num_attention_heads"),
         intermediate_size=config.size("ffn_dim"),
-        vocab_size=config.size("vocab_size"),
         max_position_embeddings=max_position,
         max_model_len=max_position,
         norm_eps=1e-5,  # torch's LayerNorm default, which OPT never overrides
-        hidden_act=_activation(config, "activation_function", "relu", PLAIN_ACTIVATIONS),
-        dtype=_dtype(config),
+        hidden_act=config.one_of("activation_function", config.text("activation_function", "relu"), PLAIN_ACTIVATIONS),
         tie_word_embeddings=config.flag("tie_word_embeddings", True),
         qkv_bias=bias,
         attention_out_bias=bias,
         mlp_bias=bias,
-        qk_norm=False,
         sliding_windows=(None,) * num_layers,
-        eos_token_ids=eos,
-        bos_token_id=bos,
         opt=OPTSpec(
             embed_dim=config.size("word_embed_proj_dim", hidden_size),
             pre_norm=pre_norm,
@@ -310,37 +303,31 @@ def _parse_opt(architecture: str, config: JsonFields, eos: list[int], bos: int |
     )
 
 
-def _parse_bloom(architecture: str, config: JsonFields, eos: list[int], bos: int | None) -> ModelSpec:
+def _parse_bloom(config: JsonFields, architecture: str, eos: list[int]) -> ModelSpec:
     """Sizes go by several names, of which transformers prefers those of older files."""
 
     def size(name: str, other: str, default: int) -> int:
         return config.size(name, config.size(other, default))
 
-    hidden_size, num_heads = size("n_embed", "hidden_size", 64), size("n_head", "num_attention_heads", 8)
-    num_layers, max_position = size("n_layer", "num_hidden_layers", 2), config.size("seq_length", BLOOM_POSITIONS)
-    head_dim = _split_hidden(config, hidden_size, num_heads)
-    _check_heads(config, num_heads, num_heads, head_dim)
-    return ModelSpec(
-        architecture=architecture,
+    hidden_size, num_layers = size("n_embed", "hidden_size", 64), size("n_layer", "num_hidden_layers", 2)
+    max_position = config.size("seq_length", BLOOM_POSITIONS)
+    return _make_spec(
+        config,
+        architecture,
+        eos,
         hidden_size=hidden_size,
         num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
+        num_heads=size("n_head", "num_attention_heads", 8),
         intermediate_size=4 * hidden_size,
-        vocab_size=config.size("vocab_size", 250880),
+        vocab_size=250880,
         max_position_embeddings=max_position,
         max_model_len=max_position,
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
         hidden_act="gelu_pytorch_tanh",
-        dtype=_dtype(config),
         tie_word_embeddings=config.flag("tie_word_embeddings", True),
         qkv_bias=True,
         attention_out_bias=True,
         mlp_bias=True,
-        qk_norm=False,
         sliding_windows=(None,) * num_layers,
-        eos_token_ids=eos,
-        bos_token_id=bos,
         bloom=BloomSpec(residual_after_norm=config.flag("apply_residual_connection_post_layernorm", False)),
     )

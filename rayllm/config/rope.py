@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rayllm.config.json_fields import JsonFields
 from rayllm.errors import ModelError
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,13 @@ class RopeSpec:
 
 
 def parse_rope(config: JsonFields, head_dim: int, max_position: int) -> RopeSpec:
-    """The rotary embedding in config.json. Raises ModelError for types other than `ROPE_TYPES`."""
+    """The rotary embedding in config.json. Raises ModelError, also for other types than `RopeSpec` has."""
     # transformers 5 still reads rope_scaling, and prefers it.
     raw = config.data.get("rope_scaling") or config.data.get("rope_parameters") or {}
     if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
         raise ModelError(f"{config.file}: rope parameters that differ by layer type are not supported")
     rope = JsonFields(raw, config.file, "rope_scaling." if config.data.get("rope_scaling") else "rope_parameters.")
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise ModelError(f"{config.file}: rope type {kind} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    kind = rope.one_of("rope type", rope.text("rope_type", rope.text("type", "default")), tuple(_OWN_FIELDS))
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * partial)
@@ -58,40 +56,44 @@ def parse_rope(config: JsonFields, head_dim: int, max_position: int) -> RopeSpec
         raise ModelError(f"{config.file}: {rotary_dim} rotary entries of head_dim {head_dim} are not supported")
     original = rope.size("original_max_position_embeddings", max_position)
     original = config.size("original_max_position_embeddings", original)
-    if kind == "linear":
-        return RopeSpec(kind, theta, rotary_dim, original, factor=rope.number("factor"))
-    if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if low == high:
-            raise ModelError(f"{config.file}: {rope.prefix}low_freq_factor must differ from high_freq_factor")
-        factor = rope.number("factor")
-        return RopeSpec(kind, theta, rotary_dim, original, factor, low_freq_factor=low, high_freq_factor=high)
-    if kind == "yarn":
-        return _parse_yarn(rope, theta, rotary_dim, original, max_position)
-    return RopeSpec(kind, theta, rotary_dim, original)
+    return RopeSpec(kind, theta, rotary_dim, original, **_OWN_FIELDS[kind](rope, max_position / original))
 
 
-def _parse_yarn(rope: JsonFields, theta: float, rotary_dim: int, original: int, max_position: int) -> RopeSpec:
+def _linear(rope: JsonFields, _stretch: float) -> dict[str, Any]:
+    return {"factor": rope.number("factor")}
+
+
+def _llama3(rope: JsonFields, _stretch: float) -> dict[str, Any]:
+    fields = {name: rope.number(name) for name in ("low_freq_factor", "high_freq_factor", "factor")}
+    if fields["low_freq_factor"] == fields["high_freq_factor"]:
+        raise ModelError(f"{rope.file}: {rope.prefix}low_freq_factor must differ from high_freq_factor")
+    return fields
+
+
+def _yarn(rope: JsonFields, stretch: float) -> dict[str, Any]:
     """YaRN (Peng et al., 2023), with the attention factor resolved as transformers does."""
     # A null factor (not an absent one) asks for the ratio of the two contexts.
-    factor = rope.number("factor", max_position / original if rope.is_null("factor") else None)
-    mscale, mscale_all_dim = rope.data.get("mscale"), rope.data.get("mscale_all_dim")
+    factor = rope.number("factor", stretch if rope.is_null("factor") else None)
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if mscale and mscale_all_dim:
+    attention = temperature(1.0)
+    if rope.data.get("mscale") and rope.data.get("mscale_all_dim"):
         attention = temperature(rope.number("mscale")) / temperature(rope.number("mscale_all_dim"))
-    else:
-        attention = temperature(1.0)
-    return RopeSpec(
-        "yarn",
-        theta,
-        rotary_dim,
-        original,
-        factor,
-        attention_factor=rope.number("attention_factor", attention),
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.flag("truncate", True),
-    )
+    return {
+        "factor": factor,
+        "attention_factor": rope.number("attention_factor", attention),
+        "beta_fast": rope.number("beta_fast", 32.0),
+        "beta_slow": rope.number("beta_slow", 1.0),
+        "truncate": rope.flag("truncate", True),
+    }
+
+
+# Rope type -> the fields of RopeSpec that only it has. stretch: the model's context over that of its pretraining.
+_OWN_FIELDS: dict[str, Callable[[JsonFields, float], dict[str, Any]]] = {
+    "default": lambda _rope, _stretch: {},
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

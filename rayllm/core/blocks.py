@@ -17,21 +17,15 @@ from rayllm.core.prefix_cache import PrefixCache
 class BlockManager:
     """Reference-counted blocks with fork and copy-on-write. Every operation is O(1) a block.
 
-    num_allocated: blocks handed out so far.
+    cache: what the blocks hold that others may use. num_allocated: blocks handed out so far.
     on_evict: called with (block, hash) when a cached block is about to be reused, before anything else happens to it.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        prefix_cache: PrefixCache | None,
-        on_evict: Callable[[int, bytes], None] | None = None,
-    ):
+    def __init__(self, num_blocks: int, block_size: int, on_evict: Callable[[int, bytes], None] | None = None):
         self.num_blocks = num_blocks
-        self._on_evict = on_evict
         self.block_size = block_size
-        self._cache = prefix_cache
+        self.cache = PrefixCache(block_size)
+        self._on_evict = on_evict
         self._holders = [0] * num_blocks
         self.num_allocated = 0
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -60,10 +54,9 @@ class BlockManager:
         blocks = []
         for _ in range(count):
             block, _none = self._free.popitem(last=False)
-            if self._cache is not None:
-                digest = self._cache.evict(block)
-                if digest is not None and self._on_evict is not None:
-                    self._on_evict(block, digest)
+            digest = self.cache.evict(block)
+            if digest is not None and self._on_evict is not None:
+                self._on_evict(block, digest)
             self._holders[block] = 1
             blocks.append(block)
         return blocks
@@ -85,7 +78,7 @@ class BlockManager:
             self._holders[block] = count - 1
             if count == 1:
                 self._free[block] = None
-                if self._cache is None or block not in self._cache:
+                if block not in self.cache:
                     self._free.move_to_end(block, last=False)
 
     def touch(self, block: int) -> None:
@@ -112,7 +105,7 @@ class BlockManager:
 
     def needs_copy(self, block: int) -> bool:
         """True if a holder that wants to write `block` must copy it first."""
-        return self._holders[block] > 1 or (self._cache is not None and block in self._cache)
+        return self._holders[block] > 1 or block in self.cache
 
     def make_writable(self, block_table: list[int], index: int) -> tuple[int, int] | None:
         """Copy-on-write: replace block_table[index] by a block of its own if it is shared or cached.
@@ -139,5 +132,4 @@ class BlockManager:
                 f"block {block} has {self._holders[block]} holders on record, {held[block]} in tables"
             )
             assert (block in self._free) == (held[block] == 0), f"block {block} is in the wrong list"
-        if self._cache is not None:
-            self._cache.check_integrity()
+        self.cache.check_integrity()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rayllm.core.scheduler import Scheduler
 from rayllm.core.sequence import Sequence, SequenceGroup, SequenceStatus, policy_order
-from rayllm.core.state import RunningBatch, SchedulerState
+from rayllm.core.state import SchedulerState
 
 WAITING, FORKED = SequenceStatus.WAITING, SequenceStatus.FORKED
 RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
@@ -13,13 +13,16 @@ RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
 def check_scheduler(scheduler: Scheduler) -> None:
     """Raise AssertionError at the first contradiction between queues, rows, blocks, sequences and steps in flight."""
     state = scheduler.state
-    running, forks = state.batch.sequences, state.forks
+    running, forks = state.running, state.forks
     live = [seq for group in state.groups.values() for seq in group.sequences]
     state.memory.check_integrity(
         [seq.block_table for seq in (*running, *forks)], [seq.pinned for seq in live if seq.pinned]
     )
     assert state.memory.num_swapped == sum(bool(seq.pinned) for seq in live), "swapped sequences are counted wrongly"
-    _check_batch(state.batch)
+    rows = [seq.row for seq in running]
+    assert sorted(rows + state.free_rows) == list(range(state.max_num_seqs)), "rows are lost or held twice"
+    for queue in (running, state.waiting):
+        assert queue == sorted(queue, key=policy_order), "sequences are out of order"
     in_flight = [id(seq) for step in scheduler.in_flight for seq in (*step.sampled, *step.pooled)]
     for seq in live:
         _check_place(state, seq)
@@ -33,25 +36,20 @@ def check_scheduler(scheduler: Scheduler) -> None:
         _check_beams(group)
 
 
-def _check_batch(batch: RunningBatch) -> None:
-    rows = [seq.row for seq in batch.sequences]
-    assert sorted(rows + batch.free_rows) == list(range(batch.max_num_seqs)), "rows are lost or held twice"
-    assert batch.sequences == sorted(batch.sequences, key=policy_order), "running is out of order"
-
-
 def _check_beams(group: SequenceGroup) -> None:
+    name = group.request.request_id
     beams = [seq.gate.beam for seq in group.sequences if seq.gate is not None and seq.gate.beam is not None]
-    assert len(beams) == (0 if group.search is None else len(group.sequences)), f"beams or not: {group.request_id}"
+    assert len(beams) == (0 if group.search is None else len(group.sequences)), f"beams or not: {name}"
     if group.search is None:
         return
     sequences = group.sequences
-    assert 0 < len(beams) <= group.search.width >= len(group.search.finished), f"too many: {group.request_id}"
-    assert not all(seq.awaits_choice for seq in sequences), f"a choice is due: {group.request_id}"
-    assert len({len(seq.token_ids) for seq in sequences}) == 1, f"beams of several lengths: {group.request_id}"
-    assert len({seq.index for seq in sequences}) == len(beams), f"two beams of one index: {group.request_id}"
-    assert len({tuple(seq.token_ids) for seq in sequences}) == len(beams), f"two equal beams: {group.request_id}"
+    assert 0 < len(beams) <= group.request.params.width >= len(group.search.finished), f"too many: {name}"
+    assert not all(seq.awaits_choice for seq in sequences), f"a choice is due: {name}"
+    assert len({len(seq.token_ids) for seq in sequences}) == 1, f"beams of several lengths: {name}"
+    assert len({seq.index for seq in sequences}) == len(beams), f"two beams of one index: {name}"
+    assert len({tuple(seq.token_ids) for seq in sequences}) == len(beams), f"two equal beams: {name}"
     sums = [beam.cumulative for beam in beams]
-    assert sums == sorted(sums, reverse=True), f"beams are out of order: {group.request_id}"
+    assert sums == sorted(sums, reverse=True), f"beams are out of order: {name}"
 
 
 def _check_place(state: SchedulerState, seq: Sequence) -> None:
@@ -60,7 +58,7 @@ def _check_place(state: SchedulerState, seq: Sequence) -> None:
         assert not waits, f"nothing is left to compute, but it waits: {seq}"
         assert seq.status is WAITING, f"aside in a wrong state: {seq}"
         return
-    places = (seq in state.batch.sequences, waits, seq in state.forks)
+    places = (seq in state.running, waits, seq in state.forks)
     expected = (seq.status is RUNNING, seq.status is WAITING, seq.status is FORKED)
     assert places == expected, f"in the wrong queue: {seq}"
 

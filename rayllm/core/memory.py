@@ -9,19 +9,25 @@ tokens of its last, partial block again. So a content is on the host once, whoev
 Plans make the moves, all swap-outs of a plan before its swap-ins, so a device block may be handed out as soon as its
 swap-out is noted. A host block that a plan reads is held until the plan is complete, because a swap-out of the same
 plan would overwrite it first.
+
+A block that is demoted only when it is reused holds up the step that reuses it, because its content has to be out of
+the way first. So the blocks that will be reused next are copied ahead, beside the steps before: a transfer that nothing
+waits for, unless the blocks are needed sooner than they are gone.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rayllm.api.types import KVCosts
 from rayllm.core.blocks import BlockManager
-from rayllm.core.prefix_cache import PrefixCache
 from rayllm.core.sequence import Sequence
-from rayllm.core.write_ahead import WriteAhead, WriteAheadLimits
+
+PreemptionMode = Literal["cost", "recompute", "swap"]
+# The order of reuse is read anew, a walk over all that is in reach, each time this part of the reach was allocated.
+READS_PER_REACH = 8
 
 
 class KVWindow(NamedTuple):
@@ -89,12 +95,23 @@ class Moves(NamedTuple):
     await_write_backs: int | None
 
 
+class WriteAheadLimits(NamedTuple):
+    """How much is copied ahead."""
+
+    # How far ahead in the order of reuse, in blocks.
+    reach: int
+    # Blocks that a step may copy whatever it computes; a long step may copy twice as many as its tokens fill on top.
+    blocks_a_step: int = 32
+    # At most this share of the host pool may hold what the device still has: one part in so many.
+    host_share: int = 4
+
+
 class KVMemory:
     """The KV cache of one engine, as the scheduler sees it.
 
     num_blocks, num_cpu_blocks: of the device pool and of the host pool (0 for none).
     caching: whether prompts may begin with blocks that others computed.
-    costs: seconds that moving and computing take, as the workers measured them; required with a host pool.
+    costs: seconds that moving and computing take, as the workers measured them; None without a host pool.
     sliding_window: tokens that the layer that sees most sees; None for all.
     write_ahead: how far ahead of their reuse cached blocks are copied to the host.
     """
@@ -110,47 +127,43 @@ class KVMemory:
         sliding_window: int | None = None,
         write_ahead: WriteAheadLimits = WriteAheadLimits(reach=0),
     ):
-        if num_cpu_blocks and costs is None:
-            raise ValueError("a host pool needs the measured costs")
         self.block_size = block_size
         self.caching = caching
         self.costs = costs or KVCosts(0.0, 0.0, 0.0)
         self.window = KVWindow(sliding_window, block_size)
-        self.cache = PrefixCache(block_size)
-        self.cpu_cache = PrefixCache(block_size)
         # Whether cached blocks go to the host before they are reused: if moving one out and in is the cheaper way.
         self.tiered = (
             caching
             and num_cpu_blocks > 0
             and self.costs.swap_out_block + self.costs.swap_in_block < self.costs.recompute(block_size)
         )
-        self.gpu = BlockManager(
-            num_blocks, block_size, self.cache if caching else None, self._demote if self.tiered else None
-        )
-        self.cpu = BlockManager(num_cpu_blocks, block_size, self.cpu_cache)
+        self.gpu = BlockManager(num_blocks, block_size, self._demote if self.tiered else None)
+        self.cpu = BlockManager(num_cpu_blocks, block_size)
         self.num_swapped = 0  # sequences that have pinned blocks
         self.num_swapped_out = self.num_swapped_in = 0  # blocks moved so far
-        self._write_ahead = WriteAhead(self.gpu, self.cache, self.cpu, self.cpu_cache, write_ahead)
         self._num_groups = 0
         # The plan in the making:
         self._await_write_backs: int | None = None
         self._swap_outs: dict[int, int] = {}  # host block -> device block; a later content replaces an earlier one
-        self._swap_ins: list[tuple[int, int]] = []
-        self._arriving: set[int] = set()  # device blocks that it fills
-        self._reading: list[int] = []  # host blocks held for its swap-ins
+        self._swap_ins: dict[int, int] = {}  # device block -> host block, which is held
+        # What is copied ahead:
+        self._ahead = write_ahead._replace(reach=min(write_ahead.reach, num_cpu_blocks // write_ahead.host_share))
+        self._next: list[int] = []  # device blocks that may have to be copied, the last first
+        self._read_at = 0  # gpu.num_allocated when that was read
+        self._copied: dict[int, int | None] = {}  # cached device block with a copy -> the step it started with
 
     # ---------------------------------------------------------------------------------------------- prefix cache
 
     def root_hash(self, salt: str) -> bytes:
         """Where a new request's hash chain starts; without prefix caching no two requests start from the same."""
         self._num_groups += 1
-        return self.cache.root(salt if self.caching else f"request {self._num_groups}")
+        return self.gpu.cache.root(salt if self.caching else f"request {self._num_groups}")
 
     def looks_up(self, seq: Sequence) -> bool:
         """Whether a sequence may begin with cached blocks: not if every position has to be computed."""
-        group = seq.group
-        prompt_logprobs = group.params.prompt_logprobs is not None and seq.fresh and seq.index == 0
-        return not prompt_logprobs and group.pooling != "mean"
+        request = seq.group.request
+        prompt_logprobs = request.params.prompt_logprobs is not None and seq.fresh and seq.index == 0
+        return not prompt_logprobs and request.pooling != "mean"
 
     def match(self, seq: Sequence) -> Match:
         """Where the beginning of a waiting sequence is. At least its last token is left to compute, for its logits.
@@ -161,58 +174,41 @@ class KVMemory:
         if not self.looks_up(seq) or not (self.caching or seq.pinned):
             return Match([], [])
         hashes = self._hashes(seq, (len(seq.token_ids) - 1) // self.block_size)
-        reads_host = self.tiered or bool(seq.pinned)
+        found = self._longest(hashes, reads_host=self.tiered or bool(seq.pinned))
+        if found.host and not seq.pinned:
+            near = self._longest(hashes, reads_host=False)
+            recompute = self.costs.recompute((found.end - near.end) * self.block_size)
+            if self.costs.swap_in(len(found.host)) >= recompute:
+                return near
+        return found
+
+    def _longest(self, hashes: list[bytes], *, reads_host: bool) -> Match:
+        """The longest beginning that is there, or with a sliding window the longest whose last window is."""
+        first, end = 0, len(hashes)
         if self.window.tokens is not None:
-            return self._match_window(seq, hashes, reads_host)
-        found: list[int | None] = list(self.cache.match(hashes))
-        if not reads_host or len(found) == len(hashes):
-            return Match(found, [])
-        hole, host = len(found), []
-        for digest in hashes[hole:]:
-            block = self.cache.find(digest)
+            end = self._window_end(hashes, reads_host)
+            first = self.window.first_block(end * self.block_size)
+        blocks: list[int | None] = [*self.gpu.cache.match(hashes[first:end])]
+        host: list[int] = []
+        for digest in hashes[first + len(blocks) : end] if reads_host else ():
+            block = self.gpu.cache.find(digest)
             if block is None:
-                host_block = self.cpu_cache.find(digest)
+                host_block = self.cpu.cache.find(digest)
                 if host_block is None:
                     break
                 host.append(host_block)
-            found.append(block)
-        if not self._moving_pays(seq, len(host), len(found) - hole):
-            return Match(found[:hole], [])
-        return Match(found, host)
+            blocks.append(block)
+        return Match(blocks, host, first)
 
-    def _match_window(self, seq: Sequence, hashes: list[bytes], reads_host: bool) -> Match:
-        """The longest beginning whose last window is there."""
-        match = self._found(hashes, self._window_end(hashes, reads_host=False))
-        if reads_host:
-            farther = self._found(hashes, self._window_end(hashes, reads_host=True))
-            if self._moving_pays(seq, len(farther.host), farther.end - match.end):
-                return farther
-        return match
-
-    def _window_end(self, hashes: list[bytes], *, reads_host: bool) -> int:
+    def _window_end(self, hashes: list[bytes], reads_host: bool) -> int:
         """The most leading blocks of which all are there that what follows them can see."""
         end = first = len(hashes)  # blocks first..end are there
         while first > self.window.first_block(end * self.block_size):
             first -= 1
             digest = hashes[first]
-            if self.cache.find(digest) is None and not (reads_host and self.cpu_cache.find(digest) is not None):
+            if self.gpu.cache.find(digest) is None and not (reads_host and self.cpu.cache.find(digest) is not None):
                 end = first
         return end
-
-    def _found(self, hashes: list[bytes], end: int) -> Match:
-        """The match of `end` leading blocks, of which the last window is there."""
-        first = self.window.first_block(end * self.block_size)
-        blocks = [self.cache.find(digest) for digest in hashes[first:end]]
-        missing = (digest for digest, block in zip(hashes[first:end], blocks, strict=True) if block is None)
-        host = [block for digest in missing if (block := self.cpu_cache.find(digest)) is not None]
-        return Match(blocks, host, first)
-
-    def _moving_pays(self, seq: Sequence, num_moved: int, num_won: int) -> bool:
-        """Whether to bring num_moved blocks from the host, with which num_won blocks need not be computed."""
-        if not num_moved:
-            return num_won > 0
-        recompute = self.costs.recompute(num_won * self.block_size)
-        return bool(seq.pinned) or self.costs.swap_in(num_moved) < recompute
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
         """Make the full blocks among the first num_tokens tokens (ids known, KV written or scheduled) findable."""
@@ -220,23 +216,23 @@ class KVMemory:
         hashes = self._hashes(seq, full)
         first = seq.first_block
         for i in range(max(seq.num_registered, first), full):
-            self.cache.register(hashes[i], seq.block_table[i - first])
+            self.gpu.cache.register(hashes[i], seq.block_table[i - first])
         seq.num_registered = full
         seq.next_full = (full + 1) * self.block_size
 
     def _hashes(self, seq: Sequence, num_blocks: int) -> list[bytes]:
         """The hashes of a sequence's leading full blocks."""
-        self.cache.extend(seq.block_hashes, seq.group.root_hash, seq.token_ids, num_blocks)
+        self.gpu.cache.extend(seq.block_hashes, seq.group.root_hash, seq.token_ids, num_blocks)
         return seq.block_hashes if len(seq.block_hashes) == num_blocks else seq.block_hashes[:num_blocks]
 
     # ---------------------------------------------------------------------------------------------- the host's tier
 
     def _demote(self, block: int, digest: bytes) -> None:
         """Keep on the host what a cached device block holds that is about to be reused."""
-        step_id = self._write_ahead.reuse(block)
+        step_id = self._copied.pop(block, None)
         if step_id is not None:
             self._await_write_backs = max(self._await_write_backs or 0, step_id)
-        host_block = self.cpu_cache.find(digest)
+        host_block = self.cpu.cache.find(digest)
         if host_block is not None:
             self.cpu.touch(host_block)
         elif self.cpu.num_free:
@@ -245,37 +241,85 @@ class KVMemory:
     def _move_out(self, block: int, digest: bytes) -> int:
         """A new host block that the plan in the making fills with a device block's content; the caller holds it."""
         (host_block,) = self.cpu.allocate(1)
-        self.cpu_cache.register(digest, host_block)
+        self.cpu.cache.register(digest, host_block)
         self._swap_outs[host_block] = block
         return host_block
 
-    def num_to_move(self, seq: Sequence) -> int | None:
-        """Blocks to move to swap a running sequence out; None if that is not possible.
+    def _write_ahead(self, step_id: int, num_tokens: int) -> list[tuple[int, int]]:
+        """(device block, host block) to copy beside a step of num_tokens tokens, which has taken all blocks it needs.
 
-        The host may lack room, or the sequence a full block. And behind a sliding window the last block may be full,
-        but with its last token in flight, so that it has no hash, while what the block before it sees is gone.
+        The host blocks are free, and findable by what they will hold.
         """
-        hashes = self._full_blocks(seq)
-        end = seq.first_block + len(hashes)
-        if not hashes or self.window.first_block(end * self.block_size) < seq.first_block:
-            return None
-        found = [self.cpu_cache.find(digest) for digest in hashes]
+        limits, gpu = self._ahead, self.gpu
+        if gpu.num_allocated - self._read_at >= max(limits.blocks_a_step, limits.reach // READS_PER_REACH):
+            self._read_at = gpu.num_allocated
+            self._next = [block for block in gpu.next_reused(limits.reach) if block not in self._copied]
+            self._next.reverse()
+        room = self.cpu.num_free - len(self._swap_outs)
+        most = min(room, limits.blocks_a_step + 2 * num_tokens // self.block_size)
+        pairs: list[tuple[int, int]] = []
+        while self._next and len(pairs) < most:
+            block = self._next.pop()
+            digest = gpu.cache.digest_of(block)
+            if digest is None or gpu.is_held(block):
+                continue  # empty, or in use again
+            if self.cpu.cache.find(digest) is not None:
+                self._copied.setdefault(block, None)
+                continue
+            host_block = self._move_out(block, digest)
+            del self._swap_outs[host_block]  # nothing waits for this one, nor needs any more what it was to hold
+            self.cpu.release([host_block])
+            self._copied[block] = step_id
+            pairs.append((block, host_block))
+        return pairs
+
+    # ---------------------------------------------------------------------------------------------- preemption
+
+    def swap_out(self, seq: Sequence, mode: PreemptionMode) -> bool:
+        """Hold a running sequence's full blocks on the host, if `mode` says so and there is room; whether it did.
+
+        The plan moves those that are not there. Blocks behind the window have to be dropped before, and the device
+        blocks may be released at once. "recompute" forgets them, "swap" keeps them, and "cost" does what takes less
+        time, by the costs that the workers measured: computing again what the prefix cache will not find, or two
+        transfers.
+        """
+        if mode == "recompute" or not self.cpu.num_blocks or not self.looks_up(seq):
+            return False
+        # Full blocks, all of whose tokens are known and computed. Behind a sliding window the last one may be full, but
+        # with its last token in flight, so that it has no hash, while what the block before it sees is gone.
+        full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
+        hashes = self._hashes(seq, full)[seq.first_block :]
+        if not hashes or self.window.first_block(full * self.block_size) < seq.first_block:
+            return False
+        found = [self.cpu.cache.find(digest) for digest in hashes]
         held = [block for block in found if block is not None]
         missing = len(found) - len(held)
-        return missing if missing <= self.cpu.num_free_after(held) else None
-
-    def pin(self, seq: Sequence) -> None:
-        """Swap a running sequence out: hold its full blocks on the host; the plan moves those that are not there.
-
-        Blocks behind the window have to be dropped before. The device blocks may be released at once. There must be
-        room: see `num_to_move`.
-        """
-        hashes = self._full_blocks(seq)
-        found = [self.cpu_cache.find(digest) for digest in hashes]
-        self.cpu.acquire(block for block in found if block is not None)
+        if missing > self.cpu.num_free_after(held) or (mode == "cost" and not self._swap_pays(seq, missing)):
+            return False
+        self.cpu.acquire(held)
         for block, digest, host_block in zip(seq.block_table, hashes, found, strict=False):
             seq.pinned.append(self._move_out(block, digest) if host_block is None else host_block)
         self.num_swapped += 1
+        return True
+
+    def _swap_pays(self, seq: Sequence, num_out: int) -> bool:
+        """Whether moving a running sequence out and in takes less time than computing it again.
+
+        Out go num_out blocks, in comes what the device will not have any more, and the tokens of the last, partial
+        block are computed again. Recomputing starts behind what others keep in the prefix cache.
+        """
+        size, costs = self.block_size, self.costs
+        first = kept = seq.first_block
+        if self.caching:
+            for block in seq.block_table[: max(0, seq.num_registered - first)]:
+                if not self.gpu.is_shared(block):
+                    break
+                kept += 1
+        if not self.caching or self.window.first_block(kept * size) < first:
+            kept = 0
+        full = seq.num_computed // size
+        swap = costs.swap_out(num_out) + costs.swap_in(full - max(first, kept))
+        return swap + costs.recompute(seq.num_computed - full * size) < costs.recompute(seq.num_computed - kept * size)
 
     def unpin(self, seq: Sequence) -> None:
         """Let go of a sequence's host blocks, if it has any. They stay findable."""
@@ -283,22 +327,6 @@ class KVMemory:
             self.cpu.release(seq.pinned)
             seq.pinned = []
             self.num_swapped -= 1
-
-    def num_kept(self, seq: Sequence) -> int:
-        """Leading blocks of a running sequence that others keep in the prefix cache, as far as it would begin there."""
-        if not self.caching:
-            return 0
-        first = kept = seq.first_block
-        for block in seq.block_table[: max(0, seq.num_registered - first)]:
-            if not self.gpu.is_shared(block):
-                break
-            kept += 1
-        return kept if self.window.first_block(kept * self.block_size) >= first else 0
-
-    def _full_blocks(self, seq: Sequence) -> list[bytes]:
-        """The hashes of a running sequence's full blocks on the device, all of whose tokens are known and computed."""
-        full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
-        return self._hashes(seq, full)[seq.first_block :]
 
     # ---------------------------------------------------------------------------------------------- admission
 
@@ -314,7 +342,6 @@ class KVMemory:
         seq.first_block = match.first
         self.gpu.acquire(match.on_device)
         self.cpu.acquire(match.host)
-        self._reading += match.host
         self.unpin(seq)
         fresh = self.gpu.allocate(len(match.host) + max(0, self.gpu.blocks_for(num_tokens) - match.end))
         incoming = zip(match.host, fresh, strict=False)
@@ -322,14 +349,13 @@ class KVMemory:
             block = found
             if block is None:
                 host_block, block = next(incoming)
-                self._swap_ins.append((host_block, block))
-                self._arriving.add(block)
+                self._swap_ins[block] = host_block
                 if self.caching:
-                    self.cache.register(seq.block_hashes[i], block)
+                    self.gpu.cache.register(seq.block_hashes[i], block)
             seq.block_table.append(block)
         seq.block_table += fresh[len(match.host) :]
         seq.capacity = (seq.first_block + len(seq.block_table)) * self.block_size
-        return not self._arriving.isdisjoint(seq.block_table)
+        return not self._swap_ins.keys().isdisjoint(seq.block_table)
 
     # ---------------------------------------------------------------------------------------------- running sequences
 
@@ -355,24 +381,20 @@ class KVMemory:
 
     def take_moves(self, step_id: int, num_tokens: int) -> Moves:
         """The moves noted since the last call, for a plan that is complete now. num_tokens: that it computes."""
-        write_backs = []
-        if self.tiered:
-            write_backs = self._write_ahead.choose(step_id, num_tokens, self.cpu.num_free - len(self._swap_outs))
-            for _block, host_block in write_backs:
-                self._swap_outs.pop(host_block, None)  # nobody needs any more what it was to hold
+        write_backs = self._write_ahead(step_id, num_tokens) if self.tiered else []
         swap_outs = [(block, host_block) for host_block, block in self._swap_outs.items()]
-        moves = Moves(swap_outs, self._swap_ins, write_backs, self._await_write_backs)
-        self._await_write_backs = None
+        swap_ins = [(host_block, block) for block, host_block in self._swap_ins.items()]
+        moves = Moves(swap_outs, swap_ins, write_backs, self._await_write_backs)
         self.num_swapped_out += len(swap_outs) + len(write_backs)
-        self.num_swapped_in += len(moves.swap_ins)
-        self.cpu.release(self._reading)
-        self._swap_outs, self._swap_ins, self._arriving, self._reading = {}, [], set(), []
+        self.num_swapped_in += len(swap_ins)
+        self.cpu.release(list(self._swap_ins.values()))
+        self._await_write_backs, self._swap_outs, self._swap_ins = None, {}, {}
         return moves
 
     def check_integrity(self, tables: Iterable[list[int]], pinned: Iterable[list[int]]) -> None:
         """Raise AssertionError unless all holders are in these lists, between two plans."""
         self.gpu.check_integrity(tables)
         self.cpu.check_integrity(pinned)
-        assert not (self._swap_ins or self._arriving or self._reading), "swap-ins were left out of the last plan"
+        assert not self._swap_ins, "swap-ins were left out of the last plan"
         for host_block in self._swap_outs:
             assert 0 <= host_block < self.cpu.num_blocks, f"host block {host_block} does not exist"

@@ -1,13 +1,13 @@
 """`Scheduler`: decides, step by step, which sequences compute how many tokens in which blocks.
 
-One mixed batch a step under a token budget: decodes first, then prompts already being computed (in chunks), then
-forked siblings, then sequences that wait (`admission`). A step's plan may be made while earlier ones still run:
-sequences advance when they are *scheduled*, and the ids of tokens sampled in flight are filled in by `update`. Freed
-blocks may be handed out at once, because workers execute plans in order.
+One mixed batch a step (`Step`) under a token budget: decodes first, then prompts already being computed (in chunks),
+then forked siblings, then sequences that wait. A step's plan may be made while earlier ones still run: sequences
+advance when they are *scheduled*, and the ids of tokens sampled in flight are filled in by `update`. Freed blocks may
+be handed out at once, because workers execute plans in order.
 
 All prompt blocks are allocated on admission, so only decoding sequences ever run out of blocks; then the last sequence
-in policy order is preempted (`preemption`: its blocks are freed, and it waits to be recomputed or brought back from the
-host), until the first in order alone remains, which always fits. Hence every sequence finishes.
+in policy order is preempted (its blocks are freed, and it waits to be recomputed or brought back from the host), until
+the first in order alone remains, which always fits. Hence every sequence finishes.
 
 A sequence whose blocks come from the host enters the batch at once, but its first tokens are computed in the next step:
 the transfer overlaps with this one. Only if this step has nothing else to do does it wait for the transfer.
@@ -16,20 +16,381 @@ the transfer overlaps with this one. Only if this step has nothing else to do do
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
+from dataclasses import dataclass
 
-from rayllm.api.types import STEP_TOKEN_BUCKETS, EngineStats, GenerationRequest, StepPlan, StepResult, TokenDelta
-from rayllm.core.admission import GROWTH_BLOCKS, Admission
-from rayllm.core.beams import Beams
-from rayllm.core.chunk_budget import ChunkBudget, StepChunks
-from rayllm.core.passes import schedule_chunk, schedule_decodes
+from rayllm.api.types import (
+    STEP_TOKEN_BUCKETS,
+    EngineStats,
+    GenerationRequest,
+    SequenceData,
+    StepPlan,
+    StepResult,
+    TokenDelta,
+    TokenLogprobs,
+)
+from rayllm.core import beam
+from rayllm.core.chunk_budget import ChunkBudget, StepChunks, StepWork
+from rayllm.core.memory import Match
 from rayllm.core.policy import Policy
-from rayllm.core.preemption import Preemption, PreemptionMode
-from rayllm.core.sequence import MakeConstraint, Sequence, SequenceStatus, derive_seed, make_group
+from rayllm.core.sequence import (
+    Beam,
+    BeamSearch,
+    Gate,
+    MakeConstraint,
+    Sequence,
+    SequenceGroup,
+    SequenceStatus,
+    derive_seed,
+)
 from rayllm.core.state import SchedulerState
-from rayllm.core.step import Draft, InFlight
 
 RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
+WATERMARK = 0.01  # share of the blocks that admission leaves free
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A plan whose result is not there yet."""
+
+    step_id: int
+    # The sequences that sample, and those whose embeddings come, each in the plan's order.
+    sampled: list[Sequence]
+    pooled: list[Sequence]
+    # Sequences that compute parts of their prompts, by row, for prompt logprobs.
+    by_row: dict[int, Sequence]
+    # What the step computes, and the clock when it was scheduled; None if nobody wants to know how long steps take.
+    work: StepWork | None = None
+    scheduled_at: float = 0.0
+
+
+class Step:
+    """A plan in the making: passes over the state, each of which schedules some sequences.
+
+    chunk_budget: cuts chunks of prompts beside decodes.
+    """
+
+    def __init__(self, state: SchedulerState, chunk_budget: ChunkBudget | None):
+        self.state, self.memory, self._chunk_budget = state, state.memory, chunk_budget
+        self._chunks: StepChunks | None = None  # how much of prompts the decodes can bear; None for any amount
+        self._budget = state.max_num_batched_tokens  # tokens that may still be scheduled
+        # Forks that may enter now; those that this step makes enter in the next one.
+        self._forks, state.forks = state.forks, []
+        self.started: list[SequenceGroup] = []  # requests admitted for the first time
+        self.decodes: list[Sequence] = []  # compute one token and sample
+        # With token counts: sequences whose prompt ends in this step and that sample, and other chunks of prompts.
+        self.ending: list[tuple[Sequence, int]] = []
+        self.partial: list[tuple[Sequence, int]] = []
+        self._pooled: list[Sequence] = []  # those of `partial` that end in this step, with an embedding
+        self._masks: list[tuple[Sequence, bytes]] = []  # of the constrained sequences that sample
+        # As `StepPlan` has them.
+        self._new: list[SequenceData] = []
+        self._block_updates: list[tuple[int, int, list[int]]] = []
+        self._copies: list[tuple[int, int]] = []
+        self._await_swap_ins = False
+        # Sequences that entered, but whose blocks are filled while the step computes.
+        self._arriving: list[Sequence] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """True while nothing is to be computed."""
+        return not (self.decodes or self.ending or self.partial)
+
+    # ---------------------------------------------------------------------------------------------- the batch
+
+    def advance(self) -> None:
+        """Schedule what runs: one more token for every sequence that decodes, then chunks of the others' prompts.
+
+        Sequences come in policy order, and preemption takes them from the end, which ends the loop early. This loop
+        runs over all running sequences in every step: it is written for speed.
+        """
+        prefilling: list[Sequence] = []
+        budget, add = self._budget, self.decodes.append
+        for seq in self.state.running:
+            computed = seq.num_computed
+            if computed >= seq.steady_computed or not budget:
+                if not seq.decoding:
+                    if computed >= seq.capacity and not self._grow(seq):
+                        break  # as below; only where a sliding window lets a prompt begin without all of its blocks
+                    prefilling.append(seq)
+                    continue
+                if seq.closed or computed + 1 >= seq.max_len:
+                    continue  # its next mask or token is not known, or a step in flight samples its last token
+                if not budget:
+                    break
+                if computed >= seq.capacity and not self._grow(seq):
+                    break  # the last in order, it was preempted itself
+                if seq.gate is not None:
+                    self._close(seq, seq.gate)
+                else:
+                    seq.steady_computed = min(seq.capacity, seq.max_len - 1)
+            budget -= 1
+            seq.num_computed = computed + 1
+            seq.num_pending += 1
+            add(seq)
+        self._budget = budget
+        if self._chunk_budget is not None and self.decodes:
+            self._chunks = StepChunks(self._chunk_budget, len(self.decodes))
+        for seq in prefilling:
+            if self._budget and seq.status is RUNNING:  # a decode may have preempted it
+                self._compute(seq)
+
+    def _grow(self, seq: Sequence) -> bool:
+        """Give a sequence one more block, preempting from the end of the order. False if it had to go itself."""
+        memory = self.memory
+        memory.drop_behind(seq)
+        while not memory.gpu.num_free:
+            if self._forks:
+                self.state.send_back(self._forks.pop())
+            elif self.state.preempt_last() is seq:
+                return False
+        index = seq.first_block + len(seq.block_table)
+        self._block_updates.append((seq.row, index, memory.extend_table(seq, 1)))
+        return True
+
+    def _compute(self, seq: Sequence) -> None:
+        """Compute the next tokens of a sequence that isn't decoding; all its ids are known, blocks for one are there.
+
+        With the last of them its siblings fork off. A sibling computes the prompt's last token once more, in its own
+        copy of the last block, and samples from it with its own noise: to the workers it is like any other sequence.
+        """
+        uncomputed = len(seq.token_ids) - seq.num_computed
+        count = min(self._budget, uncomputed)
+        if self._chunks is not None and uncomputed > 1:  # a single token is as a decode
+            count = self._chunks.grant(seq.num_computed, count)
+            if not count:
+                self._budget = 0  # time is up for this step
+                return
+        if seq.num_computed + count > seq.capacity:
+            count = self._find_blocks(seq, count)
+        self._budget -= count
+        seq.num_computed += count
+        if seq.next_full <= seq.num_computed:
+            self.memory.register(seq, seq.num_computed)
+        if count < uncomputed:
+            self.partial.append((seq, count))
+            return
+        seq.decoding = True
+        seq.num_pending += 1
+        if seq.group.request.pooling is not None:
+            self.partial.append((seq, count))
+            self._pooled.append(seq)
+            return
+        if count == 1:
+            self.decodes.append(seq)
+        else:
+            self.ending.append((seq, count))
+        if seq.gate is not None:
+            self._close(seq, seq.gate)
+        siblings, seq.group.siblings = seq.group.siblings, []
+        for sibling in siblings:
+            self.state.fork(sibling, seq, len(seq.group.request.prompt_token_ids))
+
+    def _find_blocks(self, seq: Sequence, count: int) -> int:
+        """Make the sequence's table reach over its next `count` tokens; for how many of them there are blocks.
+
+        Only with a sliding window: otherwise a prompt has all of its blocks from its admission on.
+        """
+        memory = self.memory
+        memory.drop_behind(seq)
+        begin = seq.first_block + len(seq.block_table)
+        missing = min(memory.gpu.blocks_for(seq.num_computed + count) - begin, memory.gpu.num_free)
+        if missing:
+            self._block_updates.append((seq.row, begin, memory.extend_table(seq, missing)))
+        return min(count, seq.capacity - seq.num_computed)
+
+    def _close(self, seq: Sequence, gate: Gate) -> None:
+        """Note that a gated sequence samples in this step: its mask goes along, and its next token is awaited."""
+        assert not gate.closed, f"sampled with a closed gate: {seq}"
+        gate.closed = True
+        if gate.constraint is not None:
+            mask = gate.constraint.mask()
+            assert mask is not None, f"sampled without a mask: {seq}"
+            self._masks.append((seq, mask))
+
+    # ---------------------------------------------------------------------------------------------- admission
+
+    def admit_forks(self) -> None:
+        """Let forked siblings enter; those that don't fit give their blocks back and wait like new sequences."""
+        gpu = self.memory.gpu
+        for seq in self._forks:
+            if not (self._budget and self.state.free_rows and self._fits(seq, gpu.num_free - 1)):
+                self.state.send_back(seq)
+                continue
+            last = len(seq.token_ids) - 1
+            place = last // gpu.block_size - seq.first_block
+            if place == len(seq.block_table):  # a beam's token, behind full blocks
+                seq.block_table += gpu.allocate(1)
+            elif (copy := gpu.make_writable(seq.block_table, place)) is not None:
+                self._copies.append(copy)
+            seq.capacity = (seq.first_block + len(seq.block_table)) * gpu.block_size
+            self._enter(seq, last)
+            self._compute(seq)
+
+    def admit(self) -> None:
+        """Admit waiting sequences in policy order, up to the first for which anything is short: nobody overtakes it.
+
+        In that order whoever ran before comes before whoever is new.
+        """
+        memory = self.memory
+        while self._budget and self.state.free_rows and (seq := self._head()) is not None:
+            match = memory.match(seq)
+            if not self._has_room(seq, match):
+                return
+            self.state.waiting.discard(seq)
+            self._count(seq, match)
+            num_computed = match.end * memory.block_size
+            # With a sliding window the first blocks suffice: chunks find the others as they come.
+            whole = memory.window.tokens is None
+            arriving = memory.claim(seq, match, len(seq.token_ids) if whole else num_computed + 1)
+            self._enter(seq, num_computed)
+            if arriving:
+                self._arriving.append(seq)  # its blocks arrive while this step computes
+            else:
+                self._compute(seq)
+
+    def yield_to_urgent(self) -> None:
+        """Preempt sequences of lower priority while one of higher priority waits for a row or for blocks."""
+        head, running = self._head(), self.state.running
+        if head is None:
+            return
+        match = self.memory.match(head)
+        while running and head.key[0] < running[-1].key[0]:
+            if self.state.free_rows and self._has_room(head, match):
+                return
+            self.state.preempt_last()
+
+    def make_way(self) -> None:
+        """Let the first in order in at the cost of the last that run; called if all that run await a group's choice."""
+        while self.is_empty and not self._arriving and self.state.running and self._head() is not None:
+            self.state.preempt_last()
+            self.admit()
+
+    def await_arriving(self) -> None:
+        """If there is nothing else to do while blocks arrive, compute who waits for them at once, behind the blocks."""
+        if self._arriving and self.is_empty:
+            self._await_swap_ins = True
+            for seq in self._arriving:
+                if self._budget:
+                    self._compute(seq)
+
+    def _head(self) -> Sequence | None:
+        """The first in policy order outside the batch. None also while something about it is not known yet."""
+        head = self.state.waiting[0] if self.state.waiting else None
+        # Preempted while its last token is in flight: the id is needed first, and then its mask.
+        return None if head is None or head.num_pending or head.closed else head
+
+    def _has_room(self, seq: Sequence, match: Match) -> bool:
+        """Whether the sequence's blocks can be allocated once those of the match are held."""
+        return self._fits(seq, self.memory.num_free_after(match) - self._missing(seq, match))
+
+    def _missing(self, seq: Sequence, match: Match) -> int:
+        """Blocks beyond the match that it has to find at first, or until it decodes if its chunks find them.
+
+        The latter are those of a window and the longest chunk; the only sequence gets along with less.
+        """
+        blocks_for, window = self.memory.gpu.blocks_for, self.memory.window
+        missing = max(0, blocks_for(len(seq.token_ids)) - match.end)
+        if window.tokens is None:
+            return missing
+        if not self.state.running:
+            return max(0, blocks_for(match.end * self.memory.block_size + 1) - match.end)
+        most = window.most_blocks(len(seq.token_ids)) + blocks_for(self.state.max_num_batched_tokens)
+        return min(missing, max(1, most - len(match.blocks)))
+
+    def _fits(self, seq: Sequence, num_free: int) -> bool:
+        """Whether a sequence may enter that leaves num_free blocks free.
+
+        The only sequence may take all of them; it could otherwise wait for ever. A more urgent one need not care for
+        those that it may preempt, nor a beam of a search that has begun: it takes the place of one that died, or its
+        group waits for it alone.
+        """
+        running, growth = self.state.running, self.state.growth_blocks
+        if not running:
+            return num_free >= 0
+        if num_free < int(self.memory.gpu.num_blocks * WATERMARK):
+            return False
+        urgent = self.state.preemptive and seq.key[0] < running[-1].key[0]
+        if urgent or (seq.group.search is not None and seq.group.search.started):
+            return True
+        if num_free >= growth * len(running):
+            return True
+        return num_free >= growth * sum(each.capacity < each.max_len - 1 for each in running)
+
+    def _count(self, seq: Sequence, match: Match) -> None:
+        """Record what the prefix cache found for a waiting sequence, and when its request was first admitted."""
+        counters, size = self.state.counters, self.memory.block_size
+        if self.memory.caching and self.memory.looks_up(seq) and not seq.pinned:
+            on_device = len(match.on_device) * size
+            counters.prefix_cache_queries += len(seq.token_ids)
+            counters.prefix_cache_hits += match.end * size
+            if self.memory.tiered:
+                counters.cpu_prefix_cache_queries += len(seq.token_ids) - match.first * size - on_device
+                counters.cpu_prefix_cache_hits += len(match.host) * size
+        if seq.group.num_cached_tokens is None:
+            seq.group.num_cached_tokens = match.end * size
+            seq.group.started_at = self.state.clock()
+            self.started.append(seq.group)
+
+    def _enter(self, seq: Sequence, num_computed: int) -> None:
+        """Put a sequence that has blocks into the batch; nothing of it is scheduled yet."""
+        size, request = self.memory.block_size, seq.group.request
+        self.state.enter(seq)
+        seq.num_computed = num_computed
+        seq.num_registered = num_computed // size
+        if self.memory.caching:
+            seq.next_full = (seq.num_registered + 1) * size
+        self._new.append(
+            SequenceData(
+                row=seq.row,
+                token_ids=list(seq.token_ids),
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_computed_tokens=num_computed,
+                block_table=list(seq.block_table),
+                params=request.params,
+                seed=seq.seed,
+                pooling=request.pooling,
+                first_block=seq.first_block,
+            )
+        )
+
+    # ---------------------------------------------------------------------------------------------- the plan
+
+    def finish(self, step_id: int) -> tuple[StepPlan, InFlight]:
+        """The plan, which computes something, and its record."""
+        state, counters = self.state, self.state.counters
+        sampled = self.decodes + [seq for seq, _count in self.ending]
+        prefills = self.ending + self.partial
+        num_tokens = [1] * len(self.decodes) + [count for _seq, count in prefills]
+        computed = sum(num_tokens)
+        # Sources of copies are held until now: another copy's destination could otherwise be one of them.
+        self.memory.gpu.release([source for source, _destination in self._copies])
+        place = {id(seq): i for i, seq in enumerate(sampled)} if self._masks else {}
+        plan = StepPlan(
+            step_id=step_id,
+            free_rows=state.left_rows,
+            new=self._new,
+            block_updates=self._block_updates,
+            copies=self._copies,
+            rows=[seq.row for seq in sampled] + [seq.row for seq, _count in self.partial],
+            num_tokens=num_tokens,
+            num_decodes=len(self.decodes),
+            num_sampled=len(sampled),
+            masks=[(place[id(seq)], mask) for seq, mask in self._masks],
+            await_swap_ins=self._await_swap_ins,
+            tokens=list(state.chosen_tokens.items()),
+            **self.memory.take_moves(step_id, computed)._asdict(),
+        )
+        state.left_rows, state.chosen_tokens = [], {}
+        counters.num_steps += 1
+        counters.step_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, computed)] += 1
+        counters.computed_tokens += computed
+        record = InFlight(step_id, sampled, self._pooled, {seq.row: seq for seq, _count in prefills})
+        if self._chunk_budget is not None:
+            record.work = self._chunk_budget.work_of(len(self.decodes), prefills)
+            record.scheduled_at = state.clock()
+        return plan, record
 
 
 class Scheduler:
@@ -37,131 +398,106 @@ class Scheduler:
 
     state: empty; the scheduler and its policies are the only ones to change it from now on.
     policy: a request's place in the order.
-    preemption_mode: what becomes of the KV of a preempted sequence.
     chunk_budget: cuts chunks of prompts for a target inter-token latency; None for chunks as long as the token budget.
     seed: of requests without one.
-    growth_blocks: that admission leaves free for each running sequence that may outgrow its own.
-
-    Raises ValueError for limits that contradict each other.
     """
 
     def __init__(
-        self,
-        state: SchedulerState,
-        *,
-        policy: Policy,
-        preemption_mode: PreemptionMode = "cost",
-        chunk_budget: ChunkBudget | None = None,
-        seed: int = 0,
-        growth_blocks: int = GROWTH_BLOCKS,
+        self, state: SchedulerState, *, policy: Policy, chunk_budget: ChunkBudget | None = None, seed: int = 0
     ):
-        memory = state.memory
-        if state.max_model_len > memory.window.longest(memory.gpu.num_blocks):
-            raise ValueError(
-                f"max_model_len {state.max_model_len} exceeds the pool of {memory.gpu.num_blocks} blocks of "
-                f"{memory.block_size} tokens"
-            )
         self.state = state
         self.in_flight: list[InFlight] = []  # plans without results, oldest first
-        self.to_report: list[str] = []  # requests with report_start that the last `schedule` started
-        self._policy = policy
-        self._preemption = Preemption(state, preemption_mode)
-        self._admission = Admission(state, self._preemption, growth_blocks)
-        self._beams = Beams(state)
+        # What fronts are told of the last `schedule`: starts of requests that report them, and failures of constraints.
+        self.new_deltas: list[TokenDelta] = []
         self.chunk_budget = chunk_budget
-        self._seed = seed
-        self._failed: list[TokenDelta] = []  # last deltas of sequences whose constraint failed
+        self._policy, self._seed = policy, seed
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
-
-    # ---------------------------------------------------------------------------------------------- requests
 
     def add(self, request: GenerationRequest, constrain: MakeConstraint | None = None) -> None:
         """Queue a request that fits the engine's limits and whose id is not in use.
 
-        constrain: makes each completion's constraint, if the tokens are to be constrained.
+        constrain: makes each completion's constraint, whose first mask is known, if the tokens are to be constrained.
         """
-        state, params = self.state, request.params
+        state, params, prompt = self.state, request.params, len(request.prompt_token_ids)
         arrival = next(self._arrivals)
-        group = make_group(
+        max_len = state.max_model_len if params.max_tokens is None else prompt + params.max_tokens
+        group = SequenceGroup(
             request,
-            seed=derive_seed(self._seed, arrival + 1) if params.seed is None else params.seed,
-            root_hash=state.memory.root_hash(request.cache_salt),
-            max_model_len=state.max_model_len,
-            eos_token_ids=state.eos_token_ids,
-            order=(*self._policy(request), arrival),
-            constrain=constrain,
+            derive_seed(self._seed, arrival + 1) if params.seed is None else params.seed,
+            state.memory.root_hash(request.cache_salt),
+            min(max_len, state.max_model_len) if request.pooling is None else prompt + 1,
+            frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else state.eos_token_ids),
+            prompt_logprobs=None if params.prompt_logprobs is None else [None] * prompt,
+            search=BeamSearch() if params.use_beam_search else None,
+            added_at=state.clock(),
         )
-        group.added_at = state.clock()
+        key, count = (*self._policy(request), arrival), 1 if params.use_beam_search else params.width
+        group.sequences = [Sequence(group, index, (*key, index)) for index in range(count)]
+        group.siblings = group.sequences[1:]
+        for seq in group.sequences:
+            if params.use_beam_search:
+                seq.gate = Gate(beam=Beam())
+            elif constrain is not None:
+                seq.gate = Gate(constraint=constrain())
         state.groups[request.request_id] = group
-        state.counters.prompt_tokens += len(request.prompt_token_ids)
-        state.waiting.push(group.sequences[0])
+        state.counters.prompt_tokens += prompt
+        state.waiting.add(group.sequences[0])
 
     def abort(self, request_id: str) -> None:
         """End a request at once, whatever state it is in; unknown ids are ignored."""
-        self._failed = [delta for delta in self._failed if delta.request_id != request_id]
-        group = self.state.groups.pop(request_id, None)
-        if group is None:
-            return
-        for seq in group.sequences:
-            self.state.retire(seq)
-        self.state.batch.drop_finished()
+        if (group := self.state.groups.get(request_id)) is not None:
+            for seq in group.sequences:
+                self.state.retire(seq)
 
     def has_work(self) -> bool:
         """True while any request lives or any step is in flight."""
         return bool(self.state.groups or self.in_flight)
 
-    # ---------------------------------------------------------------------------------------------- one step
-
     def schedule(self) -> StepPlan | None:
         """The next step's plan, or None if nothing can run before a step in flight is done or a mask is known.
 
-        A sequence whose constraint failed ends here; its last delta comes with the next `update` or `take_failed`.
+        A sequence whose constraint failed ends here. See `new_deltas`.
         """
-        state, admission = self.state, self._admission
-        draft = Draft(state.max_num_batched_tokens)
-        if state.awaiting_mask:
-            self._open_gates()
-        self.to_report = []
+        state = self.state
+        self.new_deltas = self._open_gates() if state.awaiting_mask else []
+        step = Step(state, self.chunk_budget)
         if state.preemptive:
-            admission.yield_to_urgent()
-        prefilling = schedule_decodes(state, self._preemption, draft)
-        if self.chunk_budget is not None and draft.decodes:
-            draft.chunks = StepChunks(self.chunk_budget, len(draft.decodes))
-        for seq in prefilling:
-            if draft.budget and seq.status is RUNNING:  # a decode may have preempted it
-                schedule_chunk(seq, state.memory, draft)
-        admission.admit_forks(draft)
-        admission.admit(draft)
-        if draft.is_empty and not self.in_flight and not state.awaiting_mask:
-            admission.make_way(draft)
-        if draft.arriving and draft.is_empty:
-            # There is nothing else to do while their blocks arrive: compute these at once, waiting for the blocks.
-            draft.await_swap_ins = True
-            for seq in draft.arriving:
-                if draft.budget:
-                    schedule_chunk(seq, state.memory, draft)
-        state.memory.gpu.release(draft.copied)
-        state.forks = draft.forked
-        for group in draft.started:
-            group.started_at = state.clock()
-            if group.report_start:
-                self.to_report.append(group.request_id)
-        return None if draft.is_empty else self._finish(draft)
-
-    def _finish(self, draft: Draft) -> StepPlan:
-        """Make a plan of a draft that computes something, and count it."""
-        state, step_id, computed = self.state, next(self._step_ids), draft.num_tokens
-        moves = state.memory.take_moves(step_id, computed)
-        plan, record = draft.finish(step_id, state.batch.take_left_rows(), moves, state.batch.take_tokens())
-        state.counters.steps += 1
-        state.counters.step_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, computed)] += 1
-        state.counters.computed_tokens += computed
-        if self.chunk_budget is not None:
-            record.work = self.chunk_budget.work_of(len(draft.decodes), draft.ending + draft.partial)
-            record.scheduled_at = state.clock()
+            step.yield_to_urgent()
+        step.advance()
+        step.admit_forks()
+        step.admit()
+        if step.is_empty and not self.in_flight and not state.awaiting_mask:
+            step.make_way()
+        step.await_arriving()
+        self.new_deltas += [
+            TokenDelta(group.request.request_id, 0, []) for group in step.started if group.request.report_start
+        ]
+        if step.is_empty:
+            return None
+        plan, record = step.finish(next(self._step_ids))
         self.in_flight.append(record)
         return plan
+
+    def _open_gates(self) -> list[TokenDelta]:
+        """Let constrained sequences go on whose next mask has become known; end those whose constraint failed.
+
+        Returns the last deltas of the latter.
+        """
+        state, failed = self.state, []
+        awaiting, state.awaiting_mask = state.awaiting_mask, []
+        for seq in awaiting:
+            if seq.status is FINISHED:
+                continue
+            assert seq.gate is not None and seq.gate.constraint is not None
+            if (reason := seq.gate.constraint.error()) is not None:
+                state.retire(seq)
+                failed.append(TokenDelta(seq.request_id, seq.index, [], finish_reason="error", stop_reason=reason))
+            elif seq.gate.constraint.mask() is None:
+                state.awaiting_mask.append(seq)
+            else:
+                seq.gate.closed = False
+        return failed
 
     def update(self, result: StepResult) -> list[TokenDelta]:
         """Take in the result of the oldest plan in flight: append tokens, end sequences, report what is new."""
@@ -175,20 +511,35 @@ class Scheduler:
             prompt_logprobs = step.by_row[row].group.prompt_logprobs
             if prompt_logprobs is not None:
                 prompt_logprobs[position : position + len(entries)] = entries
-        deltas = self.take_failed()
-        if step.pooled:
-            deltas += self._take_embeddings(step.pooled, result.embeddings)
-        self._take_tokens(step.sampled, result, deltas)
-        return deltas + self._beams.choose()
+        deltas: list[TokenDelta] = []
+        for seq, embedding in zip(step.pooled, result.embeddings, strict=True):
+            seq.num_pending -= 1
+            if seq.status is not FINISHED:  # aborted
+                self.state.retire(seq)
+                deltas.append(self._delta(seq, [], None, "stop", embedding=embedding))
+        num_others, counters = len(deltas), self.state.counters
+        due = self._take_tokens(step.sampled, result, deltas)
+        counters.generation_tokens += len(deltas) - num_others
+        for group in due:
+            first = group.sequences[0]
+            if first.fresh:  # says that the prompt of a search is done; tokens come when the search is over
+                deltas.append(self._delta(first, [], None if group.request.params.logprobs is None else []))
+            results = beam.advance(self.state, group)
+            counters.generation_tokens += sum(len(delta.token_ids) for delta in results)
+            deltas += results
+        return deltas
 
-    def _take_tokens(self, sampled: list[Sequence], result: StepResult, deltas: list[TokenDelta]) -> None:
+    def _take_tokens(
+        self, sampled: list[Sequence], result: StepResult, deltas: list[TokenDelta]
+    ) -> list[SequenceGroup]:
         """Append the sampled tokens to their sequences, and what fronts are told of them to `deltas`.
 
-        This loop runs over all running sequences in every step: it is written for speed.
+        Returns the beam searches that are to make their choice. This loop runs over all running sequences in every
+        step: it is written for speed.
         """
         state, logprobs = self.state, result.logprobs
-        register, add, num_others = state.memory.register, deltas.append, len(deltas)
-        any_finished = False
+        register, add = state.memory.register, deltas.append
+        due: list[SequenceGroup] = []
         for i, (seq, token) in enumerate(zip(sampled, result.token_ids, strict=True)):
             seq.num_pending -= 1
             token_ids = seq.token_ids
@@ -202,34 +553,38 @@ class Scheduler:
             entry = None if logprobs is None else logprobs[i]
             gate = seq.gate
             if gate is not None and gate.beam is not None:
-                self._beams.take(seq, gate.beam, entry)
+                if beam.take(state, seq, gate.beam, entry):
+                    due.append(seq.group)
                 continue
             token_ids.append(token)
             if length > seq.next_full:
                 register(seq, length - 1)
-            delta = self._token_delta(seq, token, None if entry is None else [entry])
-            add(delta)
-            if delta.finish_reason is not None:
+            reason, stop = None, None
+            if token in seq.stop_ids:
+                reason, stop = "stop", token if token in seq.group.request.params.stop_token_ids else None
+            elif length >= seq.max_len:
+                reason = "length"
+            add(self._delta(seq, [token], None if entry is None else [entry], reason, stop))
+            if reason is not None:
                 state.retire(seq)
-                any_finished = True
             elif gate is not None and gate.constraint is not None:
                 gate.constraint.accept(token)
                 state.awaiting_mask.append(seq)
             elif seq.status is RUNNING:
                 seq.steady_known = min(seq.next_full, seq.max_len - 1)
-        state.counters.generation_tokens += len(deltas) - num_others
-        if any_finished:
-            state.batch.drop_finished()
+        return due
 
-    def _token_delta(self, seq: Sequence, token: int, logprobs: list | None) -> TokenDelta:
-        """Of a token that has been appended to a sequence. Its first has what is known of the request by then."""
-        group, reason, stop = seq.group, None, None
-        if token in seq.stop_ids:
-            reason = "stop"
-            stop = token if token in group.params.stop_token_ids else None
-        elif len(seq.token_ids) >= seq.max_len:
-            reason = "length"
-        cached, prompt_logprobs, times = 0, None, None
+    def _delta(
+        self,
+        seq: Sequence,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        reason: str | None = None,
+        stop: int | None = None,
+        embedding: bytes | None = None,
+    ) -> TokenDelta:
+        """What is new of a sequence. Its first delta has what is known of the request by then."""
+        group, cached, prompt_logprobs, times = seq.group, 0, None, None
         if seq.fresh:
             seq.fresh = False
             cached = group.num_cached_tokens or 0
@@ -238,7 +593,7 @@ class Scheduler:
         return TokenDelta(
             seq.request_id,
             seq.index,
-            [token],
+            token_ids,
             logprobs,
             reason,
             stop,
@@ -246,81 +601,23 @@ class Scheduler:
             prompt_logprobs,
             times,
             num_preemptions=group.num_preemptions,
+            embedding=embedding,
         )
-
-    def _take_embeddings(self, pooled: list[Sequence], embeddings: list[bytes]) -> list[TokenDelta]:
-        """End the pooled sequences whose embeddings have come; returns their only deltas."""
-        deltas = []
-        for seq, embedding in zip(pooled, embeddings, strict=True):
-            seq.num_pending -= 1
-            if seq.status is FINISHED:
-                continue  # aborted
-            group = seq.group
-            self.state.retire(seq)
-            delta = TokenDelta(
-                seq.request_id,
-                seq.index,
-                [],
-                finish_reason="stop",
-                num_cached_tokens=group.num_cached_tokens or 0,
-                times=self.state.times(group),
-                num_preemptions=group.num_preemptions,
-                embedding=embedding,
-            )
-            deltas.append(delta)
-        self.state.batch.drop_finished()
-        return deltas
-
-    def take_failed(self) -> list[TokenDelta]:
-        """Last deltas of the sequences whose constraint failed, each once."""
-        failed, self._failed = self._failed, []
-        return failed
-
-    def _open_gates(self) -> None:
-        """Let constrained sequences go on whose next mask has become known; end those whose constraint failed."""
-        state = self.state
-        awaiting, state.awaiting_mask = state.awaiting_mask, []
-        for seq in awaiting:
-            if seq.status is FINISHED:
-                continue
-            assert seq.gate is not None and seq.gate.constraint is not None
-            if (reason := seq.gate.constraint.error()) is not None:
-                state.retire(seq)
-                failed = TokenDelta(seq.request_id, seq.index, [], finish_reason="error", stop_reason=reason)
-                self._failed.append(failed)
-            elif seq.gate.constraint.mask() is None:
-                state.awaiting_mask.append(seq)
-            else:
-                seq.gate.closed = False
-        if self._failed:
-            state.batch.drop_finished()
-
-    # ---------------------------------------------------------------------------------------------- figures
 
     def stats(self) -> EngineStats:
         """A snapshot of queues, pools and counters."""
-        state, memory, counters = self.state, self.state.memory, self.state.counters
+        state, memory = self.state, self.state.memory
         return EngineStats(
-            num_running=len(state.batch.sequences),
+            num_running=len(state.running),
             num_waiting=len(state.waiting) + len(state.forks) - memory.num_swapped,
             num_swapped=memory.num_swapped,
             num_used_blocks=memory.gpu.num_blocks - memory.gpu.num_free,
             num_total_blocks=memory.gpu.num_blocks,
-            num_preemptions=counters.preemptions,
-            num_steps=counters.steps,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            prefix_cache_queries=counters.prefix_cache_queries,
-            prefix_cache_hits=counters.prefix_cache_hits,
-            step_tokens=counters.step_tokens.copy(),
-            computed_tokens=counters.computed_tokens,
-            num_swap_preemptions=counters.swap_preemptions,
-            cpu_prefix_cache_hits=counters.cpu_prefix_cache_hits,
             num_used_cpu_blocks=memory.cpu.num_blocks - memory.cpu.num_free,
-            num_cached_cpu_blocks=len(memory.cpu_cache),
+            num_cached_cpu_blocks=len(memory.cpu.cache),
             num_total_cpu_blocks=memory.cpu.num_blocks,
             swapped_out_blocks=memory.num_swapped_out,
             swapped_in_blocks=memory.num_swapped_in,
-            cpu_prefix_cache_queries=counters.cpu_prefix_cache_queries,
             prefill_chunk_limit=0 if self.chunk_budget is None else self.chunk_budget.limit,
+            **dataclasses.asdict(state.counters),
         )

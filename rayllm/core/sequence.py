@@ -1,4 +1,7 @@
-"""`Sequence` and `SequenceGroup`: what the scheduler knows of a request while it lives."""
+"""`Sequence` and `SequenceGroup`: what the scheduler knows of a request while it lives.
+
+What only grammars and beams need hangs on a sequence's `Gate`.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,10 @@ import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from rayllm.api.sampling_params import MAX_SEED, SamplingParams
-from rayllm.api.types import GenerationRequest, Pooling, TokenLogprobs
-from rayllm.core.beam_search import Beam, BeamSearch
+from rayllm.api.sampling_params import MAX_SEED
+from rayllm.api.types import GenerationRequest, TokenLogprobs
 
 NEVER = sys.maxsize
 
@@ -23,6 +25,9 @@ class SequenceStatus(enum.Enum):
     FORKED = enum.auto()  # holds its parent's blocks and enters the batch in the next step
     RUNNING = enum.auto()  # has a row of the workers' persistent batch
     FINISHED = enum.auto()
+
+
+# -------------------------------------------------------------------------------------------------- grammars and beams
 
 
 class Constraint(Protocol):
@@ -45,9 +50,45 @@ class Constraint(Protocol):
 MakeConstraint = Callable[[], Constraint]
 
 
+class Hypothesis(NamedTuple):
+    """A finished sequence of a beam search."""
+
+    score: float
+    # Generated tokens.
+    token_ids: list[int]
+    # The sum of their log-probabilities.
+    cumulative: float
+    # The end-of-sequence or stop id, if one ended it.
+    stop_id: int | None
+    # As of `Beam`.
+    entries: list[TokenLogprobs]
+
+
+@dataclass(slots=True)
+class BeamSearch:
+    """A request's search; its beams are the group's sequences."""
+
+    # The best finished sequences, best first.
+    finished: list[Hypothesis] = field(default_factory=list)
+    # A choice has been made.
+    started: bool = False
+
+
+@dataclass(slots=True)
+class Beam:
+    """What a sequence is to its group's beam search."""
+
+    # The sum of the log-probabilities of its generated tokens.
+    cumulative: float = 0.0
+    # Those tokens' log-probabilities, if the request asks for them.
+    entries: list[TokenLogprobs] = field(default_factory=list)
+    # Its most likely next tokens, from the step that found them until the group's choice is made.
+    found: TokenLogprobs | None = None
+
+
 @dataclass(slots=True)
 class Gate:
-    """What a sequence has to wait for before each token it samples. Only constrained sequences and beams have one."""
+    """What a sequence has to wait for before each token it samples: it has a constraint, or it is a beam."""
 
     constraint: Constraint | None = None
     beam: Beam | None = None
@@ -56,45 +97,21 @@ class Gate:
     closed: bool = False
 
 
+# -------------------------------------------------------------------------------------------------- requests
+
+
 class Sequence:
-    """One completion: its tokens, its blocks and how far it has been computed."""
+    """One completion: its tokens, its blocks and how far it has been computed.
 
-    __slots__ = (
-        "block_hashes",
-        "block_table",
-        "capacity",
-        "decoding",
-        "first_block",
-        "fresh",
-        "gate",
-        "group",
-        "index",
-        "key",
-        "max_len",
-        "next_full",
-        "num_computed",
-        "num_pending",
-        "num_registered",
-        "pinned",
-        "request_id",
-        "row",
-        "seed",
-        "status",
-        "steady_computed",
-        "steady_known",
-        "stop_ids",
-        "token_ids",
-    )
+    index: which of the request's completions. key: its place in the scheduling policy's order, unique among live
+    sequences, lower first.
+    """
 
-    def __init__(self, group: SequenceGroup, index: int, max_len: int, stop_ids: frozenset[int], key: tuple):
-        self.group = group
-        self.request_id = group.request_id
-        self.index = index  # which of the request's completions
-        self.key = key  # place in the scheduling policy's order, unique among live sequences, lower first
-        self.max_len = max_len  # tokens after which it ends
-        self.stop_ids = stop_ids  # tokens that end it
+    def __init__(self, group: SequenceGroup, index: int, key: tuple):
+        self.group, self.index, self.key = group, index, key
+        self.request_id, self.max_len, self.stop_ids = group.request.request_id, group.max_len, group.stop_ids
         self.seed = derive_seed(group.seed, index)  # of its sampling noise
-        self.token_ids = list(group.prompt_token_ids)  # tokens whose ids are known, prompt first
+        self.token_ids = list(group.request.prompt_token_ids)  # tokens whose ids are known, prompt first
         self.status = SequenceStatus.WAITING
         self.fresh = True  # nothing has been sent to the front yet
         self.gate: Gate | None = None
@@ -120,12 +137,6 @@ class Sequence:
         self.steady_computed = 0
         self.steady_known = 0
 
-    def fork_from(self, parent: Sequence, block_table: list[int]) -> None:
-        """Hold its parent's blocks, to enter the batch in the next step."""
-        self.status = SequenceStatus.FORKED
-        self.block_table = block_table
-        self.first_block = parent.first_block
-
     @property
     def awaits_choice(self) -> bool:
         """True for a beam that has found its next tokens: nothing is left to compute until its group chooses."""
@@ -143,25 +154,17 @@ class Sequence:
         )
 
 
-def policy_order(seq: Sequence) -> tuple:
-    """Sort key: the scheduling policy's order, unique among live sequences."""
-    return seq.key
-
-
 @dataclass(slots=True)
 class SequenceGroup:
     """One request: sequences that share a prompt, as samples or as beams."""
 
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
+    request: GenerationRequest
     seed: int
     # Where the hash chain of its blocks starts; equal prompts share blocks only from equal roots.
     root_hash: bytes
-    # Send a delta as soon as the request is first scheduled.
-    report_start: bool = False
-    # The prompt is embedded, not continued.
-    pooling: Pooling | None = None
+    # Tokens after which its sequences end, and tokens that end them.
+    max_len: int
+    stop_ids: frozenset[int] = frozenset()
     # All samples, or the beams that live, best first.
     sequences: list[Sequence] = field(default_factory=list)
     # Those of them that have not been forked off the first sequence yet.
@@ -183,49 +186,14 @@ class SequenceGroup:
         return all(seq.status is SequenceStatus.FINISHED for seq in self.sequences)
 
 
-def make_group(
-    request: GenerationRequest,
-    *,
-    seed: int,
-    root_hash: bytes,
-    max_model_len: int,
-    eos_token_ids: frozenset[int],
-    order: tuple,
-    constrain: MakeConstraint | None = None,
-) -> SequenceGroup:
-    """A new request's group, all of its sequences waiting.
-
-    order: the policy's, unique to the request. constrain: makes each sequence's constraint, whose first mask is known.
-    """
-    params, prompt = request.params, list(request.prompt_token_ids)
-    group = SequenceGroup(
-        request.request_id, prompt, params, seed, root_hash, report_start=request.report_start, pooling=request.pooling
-    )
-    if params.prompt_logprobs is not None:
-        group.prompt_logprobs = [None] * len(prompt)
-    limit = max_model_len
-    if params.max_tokens is not None:
-        limit = min(limit, len(prompt) + params.max_tokens)
-    if request.pooling is not None:
-        limit = len(prompt) + 1
-    stop_ids = frozenset(params.stop_token_ids)
-    if not params.ignore_eos:
-        stop_ids |= eos_token_ids
-    count = 1 if params.use_beam_search else params.width
-    group.sequences = [Sequence(group, index, limit, stop_ids, (*order, index)) for index in range(count)]
-    group.siblings = group.sequences[1:]
-    if params.use_beam_search:
-        group.search = BeamSearch(params, len(prompt), limit, stop_ids)
-        group.sequences[0].gate = Gate(beam=Beam())
-    elif constrain is not None:
-        for seq in group.sequences:
-            seq.gate = Gate(constraint=constrain())
-    return group
-
-
 def derive_seed(seed: int, index: int) -> int:
     """The seed of completion `index` of a request: the request's own for the first, an independent one for the rest."""
     if index == 0:
         return seed
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "little") & MAX_SEED
+
+
+def policy_order(seq: Sequence) -> tuple:
+    """Sort key: the scheduling policy's order, unique among live sequences."""
+    return seq.key

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
-from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, RequestOutput
+from rayllm.api.types import EngineStats, GenerationRequest, RequestOutput
 from rayllm.config.options import EngineConfig
 from rayllm.engine.build import start_engine
 from rayllm.engine.client import EngineClient
@@ -14,17 +15,17 @@ from rayllm.engine.socket import EngineSocket
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
 
 
-class AsyncEngine:
-    """Runs requests on `core`, which it shuts down when it is closed. All methods are called from one event loop.
+class AsyncEngine(EngineClient):
+    """A client that owns its engine: it runs `core`, and shuts it down when it is closed.
 
-    tokenizer: None with skip_tokenizer_init; texts are "" then.
+    All methods are called from one event loop. tokenizer: None with skip_tokenizer_init; texts are "" then.
     """
 
     def __init__(self, core: Core, tokenizer: Tokenizer | None):
-        self._driver = EngineDriver(core)
-        self._driver.start()
-        self._socket = EngineSocket(self._driver)
-        self._client = EngineClient(self._socket.endpoint.ipc, tokenizer)
+        self.driver = EngineDriver(core)
+        self._server = EngineSocket(self.driver)
+        super().__init__(self._server.endpoint.ipc, tokenizer)
+        self._info = core.info
         self._connecting: asyncio.Task[None] | None = None
 
     @classmethod
@@ -33,25 +34,10 @@ class AsyncEngine:
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
         return cls(start_engine(config), tokenizer)
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, if there is one."""
-        return self._client.tokenizer
-
-    @property
-    def info(self) -> EngineInfo:
-        """The engine's limits."""
-        return self._driver.info
-
-    @property
-    def dead(self) -> str | None:
-        """Why the engine can't be used any more; None while it can."""
-        return self._client.dead or self._driver.dead
-
     async def start(self) -> None:
         """Connect to the engine; `generate` does it where it was not done. Raises EngineDeadError."""
         if self._connecting is None:
-            self._connecting = asyncio.create_task(self._client.connect())
+            self._connecting = asyncio.create_task(self.connect())
         await asyncio.shield(self._connecting)
 
     async def generate(
@@ -59,25 +45,18 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request, as `EngineClient.generate` does; what it raises comes before the first output."""
         await self.start()
-        outputs = self._client.generate(request, prompt_text)
-        try:
+        async with aclosing(super().generate(request, prompt_text)) as outputs:
             async for output in outputs:
                 yield output
-        finally:
-            await outputs.aclose()
-
-    async def abort(self, request_id: str) -> None:
-        """End a request, its iterator too, without a last output. Unknown ids are no error."""
-        await self._client.abort(request_id)
 
     def stats(self) -> EngineStats:
         """The engine's figures after its last step."""
-        return self._driver.stats()
+        return self.driver.stats
 
     async def close(self) -> None:
         """Stop the engine. Streams end with EngineDeadError."""
-        await self._client.close()
+        await super().close()
         try:
-            await asyncio.to_thread(self._driver.shutdown)
+            await asyncio.to_thread(self.driver.shutdown)
         finally:
-            await asyncio.to_thread(self._socket.close)
+            await asyncio.to_thread(self._server.close)

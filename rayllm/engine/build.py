@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import time
+
 from rayllm.config.options import EngineConfig
 from rayllm.config.resolved import ResolvedConfig, resolve, uses_ray
-from rayllm.engine.engine import EngineCore, build_engine_core
+from rayllm.engine.engine import EngineCore
 from rayllm.executor.base import Executor
+from rayllm.text.grammar_compiler import GrammarCompiler
+from rayllm.worker.gc_pauses import freeze_heap
+
+logger = logging.getLogger(__name__)
 
 
 def start_engine(options: EngineConfig) -> EngineCore:
@@ -23,25 +30,43 @@ def start_engine(options: EngineConfig) -> EngineCore:
 
     owns_ray = connect_to_ray()
     try:
-        return start_resolved_engine(resolve(options, ray.cluster_resources().get("GPU", 0)), owns_ray=owns_ray)
+        config = resolve(options, ray.cluster_resources().get("GPU", 0))
+        return start_resolved_engine(config, _make_executor(config, owns_ray))
     except BaseException:
         if owns_ray:
             ray.shutdown()
         raise
 
 
-def start_resolved_engine(config: ResolvedConfig, *, owns_ray: bool = False) -> EngineCore:
-    """An engine with these settled options. owns_ray: Ray was started for it, and ends with it.
+def start_resolved_engine(config: ResolvedConfig, executor: Executor | None = None) -> EngineCore:
+    """An engine with these settled options.
 
-    Blocks while the model loads. Raises ConfigError, ModelError or StartupError.
+    executor: not started yet; None makes the one that the options ask for. Blocks while the model loads. Raises
+    ConfigError or ModelError for what cannot work as configured, StartupError if the workers don't come up.
     """
-    executor: Executor
+    started = time.monotonic()
+    executor = executor or _make_executor(config)
+    grammars = None
+    if not config.options.skip_tokenizer_init:
+        grammars = GrammarCompiler(config.options.model, config.spec.vocab_size, config.spec.eos_token_ids)
+    try:
+        core = EngineCore(config, executor, executor.start(), grammars)
+    except BaseException:
+        if grammars is not None:
+            grammars.close()
+        executor.shutdown()
+        raise
+    freeze_heap()
+    logger.info("engine ready in %.1f s, %d KV tokens", time.monotonic() - started, core.info.num_kv_tokens)
+    return core
+
+
+def _make_executor(config: ResolvedConfig, owns_ray: bool = False) -> Executor:
+    """owns_ray: Ray was started for this engine, and ends with it."""
     if config.executor == "ray":
         from rayllm.executor.ray import RayExecutor
 
-        executor = RayExecutor(config, owns_ray=owns_ray)
-    else:
-        from rayllm.executor.local import LocalExecutor
+        return RayExecutor(config, owns_ray=owns_ray)
+    from rayllm.executor.local import LocalExecutor
 
-        executor = LocalExecutor(config)
-    return build_engine_core(config, executor)
+    return LocalExecutor(config)

@@ -28,10 +28,6 @@ from rayllm.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-class _Aborted(Exception):
-    """Ends a stream whose request was aborted by its id."""
-
-
 class _Stream:
     """What the engine has for one consumer and the consumer has not taken yet, merged into one output."""
 
@@ -45,12 +41,14 @@ class _Stream:
         self._event.set()
 
     def end(self, reason: Exception) -> None:
-        """Raise this from `next` when what is pending has been taken."""
-        if self._end is None:
-            self._end = reason
-            self._event.set()
+        """Raise this in the consumer when it has taken what is pending."""
+        self._end = self._end or reason
+        self._event.set()
 
-    async def next(self) -> RequestOutput:
+    def __aiter__(self) -> _Stream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
         while self._pending is None:
             if self._end is not None:
                 raise self._end
@@ -68,6 +66,9 @@ class EngineClient:
     beat: what to tell the engine of this front; called every beat_s.
     server_key, keys: the engine's public key and this front's own keys; required for tcp addresses.
     silence_s: the engine is given up when it was silent for so long; a closed connection is noticed at once.
+
+    dead: why the engine can't be used any more; None while it can. engine_beat: the engine's last. peer_metrics: those
+    of the engine's other fronts, by their ids.
     """
 
     def __init__(
@@ -83,8 +84,9 @@ class EngineClient:
         silence_s: float = timeouts.SILENCE_S,
     ):
         self.tokenizer = tokenizer
-        self.engine_beat = wire.EngineBeat()  # the engine's last
-        self.peer_metrics: dict[str, wire.Snapshot] = {}  # of the engine's other fronts, by their ids
+        self.dead: str | None = None
+        self.engine_beat = wire.EngineBeat()
+        self.peer_metrics: dict[str, wire.Snapshot] = {}
         self._address = address
         self._front_id = front_id or uuid.uuid4().hex
         self._make_beat = beat
@@ -94,11 +96,9 @@ class EngineClient:
         self._decode = msgspec.msgpack.Decoder(wire.EngineMessage).decode
         self._processor = OutputProcessor(tokenizer)
         self._streams: dict[str, _Stream] = {}
-        self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._info: EngineInfo | None = None
-        self._dead: str | None = None
         self._last_heard = 0.0
 
     @property
@@ -108,17 +108,11 @@ class EngineClient:
             raise EngineDeadError("the engine's client is not connected")
         return self._info
 
-    @property
-    def dead(self) -> str | None:
-        """Why the engine can't be used any more; None while it can."""
-        return self._dead
-
     async def connect(self) -> None:
         """Raises EngineDeadError if no engine answers."""
-        if self._dead is not None:
-            raise EngineDeadError(self._dead)
-        self._context = zmq.asyncio.Context()
-        socket = self._socket = self._context.socket(zmq.DEALER)
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        socket = self._socket = zmq.asyncio.Context().socket(zmq.DEALER)
         socket.linger = round(timeouts.DISCONNECT_S * 1000)
         if self._keys is not None and self._server_key:
             socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret.encode()
@@ -133,9 +127,9 @@ class EngineClient:
             await self.close()
             raise EngineDeadError(f"no engine answers at {self._address}") from None
         except asyncio.CancelledError:
-            if self._dead is None:
+            if self.dead is None:
                 raise
-            raise EngineDeadError(self._dead) from None  # `close` took the socket away
+            raise EngineDeadError(self.dead) from None  # `close` took the socket away
         if not isinstance(answer, wire.Welcome):
             await self.close()
             raise EngineDeadError(answer.reason if isinstance(answer, wire.Dead) else f"unexpected answer: {answer}")
@@ -156,8 +150,8 @@ class EngineClient:
         Raises InvalidRequestError, at once or, if only the engine can tell, as with grammars, before the first output;
         EngineDeadError, also in mid-stream.
         """
-        if self._dead is not None:
-            raise EngineDeadError(self._dead)
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
         validate_request(request, self.info)
         self._processor.check(request)
         return self._run(request, prompt_text)
@@ -167,7 +161,7 @@ class EngineClient:
         stream = self._streams.pop(request_id, None)
         self._processor.remove(request_id)
         if stream is not None:
-            stream.end(_Aborted())
+            stream.end(StopAsyncIteration())
             self._abort([request_id])
 
     async def close(self) -> None:
@@ -177,29 +171,24 @@ class EngineClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
         self._die("the engine's client was closed")
-        if self._socket is not None and self._context is not None:
+        if self._socket is not None:
             self._send(wire.Bye())
             self._socket.disable_monitor()
-            self._socket.close()
-            self._context.destroy(linger=round(timeouts.DISCONNECT_S * 1000))
-            self._socket = self._context = None
+            self._socket.context.destroy()
+            self._socket = None
 
     async def _run(self, request: GenerationRequest, prompt_text: str | None) -> AsyncGenerator[RequestOutput, None]:
-        if self._dead is not None:  # since `generate` was called
-            raise EngineDeadError(self._dead)
+        if self.dead is not None:  # since `generate` was called
+            raise EngineDeadError(self.dead)
         request_id = request.request_id
         self._processor.add(request, prompt_text)
         stream = self._streams[request_id] = _Stream()
         try:
             self._send(wire.pack_request(request))
-            finished = False
-            while not finished:
-                try:
-                    output = await stream.next()
-                except _Aborted:
-                    return
-                finished = output.finished
+            async for output in stream:
                 yield output
+                if output.finished:
+                    return
         finally:
             # The id may be another stream's by now, if this one has finished or was aborted.
             if self._streams.get(request_id) is stream:
@@ -208,7 +197,7 @@ class EngineClient:
                     self._abort([request_id])
 
     def _abort(self, request_ids: list[str]) -> None:
-        if self._dead is None:
+        if self.dead is None:
             self._send(wire.Abort(request_ids))
 
     def _send(self, message: wire.FrontMessage) -> None:
@@ -267,9 +256,9 @@ class EngineClient:
         self._die(f"the engine at {self._address} closed the connection")
 
     def _die(self, reason: str) -> None:
-        if self._dead is not None:
+        if self.dead is not None:
             return
-        self._dead = reason
+        self.dead = reason
         for request_id, stream in self._streams.items():
             self._processor.remove(request_id)
             stream.end(EngineDeadError(reason))

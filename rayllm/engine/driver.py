@@ -1,6 +1,6 @@
 """`EngineDriver`: the thread that runs the engine, and the fronts that send it requests.
 
-The engine thread alone touches the core. Fronts put adds and aborts into its inbox and get deltas back through
+The engine thread alone touches the core. What fronts want done waits in its inbox; deltas come back through
 `Front.deliver`, on the engine thread, once a step and front. `EngineSocket` makes fronts of what connects to it.
 """
 
@@ -11,10 +11,10 @@ import logging
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
-
-import msgspec
 
 from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
 from rayllm.engine.engine import failures, refusal
@@ -44,66 +44,42 @@ class Front(Protocol):
     """One user of the engine. Both calls must return at once; one that raises counts as gone."""
 
     def deliver(self, deltas: list[TokenDelta]) -> None: ...
-    def dead(self, reason: str) -> None: ...
 
-
-class _Live(msgspec.Struct):
-    """A request in the core."""
-
-    front: Front
-    # Indices of completions that have no finish reason yet.
-    open: set[int]
-
-
-class _Add(msgspec.Struct, frozen=True):
-    front: Front
-    request: GenerationRequest
-
-
-class _Abort(msgspec.Struct, frozen=True):
-    front: Front
-    # None for all of the front's.
-    request_ids: list[str] | None
-
-
-class _Wake(msgspec.Struct, frozen=True):
-    """A grammar has been compiled, so the core has something to do."""
+    def dead(self, reason: str) -> None:
+        """The engine is dead: all of this front's requests are over, and no deltas will come."""
 
 
 class EngineDriver:
     """Runs a core in a thread of its own. Public methods may be called from any thread.
 
-    Each request of a front gets finish reasons for all its completions, unless the front aborted it. A core that
-    raises in `step` is dead for good: every front gets `dead(reason)`, then error deltas for its live requests.
+    Each request of a front gets finish reasons for all its completions, unless the front aborted it or is told that
+    the engine is dead. A core that raises in `step` is dead for good.
+
+    info: the core's limits. dead: why the engine stopped; None while it runs. stats: its figures after the last step.
     """
 
     def __init__(self, core: Core):
         self.info = core.info
+        self.stats = core.stats()
+        self.dead: str | None = None
         self._core = core
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _Wake | None] = queue.SimpleQueue()  # None: stop
-        core.on_compiled = lambda: self._inbox.put(_Wake())
-        self._live: dict[str, _Live] = {}  # engine thread only, like the core
-        self._lock = threading.Lock()  # of the fields down to _dead
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: stop
+        core.on_compiled = lambda: self._inbox.put(lambda: None)  # there is something to do
+        # Request id -> its front, and the indices of its completions that go on; engine thread only, like the core.
+        self._live: dict[str, tuple[Front, set[int]]] = {}
+        self._lock = threading.Lock()  # of the next two, and of `dead`
         self._fronts: list[Front] = []
-        self._thread: threading.Thread | None = None
         self._shut_down = False
-        self._dead: str | None = None
-        self._stats = core.stats()
         self._idle = True
         self._last_progress = time.monotonic()
-
-    def start(self) -> None:
-        """Start the engine thread, if it does not run yet."""
-        with self._lock:
-            if self._thread is None and self._dead is None:
-                self._thread = threading.Thread(target=self._run, name="rayllm-engine", daemon=True)
-                self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="rayllm-engine", daemon=True)
+        self._thread.start()
 
     def attach(self, front: Front) -> None:
         """Let a front send requests. A dead engine tells it so at once."""
         with self._lock:
             self._fronts.append(front)
-            dead = self._dead
+            dead = self.dead
         if dead is not None:
             front.dead(dead)
 
@@ -112,22 +88,17 @@ class EngineDriver:
         with self._lock:
             if front in self._fronts:
                 self._fronts.remove(front)
-                self._inbox.put(_Abort(front, None))
+                self._inbox.put(lambda: self._drop(front, list(self._live)))
 
     def add(self, front: Front, request: GenerationRequest) -> None:
         """Queue a request. Raises EngineDeadError; a request that the core refuses gets a refusing delta instead."""
-        with self._lock:  # so that no request slips in behind _die, which answers all that are in the inbox
-            if self._dead is not None:
-                raise EngineDeadError(self._dead)
-            self._inbox.put(_Add(front, request))
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        self._inbox.put(partial(self._admit, front, request))
 
     def abort(self, front: Front, request_ids: list[str]) -> None:
         """Stop requests of this front; unknown ids are no error."""
-        self._inbox.put(_Abort(front, request_ids))
-
-    def stats(self) -> EngineStats:
-        """The engine's figures after its last step."""
-        return self._stats
+        self._inbox.put(partial(self._drop, front, request_ids))
 
     @property
     def busy(self) -> bool:
@@ -137,18 +108,12 @@ class EngineDriver:
     @property
     def num_fronts(self) -> int:
         """How many fronts are attached, and may send requests."""
-        with self._lock:
-            return len(self._fronts)
-
-    @property
-    def dead(self) -> str | None:
-        """Why the engine stopped; None while it runs."""
-        return self._dead
+        return len(self._fronts)
 
     def unhealthy(self, deadline: float) -> str | None:
         """What is wrong if the engine or a worker is dead, or has work and finished no step for `deadline` seconds."""
-        if self._dead is not None:
-            return self._dead
+        if self.dead is not None:
+            return self.dead
         try:
             self._core.check_health()  # an idle engine would not notice that a worker died
         except EngineDeadError as error:
@@ -159,7 +124,7 @@ class EngineDriver:
         return f"work is queued and no step has finished for {waited:.1f} s (limit {deadline:g} s)"
 
     def shutdown(self, timeout: float = 30.0) -> None:
-        """Stop the loop after the step that runs, answer all live requests, shut the core down.
+        """Stop the loop after the step that runs, tell the fronts, shut the core down.
 
         timeout: seconds to wait for the step. Safe to call twice. Raises what core.shutdown() raises.
         """
@@ -167,66 +132,54 @@ class EngineDriver:
             if self._shut_down:
                 return
             self._shut_down = True
-            thread = self._thread
         self._inbox.put(None)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout)
+        self._thread.join(timeout)
         self._die("the engine was shut down")
         self._core.shutdown()
 
     def _run(self) -> None:
         """The engine loop: take what fronts sent, step while there is work, sleep on the inbox when there is none."""
         try:
-            while self._dead is None and self._take_inbox():
+            while self.dead is None and self._take_inbox():
                 deltas: list[TokenDelta] = []
                 if self._core.has_work():
                     deltas = self._core.step()
                     self._last_progress = time.monotonic()
-                self._stats = self._core.stats()  # first, so that who has a result finds it in the figures
+                self.stats = self._core.stats()  # first, so that who has a result finds it in the figures
                 self._route(deltas)
         except BaseException as error:
             logger.exception("the engine died")
             self._die(f"the engine died: {type(error).__name__}: {error}")
 
     def _take_inbox(self) -> bool:
-        """Handle all that is in the inbox, waiting for something if the core has no work. False: stop."""
-        wait = not self._core.has_work()
-        while True:
-            try:
-                if wait:
-                    self._idle = True
-                    item = self._inbox.get()
-                    self._last_progress, self._idle = time.monotonic(), False
-                    wait = False
-                else:
-                    item = self._inbox.get_nowait()
-            except queue.Empty:
-                return True
-            match item:
-                case None:
-                    return False
-                case _Add(front, request):
-                    self._admit(front, request)
-                case _Abort(front, request_ids):
-                    self._drop(front, request_ids)
+        """Do all that is in the inbox, waiting for something if the core has no work. False: stop."""
+        wait = self._idle = not self._core.has_work()
+        while wait or not self._inbox.empty():
+            act = self._inbox.get()
+            if wait:
+                self._last_progress, self._idle = time.monotonic(), False
+                wait = False
+            if act is None:
+                return False
+            act()
+        return True
 
     def _admit(self, front: Front, request: GenerationRequest) -> None:
         if front not in self._fronts:  # gone since; its abort of all requests came first
             return
+        indices = range(request.params.num_completions)
         try:
             self._core.add(request)
         except InvalidRequestError as error:
             self._deliver(front, [refusal(request.request_id, error)])
         except Exception as error:  # a poisonous request fails alone
             logger.exception("request %s could not be added", request.request_id)
-            indices = range(request.params.num_completions)
             self._deliver(front, failures(request.request_id, indices, f"internal error while adding it: {error}"))
         else:
-            self._live[request.request_id] = _Live(front, set(range(request.params.num_completions)))
+            self._live[request.request_id] = front, set(indices)
 
-    def _drop(self, front: Front, request_ids: list[str] | None) -> None:
-        wanted = self._live if request_ids is None else request_ids
-        own = [i for i in wanted if (live := self._live.get(i)) is not None and live.front is front]
+    def _drop(self, front: Front, request_ids: list[str]) -> None:
+        own = [i for i in request_ids if i in self._live and self._live[i][0] is front]
         for request_id in own:
             del self._live[request_id]
         if own:
@@ -234,17 +187,17 @@ class EngineDriver:
 
     def _route(self, deltas: list[TokenDelta]) -> None:
         """Deliver the deltas of a step, one call a front."""
-        by_front: dict[int, tuple[Front, list[TokenDelta]]] = {}
+        by_front: dict[Front, list[TokenDelta]] = defaultdict(list)
         for delta in deltas:
-            live = self._live.get(delta.request_id)
-            if live is None:
+            if delta.request_id not in self._live:
                 continue
-            by_front.setdefault(id(live.front), (live.front, []))[1].append(delta)
+            front, running = self._live[delta.request_id]
+            by_front[front].append(delta)
             if delta.finish_reason is not None:
-                live.open.discard(delta.index)
-                if not live.open or delta.bad_param is not None:
+                running.discard(delta.index)
+                if not running or delta.bad_param is not None:
                     del self._live[delta.request_id]
-        for front, own in by_front.values():
+        for front, own in by_front.items():
             self._deliver(front, own)
 
     def _deliver(self, front: Front, deltas: list[TokenDelta]) -> None:
@@ -255,25 +208,13 @@ class EngineDriver:
             self.detach(front)
 
     def _die(self, reason: str) -> None:
-        """End everything: refuse new requests, tell every front, answer every request. Later calls do nothing."""
+        """Take no more requests, and tell every front. Later calls do nothing."""
         with self._lock:
-            if self._dead is not None:
+            if self.dead is not None:
                 return
-            self._dead = reason
+            self.dead = reason
             fronts = list(self._fronts)
-        ends = [(live.front, failures(request_id, live.open, reason)) for request_id, live in self._live.items()]
         self._live = {}
-        with contextlib.suppress(queue.Empty):
-            while True:
-                item = self._inbox.get_nowait()
-                if isinstance(item, _Add):
-                    indices = range(item.request.params.num_completions)
-                    ends.append((item.front, failures(item.request.request_id, indices, reason)))
-        self._inbox.put(None)
-        for front in fronts:  # before the deltas, so that fronts can tell a dead engine from a failed request
+        for front in fronts:
             with contextlib.suppress(Exception):
                 front.dead(reason)
-            own = [delta for other, deltas in ends if other is front for delta in deltas]
-            if own:
-                with contextlib.suppress(Exception):
-                    front.deliver(own)

@@ -8,7 +8,6 @@ The same core runs behind the offline API, the HTTP deployment and any test; it 
 from __future__ import annotations
 
 import logging
-import queue
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -18,16 +17,15 @@ from rayllm.api.validation import validate_request
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.core.check import check_scheduler
 from rayllm.core.chunk_budget import ChunkBudget
-from rayllm.core.memory import KVMemory, KVWindow
+from rayllm.core.memory import KVMemory, KVWindow, WriteAheadLimits
 from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
 from rayllm.core.state import SchedulerState
-from rayllm.core.write_ahead import WriteAheadLimits
 from rayllm.errors import ConfigError, InvalidRequestError
 from rayllm.executor.base import Executor
 from rayllm.text.grammar import Grammar, bad_grammar
 from rayllm.text.grammar_compiler import GrammarCompiler
-from rayllm.worker.gc_pauses import freeze_heap, thaw_heap
+from rayllm.worker.gc_pauses import thaw_heap
 
 MASK_WAIT_S = 0.05  # at most, before the loop looks at its inbox again
 
@@ -61,8 +59,8 @@ class EngineCore:
         self.on_compiled: Callable[[], None] = lambda: None
         self._executor = executor
         self._grammars = grammars
-        self._compiling: dict[str, GenerationRequest] = {}
-        self._compiled: queue.SimpleQueue[tuple[GenerationRequest, Future[Grammar]]] = queue.SimpleQueue()
+        # Requests that are not queued yet, in the order in which they came, and their grammars.
+        self._compiling: dict[str, tuple[GenerationRequest, Future[Grammar]]] = {}
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises InvalidRequestError if it can never be served or its id is in use.
@@ -79,13 +77,9 @@ class EngineCore:
             return
         if self._grammars is None:
             raise bad_grammar("needs a tokenizer, and skip_tokenizer_init left it out")
-        self._compiling[request.request_id] = request
-
-        def compiled(grammar: Future[Grammar]) -> None:
-            self._compiled.put((request, grammar))
-            self.on_compiled()
-
-        self._grammars.compile(structure, self.has_work()).add_done_callback(compiled)
+        grammar = self._grammars.compile(structure, self.has_work())
+        self._compiling[request.request_id] = request, grammar
+        grammar.add_done_callback(lambda _: self.on_compiled())
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests at once; no more deltas come for them. Unknown ids are ignored."""
@@ -95,21 +89,23 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """True while `step` has something to do."""
-        return self.scheduler.has_work() or not self._compiled.empty()
+        return self.scheduler.has_work() or any(grammar.done() for _, grammar in self._compiling.values())
 
     @property
     def is_compiling(self) -> bool:
-        """True while a request waits for its grammar."""
-        return bool(self._compiling)
+        """True while a grammar is being compiled. From any thread."""
+        return any(not grammar.done() for _, grammar in list(self._compiling.values()))
 
     def step(self) -> list[TokenDelta]:
         """Schedule and submit one plan, take in the oldest result if enough are in flight. Blocks for at most one step.
 
-        Raises EngineDeadError if a worker failed.
+        Requests whose grammars cannot be used end first, in a step in which nothing is scheduled. Raises
+        EngineDeadError if a worker failed.
         """
-        deltas = self._take_compiled()
+        if ended := self._take_compiled():
+            return ended
         plan = self.scheduler.schedule()
-        deltas += [TokenDelta(request_id, 0, []) for request_id in self.scheduler.to_report]
+        deltas = self.scheduler.new_deltas
         in_flight = self.scheduler.in_flight
         if plan is not None:
             self._executor.submit(plan)
@@ -117,7 +113,6 @@ class EngineCore:
             return deltas
         if in_flight:
             return deltas + self.scheduler.update(self._executor.collect())
-        deltas += self.scheduler.take_failed()
         if self.scheduler.state.awaiting_mask:
             assert self._grammars is not None  # who made the constraints
             self._grammars.threads.wait(MASK_WAIT_S)
@@ -151,10 +146,7 @@ class EngineCore:
         """
         refused: list[TokenDelta] = []
         failed: list[TokenDelta] = []
-        while not self._compiled.empty():
-            request, grammar = self._compiled.get()
-            if self._compiling.get(request.request_id) is not request:
-                continue  # aborted meanwhile
+        for request, grammar in [waiting for waiting in self._compiling.values() if waiting[1].done()]:
             del self._compiling[request.request_id]
             error = grammar.exception()
             if error is None:
@@ -177,28 +169,6 @@ def refusal(request_id: str, error: InvalidRequestError) -> TokenDelta:
 def failures(request_id: str, indices: Iterable[int], message: str) -> list[TokenDelta]:
     """The last deltas of these completions of a request, which end by no fault of the request."""
     return [TokenDelta(request_id, index, [], finish_reason="error", stop_reason=message) for index in sorted(indices)]
-
-
-def build_engine_core(config: ResolvedConfig, executor: Executor) -> EngineCore:
-    """Start the workers and return a core ready for requests.
-
-    executor: not yet started. Raises ConfigError or ModelError for what cannot work as configured, StartupError if the
-    workers don't come up.
-    """
-    started = time.monotonic()
-    grammars = None
-    if not config.options.skip_tokenizer_init:
-        grammars = GrammarCompiler(config.options.model, config.spec.vocab_size, config.spec.eos_token_ids)
-    try:
-        core = EngineCore(config, executor, executor.start(), grammars)
-    except BaseException:
-        if grammars is not None:
-            grammars.close()
-        executor.shutdown()
-        raise
-    freeze_heap()
-    logger.info("engine ready in %.1f s, %d KV tokens", time.monotonic() - started, core.info.num_kv_tokens)
-    return core
 
 
 def _fitting_length(config: ResolvedConfig, num_blocks: int) -> int:
@@ -234,16 +204,11 @@ def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks
         max_model_len=max_model_len,
         eos_token_ids=config.spec.eos_token_ids,
         preemptive=options.scheduling_policy == "priority",
+        preemption_mode=options.preemption_mode,
         clock=time.monotonic,
     )
     chunk_budget = None
     if options.target_itl_ms is not None:
         step_costs = report.ready[0].step_costs if report.ready else {}
         chunk_budget = ChunkBudget(options.target_itl_ms / 1e3, options.max_num_batched_tokens, window, step_costs)
-    return Scheduler(
-        state,
-        policy=POLICIES[options.scheduling_policy],
-        preemption_mode=options.preemption_mode,
-        chunk_budget=chunk_budget,
-        seed=options.seed,
-    )
+    return Scheduler(state, policy=POLICIES[options.scheduling_policy], chunk_budget=chunk_budget, seed=options.seed)

@@ -16,6 +16,7 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+SILU = ("silu", "swish")
 _ACTIVATIONS: dict[str, Activation] = {
     "relu": F.relu,
     "silu": F.silu,
@@ -37,7 +38,7 @@ def activation(name: str, deterministic: bool = False) -> Activation:
 
 def gated_activation(name: str, deterministic: bool = False) -> Activation:
     """[..., 2d] -> [..., d]: act(gate) * up, gate and up being the halves of the last dimension; as `activation`."""
-    gated = ops.silu_and_mul if name in ("silu", "swish") else _gated(_ACTIVATIONS[name])
+    gated = ops.silu_and_mul if name in SILU else _gated(_ACTIVATIONS[name])
     return _row_by_row(gated) if deterministic else gated
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
-from rayllm.parallel.tp_group import TPGroup
-
 
 def alibi_slopes(num_heads: int) -> list[float]:
     """The slope of each of num_heads heads.
@@ -16,15 +12,3 @@ def alibi_slopes(num_heads: int) -> list[float]:
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     return slopes + [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
-
-
-class ALiBi(torch.nn.Module):
-    """`slopes` [num_heads / tp] float32 of the rank's heads, on the device. One instance serves all layers."""
-
-    slopes: torch.Tensor
-
-    def __init__(self, num_heads: int, *, tp: TPGroup, device: torch.device):
-        super().__init__()
-        count = num_heads // tp.size
-        own = alibi_slopes(num_heads)[tp.rank * count : (tp.rank + 1) * count]
-        self.register_buffer("slopes", torch.tensor(own, dtype=torch.float32, device=device), persistent=False)

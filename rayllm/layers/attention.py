@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 import torch
 
 from rayllm.layers.batch import ForwardBatch
+from rayllm.layers.kv_scales import load_kv_scales
+from rayllm.layers.layer import Heads, Layer, LayerContext
+from rayllm.layers.norm import RMSNorm
+from rayllm.layers.weights import WeightSource
 from rayllm_kernels import ops
-from rayllm_kernels.ops import Contexts, DecodeSchedule, KVCache, Scoring
+from rayllm_kernels.ops import Contexts, DecodeSchedule, HeadNorms, KVCache, KVScales, Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,24 +20,40 @@ class AttentionPlan:
     """A batch cut into its decodes and its prefill chunks, once a step rather than once a layer."""
 
     batch: ForwardBatch
-    decodes: Contexts  # of the first batch.num_decodes sequences, one token each
-    prefills: Contexts  # of the rest
+    # Sequences of one token each that the decode kernel attends; rows [0, num_decodes).
+    num_decodes: int
+    decodes: Contexts
+    # The rest.
+    prefills: Contexts
     prefill_row: int  # of the first prefill token
     prefill_starts: torch.Tensor  # [number of prefill sequences + 1], counts from prefill_row
+    max_query_len: int  # of a prefill sequence, at least
     _schedules: dict[int | None, DecodeSchedule | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: ForwardBatch) -> AttentionPlan:
-        decodes = batch.num_decodes
+    def of(cls, batch: ForwardBatch, context: LayerContext) -> AttentionPlan:
+        """The plan for layers of this context.
+
+        The decode kernel adds up a context in pieces that depend on the batch, so in the deterministic mode every
+        sequence is a prefill chunk. Raises ValueError for a captured step with room for decodes then: its
+        `query_start_loc` does not tell their rows.
+        """
+        decodes, longest = batch.num_decodes, batch.max_query_len
         # Each decode is one token, so the prefill tokens begin at row `decodes` unless some decodes are padding.
         prefill_row = decodes if batch.prefill_row is None else batch.prefill_row
+        if context.deterministic:
+            if decodes and batch.prefill_row is not None:
+                raise ValueError(f"captured steps must hold decodes as chunks, not {decodes} decodes")
+            decodes, prefill_row, longest = 0, 0, max(longest, 1)
         starts = batch.query_start_loc[decodes:]
         return cls(
             batch=batch,
-            prefill_row=prefill_row,
+            num_decodes=decodes,
             decodes=Contexts(batch.block_tables[:decodes], batch.seq_lens[:decodes]),
             prefills=Contexts(batch.block_tables[decodes:], batch.seq_lens[decodes:]),
+            prefill_row=prefill_row,
             prefill_starts=starts - prefill_row if prefill_row and starts.shape[0] > 1 else starts,
+            max_query_len=longest,
         )
 
     def decode_schedule(self, q: torch.Tensor, kv_cache: KVCache, scoring: Scoring) -> DecodeSchedule | None:
@@ -41,35 +61,80 @@ class AttentionPlan:
         window = scoring.sliding_window
         schedule = self._schedules.get(window)
         if schedule is None:
-            schedule = ops.decode_schedule(q[: self.batch.num_decodes], kv_cache, self.decodes, scoring)
+            schedule = ops.decode_schedule(q[: self.num_decodes], kv_cache, self.decodes, scoring)
             self._schedules[window] = schedule
         return schedule
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan, scoring: Scoring
-) -> torch.Tensor:
-    """Store k, v [T, kv heads, head_dim] in the cache, then attend q [T, heads, head_dim] -> [T, heads, head_dim], new.
+class Attention(Layer):
+    """Attention of one layer's heads: `store` the keys and values of a step, then `attend` to them.
 
-    kv_cache is written in place. scoring: of the rank's heads.
+    heads: of the whole model. scoring: its ALiBi slopes are the rank's.
+    rotary: the table of angles by which queries and keys are turned (`rotary.cos_sin_table`); None leaves them alone.
+    norm_eps: of the RMS norms "q_norm" and "k_norm" of each query and key head; None for none.
+    scales: the checkpoint's for a cache in fp8, of the rank's KV heads, on the CPU; None if it has none.
     """
-    ops.reshape_and_cache(k, v, kv_cache, plan.batch.slot_mapping)
-    return attend(q, kv_cache, plan, scoring)
 
+    def __init__(
+        self,
+        context: LayerContext,
+        heads: Heads,
+        scoring: Scoring,
+        rotary: torch.Tensor | None = None,
+        norm_eps: float | None = None,
+    ):
+        super().__init__(context)
+        self.heads, self.scoring, self.rotary = heads, scoring, rotary
+        self.deterministic = context.deterministic
+        self.norms: HeadNorms | None = None
+        if norm_eps is not None:
+            self.q_norm = RMSNorm(context.at("q_norm"), heads.head_dim, norm_eps)
+            self.k_norm = RMSNorm(context.at("k_norm"), heads.head_dim, norm_eps)
+            self.norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, norm_eps)
+        self.scales: KVScales | None = None
 
-def attend(q: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan, scoring: Scoring) -> torch.Tensor:
-    """Attend q [T, heads, head_dim] to a cache that holds this step's keys and values -> a new tensor like q.
+    def store(self, qkv: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
+        """Norm and turn the heads, write keys and values into the cache -> queries [T, heads, head_dim].
 
-    scoring: of the rank's heads.
-    """
-    batch, out = plan.batch, q.new_empty(q.shape)
-    decodes = batch.num_decodes
-    if decodes:
-        schedule = plan.decode_schedule(q, kv_cache, scoring)
-        ops.paged_decode_attention(q[:decodes], kv_cache, plan.decodes, scoring, schedule=schedule, out=out[:decodes])
-    first = plan.prefill_row
-    if first < q.shape[0]:  # after the decodes, whose padding rows are zeroed there
-        ops.paged_prefill_attention(
-            q[first:], kv_cache, plan.prefills, scoring, plan.prefill_starts, batch.max_query_len, out=out[first:]
-        )
-    return out
+        qkv: [T, (heads + 2 KV heads) * head_dim] of the rank, those of queries first, then keys, then values.
+        """
+        batch = plan.batch
+        if self.rotary is not None:
+            return ops.qk_norm_rope_cache(
+                qkv,
+                self.norms,
+                batch.positions,
+                self.rotary,
+                kv_cache,
+                batch.slot_mapping,
+                deterministic=self.deterministic,
+            )
+        all_heads, kv = qkv.view(qkv.shape[0], -1, self.heads.head_dim), kv_cache.k.shape[1]
+        q, k, v = all_heads.split([all_heads.shape[1] - 2 * kv, kv, kv], dim=1)
+        ops.reshape_and_cache(k, v, kv_cache, batch.slot_mapping)
+        return q
+
+    def attend(self, q: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
+        """Attend q [T, heads, head_dim] to a cache that holds this step's keys and values -> [T, heads * head_dim]."""
+        out = q.new_empty(q.shape)
+        decodes, first = plan.num_decodes, plan.prefill_row
+        if decodes:
+            schedule = plan.decode_schedule(q, kv_cache, self.scoring)
+            ops.paged_decode_attention(
+                q[:decodes], kv_cache, plan.decodes, self.scoring, schedule=schedule, out=out[:decodes]
+            )
+        if first < q.shape[0]:  # after the decodes, whose padding rows are zeroed there
+            ops.paged_prefill_attention(
+                q[first:],
+                kv_cache,
+                plan.prefills,
+                self.scoring,
+                plan.prefill_starts,
+                plan.max_query_len,
+                deterministic=self.deterministic,
+                out=out[first:],
+            )
+        return out.flatten(1)
+
+    def load(self, source: WeightSource) -> None:
+        self.scales = load_kv_scales(source, self.prefix, self.heads.num_kv_heads, self.tp)

@@ -14,10 +14,11 @@ K_NAMES = ("k_scale", "attn.k_scale", "k_proj.k_scale")
 
 
 def load_kv_scales(source: WeightSource, prefix: str, num_kv_heads: int, tp: TPGroup) -> KVScales | None:
-    """The scales of the rank's KV heads in the attention layer `prefix`, on the CPU; None if the checkpoint has none.
+    """The scales of the rank's KV heads in an attention layer, on the CPU; None if the checkpoint has none.
 
-    num_kv_heads: of the whole model. A stored scale is one number for all heads, or one for each. Raises ModelError for
-    any other number of them, for a scale that is not a positive number, and if only one of keys and values has any.
+    prefix: of the layer's names. num_kv_heads: of the whole model. A stored scale is one number for all heads, or one
+    for each. Raises ModelError for any other number of them, for a scale that is not a positive number, and if only one
+    of keys and values has any.
     """
     for name in K_NAMES:
         k_name, v_name = prefix + name, prefix + name.replace("k_", "v_")

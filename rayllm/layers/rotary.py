@@ -5,19 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
 
 from rayllm.config.rope import RopeSpec
-
-
-class RotaryEmbedding(nn.Module):
-    """The table `cos_sin` for positions 0 <= position < max_position, on the device. One instance serves all layers."""
-
-    cos_sin: torch.Tensor
-
-    def __init__(self, rope: RopeSpec, max_position: int, *, device: torch.device):
-        super().__init__()
-        self.register_buffer("cos_sin", cos_sin_table(rope, max_position).to(device), persistent=False)
 
 
 def cos_sin_table(rope: RopeSpec, max_position: int) -> torch.Tensor:

@@ -19,27 +19,21 @@ class WeightSource(ABC):
         self._written: dict[int, int] = {}
 
     @abstractmethod
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
-
-    @abstractmethod
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The whole tensor `name`."""
-
-    @abstractmethod
     def slice(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> torch.Tensor:
         """Entries [start, stop) along `dim` of the tensor `name`, whose full shape is `shape`."""
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The whole tensor `name`."""
+        return self.slice(name, shape, 0, 0, shape[0])
 
     def optional(self, name: str) -> torch.Tensor | None:  # noqa: ARG002
         """The whole tensor `name`, of whatever shape; None if there is none, or if weights are made up."""
         return None
 
-    @abstractmethod
-    def skip(self, name: str) -> None:
+    def skip(self, name: str) -> None:  # noqa: B027
         """Say that `name` is left unread on purpose."""
 
-    @abstractmethod
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """Raises ModelError naming weights that were asked for and missing, or that nobody asked for."""
 
     def write(self, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -55,8 +49,3 @@ class WeightSource(ABC):
             for name, parameter in module.named_parameters()
             if self._written.get(parameter.untyped_storage().data_ptr(), 0) != parameter.numel()
         ]
-
-
-def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter to be filled by `WeightSource.write`; its contents are undefined until then."""
-    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)

@@ -6,132 +6,61 @@ import torch
 from torch import nn
 
 from rayllm.config.model_spec import BloomSpec, ModelSpec
-from rayllm.layers.activation import activation
-from rayllm.layers.alibi import ALiBi
-from rayllm.layers.attention import AttentionPlan, KVCache, attention
-from rayllm.layers.attention_deterministic import attend_deterministic
+from rayllm.layers.attention import AttentionPlan, KVCache
 from rayllm.layers.batch import ForwardBatch
-from rayllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from rayllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from rayllm.layers.norm import LayerNorm
-from rayllm.layers.weights import WeightSource
-from rayllm.models.base import CausalLM, name_prefix
-from rayllm.parallel.tp_group import TPGroup
-from rayllm_kernels import ops
+from rayllm.layers.context import BuildContext
+from rayllm.models.base import CausalLM, heads_of
+from rayllm_kernels.ops import Scoring
 
 
 class BloomLayer(nn.Module):
     """One block: attention and MLP, each with a norm before it, and a residual from before that norm or after it."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        bloom: BloomSpec,
-        tp: TPGroup,
-        device: torch.device,
-        dtype: torch.dtype,
-        deterministic: bool,
-    ):
+    def __init__(self, build: BuildContext, spec: ModelSpec, bloom: BloomSpec, slopes: torch.Tensor):
         super().__init__()
-        hidden, inner, self.deterministic = spec.hidden_size, spec.intermediate_size, deterministic
-        self.residual_after_norm, self.scale = bloom.residual_after_norm, spec.head_dim**-0.5
-        self.qkv_proj = QKVParallelLinear(
-            hidden,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            bias=True,
-            tp=tp,
-            device=device,
-            dtype=dtype,
-            deterministic=deterministic,
-        )
-        self.dense = RowParallelLinear(
-            hidden, hidden, bias=True, tp=tp, device=device, dtype=dtype, deterministic=deterministic
-        )
-        self.dense_h_to_4h = ColumnParallelLinear(
-            hidden, inner, bias=True, tp=tp, device=device, dtype=dtype, deterministic=deterministic
-        )
-        self.dense_4h_to_h = RowParallelLinear(
-            inner, hidden, bias=True, tp=tp, device=device, dtype=dtype, deterministic=deterministic
-        )
-        self.act = activation(spec.hidden_act, deterministic)
-        self.input_layernorm = LayerNorm(hidden, spec.norm_eps, affine=True, device=device, dtype=dtype)
-        self.post_attention_layernorm = LayerNorm(hidden, spec.norm_eps, affine=True, device=device, dtype=dtype)
+        hidden, inner, heads, eps = spec.hidden_size, spec.intermediate_size, heads_of(spec), spec.norm_eps
+        self_attention, mlp = build.at("self_attention"), build.at("mlp")
+        self.residual_after_norm = bloom.residual_after_norm
+        self.qkv_proj = self_attention.interleaved_qkv_linear("query_key_value", hidden, heads, bias=True)
+        self.attention = self_attention.attention(heads, Scoring(spec.head_dim**-0.5, alibi_slopes=slopes))
+        self.dense = self_attention.row_linear("dense", hidden, hidden, bias=True)
+        self.dense_h_to_4h = mlp.column_linear("dense_h_to_4h", hidden, inner, bias=True)
+        self.dense_4h_to_h = mlp.row_linear("dense_4h_to_h", inner, hidden, bias=True)
+        self.act = build.activation(spec.hidden_act)
+        self.input_layernorm = build.layer_norm("input_layernorm", hidden, eps)
+        self.post_attention_layernorm = build.layer_norm("post_attention_layernorm", hidden, eps)
 
-    def forward(self, x: torch.Tensor, alibi: ALiBi, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
         normed = self.input_layernorm(x)
-        x = (normed if self.residual_after_norm else x) + self._attend(normed, alibi, kv_cache, plan)
+        q = self.attention.store(self.qkv_proj(normed), kv_cache, plan)
+        attended = self.dense(self.attention.attend(q, kv_cache, plan))
+        x = (normed if self.residual_after_norm else x) + attended
         normed = self.post_attention_layernorm(x)
         hidden = self.dense_4h_to_h(self.act(self.dense_h_to_4h(normed)))
         return (normed if self.residual_after_norm else x) + hidden
-
-    def _attend(self, x: torch.Tensor, alibi: ALiBi, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
-        q, k, v = self.qkv_proj(x)
-        scoring = ops.Scoring(self.scale, alibi_slopes=alibi.slopes)
-        if self.deterministic:
-            ops.reshape_and_cache(k, v, kv_cache, plan.batch.slot_mapping)
-            out = attend_deterministic(q, kv_cache, plan.batch, scoring)
-        else:
-            out = attention(q, k, v, kv_cache, plan, scoring)
-        return self.dense(out.flatten(1))
-
-    def load(self, source: WeightSource, prefix: str) -> None:
-        self.qkv_proj.load_interleaved(source, prefix + "self_attention.query_key_value")
-        self.dense.load(source, prefix + "self_attention.dense")
-        self.dense_h_to_4h.load(source, prefix + "mlp.dense_h_to_4h")
-        self.dense_4h_to_h.load(source, prefix + "mlp.dense_4h_to_h")
-        self.input_layernorm.load(source, prefix + "input_layernorm")
-        self.post_attention_layernorm.load(source, prefix + "post_attention_layernorm")
 
 
 class BloomForCausalLM(CausalLM):
     """See `CausalLM`."""
 
-    def __init__(
-        self, spec: ModelSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False
-    ):
-        super().__init__(spec, tp, deterministic)
-        bloom = spec.bloom
-        if bloom is None:
-            raise ValueError(f"{spec.architecture} needs the fields of BLOOM")
-        hidden, eps = spec.hidden_size, spec.norm_eps
-        self.word_embeddings = VocabParallelEmbedding(spec.vocab_size, hidden, tp=tp, device=device, dtype=dtype)
-        self.word_embeddings_layernorm = LayerNorm(hidden, eps, affine=True, device=device, dtype=dtype)
-        self.alibi = ALiBi(spec.num_heads, tp=tp, device=device)
-        self.layers = nn.ModuleList(
-            BloomLayer(spec, bloom, tp, device, dtype, deterministic) for _ in range(spec.num_layers)
-        )
-        self.ln_f = LayerNorm(hidden, eps, affine=True, device=device, dtype=dtype)
-        self.lm_head = ParallelLMHead(
-            spec.vocab_size,
-            hidden,
-            tied=self.word_embeddings if spec.tie_word_embeddings else None,
-            tp=tp,
-            device=device,
-            dtype=dtype,
-            deterministic=deterministic,
-        )
+    def __init__(self, build: BuildContext, spec: ModelSpec):
+        super().__init__(build, spec)
+        bloom, hidden, eps = spec.bloom, spec.hidden_size, spec.norm_eps
+        assert bloom is not None
+        body, slopes = build.at("transformer"), build.alibi_slopes(spec.num_heads)
+        self.word_embeddings = body.embedding("word_embeddings", spec.vocab_size, hidden)
+        self.word_embeddings_layernorm = body.layer_norm("word_embeddings_layernorm", hidden, eps)
+        self.layers = nn.ModuleList(BloomLayer(body.at(f"h.{i}"), spec, bloom, slopes) for i in range(spec.num_layers))
+        self.ln_f = body.layer_norm("ln_f", hidden, eps)
+        tied = self.word_embeddings if spec.tie_word_embeddings else None
+        self.lm_head = build.lm_head("lm_head", spec.vocab_size, hidden, tied=tied)
 
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
-        plan = AttentionPlan.of(batch)
+        plan = AttentionPlan.of(batch, self.build)
         x = self.word_embeddings_layernorm(self.word_embeddings(batch.input_ids))
         for layer, kv_cache in zip(self.layers, kv_caches, strict=False):
-            x = layer(x, self.alibi, kv_cache, plan)
+            x = layer(x, kv_cache, plan)
         if batch.logit_rows is not None:
             x = x[batch.logit_rows]
         return self.ln_f(x)
-
-    def local_logits(self, hidden: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
-        return self.lm_head(hidden, room)
-
-    def load(self, source: WeightSource) -> None:
-        prefix = name_prefix(source, "word_embeddings.weight", "transformer.")
-        self.word_embeddings.load(source, prefix + "word_embeddings")
-        self.word_embeddings_layernorm.load(source, prefix + "word_embeddings_layernorm")
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, BloomLayer)
-            layer.load(source, f"{prefix}h.{i}.")
-        self.ln_f.load(source, prefix + "ln_f")
-        self.lm_head.load(source, "lm_head")

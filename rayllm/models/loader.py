@@ -13,9 +13,10 @@ from tqdm import tqdm
 from rayllm.config.json_fields import read_json_object
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ModelError
+from rayllm.layers.context import BuildContext
 from rayllm.layers.weights import WeightSource
 from rayllm.models.base import CausalLM
-from rayllm.models.registry import model_class
+from rayllm.models.registry import MODEL_CLASSES
 from rayllm.parallel.tp_group import TPGroup
 
 # Buffers that old checkpoints hold and that the model derives from its config.
@@ -41,13 +42,6 @@ class Checkpoint(WeightSource):
         # Shown on terminals only, so not by the ranks of a cluster.
         self._bar = tqdm(total=len(self._file_of), desc="Loading weights", unit="tensor", disable=None, leave=False)
 
-    def has(self, name: str) -> bool:
-        return name in self._file_of
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        view = self._view(name, shape)
-        return torch.zeros(()).expand(shape) if view is None else view[...]
-
     def slice(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> torch.Tensor:
         view = self._view(name, shape)
         if view is None:
@@ -55,11 +49,11 @@ class Checkpoint(WeightSource):
         return view[(slice(None),) * dim + (slice(start, stop),)]
 
     def optional(self, name: str) -> torch.Tensor | None:
-        view = self._view(name, None) if name in self._file_of else None
+        view = self._view(name, None) if self._stored(name) in self._file_of else None
         return None if view is None else view[...]
 
     def skip(self, name: str) -> None:
-        self._used.add(name)
+        self._used.add(self._stored(name))
 
     def finish(self) -> None:
         self._bar.close()
@@ -72,8 +66,14 @@ class Checkpoint(WeightSource):
             )
         self._open.clear()
 
+    def _stored(self, name: str) -> str:
+        """The name as it is stored: the checkpoint of a model's body alone lacks the first part of its names."""
+        of_body = name.partition(".")[2]
+        return of_body if of_body in self._file_of and name not in self._file_of else name
+
     def _view(self, name: str, shape: tuple[int, ...] | None) -> Any:
         """A lazy slice of the stored tensor, None if there is none. shape: None takes any."""
+        name = self._stored(name)
         if name not in self._file_of:
             self._missing.append(name)
             return None
@@ -141,9 +141,6 @@ class DummyCheckpoint(WeightSource):
         super().__init__()
         self._seed, self._device, self._dtype = seed, device, dtype
 
-    def has(self, name: str) -> bool:  # noqa: ARG002
-        return True
-
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "little"))
@@ -152,12 +149,6 @@ class DummyCheckpoint(WeightSource):
 
     def slice(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> torch.Tensor:
         return self.tensor(name, shape).narrow(dim, start, stop - start)
-
-    def skip(self, name: str) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 def load_model(config: ResolvedConfig, tp: TPGroup, device: torch.device) -> CausalLM:
@@ -172,7 +163,7 @@ def load_model(config: ResolvedConfig, tp: TPGroup, device: torch.device) -> Cau
     else:
         source = Checkpoint(options.model)
     with torch.no_grad():
-        model = model_class(spec.architecture)(spec, tp, device, dtype, options.deterministic)
+        model = MODEL_CLASSES[spec.architecture](BuildContext.of(config, tp, device), spec)
         model.load(source)
     source.finish()
     if unwritten := source.unwritten(model):

@@ -6,18 +6,13 @@ import torch
 from torch import nn
 
 from rayllm.config.model_spec import ModelSpec, OPTSpec
-from rayllm.layers.activation import activation
-from rayllm.layers.attention import AttentionPlan, KVCache, attention
-from rayllm.layers.attention_deterministic import attend_deterministic
+from rayllm.layers.attention import AttentionPlan, KVCache
 from rayllm.layers.batch import ForwardBatch
-from rayllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from rayllm.layers.kv_scales import load_kv_scales
-from rayllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from rayllm.layers.context import BuildContext
+from rayllm.layers.linear import ColumnLinear
 from rayllm.layers.norm import LayerNorm
-from rayllm.layers.weights import WeightSource
-from rayllm.models.base import CausalLM, name_prefix
-from rayllm.parallel.tp_group import TPGroup
-from rayllm_kernels import ops
+from rayllm.models.base import CausalLM, heads_of
+from rayllm_kernels.ops import Scoring
 
 # OPT's position table has two rows before position 0, a heritage of fairseq's padding index.
 POSITION_OFFSET = 2
@@ -26,35 +21,19 @@ POSITION_OFFSET = 2
 class OPTLayer(nn.Module):
     """One block: attention and MLP, each with its residual and its norm before (or, in OPT-350m, after)."""
 
-    def __init__(
-        self, spec: ModelSpec, opt: OPTSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool
-    ):
+    def __init__(self, build: BuildContext, spec: ModelSpec, opt: OPTSpec):
         super().__init__()
-        hidden, inner, self.deterministic = spec.hidden_size, spec.intermediate_size, deterministic
-        self.pre_norm, self.scoring = opt.pre_norm, ops.Scoring(spec.head_dim**-0.5)
-        self.qkv_proj = QKVParallelLinear(
-            hidden,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            bias=spec.qkv_bias,
-            tp=tp,
-            device=device,
-            dtype=dtype,
-            deterministic=deterministic,
-        )
-        self.out_proj = RowParallelLinear(
-            hidden, hidden, bias=spec.attention_out_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic
-        )
-        self.fc1 = ColumnParallelLinear(
-            hidden, inner, bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic
-        )
-        self.fc2 = RowParallelLinear(
-            inner, hidden, bias=spec.mlp_bias, tp=tp, device=device, dtype=dtype, deterministic=deterministic
-        )
-        self.act = activation(spec.hidden_act, deterministic)
-        self.self_attn_layer_norm = LayerNorm(hidden, spec.norm_eps, affine=opt.norm_affine, device=device, dtype=dtype)
-        self.final_layer_norm = LayerNorm(hidden, spec.norm_eps, affine=opt.norm_affine, device=device, dtype=dtype)
+        hidden, inner, heads, eps = spec.hidden_size, spec.intermediate_size, heads_of(spec), spec.norm_eps
+        self_attn = build.at("self_attn")
+        self.pre_norm = opt.pre_norm
+        self.qkv_proj = self_attn.qkv_linear(hidden, heads, bias=spec.qkv_bias)
+        self.attention = self_attn.attention(heads, Scoring(spec.head_dim**-0.5))
+        self.out_proj = self_attn.row_linear("out_proj", hidden, hidden, bias=spec.attention_out_bias)
+        self.fc1 = build.column_linear("fc1", hidden, inner, bias=spec.mlp_bias)
+        self.fc2 = build.row_linear("fc2", inner, hidden, bias=spec.mlp_bias)
+        self.act = build.activation(spec.hidden_act)
+        self.self_attn_layer_norm = build.layer_norm("self_attn_layer_norm", hidden, eps, affine=opt.norm_affine)
+        self.final_layer_norm = build.layer_norm("final_layer_norm", hidden, eps, affine=opt.norm_affine)
 
     def forward(self, x: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
@@ -65,82 +44,37 @@ class OPTLayer(nn.Module):
         return self.final_layer_norm(x + self._mlp(x))
 
     def _attend(self, x: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
-        q, k, v = self.qkv_proj(x)
-        if self.deterministic:
-            ops.reshape_and_cache(k, v, kv_cache, plan.batch.slot_mapping)
-            out = attend_deterministic(q, kv_cache, plan.batch, self.scoring)
-        else:
-            out = attention(q, k, v, kv_cache, plan, self.scoring)
-        return self.out_proj(out.flatten(1))
+        q = self.attention.store(self.qkv_proj(x), kv_cache, plan)
+        return self.out_proj(self.attention.attend(q, kv_cache, plan))
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc2(self.act(self.fc1(x)))
-
-    def load(self, source: WeightSource, prefix: str) -> None:
-        self.qkv_proj.load(source, prefix + "self_attn.")
-        self.out_proj.load(source, prefix + "self_attn.out_proj")
-        self.fc1.load(source, prefix + "fc1")
-        self.fc2.load(source, prefix + "fc2")
-        self.self_attn_layer_norm.load(source, prefix + "self_attn_layer_norm")
-        self.final_layer_norm.load(source, prefix + "final_layer_norm")
 
 
 class OPTForCausalLM(CausalLM):
     """See `CausalLM`. The projection from hidden_size to the embeddings' width is a part of `local_logits`."""
 
-    def __init__(
-        self, spec: ModelSpec, tp: TPGroup, device: torch.device, dtype: torch.dtype, deterministic: bool = False
-    ):
-        super().__init__(spec, tp, deterministic)
-        opt = spec.opt
-        if opt is None:
-            raise ValueError(f"{spec.architecture} needs the fields of OPT")
-        alone = TPGroup.single()
-        self.embed_tokens = VocabParallelEmbedding(spec.vocab_size, opt.embed_dim, tp=tp, device=device, dtype=dtype)
-        self.embed_positions = VocabParallelEmbedding(
-            spec.max_position_embeddings + POSITION_OFFSET, spec.hidden_size, tp=alone, device=device, dtype=dtype
-        )
-        self.project_in: ColumnParallelLinear | None = None
-        self.project_out: ColumnParallelLinear | None = None
-        if opt.embed_dim != spec.hidden_size:
-            self.project_in = ColumnParallelLinear(
-                opt.embed_dim,
-                spec.hidden_size,
-                bias=False,
-                tp=alone,
-                device=device,
-                dtype=dtype,
-                deterministic=deterministic,
-            )
-            self.project_out = ColumnParallelLinear(
-                spec.hidden_size,
-                opt.embed_dim,
-                bias=False,
-                tp=alone,
-                device=device,
-                dtype=dtype,
-                deterministic=deterministic,
-            )
-        self.layers = nn.ModuleList(
-            OPTLayer(spec, opt, tp, device, dtype, deterministic) for _ in range(spec.num_layers)
-        )
+    def __init__(self, build: BuildContext, spec: ModelSpec):
+        super().__init__(build, spec)
+        opt, hidden, positions = spec.opt, spec.hidden_size, spec.max_position_embeddings + POSITION_OFFSET
+        assert opt is not None
+        body = build.at("model.decoder")
+        self.embed_tokens = body.embedding("embed_tokens", spec.vocab_size, opt.embed_dim)
+        self.embed_positions = body.replicated.embedding("embed_positions", positions, hidden)
+        self.project_in: ColumnLinear | None = None
+        self.project_out: ColumnLinear | None = None
+        if opt.embed_dim != hidden:
+            self.project_in = body.replicated.column_linear("project_in", opt.embed_dim, hidden, bias=False)
+            self.project_out = body.replicated.column_linear("project_out", hidden, opt.embed_dim, bias=False)
+        self.layers = nn.ModuleList(OPTLayer(body.at(f"layers.{i}"), spec, opt) for i in range(spec.num_layers))
         self.final_layer_norm: LayerNorm | None = None
         if opt.final_norm:
-            self.final_layer_norm = LayerNorm(
-                spec.hidden_size, spec.norm_eps, affine=opt.norm_affine, device=device, dtype=dtype
-            )
-        self.lm_head = ParallelLMHead(
-            spec.vocab_size,
-            opt.embed_dim,
-            tied=self.embed_tokens if spec.tie_word_embeddings else None,
-            tp=tp,
-            device=device,
-            dtype=dtype,
-            deterministic=deterministic,
-        )
+            self.final_layer_norm = body.layer_norm("final_layer_norm", hidden, spec.norm_eps, affine=opt.norm_affine)
+        tied = self.embed_tokens if spec.tie_word_embeddings else None
+        self.lm_head = build.lm_head("lm_head", spec.vocab_size, opt.embed_dim, tied=tied)
 
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
-        plan = AttentionPlan.of(batch)
+        plan = AttentionPlan.of(batch, self.build)
         x = self.embed_tokens(batch.input_ids)
         if self.project_in is not None:
             x = self.project_in(x)
@@ -152,20 +86,4 @@ class OPTForCausalLM(CausalLM):
         return x if self.final_layer_norm is None else self.final_layer_norm(x)
 
     def local_logits(self, hidden: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
-        return self.lm_head(hidden if self.project_out is None else self.project_out(hidden), room)
-
-    def load(self, source: WeightSource) -> None:
-        prefix = name_prefix(source, "decoder.embed_tokens.weight") + "decoder."
-        self.embed_tokens.load(source, prefix + "embed_tokens")
-        self.embed_positions.load(source, prefix + "embed_positions")
-        if self.project_in is not None and self.project_out is not None:
-            self.project_in.load(source, prefix + "project_in")
-            self.project_out.load(source, prefix + "project_out")
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, OPTLayer)
-            layer.load(source, f"{prefix}layers.{i}.")
-            names = f"{prefix}layers.{i}.self_attn."
-            self.kv_scales[i] = load_kv_scales(source, names, self.spec.num_kv_heads, self.tp)
-        if self.final_layer_norm is not None:
-            self.final_layer_norm.load(source, prefix + "final_layer_norm")
-        self.lm_head.load(source, "lm_head")
+        return super().local_logits(hidden if self.project_out is None else self.project_out(hidden), room)

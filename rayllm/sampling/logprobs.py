@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,29 +14,18 @@ from rayllm.api.types import TokenLogprobs
 from rayllm_kernels import ops
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobTensors:
-    """Log-probabilities (natural log) at M positions, K of the most likely tokens each.
+class LogprobTensors(NamedTuple):
+    """Log-probabilities (natural log) at M positions, K of the most likely tokens each."""
 
-    token_ids: [M] int64, the chosen tokens. logprobs: [M] float32. ranks: [M] int64, 1 + the number of more likely
-    tokens. top_ids: [M, K] int64, most likely first, lower ids first among equals. top_logprobs: [M, K] float32.
-    """
-
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    ranks: torch.Tensor
-    top_ids: torch.Tensor
-    top_logprobs: torch.Tensor
+    token_ids: torch.Tensor  # [M] int64, the chosen tokens
+    logprobs: torch.Tensor  # [M] float32
+    ranks: torch.Tensor  # [M] int64, 1 + the number of more likely tokens
+    top_ids: torch.Tensor  # [M, K] int64, most likely first, lower ids first among equals
+    top_logprobs: torch.Tensor  # [M, K] float32
 
     def to_host(self, non_blocking: bool = True) -> LogprobTensors:
         """The same on the CPU. If non_blocking, copies from CUDA only start: wait for an event recorded after them."""
-        return LogprobTensors(
-            self.token_ids.to("cpu", non_blocking=non_blocking),
-            self.logprobs.to("cpu", non_blocking=non_blocking),
-            self.ranks.to("cpu", non_blocking=non_blocking),
-            self.top_ids.to("cpu", non_blocking=non_blocking),
-            self.top_logprobs.to("cpu", non_blocking=non_blocking),
-        )
+        return LogprobTensors(*(tensor.to("cpu", non_blocking=non_blocking) for tensor in self))
 
 
 def gather(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
@@ -50,15 +39,7 @@ def gather(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, nu
 
 def to_entries(tensors: LogprobTensors, num_top: Sequence[int]) -> list[TokenLogprobs]:
     """One struct a position. tensors: on the host, M positions. num_top: [M], how many top tokens each asked for."""
-    columns = zip(
-        tensors.token_ids.tolist(),
-        tensors.logprobs.tolist(),
-        tensors.ranks.tolist(),
-        tensors.top_ids.tolist(),
-        tensors.top_logprobs.tolist(),
-        num_top,
-        strict=True,
-    )
+    columns = zip(*(tensor.tolist() for tensor in tensors), num_top, strict=True)
     return [TokenLogprobs(token, lp, rank, ids[:k], lps[:k]) for token, lp, rank, ids, lps, k in columns]
 
 

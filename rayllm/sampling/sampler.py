@@ -12,23 +12,22 @@ where biases, bans or penalties change them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from rayllm.api.types import TokenLogprobs
-from rayllm.sampling import logit_bias, logprobs
+from rayllm.sampling import logprobs
 from rayllm.sampling.logprobs import LogprobTensors
 from rayllm.sampling.sampling_batch import CutRows, DrawRows, SamplingBatch
 from rayllm_kernels import ops
 
 
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """token_ids: [N] int64. logprobs: for the M rows that asked, in the batch's order; None if M is 0."""
+class SamplerOutput(NamedTuple):
+    """What N rows drew."""
 
-    token_ids: torch.Tensor
-    logprobs: LogprobTensors | None
+    token_ids: torch.Tensor  # [N] int64
+    logprobs: LogprobTensors | None  # of the M rows that asked, in the batch's order; None if M is 0
 
     def to_host(self) -> SamplerOutput:
         """The same on the CPU. From CUDA the copies only start here: wait for an event recorded after them."""
@@ -72,9 +71,9 @@ def _changed_logits(raw: torch.Tensor, batch: SamplingBatch, token_table: torch.
     """Logits after everything that applies to greedy rows too, in a new float32 tensor. raw: [N, V]."""
     scores = raw.to(torch.float32, copy=True)
     if batch.bias is not None:
-        logit_bias.add_bias(scores, batch.bias.rows, batch.bias.token_ids, batch.bias.values)
+        batch.bias.apply(scores)
     if batch.bans is not None:
-        logit_bias.ban(scores, batch.bans.rows, batch.bans.token_ids)
+        batch.bans.apply(scores)
     if batch.penalties is not None:
         ops.penalise(scores, token_table, batch.penalties)
     return scores

@@ -6,42 +6,48 @@ views of one buffer, so that a batch is one host-to-device copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from rayllm_kernels.ops import CutRows, DrawRows, PenaltyRows
 
-
-@dataclass(frozen=True, slots=True)
-class BiasEntries:
-    """E user biases. rows (indices into the batch), token_ids: [E] int64. values: [E] float32."""
-
-    rows: torch.Tensor
-    token_ids: torch.Tensor
-    values: torch.Tensor
+_TORCH_DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int64", "float32", "uint8")}
 
 
-@dataclass(frozen=True, slots=True)
-class BanEntries:
-    """E tokens that must not be drawn. rows (indices into the batch), token_ids: [E] int64."""
+class BiasEntries(NamedTuple):
+    """E user biases, no token of a row twice."""
 
-    rows: torch.Tensor
-    token_ids: torch.Tensor
+    rows: torch.Tensor  # [E] int64, indices into the batch
+    token_ids: torch.Tensor  # [E] int64
+    values: torch.Tensor  # [E] float32
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Add the values to their logits [N, V] float32, in place."""
+        logits[self.rows, self.token_ids] += self.values
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobRows:
-    """The M rows that report log-probabilities.
+class BanEntries(NamedTuple):
+    """E tokens that must not be drawn."""
 
-    host_rows: indices into the batch, ascending. num_top: how many top tokens each asked for. rows: [M] int64,
-    host_rows on the device.
-    """
+    rows: torch.Tensor  # [E] int64, indices into the batch
+    token_ids: torch.Tensor  # [E] int64
 
-    host_rows: list[int]
-    num_top: list[int]
-    rows: torch.Tensor
+    def apply(self, logits: torch.Tensor) -> None:
+        """Make their logits [N, V] -inf, in place."""
+        logits.index_put_((self.rows, self.token_ids), logits.new_full((), float("-inf")))
+
+
+class LogprobRows(NamedTuple):
+    """The M rows that report log-probabilities."""
+
+    host_rows: list[int]  # [M] indices into the batch, ascending
+    num_top: list[int]  # [M] how many top tokens each asked for
+    rows: torch.Tensor  # [M] int64, host_rows on the device
 
     @property
     def max_num_top(self) -> int:
@@ -57,12 +63,12 @@ class SamplingBatch:
     """
 
     num_rows: int
-    draw: DrawRows | None
-    cut: CutRows | None
-    penalties: PenaltyRows | None
-    bias: BiasEntries | None
-    bans: BanEntries | None
-    logprobs: LogprobRows | None
+    draw: DrawRows | None = None
+    cut: CutRows | None = None
+    penalties: PenaltyRows | None = None
+    bias: BiasEntries | None = None
+    bans: BanEntries | None = None
+    logprobs: LogprobRows | None = None
 
     @property
     def changes_logits(self) -> bool:
@@ -70,36 +76,19 @@ class SamplingBatch:
         return self.bias is not None or self.bans is not None or self.penalties is not None
 
 
-class Packer:
-    """Collects host arrays and brings them to a device in one copy."""
+def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """C-contiguous arrays of int64, float32 or uint8 on a device: views of one copy.
 
-    def __init__(self) -> None:
-        self._arrays: list[np.ndarray] = []
-
-    def add(self, *arrays: np.ndarray) -> slice:
-        """Add C-contiguous arrays [fields, length]; the result says where `copy`'s list has their rows, in order."""
-        first = len(self._arrays)
-        self._arrays += arrays
-        return slice(first, len(self._arrays))
-
-    def copy(self, device: torch.device) -> list[tuple[torch.Tensor, ...]]:
-        """For each array added, its rows ([length] each) on the device.
-
-        To CUDA the copy starts from pinned memory and is not waited for: the allocator of pinned memory does not
-        hand the source out again before the copy is done.
-        """
-        padded = [-(-array.nbytes // 8) * 8 for array in self._arrays]  # views need aligned starts
-        host = torch.empty(sum(padded), dtype=torch.uint8, pin_memory=device.type == "cuda")
-        target = host.numpy()
-        start = 0
-        for array, size in zip(self._arrays, padded, strict=True):
-            target[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-            start += size
-        packed = host.to(device, non_blocking=True)
-        views = []
-        start = 0
-        for array, size in zip(self._arrays, padded, strict=True):
-            dtype = torch.float32 if array.dtype == np.float32 else torch.int64
-            views.append(packed[start : start + array.nbytes].view(dtype).view(array.shape).unbind(0))
-            start += size
-        return views
+    To CUDA the copy starts from pinned memory and is not waited for: the allocator of pinned memory does not hand the
+    source out again before the copy is done.
+    """
+    starts = list(accumulate((-(-array.nbytes // 8) * 8 for array in arrays), initial=0))  # views need aligned starts
+    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = host.numpy()
+    for array, start in zip(arrays, starts, strict=False):
+        target[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    packed = host.to(device, non_blocking=True)
+    return [
+        packed[start : start + array.nbytes].view(_TORCH_DTYPES[array.dtype]).view(array.shape)
+        for array, start in zip(arrays, starts, strict=False)
+    ]

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from rayllm.sampling.sampling_batch import to_device
 
-@dataclass(frozen=True, slots=True)
-class TokenMasks:
-    """Which tokens M rows may take. rows: [M] int64, indices into the batch. bits: [M, B] uint8, token i in bit i % 8
-    of byte i // 8; 8 B is at least the vocabulary.
-    """
 
-    rows: torch.Tensor
-    bits: torch.Tensor
+class TokenMasks(NamedTuple):
+    """Which tokens M rows may take."""
+
+    rows: torch.Tensor  # [M] int64, indices into the batch
+    bits: torch.Tensor  # [M, B] uint8, token i in bit i % 8 of byte i // 8; 8 B is at least the vocabulary
 
     @classmethod
     def of(cls, masks: list[tuple[int, bytes]], device: torch.device) -> TokenMasks:
         """`StepPlan.masks` (at least one), in one copy to the device."""
-        rows = np.array([row for row, _bits in masks], np.int64)
-        host = torch.frombuffer(bytearray(rows.tobytes() + b"".join(bits for _row, bits in masks)), dtype=torch.uint8)
-        if device.type == "cuda":
-            host = host.pin_memory()
-        packed = host.to(device, non_blocking=True)
-        return cls(packed[: rows.nbytes].view(torch.int64), packed[rows.nbytes :].view(len(masks), -1))
+        bits = np.frombuffer(b"".join(bits for _row, bits in masks), np.uint8).reshape(len(masks), -1)
+        return cls(*to_device([np.array([row for row, _bits in masks], np.int64), bits], device))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """A copy of the logits [N, V] with -inf for the tokens that a masked row may not take."""

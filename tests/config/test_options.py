@@ -3,13 +3,12 @@
 import pytest
 
 from rayllm.config.options import (
+    OFFLINE_BATCHED_TOKENS,
     EngineConfig,
-    FileOptions,
-    ModelServerConfig,
     ServerConfig,
+    check_names,
     make_config,
     make_models,
-    split_options,
 )
 from rayllm.errors import ConfigError
 
@@ -26,9 +25,6 @@ def test_every_option_is_described(kind):
     [
         (EngineConfig, {"block_size": 0}, "block_size: input should be greater than or equal to 1, not 0"),
         (EngineConfig, {"max_num_seq": 1}, r"unknown option 'max_num_seq' \(did you mean 'max_num_seqs'\?\)"),
-        (EngineConfig, {"preemption_mode": "swap"}, "must be .* if swap_space is 0"),
-        (EngineConfig, {"deterministic": True, "tensor_parallel_size": 2}, "deterministic: must be false if"),
-        (ModelServerConfig, {"num_replicas": 3, "max_replicas": 2}, r"at least num_replicas \(3\), not 2"),
         (ServerConfig, {"port": 70000, "queue_timeout": -1}, "port: .*; queue_timeout: "),
         (ServerConfig, {"request_timeout": float("inf")}, "request_timeout: input should be a finite number"),
         (EngineConfig, {"target_itl_ms": float("nan")}, "target_itl_ms: input should be a finite number"),
@@ -46,14 +42,30 @@ def test_a_secret_is_not_in_an_error():
 
 
 def test_options_of_a_model_are_between_those_of_the_file_and_the_flags():
-    file = split_options({"block_size": 8, "max_num_seqs": 1, "models": [{"model": "a", "max_num_seqs": 2}]})
-    (model,), server = make_models(file, FileOptions({"seed": 5}, {"port": 9}, []))
+    file = check_names({"block_size": 8, "max_num_seqs": 1, "models": [{"model": "a", "max_num_seqs": 2}]})
+    (model,), server = make_models(file, {"seed": 5, "port": 9})
     assert (model.engine.block_size, model.engine.max_num_seqs, model.engine.seed) == (8, 2, 5)
     assert server.port == model.server.port == 9
 
 
 def test_the_name_of_a_model_is_that_of_its_folder_or_its_own():
-    (model,), _ = make_models(split_options({"model": "some/folder/"}))
+    (model,), _ = make_models(check_names({"model": "some/folder/"}))
     assert model.name == "folder"
-    (model,), _ = make_models(split_options({"model": "some/folder/", "served_model_name": "m"}))
+    (model,), _ = make_models(check_names({"model": "some/folder/", "served_model_name": "m"}))
     assert model.name == "m"
+
+
+def test_replicas_have_an_order():
+    with pytest.raises(ConfigError, match=r"max_replicas: must be at least num_replicas \(3\), not 2"):
+        make_models({"num_replicas": 3, "max_replicas": 2})
+    with pytest.raises(ConfigError, match=r"models\[1\]: max_replicas: must be at least num_replicas \(3\)"):
+        make_models({"max_replicas": 2, "models": [{}, {"num_replicas": 3, "served_model_name": "m"}]})
+
+
+def test_a_key_needs_its_certificate():
+    with pytest.raises(ConfigError, match="ssl_keyfile: needs ssl_certfile"):
+        make_models({"ssl_keyfile": "key.pem"})
+
+
+def test_the_default_of_offline_use_is_in_the_description():
+    assert str(OFFLINE_BATCHED_TOKENS) in EngineConfig.model_fields["max_num_batched_tokens"].description

@@ -35,6 +35,12 @@ def test_where_ranks_run(executor, tp, expected):
         ({"device": "cuda"}, 0, r'device "cuda" needs a GPU, and there is none \(device "cpu" works\)'),
         ({"tensor_parallel_size": 4}, 2, "tensor_parallel_size 4 on device cuda needs 4 GPUs; there are 2"),
         ({"tensor_parallel_size": 2, "executor": "local"}, 2, 'executor "local" runs one rank, but .* is 2'),
+        (
+            {"preemption_mode": "swap"},
+            0,
+            'preemption_mode: must be "cost" or "recompute" if swap_space is 0, not "swap"',
+        ),
+        ({"deterministic": True, "tensor_parallel_size": 2}, 0, "deterministic: must be false if"),
         ({"max_model_len": 10**6}, 0, "max_model_len 1000000 exceeds the model's limit of"),
     ],
 )

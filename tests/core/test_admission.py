@@ -84,9 +84,9 @@ def test_the_first_in_order_is_next_and_nobody_starves(policy, data, seed):
         length = data.draw(st.integers(1, 40))
         harness.add(f"r{i}", [i] * length, rng.randint(0, 1), max_tokens=rng.randint(1, 80 - length), seed=i)
         for _ in range(data.draw(st.integers(0, 6))):
-            head = harness.scheduler.state.waiting.peek()
+            head = next(iter(harness.scheduler.state.waiting), None)
             harness.step()
-            running = {seq.request_id for seq in harness.scheduler.state.batch.sequences}
+            running = {seq.request_id for seq in harness.scheduler.state.running}
             newcomers = running - entered
             entered |= running
             waited = 0 if head is None or newcomers else waited + 1

@@ -18,8 +18,8 @@ class Blocks(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PrefixCache(SIZE)
-        self.manager = BlockManager(NUM_BLOCKS, SIZE, self.cache)
+        self.manager = BlockManager(NUM_BLOCKS, SIZE)
+        self.cache = self.manager.cache
         self.root = self.cache.root("")
         self.tables: list[tuple[list[int], list[int]]] = []  # (block table, token ids of its full blocks)
         self.contents: dict[int, tuple[int, ...]] = {}
@@ -86,8 +86,8 @@ test_random_histories = Blocks.TestCase
 
 
 def test_the_least_recently_used_cached_block_is_reused_first_and_empty_ones_before_it():
-    cache = PrefixCache(SIZE)
-    manager = BlockManager(3, SIZE, cache)
+    manager = BlockManager(3, SIZE)
+    cache = manager.cache
     hashes: list[bytes] = []
     cache.extend(hashes, cache.root(""), list(range(8)), 2)
     first, second, third = manager.allocate(3)
@@ -118,7 +118,7 @@ def test_hashes_depend_on_salt_secret_and_everything_before():
 
 
 def test_misuse_is_an_error():
-    manager = BlockManager(2, SIZE, None)
+    manager = BlockManager(2, SIZE)
     table = manager.allocate(2)
     with pytest.raises(RuntimeError, match="1 blocks asked for, 0 free"):
         manager.allocate(1)
@@ -128,8 +128,9 @@ def test_misuse_is_an_error():
 
 
 def test_evictions_are_reported_and_a_touched_block_is_evicted_last():
-    cache, evicted = PrefixCache(SIZE), []
-    manager = BlockManager(3, SIZE, cache, lambda block, digest: evicted.append((block, digest)))
+    evicted = []
+    manager = BlockManager(3, SIZE, lambda block, digest: evicted.append((block, digest)))
+    cache = manager.cache
     hashes: list[bytes] = []
     cache.extend(hashes, cache.root(""), list(range(8)), 2)
     first, second, third = manager.allocate(3)

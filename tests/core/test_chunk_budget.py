@@ -19,8 +19,7 @@ from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest, StepCost, StepResult
 from rayllm.config.options import EngineConfig, make_config
 from rayllm.core.check import check_scheduler
-from rayllm.core.chunk_budget import MIN_CHUNK, SPARE_TOKENS
-from rayllm.core.step_time import StepTimes, StepWork, attended
+from rayllm.core.chunk_budget import MIN_CHUNK, SPARE_TOKENS, StepTimes, StepWork, attended
 from rayllm.errors import ConfigError
 
 TARGET = 0.030

@@ -10,19 +10,15 @@ from support.scheduler import CHEAP, DEAR, EVEN, Harness
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest, KVCosts
-from rayllm.core.memory import KVMemory
-from rayllm.core.sequence import Sequence, make_group
-from rayllm.core.write_ahead import WriteAheadLimits
+from rayllm.core.memory import KVMemory, WriteAheadLimits
+from rayllm.core.sequence import Sequence, SequenceGroup
 
 SIZE, NUM_BLOCKS, NUM_CPU_BLOCKS = 4, 10, 7
 
 
 def make_sequence(memory: KVMemory, ids: list[int], salt: str = "") -> Sequence:
     request = GenerationRequest(request_id="r", prompt_token_ids=ids, params=SamplingParams())
-    group = make_group(
-        request, seed=0, root_hash=memory.root_hash(salt), max_model_len=999, eos_token_ids=frozenset(), order=(0,)
-    )
-    return group.sequences[0]
+    return Sequence(SequenceGroup(request, seed=0, root_hash=memory.root_hash(salt), max_len=999), 0, (0,))
 
 
 class Pools(RuleBasedStateMachine):
@@ -94,15 +90,14 @@ class Pools(RuleBasedStateMachine):
     def swap_out(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.running))
         self.memory.drop_behind(seq)
-        needed = self.memory.num_to_move(seq)
-        if needed is None:
+        assert not self.memory.swap_out(seq, "recompute") and not seq.pinned
+        free, swapped = self.memory.cpu.num_free, data.draw(st.sampled_from(["cost", "swap"]))
+        if not self.memory.swap_out(seq, swapped):
+            assert self.memory.cpu.num_free == free and not seq.pinned
             return
         if seq.num_computed == len(seq.token_ids):
             seq.token_ids.append(0)  # sampled; its KV is not there yet
-        free = self.memory.cpu.num_free
-        self.memory.pin(seq)
-        assert len(seq.pinned) == seq.num_computed // SIZE - seq.first_block
-        assert free - self.memory.cpu.num_free >= needed
+        assert len(set(seq.pinned)) == len(seq.pinned) == seq.num_computed // SIZE - seq.first_block
         self.full[id(seq)] = seq.num_computed // SIZE
         self.memory.gpu.release(seq.block_table)
         seq.reset()
@@ -388,13 +383,6 @@ def test_the_host_tier_forgets_the_least_recently_used():
         chat(harness, f"{i}", prompt)
     assert chat(harness, "recent", prompts[2]) == 4
     assert chat(harness, "old", prompts[0]) == 20
-
-
-def test_contradictory_limits_are_refused():
-    with pytest.raises(ValueError, match="needs the measured costs"):
-        KVMemory(num_blocks=4, block_size=4, num_cpu_blocks=4)
-    with pytest.raises(ValueError, match=r'"swap" needs a host pool'):
-        Harness(num_blocks=4, block_size=4, preemption_mode="swap")
 
 
 def test_what_is_reused_next_is_on_the_host_before_and_holds_nothing_up():

@@ -307,8 +307,3 @@ def test_an_embedding_that_is_missing_is_an_error():
     plan = harness.scheduler.schedule()
     with pytest.raises(RuntimeError, match="does not belong"):
         harness.scheduler.update(StepResult(plan.step_id, []))
-
-
-def test_what_can_never_fit_is_refused():
-    with pytest.raises(ValueError, match="max_model_len 65 exceeds the pool"):
-        Harness(num_blocks=16, block_size=4, max_model_len=65)

@@ -37,7 +37,7 @@ def run(tp: int, **options: object) -> tuple[list[list[list[int]]], EngineStats,
         **options,
     ) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        llm._engine().check_integrity()
+        llm.engine.check_integrity()
         tokens = [[completion.token_ids for completion in output.outputs] for output in outputs]
         return tokens, llm.stats(), sum(output.num_preemptions for output in outputs)
 
@@ -50,7 +50,7 @@ def expected() -> dict[int, list[list[list[int]]]]:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(("mode", "caching"), [("recompute", True), ("swap", True), ("cost", False)])
-def test_a_fifth_of_the_room(tp, mode, caching, expected, request, no_forecast):
+def test_a_fifth_of_the_room(tp, mode, caching, expected, request):
     if tp > 1:
         request.getfixturevalue("ray_cluster")
     if tp not in expected:

@@ -68,7 +68,7 @@ def check(case: Case, **options: object) -> LLM:
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         outputs = llm.generate(case.prompts, params, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == case.expected
-        llm._engine().check_integrity()
+        llm.engine.check_integrity()
         assert llm.stats().num_used_blocks == 0
         stats = llm.stats()
     return stats
@@ -81,7 +81,7 @@ def test_tp1(cases, kind, budget, caching, block_size):
 
 
 @pytest.mark.parametrize(("kind", "tp", "longest"), [("mistral", 1, 30), ("qwen3", 1, 90), ("qwen3", 2, 90)])
-def test_a_pool_so_small_that_sequences_are_preempted_many_times(cases, kind, tp, longest, ray_cluster, no_forecast):
+def test_a_pool_so_small_that_sequences_are_preempted_many_times(cases, kind, tp, longest, ray_cluster):
     """longest: prompts of about a window at most, where there is one, because nothing grows beyond it."""
     whole = cases[kind]
     short = [i for i, prompt in enumerate(whole.prompts) if len(prompt) <= longest] * (720 // longest)

@@ -13,6 +13,8 @@ import pytest
 import yaml
 from support.launched import Launched, free_port, session_processes
 
+from rayllm import timeouts
+
 LIMIT_S = 90  # of each wait; other tests may share the cores
 
 
@@ -129,6 +131,7 @@ def test_models_are_told_apart(server):
     for name in "ab":
         before = {model: sum(server.figures("generation_tokens_total", model).values()) for model in "ab"}
         assert server.complete(name).json()["model"] == name
+        time.sleep(2 * timeouts.BEAT_S)  # engines tell their figures so often
         for model in "ab":
             after = sum(server.figures("generation_tokens_total", model).values())
             assert after - before[model] == (8 if model == name else 0)
@@ -145,6 +148,7 @@ def test_a_prefix_is_computed_on_one_replica_only(server):
     hits = sum(server.figures("prefix_cache_hits_total", "a").values())
     answers = [server.complete(prompt=text + str(turn), max_tokens=1).json() for turn in range(3) for text in texts]
     tokens = min(answer["usage"]["prompt_tokens"] for answer in answers)
+    time.sleep(2 * timeouts.BEAT_S)
     hits = sum(server.figures("prefix_cache_hits_total", "a").values()) - hits
     assert hits > 12 * (tokens - 40), "all but the first of each would be found"
     assert all(server.figures("prompt_tokens_total", "a").values()), "both replicas had some"

@@ -100,7 +100,8 @@ def test_keys_are_asked_for(server):
     assert get(server, "/v1/models").status_code == 200
     assert httpx.get(server.url + "/metrics", headers={"authorization": f"Bearer {ENVIRONMENT_KEY}"}).status_code == 200
     assert "sk-of" not in server.log.read_text()
-    children = [pid for pid, _ in session_processes(server.session_id) if pid != server.process.pid]
+    # The process of the launch and its fork were started with it; all others are not.
+    children = [pid for pid, command in session_processes(server.session_id) if "rayllm launch" not in command]
     assert len(children) > 3
     for pid in children:
         assert b"sk-of-the-environment" not in Path(f"/proc/{pid}/environ").read_bytes()

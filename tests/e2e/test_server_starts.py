@@ -79,7 +79,7 @@ def test_deployments_that_cannot_work(tmp_path):
 def test_more_gpus_than_there_are():
     code, line = failing_launch("--device", "cuda", "--tp", "2")
     assert code == 2
-    assert line == "error: tensor_parallel_size 2 on device cuda needs 2 GPUs; the cluster has 0"
+    assert line == 'error: device "cuda" needs a GPU, and there is none (device "cpu" works)'
 
 
 def test_weights_that_only_the_engine_finds_broken(folder):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from support.model_factory import PagedRunner, load, make_model
 
 from rayllm import LLM, SamplingParams
-from rayllm.config.options import EngineConfig, make_config
+from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError
-from rayllm.layers.attention import KVCache
-from rayllm.layers.attention_deterministic import attend_deterministic
-from rayllm.layers.batch import ForwardBatch
-from rayllm_kernels.ops import Scoring
 
 NUM_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
@@ -60,7 +58,7 @@ def test_results_do_not_depend_on_the_batch(tmp_path, kind, num_blocks):
         for params, expected in zip((GREEDY, DRAWN), alone, strict=True):
             assert generate(llm, mine + others, params)[:3] == expected
         assert llm.stats().num_preemptions > 0
-        llm._engine().check_integrity()
+        llm.engine.check_integrity()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,14 +80,13 @@ def test_logits_do_not_depend_on_chunks(tmp_path, kind, dtype):
 def test_captured_steps_with_decodes_of_their_own_are_refused(tmp_path):
     runner = PagedRunner(load(make_model(tmp_path, "llama"), deterministic=True))
     batch = runner.batch([("a", [1])], num_decodes=1, padding=0)
-    captured = ForwardBatch(**{name: getattr(batch, name) for name in batch.__slots__} | {"prefill_row": 0})
-    q = torch.zeros(1, 8, 16)
-    attend_deterministic(q, KVCache(*torch.zeros(2, 64, 4, 8, 16)), batch, Scoring(1.0))
-    with pytest.raises(ValueError, match="decodes as chunks"):
-        attend_deterministic(q, runner.caches[0], captured, Scoring(1.0))
+    with torch.inference_mode():
+        runner.model(batch, runner.caches)
+        with pytest.raises(ValueError, match="decodes as chunks"):
+            runner.model(replace(batch, prefill_row=0), runner.caches)
 
 
 def test_several_ranks_are_refused():
     with pytest.raises(ConfigError, match="deterministic: must be false if tensor_parallel_size is above 1"):
-        make_config(EngineConfig, {"deterministic": True, "tensor_parallel_size": 2})
-    assert not make_config(EngineConfig, {"deterministic": False, "tensor_parallel_size": 2}).deterministic
+        resolve(EngineConfig(deterministic=True, tensor_parallel_size=2), 0)
+    assert resolve(EngineConfig(deterministic=False, tensor_parallel_size=2), 0).tp == 2

@@ -6,13 +6,16 @@ import statistics
 import threading
 import time
 
-import msgspec
 import pytest
 from support.driver import FakeCore, RecordingFront, fake_request, fake_token, fake_tokens, running, wait_for
 
 from rayllm.api.types import TokenDelta
 from rayllm.engine.driver import EngineDriver
 from rayllm.errors import EngineDeadError
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "rayllm-engine"]
 
 
 def test_requests_run_and_each_front_gets_its_own_in_one_call_a_step():
@@ -31,8 +34,9 @@ def test_requests_run_and_each_front_gets_its_own_in_one_call_a_step():
         assert [len(step) for step in two.steps] == [2, 2, 2]
         for i, request in enumerate(requests):
             assert (one, two)[i % 2].tokens(request.request_id) == fake_tokens(request)
-        assert core.thread_ids == {driver._thread.ident}, "the core belongs to the engine thread"
-        assert driver._live == {}
+        assert len(core.thread_ids) == 1, "the core belongs to the engine thread"
+        assert threading.get_ident() not in core.thread_ids
+        wait_for(lambda: not driver.busy)
 
 
 def test_several_completions():
@@ -141,12 +145,11 @@ def test_a_crash_ends_everything():
         core.crash = ValueError("CUDA error")
         driver.add(one, fake_request("still in the inbox"))
         core.allow(1)
-        wait_for(lambda: len(one.ends()) == 3 and two.ends())
+        wait_for(lambda: one.reasons and two.reasons)
         reason = "the engine died: ValueError: CUDA error"
-        assert one.ends() == [(i, k, "error", reason) for i, k in (("a", 0), ("a", 1), ("still in the inbox", 0))]
-        assert two.ends() == [("b", 0, "error", reason)]
         assert one.reasons == two.reasons == [reason]
-        assert one.order[-2:] == ["dead", "deltas"], "fronts hear of the death first"
+        assert one.order[-1] == two.order[-1] == "dead"
+        assert ("add", "still in the inbox") not in core.calls
         with pytest.raises(EngineDeadError, match="CUDA error"):
             driver.add(one, fake_request("late"))
         assert driver.dead == reason
@@ -154,24 +157,7 @@ def test_a_crash_ends_everything():
         late = RecordingFront()
         driver.attach(late)
         assert late.reasons == [reason]
-        wait_for(lambda: not driver._thread.is_alive())
-
-
-def test_finished_completions_are_not_ended_twice():
-    class OneEndsEarly(FakeCore):
-        def step(self):
-            first, second = super().step()
-            return [msgspec.structs.replace(first, finish_reason="stop"), second]
-
-    core = OneEndsEarly(gated=True)
-    with running(core) as (driver, front):
-        driver.add(front, fake_request("r", n=2, temperature=1.0, max_tokens=9))
-        core.allow(1)
-        wait_for(front.ends)
-        core.crash = RuntimeError()
-        core.allow(1)
-        wait_for(lambda: front.reasons and len(front.ends()) > 1)
-        assert [(end[1], end[2]) for end in front.ends()] == [(0, "stop"), (1, "error")]
+        wait_for(lambda: not engine_threads())
 
 
 def test_a_stalled_engine_is_unhealthy_until_it_goes_on():
@@ -263,7 +249,7 @@ def test_an_engine_that_stops_answers_what_waits_for_a_grammar():
         driver.add(front, fake_request("compiling", n=2, temperature=1.0))
         wait_for(lambda: core.is_compiling)
         driver.shutdown()
-        assert front.ends() == [("compiling", index, "error", "the engine was shut down") for index in range(2)]
+        assert front.reasons == ["the engine was shut down"]
 
 
 def test_a_refusal_in_mid_step_ends_the_whole_request():
@@ -282,8 +268,10 @@ def test_a_refusal_in_mid_step_ends_the_whole_request():
         wait_for(lambda: core.is_compiling)
         core.compiled("compiling")
         wait_for(front.ends)
+        assert front.ends() == [("compiling", 0, "error", "no")]
+        driver.abort(front, ["compiling"])  # it is not the front's any more
         driver.shutdown()
-        assert front.ends() == [("compiling", 0, "error", "no")], "it is not ended once more with the engine"
+        assert ("abort", "compiling") not in core.calls
 
 
 # ---- figures and the end
@@ -292,11 +280,11 @@ def test_a_refusal_in_mid_step_ends_the_whole_request():
 def test_stats_do_not_wait_for_the_step():
     core = FakeCore(gated=True)
     with running(core) as (driver, front):
-        assert driver.stats().num_steps == 0
+        assert driver.stats.num_steps == 0
         driver.add(front, fake_request("r", max_tokens=9))
         core.allow(2)
-        wait_for(lambda: driver.stats().num_steps == 2)
-        assert driver.stats().num_running == 1  # and a third step hangs
+        wait_for(lambda: driver.stats.num_steps == 2)
+        assert driver.stats.num_running == 1  # and a third step hangs
 
 
 def test_shutdown_answers_everyone_and_is_idempotent():
@@ -307,10 +295,9 @@ def test_shutdown_answers_everyone_and_is_idempotent():
         threading.Timer(0.05, core.allow).start()
         driver.shutdown()
         driver.shutdown()
-        assert front.ends() == [("r", 0, "error", "the engine was shut down")]
         assert front.reasons == ["the engine was shut down"]
         assert [call for call in core.calls if call == ("shutdown",)] == [("shutdown",)]
-        assert not driver._thread.is_alive()
+        assert not engine_threads()
         with pytest.raises(EngineDeadError, match="shut down"):
             driver.add(front, fake_request("late"))
 
@@ -321,14 +308,14 @@ def test_shutdown_does_not_wait_for_ever():
         driver.add(front, fake_request("r"))
         wait_for(core.live)
         driver.shutdown(timeout=0.05)
-        assert front.ends()[0][2] == "error"
+        assert front.order == ["dead"]
         assert ("shutdown",) in core.calls
         core.allow(1)
-        wait_for(lambda: not driver._thread.is_alive())
-        assert len(front.ends()) == 1
+        wait_for(lambda: not engine_threads())
+        assert front.order == ["dead"], "the step that came too late is nobody's"
 
 
-def test_a_driver_that_never_started_shuts_down():
+def test_a_driver_that_was_never_used_shuts_down():
     core = FakeCore()
     EngineDriver(core).shutdown()
     assert core.calls == [("shutdown",)]

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
+from collections import deque
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from msgspec.structs import replace
-from support.model_factory import EOS, make_model
+from support.engine import outputs_of
+from support.model_factory import EOS, make_model, run_context
 
 from rayllm import LLM, SamplingParams
-from rayllm.api.types import RequestOutput
+from rayllm.api.types import GenerationRequest, KVBlocks, RankReady, RequestOutput
+from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import resolve
+from rayllm.engine.build import start_resolved_engine
 from rayllm.errors import InvalidRequestError
+from rayllm.executor.local import LocalExecutor
+from rayllm.sampling.sampling_table import SamplingTable
+from rayllm.worker.graphs import StepGraphs
+from rayllm.worker.runner import ModelRunner
+from rayllm.worker.worker import RankModel
 
 KINDS = ("llama3_rope", "mistral", "qwen2", "qwen3_tied", "opt", "opt_post")
 TOLERANCE = 1e-5
+IDS = itertools.count()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
@@ -53,6 +65,10 @@ def vectors_of(outputs: list[RequestOutput]) -> torch.Tensor:
     return torch.tensor([list(output.embedding) for output in outputs])
 
 
+def request(prompt: list[int], params: SamplingParams = SamplingParams(), **fields: object) -> GenerationRequest:
+    return GenerationRequest(request_id=f"r{next(IDS)}", prompt_token_ids=prompt, params=params, **fields)
+
+
 def engine(folder: str | Path, **options: object) -> LLM:
     torch.set_num_threads(1)
     return LLM(str(folder), device="cpu", skip_tokenizer_init=True, **options)
@@ -69,7 +85,7 @@ def test_parity_with_transformers(tmp_path, kind, budget):
             outputs = llm.embed(prompts, pooling, use_tqdm=False)
             assert (vectors_of(outputs) - expected(states, pooling)).abs().max() < TOLERANCE
             assert (sum(output.num_cached_tokens for output in outputs) > 0) == (pooling == "last")
-        llm._engine().check_integrity()
+        llm.engine.check_integrity()
         assert llm.stats().num_used_blocks == llm.stats().generation_tokens == 0
 
 
@@ -86,14 +102,12 @@ def test_in_one_batch_with_generation(tmp_path, options, deterministic):
     with engine(folder, **common, **options) as llm:
         requests = []
         for prompt in prompts:
-            made = [llm._make(prompt, SamplingParams()) for _ in range(2)]
-            requests += [(llm._make(prompt, params), None)]
-            requests += [(replace(made[0], pooling="last"), None), (replace(made[1], pooling="mean"), None)]
-        outputs = llm._run(requests, use_tqdm=False)
+            requests += [request(prompt, params), request(prompt, pooling="last"), request(prompt, pooling="mean")]
+        outputs = outputs_of(llm.engine, requests)
         assert [output.outputs[0].token_ids for output in outputs[::3]] == alone
         assert (vectors_of(outputs[1::3]) - expected(states, "last")).abs().max() < TOLERANCE
         assert (vectors_of(outputs[2::3]) - expected(states, "mean")).abs().max() < TOLERANCE
-        llm._engine().check_integrity()
+        llm.engine.check_integrity()
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -111,16 +125,17 @@ def test_preempted_in_mid_prompt(tmp_path, pooling, mode):
         preemption_mode=mode,
         swap_space=0.01,
     ) as llm:
-        core, deltas = llm._engine(), []
-        core.add(replace(llm._make(prompt, SamplingParams()), pooling=pooling, priority=1, request_id="pooled"))
+        core, deltas = llm.engine, []
+        pooled_one = request(prompt, pooling=pooling, priority=1)
+        core.add(pooled_one)
         for _ in range(4):
             deltas += core.step()
         assert not deltas
-        core.add(replace(llm._make(prompt[::-1], GREEDY), request_id="urgent"))
+        core.add(request(prompt[::-1], GREEDY))
         while core.has_work():
             deltas += core.step()
             core.check_integrity()
-        (pooled,) = [delta for delta in deltas if delta.request_id == "pooled"]
+        (pooled,) = [delta for delta in deltas if delta.request_id == pooled_one.request_id]
         assert pooled.num_preemptions == 1
         assert core.stats().num_swap_preemptions == (mode == "swap" and pooling == "last")
         vector = torch.tensor(list(array("f", pooled.embedding)))
@@ -130,32 +145,71 @@ def test_preempted_in_mid_prompt(tmp_path, pooling, mode):
 class Recorder:
     """Stands in for captured graphs that fit every step, and counts what they run."""
 
-    def __init__(self, runner):
-        self.runner, self.steps = runner, 0
+    def __init__(self, context):
+        self.context, self.steps = context, 0
 
-    def fits(self, batch):
+    def fits(self, _batch):
         return True
 
     def run(self, batch):
         self.steps += 1
-        return self.runner._model.local_logits(self.runner._model(batch, self.runner._caches))
+        return self.context.model.local_logits(self.context.model(batch, self.context.caches))
+
+
+class RecordingRank:
+    """A rank, before and after its cache is sized, whose captured graphs are a `Recorder`."""
+
+    def __init__(self, config, tp, device):
+        self.model = RankModel(config, tp, device)
+        self.ready = RankReady()
+        self.pending = deque()
+
+    def count_blocks(self):
+        return KVBlocks(64, 0)
+
+    def build(self, blocks):
+        context, _room = run_context(self.model.model, self.model.new_cache(blocks).layers, 8, block_size=16)
+        spec = self.model.config.spec
+        self.graphs = Recorder(context)
+        table = SamplingTable(8, spec.vocab_size, spec.eos_token_ids)
+        self.runner = ModelRunner(context, table, StepGraphs(chunks=[self.graphs]))
+        return self
+
+    def submit(self, plan):
+        assert not plan.copies and not plan.swap_outs
+        self.pending.append(self.runner.submit(plan))
+
+    def collect(self):
+        return self.pending.popleft().wait()
+
+    def close(self):
+        pass
 
 
 def test_only_steps_without_pooled_prompts_are_captured_ones(tmp_path):
     folder, prompts = make_model(tmp_path, "qwen2"), prompts_of(4)
     states = hidden_states(folder, prompts)
-    with engine(folder, max_num_batched_tokens=32, enable_prefix_caching=False) as llm:
-        runner = llm._engine()._executor._worker._runner
-        graphs = Recorder(runner)
+    options = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "enable_prefix_caching": False}
+    with engine(folder, **options) as llm:
         alone = [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
-        runner._chunk_graphs = [graphs]
-        pooled = [(replace(llm._make(prompt, SamplingParams()), pooling="mean"), None) for prompt in prompts]
-        outputs = llm._run([*pooled, (llm._make(prompts[3], GREEDY), None)], use_tqdm=False)
-        assert (vectors_of(outputs[:-1]) - expected(states, "mean")).abs().max() < TOLERANCE
-        assert outputs[-1].outputs[0].token_ids == alone[3]
-        before = graphs.steps
-        assert [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY, use_tqdm=False)] == alone
-        assert graphs.steps > before
+    config = resolve(EngineConfig(model=folder, device="cpu", skip_tokenizer_init=True, **options), 0)
+    ranks = []
+
+    def load(*args):
+        ranks.append(RecordingRank(*args))
+        return ranks[0]
+
+    core = start_resolved_engine(config, LocalExecutor(config, load))
+    graphs = ranks[0].graphs
+    mixed = [*(request(prompt, pooling="mean") for prompt in prompts), request(prompts[3], GREEDY)]
+    outputs = outputs_of(core, mixed)
+    assert (vectors_of(outputs[:-1]) - expected(states, "mean")).abs().max() < TOLERANCE
+    assert outputs[-1].outputs[0].token_ids == alone[3]
+    before = graphs.steps
+    outputs = outputs_of(core, [request(prompt, GREEDY) for prompt in prompts])
+    assert [output.outputs[0].token_ids for output in outputs] == alone
+    assert graphs.steps > before
+    core.shutdown()
 
 
 def test_the_whole_context_and_bad_requests(tmp_path):
@@ -166,7 +220,7 @@ def test_the_whole_context_and_bad_requests(tmp_path):
                 llm.embed({"prompt_token_ids": prompt}, pooling, use_tqdm=False)
             assert caught.value.param == param
         for name, value in (("n", 2), ("max_tokens", 1), ("logprobs", 1), ("prompt_logprobs", 0), ("stop", ["x"])):
-            bad = replace(llm._make([3], SamplingParams(**{name: value})), pooling="last")
+            bad = request([3], SamplingParams(**{name: value}), pooling="last")
             with pytest.raises(InvalidRequestError, match=f"{name} cannot be combined with pooling"):
-                llm._engine().add(bad)
-        assert not llm._engine().has_work()
+                llm.engine.add(bad)
+        assert not llm.engine.has_work()

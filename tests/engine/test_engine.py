@@ -10,8 +10,9 @@ from support.fakes import FakeConstraint, expected_output
 
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.api.types import GenerationRequest, KVBlocks, TokenDelta
-from rayllm.engine import engine as engine_module
-from rayllm.engine.engine import EngineCore, build_engine_core, failures, refusal
+from rayllm.engine import build
+from rayllm.engine.build import start_resolved_engine
+from rayllm.engine.engine import EngineCore, failures, refusal
 from rayllm.errors import ConfigError, EngineDeadError, InvalidRequestError, StartupError
 
 
@@ -141,25 +142,41 @@ def test_a_grammar_that_is_known_already_delays_nothing():
     assert tokens_of(run_all(core), "bound") == expected(bound, FakeConstraint())
 
 
-def test_refusals_come_before_all_else_of_a_step():
-    """Clients rely on it."""
+def test_refusals_come_first_and_in_a_step_of_their_own():
+    """Clients rely on the order; an offline call that is refused stops before anything runs."""
     grammars = HeldGrammars()
     core, executor = fake_core(grammars)
     executor.max_in_flight = 1
     core.add(engine_request("free", 3))
+    core.step()
     for name in ("a", "b", "c"):
         core.add(bound_request(name, n=2, temperature=1.0))
-    core.step()
     error = InvalidRequestError("structured_outputs: unclosed group", "structured_outputs")
     bug = KeyError("a bug")
     for future, failure in zip(grammars.compiling, (bug, error, error), strict=True):
         future.set_exception(failure)
     deltas = core.step()
     assert deltas[:2] == [refusal("b", error), refusal("c", error)]
-    assert deltas[2:4] == failures("a", range(2), "internal error while compiling its grammar: 'a bug'")
-    assert [delta.request_id for delta in deltas[4:]] == ["free"]
+    assert deltas[2:] == failures("a", range(2), "internal error while compiling its grammar: 'a bug'")
+    assert len(executor.plans) == 1
     assert not core.is_compiling
-    assert tokens_of(run_all(core), "free") == expected(engine_request("free", 3))[-1:]
+    assert tokens_of(run_all(core), "free") == expected(engine_request("free", 3))[1:]
+
+
+def test_requests_are_queued_in_the_order_in_which_they_came():
+    """However long their grammars take: those without a seed of their own get one by their place."""
+    texts = []
+    for order in ((0, 1), (1, 0)):
+        grammars = HeldGrammars()
+        core, _ = fake_core(grammars, seed=3)
+        for name in ("a", "b"):
+            core.add(bound_request(name, 9, seed=None, temperature=1.0))
+        for index in order:
+            grammars.release(index)
+        deltas = run_all(core)
+        texts.append([tokens_of(deltas, name) for name in ("a", "b")])
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
 
 
 def test_a_refusal_names_what_is_refused():
@@ -233,14 +250,14 @@ def made_grammars(monkeypatch) -> list[HeldGrammars]:
         made.append(HeldGrammars())
         return made[-1]
 
-    monkeypatch.setattr(engine_module, "GrammarCompiler", make)
+    monkeypatch.setattr(build, "GrammarCompiler", make)
     return made
 
 
 def test_a_core_is_built_and_stopped(made_grammars):
     config = fake_config()
     executor = FakeExecutor(config)
-    core = build_engine_core(config, executor)
+    core = start_resolved_engine(config, executor)
     core.add(engine_request("r", 2))
     assert tokens_of(run_all(core), "r") == expected(engine_request("r", 2))
     core.shutdown()
@@ -250,7 +267,7 @@ def test_a_core_is_built_and_stopped(made_grammars):
 
 def test_without_a_tokenizer_there_are_no_grammars(made_grammars):
     config = fake_config(skip_tokenizer_init=True)
-    core = build_engine_core(config, FakeExecutor(config))
+    core = start_resolved_engine(config, FakeExecutor(config))
     assert made_grammars == []
     core.shutdown()
 
@@ -263,6 +280,6 @@ def test_nothing_is_left_of_a_core_that_does_not_start(made_grammars):
         config = fake_config(**options)
         executor = FakeExecutor(config, error=error)
         with pytest.raises(expected_error):
-            build_engine_core(config, executor)
+            start_resolved_engine(config, executor)
         assert executor.num_shutdowns == 1
         assert made_grammars[-1].closed

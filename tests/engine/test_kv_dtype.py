@@ -284,7 +284,7 @@ def test_the_bundled_model(plain_tokens, kind):
     ) as llm:
         assert generate(llm) == first
         assert llm.stats().swapped_in_blocks > 0
-        llm._engine().check_integrity()
+        llm.engine.check_integrity()
     same = sum(
         a == b for ours, theirs in zip(first, plain_tokens, strict=True) for a, b in zip(ours, theirs, strict=True)
     )

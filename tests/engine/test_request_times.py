@@ -10,7 +10,7 @@ from support.scheduler import make_scheduler
 
 from rayllm.api.types import CompletionOutput, RequestOutput, RequestTimes, TokenDelta
 from rayllm.config.options import ServerConfig
-from rayllm.serve.http.metrics import FrontMetrics, ModelFigures, RequestTimer, render
+from rayllm.serve.http.telemetry import FrontMetrics, ModelFigures, RequestRecord, RequestTimer, render
 from rayllm.text.outputs import OutputProcessor, accumulate
 
 
@@ -75,7 +75,7 @@ def test_starts_are_reported_to_who_wants_to_know():
     reported = []
     for _ in range(3):
         step(1.0)
-        reported.append(scheduler.to_report)
+        reported.append([delta.request_id for delta in scheduler.new_deltas])
     assert reported == [["a"], [], ["c"]]
 
 
@@ -106,7 +106,7 @@ def test_tokens_of_steps():
 
 def test_engine_times_become_figures():
     metrics = FrontMetrics()
-    timer = RequestTimer(metrics, 1)
+    timer = RequestTimer(metrics, RequestRecord("", "POST", "/v1/completions"), 1)
     part = CompletionOutput(0, "a", [97], finish_reason="stop")
     timer.saw(RequestOutput("r", None, [1], [part], True, times=RequestTimes(0.25, 3.0)))
     timer.close()

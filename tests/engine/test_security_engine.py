@@ -10,13 +10,19 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.app import Api
+from support.app import Api, FakeState
+from support.driver import until
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.config.options import BUNDLED_MODEL, EngineConfig, ServerConfig
+from rayllm.config.resolved import resolve
 from rayllm.engine.async_engine import AsyncEngine
+from rayllm.engine.engine import EngineCore
 from rayllm.errors import ModelError
+from rayllm.executor.local import LocalExecutor
 from rayllm.llm import LLM
+from rayllm.text.grammar_compiler import GrammarCompiler
+from rayllm.text.tokenizer import load_tokenizer
 
 CONFIG = EngineConfig(device="cpu", max_model_len=256, num_gpu_blocks_override=64, max_num_seqs=8)
 CANARY = {"prompt": "The for statement", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -65,17 +71,51 @@ POISON = [
 ]
 
 
+class RecordingCore(EngineCore):
+    """Keeps the ids of the requests that came and of those that were aborted."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.added, self.aborted = [], []
+
+    def add(self, request):
+        super().add(request)
+        self.added.append(request.request_id)
+
+    def abort(self, request_ids):
+        super().abort(request_ids)
+        self.aborted += request_ids
+
+
+class EngineState(FakeState):
+    """Of a server whose engine is a real one."""
+
+    def __init__(self, engine, server=None):
+        super().__init__(server)
+        self.fake = engine
+
+    async def stats(self):
+        return {"0": self.fake.stats()}
+
+
+def client_of(engine, server=None):
+    """A client of an app in front of the engine."""
+    api = Api(server, state=EngineState(engine, server))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=api.app), base_url="http://test", timeout=60)
+
+
 @contextlib.asynccontextmanager
 async def real_engine():
-    """A client of the app in front of an engine with the bundled model, and the engine."""
-    api = Api()
-    engine = AsyncEngine.from_config(CONFIG)
+    """An engine with the bundled model, a client of an app in front of it, and its core."""
+    config = resolve(CONFIG, 0)
+    executor = LocalExecutor(config)
+    grammars = GrammarCompiler(config.options.model, config.spec.vocab_size, config.spec.eos_token_ids)
+    core = RecordingCore(config, executor, executor.start(), grammars)
+    engine = AsyncEngine(core, load_tokenizer(config.options.model))
     await engine.start()
-    api.state.fake = engine
     try:
-        transport = httpx.ASGITransport(app=api.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
-            yield client, engine
+        async with client_of(engine) as client:
+            yield client, engine, core
     finally:
         await engine.close()
 
@@ -88,7 +128,7 @@ async def send(client, body):
 
 def test_poison_fails_alone():
     async def scenario():
-        async with real_engine() as (client, engine):
+        async with real_engine() as (client, engine, _core):
             expected = (await client.post("/v1/completions", json=CANARY)).text
             canaries = [asyncio.create_task(client.post("/v1/completions", json=CANARY)) for _ in range(2)]
             answers = await asyncio.gather(*(send(client, body) for body in POISON))
@@ -99,10 +139,8 @@ def test_poison_fails_alone():
             assert sum(answer.status_code == 400 for answer in answers) > len(POISON) / 2
             for canary in canaries:
                 assert texts(await canary) == texts(expected)
-            stats = await engine.stats()
-            while stats.num_running or stats.num_waiting:
+            while (stats := engine.stats()).num_running or stats.num_waiting:
                 await asyncio.sleep(0.05)
-                stats = await engine.stats()
             assert stats.num_used_blocks == 0
 
     def texts(stream):
@@ -116,24 +154,18 @@ def test_a_missed_deadline_ends_the_work_in_the_engine():
     """24 completions hold the 8 rows; one more, which may not wait, is never started and leaves the queue."""
 
     async def scenario():
-        async with real_engine() as (client, engine), asyncio.timeout(60):
-            hasty = Api(ServerConfig(queue_timeout=0.2, request_timeout=30))
-            hasty.state.fake = engine
+        async with real_engine() as (client, engine, core), asyncio.timeout(60):
             body = CANARY | {"stream": False, "temperature": 1}
             runs = [asyncio.create_task(client.post("/v1/completions", json=body | {"n": 4})) for _ in range(6)]
-            live = engine._client._driver._live
-            while len(live) < 6:
-                await asyncio.sleep(0.01)
-            transport = httpx.ASGITransport(app=hasty.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as other:
-                late = await other.post("/v1/completions", json=body)
+            await until(lambda: len(core.added) == 6)
+            async with client_of(engine, ServerConfig(queue_timeout=0.2, request_timeout=30)) as hasty:
+                late = await hasty.post("/v1/completions", json=body)
             assert (late.status_code, late.json()["error"]["code"]) == (408, "queue_timeout")
-            while len(live) > 6:
-                await asyncio.sleep(0.01)
+            await until(lambda: core.aborted == core.added[6:])
             assert not any(run.done() for run in runs[4:]), "the queue was empty before the deadline"
             for run in runs:
                 run.cancel()
-            while (stats := await engine.stats()).num_running or stats.num_waiting:
+            while (stats := engine.stats()).num_running or stats.num_waiting:
                 await asyncio.sleep(0.01)
             assert stats.num_used_blocks == 0
             assert (await client.post("/v1/completions", json=body | {"max_tokens": 1})).status_code == 200
@@ -152,7 +184,7 @@ def loop():
 @pytest.fixture(scope="module")
 def client(loop):
     context = real_engine()
-    client, _ = loop.run(context.__aenter__())
+    client, *_ = loop.run(context.__aenter__())
     yield client
     loop.run(context.__aexit__(None, None, None))
 

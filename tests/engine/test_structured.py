@@ -10,13 +10,20 @@ from concurrent.futures import Future
 import jsonschema
 import pytest
 import torch
+from support.engine import outputs_of
 from support.schema_maker import make_schema
 
 from rayllm import LLM, SamplingParams
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.api.types import EngineInfo, GenerationRequest, RequestOutput
 from rayllm.api.validation import validate_request
+from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import ResolvedConfig, resolve
+from rayllm.engine.engine import EngineCore
 from rayllm.errors import InvalidRequestError
+from rayllm.executor.local import LocalExecutor
+from rayllm.text.grammar import Grammar
+from rayllm.text.grammar_compiler import GrammarCompiler
 
 PROMPT = "The answer is"
 REGEX = StructuredOutputs(regex="[a-z]{3,8}-[0-9]{2}")
@@ -26,10 +33,10 @@ SHORT = StructuredOutputs(json='{"type": "object", "properties": {"a": {"type": 
 @pytest.fixture(scope="module")
 def llm():
     torch.set_num_threads(1)
-    with LLM(device="cpu", max_num_seqs=32, max_num_batched_tokens=128) as engine:
-        yield engine
-        engine._engine().check_integrity()
-        assert engine.stats().num_used_blocks == 0
+    with LLM(device="cpu", max_num_seqs=32, max_num_batched_tokens=128) as llm:
+        yield llm
+        llm.engine.check_integrity()
+        assert llm.stats().num_used_blocks == 0
 
 
 def params(structure: StructuredOutputs | None, seed: int | None = 0, **options) -> SamplingParams:
@@ -68,7 +75,7 @@ def test_regex_choice_and_grammar(llm, temperature):
     ):
         completion = output.outputs[0]
         assert completion.finish_reason == "stop" and fits(completion.text), completion.text
-        assert completion.token_ids[-1] in llm._engine().info.eos_token_ids
+        assert completion.token_ids[-1] in llm.engine.info.eos_token_ids
 
 
 def test_any_object_is_an_object_when_it_is_complete(llm):
@@ -126,7 +133,7 @@ def test_preempted_sequences_go_on_where_they_were(llm):
     ) as tight:
         outputs = run(tight, wanted)
         assert tight.stats().num_preemptions > 5
-        tight._engine().check_integrity()
+        tight.engine.check_integrity()
     assert [[c.token_ids for c in output.outputs] for output in outputs] == expected
     for completion in (completion for output in outputs[:5] for completion in output.outputs):
         whole = completion.finish_reason == "stop"
@@ -161,28 +168,41 @@ def test_a_bad_grammar_stops_the_call_before_anything_runs(llm):
     assert run(llm, [params(SHORT, max_tokens=2)])[0].finished
 
 
+class Reordering(GrammarCompiler):
+    """Its compilations end in this order, once all have been asked for."""
+
+    def __init__(self, config: ResolvedConfig, order: tuple[int, ...]):
+        super().__init__(config.options.model, config.spec.vocab_size, config.spec.eos_token_ids)
+        self.order = order
+        self.asked: list[tuple[StructuredOutputs, Future[Grammar]]] = []
+
+    def compile(self, structure: StructuredOutputs, gently: bool = False) -> Future[Grammar]:
+        self.asked.append((structure, Future()))
+        if len(self.asked) == len(self.order):
+            for index in self.order:
+                wanted, future = self.asked[index]
+                future.set_result(super().compile(wanted).result())
+        return self.asked[-1][1]
+
+
 def test_results_do_not_depend_on_which_grammar_is_ready_first():
     """Of requests without a seed of their own, in an engine that has one."""
-
-    def results(order: tuple[int, ...]) -> list[str]:
-        """Of three requests whose grammars become ready in this order."""
-        with LLM(device="cpu", max_num_seqs=4, seed=3) as engine:
-            compiler = engine._engine()._grammars
-            compile_now, asked = compiler.compile, []
-
-            def compile_in_order(structure: StructuredOutputs, gently: bool = False) -> Future:
-                asked.append((structure, Future()))
-                if len(asked) == len(order):
-                    for index in order:
-                        wanted, future = asked[index]
-                        future.set_result(compile_now(wanted).result())
-                return asked[-1][1]
-
-            compiler.compile = compile_in_order
-            structures = [StructuredOutputs(regex=f"[a-z]{{{size}}}") for size in (9, 8, 7)]
-            return [output.outputs[0].text for output in run(engine, [params(each, None) for each in structures])]
-
-    assert results((0, 1, 2)) == results((1, 0, 2))
+    config = resolve(EngineConfig(device="cpu", max_num_seqs=4, seed=3), 0)
+    requests = [
+        GenerationRequest(
+            request_id=str(size),
+            prompt_token_ids=[7, 8, 9],
+            params=params(StructuredOutputs(regex=f"[a-z]{{{size}}}"), None),
+        )
+        for size in (9, 8, 7)
+    ]
+    results = []
+    for order in ((0, 1, 2), (1, 0, 2)):
+        executor = LocalExecutor(config)
+        core = EngineCore(config, executor, executor.start(), Reordering(config, order))
+        results.append([output.outputs[0].token_ids for output in outputs_of(core, requests)])
+        core.shutdown()
+    assert results[0] == results[1]
 
 
 def test_without_a_tokenizer():

@@ -21,11 +21,12 @@ from rayllm.api.types import GenerationRequest
 from rayllm.config.options import EngineConfig
 from rayllm.config.resolved import resolve
 from rayllm.engine.async_engine import AsyncEngine
-from rayllm.engine.build import start_resolved_engine
 from rayllm.engine.driver import EngineDriver
-from rayllm.engine.engine import EngineCore, failures, refusal
+from rayllm.engine.engine import EngineCore, refusal
 from rayllm.errors import EngineDeadError, InvalidRequestError
+from rayllm.executor.local import LocalExecutor
 from rayllm.text.grammar import Grammar, GrammarTokenizer
+from rayllm.text.grammar_compiler import GrammarCompiler
 from rayllm.text.tokenizer import load_tokenizer
 
 IDS = itertools.count()
@@ -42,22 +43,38 @@ def free(max_tokens: int = 30) -> GenerationRequest:
     return request(max_tokens=max_tokens, ignore_eos=True)
 
 
-def start_core(max_num_seqs: int) -> EngineCore:
+class Compiler(GrammarCompiler):
+    """While there is `held`, it is the grammar of all requests; the test says when it is ready."""
+
+    held: Future[Grammar] | None = None
+
+    def compile(self, structure: StructuredOutputs, gently: bool = False) -> Future[Grammar]:
+        return self.held or super().compile(structure, gently)
+
+    def hold(self) -> Future[Grammar]:
+        self.held = Future()
+        return self.held
+
+
+def start_core(max_num_seqs: int) -> tuple[EngineCore, Compiler]:
     torch.set_num_threads(1)
-    return start_resolved_engine(resolve(EngineConfig(device="cpu", max_num_seqs=max_num_seqs), 0))
+    config = resolve(EngineConfig(device="cpu", max_num_seqs=max_num_seqs), 0)
+    compiler = Compiler(config.options.model, config.spec.vocab_size, config.spec.eos_token_ids)
+    executor = LocalExecutor(config)
+    return EngineCore(config, executor, executor.start(), compiler), compiler
 
 
 @asynccontextmanager
-async def real_engine() -> AsyncIterator[tuple[AsyncEngine, EngineCore]]:
-    """An engine with the bundled model, which has nothing left at the end, and its core."""
-    core = start_core(max_num_seqs=16)
+async def real_engine() -> AsyncIterator[tuple[AsyncEngine, EngineCore, Compiler]]:
+    """An engine with the bundled model, which has nothing left at the end, its core and what makes its grammars."""
+    core, compiler = start_core(max_num_seqs=16)
     engine = AsyncEngine(core, load_tokenizer(core.info.model))
     await engine.start()
     try:
-        yield engine, core
+        yield engine, core, compiler
         if engine.dead is None:
-            await until(lambda: not engine._driver.busy)
-            assert not core.is_compiling and not engine._driver._live
+            await until(lambda: not engine.driver.busy)
+            assert not core.is_compiling
             core.check_integrity()
     finally:
         await engine.close()
@@ -73,27 +90,19 @@ def in_a_loop(test):
     return run
 
 
-def hold_grammars(core: EngineCore, monkeypatch) -> Future[Grammar]:
-    """What the grammars of all requests from now on come to; the test says when."""
-    held: Future[Grammar] = Future()
-    monkeypatch.setattr(core._grammars, "compile", lambda *_: held)
-    return held
-
-
 @in_a_loop
 async def test_a_refusal_is_an_invalid_request_and_the_engine_goes_on():
-    async with real_engine() as (engine, _core):
+    async with real_engine() as (engine, _core, _compiler):
         with pytest.raises(InvalidRequestError, match="unclosed group") as caught:
             await anext(engine.generate(request(StructuredOutputs(regex="(a"), n=2)))
         assert caught.value.param == "structured_outputs"
-        assert not engine._client._streams
         total = await whole(engine.generate(request(WORD, n=3)))
         assert all(re.fullmatch(WORD.regex, completion.text) for completion in total.outputs)
 
 
 @in_a_loop
 async def test_a_stream_goes_on_beside_hostile_grammars():
-    async with real_engine() as (engine, _core):
+    async with real_engine() as (engine, _core, _compiler):
         alone = (await whole(engine.generate(free(500)))).outputs[0].token_ids
         seen: list[int] = []
         times: list[float] = []
@@ -127,10 +136,10 @@ async def test_a_stream_goes_on_beside_hostile_grammars():
 
 
 @in_a_loop
-async def test_others_pass_a_request_that_waits_for_its_grammar(monkeypatch):
-    async with real_engine() as (engine, core):
-        ready = core._grammars.compile(WORD)
-        held = hold_grammars(core, monkeypatch)
+async def test_others_pass_a_request_that_waits_for_its_grammar():
+    async with real_engine() as (engine, core, compiler):
+        ready = compiler.compile(WORD)
+        held = compiler.hold()
         waiting = asyncio.create_task(whole(engine.generate(request(WORD))))
         await until(lambda: core.is_compiling)
         for _ in range(3):
@@ -142,29 +151,29 @@ async def test_others_pass_a_request_that_waits_for_its_grammar(monkeypatch):
 
 
 @in_a_loop
-async def test_a_request_that_leaves_while_its_grammar_is_compiled(monkeypatch):
-    async with real_engine() as (engine, core):
-        held = hold_grammars(core, monkeypatch)
+async def test_a_request_that_leaves_while_its_grammar_is_compiled():
+    async with real_engine() as (engine, core, compiler):
+        held = compiler.hold()
         waiting = asyncio.create_task(whole(engine.generate(request(WORD))))
         await until(lambda: core.is_compiling)
         waiting.cancel()
         await until(lambda: not core.is_compiling)
         held.set_exception(RuntimeError("late"))
-        await until(lambda: not engine._driver.busy)
+        await until(lambda: not engine.driver.busy)
         assert engine.stats().prompt_tokens == 0, "the request never came as far as the scheduler"
         assert len((await whole(engine.generate(free(5)))).outputs[0].token_ids) == 5
 
 
 @in_a_loop
-async def test_a_grammar_that_fails_by_our_fault_ends_its_request_alone(monkeypatch):
+async def test_a_grammar_that_fails_by_our_fault_ends_its_request_alone():
     """As when the library panics, which is no Exception."""
 
     class Panic(BaseException):
         pass
 
-    async with real_engine() as (engine, core):
+    async with real_engine() as (engine, core, compiler):
         alone = (await whole(engine.generate(free(60)))).outputs[0].token_ids
-        held = hold_grammars(core, monkeypatch)
+        held = compiler.hold()
         waiting = asyncio.create_task(whole(engine.generate(request(WORD, n=2))))
         await until(lambda: core.is_compiling)
         other = asyncio.create_task(whole(engine.generate(free(60))))
@@ -178,20 +187,20 @@ async def test_a_grammar_that_fails_by_our_fault_ends_its_request_alone(monkeypa
 
 
 @in_a_loop
-async def test_an_engine_that_stops_answers_what_waits_for_a_grammar(monkeypatch):
-    async with real_engine() as (engine, core):
-        hold_grammars(core, monkeypatch)
+async def test_an_engine_that_stops_answers_what_waits_for_a_grammar():
+    async with real_engine() as (engine, core, compiler):
+        compiler.hold()
         waiting = asyncio.create_task(whole(engine.generate(request(WORD))))
         await until(lambda: core.is_compiling)
-        await asyncio.to_thread(engine._driver.shutdown, 5)
+        await asyncio.to_thread(engine.driver.shutdown, 5)
         with pytest.raises(EngineDeadError, match="shut down"):
             await waiting
 
 
 @in_a_loop
 async def test_others_pass_a_sequence_whose_mask_is_slow(monkeypatch):
-    async with real_engine() as (engine, core):
-        core._grammars.compile(WORD).result(30)
+    async with real_engine() as (engine, _core, compiler):
+        compiler.compile(WORD).result(30)
         gate = threading.Event()
         real = GrammarTokenizer.mask_of
 
@@ -210,9 +219,9 @@ async def test_others_pass_a_sequence_whose_mask_is_slow(monkeypatch):
 
 @in_a_loop
 async def test_a_grammar_that_fails_in_mid_text_ends_its_sequence_alone(monkeypatch):
-    async with real_engine() as (engine, core):
+    async with real_engine() as (engine, _core, compiler):
         alone = (await whole(engine.generate(free(60)))).outputs[0].token_ids
-        core._grammars.compile(WORD).result(30)
+        compiler.compile(WORD).result(30)
         real, calls = GrammarTokenizer.mask_of, itertools.count()
 
         def failing(self, matcher):
@@ -231,17 +240,16 @@ async def test_a_grammar_that_fails_in_mid_text_ends_its_sequence_alone(monkeypa
         assert other.outputs[0].token_ids == alone
 
 
-def test_an_id_is_in_use_while_its_grammar_is_compiled(monkeypatch):
-    core = start_core(max_num_seqs=2)
-    hold_grammars(core, monkeypatch)
+def test_an_id_is_in_use_while_its_grammar_is_compiled():
+    core, compiler = start_core(max_num_seqs=2)
+    compiler.hold()
     driver = EngineDriver(core)
     front, first = RecordingFront(), request(WORD)
     driver.attach(front)
-    driver.start()
     driver.add(front, first)
     driver.add(front, first)
     wait_for(lambda: front.deltas)
     in_use = InvalidRequestError(f"request_id {first.request_id!r} is in use", "request_id")
     assert front.deltas == [refusal(first.request_id, in_use)]
     driver.shutdown()
-    assert front.deltas[1:] == failures(first.request_id, [0], "the engine was shut down")
+    assert front.reasons == ["the engine was shut down"]

@@ -37,7 +37,7 @@ def generate(llm: LLM, batch: list[list[int]], params: SamplingParams) -> list[o
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_results_do_not_depend_on_the_batch(tmp_path, kind, no_forecast):
+def test_results_do_not_depend_on_the_batch(tmp_path, kind):
     if kind == "bundled":
         folder = BUNDLED_MODEL
     else:
@@ -75,4 +75,4 @@ def check(llm: LLM, crowd: list[list[int]], alone: list[list[object]]) -> None:
     for params, expected in zip((GREEDY, DRAWN), alone, strict=True):
         for ours, theirs in zip(generate(llm, crowd, params)[30:38], expected, strict=True):
             assert ours == theirs
-    llm._engine().check_integrity()
+    llm.engine.check_integrity()

@@ -63,7 +63,7 @@ def check(folder: str, **options: object) -> None:
         outputs = llm._run(requests, use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == GREEDY.max_tokens for output in outputs[2::3])
         again = {kind: llm.embed(prompts(), kind, use_tqdm=False) for kind in POOLINGS}
-        llm._engine().check_integrity()
+        llm.engine.check_integrity()
         assert llm.stats().num_used_blocks == 0
     for place, kind in enumerate(POOLINGS):
         own_error = (rough[kind] - exact[kind]).norm(dim=1).mean().item()

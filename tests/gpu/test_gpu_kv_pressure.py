@@ -33,7 +33,7 @@ def engine(**options: object) -> LLM:
 def run(**options: object) -> tuple[list[list[list[int]]], EngineStats]:
     with engine(**options) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        llm._engine().check_integrity()
+        llm.engine.check_integrity()
         return [[completion.token_ids for completion in output.outputs] for output in outputs], llm.stats()
 
 
@@ -46,7 +46,7 @@ def expected() -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize("mode", ["recompute", "swap", "cost"])
-def test_a_fifth_of_the_room(mode, enforce_eager, expected, no_forecast):
+def test_a_fifth_of_the_room(mode, enforce_eager, expected):
     tokens, stats = run(
         num_gpu_blocks_override=NEEDED // 5, preemption_mode=mode, swap_space=0.25, enforce_eager=enforce_eager
     )
@@ -71,7 +71,7 @@ def chats(**options: object) -> tuple[list[list[int]], EngineStats]:
                     history += [rng.randrange(4, 4000) for _ in range(MESSAGE)]
                 for history, output in zip(some, llm.generate(some, params, use_tqdm=False), strict=True):
                     history += output.outputs[0].token_ids
-        llm._engine().check_integrity()
+        llm.engine.check_integrity()
         return histories, llm.stats()
 
 

@@ -48,7 +48,7 @@ def generate(case: Case, **options: object) -> list[tuple[list[int], list[float]
     with LLM(case.folder, device="cuda", dtype="bfloat16", skip_tokenizer_init=True, **options) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
         outputs = [output.outputs[0] for output in llm.generate(case.prompts, params, use_tqdm=False)]
-        llm._engine().check_integrity()
+        llm.engine.check_integrity()
     return [
         (out.token_ids, [entry[token].logprob for entry, token in zip(out.logprobs, out.token_ids, strict=True)])
         for out in outputs
@@ -98,7 +98,7 @@ def test_without_overlap(cases, kind, enforce_eager, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen3"])
-def test_small_chunks_and_preemption(cases, kind, no_forecast):
+def test_small_chunks_and_preemption(cases, kind):
     check(cases[kind], max_num_batched_tokens=64, num_gpu_blocks_override=60, block_size=8, max_num_seqs=32)
 
 

@@ -68,7 +68,7 @@ def assert_nothing_is_left(pids: list[int], before: list[int]) -> None:
 
 def signal_at(llm: LLM, step: int, rank: int, number: signal.Signals) -> list[float]:
     """Send a signal to a rank after so many plans were submitted; the list gets the time of it."""
-    executor = llm._engine()._executor
+    executor = llm.engine._executor
     submit, count, sent = executor.submit, [0], []
 
     def submit_and_signal(plan):
@@ -92,7 +92,7 @@ def test_every_request_ends_and_the_gpus_are_free_again(tmp_path, ray_cluster):
     # In a prompt's step and in a decode; the rank that the driver hears first, and the last one.
     for step, rank, number in ((2, 0, signal.SIGKILL), (60, RANKS - 1, signal.SIGSTOP)):
         llm = LLM(folder, skip_tokenizer_init=True, gpu_memory_utilization=0.3, **OPTIONS)
-        pids = list(llm._engine()._executor._ranks._pids)
+        pids = list(llm.engine._executor._ranks._pids)
         tokens = [out.outputs[0].token_ids for out in llm.generate(prompts, PARAMS, use_tqdm=False)]
         assert tokens == (expected or tokens)
         expected = tokens

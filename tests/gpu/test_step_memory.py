@@ -33,7 +33,7 @@ def test_replays_of_all_sizes_leave_the_counters_of_projections_alone(tmp_path):
         num_gpu_blocks_override=6000,
     ) as llm:
         flags = hopper_kernel.flags(torch.device("cuda", torch.cuda.current_device()))
-        worker = llm._engine()._executor._worker  # type: ignore[attr-defined]
+        worker = llm.engine._executor._worker  # type: ignore[attr-defined]
         for segment in worker._memory._pool.snapshot():
             assert not segment["address"] <= flags.data_ptr() < segment["address"] + segment["total_size"]
         for _ in range(2):

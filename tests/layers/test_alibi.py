@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
-from rayllm.layers.alibi import ALiBi, alibi_slopes
+from rayllm.layers.alibi import alibi_slopes
+from rayllm.layers.context import BuildContext
 from rayllm.parallel.tp_group import TPGroup
 
 CPU = torch.device("cpu")
@@ -31,6 +32,9 @@ def test_any_number_of_heads(heads):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_share_the_slopes_as_they_share_the_heads(size):
-    parts = [ALiBi(12, tp=TPGroup(rank, size, object()), device=CPU).slopes for rank in range(size)]
-    assert torch.cat(parts).tolist() == ALiBi(12, tp=TPGroup.single(), device=CPU).slopes.tolist()
+    def slopes(tp):
+        return BuildContext(tp, CPU, torch.bfloat16).alibi_slopes(12)
+
+    parts = [slopes(TPGroup(rank, size, object())) for rank in range(size)]
+    assert torch.cat(parts).tolist() == slopes(TPGroup.single()).tolist()
     assert parts[0].dtype == torch.float32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,16 +15,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from rayllm.config.model_spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, load_model_spec
 from rayllm.config.rope import RopeSpec
 from rayllm.layers.activation import activation, gated_activation
-from rayllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from rayllm.layers.linear import ColumnParallelLinear, QKVParallelLinear
-from rayllm.layers.norm import LayerNorm
-from rayllm.layers.rotary import RotaryEmbedding, cos_sin_table
+from rayllm.layers.context import BuildContext
+from rayllm.layers.layer import Heads
+from rayllm.layers.rotary import cos_sin_table
 from rayllm.models.loader import DummyCheckpoint
 from rayllm.parallel.tp_group import TPGroup
 from rayllm_kernels.norm.qk_norm_rope_cache import rotate
 
 CPU = torch.device("cpu")
-FP32 = {"device": CPU, "dtype": torch.float32}
+BUILD = BuildContext(TPGroup.single(), CPU, torch.float32)
 ROPES = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
@@ -71,11 +71,11 @@ def test_rotary_table_is_that_of_transformers(tmp_path, rope, theta):
 
 
 def test_partial_rotary_leaves_the_rest():
-    rotary = RotaryEmbedding(RopeSpec("default", 10000.0, 8, 64), 64, device=CPU)
+    table = BUILD.rotary_table(RopeSpec("default", 10000.0, 8, 64), 64)
     q, k = torch.randn(3, 2, 16), torch.randn(3, 1, 16)
     before_q, before_k = q.clone(), k.clone()
     for heads in (q, k):
-        rotate(heads, torch.tensor([0, 5, 63]), rotary.cos_sin)
+        rotate(heads, torch.tensor([0, 5, 63]), table)
     assert torch.equal(q[0], before_q[0])
     assert torch.equal(q[..., 8:], before_q[..., 8:])
     assert torch.equal(k[..., 8:], before_k[..., 8:])
@@ -93,8 +93,8 @@ def test_activations(name):
 
 
 def test_layer_norm_without_affine():
-    norm, x = LayerNorm(16, 1e-5, affine=False, **FP32), torch.randn(3, 16)
-    norm.load(DummyCheckpoint(0, CPU, torch.float32), "norm")
+    norm, x = BUILD.layer_norm("norm", 16, 1e-5, affine=False), torch.randn(3, 16)
+    norm.load(DummyCheckpoint(0, CPU, torch.float32))
     torch.testing.assert_close(norm(x), torch.nn.LayerNorm(16, elementwise_affine=False)(x))
 
 
@@ -107,15 +107,19 @@ class Rank(TPGroup):
         pass
 
 
+def build_of(rank, size):
+    return replace(BUILD, tp=Rank(rank, size, None))
+
+
 @pytest.mark.parametrize(("tp", "expected"), [(2, [0, 1]), (4, [0, 0, 1, 1]), (8, [0, 0, 0, 0, 1, 1, 1, 1])])
 def test_kv_heads_are_replicated(tp, expected):
     """Two KV heads over more ranks: each rank has the head that its query heads use."""
     source = DummyCheckpoint(0, CPU, torch.float32)
     full = source.tensor("k_proj.weight", (8, 16)).view(2, 4, 16)
     for rank, head in enumerate(expected):
-        layer = QKVParallelLinear(16, 8, 2, 4, bias=False, tp=Rank(rank, tp, None), **FP32)
-        layer.load(source, "")
-        assert (layer.num_heads, layer.num_kv_heads) == (8 // tp, 1)
+        layer = build_of(rank, tp).qkv_linear(16, Heads(8, 2, 4), bias=False)
+        layer.load(source)
+        assert layer.weight.shape == ((8 // tp + 2) * 4, 16)
         assert torch.equal(layer.weight.view(-1, 4, 16)[8 // tp], full[head])
 
 
@@ -125,8 +129,8 @@ def test_vocabulary_padding_is_zero(vocab_size):
     source = DummyCheckpoint(0, CPU, torch.float32)
     shards = []
     for rank in range(4):
-        layer = VocabParallelEmbedding(vocab_size, 8, tp=Rank(rank, 4, None), **FP32)
-        layer.load(source, "e")
+        layer = build_of(rank, 4).embedding("e", vocab_size, 8)
+        layer.load(source)
         assert source.unwritten(layer) == []
         shards.append(layer.weight)
     table = torch.cat(shards)
@@ -136,18 +140,16 @@ def test_vocabulary_padding_is_zero(vocab_size):
 
 
 def test_sizes_that_do_not_split():
-    with pytest.raises(ValueError, match="must be a multiple of 4 ranks, not 6"):
-        ColumnParallelLinear(8, 6, bias=False, tp=Rank(0, 4, None), **FP32)
-    with pytest.raises(ValueError, match="3 KV heads cannot be shared by 2 ranks"):
-        QKVParallelLinear(16, 6, 3, 4, bias=False, tp=Rank(0, 2, None), **FP32)
+    with pytest.raises(ValueError, match="fc must be a multiple of 4 ranks, not 6"):
+        build_of(0, 4).column_linear("fc", 8, 6, bias=False)
 
 
 def test_single_group_is_free():
     tp, x = TPGroup.single(), torch.randn(2, 3)
     assert tp.all_reduce(x) is x
     assert tp.all_gather(x) is x
-    head = ParallelLMHead(5, 3, tied=None, tp=tp, **FP32)
-    head.load(DummyCheckpoint(0, CPU, torch.float32), "lm_head")
+    head = BUILD.lm_head("lm_head", 5, 3, tied=None)
+    head.load(DummyCheckpoint(0, CPU, torch.float32))
     assert head(x.bfloat16().float()).dtype == torch.float32
 
 

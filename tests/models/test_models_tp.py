@@ -153,16 +153,16 @@ def test_ranks_draw_what_the_whole_vocabulary_would_give(size):
     logits = 2 * torch.randn(50, 259, generator=generator)
     seeds, positions = torch.arange(50) * 7919, torch.arange(50) % 11
     temperature, noise_scale = torch.full((50,), 0.8), (torch.arange(50) % 3 > 0).float()
-    rest = (seeds, positions, temperature, noise_scale)
+    rows = ops.DrawRows(seeds, positions, temperature, noise_scale)
     shard = -(-259 // size)
 
     def draw_on(tp):
         first = tp.rank * shard
-        return draw(logits[:, first : first + shard], *rest, first, tp)
+        return draw(logits[:, first : first + shard], rows, first, tp)
 
     with ThreadPoolExecutor(size) as pool:
         drawn = [future.result(timeout=60) for future in [pool.submit(draw_on, tp) for tp in ThreadGroup.make(size)]]
-    whole = draw(logits, *rest, 0, TPGroup.single())
+    whole = draw(logits, rows, 0, TPGroup.single())
     assert len(whole.unique()) > 10
     for tokens in drawn:
         assert torch.equal(tokens, whole)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from rayllm.sampling import logit_bias, logprobs
+from rayllm.sampling import logprobs
+from rayllm.sampling.sampling_batch import BanEntries, BiasEntries
 from rayllm_kernels import ops
 from rayllm_kernels.sampling.truncation import cutoff
 
@@ -195,10 +196,11 @@ def test_bias_and_bans_touch_their_entries_only():
     expected[0, 5] += 2.5
     expected[2, 0] -= 100
     expected[2, 5] += 1
-    logit_bias.add_bias(logits, torch.tensor([0, 2, 2]), torch.tensor([5, 0, 5]), torch.tensor([2.5, -100.0, 1.0]))
+    biases = torch.tensor([0, 2, 2]), torch.tensor([5, 0, 5]), torch.tensor([2.5, -100.0, 1.0])
+    BiasEntries(*biases).apply(logits)
     assert torch.equal(logits, expected)
     expected[1, 2] = expected[2, 5] = -INF
-    logit_bias.ban(logits, torch.tensor([1, 2, 1]), torch.tensor([2, 5, 2]))
+    BanEntries(torch.tensor([1, 2, 1]), torch.tensor([2, 5, 2])).apply(logits)
     assert torch.equal(logits, expected)
 
 

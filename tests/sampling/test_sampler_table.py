@@ -1,7 +1,5 @@
 """`SamplingTable`: which features a batch reports, what it hands to the device, and what outlives a row."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -186,7 +184,7 @@ def test_setting_and_clearing_leave_nothing_behind():
     batch = batch_of(table, [0], [3])
     assert features_of(batch) == {"draw"}
     fresh = batch_of(table_of(entering(0, seed=6, num_prompt=1)), [0], [3])
-    for mine, other in zip(dataclasses.astuple(batch.draw), dataclasses.astuple(fresh.draw), strict=True):
+    for mine, other in zip(batch.draw, fresh.draw, strict=True):
         assert torch.equal(mine, other)
     table.set(entering(0, temperature=0.0, logprobs=1))
     assert features_of(batch_of(table, [0], [3])) == {"logprobs"}
@@ -194,7 +192,7 @@ def test_setting_and_clearing_leave_nothing_behind():
 
 def test_integrity_check_sees_a_column_out_of_step():
     table = table_of(entering(0, top_k=5), entering(1))
-    table._top_k[1] = 3
+    table._columns["top_k"][1] = 3
     with pytest.raises(AssertionError, match=r"top_k.*\[1\]"):
         table.check_integrity()
 

@@ -15,7 +15,7 @@ from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
 from rayllm.api.types import GenerationRequest, KVBlocks, RankReady
 from rayllm.config.options import BUNDLED_MODEL, EngineConfig
 from rayllm.config.resolved import resolve
-from rayllm.engine.engine import build_engine_core
+from rayllm.engine.build import start_resolved_engine
 from rayllm.executor.local import LocalExecutor
 from rayllm.sampling.sampling_table import SamplingTable
 from rayllm.sampling.token_mask import TokenMasks
@@ -77,7 +77,7 @@ class GraphRank:
 def run(load, prompt, all_params):
     """(token ids, log-probabilities) of each request, on an engine over the rank that `load` makes."""
     config = resolve(EngineConfig(device="cpu", max_num_seqs=8, max_model_len=512, num_gpu_blocks_override=256), 0)
-    core = build_engine_core(config, LocalExecutor(config, load))
+    core = start_resolved_engine(config, LocalExecutor(config, load))
     for i, params in enumerate(all_params):
         core.add(GenerationRequest(request_id=str(i), prompt_token_ids=prompt, params=params))
     results = [([], []) for _ in all_params]

@@ -11,7 +11,7 @@ from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError
 from rayllm.serve.http.app import create_app
 from rayllm.serve.http.limits import Admission
-from rayllm.serve.http.metrics import FrontMetrics
+from rayllm.serve.http.telemetry import FrontMetrics, ModelFigures, render
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -219,3 +219,8 @@ def staged(**limits):
     api = Api(ServerConfig(**limits))
     api.state.fake = StagedEngine()
     return api
+
+
+def render_metrics(model_name, stats, front):
+    """The Prometheus text of one model with one engine."""
+    return render([ModelFigures(model_name, {"0": stats}, front, [], 1)])

@@ -164,7 +164,6 @@ class RecordingFront:
 def running(core: FakeCore, fronts: int = 1) -> Iterator[tuple]:
     """A driver that runs the core, and the fronts that are attached to it."""
     driver = EngineDriver(core)
-    driver.start()
     attached = [RecordingFront() for _ in range(fronts)]
     for front in attached:
         driver.attach(front)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,12 +10,14 @@ from types import SimpleNamespace
 from support.fakes import EOS, VOCAB, FakeConstraint, FakeWorker
 
 from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
-from rayllm.api.types import GenerationRequest, KVBlocks, KVCosts, RankReady, StepPlan, TokenDelta
+from rayllm.api.types import GenerationRequest, KVBlocks, KVCosts, RankReady, RequestOutput, StepPlan, TokenDelta
 from rayllm.config.options import EngineConfig
 from rayllm.config.resolved import ResolvedConfig, resolve
 from rayllm.engine.engine import EngineCore
 from rayllm.errors import EngineDeadError
 from rayllm.executor.base import Executor
+from rayllm.text.outputs import OutputProcessor, accumulate
+from rayllm.text.tokenizer import Tokenizer
 
 WORD = StructuredOutputs(regex="[a-z]+")
 
@@ -113,3 +116,25 @@ def run_all(core: EngineCore) -> list[TokenDelta]:
         deltas += core.step()
         core.check_integrity()
     return deltas
+
+
+def outputs_of(
+    core: EngineCore, requests: list[GenerationRequest], tokenizer: Tokenizer | None = None
+) -> list[RequestOutput]:
+    """Run requests to their end; what each of them comes to, in order."""
+    processor = OutputProcessor(tokenizer)
+    totals: dict[str, RequestOutput | None] = {}
+    for request in requests:
+        core.add(request)
+        processor.add(request)
+        totals[request.request_id] = None
+    while core.has_work() or core.is_compiling:
+        if not core.has_work():
+            time.sleep(0.001)
+            continue
+        outputs, aborts = processor.process(core.step())
+        core.abort(aborts)
+        for output in outputs:
+            totals[output.request_id] = accumulate(totals[output.request_id], output)
+    assert all(total is not None and total.finished for total in totals.values())
+    return list(totals.values())

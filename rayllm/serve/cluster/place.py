@@ -36,3 +36,8 @@ def own_node_id() -> str:
     """Ray's id of this process's node."""
     node_id: str = ray.get_runtime_context().get_node_id()
     return node_id
+
+
+def address(host: str, port: int) -> str:
+    """As URLs and HAProxy have it: "host:port", with brackets around IPv6 addresses."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

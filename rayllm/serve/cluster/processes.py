@@ -9,35 +9,56 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP, UPDATE = b"s", b"u"  # what the parent writes into its pipe to the child
 
 
-def supervise(grace_s: float) -> None:
-    """Go on in a child process, while this one waits for it, passes signals on, and exits as the child does.
+class Orders(NamedTuple):
+    """What the user has told the server by signals."""
+
+    # SIGINT or SIGTERM. A second one ends everything at once.
+    stop: threading.Event
+    # SIGUSR1.
+    update: threading.Event
+
+
+def supervise(grace_s: float) -> Orders:
+    """Go on in a child process, while this one waits for it, hands signals on as orders, and exits as the child does.
 
     Whichever of the two ends first, by whatever signal, the other one ends all that the child has started: processes
     whose parent dies become children of the two, which can find them. To be called before there is any thread.
     grace_s: how long processes may take to end by themselves after the child has ended in good order.
     """
-    alive, held = os.pipe()
+    orders = Orders(threading.Event(), threading.Event())
+    out_of_pipe, into_pipe = os.pipe()
     child = os.fork()
-    _adopt_orphans()
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if child == 0:
-        os.close(held)
-        os.setpgid(0, 0)  # Ctrl-C in a terminal goes to the parent alone, which passes it on once
-        threading.Thread(target=_end_with, args=(alive,), name="rayllm-parent", daemon=True).start()
-        return
+        os.close(into_pipe)
+        os.setpgid(0, 0)  # Ctrl-C in a terminal goes to the parent alone
+        ignore_signals()
+        threading.Thread(target=_obey, args=(out_of_pipe, orders), name="rayllm-parent", daemon=True).start()
+        return orders
 
-    def forward(number: int, _frame: Any) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, number)
+    def hand_on(number: int, _frame: Any) -> None:
+        if number == signal.SIGUSR1 or not orders.stop.is_set():
+            with contextlib.suppress(BrokenPipeError):
+                os.write(into_pipe, UPDATE if number == signal.SIGUSR1 else STOP)
+        else:
+            end_descendants(0.0)
+            os._exit(128 + number)
+        if number != signal.SIGUSR1:
+            orders.stop.set()
 
-    for number in FORWARDED:
-        signal.signal(number, forward)
+    os.close(out_of_pipe)
+    for number in SIGNALS:
+        signal.signal(number, hand_on)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     end_descendants(grace_s if code >= 0 else 0.0)
@@ -45,57 +66,33 @@ def supervise(grace_s: float) -> None:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _end_with(alive: int) -> None:
-    """In the child: wait for the end of the parent, which holds the other end of the pipe."""
-    os.read(alive, 1)
+def ignore_signals() -> None:
+    """Leave `SIGNALS` to the parent, also those that somebody sends to both. Processes that this one starts do not."""
+    for number in SIGNALS:
+        signal.signal(number, lambda _number, _frame: None)
+
+
+def _obey(pipe: int, orders: Orders) -> None:
+    """In the child: take orders until the end of the parent, which holds the other end of the pipe."""
+    while order := os.read(pipe, 1):
+        (orders.update if order == UPDATE else orders.stop).set()
     end_descendants(0.0)
     os._exit(1)
 
 
-def _adopt_orphans() -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def end_descendants(grace_s: float) -> list[int]:
-    """Wait until all descendants have ended; kill those that have not after grace_s seconds. Returns whom it killed.
+def end_descendants(grace_s: float) -> None:
+    """Wait until all descendants have ended; kill those that have not after grace_s seconds.
 
     Nothing else in this process may wait for children any more.
     """
     deadline = time.monotonic() + grace_s
-    killed: set[int] = set()
-    while alive := _descendants(os.getpid()):
-        if time.monotonic() > deadline + 1:
+    while alive := psutil.Process().children(recursive=True):
+        late = time.monotonic() - deadline
+        if late > 1:
             break  # killed, but stuck in the kernel
-        if time.monotonic() > deadline:
-            for pid in alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            killed |= alive
-        _reap()
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                if late > 0:
+                    process.kill()
+                process.wait(0)  # also those that this process has adopted are its to reap
         time.sleep(0.02)
-    _reap()
-    return sorted(killed)
-
-
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def _descendants(pid: int) -> set[int]:
-    """Ids of the live processes below `pid`; empty where there is no /proc."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(stat.parent.name))
-    found: set[int] = set()
-    waiting = [pid]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        found.update(below)
-        waiting.extend(below)
-    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from rayllm.engine.build import start_resolved_engine
 from rayllm.engine.driver import Core, EngineDriver
 from rayllm.engine.socket import EngineSocket
 from rayllm.errors import EngineDeadError
-from rayllm.serve.cluster.directory import DirectoryLink, EngineMember, Registry, View, follow
+from rayllm.serve.cluster.directory import DirectoryLink, EngineMember, View, follow
 from rayllm.serve.cluster.place import Place, own_place
 
 logger = logging.getLogger("ray.serve")
@@ -41,16 +42,15 @@ class EngineReplica:
         drain_timeout: float,
         start: Callable[[ResolvedConfig], Core] = start_resolved_engine,
         place: Place | None = None,
-        registry: Registry | None = None,
+        registry: DirectoryLink | None = None,
     ) -> None:
         sys.setswitchinterval(SWITCH_S)
         self._model, self._drain_timeout = model, drain_timeout
         self._place = place or own_place()
         self._registry = registry or DirectoryLink(self._place.app_name)
         self._driver = EngineDriver(start(config))
-        self._driver.start()
         self._socket = EngineSocket(self._driver)
-        self._stop_at: float | None = None  # time.monotonic(); None while nobody has told it to stop
+        self._stop_at = math.inf  # time.monotonic()
         self._stopping: asyncio.Task[None] | None = None
         self._following = asyncio.create_task(follow(self._registry, self._member, self._on_view))
 
@@ -68,27 +68,27 @@ class EngineReplica:
         load = self._socket.load()
         return {"queued_tokens": float(load.queued_tokens), "completions": float(load.completions)}
 
-    async def stop(self, drain_timeout: float) -> None:
-        """End the engine and its workers, in good order. Calling it again can only shorten the time.
-
-        API servers hear at once that it drains; they send new requests elsewhere from then on, and disconnect when the
-        last of theirs here is done. What is left after drain_timeout seconds gets an error.
-        """
-        until = time.monotonic() + drain_timeout
-        self._stop_at = until if self._stop_at is None else min(self._stop_at, until)
-        if self._stopping is None:
-            self._stopping = asyncio.create_task(self._stop())
-        await asyncio.shield(self._stopping)
-
     async def __del__(self) -> None:
         """Serve calls this before it ends the replica."""
         if hasattr(self, "_following"):  # the constructor may have failed
-            await self.stop(self._drain_timeout)
+            await self._stop_within(self._drain_timeout)
+
+    def _stop_within(self, seconds: float) -> asyncio.Task[None]:
+        """End the engine and its workers, in good order. Calling it again can only shorten the time.
+
+        API servers hear at once that it drains; they send new requests elsewhere from then on, and disconnect when the
+        last of theirs here is done. What is left then gets an error.
+        """
+        self._stop_at = min(self._stop_at, time.monotonic() + seconds)
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        return self._stopping
 
     async def _stop(self) -> None:
         self._socket.drain()
+        await self._registry.beat(self._member())
         calm = 0  # times in a row that nobody was there and nothing to do
-        while calm < 2 and self._stop_at is not None and time.monotonic() < self._stop_at:
+        while calm < 2 and time.monotonic() < self._stop_at:
             if self._driver.dead is not None:
                 break
             calm = calm + 1 if self._driver.num_fronts == 0 and not self._driver.busy else 0
@@ -113,6 +113,5 @@ class EngineReplica:
         elsewhere = any(server.node_id != self._place.node_id for server in view.servers)
         if elsewhere and not self._socket.endpoint.tcp:
             await asyncio.to_thread(self._socket.open_tcp, self._place.host)
-        if view.stop_in is not None and self._stopping is None:
-            self._stop_at = time.monotonic() + view.stop_in
-            self._stopping = asyncio.create_task(self._stop())
+        if view.stop_in is not None:
+            self._stop_within(view.stop_in)

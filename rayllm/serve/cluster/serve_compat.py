@@ -20,7 +20,7 @@ def with_version(deployment: serve.Deployment, version: str) -> serve.Deployment
     return deployment.options(version=version, _internal=True)
 
 
-def serve_http_options() -> HTTPOptions | None:
-    """The HTTP options of the Serve that runs; None if none does."""
+def serve_http_options() -> HTTPOptions:
+    """Those of the Serve that runs."""
     client: Any = _get_global_client()
-    return None if client is None else client.http_config
+    return client.http_config

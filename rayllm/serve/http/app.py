@@ -22,16 +22,25 @@ from starlette.types import Lifespan
 from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError, InvalidRequestError
 from rayllm.serve.http import protocol
-from rayllm.serve.http.auth import ApiKey, Guard
 from rayllm.serve.http.console import console_page
 from rayllm.serve.http.convert import LONG_TEXT, chat_job, completion_job, embedding_job, encode
-from rayllm.serve.http.errors import model_not_found, unhealthy
-from rayllm.serve.http.generation import generate, json_response, run
-from rayllm.serve.http.life import GenerationRoute, JsonRoute, RequestContext, RequestLife, answer_error, context_of
-from rayllm.serve.http.metrics import ModelFigures, render
+from rayllm.serve.http.errors import ApiError
+from rayllm.serve.http.limits import ApiKey, Guard
 from rayllm.serve.http.replies import ChatReply, CompletionReply, embeddings
-from rayllm.serve.http.served import ServedModel, ServerState, find_model
-from rayllm.serve.http.tracing import NO_TELEMETRY, SpanTracer
+from rayllm.serve.http.request import (
+    GenerationRoute,
+    JsonRoute,
+    RequestContext,
+    RequestLife,
+    answer_error,
+    context_of,
+    find_model,
+    generate,
+    json_response,
+    run,
+)
+from rayllm.serve.http.served import ServedModel, ServerState
+from rayllm.serve.http.telemetry import NO_TELEMETRY, ModelFigures, SpanTracer, render
 from rayllm.text.tokenizer import Tokenizer
 from rayllm.version import __version__
 
@@ -122,12 +131,12 @@ async def health(context: Context, model: str | None = None) -> dict[str, str]:
     """Whether requests are answered: by one model, or by all."""
     models = context.state.models
     if model is not None and model not in models:  # asked without a key, so it must not name the models that there are
-        raise model_not_found("there is no such model")
+        raise ApiError(404, "there is no such model", code="model_not_found", param="model")
     asked = [each for each in models.values() if model in (None, each.name)]
     reasons = {each.name: await each.unhealthy_reason() for each in asked}
     bad = [f"{name}: {why}" if len(asked) > 1 else why for name, why in reasons.items() if why is not None]
     if bad:
-        raise unhealthy("; ".join(bad))
+        raise ApiError(503, "; ".join(bad), code="unhealthy")
     return {"status": "ok"}
 
 

@@ -14,7 +14,7 @@ from rayllm.api.validation import validate_request
 from rayllm.errors import InvalidRequestError
 from rayllm.serve.http.chat_format import THINK_OPEN, ChatFormat, calls_schema, chat_format
 from rayllm.serve.http.errors import ContextLengthError, renamed
-from rayllm.serve.http.protocol import ChatBody, CompletionBody, EmbeddingBody, EngineBody, GenerationBody, Prompt
+from rayllm.serve.http.protocol import ChatBody, CompletionBody, EmbeddingBody, EngineBody, GenerationBody
 from rayllm.serve.http.served import Target
 from rayllm.text.tokenizer import Tokenizer
 
@@ -105,8 +105,8 @@ async def embedding_job(body: EmbeddingBody, target: Target) -> Job:
     return Job(requests, [text if isinstance(text, str) else None for text in body.input], names)
 
 
-async def encode(prompt: Prompt, special: bool, tokenizer: Tokenizer | None) -> list[int]:
-    """The tokens of a prompt. special: with the special tokens around a text. Raises InvalidRequestError."""
+async def encode(prompt: Any, special: bool, tokenizer: Tokenizer | None) -> list[int]:
+    """The tokens of a `Prompt`. special: with the special tokens around a text. Raises InvalidRequestError."""
     if not isinstance(prompt, str):
         return prompt
     if tokenizer is None:

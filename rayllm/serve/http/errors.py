@@ -1,7 +1,6 @@
 """Errors as the OpenAI API has them: a status and {"error": {message, type, param, code}} for every exception.
 
-`as_api_error` is the one place that maps exceptions to answers. The functions below it make the refusals and failures
-that have a code of their own.
+`as_api_error` is the one place that maps exceptions to answers. What has a code of its own is raised as `ApiError`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 from fastapi.exceptions import RequestValidationError
@@ -21,13 +20,8 @@ from rayllm.errors import EngineDeadError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
-DeadlineName = Literal["queue_timeout", "first_token_timeout", "request_timeout"]
-
-_MISSED: dict[DeadlineName, str] = {
-    "queue_timeout": "the engine did not start the request within {:g} s (queue_timeout)",
-    "first_token_timeout": "there was no first token within {:g} s (first_token_timeout)",
-    "request_timeout": "the answer was not complete within {:g} s (request_timeout)",
-}
+_KINDS = {408: "timeout_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # OpenAI's `type`
+_RETRY_AFTER = {429: "1", 503: "2"}  # seconds
 
 
 class ContextLengthError(InvalidRequestError):
@@ -35,20 +29,21 @@ class ContextLengthError(InvalidRequestError):
 
 
 class ApiError(HTTPException):
-    """An error with an HTTP status of its own. kind, param, code: as OpenAI has them. headers: of the response."""
+    """An error with an HTTP status of its own. param, code: as OpenAI has them. headers: of the response."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
         code: str | None = None,
+        param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
         super().__init__(status, message, headers)
-        self.kind = kind
+        if status in _RETRY_AFTER:
+            self.headers = {"retry-after": _RETRY_AFTER[status]}
+        self.kind = _KINDS.get(status, "invalid_request_error")
         self.param = param
         self.code = code
 
@@ -74,19 +69,15 @@ def as_api_error(error: Exception, method: str, path: str) -> ApiError:
             code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
             return ApiError(400, str(error), param=error.param, code=code)
         case EngineDeadError():
-            message = f"the engine cannot answer now: {error}"
-            return _server_error(503, message, "engine_unavailable", {"retry-after": "2"})
+            return ApiError(503, f"the engine cannot answer now: {error}", code="engine_unavailable")
         case ClientDisconnect():
             # Nobody reads this answer; 499 is what proxies log.
             return ApiError(499, "the client closed the connection", code="client_disconnected")
-        case HTTPException(status_code=404):
-            return ApiError(404, f"no such path: {method} {path}")
-        case HTTPException(status_code=405):
-            return ApiError(405, f"method {method} is not allowed for {path}", headers=error.headers)
-        case HTTPException():
-            return ApiError(error.status_code, error.detail, headers=error.headers)
+        case HTTPException(status_code=status):
+            messages = {404: f"no such path: {method} {path}", 405: f"method {method} is not allowed for {path}"}
+            return ApiError(status, messages.get(status, error.detail), headers=error.headers)
     logger.error("unexpected error while answering a request", exc_info=error)
-    return _server_error(500, "internal error; the server's log has the details", "internal_error")
+    return ApiError(500, "internal error; the server's log has the details", code="internal_error")
 
 
 def _first_fault(error: RequestValidationError) -> InvalidRequestError:
@@ -100,7 +91,7 @@ def _first_fault(error: RequestValidationError) -> InvalidRequestError:
         return causes[0]
     if not place:
         return InvalidRequestError("the request body must be a JSON object")
-    path = ".".join(map(str, place))
+    path = ".".join(map(str, place))[:200]
     messages = {
         "extra_forbidden": f"unknown field {path!r}",
         "missing": f"{path} is required",
@@ -128,44 +119,3 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         if not name or error.param is None:
             raise
         raise type(error)(str(error).replace(error.param, name, 1), name) from None
-
-
-def _server_error(status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> ApiError:
-    return ApiError(status, message, kind="server_error", code=code, headers=headers)
-
-
-def unauthorized(message: str, challenge: str) -> ApiError:
-    """challenge: which credentials the client may send."""
-    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": challenge})
-
-
-def unhealthy(reason: str) -> ApiError:
-    return _server_error(503, reason, "unhealthy", {"retry-after": "2"})
-
-
-def request_failed(reason: object) -> ApiError:
-    """The engine gave up on this one request and goes on serving others."""
-    return _server_error(500, f"the engine failed on this request: {reason or 'no reason given'}", "request_failed")
-
-
-def queue_full(message: str) -> ApiError:
-    """The server has enough to do."""
-    return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"retry-after": "1"})
-
-
-def body_late(seconds: float) -> ApiError:
-    """The request's body did not come in time."""
-    message = f"the request body did not arrive within {seconds:g} s"
-    return ApiError(408, message, kind="timeout_error", code="body_timeout")
-
-
-def deadline_missed(name: DeadlineName, seconds: float) -> ApiError:
-    return ApiError(408, _MISSED[name].format(seconds), kind="timeout_error", code=name)
-
-
-def body_too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the request body is longer than {limit} bytes", code="request_too_large")
-
-
-def model_not_found(message: str) -> ApiError:
-    return ApiError(404, message, param="model", code="model_not_found")

@@ -3,20 +3,22 @@
 There are three kinds of request fields: honoured (typed here), harmless (client metadata that has no effect on an
 answer), and known but not honoured (`_NOT_HONOURED`: refused with a message that says so, unless the value asks for
 nothing). Unknown fields are refused, never ignored, and nothing is coerced: "1" is not 1. Null means "not given", as
-OpenAI has it. Ranges of sampling parameters are checked by `SamplingParams`; types, and what depends on more than one
-field, here. A validator's `ValueError` gets the path of its field in front (see `errors.py`); an `InvalidRequestError`
-names the field itself.
+OpenAI has it. Sampling parameters are those of `SamplingParams`, which checks their ranges; types, and what depends on
+more than one field, are checked here. A validator's `ValueError` gets the path of its field in front (see `errors.py`);
+an `InvalidRequestError` names the field itself.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Json, create_model, model_validator
+from pydantic_core import CoreSchema
 
-from rayllm.api.sampling_params import MAX_LOGPROBS, MAX_N, StructuredOutputs
+from rayllm.api.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from rayllm.api.types import Pooling
 from rayllm.errors import InvalidRequestError
 
@@ -28,29 +30,16 @@ MAX_SCHEMA_DEPTH = 64
 MAX_TEMPLATE_KWARGS = 16
 MAX_TEMPLATE_TEXT = 1024  # characters of a name or a value in chat_template_kwargs
 
-# Known fields that an endpoint does not honour -> the values that ask for nothing, and so are accepted.
-_NOT_HONOURED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "verbosity": (),
-    "web_search_options": (),
+# Known fields that an endpoint does not honour -> the value beside null that asks for nothing, and so is accepted.
+_NOT_HONOURED: dict[str, Any] = {
+    **dict.fromkeys(("audio", "chat_template", "prediction", "truncate_prompt_tokens", "web_search_options")),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "verbosity")),
+    **dict.fromkeys(("function_call", "reasoning_effort", "tool_choice"), "none"),
+    **{"documents": [], "functions": [], "tools": [], "modalities": ["text"]},
+    **{"chat_template_kwargs": {}, "continue_final_message": False, "suffix": ""},
 }
+
+Rules = Iterator[tuple[bool, str, str]]  # whether a rule is broken, the field at fault, what is said then
 
 
 class Body(BaseModel):
@@ -58,26 +47,29 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
+    def _rules(self) -> Rules:
+        """What depends on more than one field. The field at fault is "" if it is this part itself."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        for is_broken, field, message in self._rules():
+            if is_broken:
+                raise InvalidRequestError(message, field) if field else ValueError(message)
+        return self
+
 
 # ---- parts
 
 
-def _check_name(name: str) -> str:
-    if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
-        raise ValueError(f"must be 1 to 64 letters, digits, _ or -, not {name[:80]!r}")
-    return name
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether values are nested in more than so many levels."""
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_is_deeper(child, levels - 1) for child in children)
 
 
 def _check_depth(schema: dict[str, Any]) -> dict[str, Any]:
-    level: list[Any] = [schema]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        level = [
-            child
-            for value in level
-            if isinstance(value, dict | list)
-            for child in (value.values() if isinstance(value, dict) else value)
-        ]
-    if level:
+    if _is_deeper(schema, MAX_SCHEMA_DEPTH):
         raise ValueError(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
     return schema
 
@@ -95,32 +87,37 @@ def _text_of(content: Any) -> str:
     return "\n".join(TextPart.model_validate(part).text for part in content)
 
 
-def _check_empty(value: Any) -> None:
-    if value not in (None, [], ""):
-        raise ValueError("is not supported")
+@dataclass(frozen=True)
+class OneOf:
+    """On a union: one error that names its forms, where pydantic has an error for each of them."""
+
+    message: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> CoreSchema:
+        return handler(source) | {"custom_error_type": "one_of", "custom_error_message": self.message}
 
 
-def _parse_object(text: Any, expected: str = "a JSON object, as text") -> dict[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except (TypeError, ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"must be {expected}")
-    return value
-
-
-def _parse_schema(value: Any) -> dict[str, Any]:
-    schema = value if isinstance(value, dict) else _parse_object(value, "a JSON schema: an object, or its text")
-    return _check_depth(schema)
-
-
-_TEXT, _NULL = {"type": "string"}, {"type": "null"}
-Name = Annotated[str, AfterValidator(_check_name)]
+Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Schema = Annotated[dict[str, Any], AfterValidator(_check_depth)]
-SchemaOrText = Annotated[Any, AfterValidator(_parse_schema)]
-ObjectText = Annotated[Any, AfterValidator(_parse_object), WithJsonSchema(_TEXT)]  # text that becomes an object
-Unused = Annotated[Any, AfterValidator(_check_empty)]  # a field that only audio, refusals or old clients fill
+SchemaOrText = Annotated[Schema | Json[Schema], OneOf("must be a JSON schema: an object, or its text")]
+ObjectText = Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: "{}" if text == "" else text)]
+SentBack = Annotated[Any, Field(exclude=True)]  # what a client adds to messages, and sends back with them
+Empty = Annotated[Literal[""] | Annotated[list[Any], Field(max_length=0)], OneOf("is not supported")]
+Unused = Annotated[Empty | None, Field(exclude=True)]  # a field that only audio, refusals or old clients fill
+
+TemplateText = Annotated[str, Field(max_length=MAX_TEMPLATE_TEXT)]
+_TEMPLATE_VALUES = f"must be a string of at most {MAX_TEMPLATE_TEXT} characters, a number, true, false or null"
+TemplateKwargs = dict[TemplateText, Annotated[TemplateText | int | float | bool, OneOf(_TEMPLATE_VALUES)] | None]
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+Prompt = str | TokenIds
+Prompts = Annotated[
+    str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)],
+    OneOf("must be a string, a list of strings, a list of token ids or a list of such lists, none of them empty"),
+    AfterValidator(lambda value: [value] if isinstance(value, str) or isinstance((*value, None)[0], int) else value),
+]
+# Forms of JSON that `SamplingParams` does not have.
+Stop = Annotated[str | list[str], OneOf("must be a string or a list of strings")]
+EarlyStopping = Annotated[bool | Literal["never"], OneOf('must be true, false or "never"')]
 
 
 class TextPart(Body):
@@ -135,7 +132,7 @@ class FunctionCall(Body):
 
     name: str
     arguments: ObjectText  # "" for none
-    parsed_arguments: Any = None  # openai-python's own reading of them, in messages that it sends back
+    parsed_arguments: SentBack = None  # openai-python's own reading of them
 
 
 class MessageToolCall(Body):
@@ -144,14 +141,7 @@ class MessageToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None  # clients that collect streamed calls send it back
-
-
-# The fields of a message that chat templates know.
-_FOR_TEMPLATE: Any = {
-    **dict.fromkeys(("role", "content", "name", "tool_call_id", "reasoning_content"), True),
-    "tool_calls": {"__all__": {"id": True, "type": True, "function": {"name", "arguments"}}},
-}
+    index: SentBack = None  # in the stream that the client collected
 
 
 class Message(Body):
@@ -163,25 +153,23 @@ class Message(Body):
     tool_calls: list[MessageToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    parsed: Any = None  # openai-python's own reading of the content, in messages that it sends back
-    provider_specific_fields: Any = None  # LiteLLM's own notes, in messages that it sends back
+    parsed: SentBack = None  # openai-python's own reading of the content
+    provider_specific_fields: SentBack = None  # LiteLLM's own notes
     function_call: Unused = None
     refusal: Unused = None
     audio: Unused = None
     annotations: Unused = None
 
-    @model_validator(mode="after")
-    def _check_role(self) -> Message:
+    def _rules(self) -> Rules:
         for name in ("tool_calls", "reasoning_content"):
-            if getattr(self, name) and self.role != "assistant":
-                raise ValueError(f"only assistant messages have {name}")
-        if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("tool_call_id belongs to messages of role tool, each one")
-        return self
+            is_broken = bool(getattr(self, name)) and self.role != "assistant"
+            yield is_broken, "", f"only assistant messages have {name}"
+        is_broken = (self.role == "tool") != (self.tool_call_id is not None)
+        yield is_broken, "", "tool_call_id belongs to messages of role tool, each one"
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates know it: "developer" is OpenAI's newer name for "system"."""
-        turn = self.model_dump(include=_FOR_TEMPLATE) | {"role": "system" if self.role == "developer" else self.role}
+        turn = self.model_dump() | {"role": "system" if self.role == "developer" else self.role}
         return {name: value for name, value in turn.items() if value or name == "content"}
 
 
@@ -191,14 +179,11 @@ class Function(Body):
     name: Name
     description: str | None = None
     parameters: Schema | None = None
-    strict: bool | None = None  # has no effect: arguments are held to the schema where a call is enforced
+    strict: bool | None = Field(default=None, exclude=True)  # arguments are held to the schema if a call is enforced
 
-    @model_validator(mode="after")
-    def _check_parameters(self) -> Function:
+    def _rules(self) -> Rules:
         kind = (self.parameters or {}).get("type", "object")
-        if kind != "object":
-            raise ValueError(f"parameters must be a schema of type object, not {str(kind)[:80]!r}")
-        return self
+        yield kind != "object", "", f"parameters must be a schema of type object, not {str(kind)[:80]!r}"
 
 
 class Tool(Body):
@@ -209,56 +194,24 @@ class Tool(Body):
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates show it to the model."""
-        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+        return self.model_dump(exclude_none=True)
 
 
-def _check_tool_choice(value: Any) -> Any:
-    match value:
-        case None | "none" | "auto" | "required":
-            return value
-        case {"type": "function", "function": {"name": str(), **options}, **more} if not options and not more:
-            return value
-    raise InvalidRequestError(
-        'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
-        "tool_choice",
-    )
+class NamedFunction(Body):
+    name: str
 
 
-def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    for key, value in kwargs.items():
-        if not isinstance(value, str | int | float | None):
-            raise ValueError(f"{key[:80]} must be a string, a number, true, false or null")
-        if max(len(key), len(value) if isinstance(value, str) else 0) > MAX_TEMPLATE_TEXT:
-            raise ValueError(f"names and values take at most {MAX_TEMPLATE_TEXT} characters")
-    return kwargs
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
-def _check_prompts(value: Any, info: ValidationInfo) -> list[Prompt]:
-    """The prompts one by one, each a text or a list of token ids."""
-    name = str(info.field_name)
-    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
-    if not isinstance(prompts, list) or not (all(isinstance(p, str) for p in prompts) or all(map(_is_ids, prompts))):
-        if isinstance(prompts, list) and [] in prompts:
-            raise InvalidRequestError(f"{name} must not hold an empty list", name)
-        forms = "a string, a list of strings, a list of token ids or a list of lists of token ids"
-        raise InvalidRequestError(f"{name} must be {forms}", name)
-    return prompts
-
-
-def _is_ids(value: Any) -> bool:
-    """True for a list of integers that is not empty (True and False are not token ids)."""
-    return isinstance(value, list) and bool(value) and set(map(type, value)) == {int}
-
-
-Prompt = str | list[int]
-
-# What may have several forms is checked by hand, as pydantic reports one error for each form of a union.
-_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_ID_LISTS = {"type": "array", "items": _IDS, "minItems": 1}
-Prompts = Annotated[Any, AfterValidator(_check_prompts), WithJsonSchema({"anyOf": [_TEXT, _TEXTS, _IDS, _ID_LISTS]})]
-Stop = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _TEXTS, _NULL]})]  # SamplingParams checks it
-EarlyStopping = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "never"}, _NULL]})]  # so too
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool,
+    OneOf('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
+]
 
 
 class JsonSchemaFormat(Body):
@@ -276,11 +229,9 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
-    @model_validator(mode="after")
-    def _check_type(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to type json_schema, and is required there")
-        return self
+    def _rules(self) -> Rules:
+        is_broken = (self.type == "json_schema") != (self.json_schema is not None)
+        yield is_broken, "", "json_schema belongs to type json_schema, and is required there"
 
     def structured_outputs(self) -> StructuredOutputs | None:
         """The engine's form of it; None for any text. Raises InvalidRequestError."""
@@ -292,7 +243,7 @@ class ResponseFormat(Body):
 class StructuredOutputsBody(Body):
     """The extension `structured_outputs`; exactly one field is given."""
 
-    json_: SchemaOrText = Field(default=None, alias="json")
+    json_: SchemaOrText | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -333,44 +284,30 @@ class EmbeddingBody(EngineBody):
     dimensions: int | None = None  # only the model's own number
     pooling: Pooling | None = None  # an extension; "last" if absent
 
-    @model_validator(mode="after")
-    def _check_number(self) -> EmbeddingBody:
-        if not 1 <= len(self.input) <= MAX_INPUTS:
-            raise InvalidRequestError(f"input takes 1 to {MAX_INPUTS} entries, not {len(self.input)}", "input")
-        return self
+    def _rules(self) -> Rules:
+        number = len(self.input)
+        yield not 1 <= number <= MAX_INPUTS, "input", f"input takes 1 to {MAX_INPUTS} entries, not {number}"
 
 
-class GenerationBody(EngineBody):
+# Sampling parameters by their own names, where JSON has them in another form than `SamplingParams`.
+_FORMS: dict[str, Any] = {"stop": Stop, "early_stopping": EarlyStopping, "logit_bias": dict[str, float]}
+_SAMPLING: dict[str, Any] = {
+    name: (_FORMS.get(name, kind) | None, None)
+    for name, kind in get_type_hints(SamplingParams).items()
+    if name not in ("logprobs", "max_tokens", "structured_outputs")  # the API's have another type or meaning
+}
+SamplingBody = create_model("SamplingBody", __base__=EngineBody, **_SAMPLING)
+
+
+class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
     """What completions and chat share: sampling, streaming, extensions, client metadata."""
 
-    n: int | None = Field(default=None, ge=1, le=MAX_N)
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     max_completion_tokens: int | None = Field(default=None, ge=0, lt=2**31)
-    stop: Stop = None
-    seed: int | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Extensions.
-    best_of: int | None = Field(default=None, ge=1, le=MAX_N)
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: EarlyStopping = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
     structured_outputs: StructuredOutputsBody | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = None
     # Client metadata without any effect on the answer.
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -383,32 +320,27 @@ class GenerationBody(EngineBody):
     def _refuse_what_is_not_honoured(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = {}
-        for name, value in data.items():
-            if name not in _NOT_HONOURED or name in cls.model_fields:
-                kept[name] = value
-            elif value is not None and value not in _NOT_HONOURED[name]:
+        others = {name: value for name, value in data.items() if name in _NOT_HONOURED.keys() - cls.model_fields.keys()}
+        for name, value in others.items():
+            if value not in (None, _NOT_HONOURED[name]):
                 raise InvalidRequestError(f"{name} is not supported here", name)
-        return kept
+        return {name: value for name, value in data.items() if name not in others}
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> GenerationBody:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options is only allowed with stream: true", "stream_options")
-        if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequestError("prompt_logprobs is not available with stream: true", "prompt_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise InvalidRequestError(
-                f"max_tokens ({self.max_tokens}) and max_completion_tokens ({self.max_completion_tokens}) differ; "
-                "give one of them",
-                "max_completion_tokens",
-            )
-        if self.stream and (self.use_beam_search or self.num_sampled > (self.n or 1)):
-            name = "use_beam_search" if self.use_beam_search else "best_of greater than n"
-            raise InvalidRequestError(f"{name} is not available with stream: true", name.split()[0])
-        if self.structured_outputs is not None and self.response_format and self.response_format.type != "text":
-            raise InvalidRequestError("give response_format or structured_outputs, not both", "structured_outputs")
-        return self
+    def _rules(self) -> Rules:
+        only_streams = self.stream_options is not None and not self.stream
+        yield only_streams, "stream_options", "stream_options is only allowed with stream: true"
+        for name, is_given in (
+            ("prompt_logprobs", self.prompt_logprobs is not None),
+            ("use_beam_search", self.use_beam_search),
+            ("best_of", self.num_sampled > (self.n or 1)),
+        ):
+            what = "best_of greater than n" if name == "best_of" else name
+            yield bool(self.stream and is_given), name, f"{what} is not available with stream: true"
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        message = f"max_tokens ({self.max_tokens}) and max_completion_tokens ({self.max_completion_tokens}) differ; "
+        yield len(limits) > 1, "max_completion_tokens", message + "give one of them"
+        both = self.structured_outputs and self.response_format and self.response_format.type != "text"
+        yield bool(both), "structured_outputs", "give response_format or structured_outputs, not both"
 
     @property
     def constraint_field(self) -> str | None:
@@ -440,21 +372,15 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
-    @model_validator(mode="after")
-    def _check_completion(self) -> CompletionBody:
-        if not self.prompt:
-            raise InvalidRequestError("prompt must not be empty", "prompt")
-        if self.token_limit == 0 and not self.echo:
-            name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-            raise InvalidRequestError(f"{name} must be at least 1, or 0 with echo: true", name)
-        choices = len(self.prompt) * self.num_sampled
-        if choices > MAX_CHOICES:
-            factor = "n" if self.num_sampled == (self.n or 1) else "best_of"
-            raise InvalidRequestError(
-                f"prompts x {factor} is {choices}; one request takes at most {MAX_CHOICES} completions",
-                factor if self.num_sampled > 1 else "prompt",
-            )
-        return self
+    def _rules(self) -> Rules:
+        yield from super()._rules()
+        yield not self.prompt, "prompt", "prompt must not be empty"
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        without = self.token_limit == 0 and not self.echo
+        yield without, name, f"{name} must be at least 1, or 0 with echo: true"
+        choices, factor = len(self.prompt) * self.num_sampled, "n" if self.num_sampled == (self.n or 1) else "best_of"
+        message = f"prompts x {factor} is {choices}; one request takes at most {MAX_CHOICES} completions"
+        yield choices > MAX_CHOICES, factor if self.num_sampled > 1 else "prompt", message
 
 
 class ChatBody(GenerationBody):
@@ -466,51 +392,37 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)] | None = Field(
-        default=None, max_length=MAX_TEMPLATE_KWARGS
-    )
+    chat_template_kwargs: TemplateKwargs | None = Field(default=None, max_length=MAX_TEMPLATE_KWARGS)
     add_generation_prompt: Literal[True] | None = None
 
-    @model_validator(mode="after")
-    def _check_chat(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequestError("top_logprobs is only allowed with logprobs: true", "top_logprobs")
-        asked: set[str] = set()
+    def _rules(self) -> Rules:
+        yield from super()._rules()
+        without = self.top_logprobs is not None and not self.logprobs
+        yield without, "top_logprobs", "top_logprobs is only allowed with logprobs: true"
+        asked: set[str | None] = {None}
         for message in self.messages:
             asked |= {call.id for call in message.tool_calls or ()}
-            if message.tool_call_id is not None and message.tool_call_id not in asked:
-                raise InvalidRequestError(
-                    f"messages: tool_call_id {message.tool_call_id!r} is of no tool call in the messages before it",
-                    "messages",
-                )
-        self._check_tools()
-        return self
-
-    def _check_tools(self) -> None:
+            text = f"messages: tool_call_id {message.tool_call_id!r} is of no tool call in the messages before it"
+            yield message.tool_call_id not in asked, "messages", text
         tools = self.tools or []
         names = [tool.function.name for tool in tools]
         for name in names:
-            if names.count(name) > 1:
-                raise InvalidRequestError(f"tools has two functions of the name {name!r}", "tools")
+            yield names.count(name) > 1, "tools", f"tools has two functions of the name {name!r}"
         size = sum(len(tool.model_dump_json()) for tool in tools)
-        if size > MAX_TOOLS_BYTES:
-            raise InvalidRequestError(f"tools takes at most {MAX_TOOLS_BYTES} bytes in all, not {size}", "tools")
-        if not tools and self.tool_choice not in (None, "none"):
-            raise InvalidRequestError("tool_choice is only allowed with tools", "tool_choice")
-        if self.named_tool is not None and self.named_tool not in names:
-            raise InvalidRequestError(f"tool_choice names {self.named_tool[:80]!r}, which tools lacks", "tool_choice")
-        if self.offered_tools and (field := self.constraint_field) is not None:
-            raise InvalidRequestError(
-                f"{field} holds for the whole output, which leaves no room for tool calls; set tool_choice to none",
-                field,
-            )
+        yield size > MAX_TOOLS_BYTES, "tools", f"tools takes at most {MAX_TOOLS_BYTES} bytes in all, not {size}"
+        without = not tools and self.tool_choice not in (None, "none")
+        yield without, "tool_choice", "tool_choice is only allowed with tools"
+        is_unknown = self.named_tool not in (None, *names)
+        yield is_unknown, "tool_choice", f"tool_choice names {str(self.named_tool)[:80]!r}, which tools lacks"
+        field, reason = self.constraint_field or "", "holds for the whole output, which leaves no room for tool calls"
+        yield bool(self.offered_tools and field), field, f"{field} {reason}; set tool_choice to none"
 
     @property
     def named_tool(self) -> str | None:
         """The one tool that must be called."""
-        return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def must_call(self) -> bool:
@@ -537,11 +449,8 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None  # as the tokenizer does by itself: true for a prompt, false for messages
     return_token_strs: bool | None = None  # the text of each token too
 
-    @model_validator(mode="after")
-    def _check(self) -> TokenizeBody:
-        if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequestError("give either prompt or messages", "prompt")
-        return self
+    def _rules(self) -> Rules:
+        yield (self.prompt is None) == (self.messages is None), "prompt", "give either prompt or messages"
 
 
 class DetokenizeBody(Body):

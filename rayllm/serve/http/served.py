@@ -1,4 +1,4 @@
-"""What the app needs of the cluster that hosts it: the models, their engines, and which of them a request is for."""
+"""What the app needs of the cluster that hosts it: the models and their engines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import NamedTuple, Protocol
 
 from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, RequestOutput
 from rayllm.config.options import ServerConfig
-from rayllm.errors import EngineDeadError
-from rayllm.serve.http.errors import ApiError, model_not_found
 from rayllm.serve.http.limits import Admission
-from rayllm.serve.http.metrics import FrontMetrics
+from rayllm.serve.http.telemetry import FrontMetrics
 from rayllm.text.tokenizer import Tokenizer
 
 
@@ -69,28 +67,3 @@ class Target(NamedTuple):
     model: ServedModel
     engine: Engine
     reply_id: str
-
-
-def require_engine(state: ServerState) -> None:
-    """Raises EngineDeadError if no model has an engine."""
-    reason = EngineDeadError("there is no model")
-    for model in state.models.values():
-        try:
-            model.engine()
-            return
-        except EngineDeadError as error:
-            reason = error
-    raise reason
-
-
-def find_model(state: ServerState, name: str | None) -> ServedModel:
-    """The model that a request asks for; it may leave the name out if there is only one. Raises ApiError."""
-    models = state.models
-    if name is None and len(models) == 1:
-        return next(iter(models.values()))
-    known = ", ".join(map(repr, models))
-    if name is None:
-        raise ApiError(400, f"model is missing; this server has {known}", param="model")
-    if name not in models:
-        raise model_not_found(f"the model {name!r} does not exist; this server has {known}")
-    return models[name]

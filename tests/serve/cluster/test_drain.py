@@ -1,286 +1,212 @@
-"""Health of a stalled engine, draining, and the exchange of loads: driver, replica and API server without a cluster."""
+"""A replica with a core that makes up tokens: it registers, tells its health and load, and drains. No Ray."""
+
+from __future__ import annotations
 
 import asyncio
-import os
-import stat
 import sys
+import time
+from contextlib import asynccontextmanager
 
+import httpx
 import pytest
-from support.app import Api
-from support.driver import FakeCore, fake_request, wait_for
-from support.serve import Answers, Method
+from support.app import FakeState
+from support.driver import FakeCore, fake_request, fake_tokens, until, whole
+from support.serve import LocalDirectory, place
 
+from rayllm import timeouts
+from rayllm.api import wire
 from rayllm.api.types import Load
-from rayllm.config.options import EngineConfig, ModelConfig, ServerConfig
-from rayllm.errors import EngineDeadError, StartupError
-from rayllm.executor import ray_cluster
-from rayllm.executor.ray_cluster import ensure_token
-from rayllm.serve.cluster import application as deployment
-from rayllm.serve.cluster import front as model_front
-from rayllm.serve.cluster import replica as engine_replica
-from rayllm.serve.cluster.application import make_application
+from rayllm.engine.client import EngineClient
+from rayllm.errors import EngineDeadError
+from rayllm.serve.cluster.directory import ServerMember
 from rayllm.serve.cluster.front import FrontModel, ModelFront
-from rayllm.serve.cluster.replica import EngineReplica, FrontReport
-from rayllm.serve.http.metrics import FrontMetrics
+from rayllm.serve.cluster.replica import EngineReplica
+from rayllm.serve.http.app import create_app
 
 
-class Front:
-    """Of the driver; keeps what comes."""
-
-    def __init__(self):
-        self.deltas = []
-        self.reason = None
-
-    def deliver(self, deltas):
-        self.deltas += deltas
-
-    def dead(self, reason):
-        self.reason = reason
+@pytest.fixture(autouse=True)
+def _short_stall(monkeypatch):
+    """Engines that have work and finish no step are unhealthy soon."""
+    monkeypatch.setattr(timeouts, "STALL_S", 0.05)
 
 
-class Handle:
-    """A Serve handle of a replica in this process."""
+class Cluster:
+    """A replica whose core's steps wait for `core.allow`, and its directory."""
 
-    def __init__(self, replica):
-        self._replica = replica
-
-    def __getattr__(self, name):
-        return Method(getattr(self._replica, name))
-
-    def broadcast(self, name, *args):
-        return Answers([getattr(self._replica, name)(*args)])
-
-
-@pytest.fixture
-def engine(monkeypatch):
-    """(core, driver, front, replica) with a core whose steps wait for `core.allow`."""
-    monkeypatch.setattr("rayllm.engine.engine.build_engine_core", lambda _: FakeCore(gated=True))
-    for name, value in (("node_id", "here"), ("replica_id", "one"), ("replica_index", 0)):
-        monkeypatch.setattr(engine_replica, name, lambda value=value: value)
-    switch_interval = sys.getswitchinterval()
-    replica = EngineReplica({"device": "cpu"}, drain_timeout=30.0)
-    assert sys.getswitchinterval() < switch_interval
-    front = Front()
-    replica._driver.attach(front)
-    yield replica._driver._core, replica._driver, front, replica
-    replica._driver._core.allow(1000)
-    replica._driver.shutdown(timeout=5)
-    sys.setswitchinterval(switch_interval)
-
-
-def test_a_stalled_engine_makes_health_a_503(engine, monkeypatch):
-    """From the core up to GET /health: work is queued, and no step finishes."""
-    core, driver, front, replica = engine
-    monkeypatch.setattr(engine_replica, "STEP_DEADLINE_S", 0.05)
-    monkeypatch.setattr("rayllm.engine.async_engine.AsyncEngine", FakeAsyncEngine)
-    monkeypatch.setattr(model_front, "node_id", lambda: "here")
-    model = ModelFront(FrontModel(name="m", folder=""), Handle(replica), None, "server")
-
-    async def fresh_reason():
-        await model.refresh()
-        return await model.unhealthy_reason()
-
-    api = Api()
-    api.state.unhealthy_reason = fresh_reason
-    assert api.get("/health").status_code == 200, "an idle engine is healthy"
-    driver.add(front, fake_request("a", max_tokens=2))
-    wait_for(lambda: not driver.healthy(0.05))
-    response = api.get("/health")
-    assert response.status_code == 503
-    error = response.json()["error"]
-    assert error["code"] == "unhealthy"
-    assert "work is queued and no step has finished for" in error["message"]
-    assert "limit 0.05 s" in error["message"]
-    with pytest.raises(EngineDeadError, match="no step has finished"):  # what makes Serve restart the replica
-        asyncio.run(replica.check_health())
-    core.allow(10)
-    wait_for(lambda: not driver.busy)
-    assert api.get("/health").status_code == 200
-
-
-class FakeAsyncEngine:
-    """Stands in for AsyncEngine."""
-
-    dead = None
-
-    def __init__(self, client, _tokenizer):
-        pass
+    def __init__(self, drain_timeout):
+        self.core = FakeCore(gated=True)
+        self.directory = LocalDirectory()
+        self.replica = EngineReplica.__new__(EngineReplica)
+        self._made = self.replica.__init__(
+            None, "m", drain_timeout, lambda _config: self.core, place("one"), self.directory
+        )
 
     async def start(self):
-        pass
+        await self._made
+        await until(self.members)
 
-    async def close(self):
-        pass
+    def members(self):
+        return self.directory.ask().engines
+
+    def stop(self):
+        """What Serve does."""
+        return asyncio.create_task(self.replica.__del__())
+
+    @asynccontextmanager
+    async def client(self, **options):
+        client = EngineClient(self.members()[0].endpoint.ipc, None, **options)
+        try:
+            await client.connect()
+            yield client
+        finally:
+            await client.close()
 
 
-def report(server_id, total=Load(), here=Load(), **finished):
-    """What an API server sends to the replica "one"."""
-    metrics = FrontMetrics()
-    for reason, count in finished.items():
-        metrics.finished[reason].inc(count)
-    return FrontReport(server_id, total, {"one": here, "two": Load(99, 99)}, metrics.snapshot())
+def scenario(drain_timeout=30.0):
+    """Runs the test with a cluster whose replica Serve gives so many seconds, and then ends."""
+
+    def decorate(test):
+        def run():
+            async def body():
+                cluster = Cluster(drain_timeout)
+                await cluster.start()
+                try:
+                    await asyncio.wait_for(test(cluster), 20)
+                finally:
+                    cluster.core.allow(1000)
+                    cluster.directory.stop(0)
+                    await asyncio.wait_for(cluster.stop(), 10)
+                assert not cluster.members()
+                assert ("shutdown",) in cluster.core.calls
+
+            switch_interval = sys.getswitchinterval()
+            try:
+                asyncio.run(body())
+            finally:
+                sys.setswitchinterval(switch_interval)
+
+        run.__name__ = test.__name__
+        return run
+
+    return decorate
 
 
-def test_running_requests_finish_before_the_engine_ends(engine):
-    core, driver, front, replica = engine
-    driver.add(front, fake_request("a", max_tokens=3))
+def start(client, *args, **fields):
+    return asyncio.create_task(whole(client.generate(fake_request(*args, **fields))))
 
-    async def scenario():
-        assert not (await replica.exchange(report("one"))).draining
-        stopping = asyncio.create_task(replica.stop(30))
-        await asyncio.sleep(0.1)
-        assert (await replica.exchange(report("one"))).draining
-        core.allow(3)
+
+@scenario()
+async def test_it_is_in_the_directory_and_listens_there(cluster):
+    (member,) = cluster.members()
+    assert (member.member_id, member.model, member.index, member.node_id) == ("one", "m", 0, "here")
+    assert not member.draining and not member.endpoint.tcp
+    assert (await cluster.replica.info()).model == "fake"
+    await cluster.replica.check_health()
+    cluster.directory.ask(ServerMember("elsewhere", "another node"))
+    await until(lambda: cluster.members()[0].endpoint.tcp.startswith("tcp://127.0.0.1:"))
+    keys, key = cluster.directory.ask().front_keys, cluster.members()[0].endpoint.public_key
+    client = EngineClient(cluster.members()[0].endpoint.tcp, None, server_key=key, keys=keys)
+    await client.connect()
+    await client.close()
+
+
+@scenario()
+async def test_running_requests_finish_before_the_engine_ends(cluster):
+    async with cluster.client() as client:
+        request = fake_request("a", max_tokens=3)
+        running = asyncio.create_task(whole(client.generate(request)))
+        await until(lambda: cluster.core.live())
+        stopping = cluster.stop()
+        await until(lambda: client.engine_beat.draining and cluster.members()[0].draining)
+        cluster.core.allow(3)
+        assert (await running).outputs[0].token_ids == fake_tokens(request)
         await asyncio.sleep(0.3)
         assert not stopping.done(), "the front may still send"
-        driver.detach(front)
-        await asyncio.wait_for(stopping, 10)
-
-    asyncio.run(scenario())
-    assert [d.finish_reason for d in front.deltas] == [None, None, "length"]
-    assert driver.dead == "the engine was shut down"
+    await asyncio.wait_for(stopping, 10)
+    assert not cluster.members()
 
 
-def test_a_request_of_the_last_moment_still_finds_the_engine(engine):
+@scenario()
+async def test_a_request_of_the_last_moment_still_finds_the_engine(cluster):
     """A front that has not heard of the drain sends one more, and disconnects when it is done."""
-    core, driver, front, replica = engine
-
-    async def scenario():
-        stopping = asyncio.create_task(replica.stop(30))
+    async with cluster.client() as client:
+        stopping = cluster.stop()
         await asyncio.sleep(0.2)
-        driver.add(front, fake_request("a", max_tokens=2))
-        core.allow(2)
-        await asyncio.to_thread(wait_for, lambda: front.deltas and front.deltas[-1].finish_reason)
-        driver.detach(front)
+        running = start(client, "a", max_tokens=2)
+        cluster.core.allow(2)
+        assert (await running).outputs[0].finish_reason == "length"
+    await asyncio.wait_for(stopping, 5)
+
+
+@scenario(drain_timeout=0.1)
+async def test_what_does_not_finish_in_time_gets_an_answer(cluster):
+    async with cluster.client() as client:
+        running = start(client, "a", max_tokens=3)
+        await until(lambda: cluster.core.live())
+        stopping = cluster.stop()
+        await asyncio.sleep(0.3)
+        cluster.core.allow(1)
+        await asyncio.wait_for(stopping, 10)
+        with pytest.raises(EngineDeadError, match="the engine was shut down"):
+            await running
+
+
+@scenario()
+async def test_who_stops_later_can_only_shorten_the_drain(cluster):
+    async with cluster.client():
+        stopping = cluster.stop()
+        await asyncio.sleep(0.1)
+        assert not stopping.done()
+        cluster.directory.stop(0.1)  # what `rayllm launch` does
         await asyncio.wait_for(stopping, 5)
 
-    asyncio.run(scenario())
-    assert [d.finish_reason for d in front.deltas] == [None, "length"]
+
+@scenario()
+async def test_the_autoscaler_hears_what_all_fronts_have_here(cluster):
+    def beat(completions, tokens):
+        return lambda: wire.FrontBeat(Load(9, 99), Load(completions, tokens))
+
+    def stats():
+        return cluster.replica.record_autoscaling_stats()
+
+    assert stats() == {"queued_tokens": 0.0, "completions": 0.0}
+    async with cluster.client(beat=beat(1, 10)), cluster.client(beat=beat(2, 5)):
+        await until(lambda: stats() == {"queued_tokens": 15.0, "completions": 3.0})
+    await until(lambda: stats() == {"queued_tokens": 0.0, "completions": 0.0})
 
 
-def test_what_does_not_finish_in_time_gets_an_answer(engine):
-    core, driver, front, replica = engine
-    driver.add(front, fake_request("a", max_tokens=3))
-    wait_for(lambda: driver.stats() is not None)
+@scenario()
+async def test_a_stalled_engine_makes_health_a_503(cluster):
+    """From the core up to GET /health: work is queued, and no step finishes."""
+    front = ModelFront(FrontModel(name="m", folder=""), None, "server", "here")
+    state = FakeState()
+    state.unhealthy_reason = front.unhealthy_reason
 
-    async def scenario():
-        stopping = asyncio.create_task(replica.stop(0.1))
-        await asyncio.sleep(0.3)
-        core.allow(1)
-        await asyncio.wait_for(stopping, 10)
+    async def updated():
+        view = cluster.directory.ask()
+        await front.update(view.engines, view.front_keys)
 
-    asyncio.run(scenario())
-    assert front.reason == "the engine was shut down"
-    assert front.deltas[-1].finish_reason == "error"
+    async def wait_for_beat(unhealthy):
+        end = time.monotonic() + 10
+        while (await front.unhealthy_reason() is not None) != unhealthy:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.02)
 
-
-def test_who_stops_later_can_only_shorten_the_drain(engine):
-    *_, replica = engine
-
-    async def scenario():
-        long = asyncio.create_task(replica.__del__())
-        await asyncio.sleep(0.1)
-        assert not long.done()
-        await asyncio.wait_for(replica.stop(0.1), 5)
-        await asyncio.wait_for(long, 1)
-
-    asyncio.run(scenario())
-
-
-def test_each_front_hears_of_the_others_load(engine):
-    *_, replica = engine
-
-    async def scenario():
-        async def exchange(*args):
-            answer = await replica.exchange(report(*args))
-            return answer.others_total, answer.others_here
-
-        assert await exchange("one", Load(3, 30), Load(1, 10)) == (Load(), Load())
-        assert await exchange("two", Load(1, 10), Load(1, 5)) == (Load(3, 30), Load(1, 10))
-        assert await exchange("three") == (Load(4, 40), Load(2, 15))
-        assert await exchange("one", Load(2, 0), Load(2, 0)) == (Load(1, 10), Load(1, 5))
-        assert replica.record_autoscaling_stats() == {"queued_tokens": 5.0, "completions": 3.0}
-
-    asyncio.run(scenario())
-
-
-def test_fronts_that_are_gone_do_not_count(engine, monkeypatch):
-    *_, replica = engine
-    monkeypatch.setattr(engine_replica, "GONE_S", 0.05)
-
-    async def scenario():
-        await replica.exchange(report("one", Load(5, 5), Load(5, 5)))
-        await asyncio.sleep(0.1)
-        assert replica.record_autoscaling_stats() == {"queued_tokens": 0.0, "completions": 0.0}
-        assert (await replica.exchange(report("two", Load(1, 1)))).others_total == Load()
-
-    asyncio.run(scenario())
-
-
-def test_a_replica_keeps_the_figures_of_a_bounded_number_of_fronts(engine, monkeypatch):
-    *_, replica = engine
-    monkeypatch.setattr(engine_replica, "MAX_SERVERS", 2)
-
-    async def scenario():
-        for server_id, count in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
-            answer = await replica.exchange(report(server_id, stop=count))
-        return answer.metrics
-
-    kept = asyncio.run(scenario())
-    assert kept.keys() == {"a", "c"}
-    assert b'finished_reason="stop"} 3.0' in kept["a"]
-    assert b'finished_reason="stop"} 4.0' in kept["c"]
-
-
-def test_figures_of_a_replica_that_is_gone_are_not_taken_for_anothers(engine):
-    *_, replica = engine
-    assert asyncio.run(replica.stats("one")) == asyncio.run(replica.stats())
-    with pytest.raises(EngineDeadError, match="two is gone"):
-        asyncio.run(replica.stats("two"))
-
-
-def test_serve_waits_longer_than_the_drain(monkeypatch):
-    made = []
-    real = deployment.serve.deployment
-    monkeypatch.setattr(deployment.serve, "deployment", lambda **options: made.append(options) or real(**options))
-    server = ServerConfig(drain_timeout=5, replica_drain_timeout=60, log_format="json", served_model_name="m")
-    make_application([ModelConfig(EngineConfig(device="cpu"), server)], server)
-    assert [options["name"] for options in made] == ["engine-m", "ApiServer"]
-    assert all(options["graceful_shutdown_timeout_s"] > 60 for options in made)
-    assert all(options["logging_config"].encoding == "JSON" for options in made)
-
-
-# ---- Ray's token
-
-
-def test_the_token_is_made_once_and_private(tmp_path):
-    path = tmp_path / "home" / ".ray" / "auth_token"
-    ensure_token(path)
-    token = path.read_text()
-    assert len(token) == 64
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    path.chmod(0o644)
-    ensure_token(path)
-    assert path.read_text() == token
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StartupError, match="cannot be made"):
-        ensure_token(tmp_path / "file" / "auth_token")
-
-
-@pytest.mark.parametrize("variable", [None, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
-def test_a_cluster_of_ours_has_a_token_and_no_dashboard(monkeypatch, tmp_path, variable):
-    asked = {}
-    made = []
-    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray_cluster.ray, "init", lambda **options: asked.update(options))
-    monkeypatch.setattr(ray_cluster, "has_no_cluster", lambda: True)
-    monkeypatch.setattr(ray_cluster, "ensure_token", made.append)
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    if variable is not None:
-        monkeypatch.setenv(variable, "x")
-    assert ray_cluster.connect_to_ray() is True
-    assert (asked["address"], asked["include_dashboard"]) == ("local", False)
-    assert len(made) == (variable is None)
-    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+    transport = httpx.ASGITransport(app=create_app(state))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        await updated()
+        await until(lambda: front.num_replicas == 1)
+        assert (await http.get("/health")).status_code == 200, "an idle engine is healthy"
+        running = start(front, "a", max_tokens=2)
+        await wait_for_beat(unhealthy=True)
+        error = (await http.get("/health")).json()["error"]
+        assert error["code"] == "unhealthy"
+        assert "work is queued and no step has finished for" in error["message"]
+        assert "limit 0.05 s" in error["message"]
+        with pytest.raises(EngineDeadError, match="no step has finished"):  # what makes Serve restart the replica
+            await cluster.replica.check_health()
+        cluster.core.allow(10)
+        await running
+        await wait_for_beat(unhealthy=False)
+        assert (await http.get("/health")).status_code == 200
+    await front.close()

@@ -1,51 +1,54 @@
-"""How an API server follows a model's replicas and spreads requests over them, with fake engines."""
+"""How an API server follows a model's engines and spreads requests over them, with clients that are not connected."""
+
+from __future__ import annotations
 
 import asyncio
-import random
 
 import msgspec
 import pytest
-from rayllm.serve.cluster.relay import RelayClient
-from support.serve import INFO, FakeHandle, until
+from support.driver import INFO, fake_request, until
+from support.serve import KEYS, engine_member
 
-from rayllm.api.sampling_params import SamplingParams
-from rayllm.api.types import CompletionOutput, EngineStats, GenerationRequest, Load, RequestOutput
+from rayllm.api.types import CompletionOutput, EngineStats, Load, RequestOutput
+from rayllm.api.wire import EngineBeat, Snapshot
 from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError
-from rayllm.serve.cluster import front as model_front
 from rayllm.serve.cluster.front import FrontModel, ModelFront
-from rayllm.serve.cluster.router import ROUTING_BLOCK, Router
+from rayllm.serve.cluster.router import ROUTING_BLOCK
 from rayllm.serve.http.errors import ApiError
 
 
-class FakeEngine:
-    """Stands in for AsyncEngine: a request goes on when `tick` is set, and has `max_tokens` outputs."""
+class FakeClient:
+    """Stands in for EngineClient: a request goes on when `tick` is set, and has `max_tokens` outputs."""
 
-    all = []
-
-    def __init__(self, client, _tokenizer):
-        self.client = client
+    def __init__(self, cluster, address, tokenizer, *, front_id, beat, server_key, keys):
+        self.address, self.front_id, self.beat = address, front_id, beat
+        self.server_key, self.keys = server_key, keys
+        self.info = INFO
+        self.engine_beat = EngineBeat()
+        self.peer_metrics = {}
         self.dead = None
         self.closed = False
         self.requests = []
         self.tick = asyncio.Semaphore(0)
-        FakeEngine.all.append(self)
+        self._cluster = cluster
 
-    async def start(self):
-        if self.name == "unreachable":
+    @property
+    def name(self):
+        return self.address.partition("://")[2]
+
+    async def connect(self):
+        if self.name in self._cluster.unreachable:
+            self.closed = True
             raise EngineDeadError("no engine answers")
+        if self.name in self._cluster.mute:
+            await asyncio.Event().wait()
 
     async def close(self):
         self.closed = True
 
-    @property
-    def name(self):
-        return self.client._replica_id if isinstance(self.client, RelayClient) else self.client._address[6:]
-
-    async def stats(self):
-        if self.name == "silent":
-            await asyncio.sleep(60)
-        return EngineStats(num_running=len(self.requests))
+    def says(self, **fields):
+        self.engine_beat = msgspec.structs.replace(self.engine_beat, **fields)
 
     async def generate(self, request, prompt_text=None):
         self.requests.append(request.request_id)
@@ -60,346 +63,293 @@ class FakeEngine:
             yield RequestOutput(request.request_id, prompt_text, request.prompt_token_ids, parts, last)
 
 
-@pytest.fixture(autouse=True)
-def fake_engines(monkeypatch):
-    monkeypatch.setattr("rayllm.engine.async_engine.AsyncEngine", FakeEngine)
-    monkeypatch.setattr(model_front, "node_id", lambda: "here")
-    monkeypatch.setattr(model_front, "WATCH_S", 0.01)
-    monkeypatch.setattr(model_front, "Router", lambda: Router(random.Random(1)))
-    FakeEngine.all = []
+class Cluster:
+    """A front on the node "here", and what the directory says of engines. clients: all that were made."""
+
+    def __init__(self, *members, server=ServerConfig(), max_num_seqs=4):
+        self.members = {each.member_id: each for each in members}
+        self.clients, self.unreachable, self.mute = [], set(), set()
+
+        def connect(*args, **fields):
+            self.clients.append(FakeClient(self, *args, **fields))
+            return self.clients[-1]
+
+        model = FrontModel(name="m", folder="", server=server, max_num_seqs=max_num_seqs)
+        self.front = ModelFront(model, None, "me", "here", connect)
+
+    def client(self, name):
+        """The newest connection to an engine."""
+        return [each for each in self.clients if each.name == name][-1]
+
+    async def update(self):
+        """What happens a few times: the front is told what the directory knows."""
+        for _ in range(3):
+            await self.front.update(list(self.members.values()), KEYS)
+            await asyncio.sleep(0.001)
+
+    async def start(self, *args, **fields):
+        """A request that runs; its task."""
+        before = sum(len(each.requests) for each in self.clients)
+        task = asyncio.create_task(consume(self.front.generate(request(*args, **fields))))
+        await until(lambda: sum(len(each.requests) for each in self.clients) == before + 1)
+        return task
 
 
-def run(handle, scenario, server=ServerConfig(), max_num_seqs=4):
-    """Run scenario(front) with a front that has met the replicas."""
+def scenario(*names, **options):
+    """Runs the test with a cluster of engines of these names on this node, and a front that has met them."""
 
-    async def body():
-        front = ModelFront(
-            FrontModel(name="m", folder="", server=server, max_num_seqs=max_num_seqs), handle, None, "me"
-        )
-        await front.start()
-        try:
-            await asyncio.wait_for(scenario(front), 20)
-        finally:
-            await front.close()
+    def decorate(test):
+        def run():
+            async def body():
+                cluster = Cluster(*(engine_member(name, index=i) for i, name in enumerate(names)), **options)
+                await cluster.update()
+                try:
+                    await asyncio.wait_for(test(cluster), 20)
+                finally:
+                    await cluster.front.close()
+                connected = [each for each in cluster.clients if each.name not in cluster.mute]
+                assert all(each.closed for each in connected)
 
-    asyncio.run(body())
-    assert all(engine.closed for engine in FakeEngine.all if engine.name != "unreachable")
+            asyncio.run(body())
 
+        run.__name__ = test.__name__
+        return run
 
-def engine(name):
-    """The newest connection to a replica."""
-    return [each for each in FakeEngine.all if each.name == name][-1]
+    return decorate
 
 
 def request(request_id="r", tokens=ROUTING_BLOCK, max_tokens=1, n=1, first=0):
-    ids = list(range(first, first + tokens))
-    return GenerationRequest(
-        request_id=request_id, prompt_token_ids=ids, params=SamplingParams(max_tokens=max_tokens, n=n)
-    )
-
-
-def engine_or_none(front):
-    try:
-        return front.engine()
-    except EngineDeadError:
-        return None
+    return fake_request(request_id, max_tokens, list(range(first, first + tokens)), n=n)
 
 
 async def consume(stream):
     return [output async for output in stream]
 
 
-async def start(front, *args, **fields):
-    """A request that runs; its task."""
-    before = sum(len(each.requests) for each in FakeEngine.all)
-    task = asyncio.create_task(consume(front.generate(request(*args, **fields))))
-    await until(lambda: sum(len(each.requests) for each in FakeEngine.all) == before + 1)
-    return task
+# ---- following engines
 
 
-# ---- following replicas
+@scenario("one")
+async def test_a_restarted_engine_is_followed(cluster):
+    front = cluster.front
+    assert await front.unhealthy_reason() is None
+    cluster.client("one").dead = "the connection was closed"
+    cluster.members = {}
+    await cluster.update()
+    assert cluster.client("one").closed
+    assert await front.unhealthy_reason() == "the connection was closed"
+    with pytest.raises(EngineDeadError, match="the connection was closed"):
+        await consume(front.generate(request()))
+    cluster.members["two"] = engine_member("two")
+    await cluster.update()
+    assert front.engine() is front and front.num_replicas == 1
 
 
-def test_a_restarted_replica_is_followed():
-    handle = FakeHandle("one")
-
-    async def scenario(front):
-        assert await front.unhealthy_reason() is None
-        del handle.reports["one"]
-        await until(lambda: engine_or_none(front) is None)
-        assert engine("one").closed
-        assert await front.unhealthy_reason() == "the engine is being restarted"
-        with pytest.raises(EngineDeadError, match="restarted"):
-            await consume(front.generate(request()))
-        handle.add("two")
-        await until(lambda: engine_or_none(front) is not None)
-        assert front.num_replicas == 1
-
-    run(handle, scenario)
+@scenario("one")
+async def test_a_broken_connection_is_made_anew(cluster):
+    first = cluster.client("one")
+    first.dead = "the engine has been silent"
+    with pytest.raises(EngineDeadError, match="silent"):
+        cluster.front.engine()
+    await cluster.update()
+    assert first.closed
+    assert cluster.client("one") is not first
+    assert cluster.front.engine()
 
 
-def test_a_broken_connection_is_made_anew():
-    handle = FakeHandle("one")
-
-    async def scenario(front):
-        first = engine("one")
-        handle.broken = True  # nothing new is heard, but a dead engine is known at once
-        first.dead = "the connection was closed"
-        with pytest.raises(EngineDeadError, match="the connection was closed"):
-            front.engine()
-        handle.broken = False
-        await until(lambda: engine_or_none(front) is not None)
-        assert first.closed
-        assert engine("one") is not first
-
-    run(handle, scenario)
+@scenario("one")
+async def test_engines_that_the_directory_misses_are_used_as_long_as_they_answer(cluster):
+    cluster.members = {}
+    await cluster.update()
+    assert cluster.front.engine()
+    assert not cluster.client("one").closed
 
 
-def test_replicas_are_used_while_nobody_can_be_asked():
-    handle = FakeHandle("one")
-
-    async def scenario(front):
-        handle.broken = True
-        heard = len(handle.heard)
-        await until(lambda: len(handle.heard) > heard + 3)
-        assert front.engine() is front
-        assert not engine("one").closed
-
-    run(handle, scenario)
-
-
-def test_a_replica_that_cannot_be_reached_is_tried_again():
-    handle = FakeHandle("unreachable")
-
-    async def scenario(front):
-        assert engine_or_none(front) is None
-        assert "no engine answers" in await front.unhealthy_reason()
-        await until(lambda: len(FakeEngine.all) > 2)
-
-    run(handle, scenario)
+@scenario()
+async def test_an_engine_that_cannot_be_reached_is_tried_again(cluster):
+    cluster.unreachable.add("one")
+    assert await cluster.front.unhealthy_reason() == "the engine is starting"
+    cluster.members["one"] = engine_member("one")
+    await cluster.update()
+    assert cluster.front.num_replicas == 0
+    assert "no engine answers" in await cluster.front.unhealthy_reason()
+    await cluster.update()
+    assert len(cluster.clients) > 2
+    cluster.unreachable.clear()
+    await cluster.update()
+    assert cluster.front.num_replicas == 1
 
 
-@pytest.mark.parametrize("drains", [True, False])
-def test_who_leaves_gets_nothing_new_and_finishes_what_it_has(drains):
-    handle = FakeHandle("one", "two")
+@scenario()
+async def test_engines_elsewhere_are_reached_by_tcp_with_keys(cluster):
+    cluster.members = {"far": engine_member("far", "elsewhere"), "near": engine_member("near", tcp="tcp://here:1")}
+    await cluster.update()
+    assert [each.address for each in cluster.clients] == ["ipc://near"], "the other one does not listen there yet"
+    near = cluster.client("near")
+    assert (near.front_id, near.server_key, near.keys) == ("me", "", None)
+    cluster.members["far"] = engine_member("far", "elsewhere", tcp="tcp://there:1")
+    await cluster.update()
+    far = cluster.client("there:1")
+    assert (far.server_key, far.keys) == ("k" * 40, KEYS)
 
-    async def scenario(front):
-        running = await start(front, "a", max_tokens=2)
-        old = next(each for each in FakeEngine.all if each.requests)
-        other = next(each for each in FakeEngine.all if each is not old)
-        if drains:
-            handle.change(old.name, draining=True)
-        else:
-            del handle.reports[old.name]
-        await until(lambda: front.num_replicas == 1)
-        tasks = [await start(front, f"b{i}", first=100 * i) for i in range(20)]
-        assert old.requests == ["a"]
-        assert len(other.requests) == 20
-        assert not old.closed
-        old.tick.release()
-        old.tick.release()
-        assert (await running)[-1].finished
-        await until(lambda: old.closed)
+
+@scenario("one", "two")
+async def test_an_engine_that_drains_gets_nothing_new_and_finishes_what_it_has(cluster):
+    running = await cluster.start("a", max_tokens=2)
+    old = next(each for each in cluster.clients if each.requests)
+    other = next(each for each in cluster.clients if each is not old)
+    old.says(draining=True)
+    cluster.members[old.name] = msgspec.structs.replace(cluster.members[old.name], draining=True)
+    await cluster.update()
+    assert cluster.front.num_replicas == 1
+    tasks = [await cluster.start(f"b{i}", first=100 * i) for i in range(20)]
+    assert (old.requests, len(other.requests)) == (["a"], 20)
+    assert not old.closed
+    old.tick.release()
+    old.tick.release()
+    assert (await running)[-1].finished
+    await cluster.update()
+    assert old.closed, "by which the engine knows that it may end"
+    assert len(cluster.clients) == 2, "nobody connects to it again"
+    for _ in tasks:
+        other.tick.release()
+    await asyncio.gather(*tasks)
+    other.says(draining=True)
+    assert cluster.front.num_replicas == 0
+    assert await cluster.front.unhealthy_reason() == "the server is shutting down"
+
+
+@scenario("one", "two")
+async def test_requests_of_a_dead_engine_fail_and_new_ones_go_elsewhere(cluster):
+    tasks = {name: await cluster.start(name, first=first) for name, first in (("a", 0), ("b", 500))}
+    dead = next(each for each in cluster.clients if "a" in each.requests)
+    alive = next(each for each in cluster.clients if each is not dead)
+    assert alive.requests == ["b"]
+    dead.dead = "a worker was lost"
+    dead.tick.release()
+    with pytest.raises(EngineDeadError, match="a worker was lost"):
+        await tasks["a"]
+    tasks["c"] = await cluster.start("c")
+    assert alive.requests == ["b", "c"]
+    for _ in range(2):
+        alive.tick.release()
+    await asyncio.gather(tasks["b"], tasks["c"])
+    assert await cluster.front.unhealthy_reason() is None
+
+
+@scenario("one", "two")
+async def test_an_unhealthy_engine_is_avoided_as_long_as_there_is_another(cluster):
+    front, one, two = cluster.front, cluster.client("one"), cluster.client("two")
+    one.says(unhealthy="no step has finished")
+    assert await front.unhealthy_reason() is None
+    tasks = [await cluster.start(str(i)) for i in range(5)]
+    assert len(two.requests) == 5
+    two.says(unhealthy="no step has finished here either")
+    assert "no step has finished" in await front.unhealthy_reason()
+    tasks.append(await cluster.start("last"))  # better late than refused
+    for each in (one, two):
         for _ in tasks:
-            other.tick.release()
-        await asyncio.gather(*tasks)
-        if drains:
-            handle.change(other.name, draining=True)
-            await until(lambda: engine_or_none(front) is None)
-            assert await front.unhealthy_reason() == "the server is shutting down"
-
-    run(handle, scenario)
-
-
-def test_a_report_that_is_missing_once_does_no_harm():
-    handle = FakeHandle("one")
-
-    async def scenario(front):
-        running = await start(front, max_tokens=1)
-        report, handle.reports["one"] = handle.reports["one"], ConnectionError("slow")
-        await until(lambda: engine_or_none(front) is None)
-        handle.reports["one"] = report
-        await until(lambda: engine_or_none(front) is not None)
-        assert len(FakeEngine.all) == 1
-        engine("one").tick.release()
-        await running
-
-    run(handle, scenario)
-
-
-def test_requests_of_a_dead_replica_fail_and_new_ones_go_elsewhere():
-    handle = FakeHandle("one", "two")
-
-    async def scenario(front):
-        tasks = {
-            request_id: await start(front, request_id, first=first) for request_id, first in (("a", 0), ("b", 500))
-        }
-        dead = next(each for each in FakeEngine.all if "a" in each.requests)
-        alive = next(each for each in FakeEngine.all if each is not dead)
-        assert alive.requests == ["b"]
-        dead.dead = "a worker was lost"
-        dead.tick.release()
-        with pytest.raises(EngineDeadError, match="a worker was lost"):
-            await tasks["a"]
-        handle.reports = {name: report for name, report in handle.reports.items() if name != dead.name}
-        tasks["c"] = await start(front, "c")
-        assert alive.requests == ["b", "c"]
-        for _ in range(2):
-            alive.tick.release()
-        await asyncio.gather(tasks["b"], tasks["c"])
-        assert await front.unhealthy_reason() is None
-
-    run(handle, scenario)
-
-
-def test_an_unhealthy_replica_is_avoided_as_long_as_there_is_another():
-    handle = FakeHandle("one", "two")
-
-    async def scenario(front):
-        handle.change("one", unhealthy="no step has finished")
-        await until(lambda: front.num_replicas == 1)
-        assert await front.unhealthy_reason() is None
-        tasks = [await start(front, str(i)) for i in range(5)]
-        assert len(engine("two").requests) == 5
-        handle.change("two", unhealthy="no step has finished here either")
-        await until(lambda: front.num_replicas == 2)
-        assert "no step has finished" in await front.unhealthy_reason()
-        tasks.append(await start(front, "last"))  # better late than refused
-        for each in ("one", "two"):
-            for _ in tasks:
-                engine(each).tick.release()
-        await asyncio.gather(*tasks)
-
-    run(handle, scenario)
-
-
-def test_a_replica_on_another_node_is_relayed_to():
-    handle = FakeHandle()
-    handle.add("far", node_id="elsewhere")
-
-    async def scenario(front):
-        client = engine("far").client
-        assert isinstance(client, RelayClient)
-        assert client.info() == handle.reports["far"].info
-
-    run(handle, scenario)
+            each.tick.release()
+    await asyncio.gather(*tasks)
 
 
 # ---- loads and figures
 
 
-def test_loads_of_requests_end_with_them():
-    handle = FakeHandle("one")
+@scenario("one")
+async def test_loads_of_requests_end_with_them(cluster):
+    client = cluster.client("one")
+    task = await cluster.start(tokens=100, max_tokens=3, n=2)
+    assert client.beat().here == Load(2, 100)
+    client.tick.release()
+    await until(lambda: client.beat().here == Load(2, 0))
+    for _ in range(2):
+        client.tick.release()
+    await task
+    assert client.beat().here == Load()
+    left = await cluster.start("left", tokens=3 * ROUTING_BLOCK, max_tokens=3)
+    assert client.beat().here == Load(1, 0), "all of it is cached, as far as is known"
+    left.cancel()
+    await until(lambda: client.beat().here == Load())
 
-    async def scenario(front):
-        task = await start(front, tokens=100, max_tokens=3, n=2)
 
-        async def reported(load):
-            await until(lambda: handle.heard[-1].loads == {"one": load})
+@scenario("one", "two", server=ServerConfig(max_queued_requests=1))
+async def test_all_engines_together_set_the_limit(cluster):
+    admission, one, two = cluster.front.admission, cluster.client("one"), cluster.client("two")
+    tickets = [admission.enter() for _ in range(9)]
+    with pytest.raises(ApiError, match="8 running and 1 queued"):
+        admission.enter()
+    assert one.beat().total == two.beat().total == Load(9, 0)
+    for ticket in tickets:
+        ticket.close()
+    one.says(others_total=Load(5, 70))
+    two.says(draining=True, others_total=Load(4, 70))
+    cluster.members["two"] = engine_member("two", draining=True)
+    await cluster.update()
+    assert admission.others == Load(5, 70)
+    with pytest.raises(ApiError, match="takes 4 running and 1 queued"):
+        admission.enter()
 
-        await reported(Load(2, 100))
-        engine("one").tick.release()
-        await reported(Load(2, 0))
-        for _ in range(2):
-            engine("one").tick.release()
+
+@scenario("one", "two")
+async def test_the_load_of_other_servers_counts_in_the_choice(cluster):
+    cluster.client("one").says(others_here=Load(50, 0))
+    tasks = [await cluster.start(str(i), first=100 * i) for i in range(10)]
+    assert len(cluster.client("two").requests) == 10
+    for _ in tasks:
+        cluster.client("two").tick.release()
+    await asyncio.gather(*tasks)
+
+
+@scenario("one", "two", "three")
+async def test_prompts_go_where_their_beginning_is(cluster):
+    async def place(request_id, first):
+        task = await cluster.start(request_id, tokens=4 * ROUTING_BLOCK, first=first)
+        client = next(each for each in cluster.clients if request_id in each.requests)
+        client.tick.release()
         await task
-        await reported(Load())
-        left = await start(front, "left", tokens=3 * ROUTING_BLOCK, max_tokens=3)
-        await reported(Load(1, 0))  # all of it is cached, as far as is known
-        left.cancel()
-        await reported(Load())
+        return client.name
 
-    run(handle, scenario)
+    places = [await place(f"{i}-{first}", 1000 * first) for first in range(6) for i in range(4)]
+    assert all(len(set(places[i : i + 4])) == 1 for i in range(0, 24, 4))
+    assert len(set(places)) > 1
 
 
-def test_all_replicas_together_set_the_limit():
-    handle = FakeHandle("one", "two")
-    server = ServerConfig(max_queued_requests=1)
-
-    async def scenario(front):
-        tickets = [front.admission.enter() for _ in range(9)]
-        with pytest.raises(ApiError, match="8 running and 1 queued"):
-            front.admission.enter()
-        for ticket in tickets:
-            ticket.close()
-        handle.change("one", others_total=Load(5, 70))
-        handle.change("two", draining=True, others_total=Load(4, 70))
-        await until(lambda: front.num_replicas == 1 and front.admission.others == Load(5, 70))
-        with pytest.raises(ApiError, match="takes 4 running and 1 queued"):
-            front.admission.enter()
-
-    run(handle, scenario, server)
+@scenario("one", "two")
+async def test_figures_of_all_servers_are_the_newest_that_any_engine_has(cluster):
+    one, two = cluster.client("one"), cluster.client("two")
+    one.peer_metrics = {"other": Snapshot(1, b"old"), "gone": Snapshot(9, b"gone")}
+    two.peer_metrics = {"other": Snapshot(2, b"new")}
+    assert sorted(cluster.front.peer_metrics()) == [b"gone", b"new"]
+    cluster.front.metrics.finished["stop"].inc()
+    assert one.beat().metrics == two.beat().metrics, "all engines hear the same"
+    assert one.beat().metrics.text == cluster.front.metrics.snapshot()
 
 
-def test_other_servers_load_counts_in_the_choice():
-    handle = FakeHandle("one", "two")
-
-    async def scenario(front):
-        handle.change("one", others_here=Load(50, 0))
-        await until(lambda: front._replicas["one"].load == Load(50, 0))
-        tasks = [await start(front, str(i), first=100 * i) for i in range(10)]
-        assert len(engine("two").requests) == 10
-        for _ in tasks:
-            engine("two").tick.release()
-        await asyncio.gather(*tasks)
-
-    run(handle, scenario)
+@scenario("one", "two")
+async def test_stats_of_engines_that_answer(cluster):
+    one, two = cluster.client("one"), cluster.client("two")
+    one.says(stats=EngineStats(num_running=1))
+    two.says(stats=EngineStats(num_running=2))
+    assert {label: stats.num_running for label, stats in (await cluster.front.stats()).items()} == {"0": 1, "1": 2}
+    cluster.members["two"] = engine_member("two", index=0)  # for a moment, during an update
+    await cluster.update()
+    assert {label: stats.num_running for label, stats in (await cluster.front.stats()).items()} == {"0": 1, "two": 2}
+    one.dead = "gone"
+    assert set(await cluster.front.stats()) == {"0"}
 
 
-def test_prompts_go_where_their_beginning_is():
-    handle = FakeHandle("one", "two", "three")
-
-    async def scenario(front):
-        async def place(request_id, first):
-            task = await start(front, request_id, tokens=4 * ROUTING_BLOCK, first=first)
-            place = next(each for each in FakeEngine.all if request_id in each.requests)
-            place.tick.release()
-            await task
-            return place.name
-
-        places = [await place(f"{i}-{first}", 1000 * first) for first in range(6) for i in range(4)]
-        assert all(len(set(places[i : i + 4])) == 1 for i in range(0, 24, 4))
-        assert len(set(places)) > 1
-
-    run(handle, scenario)
-
-
-def test_figures_of_all_servers_add_up():
-    handle = FakeHandle("one", "two")
-
-    async def scenario(front):
-        front.metrics.finished["stop"].inc()
-        handle.change("one", metrics={"me": b"old"})
-        handle.change("two", metrics={"me": b"old", "gone": b"1", "other": b"2"})
-        await until(lambda: len(front._figures) == 3)
-        assert sorted(front.peer_metrics()) == [b"1", b"2"]
-        await until(lambda: handle.heard[-1].metrics == front.metrics.snapshot())
-
-    run(handle, scenario)
-
-
-def test_stats_of_replicas_that_answer(monkeypatch):
-    monkeypatch.setattr(model_front, "STATS_TIMEOUT_S", 0.05)
-    handle = FakeHandle("one", "two", "silent")
-
-    async def scenario(front):
-        assert set(await front.stats()) == {"0", "1"}
-        handle.change("two", index=0)
-        await until(lambda: front._replicas["two"].report.index == 0)
-        assert set(await front.stats()) == {"0", "two"}
-        engine("one").dead = "gone"
-        assert set(await front.stats()) <= {"0"}
-
-    run(handle, scenario)
-
-
-def test_the_smallest_context_is_what_counts():
+@scenario("one", "two")
+async def test_the_smallest_context_is_what_counts(cluster):
     """During an update replicas of two configs run."""
-    handle = FakeHandle("one", "two")
+    cluster.client("two").info = msgspec.structs.replace(INFO, max_model_len=32)
+    assert cluster.front.info.max_model_len == 32
 
-    async def scenario(front):
-        engine("one").info = INFO
-        engine("two").info = msgspec.structs.replace(INFO, max_model_len=32)
-        assert front.info.max_model_len == 32
 
-    run(handle, scenario)
+@scenario("one")
+async def test_an_engine_that_never_answers_holds_up_nobody(cluster):
+    cluster.mute.add("slow")
+    cluster.members = {name: engine_member(name) for name in ("slow", "one", "two")}
+    await cluster.update()
+    assert cluster.front.num_replicas == 2
+    assert [each.name for each in cluster.clients] == ["one", "slow", "two"], "it is asked once"

@@ -46,7 +46,7 @@ def deep(levels):
         ({"tools": [tool(name=str(i)) for i in range(129)]}, "tools", "at most 128"),
         ({"tools": [NOW, NOW]}, "tools", "two functions of the name 'now'"),
         ({"tools": [tool(name="a b")]}, "tools", "tools.0.function.name"),
-        ({"tools": [tool(name="x" * 65)]}, "tools", "1 to 64"),
+        ({"tools": [tool(name="x" * 65)]}, "tools", "{1,64}"),
         ({"tools": [tool(parameters={"type": "string"})]}, "tools", "type object"),
         ({"tools": [tool(parameters=[1])]}, "tools", "tools.0.function.parameters"),
         ({"tools": [tool(parameters=deep(40))]}, "tools", "deeper than 64"),
@@ -115,7 +115,7 @@ USER = {"role": "user", "content": "hi"}
                         "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": bad}}],
                     }
                 ],
-                "must be a JSON object",
+                "tool_calls.0.function.arguments: in",
             )
             for bad in ("{", "[]", "3", "[" * 100_000)
         ),

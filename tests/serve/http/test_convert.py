@@ -97,7 +97,6 @@ def test_more_than_the_context_names_the_limit(make, fields, param, text):
         (completion, {"temperature": -1}, "temperature"),
         (completion, {"top_p": 0}, "top_p"),
         (completion, {"stop": [""]}, "stop"),
-        (completion, {"stop": 3}, "stop"),
         (completion, {"stop": ["x"] * 65}, "stop"),
         (completion, {"stop_token_ids": [200]}, "stop_token_ids"),
         (completion, {"logit_bias": {"200": 1}}, "logit_bias"),

@@ -70,6 +70,8 @@ def test_missing_prompt_and_messages():
         ("max_completion_tokens", 2**31),
         ("top_k", "x"),
         ("seed", 1.5),
+        ("stop", 3),
+        ("early_stopping", "soon"),
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
         ("logit_bias", {"1": "x"}),

@@ -1,0 +1,64 @@
+"""`Layer`: a part of a model that has weights, and `LayerContext`: what every layer of a rank's model is made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+import torch
+from torch import nn
+
+from rayllm.layers.weights import WeightSource
+from rayllm.parallel.tp_group import TPGroup
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """One rank's place, and how its layers are to be.
+
+    deterministic: a token's result does not depend on the other tokens of a call, to the bit.
+    prefix: what the names of weights in the checkpoint begin with: empty, or it ends with a dot.
+    """
+
+    tp: TPGroup
+    device: torch.device
+    dtype: torch.dtype
+    deterministic: bool = False
+    prefix: str = ""
+
+    def at(self, name: str) -> Self:
+        """The same for the part `name` of what this is for."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """One to be filled by `WeightSource.write`; its contents are undefined until then."""
+        return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype), requires_grad=False)
+
+    def shard(self, size: int, what: str) -> int:
+        """A rank's share of `size`. Raises ValueError if the ranks cannot share it evenly."""
+        if size % self.tp.size:
+            raise ValueError(f"{what} must be a multiple of {self.tp.size} ranks, not {size}")
+        return size // self.tp.size
+
+
+class Heads(NamedTuple):
+    """Attention heads of the whole model. Ranks share them evenly; where there are more ranks than KV heads, tp /
+    num_kv_heads neighbouring ranks have the same one.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Layer(nn.Module):
+    """One that reads its weights by itself. prefix: of their names in the checkpoint."""
+
+    def __init__(self, context: LayerContext):
+        super().__init__()
+        self.tp, self.prefix = context.tp, context.prefix
+
+    def load(self, source: WeightSource) -> None:
+        """Fill the layer's own parameters: here with the whole tensors of their names."""
+        for name, parameter in self.named_parameters(recurse=False):
+            source.write(parameter, source.tensor(self.prefix + name, tuple(parameter.shape)))

@@ -1,0 +1,392 @@
+"""The life of an HTTP request, from its arrival to the end of its answer.
+
+`RequestLife` is the outermost layer of the app, and `JsonRoute` the one before a body is read: a request that must not
+be served is refused before anything of its body is taken in. `generate` runs a request's prompts in an engine, side by
+side, and answers with what comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import orjson
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rayllm.api.types import GenerationRequest, RequestOutput
+from rayllm.config.options import ServerConfig
+from rayllm.errors import EngineDeadError
+from rayllm.serve.http.convert import Job
+from rayllm.serve.http.errors import ApiError, as_api_error, renamed
+from rayllm.serve.http.limits import Deadlines, Guard, Ticket
+from rayllm.serve.http.replies import DONE, Reply, sse
+from rayllm.serve.http.served import ServedModel, ServerState, Target
+from rayllm.serve.http.telemetry import PLAIN, RequestRecord, RequestTimer, SpanTracer, log_event
+from rayllm.text.outputs import accumulate
+
+MAX_BODY_BYTES = 32 * 2**20
+MAX_ID_CHARS = 128
+MAX_PATH_CHARS = 200
+
+_SCOPE_KEY = "rayllm.request"
+
+
+class RequestContext:
+    """One HTTP request from its arrival to the end of its answer: what is known of it, and what it holds."""
+
+    def __init__(self, scope: Scope, receive: Receive, state: ServerState, server: ServerConfig):
+        path = scope["path"][:MAX_PATH_CHARS]
+        self.record = RequestRecord("", scope["method"], path, arrival=time.time(), clock=time.perf_counter())
+        self.receive = receive
+        self.state = state
+        self.server = server
+        self.deadlines = Deadlines(server)
+        self.holds = ExitStack()  # closed when the answer has ended, however it did
+
+    def take_place(self) -> None:
+        """Count among the live requests before anybody knows for which model. Raises ApiError 429."""
+        self.ticket: Ticket = self.state.door.enter()
+        self.holds.callback(self.ticket.close)
+
+    def enter(self, name: str | None, kind: str) -> Target:
+        """Where the body wants to go; the request counts among that model's load from now on.
+
+        kind: what the reply's id begins with. Raises ApiError, EngineDeadError.
+        """
+        model = find_model(self.state, name)
+        self.record.model = model.name
+        engine = model.engine()
+        self.ticket.move(model.admission)
+        self.record.reply_id = f"{kind}-{uuid.uuid4().hex}"
+        return Target(model, engine, self.record.reply_id)
+
+    def start(self, job: Job, stream: bool) -> None:
+        """The engine is about to get the request. Raises ApiError 429 if it turned out to be too much."""
+        record = self.record
+        record.stream = stream
+        record.prompts = len(job.requests)
+        record.choices = sum(each.params.width for each in job.requests)
+        record.prompt_tokens = sum(len(each.prompt_token_ids) for each in job.requests)
+        self.ticket.admit(record.choices, record.prompt_tokens)
+        record.started = True
+        log_event("start", record)
+
+    def failed(self, error: Exception) -> ApiError:
+        """The answer to a request that failed, which is counted and noted."""
+        record, models = self.record, self.state.models
+        answer = as_api_error(error, record.method, record.path)
+        error.__traceback__ = answer.__traceback__ = None  # their frames refer to the body, which would stay for long
+        record.error = answer.code or answer.kind
+        # A request that was refused before its model was known would have been refused by any of them.
+        for model in [models[record.model]] if record.model else models.values():
+            model.metrics.count_refusal(record.error)
+        return answer
+
+
+def context_of(request: Request) -> RequestContext:
+    """The context of a request that came through `RequestLife`."""
+    return request.scope[_SCOPE_KEY]
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """The exception handler of the app."""
+    return context_of(request).failed(error).response()
+
+
+@dataclass
+class RequestLife:
+    """ASGI middleware: gives a request its id and its context, checks its key, and logs and traces its end."""
+
+    app: ASGIApp
+    state: ServerState
+    server: ServerConfig  # its deadlines
+    guard: Guard
+    tracer: SpanTracer | None
+    echo_id: bool  # put x-request-id into responses; Ray Serve's proxy does that itself
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        context = RequestContext(scope, receive, self.state, self.server)
+        record = context.record
+        # A HEAD request is answered as a GET; the HTTP server leaves the body out.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        scope = {**scope, "method": method, _SCOPE_KEY: context}
+        ended = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal ended
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                if self.echo_id:
+                    MutableHeaders(scope=message)["x-request-id"] = record.request_id
+            elif not message.get("more_body", False):
+                ended = True
+                self._end(record)
+            await send(message)
+
+        try:
+            with context.holds:
+                self._check(record, Headers(scope=scope))
+                await self.app(scope, receive, send_and_note)
+        except Exception as error:
+            answer = context.failed(error)
+            if not record.status:
+                await answer.response()(scope, receive, send_and_note)
+            elif not isinstance(error, ClientDisconnect):
+                raise
+        finally:
+            if not ended:
+                record.error = record.error or "client_disconnected"
+                self._end(record)
+
+    def _check(self, record: RequestRecord, headers: Headers) -> None:
+        """Raises ApiError 400 for an id that logs and headers should not carry, 401 for a key that is not valid."""
+        given, record.request_id = headers.get("x-request-id", ""), uuid.uuid4().hex
+        if given and (len(given) > MAX_ID_CHARS or not PLAIN.fullmatch(given)):
+            message = f"must have at most {MAX_ID_CHARS} characters, only letters, digits and _.:/+-"
+            raise ApiError(400, f"the header x-request-id {message}", param="x-request-id")
+        record.request_id = given or record.request_id
+        record.key = self.guard.check(record.method, record.path, headers.get("authorization"))
+
+    def _end(self, record: RequestRecord) -> None:
+        record.total = time.perf_counter() - record.clock
+        if record.started or record.status >= 400:  # else a question about the server itself, many times a minute
+            log_event("abort" if record.started and record.error else "end", record)
+        if self.tracer is not None:
+            self.tracer.describe(record)
+
+
+def find_model(state: ServerState, name: str | None) -> ServedModel:
+    """The model that a request asks for; it may leave the name out if there is only one. Raises ApiError."""
+    models = state.models
+    if name is None and len(models) == 1:
+        return next(iter(models.values()))
+    known = ", ".join(map(repr, models))
+    if name is None:
+        raise ApiError(400, f"model is missing; this server has {known}", param="model")
+    if name not in models:
+        message = f"the model {name!r} does not exist; this server has {known}"
+        raise ApiError(404, message, code="model_not_found", param="model")
+    return models[name]
+
+
+def _require_engine(state: ServerState) -> None:
+    """Raises EngineDeadError if no model has an engine."""
+    reason = EngineDeadError("there is no model")
+    for model in state.models.values():
+        try:
+            model.engine()
+            return
+        except EngineDeadError as error:
+            reason = error
+    raise reason
+
+
+# ---- before the body is read
+
+
+class JsonRoute(APIRoute):
+    """A route that takes a JSON body for an engine. Without an engine it is refused before its body is read."""
+
+    takes_place = False
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            context = context_of(request)
+            _require_engine(context.state)
+            if self.takes_place:
+                context.take_place()
+            MutableHeaders(scope=request.scope)["content-type"] = "application/json"  # whatever the client says it is
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return handle_json
+
+
+class GenerationRoute(JsonRoute):
+    """A route whose requests take a place among the live ones, also before their body is read."""
+
+    takes_place = True
+
+
+class JsonRequest(Request):
+    """A request whose body is read with a limit and a deadline, and parsed more strictly than Python's json does."""
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Raises ApiError 413 as soon as it is known that the body is longer than MAX_BODY_BYTES."""
+        declared, size = self.headers.get("content-length", ""), 0
+        _check_size(int(declared) if declared.isdigit() else 0)
+        async for chunk in super().stream():
+            size += len(chunk)
+            _check_size(size)
+            yield chunk
+
+    async def body(self) -> bytes:
+        """Raises ApiError 413, 408 and 499."""
+        context = context_of(self)
+        try:
+            async with asyncio.timeout(context.deadlines.body_s):
+                return await super().body()
+        except TimeoutError:
+            message = f"the request body did not arrive within {context.deadlines.body_s:g} s"
+            raise ApiError(408, message, code="body_timeout") from None
+        except ClientDisconnect as error:
+            raise context.failed(error) from None
+
+    async def json(self) -> Any:
+        """Raises ApiError 400."""
+        try:
+            return from_json(await self.body())
+        except ValueError as error:
+            raise ApiError(400, f"the request body is not valid JSON: {error}") from None
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_BODY_BYTES:
+        raise ApiError(413, f"the request body is longer than {MAX_BODY_BYTES} bytes", code="request_too_large")
+
+
+# ---- in the engine
+
+LONG_ANSWER = 4096  # tokens; longer answers are put together in a thread, so that other streams go on
+
+Outputs = list[tuple[int, RequestOutput]]  # what is new, each with the index of its prompt
+
+
+async def generate(context: RequestContext, target: Target, job: Job, reply: Reply) -> Response:
+    """Run a job and answer with it.
+
+    An error before the first token is an HTTP status; after it, an event in the stream. Raises what the engine raises,
+    and ApiError: 408 for a missed deadline, 429 for too much work, 499 when the client has left.
+    """
+    if not reply.stream:
+        outputs = await run(context, target, job)
+        if context.record.prompt_tokens + context.record.completion_tokens > LONG_ANSWER:
+            return await asyncio.to_thread(lambda: json_response(reply.whole(outputs)))
+        return json_response(reply.whole(outputs))
+    context.start(job, stream=True)
+    group = RequestGroup(context, target, job)
+    first = await group.next()
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(_events(context, group, reply, first), headers=headers, media_type="text/event-stream")
+
+
+async def run(context: RequestContext, target: Target, job: Job) -> list[RequestOutput]:
+    """The whole output of each of a job's requests. Raises as `generate` does."""
+    context.start(job, stream=False)
+    group = RequestGroup(context, target, job)
+    totals: list[RequestOutput | None] = [None] * len(job.requests)
+    while outputs := await group.next():
+        for index, output in outputs:
+            totals[index] = accumulate(totals[index], output)
+    return [total for total in totals if total is not None]
+
+
+def json_response(payload: object) -> Response:
+    return Response(orjson.dumps(payload), media_type="application/json")
+
+
+async def _events(context: RequestContext, group: RequestGroup, reply: Reply, outputs: Outputs) -> AsyncIterator[bytes]:
+    """Server-sent events."""
+    try:
+        while outputs:
+            if frames := b"".join(reply.frames(index, output) for index, output in outputs):
+                yield frames
+            outputs = await group.next()
+        yield reply.last_frames()
+    except Exception as error:
+        yield sse(context.failed(error).body()) + DONE
+
+
+class RequestGroup:
+    """Runs one task a prompt, and one that waits for the client to leave. It ends with the context.
+
+    The tasks are our own, not the web framework's: a client's disconnect cancels the framework's scope, in which no
+    further await works, whereas a cancelled task of ours still leaves `engine.generate` in good order, which aborts
+    the request in the engine.
+    """
+
+    def __init__(self, context: RequestContext, target: Target, job: Job):
+        self._context = context
+        self._target = target
+        self._names = job.names
+        self._queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
+        self._running = len(job.requests)
+        self._tasks = [
+            asyncio.create_task(self._run(index, request, text))
+            for index, (request, text) in enumerate(zip(job.requests, job.prompts, strict=True))
+        ]
+        self._tasks.append(asyncio.create_task(self._watch_client()))
+        context.holds.callback(self._close)
+
+    async def next(self) -> Outputs:
+        """Outputs that are new; [] when all have ended. Raises what the engine raised, ApiError, ClientDisconnect."""
+        outputs: Outputs = []
+        while self._running and (not outputs or not self._queue.empty()):
+            index, item = await self._queue.get()
+            if item is None:
+                self._running -= 1
+            elif isinstance(item, Exception):
+                self._close()
+                with renamed(self._names):  # a grammar that only the engine could find wrong
+                    raise item
+            else:
+                outputs.append((index, item))
+        return outputs
+
+    def _close(self) -> None:
+        """Stop what still runs."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _watch_client(self) -> None:
+        while (await self._context.receive())["type"] != "http.disconnect":
+            pass
+        self._queue.put_nowait((0, ClientDisconnect()))
+
+    async def _run(self, index: int, request: GenerationRequest, text: str | None) -> None:
+        context, ticket = self._context, self._context.ticket
+        timer = RequestTimer(self._target.model.metrics, context.record, request.params.n)
+        if context.server.queue_timeout:
+            request = msgspec.structs.replace(request, report_start=True)
+        waiting = len(request.prompt_token_ids)
+        item: Exception | None = None
+        try:
+            generating = self._target.engine.generate(request, text)
+            async with context.deadlines.watch() as met, aclosing(generating) as outputs:
+                async for output in outputs:
+                    timer.saw(output)
+                    for completion in output.outputs:
+                        if completion.finish_reason == "error":
+                            reason = completion.stop_reason or "no reason given"
+                            message = f"the engine failed on this request: {reason}"
+                            raise ApiError(500, message, code="request_failed")
+                    if waiting:
+                        met("queue_timeout")
+                        if not output.has_begun:
+                            continue  # the engine only says that it has started
+                        met("first_token_timeout")
+                        timer.began(output)
+                        ticket.release(tokens=waiting)
+                        waiting = 0
+                    self._queue.put_nowait((index, output))
+        except Exception as error:
+            item = error
+        finally:
+            self._queue.put_nowait((index, item))
+            timer.close()
+            ticket.release(request.params.width, waiting)

@@ -1,0 +1,45 @@
+"""Finding a Ray cluster or starting one: its token, and what a cluster of ours has."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from rayllm.errors import StartupError
+from rayllm.executor import ray_cluster
+from rayllm.executor.ray_cluster import ensure_token
+
+
+def test_the_token_is_made_once_and_private(tmp_path):
+    path = tmp_path / "home" / ".ray" / "auth_token"
+    ensure_token(path)
+    token = path.read_text()
+    assert len(token) == 64
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o644)
+    ensure_token(path)
+    assert path.read_text() == token
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartupError, match="cannot be made"):
+        ensure_token(tmp_path / "file" / "auth_token")
+
+
+@pytest.mark.parametrize("variable", [None, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_a_cluster_of_ours_has_a_token_and_no_dashboard(monkeypatch, variable):
+    asked = {}
+    made = []
+    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_cluster.ray, "init", lambda **options: asked.update(options))
+    monkeypatch.setattr(ray_cluster, "has_no_cluster", lambda: True)
+    monkeypatch.setattr(ray_cluster, "ensure_token", made.append)
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "x")
+    assert ray_cluster.connect_to_ray() is True
+    assert (asked["address"], asked["include_dashboard"]) == ("local", False)
+    assert len(made) == (variable is None)
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"

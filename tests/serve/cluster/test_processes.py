@@ -1,0 +1,127 @@
+"""A supervised process and all that it starts end together, whoever is killed; small real processes, no Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+LIMIT_S = 5
+
+START = """
+import os, subprocess, sys, time
+from rayllm.serve.cluster.processes import end_descendants, ignore_signals, supervise
+
+def start_some():
+    "A child, one that ignores SIGTERM in a session of its own, and an orphan."
+    subprocess.Popen(["sleep", "77"])
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(77)"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    subprocess.run(["sh", "-c", "sleep 77 & exit 0"], check=True)
+"""
+SUPERVISED = """
+orders = supervise(0.5)
+start_some()
+print(os.getpid(), flush=True)
+"""
+
+
+class Supervised:
+    """A process that supervises the script's rest. processes: all there are, itself and its child among them."""
+
+    def __init__(self, script):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", START + SUPERVISED + script], stdout=subprocess.PIPE, text=True
+        )
+        self.child = psutil.Process(int(self.process.stdout.readline()))
+        self.itself = psutil.Process(self.process.pid)
+        self.others = self.itself.children(recursive=True)
+        assert self.child in self.others
+        assert len(self.others) == 4, self.others
+
+    def check_nothing_is_left(self):
+        left = psutil.wait_procs(self.others, timeout=LIMIT_S)[1]
+        for each in left:
+            each.kill()
+        assert not left, left
+
+    def line(self):
+        return self.process.stdout.readline().strip()
+
+    def send(self, number):
+        self.process.send_signal(number)
+        return self
+
+    def code(self):
+        return self.process.wait(LIMIT_S)
+
+
+WAIT = "time.sleep(77)\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_parent_that_is_killed_takes_all_along(number):
+    found = Supervised(WAIT)
+    assert found.send(number).code() == -number
+    found.check_nothing_is_left()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 137), (signal.SIGABRT, 134)])
+def test_a_child_that_is_killed_takes_all_along(number, code):
+    found = Supervised(WAIT)
+    os.kill(found.child.pid, number)
+    assert found.code() == code
+    found.check_nothing_is_left()
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(2)", 2), ("raise ValueError", 1)])
+def test_the_parent_exits_as_the_child_does_and_ends_the_rest(end, code):
+    found = Supervised(end)
+    assert found.code() == code
+    found.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_orders(number):
+    """Also if somebody sends them to both, as a terminal or a service manager does."""
+    found = Supervised(
+        "orders.update.wait(); orders.update.clear(); print('update', orders.stop.is_set(), flush=True)\n"
+        "orders.stop.wait(); time.sleep(0.3); print('stop', orders.update.is_set(), flush=True)\n"
+    )
+    os.kill(found.child.pid, signal.SIGUSR1)
+    found.send(signal.SIGUSR1)
+    assert found.line() == "update False"
+    os.kill(found.child.pid, number)
+    found.send(number)
+    assert found.line() == "stop False"
+    assert found.code() == 0
+    found.check_nothing_is_left()
+
+
+def test_a_second_signal_to_stop_ends_everything_at_once():
+    found = Supervised("orders.stop.wait()\nprint('stop', flush=True)\n" + WAIT)
+    found.send(signal.SIGTERM)
+    assert found.line() == "stop"
+    assert found.send(signal.SIGUSR1).send(signal.SIGINT).code() == 128 + signal.SIGINT
+    found.check_nothing_is_left()
+
+
+def test_what_ends_by_itself_has_its_time():
+    code = (
+        "start_some()\nbefore = time.monotonic()\n"
+        "subprocess.Popen(['sh', '-c', 'sleep 0.5; echo done'])\n"
+        "end_descendants(1.0)\nprint(1.0 <= time.monotonic() - before < 3)\n"
+        "before = time.monotonic()\nend_descendants(60)\nprint(time.monotonic() - before < 1)\n"
+    )
+    adopt = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"  # as `supervise` does
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", START + adopt + code], capture_output=True, text=True, check=True, timeout=30
+    )
+    assert done.stdout.split() == ["done", "True", "True"]
+    assert time.monotonic() - started < 20
