@@ -73,11 +73,9 @@ class PeerBuffers:
 
     def check(self, x: Tensor, argument: str, two_shot: bool) -> None:
         """Raise ValueError unless `x` is rows that the kernels can sum through these buffers."""
-        if x.dim() != 2 or x.shape[1] != self.hidden_size:
-            fail(argument, f"must be [M, {self.hidden_size}]", x.shape)
-        if x.dtype != self.dtype:
-            fail(argument, f"must be {self.dtype}", x.dtype)
         check_rows(x, argument)
+        if x.shape[1:] != (self.hidden_size,) or x.dtype != self.dtype:
+            fail(argument, f"must be [M, {self.hidden_size}] of {self.dtype}", (x.dtype, *x.shape))
         if x.stride(0) % 2 != 0 or x.storage_offset() % 2 != 0:
             fail(argument, "must have rows that begin at a multiple of 4 bytes", (x.storage_offset(), *x.stride()))
         most = self.max_rows if two_shot else self.max_one_shot_rows

@@ -94,7 +94,7 @@ def add_rms_norm_linear(
     x, residual: [T, in]; norm_weight: [in]; the rest as for `linear` and `fused_add_rms_norm`. For very few tokens one
     launch, in which the norm is not rounded before the product.
     """
-    return _after_norm(x, residual, norm_weight, eps, weight, bias, gated=False)
+    return _after_norm(x, (residual, norm_weight, eps), weight, bias, gated=False)
 
 
 def add_rms_norm_linear_silu_mul(
@@ -102,26 +102,19 @@ def add_rms_norm_linear_silu_mul(
 ) -> tuple[Tensor, Tensor]:
     """(`linear_silu_mul`(norm(total), weight), total); as for `add_rms_norm_linear`."""
     _check_gated(weight)
-    return _after_norm(x, residual, norm_weight, eps, weight, None, gated=True)
+    return _after_norm(x, (residual, norm_weight, eps), weight, None, gated=True)
 
 
 def _after_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    gated: bool,
+    x: Tensor, norm: tuple[Tensor | None, Tensor, float], weight: Tensor, bias: Tensor | None, *, gated: bool
 ) -> tuple[Tensor, Tensor]:
+    residual, norm_weight, eps = norm
     _check_projection(x, weight, bias)
     check_vectors(x.shape[1], x.dtype, x.device, norm_weight=norm_weight)
     if residual is not None:
         check_residual(residual, x)
     if on_triton(x) and plans.rows_take(x, weight, norm=True):
         tiles = plans.choose_rows(x.shape[0], x.shape[1], gated=gated, norm=True)
-        norm = (residual, norm_weight, eps)
         return _rows_kernel.linear_rows(x, weight, tiles, bias, norm, gated, None)
     if residual is None:
         y, total = rms_norm(x, norm_weight, eps), x

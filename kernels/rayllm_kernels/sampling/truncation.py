@@ -88,10 +88,8 @@ def cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, lo
     floor = highest + temperature * log_min_p
     nucleus_asked = top_p < 1.0
     # How many of the highest logits have to be looked at: all if a row has top_p without top_k.
-    if bool((nucleus_asked & (top_k == 0)).any()):
-        num_candidates = logits.shape[1]
-    else:
-        num_candidates = int(top_k.max())
+    top_p_alone = bool((nucleus_asked & (top_k == 0)).any())
+    num_candidates = logits.shape[1] if top_p_alone else int(top_k.max())
     if num_candidates == 0:
         return floor
     candidates = logits.topk(num_candidates, dim=1).values
