@@ -156,8 +156,8 @@ def decode(
     q = normal(batch, heads, head_dim)
     out = torch.empty_like(q)
     caches = layers_of(pool)
-    schedule = ops.decode_schedule(q, caches[0], seq_lens)
     contexts, scoring = ops.Contexts(tables, seq_lens), ops.Scoring(head_dim**-0.5)
+    schedule = ops.decode_schedule(q, caches[0], contexts, scoring)
     calls = [
         partial(ops.paged_decode_attention, q, cache, contexts, scoring, schedule=schedule, out=out) for cache in caches
     ]

@@ -146,7 +146,8 @@ class Layers:
         self.cos_sin = torch.rand(self.context, HEAD_DIM, device="cuda")
         self.x = normal(tokens, self.shape.hidden)
         q = normal(tokens, self.shape.heads, HEAD_DIM)
-        self.schedule = ops.decode_schedule(q, self.cache(0), self.lengths)
+        self.contexts, self.scoring = ops.Contexts(self.tables, self.lengths), ops.Scoring(HEAD_DIM**-0.5)
+        self.schedule = ops.decode_schedule(q, self.cache(0), self.contexts, self.scoring)
 
     def floor_us(self) -> float:
         return sum(floor_us(w) for w in self.weights[0])
@@ -155,8 +156,8 @@ class Layers:
         return ops.KVCache(self.pool[:, layer, 0], self.pool[:, layer, 1])
 
     def attend(self, q: Tensor, layer: int) -> Tensor:
-        contexts, scoring = ops.Contexts(self.tables, self.lengths), ops.Scoring(HEAD_DIM**-0.5)
-        return ops.paged_decode_attention(q, self.cache(layer), contexts, scoring, schedule=self.schedule).flatten(1)
+        call = q, self.cache(layer), self.contexts, self.scoring
+        return ops.paged_decode_attention(*call, schedule=self.schedule).flatten(1)
 
     def queries(self, qkv: Tensor, layer: int) -> Tensor:
         norms = None if self.head_norm is None else ops.HeadNorms(self.head_norm, self.head_norm, EPS)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import signal
-import struct
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
 from triton import AsyncCompileMode
@@ -25,7 +26,6 @@ from triton import AsyncCompileMode
 CACHED_SECONDS = 0.05  # loading a kernel from the cache takes less, compiling one more
 STUCK_SECONDS = 300.0  # no kernel takes as long
 PR_SET_PDEATHSIG = 1
-INDEX = struct.Struct("i")
 
 logger = logging.getLogger(__name__)
 _compiling = False
@@ -77,36 +77,33 @@ def compile_in_children(jobs: list[Callable[[], object]]) -> None:
     Of use for what jobs leave on disk: results and errors are lost with the children. Jobs must not use CUDA, nor any
     lock that another thread of this process may hold.
     """
-    receiver, sender = os.pipe()
-    # The indices fit into the pipe's buffer, so that nobody need write while children read.
-    os.write(sender, b"".join(INDEX.pack(i) for i in range(min(len(jobs), 4096 // INDEX.size))))
-    os.close(sender)
+    context = multiprocessing.get_context("fork")
+    taken = context.Value("i", 0)
+    count = min(len(jobs), len(os.sched_getaffinity(0)))
+    children = [context.Process(target=_work, args=(jobs, taken)) for _ in range(count)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, see above
-        children = {_fork(jobs, receiver) for _ in range(min(len(jobs), len(os.sched_getaffinity(0))))}
-    os.close(receiver)
+        for child in children:
+            child.start()
     deadline = time.monotonic() + STUCK_SECONDS
-    while children and time.monotonic() < deadline:
-        children = {child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0}
-        time.sleep(0.01)
     for child in children:
-        logger.warning("compiling kernels in a child process took more than %g s; it goes on here", STUCK_SECONDS)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.join(max(0.0, deadline - time.monotonic()))
+        if child.is_alive():
+            logger.warning("compiling kernels in a child process took more than %g s; it goes on here", STUCK_SECONDS)
+            child.kill()
+            child.join()
 
 
-def _fork(jobs: list[Callable[[], object]], receiver: int) -> int:
-    child = os.fork()
-    if child:
-        return child
-    try:
-        # Devices that this process holds open would stay in use if it died before its children.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        while taken := os.read(receiver, INDEX.size):
-            with suppress(Exception):  # the job's error shows where it is done again
-                jobs[INDEX.unpack(taken)[0]]()
-    finally:
-        os._exit(0)  # no clean-up: what this process has open is the parent's
+def _work(jobs: list[Callable[[], object]], taken: Synchronized[int]) -> None:
+    # Devices that the parent holds open would stay in use if it died before its children.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    while True:
+        with taken.get_lock():
+            index, taken.value = taken.value, taken.value + 1
+        if index >= len(jobs):
+            return
+        with suppress(Exception):  # the job's error shows where it is done again
+            jobs[index]()
 
 
 @contextmanager

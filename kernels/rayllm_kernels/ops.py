@@ -14,43 +14,31 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from .attention.context import Contexts as Contexts
-from .attention.context import Scoring as Scoring
-from .attention.decode import paged_decode_attention as paged_decode_attention
-from .attention.prefill import paged_prefill_attention as paged_prefill_attention
-from .attention.schedule import DecodeSchedule as DecodeSchedule
-from .attention.schedule import decode_schedule as decode_schedule
-from .cache.copy_blocks import copy_blocks as copy_blocks
-from .cache.decode_inputs import DecodeInputs as DecodeInputs
-from .cache.decode_inputs import decode_inputs as decode_inputs
-from .cache.kv_cache import KVCache as KVCache
-from .cache.kv_cache import KVScales as KVScales
-from .cache.reshape_and_cache import reshape_and_cache as reshape_and_cache
-from .collectives.all_reduce import PeerBuffers as PeerBuffers
-from .collectives.all_reduce import all_gather_small as all_gather_small
-from .collectives.all_reduce import all_reduce as all_reduce
-from .collectives.all_reduce import all_reduce_add_rms_norm as all_reduce_add_rms_norm
+from .attention.context import Contexts, Scoring
+from .attention.decode import paged_decode_attention
+from .attention.prefill import paged_prefill_attention
+from .attention.schedule import DecodeSchedule, decode_schedule
+from .cache.copy_blocks import copy_blocks
+from .cache.decode_inputs import DecodeInputs, decode_inputs
+from .cache.kv_cache import KVCache, KVScales
+from .cache.reshape_and_cache import reshape_and_cache
+from .collectives.all_reduce import PeerBuffers, all_gather_small, all_reduce, all_reduce_add_rms_norm
 from .dispatch import TritonModule
-from .linear.linear import add_rms_norm_linear as add_rms_norm_linear
-from .linear.linear import add_rms_norm_linear_silu_mul as add_rms_norm_linear_silu_mul
-from .linear.linear import linear as linear
-from .linear.linear import linear_invariant as linear_invariant
-from .linear.linear import linear_silu_mul as linear_silu_mul
-from .linear.linear import prepare as prepare
-from .norm.qk_norm_rope_cache import HeadNorms as HeadNorms
-from .norm.qk_norm_rope_cache import qk_norm_rope_cache as qk_norm_rope_cache
-from .norm.rms_norm import fused_add_rms_norm as fused_add_rms_norm
-from .norm.rms_norm import rms_norm as rms_norm
-from .norm.silu_and_mul import silu_and_mul as silu_and_mul
-from .sampling.draw import DrawRows as DrawRows
-from .sampling.draw import gumbel_argmax as gumbel_argmax
-from .sampling.draw import gumbel_keys as gumbel_keys
-from .sampling.draw import tokens_of_keys as tokens_of_keys
-from .sampling.logprobs import gather_logprobs as gather_logprobs
-from .sampling.penalties import PenaltyRows as PenaltyRows
-from .sampling.penalties import penalise as penalise
-from .sampling.truncation import CutRows as CutRows
-from .sampling.truncation import truncate_draws as truncate_draws
+from .linear.linear import (
+    add_rms_norm_linear,
+    add_rms_norm_linear_silu_mul,
+    linear,
+    linear_invariant,
+    linear_silu_mul,
+    prepare,
+)
+from .norm.qk_norm_rope_cache import HeadNorms, qk_norm_rope_cache
+from .norm.rms_norm import fused_add_rms_norm, rms_norm
+from .norm.silu_and_mul import silu_and_mul
+from .sampling.draw import DrawRows, gumbel_argmax, gumbel_keys, tokens_of_keys
+from .sampling.logprobs import gather_logprobs
+from .sampling.penalties import PenaltyRows, penalise
+from .sampling.truncation import CutRows, truncate_draws
 
 _compile_ahead = TritonModule("rayllm_kernels.compile_ahead")
 

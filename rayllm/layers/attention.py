@@ -56,13 +56,13 @@ class AttentionPlan:
             max_query_len=longest,
         )
 
-    def decode_schedule(self, q: torch.Tensor, kv_cache: KVCache, sliding_window: int | None) -> DecodeSchedule | None:
+    def decode_schedule(self, q: torch.Tensor, kv_cache: KVCache, scoring: Scoring) -> DecodeSchedule | None:
         """How the decodes' attention is cut; the first layer of each window makes it, the others share it."""
-        schedule = self._schedules.get(sliding_window)
+        window = scoring.sliding_window
+        schedule = self._schedules.get(window)
         if schedule is None:
-            schedule = self._schedules[sliding_window] = ops.decode_schedule(
-                q[: self.num_decodes], kv_cache, self.decodes.seq_lens, sliding_window=sliding_window
-            )
+            schedule = ops.decode_schedule(q[: self.num_decodes], kv_cache, self.decodes, scoring)
+            self._schedules[window] = schedule
         return schedule
 
 
@@ -119,7 +119,7 @@ class Attention(Layer):
         out = q.new_empty(q.shape)
         decodes, first = plan.num_decodes, plan.prefill_row
         if decodes:
-            schedule = plan.decode_schedule(q, kv_cache, self.scoring.sliding_window)
+            schedule = plan.decode_schedule(q, kv_cache, self.scoring)
             ops.paged_decode_attention(
                 q[:decodes], kv_cache, plan.decodes, self.scoring, schedule=schedule, out=out[:decodes]
             )

@@ -129,8 +129,8 @@ class PagedCase:
         scoring = self.scoring(**options)
         return module.paged_decode_attention(self.q, self.cache, self.contexts, scoring, schedule=schedule, out=out)
 
-    def schedule(self, module: Any, **options: Any) -> DecodeSchedule:
-        return module.decode_schedule(self.q, self.cache, self.contexts.seq_lens, **options)
+    def schedule(self, module: Any, num_ranges: int | None = None, **options: Any) -> DecodeSchedule:
+        return module.decode_schedule(self.q, self.cache, self.contexts, self.scoring(**options), num_ranges=num_ranges)
 
     def decode_in_ranges(
         self, module: Any, num_ranges: int | None, out: Tensor | None = None, **options: Any

@@ -92,13 +92,15 @@ def test_other_errors(paged_case, each, kernels, randn, device):
     x, index = randn(4, 2, 8), torch.zeros(4, dtype=torch.int64, device=device)
     row, lens = randn(4, 2, 64), case.contexts.seq_lens
     attention = case.cache, case.contexts, case.scoring()
+    long_lens = case.contexts._replace(seq_lens=lens.long())
     calls = [
         ("schedule", lambda: case.decode(each, paged_case([1], heads=(8, 2)).schedule(kernels))),
         ("schedule", lambda: case.decode(each, paged_case([1]).schedule(kernels))),
         ("num_ranges", lambda: case.schedule(each, num_ranges=0)),
         ("sliding_window", lambda: case.schedule(each, sliding_window=0)),
-        ("seq_lens", lambda: each.decode_schedule(case.q[:1], case.cache, lens)),
-        ("q", lambda: each.decode_schedule(case.q[:, :3], case.cache, lens)),
+        ("seq_lens", lambda: each.decode_schedule(case.q, case.cache, long_lens, case.scoring())),
+        ("q", lambda: each.decode_schedule(case.q[:1], *attention)),
+        ("q", lambda: each.decode_schedule(case.q[:, :3], *attention)),
         ("q", lambda: each.paged_decode_attention(case.q[:1], *attention)),
         ("query_start_loc", lambda: each.paged_prefill_attention(case.q, *attention, lens, 1)),
         ("max_query_len", lambda: each.paged_prefill_attention(case.q, *attention, case.query_start_loc, -1)),

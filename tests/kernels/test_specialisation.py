@@ -49,7 +49,7 @@ def step(rows, begin):
     contexts = Contexts(array(rows, dtype=torch.int32)[:, :5], array(dtype=torch.int32))
     starts = torch.zeros(begin + rows + 1, dtype=torch.int32)[begin:]
     q, floats = tensor(8, 64), array(dtype=torch.float32)
-    schedule = ops.decode_schedule(q, cache, contexts.seq_lens, num_ranges=3)
+    schedule = ops.decode_schedule(q, cache, contexts, scoring, num_ranges=3)
     ops.paged_decode_attention(q, cache, contexts, scoring, schedule=schedule)
     ops.paged_prefill_attention(q, cache, contexts, scoring, starts, 100 + rows)
     prefill_hopper.prefill(q, cache, contexts, 0.1, starts, q)
@@ -68,7 +68,7 @@ def step(rows, begin):
     ops.linear(x[:1], weight)
     ops.linear_invariant(x, weight)
     ops.linear_invariant(x.repeat(20, 1), weight)
-    hopper_kernel.linear_hopper(x, weight, NARROW[32], 100, gated=False)
+    hopper_kernel.linear_hopper(x, weight, (NARROW[32], 100), gated=False)
     gated_hopper_kernel.linear_gated_hopper(x, weight, 2, 100)
     buffers = PeerBuffers(0, 2, 128, half, 8, 64, tensor(dtype=torch.int64), tensor(dtype=torch.int32))
     ops.all_reduce(x, buffers, two_shot=True)

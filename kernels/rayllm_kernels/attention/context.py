@@ -31,11 +31,6 @@ class Scoring(NamedTuple):
     alibi_slopes: Tensor | None = None  # [Hq] fp32: slope * (key position - query position) is added to a score
 
 
-def check_window(sliding_window: int | None) -> None:
-    if sliding_window is not None and not 1 <= sliding_window <= MAX_WINDOW:
-        fail("sliding_window", f"must be 1 to {MAX_WINDOW} or None", sliding_window)
-
-
 def check_attention(q: Tensor, cache: KVCache, contexts: Contexts, scoring: Scoring, out: Tensor | None) -> None:
     """What decodes and prefills have in common; the batch size is taken from `seq_lens`."""
     cache.check(q, "q")
@@ -56,7 +51,16 @@ def check_attention(q: Tensor, cache: KVCache, contexts: Contexts, scoring: Scor
         fail("block_tables", f"must be [{seq_lens.shape[0]}, max_blocks]", block_tables.shape)
     if scoring.scale <= 0.0:
         fail("scale", "must be positive", scoring.scale)
-    check_window(scoring.sliding_window)
+    window = scoring.sliding_window
+    if window is not None and not 1 <= window <= MAX_WINDOW:
+        fail("sliding_window", f"must be 1 to {MAX_WINDOW} or None", window)
     if scoring.alibi_slopes is not None:
         check_vectors(q.shape[1], torch.float32, q.device, alibi_slopes=scoring.alibi_slopes)
     check_out(out, q.shape, q, "q")
+
+
+def check_decodes(q: Tensor, cache: KVCache, contexts: Contexts, scoring: Scoring, out: Tensor | None) -> None:
+    """`check_attention` of one query a sequence."""
+    check_attention(q, cache, contexts, scoring, out)
+    if q.shape[0] != contexts.seq_lens.shape[0]:
+        fail("q", f"must have one row per sequence, {contexts.seq_lens.shape[0]}", q.shape)

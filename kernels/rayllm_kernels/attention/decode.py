@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ..cache.kv_cache import KVCache
-from ..checks import fail
 from ..dispatch import TritonModule, on_triton
-from .context import Contexts, Scoring, check_attention
+from .context import Contexts, Scoring, check_decodes
 from .reference import attend, gather
 from .schedule import DecodeSchedule, decode_schedule
 
@@ -31,10 +30,7 @@ def paged_decode_attention(
     this dtype; None makes one for this call. Calls that share a schedule, which holds scratch space, must follow one
     another in one stream.
     """
-    check_attention(q, cache, contexts, scoring, out)
-    seq_lens = contexts.seq_lens
-    if q.shape[0] != seq_lens.shape[0]:
-        fail("q", f"must have one row per sequence, {seq_lens.shape[0]}", q.shape)
+    check_decodes(q, cache, contexts, scoring, out)
     if schedule is not None:
         schedule.check(q)
     if out is None:
@@ -43,7 +39,7 @@ def paged_decode_attention(
         _attend(q, cache, contexts, scoring, out)
     elif q.shape[0]:  # otherwise there is not even a first row to load
         if schedule is None:
-            schedule = decode_schedule(q, cache, seq_lens, sliding_window=scoring.sliding_window)
+            schedule = decode_schedule(q, cache, contexts, scoring)
         _kernel.decode(q, cache, contexts, scoring, schedule, out)
     return out
 

@@ -106,12 +106,10 @@ def _add_values(acc, weights, decay, v):
 def _decode_kernel(
     q_ptr, cache, block_tables, seq_lens, scoring, out_ptr, schedule, strides, stride_table, batch, SHAPE: tl.constexpr
 ):
-    """strides: of q, the cache, out, and `schedule.lse`."""
+    """strides: of q, the cache, out, and `schedule.lse`, of the last dimensions none."""
     wait_for_predecessor(SHAPE.overlap)
-    q_strides, cache_strides, out_strides, lse_strides = strides
-    stride_block, stride_kv_head, stride_slot, _ = cache_strides
-    stride_ob, stride_oh, _ = out_strides
-    num_heads, _ = lse_strides
+    stride_qb, stride_qh, stride_block, stride_kv_head, stride_slot, stride_ob, stride_oh, num_heads = strides
+    q_strides = (stride_qb, stride_qh)
     window = scoring.sliding_window
     ROWS: tl.constexpr = SHAPE.rows
     KEYS: tl.constexpr = SHAPE.keys
@@ -274,7 +272,7 @@ def decode(
     shape = shape_of(q, cache, head_tile, rows, tiles.keys, least_dim=least_dim, overlap=overlap)
     if cache.scales is not None:
         cache = cache._replace(v=cache.v.view(torch.int16))
-    strides = (q.stride(), cache.k.stride(), out.stride(), schedule.lse.stride())
+    strides = (*q.stride()[:2], *cache.k.stride()[:3], *out.stride()[:2], heads)
     stride_table = contexts.block_tables.stride(0)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": overlap}
     num_ranges = schedule.ranges.shape[0]

@@ -31,12 +31,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..cache.kv_cache import KVCache
@@ -124,7 +119,7 @@ def _read(mail, slot, field: gl.constexpr):
 @gluon.jit
 def _copy_tile(desc, rows, tile, full, SHAPE: gl.constexpr):
     """Start to copy KEYS rows into `tile`, a box from each of `rows` on; `full` completes when all are there."""
-    mbarrier.expect(full, KEYS * SHAPE.head_dim * 2)
+    hopper.mbarrier.expect(full, KEYS * SHAPE.head_dim * 2)
     for i in gl.static_range(KEYS // SHAPE.box):
         for half in gl.static_range(SHAPE.head_dim // HALF):
             part = tile.slice(i * SHAPE.box, SHAPE.box, dim=0).slice(half * HALF, HALF, dim=1)
@@ -144,9 +139,9 @@ def _copy_keys(base, high, k_desc, v_desc, ring, table_ptr, seq_len, head_row, r
             rows += (block * rows_per_block + head_row + key % SHAPE.block_size,)  # type: ignore[assignment]
         stage = (base + i) % STAGES
         parity = ((base + i) // STAGES + 1) % 2
-        mbarrier.wait(k_free.index(stage), parity)
+        hopper.mbarrier.wait(k_free.index(stage), parity)
         _copy_tile(k_desc, rows, k_smem.index(stage), k_full.index(stage), SHAPE)
-        mbarrier.wait(v_free.index(stage), parity)
+        hopper.mbarrier.wait(v_free.index(stage), parity)
         _copy_tile(v_desc, rows, v_smem.index(stage), v_full.index(stage), SHAPE)
 
 
@@ -166,13 +161,11 @@ def _produce(k_desc, v_desc, ring, mailbox, counter_ptr, contexts, batch, pool, 
         )
         if (first_query >= 0) & (seq_len > 0):  # a sequence of length 0 is padding
             slot = turn % SLOTS
-            mbarrier.wait(mail_free.index(slot), (turn // SLOTS + 1) % 2)
-            _post(mail, slot, 0, seq_len)
-            _post(mail, slot, 1, query_len)
-            _post(mail, slot, 2, first_query)
-            _post(mail, slot, 3, first_row)
-            _post(mail, slot, 4, kv_head)
-            mbarrier.arrive(mail_full.index(slot))
+            hopper.mbarrier.wait(mail_free.index(slot), (turn // SLOTS + 1) % 2)
+            task = (seq_len, query_len, first_query, first_row, kv_head)
+            for field in gl.static_range(FIELDS):
+                _post(mail, slot, field, task[field])
+            hopper.mbarrier.arrive(mail_full.index(slot))
             _, high = _key_tiles(seq_len, query_len, first_query, QUERIES)
             table_ptr = tables_ptr + sequence.to(gl.int64) * stride_table
             head_row = kv_head * rows_per_head
@@ -182,9 +175,9 @@ def _produce(k_desc, v_desc, ring, mailbox, counter_ptr, contexts, batch, pool, 
         index = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
     # A task with an empty context is the end.
     slot = turn % SLOTS
-    mbarrier.wait(mail_free.index(slot), (turn // SLOTS + 1) % 2)
+    hopper.mbarrier.wait(mail_free.index(slot), (turn // SLOTS + 1) % 2)
     _post(mail, slot, 0, 0)
-    mbarrier.arrive(mail_full.index(slot))
+    hopper.mbarrier.arrive(mail_full.index(slot))
 
 
 @gluon.jit
@@ -205,7 +198,7 @@ def _weigh(scores, total, peak, unit, q_pos, first_key, MASKED: gl.constexpr):
 def _start_scores(q_smem, k_tile):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     zeros = gl.zeros([ROWS // 2, KEYS], gl.float32, layout=LAYOUT)
-    return warpgroup_mma(q_smem, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma(q_smem, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -214,16 +207,16 @@ def _step(use, last, acc, weights, total, peak, q_smem, ring, unit, q_pos, first
     k_smem, v_smem, k_full, k_free, v_full, v_free = ring
     stage, before = use % STAGES, (use - 1) % STAGES
     scores = _start_scores(q_smem, k_smem.index(stage))
-    mbarrier.wait(v_full.index(before), (use - 1) // STAGES % 2)
-    acc = warpgroup_mma(weights, v_smem.index(before), acc, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
-    mbarrier.arrive(k_free.index(stage))
+    hopper.mbarrier.wait(v_full.index(before), (use - 1) // STAGES % 2)
+    acc = hopper.warpgroup_mma(weights, v_smem.index(before), acc, is_async=True)
+    scores = hopper.warpgroup_mma_wait(1, deps=(scores,))
+    hopper.mbarrier.arrive(k_free.index(stage))
     next_weights, decay, total, peak = _weigh(scores, total, peak, unit, q_pos, first_key, MASKED)
     next_weights = gl.convert_layout(next_weights.to(q_smem.dtype), weights.type.layout)
     # This spins, which keeps the assembler from moving the wait for the product above the exponentials.
-    mbarrier.wait(k_full.index((use + 1) % STAGES), (use + 1) // STAGES % 2, pred=use < last)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(v_free.index(before))
+    hopper.mbarrier.wait(k_full.index((use + 1) % STAGES), (use + 1) // STAGES % 2, pred=use < last)
+    acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+    hopper.mbarrier.arrive(v_free.index(before))
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, next_weights, total, peak
 
@@ -239,19 +232,19 @@ def _attend(base, q_smem, ring, seq_len, whole, high, unit, q_pos, WIDE: gl.cons
 
     stage, parity = base % STAGES, base // STAGES % 2
     last = base + high - 1
-    mbarrier.wait(k_full.index(stage), parity)
-    scores = warpgroup_mma_wait(0, deps=(_start_scores(q_smem, k_smem.index(stage)),))
-    mbarrier.arrive(k_free.index(stage))
+    hopper.mbarrier.wait(k_full.index(stage), parity)
+    scores = hopper.warpgroup_mma_wait(0, deps=(_start_scores(q_smem, k_smem.index(stage)),))
+    hopper.mbarrier.arrive(k_free.index(stage))
     weights, _, total, peak = _weigh(scores, total, peak, unit, q_pos, (high - 1) * KEYS, True)
     weights = gl.convert_layout(weights.to(q_smem.dtype), gl.DotOperandLayout(0, ACC, 2))
     if high * KEYS > seq_len:
         # Unwritten slots can hold NaN, which a weight of zero does not hide. Both consumers write the same zeros.
-        mbarrier.wait(v_full.index(stage), parity)
+        hopper.mbarrier.wait(v_full.index(stage), parity)
         values = v_smem.index(stage).load(WIDE)
         key = (high - 1) * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, WIDE))
         v_smem.index(stage).store(gl.where((key < seq_len)[:, None], values, gl.zeros_like(values)))
-        fence_async_shared()
-    mbarrier.wait(k_full.index((base + 1) % STAGES), (base + 1) // STAGES % 2, pred=high > 1)
+        hopper.fence_async_shared()
+    hopper.mbarrier.wait(k_full.index((base + 1) % STAGES), (base + 1) // STAGES % 2, pred=high > 1)
 
     first_whole = gl.maximum(high - whole, 1)
     for i in range(1, first_whole):
@@ -263,9 +256,9 @@ def _attend(base, q_smem, ring, seq_len, whole, high, unit, q_pos, WIDE: gl.cons
             base + i, last, acc, weights, total, peak, q_smem, ring, unit, q_pos, 0, False
         )
     stage = last % STAGES
-    mbarrier.wait(v_full.index(stage), last // STAGES % 2)
-    acc = warpgroup_mma_wait(0, deps=(warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True),))
-    mbarrier.arrive(v_free.index(stage))
+    hopper.mbarrier.wait(v_full.index(stage), last // STAGES % 2)
+    acc = hopper.warpgroup_mma_wait(0, deps=(hopper.warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True),))
+    hopper.mbarrier.arrive(v_free.index(stage))
     # Rows of padding have a total too: they see the keys that the last query sees.
     return acc / gl.convert_layout(total, gl.SliceLayout(1, ACC))[:, None]
 
@@ -287,7 +280,7 @@ def _consume(
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
     base = gl.program_id(0) * 0
     turn = base
-    mbarrier.wait(mail_full.index(0), 0)
+    hopper.mbarrier.wait(mail_full.index(0), 0)
     seq_len = _read(mail, 0, 0)
     while seq_len > 0:
         slot = turn % SLOTS
@@ -295,7 +288,7 @@ def _consume(
         first_query = _read(mail, slot, 2)
         first_row = _read(mail, slot, 3)
         kv_head = _read(mail, slot, 4)
-        mbarrier.arrive(mail_free.index(slot))
+        hopper.mbarrier.arrive(mail_free.index(slot))
 
         query = first_query + row // GROUP
         mask = ((row < QUERIES * GROUP) & (query < query_len))[:, None] & (dims[None, :] < HEAD_DIM)
@@ -303,7 +296,7 @@ def _consume(
         head = kv_head * GROUP + row % GROUP
         q_ptrs = q_ptr + (q_row * stride_qt + head * stride_qh)[:, None] + dims[None, :]
         q_smem.store(gl.load(q_ptrs, mask=mask, other=0.0))
-        fence_async_shared()
+        hopper.fence_async_shared()
         whole, high = _key_tiles(seq_len, query_len, first_query, QUERIES)
         q_pos = seq_len - query_len + first_query + score_row // GROUP
         acc = _attend(base, q_smem, ring, seq_len, whole, high, unit, q_pos, WIDE, HEAD_DIM)
@@ -314,7 +307,7 @@ def _consume(
 
         base += high
         turn += 1
-        mbarrier.wait(mail_full.index(turn % SLOTS), turn // SLOTS % 2)
+        hopper.mbarrier.wait(mail_full.index(turn % SLOTS), turn // SLOTS % 2)
         seq_len = _read(mail, turn % SLOTS, 0)
 
 
@@ -336,7 +329,7 @@ def _hopper_kernel(
     ring = (k_smem, v_smem, barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1), barriers(STAGES, 2))
     mail = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mailbox = (mail, barriers(SLOTS, 1), barriers(SLOTS, 2))
-    fence_async_shared()
+    hopper.fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (q_ptr, out_ptr, q_smem.index(0), ring, mailbox, unit, q_strides, out_strides, 0, SHAPE)),

@@ -141,10 +141,7 @@ def _key_tiles(first_pos, last_pos, window, KEYS: tl.constexpr):
 def _prefill_kernel(
     q_ptr, cache, block_tables, seq_lens, scoring, starts_ptr, out_ptr, strides, stride_table, SHAPE: tl.constexpr
 ):
-    q_strides, cache_strides, out_strides = strides
-    stride_qt, stride_qh, _ = q_strides
-    stride_block, stride_kv_head, stride_slot, _ = cache_strides
-    stride_ot, stride_oh, _ = out_strides
+    stride_qt, stride_qh, stride_block, stride_kv_head, stride_slot, stride_ot, stride_oh = strides
     scale, window, alibi_slopes = scoring
     ROWS: tl.constexpr = SHAPE.rows
     PADDED: tl.constexpr = SHAPE.padded_dim
@@ -248,7 +245,8 @@ def prefill(
     head_tile = min(group, tiles.rows)
     query_tiles = triton.cdiv(max_query_len, tiles.rows // head_tile)
     shape = shape_of(q, cache, head_tile, tiles.rows, tiles.keys)
-    strides, stride_table = (q.stride(), cache.k.stride(), out.stride()), contexts.block_tables.stride(0)
+    strides = (*q.stride()[:2], *cache.k.stride()[:3], *out.stride()[:2])
+    stride_table = contexts.block_tables.stride(0)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     launch(_prefill_kernel, (query_tiles, kv_heads * triton.cdiv(group, head_tile), batch))(
         q, cache, *contexts, scoring, query_start_loc, out, strides, stride_table, SHAPE=shape, **options

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..cache.kv_cache import KVCache
-from ..checks import check_vectors, fail
+from ..checks import fail
 from ..device import multiprocessors
 from ..dispatch import TritonModule, on_triton
-from .context import check_window
+from .context import Contexts, Scoring, check_decodes
 
 MAX_HEAD_TILE = 64  # query heads of one KV head that one program takes
 RANGE_FIELDS = 8
@@ -78,21 +78,15 @@ def programs_a_range(heads: int, kv_heads: int) -> int:
 
 
 def decode_schedule(
-    q: Tensor, cache: KVCache, seq_lens: Tensor, *, sliding_window: int | None = None, num_ranges: int | None = None
+    q: Tensor, cache: KVCache, contexts: Contexts, scoring: Scoring, *, num_ranges: int | None = None
 ) -> DecodeSchedule | None:
-    """Cut the work of `paged_decode_attention` on these seq_lens into equal ranges, once for all layers of one shape.
+    """Cut the work of `paged_decode_attention` on these arguments into equal ranges, once for all layers of one shape.
 
-    q: [B, Hq, D] and the cache of any layer; their contents are not used. seq_lens: [B] int32. num_ranges: None fills
-    the device once. Returns None where the reference attends, which needs no schedule.
+    Any layer's queries, cache and scoring will do: of them, only shapes and the sliding window are used. num_ranges:
+    None fills the device once. Returns None where the reference attends, which needs no schedule.
     """
-    if q.dim() != 3:
-        fail("q", "must have 3 dimensions", q.shape)
-    cache.check(q, "q")
+    check_decodes(q, cache, contexts, scoring, None)
     (batch, heads, head_dim), kv_heads = q.shape, cache.k.shape[1]
-    if heads % kv_heads != 0:
-        fail("q", f"must have a multiple of {kv_heads} heads", q.shape)
-    check_vectors(batch, torch.int32, q.device, seq_lens=seq_lens)
-    check_window(sliding_window)
     if num_ranges is not None and num_ranges < 1:
         fail("num_ranges", "must be at least 1 or None", num_ranges)
     if not on_triton(q):
@@ -106,5 +100,5 @@ def decode_schedule(
         partials=torch.empty((2 * num_ranges, heads, head_dim), dtype=torch.float32, device=q.device),
         lse=torch.empty((2 * num_ranges, heads), dtype=torch.float32, device=q.device),
     )
-    _kernel.fill(schedule, seq_lens, sliding_window, tiles.keys)
+    _kernel.fill(schedule, contexts.seq_lens, scoring.sliding_window, tiles.keys)
     return schedule

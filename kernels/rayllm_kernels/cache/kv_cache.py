@@ -48,10 +48,9 @@ class KVCache(NamedTuple):
         if k.dtype not in FLOAT_DTYPES and k.dtype not in FP8_MAX:
             fail("cache.k", "must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2", k.dtype)
         check_last_dim(k, "cache.k")
-        if v.shape != k.shape:
-            fail("cache.v", f"must have the shape of cache.k, {tuple(k.shape)}", v.shape)
-        if v.stride() != k.stride():
-            fail("cache.v", f"must have the strides of cache.k, {k.stride()}", v.stride())
+        if v.shape != k.shape or v.stride() != k.stride():
+            like = f"must have the shape and the strides of cache.k, {tuple(k.shape)} and {k.stride()}"
+            fail("cache.v", like, f"{tuple(v.shape)} and {v.stride()}")
         check_like(v, "cache.v", k, "cache.k")
         if k.dtype not in FP8_MAX:
             check_like(tensor, argument, k, "cache.k")

@@ -36,10 +36,7 @@ class Form(NamedTuple):
 def _reshape_and_cache_kernel(key_ptr, value_ptr, cache, slots_ptr, strides, num_heads, FORM: tl.constexpr):
     """strides: of key, value and cache."""
     BLOCK_SIZE: tl.constexpr = FORM.block_size
-    key_strides, value_strides, cache_strides = strides
-    stride_kt, stride_kh, _ = key_strides
-    stride_vt, stride_vh, _ = value_strides
-    stride_block, stride_cache_head, stride_slot, _ = cache_strides
+    stride_kt, stride_kh, stride_vt, stride_vh, stride_block, stride_cache_head, stride_slot = strides
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot < 0:
@@ -62,7 +59,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, cache: KVCache, slot_mapping: 
     head_dim_padded = triton.next_power_of_2(head_dim)
     heads = min(triton.next_power_of_2(num_heads), max(1, TILE_ELEMENTS // head_dim_padded))
     form = Form(heads, cache.k.shape[2], head_dim, head_dim_padded)
-    strides = (key.stride(), value.stride(), cache.k.stride())
+    strides = (*key.stride()[:2], *value.stride()[:2], *cache.k.stride()[:3])
     launch(_reshape_and_cache_kernel, (tokens, triton.cdiv(num_heads, heads)))(
         key, value, cache, slot_mapping, strides, num_heads, FORM=form, num_warps=4
     )

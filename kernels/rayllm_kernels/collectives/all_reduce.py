@@ -25,29 +25,20 @@ _kernel = TritonModule("rayllm_kernels.collectives.all_reduce_kernel")
 class PeerBuffers:
     """One rank's view of the ranks' buffers, for rows of `hidden_size` elements of `dtype` (2 bytes each).
 
-    All but `rank`, `peers` and `uses` are the same on all ranks.
+    All but `rank`, `peers` and `uses` are the same on all ranks. The numbers are not checked: who makes it chooses
+    them as the comments say.
     """
 
     rank: int
-    size: int  # number of ranks
-    hidden_size: int
-    dtype: torch.dtype
+    size: int  # number of ranks: 2, 4 or 8
+    hidden_size: int  # a multiple of 8
+    dtype: torch.dtype  # float16 or bfloat16
     programs: int  # of a launch, at most the number of multiprocessors
     max_rows: int  # of one call, a multiple of `programs`
     # [size] int64 on the device: addresses of the ranks' buffers as this rank sees them, each of `num_words` int32 and
     # filled with -1 before the first call of any rank.
     peers: Tensor
     uses: Tensor  # [programs] int32 on the device, zero at first, the rank's own
-
-    def __post_init__(self) -> None:
-        if self.size not in (2, 4, 8):
-            fail("size", "must be 2, 4 or 8", self.size)
-        if self.dtype not in (torch.float16, torch.bfloat16):
-            fail("dtype", "must be float16 or bfloat16", self.dtype)
-        if self.hidden_size % 8 != 0:
-            fail("hidden_size", "must be a multiple of 8", self.hidden_size)
-        if self.max_rows % self.programs != 0:
-            fail("max_rows", f"must be a multiple of {self.programs} programs", self.max_rows)
 
     @property
     def row_words(self) -> int:
@@ -82,11 +73,9 @@ class PeerBuffers:
 
     def check(self, x: Tensor, argument: str, two_shot: bool) -> None:
         """Raise ValueError unless `x` is rows that the kernels can sum through these buffers."""
-        if x.dim() != 2 or x.shape[1] != self.hidden_size:
-            fail(argument, f"must be [M, {self.hidden_size}]", x.shape)
-        if x.dtype != self.dtype:
-            fail(argument, f"must be {self.dtype}", x.dtype)
         check_rows(x, argument)
+        if x.shape[1:] != (self.hidden_size,) or x.dtype != self.dtype:
+            fail(argument, f"must be [M, {self.hidden_size}] of {self.dtype}", (x.dtype, *x.shape))
         if x.stride(0) % 2 != 0 or x.storage_offset() % 2 != 0:
             fail(argument, "must have rows that begin at a multiple of 4 bytes", (x.storage_offset(), *x.stride()))
         most = self.max_rows if two_shot else self.max_one_shot_rows
@@ -110,7 +99,7 @@ def all_reduce_add_rms_norm(
     check_vectors(buffers.hidden_size, x.dtype, x.device, weight=weight)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _kernel.all_reduce(x, total, buffers, two_shot, residual, weight, eps, y)
+    _kernel.all_reduce(x, total, buffers, two_shot, (residual, weight, eps, y))
     return y, total
 
 

@@ -40,6 +40,7 @@ BUFFERS = tl.constexpr(op.BUFFERS)
 MAX_WARPS = 16
 EMPTY = tl.constexpr(-1)  # 0xFFFFFFFF: two NaNs that no arithmetic makes
 OTHER_NANS = tl.constexpr(0x7FFF7FFF)
+Norm = tuple[Tensor | None, Tensor | None, float, Tensor | None]  # residual, weight, eps, y
 
 
 class Form(NamedTuple):
@@ -227,16 +228,10 @@ def _all_gather_kernel(x_ptr, out_ptr, peers, elements, FORM: tl.constexpr, BLOC
 
 
 def all_reduce(
-    x: Tensor,
-    total: Tensor,
-    buffers: PeerBuffers,
-    two_shot: bool,
-    residual: Tensor | None = None,
-    weight: Tensor | None = None,
-    eps: float = 0.0,
-    y: Tensor | None = None,
+    x: Tensor, total: Tensor, buffers: PeerBuffers, two_shot: bool, norm: Norm = (None, None, 0.0, None)
 ) -> None:
     """Write the sum to `total` and, if there is a weight, its norm to y; the arguments are checked."""
+    residual, weight, eps, y = norm
     words_padded = triton.next_power_of_2(buffers.row_words)
     operands = (x, residual, weight, total if y is None else y, total)
     strides = (x.stride(0) // 2, 0 if residual is None else residual.stride(0) // 2)

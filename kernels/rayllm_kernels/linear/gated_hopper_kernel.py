@@ -27,12 +27,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -72,16 +67,12 @@ def _produce(x_desc, w_desc, ring, grid, CONSUMERS: gl.constexpr):
         token_tile, output_tile = _find_tile(index, grid)
         for step in range(steps):
             stage = use % STAGES
-            mbarrier.wait(free.index(stage), (use // STAGES + 1) % 2)
-            mbarrier.expect(full.index(stage), BYTES)
+            hopper.mbarrier.wait(free.index(stage), (use // STAGES + 1) % 2)
+            hopper.mbarrier.expect(full.index(stage), BYTES)
             copy_async(w_desc, [0, output_tile * OUTPUTS, step * DEPTH], full.index(stage), w_smem.index(stage))
             for consumer in gl.static_range(CONSUMERS):
-                copy_async(
-                    x_desc,
-                    [(token_tile * CONSUMERS + consumer) * BLOCK, step * DEPTH],
-                    full.index(stage),
-                    x_smem.index(stage * CONSUMERS + consumer),
-                )
+                row, part = (token_tile * CONSUMERS + consumer) * BLOCK, x_smem.index(stage * CONSUMERS + consumer)
+                copy_async(x_desc, [row, step * DEPTH], full.index(stage), part)
             use += 1
     gdc_launch_dependents()
 
@@ -97,15 +88,15 @@ def _multiply(use, steps, ring, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr)
     up = gl.zeros([BLOCK, OUTPUTS], gl.float32, layout=ACC)
     for i in range(steps):
         stage = (use + i) % STAGES
-        mbarrier.wait(full.index(stage), (use + i) // STAGES % 2)
+        hopper.mbarrier.wait(full.index(stage), (use + i) // STAGES % 2)
         tokens = x_smem.index(stage * CONSUMERS + CONSUMER)
         weights = w_smem.index(stage).reshape([2 * OUTPUTS, DEPTH])
-        gate = warpgroup_mma(tokens, weights.slice(0, OUTPUTS, dim=0).permute((1, 0)), gate, is_async=True)
-        up = warpgroup_mma(tokens, weights.slice(OUTPUTS, OUTPUTS, dim=0).permute((1, 0)), up, is_async=True)
-        gate, up = warpgroup_mma_wait(2, deps=(gate, up))
-        mbarrier.arrive(free.index((use + i + STAGES - 1) % STAGES), pred=i > 0)
-    gate, up = warpgroup_mma_wait(0, deps=(gate, up))
-    mbarrier.arrive(free.index((use + steps - 1) % STAGES))
+        gate = hopper.warpgroup_mma(tokens, weights.slice(0, OUTPUTS, dim=0).permute((1, 0)), gate, is_async=True)
+        up = hopper.warpgroup_mma(tokens, weights.slice(OUTPUTS, OUTPUTS, dim=0).permute((1, 0)), up, is_async=True)
+        gate, up = hopper.warpgroup_mma_wait(2, deps=(gate, up))
+        hopper.mbarrier.arrive(free.index((use + i + STAGES - 1) % STAGES), pred=i > 0)
+    gate, up = hopper.warpgroup_mma_wait(0, deps=(gate, up))
+    hopper.mbarrier.arrive(free.index((use + steps - 1) % STAGES))
     return gate, up
 
 
@@ -142,7 +133,7 @@ def _linear_gated_kernel(
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES * CONSUMERS, BLOCK, DEPTH], SHARED)
     w_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 2, OUTPUTS, DEPTH], SHARED_GATED)
     ring = (x_smem, w_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
-    fence_async_shared()
+    hopper.fence_async_shared()
     outputs = output_octets * 8  # so that the compiler knows of rows that start at multiples of 16 bytes
     if CONSUMERS == 2:
         gl.warp_specialize(

@@ -31,19 +31,14 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..compat import copy_async, thread_barrier
 from ..compile_ahead import launch
 from ..hopper import barriers
-from .plans import BLOCK_ROWS, HopperTile
+from .plans import BLOCK_ROWS, HopperPlan
 
 BLOCK = gl.constexpr(BLOCK_ROWS)
 DEPTH = gl.constexpr(64)  # of a stage: 128 bytes, the widest swizzle
@@ -55,19 +50,19 @@ SHARED_GATED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 
 
 @gluon.jit
-def _copy_weights(desc, tile_row, step, full, w_smem, stage, TILE: gl.constexpr, GATED: gl.constexpr):
+def _copy_weights(desc, tile_row, step, full, w_smem, stage, TILE: gl.constexpr):
     ROWS: gl.constexpr = TILE.blocks * BLOCK
     CONSUMERS: gl.constexpr = TILE.consumers
     for consumer in gl.static_range(CONSUMERS):
         row, part = tile_row * CONSUMERS + consumer, w_smem.index(stage * CONSUMERS + consumer)
-        if GATED:
+        if TILE.gated:
             copy_async(desc, [row * (ROWS // 16), 0, 0, step * DEPTH], full, part)
         else:
             copy_async(desc, [row * ROWS, step * DEPTH], full, part)
 
 
 @gluon.jit
-def _produce(w_desc, x_desc, ring, work, TILE: gl.constexpr, GATED: gl.constexpr):
+def _produce(w_desc, x_desc, ring, work, TILE: gl.constexpr):
     w_smem, x_smem, full, free = ring
     start, end, steps, token_tiles = work
     TOKENS: gl.constexpr = TILE.tokens
@@ -76,8 +71,8 @@ def _produce(w_desc, x_desc, ring, work, TILE: gl.constexpr, GATED: gl.constexpr
     ahead = gl.minimum(end - start, STAGES)
     for use in range(ahead):
         unit = end - 1 - use
-        mbarrier.expect(full.index(use), BYTES)
-        _copy_weights(w_desc, unit // steps // token_tiles, unit % steps, full.index(use), w_smem, use, TILE, GATED)
+        hopper.mbarrier.expect(full.index(use), BYTES)
+        _copy_weights(w_desc, unit // steps // token_tiles, unit % steps, full.index(use), w_smem, use, TILE)
     gdc_wait()
     for use in range(ahead):
         unit = end - 1 - use
@@ -91,9 +86,9 @@ def _produce(w_desc, x_desc, ring, work, TILE: gl.constexpr, GATED: gl.constexpr
             gdc_launch_dependents()
         unit = end - 1 - use
         tile, step, stage = unit // steps, unit % steps, use % STAGES
-        mbarrier.wait(free.index(stage), (use // STAGES + 1) % 2)
-        mbarrier.expect(full.index(stage), BYTES)
-        _copy_weights(w_desc, tile // token_tiles, step, full.index(stage), w_smem, stage, TILE, GATED)
+        hopper.mbarrier.wait(free.index(stage), (use // STAGES + 1) % 2)
+        hopper.mbarrier.expect(full.index(stage), BYTES)
+        _copy_weights(w_desc, tile // token_tiles, step, full.index(stage), w_smem, stage, TILE)
         copy_async(x_desc, [tile % token_tiles * TOKENS, step * DEPTH], full.index(stage), x_smem.index(stage))
 
 
@@ -108,13 +103,13 @@ def _multiply(use, count, ring, CONSUMER: gl.constexpr, TILE: gl.constexpr):
     acc = gl.zeros([ROWS, TOKENS], gl.float32, layout=ACC)
     for i in range(count):
         stage = (use + i) % STAGES
-        mbarrier.wait(full.index(stage), (use + i) // STAGES % 2)
+        hopper.mbarrier.wait(full.index(stage), (use + i) // STAGES % 2)
         weights = w_smem.index(stage * TILE.consumers + CONSUMER).reshape([ROWS, DEPTH])
-        acc = warpgroup_mma(weights, x_smem.index(stage).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(free.index((use + i + STAGES - 1) % STAGES), pred=i > 0)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(free.index((use + count - 1) % STAGES))
+        acc = hopper.warpgroup_mma(weights, x_smem.index(stage).permute((1, 0)), acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
+        hopper.mbarrier.arrive(free.index((use + i + STAGES - 1) % STAGES), pred=i > 0)
+    acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+    hopper.mbarrier.arrive(free.index((use + count - 1) % STAGES))
     return acc
 
 
@@ -175,14 +170,13 @@ def _store(part, y_smem, y_ptr, bias_ptr, first_token, first, tokens, outputs, G
 
 
 @gluon.jit
-def _consume(
-    y_ptr, bias_ptr, shared, y_smem, ring, work, sizes, CONSUMER: gl.constexpr, TILE: gl.constexpr, GATED: gl.constexpr
-):
+def _consume(y_ptr, bias_ptr, shared, y_smem, ring, work, sizes, CONSUMER: gl.constexpr, TILE: gl.constexpr):
     partial_ptr, flags_ptr = shared
     start, end, steps, token_tiles = work
     tokens, outputs, units = sizes
     TOKENS: gl.constexpr = TILE.tokens
     CONSUMERS: gl.constexpr = TILE.consumers
+    GATED: gl.constexpr = TILE.gated
     ROWS: gl.constexpr = TILE.blocks * BLOCK
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     SIZE: gl.constexpr = CONSUMERS * ROWS * TOKENS
@@ -220,22 +214,12 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["tokens", "units", "steps", "token_tiles"])
 def _linear_hopper_kernel(
-    w_desc,
-    x_desc,
-    y_ptr,
-    bias_ptr,
-    shared,
-    tokens,
-    outputs,
-    units,
-    steps,
-    token_tiles,
-    TILE: gl.constexpr,
-    GATED: gl.constexpr,
+    w_desc, x_desc, y_ptr, bias_ptr, shared, tokens, outputs, units, steps, token_tiles, TILE: gl.constexpr
 ):
     """shared: pointers to (partial sums, flags). units: of the whole product. steps: units of a tile."""
     STAGES: gl.constexpr = TILE.stages
     CONSUMERS: gl.constexpr = TILE.consumers
+    GATED: gl.constexpr = TILE.gated
     DTYPE: gl.constexpr = y_ptr.dtype.element_ty
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     ROWS: gl.constexpr = TILE.blocks * BLOCK
@@ -247,7 +231,7 @@ def _linear_hopper_kernel(
     Y_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, 2)
     y_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, min(TILE.tokens, CHUNK), WIDTH], Y_LAYOUT)
     ring = (w_smem, x_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
-    fence_async_shared()
+    hopper.fence_async_shared()
     program = gl.program_id(0)
     start = program * units // gl.num_programs(0)
     end = (program + 1) * units // gl.num_programs(0)
@@ -256,8 +240,8 @@ def _linear_hopper_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, shared, y_0, ring, work, sizes, 0, TILE, GATED)),
-                (_produce, (w_desc, x_desc, ring, work, TILE, GATED)),
+                (_consume, (y_ptr, bias_ptr, shared, y_0, ring, work, sizes, 0, TILE)),
+                (_produce, (w_desc, x_desc, ring, work, TILE)),
             ],
             [1],
             [24],
@@ -266,9 +250,9 @@ def _linear_hopper_kernel(
         y_1 = y_smem.index(1)
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, shared, y_0, ring, work, sizes, 0, TILE, GATED)),
-                (_consume, (y_ptr, bias_ptr, shared, y_1, ring, work, sizes, 1, TILE, GATED)),
-                (_produce, (w_desc, x_desc, ring, work, TILE, GATED)),
+                (_consume, (y_ptr, bias_ptr, shared, y_0, ring, work, sizes, 0, TILE)),
+                (_consume, (y_ptr, bias_ptr, shared, y_1, ring, work, sizes, 1, TILE)),
+                (_produce, (w_desc, x_desc, ring, work, TILE)),
             ],
             [4, 1],
             [(3 * TILE.registers - 24) // 16 * 8, 24],
@@ -288,28 +272,17 @@ def flags(device: torch.device) -> Tensor:
 
 
 def linear_hopper(
-    x: Tensor,
-    weight: Tensor,
-    tile: HopperTile,
-    programs: int,
-    bias: Tensor | None = None,
-    *,
-    gated: bool,
-    out: Tensor | None = None,
+    x: Tensor, weight: Tensor, plan: HopperPlan, bias: Tensor | None = None, *, gated: bool, out: Tensor | None = None
 ) -> Tensor:
-    """y of checked arguments that `hopper_takes`, by at most so many programs, MAX_PROGRAMS or fewer."""
-    tokens, inputs = x.shape
+    """y of checked arguments that `hopper_takes`, by at most the planned programs, which are MAX_PROGRAMS or fewer."""
+    (tokens, inputs), (tile, programs) = x.shape, plan
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
     rows, stride = tile.blocks * BLOCK_ROWS, weight.stride(0)
     if gated:
-        w_desc = TensorDescriptor(
-            weight,
-            [outputs // 8, 2, 8, inputs],
-            [8 * stride, outputs * stride, stride, 1],
-            [rows // 16, 2, 8, DEPTH.value],
-            SHARED_GATED.value,
-        )
+        tile = tile._replace(gated=True)
+        shape, strides = [outputs // 8, 2, 8, inputs], [8 * stride, outputs * stride, stride, 1]
+        w_desc = TensorDescriptor(weight, shape, strides, [rows // 16, 2, 8, DEPTH.value], SHARED_GATED.value)
     else:
         w_desc = TensorDescriptor(weight, [outputs, inputs], [stride, 1], [rows, DEPTH.value], SHARED.value)
     x_desc = TensorDescriptor(x, [tokens, inputs], [x.stride(0), 1], [tile.tokens, DEPTH.value], SHARED.value)
@@ -318,9 +291,9 @@ def linear_hopper(
     programs = min(units, programs)
     # One sum for each entry of a program's tile: every program leaves at most one tile to another.
     partial = torch.empty(programs * tile.rows * tile.tokens, dtype=torch.float32, device=x.device)
-    shared, form = (partial, flags(x.device)), {"TILE": tile, "GATED": gated}
+    shared = partial, flags(x.device)
     options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
     launch(_linear_hopper_kernel, (programs,))(
-        w_desc, x_desc, y, bias, shared, tokens, outputs, units, steps, token_tiles, **form, **options
+        w_desc, x_desc, y, bias, shared, tokens, outputs, units, steps, token_tiles, TILE=tile, **options
     )
     return y

@@ -23,7 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import can_overlap, multiprocessors, shared_memory
-from .plans import InvariantTiles, choose_invariant_tiles
+from .device_functions import add_products, no_sums, sums
+from .plans import Tiles, choose_invariant_tiles
 
 GROUP = tl.constexpr(8)  # token tiles that share their weight tiles in L2
 
@@ -40,29 +41,10 @@ def _program_tiles(tokens, outputs, TILES: tl.constexpr):
 
 
 @triton.jit
-def _add_products(acc, weights, x, WEIGHTS_FIRST: tl.constexpr):
-    if WEIGHTS_FIRST:
-        return tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
-    else:
-        return tl.dot(x, tl.trans(weights), acc, input_precision="ieee")
-
-
-@triton.jit
-def _start(TILES: tl.constexpr):
-    """A tile of sums, zero."""
-    WEIGHTS_FIRST: tl.constexpr = TILES.weights_first
-    OUTPUTS: tl.constexpr = TILES.outputs
-    TOKENS: tl.constexpr = TILES.tokens
-    return tl.zeros([OUTPUTS, TOKENS] if WEIGHTS_FIRST else [TOKENS, OUTPUTS], tl.float32)
-
-
-@triton.jit
 def _finish(acc, bias_ptr, y_ptr, token, output, tokens, outputs, TILES: tl.constexpr):
     """Store a tile at `token` [TOKENS] and `output` [OUTPUTS], with the bias."""
-    y = tl.trans(acc) if TILES.weights_first else acc
     column = output[None, :]
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + column, mask=column < outputs, other=0.0).to(tl.float32)
+    y = sums(acc, bias_ptr, column, outputs, TILES)
     target = y_ptr + token.to(tl.int64)[:, None] * outputs + column
     tl.store(target, y.to(y_ptr.dtype.element_ty), mask=(token < tokens)[:, None] & (column < outputs))
 
@@ -83,7 +65,7 @@ def _linear_invariant_kernel(
     inputs_ptr = x_ptr + token.to(tl.int64)[:, None] * stride_x + depth
     real = (token < tokens)[:, None]
     wait_for_predecessor(OVERLAP)
-    acc = _start(TILES)
+    acc = no_sums(TILES)
     for start in range(0, inputs, TILES.depth):
         # Padding tokens are not read: many programs that repeat one row would crowd the part of L2 that holds it.
         if EVEN:
@@ -92,7 +74,7 @@ def _linear_invariant_kernel(
         else:
             weights = tl.load(weights_ptr, mask=start + depth < inputs, other=0.0)
             x = tl.load(inputs_ptr, mask=real & (start + depth < inputs), other=0.0)
-        acc = _add_products(acc, weights, x, TILES.weights_first)
+        acc = add_products(acc, weights, x, TILES)
         weights_ptr += TILES.depth
         inputs_ptr += TILES.depth
     _finish(acc, bias_ptr, y_ptr, token, output, tokens, outputs, TILES)
@@ -105,17 +87,17 @@ def _linear_copied_kernel(
     """The same with tensor copies, which read past an end as zeros."""
     token_tile, output_tile = _program_tiles(tokens, outputs, TILES)
     wait_for_predecessor(OVERLAP)
-    acc = _start(TILES)
+    acc = no_sums(TILES)
     for start in range(0, inputs, TILES.depth):
         weights = weight_desc.load([output_tile * TILES.outputs, start])
         x = x_desc.load([token_tile * TILES.tokens, start])
-        acc = _add_products(acc, weights, x, TILES.weights_first)
+        acc = add_products(acc, weights, x, TILES)
     token = token_tile * TILES.tokens + tl.arange(0, TILES.tokens)
     output = output_tile * TILES.outputs + tl.arange(0, TILES.outputs)
     _finish(acc, bias_ptr, y_ptr, token, output, tokens, outputs, TILES)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: InvariantTiles) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
     """y of checked arguments, by one choice of tiles."""
     (tokens, inputs), outputs = x.shape, weight.shape[0]
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)

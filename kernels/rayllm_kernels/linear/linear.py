@@ -12,16 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import check_last_dim, check_like, check_out, check_residual, check_rows, check_vectors, fail
-from ..device import is_hopper
+from ..device import is_hopper, multiprocessors, shared_memory
 from ..dispatch import TritonModule, on_triton
 from ..norm.rms_norm import fused_add_rms_norm, rms_norm
 from ..norm.silu_and_mul import silu_and_mul
-from .plans import choose_rows, rows_take
+from . import plans
 
-_choice = TritonModule("rayllm_kernels.linear.choice")
 _rows_kernel = TritonModule("rayllm_kernels.linear.rows_kernel")
+_tiles_kernel = TritonModule("rayllm_kernels.linear.tiles_kernel")
 _hopper_kernel = TritonModule("rayllm_kernels.linear.hopper_kernel")
+_gated_kernel = TritonModule("rayllm_kernels.linear.gated_hopper_kernel")
 _invariant_kernel = TritonModule("rayllm_kernels.linear.invariant_kernel")
+
+NO_NORM = (None, None, 0.0)
 
 
 def prepare(device: torch.device) -> None:
@@ -45,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     check_out(out, torch.Size((x.shape[0], weight.shape[0])), x, "x")
     if out is not None and not out.is_contiguous():
         fail("out", "must be contiguous", out.stride())
-    y: Tensor | None = _choice.project(x, weight, bias, gated=False, out=out) if on_triton(x) else None
+    y = _project(x, weight, bias, out, gated=False) if on_triton(x) else None
     if y is not None:
         return y
     if out is None:
@@ -79,7 +82,7 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
     """
     _check_projection(x, weight, None)
     _check_gated(weight)
-    y: Tensor | None = _choice.project(x, weight, None, gated=True) if on_triton(x) else None
+    y = _project(x, weight, None, None, gated=True) if on_triton(x) else None
     return silu_and_mul(F.linear(x, weight)) if y is None else y
 
 
@@ -91,7 +94,7 @@ def add_rms_norm_linear(
     x, residual: [T, in]; norm_weight: [in]; the rest as for `linear` and `fused_add_rms_norm`. For very few tokens one
     launch, in which the norm is not rounded before the product.
     """
-    return _after_norm(x, residual, norm_weight, eps, weight, bias, gated=False)
+    return _after_norm(x, (residual, norm_weight, eps), weight, bias, gated=False)
 
 
 def add_rms_norm_linear_silu_mul(
@@ -99,31 +102,48 @@ def add_rms_norm_linear_silu_mul(
 ) -> tuple[Tensor, Tensor]:
     """(`linear_silu_mul`(norm(total), weight), total); as for `add_rms_norm_linear`."""
     _check_gated(weight)
-    return _after_norm(x, residual, norm_weight, eps, weight, None, gated=True)
+    return _after_norm(x, (residual, norm_weight, eps), weight, None, gated=True)
 
 
 def _after_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    gated: bool,
+    x: Tensor, norm: tuple[Tensor | None, Tensor, float], weight: Tensor, bias: Tensor | None, *, gated: bool
 ) -> tuple[Tensor, Tensor]:
+    residual, norm_weight, eps = norm
     _check_projection(x, weight, bias)
     check_vectors(x.shape[1], x.dtype, x.device, norm_weight=norm_weight)
     if residual is not None:
         check_residual(residual, x)
-    if on_triton(x) and rows_take(x, weight, norm=True):
-        tiles = choose_rows(x.shape[0], x.shape[1], gated=gated, norm=True)
-        return _rows_kernel.linear_rows(x, weight, tiles, bias, gated=gated, norm=(residual, norm_weight, eps))
+    if on_triton(x) and plans.rows_take(x, weight, norm=True):
+        tiles = plans.choose_rows(x.shape[0], x.shape[1], gated=gated, norm=True)
+        return _rows_kernel.linear_rows(x, weight, tiles, bias, norm, gated, None)
     if residual is None:
         y, total = rms_norm(x, norm_weight, eps), x
     else:
         y, total = fused_add_rms_norm(x, residual, norm_weight, eps)
     return linear_silu_mul(y, weight) if gated else linear(y, weight, bias), total
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, *, gated: bool) -> Tensor | None:
+    """The projection of checked arguments by one of this package's kernels, None where those are not the fastest.
+
+    gated: weight holds gate and up, and the result is silu(gate) * up.
+    """
+    (tokens, inputs), rows, processors = x.shape, weight.shape[0], multiprocessors(x.device)
+    if plans.rows_take(x, weight, norm=False):
+        row_tiles = plans.choose_rows(tokens, inputs, gated=gated, norm=False)
+        return _rows_kernel.linear_rows(x, weight, row_tiles, bias, NO_NORM, gated, out)[0]
+    if is_hopper(x.device) and plans.hopper_takes(x, weight, gated):
+        plan = plans.plan_hopper(tokens, rows, inputs, gated, processors)
+        if plan is not None:
+            return _hopper_kernel.linear_hopper(x, weight, plan, bias, gated=gated, out=out)
+        consumers = plans.plan_gated(tokens, rows, inputs, processors) if gated else None
+        if consumers is not None:
+            return _gated_kernel.linear_gated_hopper(x, weight, consumers, processors)
+    few = 0 < tokens <= plans.MAX_TILES_TOKENS and rows > 0 and inputs > 0
+    if few and x.dtype != torch.float32 and shared_memory(x.device) >= plans.MIN_SHARED_MEMORY:
+        tiles = plans.choose_tiles(tokens, rows // 2 if gated else rows, gated, processors)
+        return _tiles_kernel.linear_tiles(x, weight, tiles, bias, gated=gated, out=out)
+    return None
 
 
 def _check_projection(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -44,25 +44,29 @@ MIN_SHARED_MEMORY = 200 << 10  # bytes a program must be able to take, for the d
 
 
 class Tiles(NamedTuple):
-    """What one program of `tiles_kernel` works with."""
+    """What one program of `tiles_kernel` or `invariant_kernel` works with."""
 
+    tokens: int
     outputs: int
     depth: int  # of K
-    slices: int  # of that depth
     num_warps: int
     num_stages: int
     weights_first: bool  # weights are the first operand
+    slices: int = 1  # of the depth, each a product of its own
+    copied: bool = False  # by tensor copies
 
 
 def choose_tiles(tokens: int, outputs: int, gated: bool, multiprocessors: int) -> Tiles:
     """As wide as leaves no multiprocessor idle, deep where narrow."""
+    padded = max(16, 1 << (tokens - 1).bit_length())  # the least that tensor cores take, and powers of two
     if tokens <= 32 and outputs <= 16 * multiprocessors:
-        return Tiles(8, 512, 4, 4, 4 if tokens <= 16 else 3, False)
+        return Tiles(padded, 8, 512, 4, 4 if tokens <= 16 else 3, False, slices=4)
     if tokens <= 16 and not gated:
-        return Tiles(32, 256, 1, 4, 4, False)
+        return Tiles(padded, 32, 256, 4, 4, False)
     if 16 < tokens <= 32:
-        return Tiles(64, 128, 1, 4, 4 if gated else 6, True)
-    return Tiles(64, 128, 1, 4, 4, True) if outputs > 40 * multiprocessors else Tiles(32, 128, 1, 4, 5, False)
+        return Tiles(padded, 64, 128, 4, 4 if gated else 6, True)
+    wide = outputs > 40 * multiprocessors
+    return Tiles(padded, 64, 128, 4, 4, True) if wide else Tiles(padded, 32, 128, 4, 5, False)
 
 
 # ---- up to 128 tokens, on Hopper: `hopper_kernel` ----
@@ -86,11 +90,14 @@ class HopperTile(NamedTuple):
     blocks: int  # of 64 weight rows for each consumer, 1 or 2
     stages: int  # of the ring
     registers: int  # of a thread when a program starts; 128 leave room for two programs a multiprocessor
+    gated: bool = False  # rows of gate and up take turns, eight by eight
 
     @property
     def rows(self) -> int:
         return self.consumers * self.blocks * BLOCK_ROWS
 
+
+HopperPlan = tuple[HopperTile, int]  # and the number of programs
 
 # Two programs a multiprocessor for few weights, where waiting counts; else large tiles, which read less from L2.
 NARROW = {tokens: HopperTile(tokens, 1, 1, stages, 128) for tokens, stages in ((16, 9), (32, 8), (64, 6), (128, 4))}
@@ -123,7 +130,7 @@ def _others_win(tokens: int, rows: int, inputs: int, gated: bool) -> bool:
     return rows * inputs <= 6 << 20 or rows > MAX_ROWS
 
 
-def _plan_wide(tokens: int, rows: int, multiprocessors: int) -> tuple[HopperTile, int] | None:
+def _plan_wide(tokens: int, rows: int, multiprocessors: int) -> HopperPlan | None:
     tiles = -(-rows // 128)
     if tokens == MAX_HOPPER_TOKENS:
         for tile in (WIDE[tokens], WIDEST):
@@ -133,7 +140,7 @@ def _plan_wide(tokens: int, rows: int, multiprocessors: int) -> tuple[HopperTile
     return WIDE[tokens], max(1, multiprocessors // tiles) * tiles if tiles <= multiprocessors else multiprocessors
 
 
-def _plan_narrow(tokens: int, tile_tokens: int, rows: int, multiprocessors: int) -> tuple[HopperTile, int] | None:
+def _plan_narrow(tokens: int, tile_tokens: int, rows: int, multiprocessors: int) -> HopperPlan | None:
     def count() -> int:
         return -(-rows // BLOCK_ROWS) * -(-tokens // tile_tokens)
 
@@ -154,9 +161,7 @@ def _plan_narrow(tokens: int, tile_tokens: int, rows: int, multiprocessors: int)
     return tile, programs
 
 
-def plan_hopper(
-    tokens: int, rows: int, inputs: int, gated: bool, multiprocessors: int
-) -> tuple[HopperTile, int] | None:
+def plan_hopper(tokens: int, rows: int, inputs: int, gated: bool, multiprocessors: int) -> HopperPlan | None:
     """Tile and number of programs for weights [rows, inputs]; None where another kernel was faster."""
     if tokens > MAX_HOPPER_TOKENS or _others_win(tokens, rows, inputs, gated):
         return None
@@ -200,38 +205,26 @@ def plan_gated(tokens: int, rows: int, inputs: int, multiprocessors: int) -> int
 # ---- the deterministic mode: `invariant_kernel` ----
 
 
-class InvariantTiles(NamedTuple):
-    """What one program of `invariant_kernel` works with."""
-
-    tokens: int
-    outputs: int
-    depth: int  # of K
-    num_warps: int
-    num_stages: int
-    weights_first: bool  # weights are the first operand
-    copied: bool = False  # by tensor copies
-
-
-def choose_invariant_tiles(tokens: int, outputs: int, dtype: torch.dtype, multiprocessors: int) -> InvariantTiles:
+def choose_invariant_tiles(tokens: int, outputs: int, dtype: torch.dtype, multiprocessors: int) -> Tiles:
     """The fastest of those that the tests prove equal: as large as leaves no multiprocessor idle."""
     if dtype == torch.float32:  # no tensor cores in exact fp32
-        return InvariantTiles(32, 32, 32, 4, 2, False)
+        return Tiles(32, 32, 32, 4, 2, False)
     narrow = outputs <= 16 * multiprocessors
     if tokens <= 16:
-        return InvariantTiles(16, 16, 512, 2, 3, False) if narrow else InvariantTiles(16, 64, 128, 4, 6, True)
+        return Tiles(16, 16, 512, 2, 3, False) if narrow else Tiles(16, 64, 128, 4, 6, True)
     if tokens <= 32:
-        return InvariantTiles(32, 16, 256, 2, 4, False) if narrow else InvariantTiles(32, 64, 128, 4, 6, True)
+        return Tiles(32, 16, 256, 2, 4, False) if narrow else Tiles(32, 64, 128, 4, 6, True)
     if tokens <= 64:
         few = outputs <= 32 * multiprocessors
-        return InvariantTiles(64, 32, 128, 4, 5, False) if few else InvariantTiles(64, 64, 128, 4, 5, True)
+        return Tiles(64, 32, 128, 4, 5, False) if few else Tiles(64, 64, 128, 4, 5, True)
     columns = -(-outputs // 128)
     programs, enough = -(-tokens // 128) * columns, multiprocessors * 7 // 10
     if programs // 2 >= 19 * multiprocessors // 10:
-        return InvariantTiles(128, 256, 64, 8, 4, True, copied=True)
+        return Tiles(128, 256, 64, 8, 4, True, copied=True)
     if programs >= 2 * multiprocessors:
-        return InvariantTiles(128, 128, 64, 8, 3, False, copied=True)  # two to a multiprocessor
+        return Tiles(128, 128, 64, 8, 3, False, copied=True)  # two to a multiprocessor
     if programs >= enough:
-        return InvariantTiles(128, 128, 64, 8, 4, False, copied=True)
+        return Tiles(128, 128, 64, 8, 4, False, copied=True)
     if -(-tokens // 64) * columns >= enough:
-        return InvariantTiles(64, 128, 64, 4, 5, False, copied=True)
-    return InvariantTiles(64, 64, 128, 4, 5, False)
+        return Tiles(64, 128, 64, 4, 5, False, copied=True)
+    return Tiles(64, 64, 128, 4, 5, False)

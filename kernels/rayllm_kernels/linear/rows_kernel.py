@@ -27,6 +27,7 @@ from ..dependent_launch import wait_for_predecessor
 from ..device import can_overlap
 
 VECTOR_BYTES = 16  # of one row, by one thread
+Norm = tuple[Tensor | None, Tensor | None, float]  # (residual, weight, eps), none of them without a weight
 
 
 class Form(NamedTuple):
@@ -129,18 +130,11 @@ def _linear_rows_kernel(x_ptr, norm, weight_ptr, bias_ptr, y_ptr, total_ptr, str
 
 
 def linear_rows(
-    x: Tensor,
-    weight: Tensor,
-    tiles: tuple[int, int],
-    bias: Tensor | None = None,
-    *,
-    gated: bool,
-    norm: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0),
-    out: Tensor | None = None,
+    x: Tensor, weight: Tensor, tiles: tuple[int, int], bias: Tensor | None, norm: Norm, gated: bool, out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(y, total) of checked arguments, total being x where there is no residual.
 
-    tiles: outputs and warps of a program. norm: residual, weight of the norm and eps; without a weight there is none.
+    tiles: outputs and warps of a program.
     """
     (tokens, inputs), residual, (rows, num_warps) = x.shape, norm[0], tiles
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]

@@ -23,43 +23,17 @@ from torch import Tensor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import can_overlap
+from .device_functions import add_products, no_sums, sums
 from .plans import Tiles
-
-MIN_TOKENS = 16  # of the tensor cores' tile: fewer are padded
 
 
 class Form(NamedTuple):
     """The compile-time argument of the kernel."""
 
     tiles: Tiles
-    tokens: int  # padded to a power of two
     even: bool  # the tiles' depth divides K
     gated: bool
     overlap: bool  # launches overlap (`dependent_launch.py`)
-
-
-@triton.jit
-def _product(weights, x, acc, TILES: tl.constexpr):
-    if TILES.slices > 1:
-        return tl.dot(x, tl.permute(weights, (0, 2, 1)), acc, input_precision="ieee")
-    elif TILES.weights_first:
-        return tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
-    else:
-        return tl.dot(x, tl.trans(weights), acc, input_precision="ieee")
-
-
-@triton.jit
-def _finish(acc, bias_ptr, column, outputs, TILES: tl.constexpr):
-    """fp32 [tokens, outputs] of an accumulator, with the bias of `column` [1, outputs]."""
-    if TILES.slices > 1:
-        y = tl.sum(acc, 0)
-    elif TILES.weights_first:
-        y = tl.trans(acc)
-    else:
-        y = acc
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + column, mask=column < outputs, other=0.0).to(tl.float32)
-    return y
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -68,7 +42,7 @@ def _linear_tiles_kernel(operands, strides, tokens, inputs, outputs, FORM: tl.co
     x_ptr, weight_ptr, bias_ptr, y_ptr = operands
     stride_x, stride_weight = strides
     TILES: tl.constexpr = FORM.tiles
-    TOKENS: tl.constexpr = FORM.tokens
+    TOKENS: tl.constexpr = TILES.tokens
     OUTPUTS: tl.constexpr = TILES.outputs
     DEPTH: tl.constexpr = TILES.depth
     EVEN: tl.constexpr = FORM.even
@@ -87,12 +61,11 @@ def _linear_tiles_kernel(operands, strides, tokens, inputs, outputs, FORM: tl.co
         depth = (tl.arange(0, SLICES) * part)[:, None, None] + tl.arange(0, part)[None, None, :]
         weights_ptr, inputs_ptr = weight_ptr + rows[None, :, None], x_ptr + x_rows[None, :, None]
         real = (token < tokens)[None, :, None]
-        acc = tl.zeros([SLICES, TOKENS, OUTPUTS], tl.float32)
     else:
         depth = tl.arange(0, DEPTH)[None, :]
         weights_ptr, inputs_ptr = weight_ptr + rows[:, None], x_ptr + x_rows[:, None]
         real = (token < tokens)[:, None]
-        acc = tl.zeros([OUTPUTS, TOKENS] if TILES.weights_first else [TOKENS, OUTPUTS], tl.float32)
+    acc = no_sums(TILES)
     up_acc = acc
     for start in range(0, inputs, DEPTH):
         at = start + depth
@@ -103,18 +76,18 @@ def _linear_tiles_kernel(operands, strides, tokens, inputs, outputs, FORM: tl.co
         else:
             weights = tl.load(weights_ptr + at, mask=at < inputs, other=0.0)
             x = tl.load(inputs_ptr + at, mask=real & (at < inputs), other=0.0)
-        acc = _product(weights, x, acc, TILES)
+        acc = add_products(acc, weights, x, TILES)
         if GATED:
             if EVEN:
                 up_weights = tl.load(weights_ptr + up_shift + at)
             else:
                 up_weights = tl.load(weights_ptr + up_shift + at, mask=at < inputs, other=0.0)
-            up_acc = _product(up_weights, x, up_acc, TILES)
+            up_acc = add_products(up_acc, up_weights, x, TILES)
 
     column = (first + tl.arange(0, OUTPUTS))[None, :]
-    y = _finish(acc, bias_ptr, column, outputs, TILES)
+    y = sums(acc, bias_ptr, column, outputs, TILES)
     if GATED:
-        y = y / (1.0 + tl.exp(-y)) * _finish(up_acc, None, column, outputs, TILES)
+        y = y / (1.0 + tl.exp(-y)) * sums(up_acc, None, column, outputs, TILES)
     mask = (token[:, None] < tokens) & (column < outputs)
     tl.store(y_ptr + token[:, None] * outputs + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -127,7 +100,7 @@ def linear_tiles(
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
     overlap = can_overlap(x.device)
-    form = Form(tiles, max(MIN_TOKENS, triton.next_power_of_2(tokens)), inputs % tiles.depth == 0, gated, overlap)
+    form = Form(tiles, inputs % tiles.depth == 0, gated, overlap)
     strides = (x.stride(0), weight.stride(0))
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": overlap}
     launch(_linear_tiles_kernel, (triton.cdiv(outputs, tiles.outputs),))(

@@ -89,26 +89,17 @@ def _norm_rotate(source, target, scale, valid, weight_ptr, eps, angle_ptr, FORM:
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
 def _qk_norm_rope_cache_kernel(
-    qkv_ptr,
-    norms,
-    positions_ptr,
-    cos_sin_ptr,
-    cache,
-    slots_ptr,
-    q_ptr,
-    strides,
-    num_heads,
-    num_kv_heads,
-    FORM: tl.constexpr,
+    qkv_ptr, norms, positions_ptr, cos_sin_ptr, cache, slots_ptr, q_ptr, strides, numbers, FORM: tl.constexpr
 ):
-    """norms: (weight of query heads or None, of key heads or None, eps). strides: of qkv, cos_sin and the cache."""
+    """norms: (weight of query heads or None, of key heads or None, eps). strides: of qkv, cos_sin and the cache.
+
+    numbers: of query heads and of KV heads.
+    """
     HEADS: tl.constexpr = FORM.heads
     BLOCK_SIZE: tl.constexpr = FORM.block_size
-    qkv_strides, cos_sin_strides, cache_strides = strides
-    stride_token, _ = qkv_strides
-    stride_cos_sin, _ = cos_sin_strides
-    stride_block, stride_cache_head, stride_slot, _ = cache_strides
+    stride_token, stride_cos_sin, stride_block, stride_cache_head, stride_slot = strides
     q_weight, k_weight, eps = norms
+    num_heads, num_kv_heads = numbers
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     q_tiles = tl.cdiv(num_heads, HEADS)
@@ -170,9 +161,9 @@ def qk_norm_rope_cache(
     rest_padded = triton.next_power_of_2(rest) if rest else 0
     form = Form(head_dim, padded, half, triton.next_power_of_2(half), rest_padded, heads, block_size, overlap)
     norm, angles = norms or (None, None, 0.0), cos_sin_cache
-    strides = (qkv.stride(), angles.stride(), cache.k.stride())
+    strides = (qkv.stride(0), angles.stride(0), *cache.k.stride()[:3])
     options = {"num_warps": 4, "launch_pdl": overlap}
     launch(_qk_norm_rope_cache_kernel, (tokens, tiles))(
-        qkv, norm, positions, angles, cache, slot_mapping, q, strides, num_heads, num_kv_heads, FORM=form, **options
+        qkv, norm, positions, angles, cache, slot_mapping, q, strides, (num_heads, num_kv_heads), FORM=form, **options
     )
     return q

@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     check_rows(x, "x")
     check_vectors(x.shape[-1], x.dtype, x.device, weight=weight)
     if on_triton(x):
-        return _kernel.rms_norm(x, weight, eps)
+        return _kernel.rms_norm(x, None, weight, eps)[0]
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
@@ -38,6 +38,6 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     check_vectors(x.shape[-1], x.dtype, x.device, weight=weight)
     check_residual(residual, x)
     if on_triton(x):
-        return _kernel.fused_add_rms_norm(x, residual, weight, eps)
+        return _kernel.rms_norm(x, residual, weight, eps)
     total = x + residual
     return rms_norm(total, weight, eps), total

@@ -63,8 +63,10 @@ def _rms_norm_kernel(
     tl.store(y_ptr + target, (normed * weight).to(dtype), mask=mask)
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, total: Tensor | None) -> Tensor:
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+    """(norm of the rows of the total, total), the second None where there is no residual; the arguments are checked."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, x_inner, x_strides = row_layout(x)
     _, residual_inner, residual_strides = row_layout(x if residual is None else residual)
     dim = x.shape[-1]
@@ -76,15 +78,4 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, tota
     launch(_rms_norm_kernel, (triton.cdiv(rows, rows_per_program),))(
         x, residual, (weight, eps), y, total, rows, x_inner, residual_inner, strides, FORM=form, **options
     )
-    return y
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of x's rows; the arguments are checked."""
-    return _launch(x, None, weight, eps, None)
-
-
-def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm of the rows of x + residual, x + residual); the arguments are checked."""
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return _launch(x, residual, weight, eps, total), total
+    return y, total

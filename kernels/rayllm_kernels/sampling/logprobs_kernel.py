@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..compile_ahead import launch
 from .noise_kernel import NO_TOKEN
-from .row_selection import WIDTH, collect, group_maxima, kth_largest, load_tile, order_key
+from .row_selection import WIDTH, collect, group_maxima, kth_largest, lists, load_tile, order_key
 
 CAPACITY = 1024
 WARPS = 16
@@ -115,11 +115,7 @@ def gather_logprobs(
     )
     if not count:
         return out
-    scratch = (
-        torch.empty((count, CAPACITY), dtype=torch.float32, device=device),
-        torch.empty((count, CAPACITY), dtype=torch.int32, device=device),
-        torch.empty(count, dtype=torch.int32, device=device),
-    )
+    scratch = lists(count, CAPACITY, device)
     stride, vocab_size, group_k = logits.stride(0), logits.shape[1], min(num_top, WIDTH.value)
     options = {"CAPACITY": CAPACITY, "num_warps": WARPS, "enable_fp_fusion": False}
     launch(_gather_kernel, (count,))(

@@ -57,9 +57,6 @@ def random_bits(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, v
     first, offset = divmod(vocab_start, SPAN)
     last = -(-(vocab_start + vocab_size) // SPAN)
     blocks = torch.arange(first * RUN, last * RUN, dtype=torch.int64, device=seeds.device)
-    word, column = divmod(offset, RUN)
-    if column + vocab_size <= RUN:  # within one word: few columns cost few evaluations
-        return philox(seeds, positions, blocks[None, column : column + vocab_size])[word]
     words = [each.unflatten(1, (last - first, RUN)) for each in philox(seeds, positions, blocks[None, :])]
     return torch.stack(words, dim=2).flatten(1)[:, offset : offset + vocab_size]
 

@@ -19,10 +19,8 @@ import triton.language as tl
 
 from . import draw, noise
 
-M0 = tl.constexpr(noise.MULTIPLIERS[0])
-M1 = tl.constexpr(noise.MULTIPLIERS[1])
-STEP0 = tl.constexpr(noise.KEY_STEPS[0])
-STEP1 = tl.constexpr(noise.KEY_STEPS[1])
+M0, M1 = (tl.constexpr(factor) for factor in noise.MULTIPLIERS)
+STEP0, STEP1 = (tl.constexpr(step) for step in noise.KEY_STEPS)
 ROUNDS = tl.constexpr(noise.ROUNDS)
 RUN = tl.constexpr(noise.RUN)
 SPAN = tl.constexpr(noise.SPAN)
@@ -38,22 +36,19 @@ def philox(block, position, seed):
     """Four uint32 words for each of a tensor of blocks. position, seed: scalars."""
     key_0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     key_1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    # The first round by hand: the last two words of the counter are 0.
-    block = block.to(tl.uint32)
-    product_0 = block.to(tl.uint64) * M0
-    c0 = position.to(tl.uint32) ^ key_0
-    c1 = tl.zeros_like(block)
-    c2 = (product_0 >> 32).to(tl.uint32) ^ key_1
-    c3 = product_0.to(tl.uint32)
-    for _ in tl.static_range(ROUNDS - 1):
-        key_0 += STEP0
-        key_1 += STEP1
+    c0 = block.to(tl.uint32)
+    c1 = position.to(tl.uint32)
+    c2 = tl.zeros_like(c0)
+    c3 = tl.zeros_like(c0)
+    for _ in tl.static_range(ROUNDS):
         product_0 = c0.to(tl.uint64) * M0
         product_1 = c2.to(tl.uint64) * M1
         c0 = (product_1 >> 32).to(tl.uint32) ^ c1 ^ key_0
         c2 = (product_0 >> 32).to(tl.uint32) ^ c3 ^ key_1
         c1 = product_1.to(tl.uint32)
         c3 = product_0.to(tl.uint32)
+        key_0 += STEP0
+        key_1 += STEP1
     return c0, c1, c2, c3
 
 

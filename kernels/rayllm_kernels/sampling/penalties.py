@@ -51,22 +51,13 @@ def penalise(logits: Tensor, token_table: Tensor, penalties: PenaltyRows) -> Non
     if on_triton(logits):
         _kernel.penalise(logits, token_table, penalties)
         return
-    # By a matrix of counts, [P, V]: about 20 bytes a logit of the P rows beside the input.
-    rows, table_rows, num_prompt_tokens, num_tokens, repetition, presence, frequency = penalties
-    vocab_size = logits.shape[1]
-    history = token_table[table_rows, : int(num_tokens.max())].long()
-    place = torch.arange(history.shape[1], device=logits.device)
-    known = (place < num_tokens[:, None]) & (history >= 0) & (history < vocab_size)
-    output = known & (place >= num_prompt_tokens[:, None])
-    # Whatever does not count is counted in one column too many, which is cut off.
-    ids, output_ids = torch.where(known, history, vocab_size), torch.where(output, history, vocab_size)
-    seen = torch.zeros(rows.shape[0], vocab_size + 1, dtype=torch.bool, device=logits.device)
-    seen = seen.scatter_(1, ids, True)[:, :vocab_size]
-    counts = torch.zeros(rows.shape[0], vocab_size + 1, dtype=torch.int32, device=logits.device)
-    counts = counts.scatter_add_(1, output_ids, torch.ones_like(output_ids, dtype=torch.int32))[:, :vocab_size]
-    own = logits.index_select(0, rows)
-    factor = torch.where(seen, repetition[:, None], 1.0)
-    result = torch.where(own > 0, own / factor, own * factor)
-    result -= frequency[:, None] * counts
-    result -= presence[:, None] * (counts > 0)
-    logits.index_copy_(0, rows, result.clamp_(max=torch.finfo(torch.float32).max))
+    for row, table_row, prompt_end, end, repetition, presence, frequency in zip(*penalties, strict=True):
+        own, history = logits[row], token_table[table_row, :end].long()
+        known = (history >= 0) & (history < own.numel())
+        seen = history[known].unique()
+        counts = torch.bincount(history[prompt_end:][known[prompt_end:]], minlength=own.numel())[seen]
+        result = own[seen]
+        result = torch.where(result > 0, result / repetition, result * repetition)
+        result -= frequency * counts
+        result -= presence * (counts > 0)
+        own[seen] = result.clamp_(max=torch.finfo(torch.float32).max)

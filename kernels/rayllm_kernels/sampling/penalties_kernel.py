@@ -22,12 +22,12 @@ from torch import Tensor
 from ..compile_ahead import launch
 from .penalties import PenaltyRows
 
-TILE = 1024
+TILE = tl.constexpr(1024)
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
-def _load_tokens(token_ptr, start, num_tokens, vocab_size, TILE: tl.constexpr):
+def _load_tokens(token_ptr, start, num_tokens, vocab_size):
     """Token ids of a tile of places, and which of them are known tokens of the vocabulary."""
     place = start + tl.arange(0, TILE)
     token = tl.load(token_ptr + place, mask=place < num_tokens, other=-1)
@@ -36,21 +36,10 @@ def _load_tokens(token_ptr, start, num_tokens, vocab_size, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=PenaltyRows._fields)
 def _penalise_kernel(
-    logits_ptr,
-    token_table_ptr,
-    rows,
-    table_rows,
-    num_prompt_tokens,
-    num_tokens,
-    repetition,
-    presence,
-    frequency,
-    counts_ptr,
-    strides,
-    vocab_size,
-    TILE: tl.constexpr,
+    arrays, rows, table_rows, num_prompt_tokens, num_tokens, repetition, presence, frequency, strides, vocab_size
 ):
-    """counts: [P, V] int32, scratch. strides: of the logits and the token table."""
+    """arrays: (logits, token table, counts [P, V] int32, scratch). strides: of the logits and the token table."""
+    logits_ptr, token_table_ptr, counts_ptr = arrays
     place = tl.program_id(0).to(tl.int64)
     logits_ptr += tl.load(rows + place) * strides[0]
     token_ptr = token_table_ptr + tl.load(table_rows + place) * strides[1]
@@ -60,15 +49,15 @@ def _penalise_kernel(
     once, each = tl.load(presence + place), tl.load(frequency + place)
 
     for start in range(0, end, TILE):
-        token, known = _load_tokens(token_ptr, start, end, vocab_size, TILE)
+        token, known = _load_tokens(token_ptr, start, end, vocab_size)
         tl.store(counts_ptr + token, 1, mask=known)
     tl.debug_barrier()
     for start in range(prompt_end, end, TILE):
-        token, known = _load_tokens(token_ptr, start, end, vocab_size, TILE)
+        token, known = _load_tokens(token_ptr, start, end, vocab_size)
         tl.atomic_add(counts_ptr + token, 1, mask=known, sem="relaxed")
     tl.debug_barrier()
     for start in range(0, end, TILE):
-        token, known = _load_tokens(token_ptr, start, end, vocab_size, TILE)
+        token, known = _load_tokens(token_ptr, start, end, vocab_size)
         count = tl.atomic_xchg(counts_ptr + token, 0, mask=known, sem="relaxed")
         mine = known & (count > 0)
         logit = tl.load(logits_ptr + token, mask=mine, other=0.0)
@@ -83,5 +72,5 @@ def penalise(logits: Tensor, token_table: Tensor, penalties: PenaltyRows) -> Non
     count, vocab_size = penalties.rows.shape[0], logits.shape[1]
     counts = torch.empty((count, vocab_size), dtype=torch.int32, device=logits.device)
     strides = (logits.stride(0), token_table.stride(0))
-    options = {"TILE": TILE, "num_warps": 8, "enable_fp_fusion": False}
-    launch(_penalise_kernel, (count,))(logits, token_table, *penalties, counts, strides, vocab_size, **options)
+    arrays, options = (logits, token_table, counts), {"num_warps": 8, "enable_fp_fusion": False}
+    launch(_penalise_kernel, (count,))(arrays, *penalties, strides, vocab_size, **options)

@@ -10,8 +10,10 @@ largest is found among them on chip. Otherwise it is found bit by bit, one count
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 WIDTH = tl.constexpr(4096)
 
@@ -87,3 +89,10 @@ def collect(values, token, wanted, listed, CAPACITY: tl.constexpr):
     stored = wanted & (slot < CAPACITY)
     tl.store(values_ptr + slot, values, mask=stored)
     tl.store(tokens_ptr + slot, token, mask=stored)
+
+
+def lists(rows: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for `collect` of so many rows: (values [rows, capacity], tokens [rows, capacity], counters [rows])."""
+    values = torch.empty((rows, capacity), dtype=torch.float32, device=device)
+    tokens = torch.empty((rows, capacity), dtype=torch.int32, device=device)
+    return values, tokens, torch.empty(rows, dtype=torch.int32, device=device)

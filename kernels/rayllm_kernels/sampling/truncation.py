@@ -88,13 +88,11 @@ def cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, lo
     floor = highest + temperature * log_min_p
     nucleus_asked = top_p < 1.0
     # How many of the highest logits have to be looked at: all if a row has top_p without top_k.
-    if bool((nucleus_asked & (top_k == 0)).any()):
-        num_candidates = logits.shape[1]
-    else:
-        num_candidates = int(top_k.max())
+    top_p_alone = bool((nucleus_asked & (top_k == 0)).any())
+    num_candidates = logits.shape[1] if top_p_alone else int(top_k.max())
     if num_candidates == 0:
         return floor
-    candidates = _highest(logits, num_candidates)
+    candidates = logits.topk(num_candidates, dim=1).values
     kth = candidates.gather(1, (top_k - 1).clamp_(min=0)[:, None])[:, 0]
     floor = torch.where(top_k > 0, torch.maximum(kth, floor), floor)
     if not bool(nucleus_asked.any()):
@@ -126,11 +124,3 @@ def weights(logits: Tensor, highest: Tensor, temperature: Tensor, floor: Tensor)
     integer = mantissa.view(torch.int32).bitwise_and_(0x7FFFFF).bitwise_or_(0x800000).long() << 17
     integer >>= 63 - ((bits >> 17) & 63)
     return integer.masked_fill_(logits < floor[:, None], 0)
-
-
-def _highest(logits: Tensor, count: int) -> Tensor:
-    """The `count` highest entries of each row in descending order, or all of them: [C, count or V]."""
-    # A quarter of the row is about where selecting stops being faster than sorting.
-    if count * 4 <= logits.shape[1]:
-        return logits.topk(count, dim=1).values
-    return logits.sort(dim=1, descending=True).values

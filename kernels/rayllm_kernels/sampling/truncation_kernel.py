@@ -19,7 +19,6 @@ what is kept does not depend on any order of summation. One program a row.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,12 +27,11 @@ from ..compile_ahead import launch
 from . import truncation as definition
 from .draw import DrawRows
 from .noise_kernel import LOG2E, NO_TOKEN, gumbel_of_tokens, scan
-from .row_selection import WIDTH, collect, group_maxima, kth_largest, kth_largest_of_row, load_tile
+from .row_selection import WIDTH, collect, group_maxima, kth_largest, kth_largest_of_row, lists, load_tile
 from .truncation import CutRows
 
-MAX_LISTED_K = tl.constexpr(
-    1024
-)  # a quarter of the groups: about 1.15 k entries are then listed if large ones are anywhere
+# A quarter of the groups: about 1.15 k entries are then listed if large ones are anywhere.
+MAX_LISTED_K = tl.constexpr(1024)
 CAPACITY = tl.constexpr(2048)
 SCAN_RUNS = tl.constexpr(8)
 WARPS = 16
@@ -167,11 +165,7 @@ def _truncate_kernel(
 def truncate_draws(token_ids: Tensor, logits: Tensor, draw: DrawRows, cut: CutRows) -> None:
     """Draw anew, in place, where a token is not kept; the arguments are checked, and C is at least 1."""
     count = cut.rows.shape[0]
-    scratch = (
-        torch.empty((count, CAPACITY.value), dtype=torch.float32, device=logits.device),
-        torch.empty((count, CAPACITY.value), dtype=torch.int32, device=logits.device),
-        torch.empty(count, dtype=torch.int32, device=logits.device),
-    )
+    scratch = lists(count, CAPACITY.value, logits.device)
     stride, vocab_size = logits.stride(0), logits.shape[1]
     # Products and sums are rounded separately, as in the reference.
     options = {"num_warps": WARPS, "enable_fp_fusion": False}

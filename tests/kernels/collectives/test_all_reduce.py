@@ -174,14 +174,3 @@ def test_bad_arguments(change, message):
     buffers = Ranks(2, torch.bfloat16).buffers(0)
     with pytest.raises(ValueError, match=message):
         ops.all_reduce_add_rms_norm(**tensors, eps=EPS, buffers=buffers, two_shot=True)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"size": 3}, {"dtype": torch.float32}, {"hidden_size": 36}, {"max_rows": 10}],
-    ids=lambda c: next(iter(c)),
-)
-def test_bad_buffers(change):
-    options = {"rank": 0, "size": 2, "hidden_size": HIDDEN, "dtype": torch.float16, "programs": 3, "max_rows": 12}
-    with pytest.raises(ValueError, match=f"^{next(iter(change))} must"):
-        PeerBuffers(**(options | change), peers=torch.empty(0), uses=torch.empty(0))

@@ -26,9 +26,9 @@ def test_every_tile_by_any_number_of_programs(randn, scaled, assert_kernel_close
             continue
         x = randn(tokens, inputs, dtype=torch.bfloat16)
         weight = scaled(2 * outputs if gated else outputs, inputs, torch.bfloat16)
-        y = linear_hopper(x, weight, tile, programs, gated=gated)
+        y = linear_hopper(x, weight, (tile, programs), gated=gated)
         assert_kernel_close(y, expected_of(x, weight))
-        assert torch.equal(y, linear_hopper(x, weight, tile, programs, gated=gated))
+        assert torch.equal(y, linear_hopper(x, weight, (tile, programs), gated=gated))
 
 
 @on_hopper
@@ -48,8 +48,8 @@ def test_shared_tiles_give_the_same_sums_every_time(randn, scaled):
 
     x, weight = randn(64, 4096, dtype=torch.bfloat16), scaled(1000, 4096, torch.bfloat16)
     tile = next(tile for tile in HOPPER_TILES if tile.tokens == 64)
-    expected = linear_hopper(x, weight, tile, 131, gated=False)
-    results = [linear_hopper(x, weight, tile, 131, gated=False) for _ in range(200)]
+    expected = linear_hopper(x, weight, (tile, 131), gated=False)
+    results = [linear_hopper(x, weight, (tile, 131), gated=False) for _ in range(200)]
     assert all(torch.equal(y, expected) for y in results)
 
 
@@ -74,7 +74,7 @@ x, bias = torch.zeros(16, 128, dtype=torch.bfloat16), torch.zeros(256, dtype=tor
 weight = torch.zeros(256, 128, dtype=torch.bfloat16)
 for tile, gated in ((NARROW[16], False), (WIDE[64], True), (WIDEST, False)):
     with ops.compile_only():
-        hopper_kernel.linear_hopper(x, weight, tile, 132, None if gated else bias, gated=gated)
+        hopper_kernel.linear_hopper(x, weight, (tile, 132), None if gated else bias, gated=gated)
 for kernel, programs in zip(hopper_kernel._linear_hopper_kernel.device_caches[0][0].values(), (2, 1, 1), strict=True):
     print(kernel.asm["ptx"].count("wgmma.mma"), kernel.metadata.shared, programs)
 """

@@ -109,6 +109,7 @@ def choices(gated):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_every_tile_that_may_be_chosen(randn, scaled, assert_kernel_close, reference, gated):
+    from rayllm_kernels.linear.linear import NO_NORM
     from rayllm_kernels.linear.rows_kernel import linear_rows
     from rayllm_kernels.linear.tiles_kernel import linear_tiles
 
@@ -119,7 +120,8 @@ def test_every_tile_that_may_be_chosen(randn, scaled, assert_kernel_close, refer
         weight = scaled(84, inputs, torch.float16)
         expected = module_op(x, weight)
         for row_tiles in rows:
-            assert_kernel_close(linear_rows(x[:2], weight, row_tiles, gated=gated)[0], expected[:2])
+            y, _total = linear_rows(x[:2], weight, row_tiles, None, NO_NORM, gated, None)
+            assert_kernel_close(y, expected[:2])
         for tile in tiles:
             assert_kernel_close(linear_tiles(x, weight, tile, gated=gated), expected)
 
