@@ -1,4 +1,4 @@
-"""docs/architecture.md lists the files that a streamed chat request crosses; here one is served and they are counted."""
+"""docs/architecture.md lists the files that a streamed chat request crosses: what runs must be what it lists."""
 
 from __future__ import annotations
 

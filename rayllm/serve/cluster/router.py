@@ -5,7 +5,7 @@ of blocks of ROUTING_BLOCK tokens, as many as the replica's KV pool holds, forgo
 replica's own cache would (least recently used first, a prompt's end before its beginning). It knows nothing of what
 other fronts sent, so it may miss a hit; a wrong guess costs a prefill, never a wrong answer.
 
-Pure Python without a clock or Ray; `model_front.py` feeds it.
+Pure Python without a clock or Ray; `front.py` feeds it.
 """
 
 from __future__ import annotations
