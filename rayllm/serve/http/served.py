@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, RequestOutput
 from rayllm.config.options import ServerConfig
 from rayllm.serve.http.limits import Admission
-from rayllm.serve.http.telemetry import FrontMetrics
+from rayllm.serve.http.metrics import FrontMetrics
 from rayllm.text.tokenizer import Tokenizer
 
 
