@@ -20,7 +20,7 @@ from starlette.types import Lifespan
 
 from rayllm.api.types import EngineInfo
 from rayllm.config.options import ServerConfig
-from rayllm.errors import EngineDeadError, InvalidRequestError
+from rayllm.errors import InvalidRequestError
 from rayllm.serve.http import protocol, request
 from rayllm.serve.http.auth import ApiKey
 from rayllm.serve.http.console import console_page
@@ -81,10 +81,9 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
+        exception_handlers=dict.fromkeys((HTTPException, RequestValidationError), request.answer_error),
         telemetry=NO_TELEMETRY if tracer is None else tracer.telemetry,
     )
-    app.add_exception_handler(HTTPException, request.answer_error)
-    app.add_exception_handler(RequestValidationError, request.answer_error)
     app.add_middleware(
         request.RequestLife,
         state=state,
@@ -200,10 +199,7 @@ async def embed(body: protocol.EmbeddingBody, context: request.Context) -> Respo
 
 
 def _card(model: ServedModel) -> protocol.ModelCard:
-    try:
-        max_model_len = model.engine().info.max_model_len
-    except EngineDeadError:
-        max_model_len = None
+    max_model_len = model.engine().info.max_model_len if model.num_replicas else None
     return protocol.ModelCard(id=model.name, created=_STARTED, max_model_len=max_model_len)
 
 

@@ -51,11 +51,6 @@ class Admission:
         """Completions that may be live."""
         return self.max_running + self._max_queued
 
-    def enter(self) -> Ticket:
-        """Take in an HTTP request, as one completion as long as nobody knows more. Raises ApiError 429."""
-        self.reserve(1, 0)
-        return Ticket(self, 1)
-
     def reserve(self, completions: int, tokens: int, own: int = 0) -> None:
         """Add to the load. own: completions that the same request holds already. Raises ApiError 429."""
         live = self.load.completions + self.others.completions
@@ -75,12 +70,14 @@ class Admission:
 
 
 class Ticket:
-    """One HTTP request's share of the load. `close` gives it back and may be called more than once."""
+    """One HTTP request's share of the load: one completion as long as nobody knows more. Making it raises ApiError 429.
 
-    def __init__(self, admission: Admission, completions: int):
-        self._admission = admission
-        self._completions = completions
-        self._tokens = 0
+    `close` gives the share back and may be called more than once.
+    """
+
+    def __init__(self, admission: Admission):
+        admission.reserve(1, 0)
+        self._admission, self._completions, self._tokens = admission, 1, 0
 
     def move(self, admission: Admission) -> None:
         """Hold the same share of another load instead. Raises ApiError 429, and keeps the old one then."""

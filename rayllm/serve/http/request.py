@@ -59,7 +59,7 @@ class RequestContext:
 
     def take_place(self) -> None:
         """Count among the live requests before anybody knows for which model. Raises ApiError 429."""
-        self.ticket: Ticket = self.state.door.enter()
+        self.ticket = Ticket(self.state.door)
         self.holds.callback(self.ticket.close)
 
     def enter(self, name: str | None, kind: str) -> Target:

@@ -37,7 +37,7 @@ class ServedModel(Protocol):
 
     @property
     def num_replicas(self) -> int:
-        """How many engines there are for new requests."""
+        """How many engines there are for new requests; `engine` raises only if it is none."""
 
     async def unhealthy_reason(self) -> str | None:
         """None if requests are being answered, else why not."""
