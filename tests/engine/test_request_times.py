@@ -10,7 +10,8 @@ from support.scheduler import make_scheduler
 
 from rayllm.api.types import CompletionOutput, RequestOutput, RequestTimes, TokenDelta
 from rayllm.config.options import ServerConfig
-from rayllm.serve.http.telemetry import FrontMetrics, ModelFigures, RequestRecord, RequestTimer, render
+from rayllm.serve.http.metrics import FrontMetrics, ModelFigures, RequestTimer, render
+from rayllm.serve.http.request_log import RequestRecord
 from rayllm.text.outputs import OutputProcessor, accumulate
 
 

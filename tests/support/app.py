@@ -11,7 +11,7 @@ from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError
 from rayllm.serve.http.app import create_app
 from rayllm.serve.http.limits import Admission
-from rayllm.serve.http.telemetry import FrontMetrics, ModelFigures, render
+from rayllm.serve.http.metrics import FrontMetrics, ModelFigures, render
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

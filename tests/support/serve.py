@@ -2,7 +2,7 @@
 
 from rayllm.api.wire import CurveKeys, Endpoint
 from rayllm.serve.cluster.directory import Directory, EngineMember, Place
-from rayllm.serve.http.telemetry import ModelFigures, render
+from rayllm.serve.http.metrics import ModelFigures, render
 
 KEYS = CurveKeys("p" * 40, "s" * 40)
 

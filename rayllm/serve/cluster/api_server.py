@@ -22,8 +22,9 @@ from rayllm.executor.ray_compat import log_folder
 from rayllm.serve.cluster.directory import DirectoryLink, Membership, Place, ServerMember, View, address, own_place
 from rayllm.serve.cluster.front import FrontModel, ModelFront
 from rayllm.serve.http.app import create_app
-from rayllm.serve.http.limits import Admission, ApiKey
-from rayllm.serve.http.telemetry import make_tracer, open_log
+from rayllm.serve.http.auth import ApiKey
+from rayllm.serve.http.limits import Admission
+from rayllm.serve.http.request_log import make_tracer, open_log
 from rayllm.text.tokenizer import load_tokenizer
 
 KEEP_ALIVE_S = 90  # of idle connections; longer than the ingress keeps them

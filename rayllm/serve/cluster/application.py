@@ -30,8 +30,8 @@ from rayllm.serve.cluster.api_server import ApiServer, FrontOptions, app_builder
 from rayllm.serve.cluster.front import FrontModel
 from rayllm.serve.cluster.replica import EngineReplica
 from rayllm.serve.cluster.serve_compat import with_version
-from rayllm.serve.http.limits import ApiKey, load_api_keys
-from rayllm.serve.http.telemetry import trace_endpoint
+from rayllm.serve.http.auth import ApiKey, load_api_keys
+from rayllm.serve.http.request_log import trace_endpoint
 from rayllm.version import __version__
 
 # A fraction of a core each, so that a whole deployment fits on two. It is a reservation, not a limit.

@@ -24,7 +24,7 @@ from rayllm.errors import EngineDeadError
 from rayllm.serve.cluster.directory import EngineMember
 from rayllm.serve.cluster.router import Router, prefix_hashes
 from rayllm.serve.http.limits import Admission
-from rayllm.serve.http.telemetry import FrontMetrics
+from rayllm.serve.http.metrics import FrontMetrics
 from rayllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("ray.serve")

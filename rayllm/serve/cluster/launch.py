@@ -32,8 +32,8 @@ from rayllm.serve.cluster.directory import DirectoryLink, address
 from rayllm.serve.cluster.ingress import Ingress, haproxy_binary
 from rayllm.serve.cluster.processes import Orders, ignore_signals, supervise
 from rayllm.serve.cluster.serve_compat import serve_http_options
-from rayllm.serve.http.limits import KEY_VARIABLES, ApiKey, load_api_keys
-from rayllm.serve.http.telemetry import trace_endpoint
+from rayllm.serve.http.auth import KEY_VARIABLES, ApiKey, load_api_keys
+from rayllm.serve.http.request_log import trace_endpoint
 
 APP_NAME = "rayllm"
 POLL_S = 0.1

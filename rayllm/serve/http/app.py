@@ -18,16 +18,18 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Lifespan
 
+from rayllm.api.types import EngineInfo
 from rayllm.config.options import ServerConfig
-from rayllm.errors import EngineDeadError, InvalidRequestError
+from rayllm.errors import InvalidRequestError
 from rayllm.serve.http import protocol, request
+from rayllm.serve.http.auth import ApiKey
 from rayllm.serve.http.console import console_page
 from rayllm.serve.http.convert import LONG_TEXT, chat_job, completion_job, embedding_job, encode
 from rayllm.serve.http.errors import ApiError
-from rayllm.serve.http.limits import ApiKey, Guard
+from rayllm.serve.http.metrics import ModelFigures, render
 from rayllm.serve.http.replies import ChatReply, CompletionReply, embeddings
+from rayllm.serve.http.request_log import NO_TELEMETRY, SpanTracer
 from rayllm.serve.http.served import ServedModel, ServerState
-from rayllm.serve.http.telemetry import NO_TELEMETRY, ModelFigures, SpanTracer, render
 from rayllm.text.tokenizer import Tokenizer
 from rayllm.version import __version__
 
@@ -79,15 +81,14 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
+        exception_handlers=dict.fromkeys((HTTPException, RequestValidationError), request.answer_error),
         telemetry=NO_TELEMETRY if tracer is None else tracer.telemetry,
     )
-    app.add_exception_handler(HTTPException, request.answer_error)
-    app.add_exception_handler(RequestValidationError, request.answer_error)
     app.add_middleware(
         request.RequestLife,
         state=state,
         server=server or ServerConfig(),
-        guard=Guard(keys),
+        keys=keys,
         tracer=tracer,
         echo_id=echo_request_id,
     )
@@ -146,8 +147,7 @@ async def model(model_id: str, context: request.Context) -> protocol.ModelCard:
 @tokenizer_routes.post("/tokenize", response_model_exclude_none=True)
 async def tokenize(body: protocol.TokenizeBody, context: request.Context) -> protocol.Tokens:
     """Tokens of a text. This needs no engine step and holds no place in one."""
-    engine = request.find_model(context.state, body.model).engine()
-    tokenizer = _require_tokenizer(engine.tokenizer)
+    info, tokenizer = _tokenizing_engine(context, body.model)
     text, special = body.prompt or "", body.add_special_tokens
     if body.messages is not None:
         turns = [message.for_template() for message in body.messages]
@@ -156,7 +156,7 @@ async def tokenize(body: protocol.TokenizeBody, context: request.Context) -> pro
     return protocol.Tokens(
         tokens=ids,
         count=len(ids),
-        max_model_len=engine.info.max_model_len,
+        max_model_len=info.max_model_len,
         token_strs=[tokenizer.token_text(token) for token in ids] if body.return_token_strs else None,
     )
 
@@ -164,12 +164,10 @@ async def tokenize(body: protocol.TokenizeBody, context: request.Context) -> pro
 @tokenizer_routes.post("/detokenize")
 async def detokenize(body: protocol.DetokenizeBody, context: request.Context) -> protocol.Detokenized:
     """Text of tokens, special ones included."""
-    engine = request.find_model(context.state, body.model).engine()
-    tokenizer = _require_tokenizer(engine.tokenizer)
-    vocab_size = engine.info.vocab_size
+    info, tokenizer = _tokenizing_engine(context, body.model)
     for token in body.tokens:
-        if not 0 <= token < vocab_size:
-            message = f"tokens has token id {token}; ids of this model are 0 to {vocab_size - 1}"
+        if not 0 <= token < info.vocab_size:
+            message = f"tokens has token id {token}; ids of this model are 0 to {info.vocab_size - 1}"
             raise InvalidRequestError(message, "tokens")
     if len(body.tokens) > LONG_TEXT:
         return protocol.Detokenized(prompt=await asyncio.to_thread(tokenizer.decode, body.tokens, False))
@@ -201,14 +199,12 @@ async def embed(body: protocol.EmbeddingBody, context: request.Context) -> Respo
 
 
 def _card(model: ServedModel) -> protocol.ModelCard:
-    try:
-        max_model_len = model.engine().info.max_model_len
-    except EngineDeadError:
-        max_model_len = None
+    max_model_len = model.engine().info.max_model_len if model.num_replicas else None
     return protocol.ModelCard(id=model.name, created=_STARTED, max_model_len=max_model_len)
 
 
-def _require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
-    if tokenizer is None:
+def _tokenizing_engine(context: request.RequestContext, name: str | None) -> tuple[EngineInfo, Tokenizer]:
+    engine = request.find_model(context.state, name).engine()
+    if engine.tokenizer is None:
         raise InvalidRequestError("this server runs without a tokenizer")
-    return tokenizer
+    return engine.info, engine.tokenizer

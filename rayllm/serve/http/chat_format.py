@@ -50,6 +50,7 @@ _CALL_FORMS = {  # what stands before a call, what may stand after it, what may 
     "hermes": (CALL_OPEN, CALL_CLOSE, SPACE, False),
     "llama3": (PYTHON_TAG, "", _SEPARATORS, True),
     "json": ("", "]", _SEPARATORS, True),
+    None: ("", "", SPACE, False),
 }
 
 
@@ -182,7 +183,8 @@ class _Call(msgspec.Struct):
 
     name: str | None = None
     index: int | None = None  # None until it has started
-    arguments: list[str] | None = None  # those that came before the name; None if none have come at all
+    has_arguments: bool = False
+    arguments: list[str] = []  # those that came before the name
 
 
 class ChatParser:
@@ -225,13 +227,7 @@ class ChatParser:
             space = yield from self._read_reasoning(space)
         if tools == "json" and (yield from source.take("[")):
             space += "[" + (yield from source.take_all(SPACE))
-        if tools is not None:
-            yield from self._read_mixture(space, *_CALL_FORMS[tools])
-            return
-        self._emit("content", space)
-        while run := (yield from source.take_run(_ANYTHING)):
-            self._emit("content", run)
-            source.taken.clear()
+        yield from self._read_mixture(space, *_CALL_FORMS[tools])
 
     def _read_reasoning(self, space: str) -> Reading[str]:
         """Read the reasoning, if there is any.
@@ -271,8 +267,6 @@ class ChatParser:
         while True:
             source.taken.clear()
             opened = opening != "" and (yield from source.take(opening))
-            if opened:
-                yield from source.take_all(SPACE)
             if opened or (bare and at_start and (yield from source.at("{"))):
                 if (yield from self._read_call()):
                     if self._form.single_call:
@@ -300,7 +294,7 @@ class ChatParser:
         False, with nothing emitted, if it is no call, or breaks off before it is known as one.
         """
         source, call = self._source, _Call()
-        if not (yield from source.take("{")):
+        if not (yield from source.take("{", spaced=True)):
             return False
         while not (yield from source.take("}", spaced=True)):
             key = yield from self._string()
@@ -312,8 +306,7 @@ class ChatParser:
             if not (yield from source.take(",", spaced=True)) and not (yield from source.at("}")):
                 break
         else:
-            if call.name is not None and call.arguments is None:
-                call.arguments = []
+            if call.name is not None and not call.has_arguments:
                 self._add_arguments(call, "{}")  # a tool without parameters, called without arguments
         return call.index is not None
 
@@ -322,12 +315,12 @@ class ChatParser:
         if key == "name" and call.name is None:
             call.name = yield from self._string()
             is_offered = call.name in self._form.tool_names
-            if is_offered and call.arguments is not None:
+            if is_offered and call.has_arguments:
                 self._add_arguments(call, "")
             return is_offered
-        if key not in ("arguments", "parameters") or call.arguments is not None:
+        if key not in ("arguments", "parameters") or call.has_arguments:
             return (yield from self._value(lambda _: None))
-        call.arguments = []
+        call.has_arguments = True
         if (yield from self._source.at("{")):
             return (yield from self._value(partial(self._add_arguments, call)))
         # Some models write the object's JSON into a string.
@@ -339,7 +332,6 @@ class ChatParser:
 
     def _add_arguments(self, call: _Call, text: str) -> None:
         """Pass arguments on, or keep them until the name is known."""
-        assert call.arguments is not None
         call.arguments.append(text)
         if call.name is None:
             return

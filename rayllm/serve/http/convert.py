@@ -14,16 +14,12 @@ from rayllm.api.validation import validate_request
 from rayllm.errors import InvalidRequestError
 from rayllm.serve.http.chat_format import THINK_OPEN, ChatFormat, calls_schema, chat_format
 from rayllm.serve.http.errors import ContextLengthError, renamed
-from rayllm.serve.http.protocol import ChatBody, CompletionBody, EmbeddingBody, EngineBody, GenerationBody
+from rayllm.serve.http.protocol import ChatBody, CompletionBody, EmbeddingBody, EngineBody
 from rayllm.serve.http.served import Target
 from rayllm.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat takes the rest of the context
 LONG_TEXT = 16_384  # characters or tokens; longer texts are worked on in a thread, so that other streams go on
-
-# Fields that bodies and SamplingParams have in common, with the same name and meaning.
-_CONVERTED = {"logit_bias", "max_tokens", "structured_outputs"}
-_SAMPLING_FIELDS = {*SamplingParams.__struct_fields__} & {*GenerationBody.model_fields} - _CONVERTED
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -42,7 +38,7 @@ async def completion_job(body: CompletionBody, target: Target) -> Job:
     names = {"structured_outputs": body.constraint_field or ""}
     requests, prompts = [], []
     with renamed(names):
-        options = _sampling_options(body, body.logprobs)
+        options = body.sampling_options(body.logprobs)
         if body.echo and body.logprobs is not None:
             options.setdefault("prompt_logprobs", body.logprobs)
         for index, prompt in enumerate(body.prompt):
@@ -76,9 +72,11 @@ async def chat_job(body: ChatBody, target: Target) -> Job:
         # The template writes the special tokens itself; a second begin-of-sequence would change the answer.
         ids = await encode(text, body.add_special_tokens or False, tokenizer)
         reply_format = _calls_format(body, form)
-        options = _sampling_options(body, (body.top_logprobs or 0) if body.logprobs else None)
+        options = body.sampling_options((body.top_logprobs or 0) if body.logprobs else None)
         if body.must_call:
-            options["structured_outputs"] = _calls_constraint(body, form)
+            tools = [tool for tool in body.offered_tools if body.named_tool in (None, tool.function.name)]
+            key = "parameters" if form.tools == "llama3" else "arguments"
+            options["structured_outputs"] = StructuredOutputs(json=calls_schema(tools, body.single_call, key))
         if form.thinks and constraint_field is None:
             inside = text.rstrip().endswith(THINK_OPEN)
             reply_format = msgspec.structs.replace(reply_format, thinks=True, inside=inside)
@@ -147,21 +145,6 @@ def _calls_format(body: ChatBody, form: ChatFormat) -> ChatFormat:
         tool_names=frozenset(tool.function.name for tool in body.offered_tools),
         single_call=body.single_call,
     )
-
-
-def _calls_constraint(body: ChatBody, form: ChatFormat) -> StructuredOutputs:
-    """Tool calls and nothing else: of the named tool, or of any."""
-    tools = [tool for tool in body.offered_tools if body.named_tool in (None, tool.function.name)]
-    key = "parameters" if form.tools == "llama3" else "arguments"
-    return StructuredOutputs(json=calls_schema(tools, body.single_call, key))
-
-
-def _sampling_options(body: GenerationBody, logprobs: int | None) -> dict[str, Any]:
-    """The sampling fields that were given (null is not given), but for the limit."""
-    options = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
-    if body.logit_bias is not None:
-        options["logit_bias"] = {int(key): value for key, value in body.logit_bias.items()}
-    return options | {"structured_outputs": body.constraint(), "logprobs": logprobs}
 
 
 def _request(

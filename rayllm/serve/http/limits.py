@@ -1,8 +1,6 @@
-"""What a request must pass: its API key, admission, and deadlines.
+"""How much is served at once, and how long a request may take: admission and deadlines.
 
-Keys: only their hashes are kept.
-
-Admission: a completion is *live* from its request's arrival until the engine is done with it. At most `max_running`
+A completion is *live* from its request's arrival until the engine is done with it. At most `max_running`
 (what a model's engines run at once) + `max_queued_requests` completions are live, and at most `max_queued_tokens`
 prompt tokens wait for their first token; a request that would exceed either is refused at once. A request is never
 refused for its own size: one that comes alone is always let in, as it would be refused for ever otherwise. Each model
@@ -16,117 +14,20 @@ together may exceed a limit by what they let in within that second, at most N ti
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import hashlib
-import hmac
-from collections.abc import AsyncIterator, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
-
-import msgspec
 
 from rayllm import timeouts
 from rayllm.api.types import Load
 from rayllm.config.options import ModelServerConfig, ServerConfig
-from rayllm.errors import ConfigError
 from rayllm.serve.http.errors import ApiError
 
-KEY_VARIABLES = ("RAYLLM_API_KEYS", "RAYLLM_API_KEY")
-MAX_KEYS = 1024  # every request is compared with each of them
-MAX_KEY_CHARS = 512
 # Deadlines of a prompt in the order in which it meets them, and what is said when one is missed.
 _DEADLINES = {
     "queue_timeout": "the engine did not start the request within {:g} s (queue_timeout)",
     "first_token_timeout": "there was no first token within {:g} s (first_token_timeout)",
     "request_timeout": "the answer was not complete within {:g} s (request_timeout)",
 }
-
-
-# ---- keys
-
-
-class ApiKey(msgspec.Struct, frozen=True):
-    """A key that clients may send. name: for logs. digest: sha256 of the key."""
-
-    name: str
-    digest: bytes
-
-
-def load_api_keys(server: ServerConfig, environment: MutableMapping[str, str]) -> list[ApiKey]:
-    """All keys of the config and of KEY_VARIABLES, which are removed from `environment` so that no child sees them.
-
-    No keys at all: the server is open. Raises ConfigError for a file without any, or a key that no header can carry.
-    """
-    found: list[tuple[str, str]] = []  # (key, name or "")
-    if server.api_key is not None:
-        found.append((server.api_key, ""))
-    for variable in KEY_VARIABLES:
-        found += [(key, "") for key in environment.pop(variable, "").replace(",", " ").split()]
-    if server.api_key_file is not None:
-        found += _read_key_file(server.api_key_file)
-    if len(found) > MAX_KEYS:
-        raise ConfigError(f"there are {len(found)} API keys; at most {MAX_KEYS} are allowed")
-    return [_api_key(key, name or f"key-{number}") for number, (key, name) in enumerate(found, start=1)]
-
-
-def _read_key_file(path: str) -> list[tuple[str, str]]:
-    try:
-        lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"api_key_file {path} cannot be read: {reason}") from None
-    parts = [line.split(maxsplit=1) for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not parts:
-        raise ConfigError(f"api_key_file {path} has no keys in it")
-    return [(key, name[0].strip() if name else "") for key, *name in parts]
-
-
-def _api_key(key: str, name: str) -> ApiKey:
-    """The messages of the errors do not show the key."""
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"API key {name!r} must be printable ASCII characters without spaces")
-    if len(key) > MAX_KEY_CHARS:
-        raise ConfigError(f"API key {name!r} has {len(key)} characters; at most {MAX_KEY_CHARS} are allowed")
-    return ApiKey(name, hashlib.sha256(key.encode()).digest())
-
-
-class Guard:
-    """Checks the keys of requests. Without keys it lets everything pass."""
-
-    def __init__(self, keys: Iterable[ApiKey]):
-        self._keys = list(keys)
-
-    def check(self, method: str, path: str, authorization: str | None) -> str | None:
-        """The name of the key that a request came with; None where none is needed. Raises ApiError 401.
-
-        It takes the same time whichever key it is, and whether it is one.
-        """
-        if not self._keys or path == "/health":
-            return None
-        # A browser that opens the page at / cannot send a bearer token, only a password. Nothing else takes passwords:
-        # browsers send them on their own, also with requests that another site's page makes them send.
-        by_password = path == "/" and method in ("GET", "HEAD")
-        scheme, _, credentials = (authorization or "").strip().partition(" ")
-        key = credentials.strip() if scheme.lower() == "bearer" else ""
-        if scheme.lower() == "basic" and by_password:
-            key = _password(credentials)
-        digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
-        if names := [each.name for each in self._keys if hmac.compare_digest(each.digest, digest)]:
-            return names[0]
-        raise ApiError(
-            401,
-            "the API key is not valid" if key else "no API key: send it as `Authorization: Bearer <key>`",
-            code="invalid_api_key",
-            headers={"www-authenticate": 'Basic realm="rayllm, API key as password"' if by_password else "Bearer"},
-        )
-
-
-def _password(credentials: str) -> str:
-    try:
-        return base64.b64decode(credentials.strip(), validate=True).decode().partition(":")[2]
-    except (binascii.Error, UnicodeDecodeError):
-        return ""
 
 
 # ---- admission
@@ -150,11 +51,6 @@ class Admission:
         """Completions that may be live."""
         return self.max_running + self._max_queued
 
-    def enter(self) -> Ticket:
-        """Take in an HTTP request, as one completion as long as nobody knows more. Raises ApiError 429."""
-        self.reserve(1, 0)
-        return Ticket(self, 1)
-
     def reserve(self, completions: int, tokens: int, own: int = 0) -> None:
         """Add to the load. own: completions that the same request holds already. Raises ApiError 429."""
         live = self.load.completions + self.others.completions
@@ -174,12 +70,14 @@ class Admission:
 
 
 class Ticket:
-    """One HTTP request's share of the load. `close` gives it back and may be called more than once."""
+    """One HTTP request's share of the load: one completion as long as nobody knows more. Making it raises ApiError 429.
 
-    def __init__(self, admission: Admission, completions: int):
-        self._admission = admission
-        self._completions = completions
-        self._tokens = 0
+    `close` gives the share back and may be called more than once.
+    """
+
+    def __init__(self, admission: Admission):
+        admission.reserve(1, 0)
+        self._admission, self._completions, self._tokens = admission, 1, 0
 
     def move(self, admission: Admission) -> None:
         """Hold the same share of another load instead. Raises ApiError 429, and keeps the old one then."""
@@ -219,11 +117,6 @@ class Deadlines:
         self._arrival = asyncio.get_running_loop().time()
         self._seconds: dict[str, float] = {name: getattr(server, name) for name in _DEADLINES}
         self.body_s = min(timeouts.BODY_S, server.request_timeout or timeouts.BODY_S)  # counted from when it is read
-
-    @property
-    def limits_queue(self) -> bool:
-        """Whether it matters when the engine starts a prompt."""
-        return self._seconds["queue_timeout"] > 0
 
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[Callable[[str], None]]:

@@ -116,7 +116,7 @@ Prompts = Annotated[
     AfterValidator(lambda value: [value] if isinstance(value, str) or isinstance((*value, None)[0], int) else value),
 ]
 # Forms of JSON that `SamplingParams` does not have.
-TokenKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
+TokenKey = Annotated[str, Field(pattern="^[0-9]{1,10}$"), AfterValidator(int)]
 Stop = Annotated[str | list[str], OneOf("must be a string or a list of strings")]
 EarlyStopping = Annotated[bool | Literal["never"], OneOf('must be true, false or "never"')]
 
@@ -350,10 +350,14 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
             return "structured_outputs"
         return "response_format" if self.response_format and self.response_format.type != "text" else None
 
-    def constraint(self) -> StructuredOutputs | None:
-        """The form that the whole output must have. Raises InvalidRequestError naming structured_outputs."""
+    def sampling_options(self, logprobs: int | None) -> dict[str, Any]:
+        """What `SamplingParams` is made of but the limit: the fields that were given, with null as not given.
+
+        logprobs: how many an output token has. Raises InvalidRequestError naming structured_outputs.
+        """
         form = self.structured_outputs or self.response_format
-        return None if form is None else form.structured_outputs()
+        options = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+        return options | {"structured_outputs": form and form.structured_outputs(), "logprobs": logprobs}
 
     @property
     def num_sampled(self) -> int:

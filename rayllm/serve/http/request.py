@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -28,12 +28,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayllm.api.types import GenerationRequest, RequestOutput
 from rayllm.config.options import ServerConfig
+from rayllm.serve.http.auth import ApiKey, check_key
 from rayllm.serve.http.convert import Job
 from rayllm.serve.http.errors import ApiError, as_api_error, renamed
-from rayllm.serve.http.limits import Deadlines, Guard, Ticket
+from rayllm.serve.http.limits import Deadlines, Ticket
+from rayllm.serve.http.metrics import RequestTimer
 from rayllm.serve.http.replies import DONE, Reply, sse
+from rayllm.serve.http.request_log import PLAIN, RequestRecord, SpanTracer, log_event
 from rayllm.serve.http.served import ServedModel, ServerState, Target
-from rayllm.serve.http.telemetry import PLAIN, RequestRecord, RequestTimer, SpanTracer, log_event
 from rayllm.text.outputs import accumulate
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -57,7 +59,7 @@ class RequestContext:
 
     def take_place(self) -> None:
         """Count among the live requests before anybody knows for which model. Raises ApiError 429."""
-        self.ticket: Ticket = self.state.door.enter()
+        self.ticket = Ticket(self.state.door)
         self.holds.callback(self.ticket.close)
 
     def enter(self, name: str | None, kind: str) -> Target:
@@ -127,7 +129,7 @@ class RequestLife:
     app: ASGIApp
     state: ServerState
     server: ServerConfig  # its deadlines
-    guard: Guard
+    keys: Sequence[ApiKey]
     tracer: SpanTracer | None
     echo_id: bool  # put x-request-id into responses; Ray Serve's proxy does that itself
 
@@ -175,7 +177,7 @@ class RequestLife:
             message = f"must have at most {MAX_ID_CHARS} characters, only letters, digits and _.:/+-"
             raise ApiError(400, f"the header x-request-id {message}", param="x-request-id")
         record.request_id = given or record.request_id
-        record.key = self.guard.check(record.method, record.path, headers.get("authorization"))
+        record.key = check_key(self.keys, record.method, record.path, headers.get("authorization"))
 
     def _end(self, record: RequestRecord) -> None:
         record.total = time.perf_counter() - record.clock

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, RequestOutput
 from rayllm.config.options import ServerConfig
 from rayllm.serve.http.limits import Admission
-from rayllm.serve.http.telemetry import FrontMetrics
+from rayllm.serve.http.metrics import FrontMetrics
 from rayllm.text.tokenizer import Tokenizer
 
 
@@ -37,7 +37,7 @@ class ServedModel(Protocol):
 
     @property
     def num_replicas(self) -> int:
-        """How many engines there are for new requests."""
+        """How many engines there are for new requests; `engine` raises only if it is none."""
 
     async def unhealthy_reason(self) -> str | None:
         """None if requests are being answered, else why not."""

@@ -16,6 +16,7 @@ from rayllm.errors import EngineDeadError
 from rayllm.serve.cluster.front import FrontModel, ModelFront
 from rayllm.serve.cluster.router import ROUTING_BLOCK
 from rayllm.serve.http.errors import ApiError
+from rayllm.serve.http.limits import Ticket
 
 
 class FakeClient:
@@ -276,9 +277,9 @@ async def test_loads_of_requests_end_with_them(cluster):
 @scenario("one", "two", server=ServerConfig(max_queued_requests=1))
 async def test_all_engines_together_set_the_limit(cluster):
     admission, one, two = cluster.front.admission, cluster.client("one"), cluster.client("two")
-    tickets = [admission.enter() for _ in range(9)]
+    tickets = [Ticket(admission) for _ in range(9)]
     with pytest.raises(ApiError, match="8 running and 1 queued"):
-        admission.enter()
+        Ticket(admission)
     assert one.beat().total == two.beat().total == Load(9, 0)
     for ticket in tickets:
         ticket.close()
@@ -288,7 +289,7 @@ async def test_all_engines_together_set_the_limit(cluster):
     await cluster.update()
     assert admission.others == Load(5, 70)
     with pytest.raises(ApiError, match="takes 4 running and 1 queued"):
-        admission.enter()
+        Ticket(admission)
 
 
 @scenario("one", "two")

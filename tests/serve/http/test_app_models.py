@@ -6,7 +6,7 @@ import pytest
 from support.app import CHAT, Api, FakeState
 
 from rayllm.config.options import ServerConfig
-from rayllm.serve.http.limits import Admission
+from rayllm.serve.http.limits import Admission, Ticket
 
 
 class TwoModels:
@@ -111,7 +111,7 @@ def test_each_has_its_own_limit():
     """4 of each may run and none may queue: what is too much for one still fits the other."""
     state = TwoModels(max_queued_requests=0)
     api = Api(state=state)
-    busy = state.one.admission.enter()
+    busy = Ticket(state.one.admission)
     busy.admit(4, 0)
     refused = api.completion(model="one")
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
@@ -124,7 +124,7 @@ def test_each_has_its_own_limit():
 
 def test_the_door_is_bounded_too():
     state = TwoModels(max_queued_requests=0)
-    tickets = [state.door.enter() for _ in range(8)]
+    tickets = [Ticket(state.door) for _ in range(8)]
     api = Api(state=state)
     assert api.post("/v1/completions", content=b"not even JSON").status_code == 429
     assert [figure(api, "request_refused_total", name, 'code="queue_full"') for name in state.models] == [1, 1]

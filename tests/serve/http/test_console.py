@@ -16,7 +16,7 @@ from support.app import Api, render_metrics
 
 from rayllm.api.types import EngineStats
 from rayllm.serve.http.console import console_page
-from rayllm.serve.http.telemetry import HISTOGRAMS, FrontMetrics
+from rayllm.serve.http.metrics import HISTOGRAMS, FrontMetrics
 
 PAGE = console_page().body.decode()
 SCRIPT = re.search(r"<script>(.*?)</script>", PAGE, re.DOTALL)[1]

@@ -10,7 +10,7 @@ from support.app import Api, counted, staged
 from rayllm.api.types import Load
 from rayllm.config.options import ServerConfig
 from rayllm.serve.http.errors import ApiError
-from rayllm.serve.http.limits import Admission
+from rayllm.serve.http.limits import Admission, Ticket
 
 
 def refused(code, call, *args):
@@ -23,12 +23,12 @@ def refused(code, call, *args):
 
 def test_completions_are_limited_to_what_runs_and_what_may_queue():
     admission = Admission(ServerConfig(max_queued_requests=2), max_running=3)
-    tickets = [admission.enter() for _ in range(5)]
-    assert "3 running and 2 queued" in refused("queue_full", admission.enter)
+    tickets = [Ticket(admission) for _ in range(5)]
+    assert "3 running and 2 queued" in refused("queue_full", Ticket, admission)
     tickets[0].close()
     tickets[0].close()
     assert admission.load == Load(4, 0)
-    last = admission.enter()
+    last = Ticket(admission)
     refused("queue_full", last.admit, 2, 1)
     last.admit(1, 1)
     for ticket in (*tickets, last):
@@ -38,7 +38,7 @@ def test_completions_are_limited_to_what_runs_and_what_may_queue():
 
 def test_prompt_tokens_wait_until_the_first_token():
     admission = Admission(ServerConfig(max_queued_tokens=10), max_running=3)
-    one, two = admission.enter(), admission.enter()
+    one, two = Ticket(admission), Ticket(admission)
     one.admit(1, 8)
     assert "8 prompt tokens wait and the request has 3; at most 10" in refused("queue_full", two.admit, 1, 3)
     two.admit(1, 2)
@@ -50,19 +50,19 @@ def test_prompt_tokens_wait_until_the_first_token():
 
 def test_a_request_that_comes_alone_is_never_refused():
     admission = Admission(ServerConfig(max_queued_requests=0, max_queued_tokens=1), max_running=1)
-    ticket = admission.enter()
+    ticket = Ticket(admission)
     ticket.admit(100, 10_000)
-    refused("queue_full", admission.enter)
+    refused("queue_full", Ticket, admission)
     ticket.close()
-    admission.enter().close()
+    Ticket(admission).close()
 
 
 def test_the_other_fronts_count():
     admission = Admission(ServerConfig(max_queued_requests=1, max_queued_tokens=10), max_running=1)
     admission.others = Load(2, 0)
-    refused("queue_full", admission.enter)
+    refused("queue_full", Ticket, admission)
     admission.others = Load(1, 9)
-    ticket = admission.enter()
+    ticket = Ticket(admission)
     refused("queue_full", ticket.admit, 1, 2)
 
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.app import render_metrics
 
 from rayllm.api.types import EngineStats
-from rayllm.serve.http.telemetry import FrontMetrics, ModelFigures, render
+from rayllm.serve.http.metrics import FrontMetrics, ModelFigures, render
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "configs" / "grafana-dashboard.json").read_text())
 NAMES = [

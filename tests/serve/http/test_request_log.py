@@ -9,8 +9,8 @@ import pytest
 from support.app import Api, staged
 
 from rayllm.config.options import ServerConfig
-from rayllm.serve.http.limits import load_api_keys
-from rayllm.serve.http.telemetry import LOGGER_NAME, open_log
+from rayllm.serve.http.auth import load_api_keys
+from rayllm.serve.http.request_log import LOGGER_NAME, open_log
 
 SECRET, PROMPT = "sk-very-secret", "confidential words"
 
@@ -145,7 +145,7 @@ def test_no_field_can_forge_a_line(tmp_path):
 
 
 def test_the_log_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("rayllm.serve.http.telemetry.LOG_FILE_BYTES", 2000)
+    monkeypatch.setattr("rayllm.serve.http.request_log.LOG_FILE_BYTES", 2000)
     open_log("json", tmp_path / "log")
     api = Api()
     for _ in range(100):

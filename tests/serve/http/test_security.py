@@ -27,10 +27,11 @@ from rayllm.errors import ConfigError
 from rayllm.serve.cluster import application as deployment
 from rayllm.serve.cluster.application import build_app, make_application, resolve_models
 from rayllm.serve.cluster.launch import key_warnings
-from rayllm.serve.http import limits
+from rayllm.serve.http import auth
+from rayllm.serve.http.auth import check_key, load_api_keys
 from rayllm.serve.http.errors import ApiError
-from rayllm.serve.http.limits import Guard, load_api_keys
-from rayllm.serve.http.telemetry import FrontMetrics, RequestRecord, RequestTimer
+from rayllm.serve.http.metrics import FrontMetrics, RequestTimer
+from rayllm.serve.http.request_log import RequestRecord
 from rayllm.text.chat_template import ChatTemplate
 
 ROOT = Path(__file__).parents[3]
@@ -132,13 +133,12 @@ def test_keys_come_from_file_environment_and_option(tmp_path):
     keys = load_api_keys(ServerConfig(api_key=KEY, api_key_file=str(file)), environment)
     assert environment == {"HOME": "/"}, "children would see the keys"
     assert [key.name for key in keys] == ["key-1", "key-2", "key-3", "key-4", "alice", "key-6"]
-    guard = Guard(keys)
     for key in (KEY, "sk-env-1", "sk-env-2", "sk-env-3", "sk-file-1", "sk-file-2"):
-        assert guard.check("GET", "/metrics", f"Bearer {key}") in {each.name for each in keys}
+        assert check_key(keys, "GET", "/metrics", f"Bearer {key}") in {each.name for each in keys}
     with pytest.raises(ApiError):
-        guard.check("GET", "/metrics", "Bearer #")
+        check_key(keys, "GET", "/metrics", "Bearer #")
     assert load_api_keys(ServerConfig(), {}) == []
-    assert Guard([]).check("GET", "/metrics", None) is None
+    assert check_key([], "GET", "/metrics", None) is None
 
 
 def test_bad_keys_are_refused_without_being_shown(tmp_path):
@@ -161,12 +161,12 @@ def test_bad_keys_are_refused_without_being_shown(tmp_path):
 
 def test_a_key_is_compared_with_all_in_constant_time(monkeypatch):
     compared = []
-    real = limits.hmac.compare_digest
-    monkeypatch.setattr(limits.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or real(a, b))
-    guard = Guard(load_api_keys(ServerConfig(), {"RAYLLM_API_KEYS": "a b c"}))
+    real = auth.hmac.compare_digest
+    monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or real(a, b))
+    keys = load_api_keys(ServerConfig(), {"RAYLLM_API_KEYS": "a b c"})
     for key, name in (("a", "key-1"), ("c", "key-3")):
         compared.clear()
-        assert guard.check("GET", "/metrics", f"Bearer {key}") == name
+        assert check_key(keys, "GET", "/metrics", f"Bearer {key}") == name
         assert len(compared) == 3
         assert all(len(a) == len(b) == 32 for a, b in compared)
 
@@ -186,7 +186,7 @@ def test_keys_are_in_no_dump(monkeypatch, capsys):
     assert hashlib.sha256(KEY.encode()).digest() in pickle.dumps(bound[0])
     with pytest.raises(ConfigError, match="would be shown by Ray Serve"):
         build_app({"model": BUNDLED_MODEL, "api_key": KEY})
-    for variable in limits.KEY_VARIABLES:
+    for variable in auth.KEY_VARIABLES:
         monkeypatch.setenv(variable, KEY)
     cli_env.print_environment()
     assert KEY not in capsys.readouterr().out

@@ -9,7 +9,7 @@ from support.app import Api, StagedEngine
 
 from rayllm.config.options import ServerConfig
 from rayllm.errors import ConfigError
-from rayllm.serve.http.telemetry import SpanTracer, make_tracer, trace_endpoint
+from rayllm.serve.http.request_log import SpanTracer, make_tracer, trace_endpoint
 
 PROMPT = "confidential words"
 

@@ -1,0 +1,96 @@
+"""API keys: where they come from, and how the key of a request is checked. Only their hashes are kept."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rayllm.config.options import ServerConfig
+from rayllm.errors import ConfigError
+from rayllm.serve.http.errors import ApiError
+
+KEY_VARIABLES = ("RAYLLM_API_KEYS", "RAYLLM_API_KEY")
+MAX_KEYS = 1024  # every request is compared with each of them
+MAX_KEY_CHARS = 512
+
+
+class ApiKey(msgspec.Struct, frozen=True):
+    """A key that clients may send. name: for logs. digest: sha256 of the key."""
+
+    name: str
+    digest: bytes
+
+
+def load_api_keys(server: ServerConfig, environment: MutableMapping[str, str]) -> list[ApiKey]:
+    """All keys of the config and of KEY_VARIABLES, which are removed from `environment` so that no child sees them.
+
+    No keys at all: the server is open. Raises ConfigError for a file without any, or a key that no header can carry.
+    """
+    found: list[tuple[str, str]] = []  # (key, name or "")
+    if server.api_key is not None:
+        found.append((server.api_key, ""))
+    for variable in KEY_VARIABLES:
+        found += [(key, "") for key in environment.pop(variable, "").replace(",", " ").split()]
+    if server.api_key_file is not None:
+        found += _read_key_file(server.api_key_file)
+    if len(found) > MAX_KEYS:
+        raise ConfigError(f"there are {len(found)} API keys; at most {MAX_KEYS} are allowed")
+    return [_api_key(key, name or f"key-{number}") for number, (key, name) in enumerate(found, start=1)]
+
+
+def _read_key_file(path: str) -> list[tuple[str, str]]:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"api_key_file {path} cannot be read: {reason}") from None
+    parts = [line.split(maxsplit=1) for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not parts:
+        raise ConfigError(f"api_key_file {path} has no keys in it")
+    return [(key, name[0].strip() if name else "") for key, *name in parts]
+
+
+def _api_key(key: str, name: str) -> ApiKey:
+    """The messages of the errors do not show the key."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"API key {name!r} must be printable ASCII characters without spaces")
+    if len(key) > MAX_KEY_CHARS:
+        raise ConfigError(f"API key {name!r} has {len(key)} characters; at most {MAX_KEY_CHARS} are allowed")
+    return ApiKey(name, hashlib.sha256(key.encode()).digest())
+
+
+def check_key(keys: Sequence[ApiKey], method: str, path: str, authorization: str | None) -> str | None:
+    """The name of the key that a request came with; None where none is needed. Raises ApiError 401.
+
+    Without keys, none is needed anywhere. It takes the same time whichever key it is, and whether it is one.
+    """
+    if not keys or path == "/health":
+        return None
+    # A browser that opens the page at / cannot send a bearer token, only a password. Nothing else takes passwords:
+    # browsers send them on their own, also with requests that another site's page makes them send.
+    by_password = path == "/" and method in ("GET", "HEAD")
+    scheme, _, credentials = (authorization or "").strip().partition(" ")
+    key = credentials.strip() if scheme.lower() == "bearer" else ""
+    if scheme.lower() == "basic" and by_password:
+        key = _password(credentials)
+    digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+    if names := [each.name for each in keys if hmac.compare_digest(each.digest, digest)]:
+        return names[0]
+    raise ApiError(
+        401,
+        "the API key is not valid" if key else "no API key: send it as `Authorization: Bearer <key>`",
+        code="invalid_api_key",
+        headers={"www-authenticate": 'Basic realm="rayllm, API key as password"' if by_password else "Bearer"},
+    )
+
+
+def _password(credentials: str) -> str:
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
