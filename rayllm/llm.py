@@ -9,6 +9,7 @@ from collections.abc import Sequence, Set
 from inspect import Parameter, Signature
 from typing import Any, cast
 
+import msgspec
 from tqdm import tqdm
 
 from rayllm.api.sampling_params import SamplingParams
@@ -22,8 +23,16 @@ from rayllm.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
 OFFLINE_DEFAULTS = {"max_num_batched_tokens": OFFLINE_BATCHED_TOKENS}
-PROMPT_FIELDS = {"prompt", "prompt_token_ids", "cache_salt"}
 Message = dict[str, Any]
+
+
+class PromptFields(msgspec.Struct, forbid_unknown_fields=True):
+    """A prompt as a dict: text or token ids."""
+
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    # Cached prefixes are shared with prompts of the same salt only.
+    cache_salt: str = ""
 
 
 class LLM:
@@ -70,12 +79,9 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer a conversation, a list of {"role": ..., "content": ...}, or several, by the model's chat template."""
-        if self.tokenizer is None:
-            raise InvalidRequestError(
-                "chat needs a tokenizer; the engine was made with skip_tokenizer_init", "messages"
-            )
-        tokenizer = self.tokenizer
-        texts = [tokenizer.apply_chat_template(conversation) for conversation in _conversations(messages)]
+        tokenizer = self._need_tokenizer("messages", "chat needs a tokenizer")
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        texts = [tokenizer.apply_chat_template(cast(list[Message], conversation)) for conversation in conversations]
         params = _params_list(sampling_params, len(texts))
         # The template writes special tokens itself.
         requests: list[tuple[GenerationRequest, str | None]] = [
@@ -121,19 +127,18 @@ class LLM:
     def _request(
         self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None = None
     ) -> tuple[GenerationRequest, str | None]:
-        salt, prompt = _read_prompt(prompt) if isinstance(prompt, dict) else ("", prompt)
-        text = None
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequestError(
-                    "prompt must be token ids; the engine was made with skip_tokenizer_init", "prompt"
-                )
-            text, prompt = prompt, self.tokenizer.encode(prompt)
-        return self._make(list(prompt), params, cache_salt=salt, pooling=pooling), text
+        fields = _read_prompt(prompt)
+        ids = fields.prompt_token_ids
+        if ids is None:
+            ids = self._need_tokenizer("prompt", "prompt must be token ids").encode(fields.prompt or "")
+        return self._make(ids, params, cache_salt=fields.cache_salt, pooling=pooling), fields.prompt
+
+    def _need_tokenizer(self, param: str, reason: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequestError(f"{reason}; the engine was made with skip_tokenizer_init", param)
+        return self.tokenizer
 
     def _make(self, ids: list[int], params: SamplingParams, **fields: Any) -> GenerationRequest:
-        if not all(issubclass(kind, int) and kind is not bool for kind in set(map(type, ids))):
-            raise InvalidRequestError("prompt token ids must be integers", "prompt")
         return GenerationRequest(
             request_id=str(next(self._ids)), prompt_token_ids=ids, params=params, arrival_time=time.time(), **fields
         )
@@ -227,36 +232,23 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | dict):
         return [prompts]
     items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [cast(list[int], items)]
-    for item in items:
-        if not isinstance(item, str | dict | list | tuple):
-            raise InvalidRequestError(
-                f"a prompt is a string, a list of token ids or a dict of them, not {type(item).__name__}", "prompt"
-            )
-    return cast(list[Prompt], items)
+    return [cast(list[int], items)] if items and all(isinstance(item, int) for item in items) else items
 
 
-def _read_prompt(fields: dict[str, Any]) -> tuple[str, str | list[int]]:
-    """(cache salt, text or token ids) of a prompt that is a dict."""
-    if not fields.keys() <= PROMPT_FIELDS or len(fields.keys() & {"prompt", "prompt_token_ids"}) != 1:
-        message = f"a prompt dict has prompt or prompt_token_ids, and perhaps cache_salt, not {sorted(fields)}"
-        raise InvalidRequestError(message, "prompt")
-    salt = fields.get("cache_salt", "")
-    if not isinstance(salt, str):
-        raise InvalidRequestError(f"cache_salt must be a string, not {salt!r}", "cache_salt")
-    if not isinstance(fields.get("prompt", ""), str):
-        raise InvalidRequestError(f"prompt must be a string in a dict, not {fields['prompt']!r}", "prompt")
-    if not isinstance(fields.get("prompt_token_ids", []), list | tuple):
-        raise InvalidRequestError("prompt_token_ids must be a list of token ids", "prompt_token_ids")
-    return salt, fields.get("prompt") or fields.get("prompt_token_ids") or []
-
-
-def _conversations(messages: list[Message] | list[list[Message]]) -> list[list[Message]]:
-    """Tell one conversation from a list of them."""
-    if messages and isinstance(messages[0], dict):
-        return [messages]
-    return cast(list[list[Message]], messages)
+def _read_prompt(prompt: Prompt) -> PromptFields:
+    fields: Any = prompt
+    if isinstance(prompt, str):
+        fields = {"prompt": str(prompt)}
+    elif isinstance(prompt, list | tuple):
+        fields = {"prompt_token_ids": prompt}
+    try:
+        read = msgspec.convert(fields, PromptFields)
+        if (read.prompt is None) == (read.prompt_token_ids is None):
+            raise msgspec.ValidationError("Expected exactly one of `prompt` and `prompt_token_ids`")
+    except msgspec.ValidationError as error:
+        form = "a prompt is a string, a list of token ids, or a dict of prompt or prompt_token_ids, perhaps cache_salt"
+        raise InvalidRequestError(f"{form}. {error}", "prompt") from None
+    return read
 
 
 def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

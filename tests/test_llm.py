@@ -51,6 +51,20 @@ def test_outputs_come_in_order_with_their_own_parameters(llm):
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
 
 
+def test_outputs_come_in_order_where_only_some_have_a_grammar(llm):
+    """Requests with a grammar are given to the engine first."""
+    params = [GREEDY] * 6
+    for place, word in ((1, "yes"), (4, "no"), (5, "yes")):
+        params[place] = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputs(choice=[word]))
+    prompts = [f"{PROMPT} {i}" for i in range(6)]
+    outputs = generate(llm, prompts, params)
+    assert [output.prompt for output in outputs] == prompts
+    assert [output.prompt_token_ids for output in outputs] == [llm.tokenizer.encode(prompt) for prompt in prompts]
+    texts = [output.outputs[0].text for output in outputs]
+    assert [texts[1], texts[4], texts[5]] == ["yes", "no", "yes"]
+    assert [texts[i] for i in (0, 2, 3)] == [generate(llm, prompts[i])[0].outputs[0].text for i in (0, 2, 3)]
+
+
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(llm):
     params = SamplingParams(temperature=1.0, seed=11, max_tokens=20, ignore_eos=True)
     alone = generate(llm, PROMPT, params)[0].outputs[0].token_ids
@@ -145,15 +159,16 @@ def test_logprobs_match_transformers(llm):
         ([[4096]], GREEDY, "token id 4096; ids of this model are 0 to 4095"),
         ([[-1]], GREEDY, "token id -1"),
         ([[1] * 2048], GREEDY, "has 2048 tokens.*context of 2048"),
-        ([[1.5]], GREEDY, "must be integers"),
+        ([[1.5]], GREEDY, r"Expected `int`, got `float` - at `\$.prompt_token_ids\[0\]`"),
+        ([[True]], GREEDY, "Expected `int`, got `bool`"),
         ([3.5], GREEDY, "a prompt is a string"),
-        ([{"prompt": "x", "prompt_token_ids": [5]}], GREEDY, "prompt or prompt_token_ids"),
-        ([{"prompt": "x", "salt": "a"}], GREEDY, "perhaps cache_salt, not"),
-        ([{"cache_salt": "a"}], GREEDY, "prompt or prompt_token_ids"),
-        ([{"prompt": "x", "cache_salt": 5}], GREEDY, "cache_salt must be a string"),
+        ([{"prompt": "x", "prompt_token_ids": [5]}], GREEDY, "exactly one of `prompt` and `prompt_token_ids`"),
+        ([{"prompt": "x", "salt": "a"}], GREEDY, "perhaps cache_salt. Object contains unknown field `salt`"),
+        ([{"cache_salt": "a"}], GREEDY, "exactly one of `prompt` and `prompt_token_ids`"),
+        ([{"prompt": "x", "cache_salt": 5}], GREEDY, r"Expected `str`, got `int` - at `\$.cache_salt`"),
         ([{"prompt": ""}], GREEDY, "prompt must not be empty"),
-        ([{"prompt": [5]}], GREEDY, "prompt must be a string"),
-        ([{"prompt_token_ids": "x"}], GREEDY, "prompt_token_ids must be a list"),
+        ([{"prompt": [5]}], GREEDY, r"Expected `str \| null`, got `array` - at `\$.prompt`"),
+        ([{"prompt_token_ids": "x"}], GREEDY, r"Expected `array \| null`, got `str` - at `\$.prompt_token_ids`"),
         (["a", "b"], [GREEDY], "sampling_params has 1 entries for"),
         ("a", SamplingParams(stop_token_ids=[9999]), "stop_token_ids has token id 9999"),
         ("a", SamplingParams(logit_bias={9999: 1.0}), "logit_bias has token id 9999"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Collection
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -24,20 +26,21 @@ GREEDY_EPS = 1e-5  # temperatures below this are greedy: dividing by them would 
 
 
 class _Range(msgspec.Struct, frozen=True):
-    """The finite numbers that a field may have, from low to high."""
+    """The finite numbers that a field may have, from low to high. It is part of the field's declaration."""
 
     low: float
     high: float
-    integer: bool = False
     without_low: bool = False  # low itself is no valid value
-    optional: bool = False  # None is valid
 
-    def check(self, name: str, value: Any) -> None:
-        """Raise InvalidRequestError, which names the field and its bounds, for any other value."""
-        if value is None and self.optional:
+    def check(self, name: str, value: Any, kinds: Collection[type]) -> None:
+        """Raise InvalidRequestError, which names the field and its bounds, for any other value.
+
+        kinds: of the field, which takes integers alone unless float is among them, and None if NoneType is.
+        """
+        if value is None and NoneType in kinds:
             return
-        if not _is_int(value) and (self.integer or not isinstance(value, float) or not math.isfinite(value)):
-            raise _bad(name, f"must be {'an integer' if self.integer else 'a number'}, not {value!r}")
+        if not _is_int(value) and (float not in kinds or not isinstance(value, float) or not math.isfinite(value)):
+            raise _bad(name, f"must be {'a number' if float in kinds else 'an integer'}, not {value!r}")
         if value > self.high or value < self.low or (self.without_low and value == self.low):
             bounds = f"{'greater than' if self.without_low else 'at least'} {self.low:g}"
             if self.high < 1e9:
@@ -45,24 +48,8 @@ class _Range(msgspec.Struct, frozen=True):
             raise _bad(name, f"must be {bounds}, not {value!r}")
 
 
-_BIAS = _Range(-100.0, 100.0)
-_RANGES = {
-    "n": _Range(1, MAX_N, integer=True),
-    "best_of": _Range(1, MAX_N, integer=True, optional=True),
-    "length_penalty": _Range(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
-    "temperature": _Range(0.0, 100.0),
-    "top_p": _Range(0.0, 1.0, without_low=True),
-    "top_k": _Range(-1, 2**31 - 1, integer=True),
-    "min_p": _Range(0.0, 1.0),
-    "repetition_penalty": _Range(0.0, 100.0, without_low=True),
-    "presence_penalty": _Range(-2.0, 2.0),
-    "frequency_penalty": _Range(-2.0, 2.0),
-    "max_tokens": _Range(1, 2**31 - 1, integer=True, optional=True),
-    "min_tokens": _Range(0, 2**31 - 1, integer=True),
-    "logprobs": _Range(0, MAX_LOGPROBS, integer=True, optional=True),
-    "prompt_logprobs": _Range(0, MAX_LOGPROBS, integer=True, optional=True),
-    "seed": _Range(0, MAX_SEED, integer=True, optional=True),
-}
+_BIAS = _Range(-100, 100)
+_MAX_ENTRIES = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOPS, "logit_bias": MAX_BIASES}
 
 # Fields that cannot be given with beam search, as they would choose other tokens or end a text before it is chosen, and
 # their values that change nothing.
@@ -108,9 +95,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise _bad_structure(f"choice takes at most {MAX_CHOICES} strings, not {len(texts)}")
         if not all(isinstance(text, str) and text for text in texts):
             raise _bad_structure(f"{kind} must {'hold only non-empty strings' if kind == 'choice' else 'be text'}")
-        if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
-            raise _bad_structure(f"{kind} holds lone surrogates, which are not Unicode text")
-        size = sum(len(text.encode()) for text in texts)
+        try:
+            size = sum(len(text.encode()) for text in texts)
+        except UnicodeEncodeError:
+            raise _bad_structure(f"{kind} holds lone surrogates, which are not Unicode text") from None
         if size > MAX_STRUCTURE_BYTES:
             raise _bad_structure(f"{kind} takes at most {MAX_STRUCTURE_BYTES} bytes, not {size}")
 
@@ -139,36 +127,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     # Completions of a prompt, 1 to 128.
-    n: int = 1
+    n: Annotated[int, _Range(1, MAX_N)] = 1
     # Sequences to choose them from, n (the default) to 128. The n of the highest log-probability per token are given.
-    best_of: int | None = None
+    best_of: Annotated[int | None, _Range(1, MAX_N)] = None
     # Look for the most likely sequences, with best_of beams (2 or more), instead of sampling.
     use_beam_search: bool = False
     # Beams are ranked by cumulative log-probability / tokens ** length_penalty, -10 to 10.
-    length_penalty: float = 1.0
+    length_penalty: Annotated[float, _Range(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)] = 1.0
     # When beam search ends: when there are best_of finished sequences (True), when the best beam can hardly become
     # better than the worst of them (False), or when no beam can ("never").
     early_stopping: bool | Literal["never"] = False
     # 0 is greedy; at most 100.
-    temperature: float = 1.0
+    temperature: Annotated[float, _Range(0, 100)] = 1.0
     # Sample from the most likely tokens that together have this probability, (0, 1].
-    top_p: float = 1.0
+    top_p: Annotated[float, _Range(0, 1, without_low=True)] = 1.0
     # Sample from so many most likely tokens; 0 or -1 keeps all.
-    top_k: int = 0
+    top_k: Annotated[int, _Range(-1, 2**31 - 1)] = 0
     # Leave out tokens with less than this times the probability of the most likely one, [0, 1].
-    min_p: float = 0.0
+    min_p: Annotated[float, _Range(0, 1)] = 0.0
     # Divides or multiplies the logits of tokens in prompt and output, (0, 100]; 1 changes nothing.
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, _Range(0, 100, without_low=True)] = 1.0
     # Taken from the logits of tokens that the output has, -2 to 2.
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[float, _Range(-2, 2)] = 0.0
     # Taken from the logits of tokens once for each time that the output has them, -2 to 2.
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[float, _Range(-2, 2)] = 0.0
     # Token id -> value added to its logit, -100 to 100; at most 1,024 of them.
     logit_bias: dict[int, float] | None = None
     # None means up to the model's context.
-    max_tokens: int | None = 16
+    max_tokens: Annotated[int | None, _Range(1, 2**31 - 1)] = 16
     # Neither end-of-sequence nor stop ids come before so many tokens, and no stop string ends the text.
-    min_tokens: int = 0
+    min_tokens: Annotated[int, _Range(0, 2**31 - 1)] = 0
     # Strings that end the text and are cut off it, at most 64, with 16,384 characters in all.
     stop: list[str] = []
     # Token ids that end the text, at most 64.
@@ -180,11 +168,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # Special tokens are left out of the text.
     skip_special_tokens: bool = True
     # Report the log-probabilities of so many top tokens a position, 0 to 20; 0 is the token itself alone.
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, _Range(0, MAX_LOGPROBS)] = None
     # The same for the prompt.
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int | None, _Range(0, MAX_LOGPROBS)] = None
     # The same seed gives the same tokens, whatever else is in the batch.
-    seed: int | None = None
+    seed: Annotated[int | None, _Range(0, MAX_SEED)] = None
     # The form that the text must have; None for any text.
     structured_outputs: StructuredOutputs | None = None
 
@@ -194,9 +182,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("stop", "stop_token_ids"):
             if getattr(self, name) is None:
                 msgspec.structs.force_setattr(self, name, [])
-        for name, allowed in _RANGES.items():
-            allowed.check(name, getattr(self, name))
-        for name in ("use_beam_search", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name, (allowed, kinds) in _NUMBERS.items():
+            allowed.check(name, getattr(self, name), kinds)
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, f"must be true or false, not {getattr(self, name)!r}")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
@@ -206,8 +194,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.structured_outputs is not None and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise _bad(name, "cannot be combined with structured_outputs, which end by themselves")
-        self._check_stops()
-        self._check_bias()
+        self._check_collections()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _bad("min_tokens", f"({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         if self.width < self.n:
@@ -256,27 +243,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             many = getattr(self, name)
             raise _bad(name, f"must be 1 with temperature 0, where all completions are equal; it is {many}")
 
-    def _check_stops(self) -> None:
+    def _check_collections(self) -> None:
         if not isinstance(self.stop, list) or not all(isinstance(s, str) and s for s in self.stop):
             raise _bad("stop", "must be a list of non-empty strings")
         if not isinstance(self.stop_token_ids, list) or not all(_is_int(t) and t >= 0 for t in self.stop_token_ids):
             raise _bad("stop_token_ids", "must be a list of token ids (integers >= 0)")
-        for name in ("stop", "stop_token_ids"):
-            count = len(getattr(self, name))
-            if count > MAX_STOPS:
-                raise _bad(name, f"takes at most {MAX_STOPS} entries, not {count}")
+        if not isinstance(self.logit_bias, dict | None):
+            raise _bad("logit_bias", "must map token ids to numbers")
+        for name, limit in _MAX_ENTRIES.items():
+            count = len(getattr(self, name) or ())
+            if count > limit:
+                raise _bad(name, f"takes at most {limit} entries, not {count}")
         size = sum(map(len, self.stop))
         if size > MAX_STOP_CHARS:
             raise _bad("stop", f"strings may have {MAX_STOP_CHARS} characters in all, not {size}")
-
-    def _check_bias(self) -> None:
-        if self.logit_bias is None:
-            return
-        if not isinstance(self.logit_bias, dict):
-            raise _bad("logit_bias", "must map token ids to numbers")
-        if len(self.logit_bias) > MAX_BIASES:
-            raise _bad("logit_bias", f"takes at most {MAX_BIASES} entries, not {len(self.logit_bias)}")
-        for token, value in self.logit_bias.items():
+        for token, value in (self.logit_bias or {}).items():
             if not _is_int(token) or token < 0:
                 raise _bad("logit_bias", f"keys must be token ids, not {token!r}")
-            _BIAS.check("logit_bias", value)
+            _BIAS.check("logit_bias", value, (float,))
+
+
+_FIELDS = get_type_hints(SamplingParams, include_extras=True)
+_NUMBERS: dict[str, tuple[_Range, tuple[type, ...]]] = {
+    name: (kind.__metadata__[0], get_args(kind.__origin__) or (kind.__origin__,))
+    for name, kind in _FIELDS.items()
+    if get_origin(kind) is Annotated
+}
+_FLAGS = [name for name, kind in _FIELDS.items() if kind is bool]
