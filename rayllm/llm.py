@@ -232,7 +232,8 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | dict):
         return [prompts]
     items = list(prompts)
-    return [cast(list[int], items)] if items and all(isinstance(item, int) for item in items) else items
+    is_one = items and all(isinstance(item, int) for item in items)
+    return cast(list[Prompt], [items] if is_one else items)
 
 
 def _read_prompt(prompt: Prompt) -> PromptFields:

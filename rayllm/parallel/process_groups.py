@@ -110,23 +110,22 @@ def send_result(groups: Groups, packed: bytes) -> None:
 
     One message unless the result is long: half the time of an object list, which sends its size ahead.
     """
-    frame = bytearray(_FRAME_BYTES)
-    frame[:_LENGTH_BYTES] = len(packed).to_bytes(_LENGTH_BYTES, "little")
-    first = packed[: _FRAME_BYTES - _LENGTH_BYTES]
-    frame[_LENGTH_BYTES : _LENGTH_BYTES + len(first)] = first
-    dist.broadcast(torch.frombuffer(frame, dtype=torch.uint8), src=1, group=groups.results)
-    if rest := bytearray(packed[len(first) :]):
-        dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), src=1, group=groups.results)
+    message = len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
+    _broadcast(groups, bytearray(message[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0")))
+    if len(message) > _FRAME_BYTES:
+        _broadcast(groups, bytearray(message[_FRAME_BYTES:]))
 
 
 def receive_result(groups: Groups) -> StepResult | None:
     """The driver's side of `send_result`: waits for the next result."""
-    frame = bytearray(_FRAME_BYTES)
-    dist.broadcast(torch.frombuffer(frame, dtype=torch.uint8), src=1, group=groups.results)
-    end = _LENGTH_BYTES + int.from_bytes(frame[:_LENGTH_BYTES], "little")
-    packed = frame[_LENGTH_BYTES:end]
+    message = _broadcast(groups, bytearray(_FRAME_BYTES))
+    end = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES], "little")
     if end > _FRAME_BYTES:
-        rest = bytearray(end - _FRAME_BYTES)
-        dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), src=1, group=groups.results)
-        packed += rest
-    return _RESULTS.decode(packed)
+        message = message + _broadcast(groups, bytearray(end - _FRAME_BYTES))
+    return _RESULTS.decode(memoryview(message)[_LENGTH_BYTES:end])
+
+
+def _broadcast(groups: Groups, frame: bytearray) -> bytearray:
+    """The sender's frame, which fills the receiver's."""
+    dist.broadcast(torch.frombuffer(frame, dtype=torch.uint8), src=1, group=groups.results)
+    return frame
