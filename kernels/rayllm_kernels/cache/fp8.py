@@ -1,4 +1,4 @@
-"""Triton helpers of kernels that write the KV cache or read it, whatever its format (`kv_format.py`)."""
+"""Triton helpers of kernels that write the KV cache or read it, whatever its format (`kv_cache.py`)."""
 
 # mypy: allow-incomplete-defs
 
