@@ -74,7 +74,6 @@ def start_server(
     now, by a rolling update. Raises ConfigError, ModelError or StartupError if the server does not come up,
     EngineDeadError if Ray is lost later. Forks, so it is for a process that does nothing else: see `supervise`.
     """
-    orders = supervise(timeouts.END_DESCENDANTS_S)
     phases: dict[str, float] = {}
     environment = {name: os.environ[name] for name in KEY_VARIABLES if name in os.environ}
     with _phase(phases, "checks"):
@@ -83,6 +82,7 @@ def start_server(
         keys = load_api_keys(server, os.environ)
     for warning in key_warnings(server, has_keys=bool(keys)):
         report(warning)
+    orders = supervise(timeouts.END_DESCENDANTS_S)
     deployment = Deployment(server)
 
     def update() -> None:
