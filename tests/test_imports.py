@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "__init__": {"llm", "api", "version"},
 }
 # What parts keep out: the scheduler runs in simulators, fronts on hosts without GPUs.
-FOREIGN = {"core": {"torch", "ray", "numpy", "time", "transformers"}, "serve": {"torch"}, "api": {"torch", "ray"}}
+FOREIGN = {"core": {"torch", "ray", "time", "transformers"}, "serve": {"torch"}, "api": {"torch", "ray"}}
 THIRD_PARTIES = {"ray", "torch", "triton"}
 COMPAT = {
     "rayllm/executor/ray_compat.py",

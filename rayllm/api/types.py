@@ -237,8 +237,30 @@ class RequestOutput(msgspec.Struct):
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot of the engine for metrics and health. Counters only grow."""
+class Counters(msgspec.Struct):
+    """What an engine has done so far; the figures only grow."""
+
+    num_steps: int = 0
+    # Tokens of prompts that came, and tokens generated.
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    # Tokens of all steps.
+    computed_tokens: int = 0
+    # Preemptions by recompute or swap, and those by swap.
+    num_preemptions: int = 0
+    num_swap_preemptions: int = 0
+    # Tokens looked up in the prefix cache, and those found, on either tier.
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    # Tokens that the device had not, so that the CPU tier, if there is one, was asked, and those found there.
+    cpu_prefix_cache_queries: int = 0
+    cpu_prefix_cache_hits: int = 0
+    # Steps by the tokens they computed, in the buckets of STEP_TOKEN_BUCKETS and one beyond the last.
+    step_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BUCKETS) + 1))
+
+
+class EngineStats(Counters, frozen=True):
+    """A snapshot of the engine for metrics and health: its counters, and how it is just now."""
 
     # Sequences that run, wait for a place, and wait with their KV in host memory.
     num_running: int = 0
@@ -247,28 +269,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     # Blocks of the device pool that are held, and all.
     num_used_blocks: int = 0
     num_total_blocks: int = 0
-    # Preemptions by recompute or swap, and those by swap.
-    num_preemptions: int = 0
-    num_swap_preemptions: int = 0
-    num_steps: int = 0
-    # Tokens of prompts that came, and tokens generated.
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    # Tokens of all steps.
-    computed_tokens: int = 0
-    # Steps by the tokens they computed, in the buckets of STEP_TOKEN_BUCKETS and one beyond the last.
-    step_tokens: list[int] = []
-    # Tokens looked up in the prefix cache, and those found, on either tier.
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    # Tokens that the device had not, so that the CPU tier, if there is one, was asked, and those found there.
-    cpu_prefix_cache_queries: int = 0
-    cpu_prefix_cache_hits: int = 0
     # Host blocks that swapped sequences hold, that the prefix cache finds, and all.
     num_used_cpu_blocks: int = 0
     num_cached_cpu_blocks: int = 0
     num_total_cpu_blocks: int = 0
-    # Blocks moved between the pools, for whatever reason.
+    # Blocks moved between the pools so far, for whatever reason.
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
     # Prompt tokens that the last step with decodes and prompts had time for within target_itl_ms; 0 without a target.

@@ -5,34 +5,23 @@ A script reads its own arguments, --help included, so its flags are declared the
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import typer
 
 from rayllm.cli.options import make_app
 
 app = make_app("Measure the engine, a running server or the kernels.")
 
-_ALL_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+def _add(name: str, script: str, text: str) -> None:
+    all_arguments = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+    @app.command(name, help=text, context_settings=all_arguments)
+    def run(context: typer.Context) -> None:
+        import_module(f"rayllm_benchmarks.{script}").app(context.args, prog_name=context.command_path)
 
 
-@app.command(context_settings=_ALL_ARGUMENTS)
-def offline(context: typer.Context) -> None:
-    """Measure the engine in this process."""
-    from rayllm_benchmarks.offline import app as script
-
-    script(context.args, prog_name=context.command_path)
-
-
-@app.command(context_settings=_ALL_ARGUMENTS)
-def serve(context: typer.Context) -> None:
-    """Measure a running server with guidellm."""
-    from rayllm_benchmarks.serve import app as script
-
-    script(context.args, prog_name=context.command_path)
-
-
-@app.command(context_settings=_ALL_ARGUMENTS)
-def kernels(context: typer.Context) -> None:
-    """Measure the kernels on one GPU."""
-    from rayllm_benchmarks.kernel_times import app as script
-
-    script(context.args, prog_name=context.command_path)
+_add("offline", "offline", "Measure the engine in this process.")
+_add("serve", "serve", "Measure a running server with guidellm.")
+_add("kernels", "kernel_times", "Measure the kernels on one GPU.")

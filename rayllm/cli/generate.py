@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel, Field
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.cli.options import config_flags, engine_config
 from rayllm.config.options import EngineConfig
 
 
-@config_flags(EngineConfig, positional_model=False)
+class SamplingFlags(BaseModel):
+    """The sampling parameters that are flags, most under their own names; `SamplingParams` checks them."""
+
+    max_tokens: int = Field(128, description="Tokens to generate at most")
+    temperature: float = Field(1.0, description="0 always takes the most likely token")
+    top_p: float = Field(1.0, description="Keep the most likely tokens up to this probability")
+    top_k: int = Field(0, description="Keep this many tokens; 0 keeps all")
+    n: int = Field(1, description="Completions of each prompt")
+    best_of: int | None = Field(None, description="Samples or beams to choose them from; n if absent")
+    use_beam_search: bool = Field(False, description="Look for the most likely texts, with best_of beams")
+    length_penalty: float = Field(1.0, description="Of beams: below 1 prefers short texts")
+    early_stopping: str = Field("false", description="When beam search ends: false, true or never")
+    sampling_seed: int | None = Field(None, description="The same seed gives the same text")
+    stop: list[str] | None = Field(None, description="Text that ends a completion; may be repeated")
+
+
+@config_flags(SamplingFlags, EngineConfig, positional_model=False)
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Standard input if none.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 0,
-    n: Annotated[int, typer.Option("--n", help="Completions of each prompt.")] = 1,
-    best_of: Annotated[int | None, typer.Option(help="Samples or beams to choose them from; n if absent.")] = None,
-    use_beam_search: Annotated[bool, typer.Option(help="Look for the most likely texts, with best_of beams.")] = False,
-    length_penalty: Annotated[float, typer.Option(help="Of beams: below 1 prefers short texts.")] = 1.0,
-    early_stopping: Annotated[str, typer.Option(metavar="[false|true|never]", help="When beam search ends.")] = "false",
-    sampling_seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends a completion; may be repeated.")] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object a completion.")] = False,
     **options: Any,
 ) -> None:
@@ -35,18 +41,12 @@ def generate(
 
     prompts = prompts or [sys.stdin.read()]
     config = engine_config(options)
+    fields = SamplingFlags(**{name: value for name, value in options.items() if value is not None}).model_dump()
+    early_stopping = fields.pop("early_stopping")
     params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        n=n,
-        best_of=best_of,
-        use_beam_search=use_beam_search,
-        length_penalty=length_penalty,
-        early_stopping={"false": False, "true": True}.get(early_stopping, cast(Any, early_stopping)),
-        seed=sampling_seed,
-        stop=stop or [],
+        seed=fields.pop("sampling_seed"),
+        early_stopping={"false": False, "true": True}.get(early_stopping, early_stopping),
+        **fields,
     )
     with LLM(**config.model_dump()) as llm:
         outputs = llm.generate(prompts, params)
@@ -55,7 +55,7 @@ def generate(
             if json_lines:
                 fields = {"prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason}
                 print(json.dumps(fields, ensure_ascii=False))
-            elif len(prompts) * n == 1:
+            elif len(prompts) * params.n == 1:
                 print(completion.text)
             else:
                 print(f"> {prompt}\n{completion.text}\n")

@@ -46,7 +46,7 @@ class BloomSpec:
 class ModelSpec:
     """One model's shape. Sizes are of the whole model, not of a rank.
 
-    max_model_len: tokens of prompt and output that the position embedding is good for. dtype: of the checkpoint.
+    dtype: of the checkpoint.
     sliding_windows: one entry a layer, tokens a query sees counting itself, None for all.
     rope is None for OPT and BLOOM, opt and bloom are None for the others.
     """
@@ -60,7 +60,6 @@ class ModelSpec:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
-    max_model_len: int
     norm_eps: float
     hidden_act: str
     dtype: str
@@ -74,6 +73,11 @@ class ModelSpec:
     rope: RopeSpec | None = None
     opt: OPTSpec | None = None
     bloom: BloomSpec | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output that the position embedding is good for."""
+        return self.rope.max_model_len(self.max_position_embeddings) if self.rope else self.max_position_embeddings
 
     @property
     def kv_window(self) -> int | None:
@@ -119,7 +123,8 @@ def load_model_spec(path: str) -> ModelSpec:
     if not all(isinstance(i, int) for i in ids):
         raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, not {eos!r}")
     parsers = {"OPTForCausalLM": _parse_opt, "BloomForCausalLM": _parse_bloom}
-    return parsers.get(architecture, _parse_llama)(config, architecture, ids)
+    parse = parsers.get(architecture, _parse_llama)
+    return _make_spec(config, architecture=architecture, eos_token_ids=ids, **parse(config, architecture))
 
 
 def check_parallel(spec: ModelSpec, tp: int) -> None:
@@ -178,8 +183,6 @@ def _split_hidden(config: JsonFields, hidden_size: int, num_heads: int) -> int:
 
 def _make_spec(
     config: JsonFields,
-    architecture: str,
-    eos_token_ids: list[int],
     *,
     hidden_size: int,
     num_layers: int,
@@ -187,11 +190,13 @@ def _make_spec(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     vocab_size: int | None = None,
+    bias: bool = False,
     **rest: Any,
 ) -> ModelSpec:
     """A spec of these fields, its heads checked. By default each head has its own KV, and a share of hidden_size.
 
-    vocab_size: where config.json does not say it. rest: further fields of ModelSpec.
+    vocab_size: where config.json does not say it. bias: of all projections for which rest does not say it.
+    rest: further fields of ModelSpec; by default no layer has a sliding window.
     """
     num_kv_heads = num_kv_heads or num_heads
     head_dim = head_dim or _split_hidden(config, hidden_size, num_heads)
@@ -200,8 +205,8 @@ def _make_spec(
     if head_dim > MAX_HEAD_DIM:
         raise ModelError(f"{config.file}: head_dim {head_dim} is more than the {MAX_HEAD_DIM} that attention supports")
     dtype = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
+    defaults = dict.fromkeys(("qkv_bias", "attention_out_bias", "mlp_bias"), bias)
     return ModelSpec(
-        architecture=architecture,
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
@@ -209,12 +214,11 @@ def _make_spec(
         head_dim=head_dim,
         vocab_size=config.size("vocab_size", vocab_size),
         dtype=config.one_of("dtype", dtype, DTYPES),
-        eos_token_ids=eos_token_ids,
-        **rest,
+        **{"sliding_windows": (None,) * num_layers} | defaults | rest,
     )
 
 
-def _parse_llama(config: JsonFields, architecture: str, eos: list[int]) -> ModelSpec:
+def _parse_llama(config: JsonFields, architecture: str) -> dict[str, Any]:
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_layers, max_position = config.size("num_hidden_layers"), config.size("max_position_embeddings")
     is_qwen3 = architecture == "Qwen3ForCausalLM"
@@ -227,29 +231,24 @@ def _parse_llama(config: JsonFields, architecture: str, eos: list[int]) -> Model
     # Llama's attention_bias covers all four projections; Qwen2 has a bias on q, k, v whatever its config says.
     has_flag = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
     attention_bias = has_flag and config.flag("attention_bias", False)
-    rope = parse_rope(config, head_dim, max_position)
-    return _make_spec(
-        config,
-        architecture,
-        eos,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=config.size("num_key_value_heads", num_heads),
-        head_dim=head_dim,
-        intermediate_size=config.size("intermediate_size"),
-        max_position_embeddings=max_position,
-        max_model_len=rope.max_model_len(max_position),
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        hidden_act=config.one_of("hidden_act", config.text("hidden_act", "silu"), GATED_ACTIVATIONS),
-        tie_word_embeddings=config.flag("tie_word_embeddings", False),
-        qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
-        attention_out_bias=attention_bias,
-        mlp_bias=architecture == "LlamaForCausalLM" and config.flag("mlp_bias", False),
-        qk_norm=is_qwen3,
-        sliding_windows=_sliding_windows(architecture, config, num_layers),
-        rope=rope,
-    )
+    return {
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": config.size("num_key_value_heads", num_heads),
+        "head_dim": head_dim,
+        "intermediate_size": config.size("intermediate_size"),
+        "max_position_embeddings": max_position,
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "hidden_act": config.one_of("hidden_act", config.text("hidden_act", "silu"), GATED_ACTIVATIONS),
+        "tie_word_embeddings": config.flag("tie_word_embeddings", False),
+        "qkv_bias": attention_bias or architecture == "Qwen2ForCausalLM",
+        "attention_out_bias": attention_bias,
+        "mlp_bias": architecture == "LlamaForCausalLM" and config.flag("mlp_bias", False),
+        "qk_norm": is_qwen3,
+        "sliding_windows": _sliding_windows(architecture, config, num_layers),
+        "rope": parse_rope(config, head_dim, max_position),
+    }
 
 
 def _sliding_windows(architecture: str, config: JsonFields, num_layers: int) -> tuple[int | None, ...]:
@@ -272,62 +271,46 @@ def _sliding_windows(architecture: str, config: JsonFields, num_layers: int) -> 
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _parse_opt(config: JsonFields, architecture: str, eos: list[int]) -> ModelSpec:
-    hidden_size, num_layers = config.size("hidden_size"), config.size("num_hidden_layers")
-    max_position = config.size("max_position_embeddings")
-    bias, pre_norm = config.flag("enable_bias", True), config.flag("do_layer_norm_before", True)
-    return _make_spec(
-        config,
-        architecture,
-        eos,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=config.size("num_attention_heads"),
-        intermediate_size=config.size("ffn_dim"),
-        max_position_embeddings=max_position,
-        max_model_len=max_position,
-        norm_eps=1e-5,  # torch's LayerNorm default, which OPT never overrides
-        hidden_act=config.one_of("activation_function", config.text("activation_function", "relu"), PLAIN_ACTIVATIONS),
-        tie_word_embeddings=config.flag("tie_word_embeddings", True),
-        qkv_bias=bias,
-        attention_out_bias=bias,
-        mlp_bias=bias,
-        sliding_windows=(None,) * num_layers,
-        opt=OPTSpec(
+def _parse_opt(config: JsonFields, _architecture: str) -> dict[str, Any]:
+    hidden_size, pre_norm = config.size("hidden_size"), config.flag("do_layer_norm_before", True)
+    activation = config.text("activation_function", "relu")
+    return {
+        "hidden_size": hidden_size,
+        "num_layers": config.size("num_hidden_layers"),
+        "num_heads": config.size("num_attention_heads"),
+        "intermediate_size": config.size("ffn_dim"),
+        "max_position_embeddings": config.size("max_position_embeddings"),
+        "norm_eps": 1e-5,  # torch's LayerNorm default, which OPT never overrides
+        "hidden_act": config.one_of("activation_function", activation, PLAIN_ACTIVATIONS),
+        "tie_word_embeddings": config.flag("tie_word_embeddings", True),
+        "bias": config.flag("enable_bias", True),
+        "opt": OPTSpec(
             embed_dim=config.size("word_embed_proj_dim", hidden_size),
             pre_norm=pre_norm,
             # Checkpoints fine-tuned before transformers 4.20.1 lack it and say so in this flag.
             final_norm=pre_norm and not config.flag("_remove_final_layer_norm", False),
             norm_affine=config.flag("layer_norm_elementwise_affine", True),
         ),
-    )
+    }
 
 
-def _parse_bloom(config: JsonFields, architecture: str, eos: list[int]) -> ModelSpec:
+def _parse_bloom(config: JsonFields, _architecture: str) -> dict[str, Any]:
     """Sizes go by several names, of which transformers prefers those of older files."""
 
     def size(name: str, other: str, default: int) -> int:
         return config.size(name, config.size(other, default))
 
-    hidden_size, num_layers = size("n_embed", "hidden_size", 64), size("n_layer", "num_hidden_layers", 2)
-    max_position = config.size("seq_length", BLOOM_POSITIONS)
-    return _make_spec(
-        config,
-        architecture,
-        eos,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=size("n_head", "num_attention_heads", 8),
-        intermediate_size=4 * hidden_size,
-        vocab_size=250880,
-        max_position_embeddings=max_position,
-        max_model_len=max_position,
-        norm_eps=config.number("layer_norm_epsilon", 1e-5),
-        hidden_act="gelu_pytorch_tanh",
-        tie_word_embeddings=config.flag("tie_word_embeddings", True),
-        qkv_bias=True,
-        attention_out_bias=True,
-        mlp_bias=True,
-        sliding_windows=(None,) * num_layers,
-        bloom=BloomSpec(residual_after_norm=config.flag("apply_residual_connection_post_layernorm", False)),
-    )
+    hidden_size = size("n_embed", "hidden_size", 64)
+    return {
+        "hidden_size": hidden_size,
+        "num_layers": size("n_layer", "num_hidden_layers", 2),
+        "num_heads": size("n_head", "num_attention_heads", 8),
+        "intermediate_size": 4 * hidden_size,
+        "vocab_size": 250880,
+        "max_position_embeddings": config.size("seq_length", BLOOM_POSITIONS),
+        "norm_eps": config.number("layer_norm_epsilon", 1e-5),
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": config.flag("tie_word_embeddings", True),
+        "bias": True,
+        "bloom": BloomSpec(residual_after_norm=config.flag("apply_residual_connection_post_layernorm", False)),
+    }

@@ -27,8 +27,12 @@ from __future__ import annotations
 
 import bisect
 import math
+import operator
+import sys
 from collections.abc import Iterable
 from typing import NamedTuple
+
+import numpy as np
 
 from rayllm.api.types import StepCost
 from rayllm.core.sequence import Sequence
@@ -46,6 +50,7 @@ FORGET_ERROR = 0.95
 FORGET_SPEED = 0.9
 START_WEIGHT = 0.1  # of a measurement at the start, against the last step's 1
 RIDGE = 1e-6  # of the normal equations' diagonal, for steps that are all alike
+_RIDGED = 1 + RIDGE * np.eye(4)
 OUTLIER = 3.0  # a step that takes longer than so many times what was expected says nothing beyond that
 FIRST_ERROR = 0.1
 
@@ -261,13 +266,8 @@ class StepTimes:
     def _fit(self, work: StepWork) -> float:
         if self._coefficients is None:
             # The steps at the start count as if they had taken `_slowdown` times as long.
-            divisors = [self._slowdown**2] * 4 + [self._slowdown]
-            self._coefficients = _solve(
-                [
-                    [a + b + START_WEIGHT * c / divisor for a, b, c, divisor in zip(*rows, divisors, strict=True)]
-                    for rows in zip(self._without_prompts.rows, self._with_prompts.rows, self._start.rows, strict=True)
-                ]
-            )
+            start = START_WEIGHT * self._start.rows / ([self._slowdown**2] * 4 + [self._slowdown])
+            self._coefficients = _solve(self._without_prompts.rows + self._with_prompts.rows + start)
         return _times(self._coefficients, _features(work))
 
 
@@ -277,52 +277,33 @@ def _features(work: StepWork) -> tuple[float, float, float, float]:
 
 
 def _times(coefficients: list[float], features: tuple[float, ...]) -> float:
-    return sum(c * x for c, x in zip(coefficients, features, strict=True))
+    return sum(map(operator.mul, coefficients, features))
 
 
 class _Sums:
     """The normal equations of steps: sums of x x' / t^2 and x / t, where t is a step's time."""
 
     def __init__(self) -> None:
-        self.rows = [[0.0] * 5 for _ in range(4)]  # the right side is the last column
+        self.rows = np.zeros((4, 5))  # the right side is the last column
         self.count = 0.0
 
     def add(self, x: tuple[float, ...], seconds: float, forget: float = FORGET) -> None:
-        scaled = [value / seconds for value in x]
-        for row, value in zip(self.rows, scaled, strict=True):
-            for j, other in enumerate((*scaled, 1.0)):
-                row[j] = forget * row[j] + value * other
+        scaled = np.array((*x, seconds)) / seconds
+        self.rows *= forget
+        self.rows += scaled[:4, None] * scaled
         self.count = forget * self.count + 1
 
 
-def _solve(rows: list[list[float]]) -> list[float]:
+def _solve(rows: np.ndarray) -> list[float]:
     """The least squares' coefficients, none below zero: while one is, the lowest is left out."""
-    used = [i for i in range(4) if rows[i][i] > 0]
+    matrix, right, coefficients = rows[:, :4] * _RIDGED, rows[:, 4], [0.0] * 4
+    used = [i for i, square in enumerate(matrix.diagonal().tolist()) if square > sys.float_info.min]
     while used:
-        solved = _eliminate([[rows[i][j] for j in used] + [rows[i][4]] for i in used])
-        least = min(range(len(used)), key=solved.__getitem__)
-        if solved[least] >= 0:
-            coefficients = [0.0] * 4
+        solved = np.linalg.solve(matrix[used][:, used], right[used]).tolist()
+        least = min(solved)
+        if least >= 0:
             for i, value in zip(used, solved, strict=True):
                 coefficients[i] = value
-            return coefficients
-        del used[least]
-    return [0.0] * 4
-
-
-def _eliminate(matrix: list[list[float]]) -> list[float]:
-    """Solve symmetric positive semidefinite equations, the right side in the last column, by Gaussian elimination."""
-    size = len(matrix)
-    for i in range(size):
-        matrix[i][i] *= 1 + RIDGE
-    for i in range(size):
-        pivot = matrix[i][i] or 1.0
-        for k in range(i + 1, size):
-            share = matrix[k][i] / pivot
-            for j in range(i, size + 1):
-                matrix[k][j] -= share * matrix[i][j]
-    solved = [0.0] * size
-    for i in reversed(range(size)):
-        rest = matrix[i][size] - sum(matrix[i][j] * solved[j] for j in range(i + 1, size))
-        solved[i] = rest / (matrix[i][i] or 1.0)
-    return solved
+            break
+        del used[solved.index(least)]
+    return coefficients

@@ -16,9 +16,10 @@ the transfer overlaps with this one. Only if this step has nothing else to do do
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 from dataclasses import dataclass
+
+from msgspec.structs import asdict
 
 from rayllm.api.types import (
     STEP_TOKEN_BUCKETS,
@@ -619,5 +620,5 @@ class Scheduler:
             swapped_out_blocks=memory.num_swapped_out,
             swapped_in_blocks=memory.num_swapped_in,
             prefill_chunk_limit=0 if self.chunk_budget is None else self.chunk_budget.limit,
-            **dataclasses.asdict(state.counters),
+            **asdict(state.counters) | {"step_tokens": state.counters.step_tokens.copy()},
         )

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
-from rayllm.api.types import STEP_TOKEN_BUCKETS, RequestTimes
+from rayllm.api.types import Counters, RequestTimes
 from rayllm.core.memory import KVMemory, PreemptionMode
 from rayllm.core.sequence import Sequence, SequenceGroup, SequenceStatus, policy_order
 
@@ -31,23 +30,6 @@ class InOrder(list[Sequence]):
         place = bisect.bisect_left(self, seq.key, key=policy_order)
         if place < len(self) and self[place] is seq:
             del self[place]
-
-
-@dataclass(slots=True)
-class Counters:
-    """Figures that only grow; the fields are those of `EngineStats`."""
-
-    num_steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    computed_tokens: int = 0
-    num_preemptions: int = 0
-    num_swap_preemptions: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    cpu_prefix_cache_queries: int = 0
-    cpu_prefix_cache_hits: int = 0
-    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BUCKETS) + 1))
 
 
 class SchedulerState:

@@ -188,7 +188,7 @@ class _Deployment:
     def _of_engines(self) -> Iterator[Metric]:
         steps = HistogramMetricFamily("rayllm:iteration_tokens_total", "Tokens computed in a step.", labels=LABELS)
         for labels, stats in self._engines:
-            counts = itertools.accumulate(stats.step_tokens or [0] * len(_STEP_BOUNDS))
+            counts = itertools.accumulate(stats.step_tokens)
             steps.add_metric(labels, list(zip(_STEP_BOUNDS, counts, strict=True)), sum_value=stats.computed_tokens)
         yield steps
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
