@@ -24,8 +24,8 @@ from rayllm.sampling.sampling_batch import (
     LogprobRows,
     PenaltyRows,
     SamplingBatch,
-    to_device,
 )
+from rayllm.sampling.transfer import to_device
 
 # A column of the table -> what it holds in a row that is plain greedy, a float32 or an int64.
 _NEUTRAL: dict[str, float | int] = {

@@ -27,7 +27,7 @@ import torch
 from rayllm.api.types import KVBlocks
 from rayllm.errors import ConfigError
 from rayllm.layers.attention import KVCache
-from rayllm.worker.inputs import to_device
+from rayllm.sampling.transfer import to_device
 from rayllm_kernels import ops
 from rayllm_kernels.cache.kv_cache import FP8_MAX, KVScales
 
@@ -208,7 +208,7 @@ class CopyStream:
 
 def _copy_blocks(pool: torch.Tensor, source: list[int] | range, destination: list[int] | range) -> None:
     """Copy blocks of a pool on its device, on the current stream."""
-    ops.copy_blocks(pool, *to_device([np.array(source), np.array(destination)], np.int64, pool.device))
+    ops.copy_blocks(pool, *to_device([np.array(source, np.int64), np.array(destination, np.int64)], pool.device))
 
 
 def block_bytes(block_shape: tuple[int, ...], dtype: torch.dtype) -> int:

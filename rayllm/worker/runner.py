@@ -14,8 +14,9 @@ from rayllm.sampling.sampler import SamplerOutput, logprob_entries, sample
 from rayllm.sampling.sampling_batch import SamplingBatch
 from rayllm.sampling.sampling_table import SamplingTable
 from rayllm.sampling.token_mask import TokenMasks
+from rayllm.sampling.transfer import to_device
 from rayllm.worker.graphs import DecodeGraphs, RunContext, StepGraphs
-from rayllm.worker.inputs import PersistentBatch, StepInputs, build, to_device
+from rayllm.worker.inputs import PersistentBatch, StepInputs, build
 
 # With these, sampling runs every kernel that it has: on logits as they are, and on changed ones.
 ALL_WAYS = tuple(
@@ -137,7 +138,7 @@ class ModelRunner:
             output = self._sample_in_parts(logits, sampling, rows, positions, plan)
         else:
             output = sample(logits, sampling, self._state.token_table)
-        where = to_device([rows, positions], np.int64, self._device)
+        where = to_device([rows, positions], self._device)
         self._state.token_table[where[0], where[1]] = output.token_ids.to(torch.int32)
         return output, sampling
 
