@@ -59,7 +59,8 @@ class Linear(Layer):
 class ColumnLinear(Linear):
     """One projection, or several of one input as one matrix product, split by outputs.
 
-    forward: [T, in] -> [T, sum of the parts' rows], the rank's parts side by side.
+    parts: `column_part` of each, or `qkv_parts`; named within the context. The classes below have a context of their
+    own. forward: [T, in] -> [T, sum of the parts' rows], the rank's parts side by side.
     """
 
     def __init__(self, context: LayerContext, in_features: int, parts: list[Part], *, bias: bool):
