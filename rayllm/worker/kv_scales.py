@@ -26,10 +26,10 @@ CALIBRATION_TOKENS = 512
 MARGIN = 2.0  # at least, between what was seen and the largest number of the format
 SEED = 1
 
+Run = Callable[[ForwardBatch, list[KVCache]], None]  # a step, on all ranks together
 
-def find_scales(
-    model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Callable[[ForwardBatch, list[KVCache]], None]
-) -> list[KVScales] | None:
+
+def find_scales(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Run) -> list[KVScales] | None:
     """Scales of each layer of the rank's model, on its device; None if kv_dtype is no fp8 format.
 
     run: computes a step of the model, on all ranks together; called at most once. Nothing else of the engine's options
@@ -60,9 +60,7 @@ def scale_for(largest: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
     return torch.where(needed > 2.0**-100, power, 1.0)
 
 
-def _calibrate(
-    model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Callable[[ForwardBatch, list[KVCache]], None]
-) -> list[KVScales]:
+def _calibrate(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Run) -> list[KVScales]:
     """Scales from the largest keys and values in a cache of the model's own dtype, after one sequence."""
     dtype, device = model.lm_head.weight.dtype, model.lm_head.weight.device
     tokens = min(CALIBRATION_TOKENS, model.spec.max_model_len)

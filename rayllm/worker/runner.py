@@ -24,6 +24,7 @@ ALL_WAYS = tuple(
     for penalty in (1.0, 2.0)
 )
 CHANGED_ROWS = 64  # whose changed logits are held at once, beside the raw ones of all rows
+PromptEntries = list[tuple[int, int, list[TokenLogprobs]]]  # as `StepResult` has them
 PROMPT_LOGITS_ROWS = 256  # positions whose logits are held at once for prompt logprobs
 
 
@@ -37,7 +38,7 @@ class PendingResult:
     step_id: int
     sampled: SamplerOutput | None
     sampling: SamplingBatch | None  # None if nobody asked for logprobs, or nothing was sampled
-    prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]]
+    prompt_logprobs: PromptEntries
     embeddings: torch.Tensor | None
     done: torch.cuda.Event | None
 
@@ -66,7 +67,7 @@ class ModelRunner:
         """Start a plan whose block copies are done (in stream order). Waits for the device only for prompt logprobs."""
         self._apply(plan)
         sampled, sampling, embeddings = None, None, None
-        prompt_entries: list[tuple[int, int, list[TokenLogprobs]]] = []
+        prompt_entries: PromptEntries = []
         decode_graphs = self._graphs.decodes
         if decode_graphs is not None and plan.num_decodes == len(plan.rows):
             sampled, sampling = self._decode(decode_graphs, np.array(plan.rows, np.int64), plan)
@@ -109,9 +110,7 @@ class ModelRunner:
                 return self._model.gather_logits(graphs.run(batch))
         return self._model.compute_logits(self._model(batch, self._context.caches))
 
-    def _forward_all(
-        self, inputs: StepInputs
-    ) -> tuple[torch.Tensor, list[tuple[int, int, list[TokenLogprobs]]], torch.Tensor | None]:
+    def _forward_all(self, inputs: StepInputs) -> tuple[torch.Tensor, PromptEntries, torch.Tensor | None]:
         """The same, without graphs, and what needs every token's hidden state: prompt logprobs, and embeddings."""
         batch = inputs.batch
         hidden = self._model(replace(batch, logit_rows=None), self._context.caches)
@@ -163,7 +162,7 @@ class ModelRunner:
             return SamplerOutput(token_ids, None)
         return SamplerOutput(token_ids, gather(logits, asked.rows, token_ids[asked.rows], asked.max_num_top))
 
-    def _prompt_entries(self, inputs: StepInputs, hidden: torch.Tensor) -> list[tuple[int, int, list[TokenLogprobs]]]:
+    def _prompt_entries(self, inputs: StepInputs, hidden: torch.Tensor) -> PromptEntries:
         """Logprobs of the prompt tokens that follow the computed ones. hidden: [T, hidden_size] of the whole step."""
         entries = []
         for row, start, count, first_token in inputs.spans():
