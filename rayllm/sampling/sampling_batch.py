@@ -44,11 +44,6 @@ class LogprobRows(NamedTuple):
     num_top: list[int]  # [M] how many top tokens each asked for
     rows: torch.Tensor  # [M] int64, host_rows on the device
 
-    @property
-    def max_num_top(self) -> int:
-        """Top tokens to look for: the most that any row asked for."""
-        return max(self.num_top)
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:

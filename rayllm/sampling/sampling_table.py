@@ -67,11 +67,6 @@ class DrawColumns(NamedTuple):
     temperature: np.ndarray
     noise_scale: np.ndarray
 
-    @classmethod
-    def empty(cls) -> DrawColumns:
-        """Of no rows."""
-        return cls(np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32))
-
 
 class SamplingTable:
     """Owns the host columns; rows that are not set are greedy. Not thread-safe.

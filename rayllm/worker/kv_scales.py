@@ -43,7 +43,7 @@ def find_scales(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Ru
             measured = _calibrate(model, kv_dtype, block_size, run)
         else:
             ones = torch.ones(model.num_kv_heads_per_rank)
-            measured = [KVScales(ones, ones)] * model.num_layers
+            measured = [KVScales(ones, ones)] * model.spec.num_layers
         found = [own or other for own, other in zip(found, measured, strict=True)]
     device = model.lm_head.weight.device
     return [KVScales(scales.k.to(device), scales.v.to(device)) for scales in found if scales is not None]
@@ -65,8 +65,8 @@ def _calibrate(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Run
     dtype, device = model.lm_head.weight.dtype, model.lm_head.weight.device
     tokens = min(CALIBRATION_TOKENS, model.spec.max_model_len)
     blocks = math.ceil(tokens / block_size)
-    shape = (2, blocks, model.num_kv_heads_per_rank, block_size, model.head_dim)
-    caches = [KVCache(*torch.zeros(shape, dtype=dtype, device=device)) for _ in range(model.num_layers)]
+    shape = (2, blocks, model.num_kv_heads_per_rank, block_size, model.spec.head_dim)
+    caches = [KVCache(*torch.zeros(shape, dtype=dtype, device=device)) for _ in range(model.spec.num_layers)]
     ids = torch.randint(model.spec.vocab_size, (tokens,), generator=torch.Generator().manual_seed(SEED))
     positions = torch.arange(tokens, device=device)
     run(

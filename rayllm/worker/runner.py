@@ -160,7 +160,7 @@ class ModelRunner:
         asked = sampling.logprobs
         if asked is None:
             return SamplerOutput(token_ids, None)
-        return SamplerOutput(token_ids, gather(logits, asked.rows, token_ids[asked.rows], asked.max_num_top))
+        return SamplerOutput(token_ids, gather(logits, asked.rows, token_ids[asked.rows], max(asked.num_top)))
 
     def _prompt_entries(self, inputs: StepInputs, hidden: torch.Tensor) -> PromptEntries:
         """Logprobs of the prompt tokens that follow the computed ones. hidden: [T, hidden_size] of the whole step."""
