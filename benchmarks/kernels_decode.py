@@ -106,7 +106,7 @@ def projections(shape: Shape, tokens: int) -> Iterator[tuple]:
                 (
                     "+norm+silu",
                     lambda w: ops.silu_and_mul(normed(w)),
-                    lambda w, x=x: ops.add_rms_norm_linear_silu_mul(x, residual, norm, EPS, w),
+                    lambda w, x=x: ops.add_rms_norm_linear(x, residual, norm, EPS, w, gated=True),
                 ),
             ],
         }.get(name, [("", product, lambda w, x=x: ops.linear(x, w))])
@@ -177,7 +177,7 @@ class Layers:
         for layer, (qkv, o, gate_up, down) in enumerate(self.weights):
             heads, residual = ops.add_rms_norm_linear(x, residual, self.norm, EPS, qkv)
             x = ops.linear(self.attend(self.queries(heads, layer), layer), o)
-            x, residual = ops.add_rms_norm_linear_silu_mul(x, residual, self.norm, EPS, gate_up)
+            x, residual = ops.add_rms_norm_linear(x, residual, self.norm, EPS, gate_up, gated=True)
             x = ops.linear(x, down)
         return x + residual
 

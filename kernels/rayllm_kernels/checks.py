@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-FLOAT_RULE = "must be float32, float16 or bfloat16"
 
 
 def fail(argument: str, rule: str, got: object) -> NoReturn:
@@ -31,7 +30,7 @@ def check_like(tensor: Tensor, argument: str, other: Tensor, other_argument: str
 def check_float(tensor: Tensor, argument: str) -> None:
     """`tensor` must be fp32, fp16 or bf16."""
     if tensor.dtype not in FLOAT_DTYPES:
-        fail(argument, FLOAT_RULE, tensor.dtype)
+        fail(argument, "must be float32, float16 or bfloat16", tensor.dtype)
 
 
 def check_last_dim(tensor: Tensor, argument: str) -> None:

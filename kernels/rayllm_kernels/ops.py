@@ -24,14 +24,7 @@ from .cache.kv_cache import KVCache, KVScales
 from .cache.reshape_and_cache import reshape_and_cache
 from .collectives.all_reduce import PeerBuffers, all_gather_small, all_reduce, all_reduce_add_rms_norm
 from .dispatch import TritonModule
-from .linear.linear import (
-    add_rms_norm_linear,
-    add_rms_norm_linear_silu_mul,
-    linear,
-    linear_invariant,
-    linear_silu_mul,
-    prepare,
-)
+from .linear.linear import add_rms_norm_linear, linear, linear_invariant, linear_silu_mul, prepare
 from .norm.qk_norm_rope_cache import HeadNorms, qk_norm_rope_cache
 from .norm.rms_norm import fused_add_rms_norm, rms_norm
 from .norm.silu_and_mul import silu_and_mul

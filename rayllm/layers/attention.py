@@ -59,11 +59,9 @@ class AttentionPlan:
     def decode_schedule(self, q: torch.Tensor, kv_cache: KVCache, scoring: Scoring) -> DecodeSchedule | None:
         """How the decodes' attention is cut; the first layer of each window makes it, the others share it."""
         window = scoring.sliding_window
-        schedule = self._schedules.get(window)
-        if schedule is None:
-            schedule = ops.decode_schedule(q[: self.num_decodes], kv_cache, self.decodes, scoring)
-            self._schedules[window] = schedule
-        return schedule
+        if window not in self._schedules:
+            self._schedules[window] = ops.decode_schedule(q[: self.num_decodes], kv_cache, self.decodes, scoring)
+        return self._schedules[window]
 
 
 class Attention(Layer):

@@ -14,7 +14,9 @@ from rayllm.parallel.tp_group import TPGroup
 
 @dataclass(frozen=True)
 class LayerContext:
-    """One rank's place, and how its layers are to be.
+    """One rank's place, and how its layers are to be: a model is handed one and makes its layers with it.
+
+    Sizes are of the whole model. Each layer keeps the rank's part of its weights, and reads it by itself.
 
     deterministic: a token's result does not depend on the other tokens of a call, to the bit.
     prefix: what the names of weights in the checkpoint begin with: empty, or it ends with a dot.
@@ -29,6 +31,11 @@ class LayerContext:
     def at(self, name: str) -> Self:
         """The same for the part `name` of what this is for."""
         return replace(self, prefix=f"{self.prefix}{name}.")
+
+    @property
+    def replicated(self) -> Self:
+        """For layers that every rank has whole."""
+        return replace(self, tp=TPGroup.single())
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """One to be filled by `WeightSource.write`; its contents are undefined until then."""

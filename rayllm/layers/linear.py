@@ -59,8 +59,11 @@ class Linear(Layer):
 class ColumnLinear(Linear):
     """One projection, or several of one input as one matrix product, split by outputs.
 
-    forward: [T, in] -> [T, sum of the parts' rows], the rank's parts side by side.
+    parts: `column_part` of each, or `qkv_parts`; named within the context. The classes below have a context of their
+    own. forward: [T, in] -> [T, sum of the parts' rows], the rank's parts side by side.
     """
+
+    gated = False  # whether the output is act(gate) * up of two parts
 
     def __init__(self, context: LayerContext, in_features: int, parts: list[Part], *, bias: bool):
         super().__init__(context, in_features, sum(part.rows for part in parts), bias)
@@ -77,9 +80,9 @@ class ColumnLinear(Linear):
         x: the rank's summand of it (`RowLinear.partial`); the whole if residual is None.
         """
         if self.fuses:
-            return ops.add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
+            return ops.add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, gated=self.gated)
         x, total = norm.add_partial(x, residual)
-        return self.product(x, self.weight, self.bias), total
+        return self.forward(x), total
 
     def load(self, source: WeightSource) -> None:
         offset = 0
@@ -94,23 +97,18 @@ class ColumnLinear(Linear):
 class GatedLinear(ColumnLinear):
     """act(gate) * up, the two parts being projections of one input and of one size: [T, in] -> [T, rows of a part]."""
 
+    gated = True
+
     def __init__(self, context: LayerContext, in_features: int, parts: list[Part], act: str, *, bias: bool):
         super().__init__(context, in_features, parts, bias=bias)
         self.act = gated_activation(act, context.deterministic)
         self.fuses_act = act in SILU and not bias and not context.deterministic
+        self.fuses = self.fuses and self.fuses_act
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fuses_act:
             return ops.linear_silu_mul(x, self.weight)
         return self.act(self.product(x, self.weight, self.bias))
-
-    def after_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.fuses and self.fuses_act:
-            return ops.add_rms_norm_linear_silu_mul(x, residual, norm.weight, norm.eps, self.weight)
-        x, total = norm.add_partial(x, residual)
-        return self.forward(x), total
 
 
 class InterleavedQKVLinear(ColumnLinear):

@@ -34,7 +34,7 @@ class RMSNorm(Layer):
 class LayerNorm(Layer):
     """weight * (x - mean) / sqrt(variance + eps) + bias over the last dimension; weight and bias only if `affine`."""
 
-    def __init__(self, context: LayerContext, size: int, eps: float, *, affine: bool):
+    def __init__(self, context: LayerContext, size: int, eps: float, *, affine: bool = True):
         super().__init__(context)
         self.size, self.eps = size, eps
         self.weight = context.parameter(size) if affine else None

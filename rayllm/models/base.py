@@ -10,9 +10,8 @@ from torch import nn
 from rayllm.config.model_spec import ModelSpec
 from rayllm.layers.attention import Attention, KVCache
 from rayllm.layers.batch import ForwardBatch
-from rayllm.layers.context import BuildContext
 from rayllm.layers.embedding import LMHead
-from rayllm.layers.layer import Heads, Layer
+from rayllm.layers.layer import Heads, Layer, LayerContext
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels.ops import KVScales
 
@@ -20,19 +19,17 @@ from rayllm_kernels.ops import KVScales
 class CausalLM(nn.Module, ABC):
     """One rank's part of a model. Called under torch.inference_mode, by all ranks of `tp` with the same arguments.
 
-    What a mode promises of results, the layers keep that the build context makes; a model knows of none.
-    lm_head: which part of the vocabulary is this rank's. num_layers: length of the list of KV caches.
-    num_kv_heads_per_rank, head_dim: a cache is two tensors [num_blocks, num_kv_heads_per_rank, block_size, head_dim].
+    What a mode promises of results, the layers keep that the context is handed to; a model branches on none.
+    lm_head: which part of the vocabulary is this rank's. There is a KV cache for each of spec.num_layers: two tensors
+    [num_blocks, num_kv_heads_per_rank, block_size, spec.head_dim].
     """
 
     lm_head: LMHead
 
-    def __init__(self, build: BuildContext, spec: ModelSpec):
+    def __init__(self, build: LayerContext, spec: ModelSpec):
         super().__init__()
         self.build, self.spec, self.tp = build, spec, build.tp
-        self.num_layers = spec.num_layers
         self.num_kv_heads_per_rank = spec.kv_heads_per_rank(build.tp.size)
-        self.head_dim = spec.head_dim
 
     @property
     def kv_scales(self) -> list[KVScales | None]:

@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from rayllm.config.model_spec import ModelSpec
-from rayllm.layers.attention import AttentionPlan, KVCache
+from rayllm.layers.attention import Attention, AttentionPlan, KVCache
 from rayllm.layers.batch import ForwardBatch
-from rayllm.layers.context import BuildContext
+from rayllm.layers.embedding import Embedding, LMHead
+from rayllm.layers.layer import LayerContext
+from rayllm.layers.linear import ColumnLinear, GatedLinear, RowLinear, column_part, qkv_parts
 from rayllm.layers.norm import RMSNorm
+from rayllm.layers.rotary import cos_sin_table
 from rayllm.models.base import CausalLM, heads_of
 from rayllm_kernels.ops import Scoring
 
@@ -21,15 +24,14 @@ from rayllm_kernels.ops import Scoring
 class LlamaAttention(nn.Module):
     """Projections, optional head norms, rotary positions and attention of one layer."""
 
-    def __init__(self, build: BuildContext, spec: ModelSpec, layer: int, rotary: torch.Tensor):
+    def __init__(self, build: LayerContext, spec: ModelSpec, layer: int, rotary: torch.Tensor):
         super().__init__()
-        heads, norm_eps = heads_of(spec), spec.norm_eps if spec.qk_norm else None
-        self.qkv_proj = build.qkv_linear(spec.hidden_size, heads, bias=spec.qkv_bias)
-        scoring = Scoring(spec.head_dim**-0.5, spec.sliding_windows[layer])
-        self.attention = build.attention(heads, scoring, rotary, norm_eps)
-        self.o_proj = build.row_linear(
-            "o_proj", spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.attention_out_bias
-        )
+        heads, hidden, norm_eps = heads_of(spec), spec.hidden_size, spec.norm_eps if spec.qk_norm else None
+        num_heads, _, head_dim = heads
+        self.qkv_proj = ColumnLinear(build, hidden, qkv_parts(build, heads), bias=spec.qkv_bias)
+        scoring = Scoring(head_dim**-0.5, spec.sliding_windows[layer])
+        self.attention = Attention(build, heads, scoring, rotary, norm_eps)
+        self.o_proj = RowLinear(build.at("o_proj"), num_heads * head_dim, hidden, bias=spec.attention_out_bias)
 
     def forward(
         self,
@@ -54,11 +56,12 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(self, build: BuildContext, spec: ModelSpec):
+    def __init__(self, build: LayerContext, spec: ModelSpec):
         super().__init__()
         hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
-        self.gate_up_proj = build.gated_linear("gate_proj", "up_proj", hidden, inner, spec.hidden_act, bias=bias)
-        self.down_proj = build.row_linear("down_proj", inner, hidden, bias=bias)
+        parts = [column_part(build, name, inner) for name in ("gate_proj", "up_proj")]
+        self.gate_up_proj = GatedLinear(build, hidden, parts, spec.hidden_act, bias=bias)
+        self.down_proj = RowLinear(build.at("down_proj"), inner, hidden, bias=bias)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
@@ -71,11 +74,11 @@ class LlamaMLP(nn.Module):
 class LlamaLayer(nn.Module):
     """One block. The residual stream travels beside the activations: each addition fuses with what follows it."""
 
-    def __init__(self, build: BuildContext, spec: ModelSpec, layer: int, rotary: torch.Tensor):
+    def __init__(self, build: LayerContext, spec: ModelSpec, layer: int, rotary: torch.Tensor):
         super().__init__()
-        self.input_layernorm = build.rms_norm("input_layernorm", spec.hidden_size, spec.norm_eps)
+        self.input_layernorm = RMSNorm(build.at("input_layernorm"), spec.hidden_size, spec.norm_eps)
         self.self_attn = LlamaAttention(build.at("self_attn"), spec, layer, rotary)
-        self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", spec.hidden_size, spec.norm_eps)
+        self.post_attention_layernorm = RMSNorm(build.at("post_attention_layernorm"), spec.hidden_size, spec.norm_eps)
         self.mlp = LlamaMLP(build.at("mlp"), spec)
 
     def forward(
@@ -98,17 +101,17 @@ class LlamaLayer(nn.Module):
 class LlamaForCausalLM(CausalLM):
     """See `CausalLM`."""
 
-    def __init__(self, build: BuildContext, spec: ModelSpec):
+    def __init__(self, build: LayerContext, spec: ModelSpec):
         super().__init__(build, spec)
         body = build.at("model")
         assert spec.rope is not None
         # yarn may reach less far than max_position_embeddings claims; the table covers both.
-        rotary = build.rotary_table(spec.rope, max(spec.max_model_len, spec.max_position_embeddings))
-        self.embed_tokens = body.embedding("embed_tokens", spec.vocab_size, spec.hidden_size)
+        rotary = cos_sin_table(spec.rope, max(spec.max_model_len, spec.max_position_embeddings)).to(build.device)
+        self.embed_tokens = Embedding(body.at("embed_tokens"), spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(LlamaLayer(body.at(f"layers.{i}"), spec, i, rotary) for i in range(spec.num_layers))
-        self.norm = body.rms_norm("norm", spec.hidden_size, spec.norm_eps)
+        self.norm = RMSNorm(body.at("norm"), spec.hidden_size, spec.norm_eps)
         tied = self.embed_tokens if spec.tie_word_embeddings else None
-        self.lm_head = build.lm_head("lm_head", spec.vocab_size, spec.hidden_size, tied=tied)
+        self.lm_head = LMHead(build.at("lm_head"), spec.vocab_size, spec.hidden_size, tied=tied)
 
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch, self.build)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from rayllm.config.json_fields import read_json_object
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ModelError
-from rayllm.layers.context import BuildContext
+from rayllm.layers.layer import LayerContext
 from rayllm.layers.weights import WeightSource
 from rayllm.models.base import CausalLM
 from rayllm.models.registry import MODEL_CLASSES
@@ -157,13 +157,11 @@ def load_model(config: ResolvedConfig, tp: TPGroup, device: torch.device) -> Cau
     With load_format "dummy" the weights come from the seed. Raises ModelError if the checkpoint does not fit the spec.
     """
     spec, options, dtype = config.spec, config.options, getattr(torch, config.dtype)
-    source: WeightSource
-    if options.load_format == "dummy":
-        source = DummyCheckpoint(options.seed, device, dtype)
-    else:
-        source = Checkpoint(options.model)
+    dummy = options.load_format == "dummy"
+    source = DummyCheckpoint(options.seed, device, dtype) if dummy else Checkpoint(options.model)
+    context = LayerContext(tp, device, dtype, options.deterministic)
     with torch.no_grad():
-        model = MODEL_CLASSES[spec.architecture](BuildContext.of(config, tp, device), spec)
+        model = MODEL_CLASSES[spec.architecture](context, spec)
         model.load(source)
     source.finish()
     if unwritten := source.unwritten(model):

@@ -6,10 +6,12 @@ import torch
 from torch import nn
 
 from rayllm.config.model_spec import ModelSpec, OPTSpec
-from rayllm.layers.attention import AttentionPlan, KVCache
+from rayllm.layers.activation import activation
+from rayllm.layers.attention import Attention, AttentionPlan, KVCache
 from rayllm.layers.batch import ForwardBatch
-from rayllm.layers.context import BuildContext
-from rayllm.layers.linear import ColumnLinear
+from rayllm.layers.embedding import Embedding, LMHead
+from rayllm.layers.layer import LayerContext
+from rayllm.layers.linear import ColumnLinear, RowLinear, column_part, qkv_parts
 from rayllm.layers.norm import LayerNorm
 from rayllm.models.base import CausalLM, heads_of
 from rayllm_kernels.ops import Scoring
@@ -21,19 +23,19 @@ POSITION_OFFSET = 2
 class OPTLayer(nn.Module):
     """One block: attention and MLP, each with its residual and its norm before (or, in OPT-350m, after)."""
 
-    def __init__(self, build: BuildContext, spec: ModelSpec, opt: OPTSpec):
+    def __init__(self, build: LayerContext, spec: ModelSpec, opt: OPTSpec):
         super().__init__()
         hidden, inner, heads, eps = spec.hidden_size, spec.intermediate_size, heads_of(spec), spec.norm_eps
         self_attn = build.at("self_attn")
         self.pre_norm = opt.pre_norm
-        self.qkv_proj = self_attn.qkv_linear(hidden, heads, bias=spec.qkv_bias)
-        self.attention = self_attn.attention(heads, Scoring(spec.head_dim**-0.5))
-        self.out_proj = self_attn.row_linear("out_proj", hidden, hidden, bias=spec.attention_out_bias)
-        self.fc1 = build.column_linear("fc1", hidden, inner, bias=spec.mlp_bias)
-        self.fc2 = build.row_linear("fc2", inner, hidden, bias=spec.mlp_bias)
-        self.act = build.activation(spec.hidden_act)
-        self.self_attn_layer_norm = build.layer_norm("self_attn_layer_norm", hidden, eps, affine=opt.norm_affine)
-        self.final_layer_norm = build.layer_norm("final_layer_norm", hidden, eps, affine=opt.norm_affine)
+        self.qkv_proj = ColumnLinear(self_attn, hidden, qkv_parts(self_attn, heads), bias=spec.qkv_bias)
+        self.attention = Attention(self_attn, heads, Scoring(spec.head_dim**-0.5))
+        self.out_proj = RowLinear(self_attn.at("out_proj"), hidden, hidden, bias=spec.attention_out_bias)
+        self.fc1 = ColumnLinear(build, hidden, [column_part(build, "fc1", inner)], bias=spec.mlp_bias)
+        self.fc2 = RowLinear(build.at("fc2"), inner, hidden, bias=spec.mlp_bias)
+        self.act = activation(spec.hidden_act, build.deterministic)
+        self.self_attn_layer_norm = LayerNorm(build.at("self_attn_layer_norm"), hidden, eps, affine=opt.norm_affine)
+        self.final_layer_norm = LayerNorm(build.at("final_layer_norm"), hidden, eps, affine=opt.norm_affine)
 
     def forward(self, x: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
@@ -54,24 +56,25 @@ class OPTLayer(nn.Module):
 class OPTForCausalLM(CausalLM):
     """See `CausalLM`. The projection from hidden_size to the embeddings' width is a part of `local_logits`."""
 
-    def __init__(self, build: BuildContext, spec: ModelSpec):
+    def __init__(self, build: LayerContext, spec: ModelSpec):
         super().__init__(build, spec)
         opt, hidden, positions = spec.opt, spec.hidden_size, spec.max_position_embeddings + POSITION_OFFSET
         assert opt is not None
-        body = build.at("model.decoder")
-        self.embed_tokens = body.embedding("embed_tokens", spec.vocab_size, opt.embed_dim)
-        self.embed_positions = body.replicated.embedding("embed_positions", positions, hidden)
+        body, embed_dim, affine = build.at("model.decoder"), opt.embed_dim, opt.norm_affine
+        whole = body.replicated
+        self.embed_tokens = Embedding(body.at("embed_tokens"), spec.vocab_size, embed_dim)
+        self.embed_positions = Embedding(whole.at("embed_positions"), positions, hidden)
         self.project_in: ColumnLinear | None = None
         self.project_out: ColumnLinear | None = None
-        if opt.embed_dim != hidden:
-            self.project_in = body.replicated.column_linear("project_in", opt.embed_dim, hidden, bias=False)
-            self.project_out = body.replicated.column_linear("project_out", hidden, opt.embed_dim, bias=False)
+        if embed_dim != hidden:
+            self.project_in = ColumnLinear(whole, embed_dim, [column_part(whole, "project_in", hidden)], bias=False)
+            self.project_out = ColumnLinear(whole, hidden, [column_part(whole, "project_out", embed_dim)], bias=False)
         self.layers = nn.ModuleList(OPTLayer(body.at(f"layers.{i}"), spec, opt) for i in range(spec.num_layers))
         self.final_layer_norm: LayerNorm | None = None
         if opt.final_norm:
-            self.final_layer_norm = body.layer_norm("final_layer_norm", hidden, spec.norm_eps, affine=opt.norm_affine)
+            self.final_layer_norm = LayerNorm(body.at("final_layer_norm"), hidden, spec.norm_eps, affine=affine)
         tied = self.embed_tokens if spec.tie_word_embeddings else None
-        self.lm_head = build.lm_head("lm_head", spec.vocab_size, opt.embed_dim, tied=tied)
+        self.lm_head = LMHead(build.at("lm_head"), spec.vocab_size, embed_dim, tied=tied)
 
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch, self.build)

@@ -49,7 +49,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, token_table: torch.Tensor
     reported = None
     if batch.logprobs is not None:
         rows = batch.logprobs.rows
-        reported = logprobs.gather(logits, rows, token_ids[rows], batch.logprobs.max_num_top)
+        reported = logprobs.gather(logits, rows, token_ids[rows], max(batch.logprobs.num_top))
     return SamplerOutput(token_ids, reported)
 
 

@@ -6,17 +6,12 @@ views of one buffer, so that a batch is one host-to-device copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from rayllm_kernels.ops import CutRows, DrawRows, PenaltyRows
-
-_TORCH_DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int64", "float32", "uint8")}
 
 
 class BiasEntries(NamedTuple):
@@ -49,11 +44,6 @@ class LogprobRows(NamedTuple):
     num_top: list[int]  # [M] how many top tokens each asked for
     rows: torch.Tensor  # [M] int64, host_rows on the device
 
-    @property
-    def max_num_top(self) -> int:
-        """Top tokens to look for: the most that any row asked for."""
-        return max(self.num_top)
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
@@ -74,21 +64,3 @@ class SamplingBatch:
     def changes_logits(self) -> bool:
         """True if greedy rows too need more than the raw logits."""
         return self.bias is not None or self.bans is not None or self.penalties is not None
-
-
-def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """C-contiguous arrays of int64, float32 or uint8 on a device: views of one copy.
-
-    To CUDA the copy starts from pinned memory and is not waited for: the allocator of pinned memory does not hand the
-    source out again before the copy is done.
-    """
-    starts = list(accumulate((-(-array.nbytes // 8) * 8 for array in arrays), initial=0))  # views need aligned starts
-    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    target = host.numpy()
-    for array, start in zip(arrays, starts, strict=False):
-        target[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    packed = host.to(device, non_blocking=True)
-    return [
-        packed[start : start + array.nbytes].view(_TORCH_DTYPES[array.dtype]).view(array.shape)
-        for array, start in zip(arrays, starts, strict=False)
-    ]

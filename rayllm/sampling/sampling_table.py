@@ -24,8 +24,8 @@ from rayllm.sampling.sampling_batch import (
     LogprobRows,
     PenaltyRows,
     SamplingBatch,
-    to_device,
 )
+from rayllm.sampling.transfer import to_device
 
 # A column of the table -> what it holds in a row that is plain greedy, a float32 or an int64.
 _NEUTRAL: dict[str, float | int] = {
@@ -66,11 +66,6 @@ class DrawColumns(NamedTuple):
     seeds: np.ndarray
     temperature: np.ndarray
     noise_scale: np.ndarray
-
-    @classmethod
-    def empty(cls) -> DrawColumns:
-        """Of no rows."""
-        return cls(np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32))
 
 
 class SamplingTable:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rayllm.sampling.sampling_batch import to_device
+from rayllm.sampling.transfer import to_device
 
 
 class TokenMasks(NamedTuple):

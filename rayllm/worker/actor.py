@@ -41,9 +41,10 @@ class WorkerActor:
         self._rank, self._config, self._load = rank, config, load
         self._device = torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu")
         self._thread = _CallThread("worker")
-        self._groups: Groups | None = None
-        self._loaded: RankModel | None = None
-        self._worker: Worker | None = None
+        # What `connect`, `load` and `build` leave, which the driver calls in this order.
+        self._groups: Groups
+        self._loaded: RankModel
+        self._worker: Worker
 
     def whereabouts(self) -> tuple[int, str]:
         """This process and its device, once everything it needs is imported."""
@@ -75,14 +76,12 @@ class WorkerActor:
 
     def load(self) -> KVBlocks:
         """Load this rank's part of the model; returns the KV blocks that it has room for."""
-        assert self._groups is not None
         tp = TPGroup(self._rank, self._config.tp, self._groups.device)
         self._loaded = self._thread.call(self._load, self._config, tp, self._device)
         return self._thread.call(self._loaded.count_blocks)
 
     def build(self, blocks: KVBlocks) -> RankReady:
         """Allocate the KV cache and get ready to serve."""
-        assert self._loaded is not None
         self._worker = self._thread.call(self._loaded.build, blocks)
         # Full passes of the garbage collector visit libraries too, for 100 to 200 ms, if these are not left out.
         gc.collect()
@@ -95,7 +94,6 @@ class WorkerActor:
         Raises what the rank raised, at once and without waiting for the other thread; RuntimeError if the driver or
         another rank is gone. The driver then ends this process.
         """
-        assert self._worker is not None and self._groups is not None
         worker, groups = self._worker, self._groups
         submitted: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True for each plan, False at the end
 

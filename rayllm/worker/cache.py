@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ import torch
 from rayllm.api.types import KVBlocks
 from rayllm.errors import ConfigError
 from rayllm.layers.attention import KVCache
-from rayllm.worker.inputs import to_device
+from rayllm.sampling.transfer import to_device
 from rayllm_kernels import ops
 from rayllm_kernels.cache.kv_cache import FP8_MAX, KVScales
 
@@ -67,10 +68,9 @@ class CacheEngine:
             KVCache(numbers[:, i, 0], numbers[:, i, 1], None if scales is None else scales[i])
             for i in range(block_shape[0])
         ]
-        self.host_pool = _host_memory((blocks.cpu, *block_shape), storage)
+        self.host_pool = _host_memory((blocks.cpu, *block_shape), storage, pinned)
         self.swaps: CopyStream | PlainCopies = PlainCopies(self.pool, self.host_pool)
         if pinned:
-            _pin(self.host_pool)
             torch.cuda.current_stream().synchronize()  # the zeros, before other streams write
             self.swaps = CopyStream(with_staging, self.host_pool, num_staging)
 
@@ -137,9 +137,7 @@ class CopyStream:
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
         """Start moving (device block, host block) pairs; the device blocks may be overwritten by what follows."""
         compute = torch.cuda.current_stream()
-        pairs = sorted(pairs, key=lambda pair: pair[1])
-        for begin in range(0, len(pairs), self._slot_size):
-            chunk = pairs[begin : begin + self._slot_size]
+        for chunk in self._chunks(pairs, host=1):
             slot, sent = self._out_slots[self._turn], self._sent[self._turn]
             self._turn = (self._turn + 1) % OUT_SLOTS
             compute.wait_event(sent)
@@ -153,12 +151,10 @@ class CopyStream:
     def write_back(self, pairs: list[tuple[int, int]], step_id: int) -> None:
         """Start copying (device block, host block) pairs; compute may read the device blocks."""
         self._ready.record(torch.cuda.current_stream())
-        pairs = sorted(pairs, key=lambda pair: pair[1])
         slot = self._own_slot
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._ready)
-            for begin in range(0, len(pairs), self._slot_size):
-                chunk = pairs[begin : begin + self._slot_size]
+            for chunk in self._chunks(pairs, host=1):
                 _copy_blocks(self._device, [block for block, _host in chunk], range(slot, slot + len(chunk)))
                 self._send(slot, chunk)
             written = torch.cuda.Event()
@@ -176,12 +172,10 @@ class CopyStream:
     def swap_in(self, pairs: list[tuple[int, int]]) -> None:
         """Start moving (host block, device block) pairs; they are there after `join_swap_ins`."""
         self._ready.record(torch.cuda.current_stream())
-        pairs = sorted(pairs)
         slot = self._own_slot
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._ready)
-            for begin in range(0, len(pairs), self._slot_size):
-                chunk = pairs[begin : begin + self._slot_size]
+            for chunk in self._chunks(pairs, host=0):
                 for place, block, count in runs([host for host, _block in chunk]):
                     staged = self._device[slot + place : slot + place + count]
                     staged.copy_(self._host[block : block + count], non_blocking=True)
@@ -194,6 +188,11 @@ class CopyStream:
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
             self._arrived = None
+
+    def _chunks(self, pairs: list[tuple[int, int]], host: int) -> list[list[tuple[int, int]]]:
+        """The pairs in the order of their host blocks, entry `host` of each, in parts that fit a slot."""
+        pairs = sorted(pairs, key=itemgetter(host))
+        return [pairs[begin : begin + self._slot_size] for begin in range(0, len(pairs), self._slot_size)]
 
     def _send(self, slot: int, chunk: list[tuple[int, int]]) -> None:
         """Transfer what is staged from `slot` on to the host blocks of (device block, host block) pairs."""
@@ -208,7 +207,7 @@ class CopyStream:
 
 def _copy_blocks(pool: torch.Tensor, source: list[int] | range, destination: list[int] | range) -> None:
     """Copy blocks of a pool on its device, on the current stream."""
-    ops.copy_blocks(pool, *to_device([np.array(source), np.array(destination)], np.int64, pool.device))
+    ops.copy_blocks(pool, *to_device([np.array(source, np.int64), np.array(destination, np.int64)], pool.device))
 
 
 def block_bytes(block_shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -234,26 +233,19 @@ def runs(blocks: list[int]) -> list[tuple[int, int, int]]:
     return list(zip(starts.tolist(), ids[starts].tolist(), counts.tolist(), strict=True))
 
 
-def _host_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for the host pool, read only where it has been written. Raises ConfigError if there is not as much."""
-    try:
-        return torch.empty(shape, dtype=dtype)
-    except RuntimeError as error:
-        raise ConfigError(f"swap_space: {_gib(shape, dtype)} of host memory cannot be had: {error}") from None
+def _host_memory(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> torch.Tensor:
+    """Memory for the host pool, read only where it has been written, unless it is pinned.
 
-
-def _pin(pool: torch.Tensor) -> None:
-    """Pin host memory in place: PyTorch's pinned allocator would round its size up to a power of two.
-
-    Raises ConfigError if that much cannot be pinned.
+    Pinned in place: PyTorch's pinned allocator would round its size up to a power of two. Raises ConfigError if that
+    much cannot be had or pinned.
     """
+    wanted = "had"
     try:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0))
+        pool = torch.empty(shape, dtype=dtype)
+        if pinned:
+            wanted = "pinned"
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0))
     except RuntimeError as error:
-        raise ConfigError(
-            f"swap_space: {_gib(pool.shape, pool.dtype)} of host memory cannot be pinned: {error}"
-        ) from None
-
-
-def _gib(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{math.prod(shape) * dtype.itemsize / (1 << 30):.1f} GiB"
+        size = f"{math.prod(shape) * dtype.itemsize / (1 << 30):.1f} GiB"
+        raise ConfigError(f"swap_space: {size} of host memory cannot be {wanted}: {error}") from None
+    return pool

@@ -148,7 +148,7 @@ class DecodeGraphs(_Captured):
 
     def _load_padding(self, size: int) -> None:
         nobody = np.zeros(0, np.int64)
-        self._packed[: WORDS * size].copy_(self._pack(size, nobody, nobody, DrawColumns.empty()))
+        self._packed[: WORDS * size].copy_(self._pack(size, nobody, nobody, DrawColumns(nobody, nobody, nobody)))
 
     def _pack(self, size: int, rows: np.ndarray, positions: np.ndarray, draw: DrawColumns) -> torch.Tensor:
         """One pinned buffer for a graph of `size`, its rows past len(rows) padding."""

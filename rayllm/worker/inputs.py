@@ -10,6 +10,7 @@ import torch
 
 from rayllm.api.types import StepPlan
 from rayllm.layers.batch import ForwardBatch
+from rayllm.sampling.transfer import to_device
 
 
 class PersistentBatch:
@@ -37,7 +38,7 @@ class PersistentBatch:
             self.num_tokens[row] = length
             self.num_computed[row] = data.num_computed_tokens
             self.num_prompt[row] = data.num_prompt_tokens
-            (tokens,) = to_device([np.array(data.token_ids, np.int32)], np.int32, self.token_table.device)
+            (tokens,) = to_device([np.array(data.token_ids, np.int32)], self.token_table.device)
             self.token_table[row, :length] = tokens
         # What lies before the first block of a table is never read.
         updates = [(data.row, data.first_block, data.block_table) for data in plan.new] + plan.block_updates
@@ -47,13 +48,13 @@ class PersistentBatch:
             counts = np.array([len(ids) for _row, _first, ids in updates], np.int64)
             ends = np.cumsum(counts)
             places = np.arange(int(ends[-1])) + np.repeat(starts - ends + counts, counts)
-            blocks = np.fromiter((block for _row, _first, ids in updates for block in ids), np.int64, int(ends[-1]))
-            index, values = to_device([places, blocks], np.int64, self.block_table.device)
-            self.block_table.view(-1).index_copy_(0, index, values.to(torch.int32))
+            blocks = np.fromiter((block for _row, _first, ids in updates for block in ids), np.int32, int(ends[-1]))
+            index, values = to_device([places, blocks], self.block_table.device)
+            self.block_table.view(-1).index_copy_(0, index, values)
         if plan.tokens:
             rows, ids = np.array(plan.tokens, np.int64).T
-            where = to_device([rows, self.num_tokens[rows] - 1, ids], np.int64, self.token_table.device)
-            self.token_table[where[0], where[1]] = where[2].to(torch.int32)
+            where = to_device([rows, self.num_tokens[rows] - 1, ids.astype(np.int32)], self.token_table.device)
+            self.token_table[where[0], where[1]] = where[2]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every row's counts are possible."""
@@ -99,27 +100,18 @@ def build(state: PersistentBatch, plan: StepPlan, split_decodes: bool = True) ->
     positions = np.arange(int(ends[-1])) + np.repeat(starts - ends + counts, counts)
     decodes = plan.num_decodes if split_decodes else 0
     wide = [np.repeat(rows, counts), positions, rows, ends[: plan.num_sampled] - 1]
-    token_rows, where, seq_rows, logit_rows = to_device(wide, np.int64, state.block_table.device)
-    narrow = to_device([seq_lens, np.append(0, ends)], np.int32, state.block_table.device)
+    narrow = [seq_lens.astype(np.int32), np.append(0, ends).astype(np.int32)]
+    token_rows, where, seq_rows, logit_rows, lens, token_starts = to_device([*wide, *narrow], state.block_table.device)
     size = state.block_size
     batch = ForwardBatch(
         input_ids=state.token_table[token_rows, where].to(torch.int64),
         positions=where,
         slot_mapping=state.block_table[token_rows, where // size].to(torch.int64) * size + where % size,
         block_tables=state.block_table[:, : -(-int(seq_lens.max()) // size)].index_select(0, seq_rows),
-        seq_lens=narrow[0],
-        query_start_loc=narrow[1],
+        seq_lens=lens,
+        query_start_loc=token_starts,
         logit_rows=logit_rows,
         num_decodes=decodes,
         max_query_len=int(counts[decodes:].max(initial=0)),
     )
     return StepInputs(batch, rows, counts, starts)
-
-
-def to_device(arrays: list[np.ndarray], dtype: type, device: torch.device) -> list[torch.Tensor]:
-    """Move arrays to the device in one copy; returns views of it, one an array."""
-    sizes = [array.size for array in arrays]
-    packed = torch.from_numpy(np.concatenate(arrays).astype(dtype, copy=False))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    return list(packed.split(sizes))

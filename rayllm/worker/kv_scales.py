@@ -26,10 +26,10 @@ CALIBRATION_TOKENS = 512
 MARGIN = 2.0  # at least, between what was seen and the largest number of the format
 SEED = 1
 
+Run = Callable[[ForwardBatch, list[KVCache]], None]  # a step, on all ranks together
 
-def find_scales(
-    model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Callable[[ForwardBatch, list[KVCache]], None]
-) -> list[KVScales] | None:
+
+def find_scales(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Run) -> list[KVScales] | None:
     """Scales of each layer of the rank's model, on its device; None if kv_dtype is no fp8 format.
 
     run: computes a step of the model, on all ranks together; called at most once. Nothing else of the engine's options
@@ -43,7 +43,7 @@ def find_scales(
             measured = _calibrate(model, kv_dtype, block_size, run)
         else:
             ones = torch.ones(model.num_kv_heads_per_rank)
-            measured = [KVScales(ones, ones)] * model.num_layers
+            measured = [KVScales(ones, ones)] * model.spec.num_layers
         found = [own or other for own, other in zip(found, measured, strict=True)]
     device = model.lm_head.weight.device
     return [KVScales(scales.k.to(device), scales.v.to(device)) for scales in found if scales is not None]
@@ -60,15 +60,13 @@ def scale_for(largest: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
     return torch.where(needed > 2.0**-100, power, 1.0)
 
 
-def _calibrate(
-    model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Callable[[ForwardBatch, list[KVCache]], None]
-) -> list[KVScales]:
+def _calibrate(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Run) -> list[KVScales]:
     """Scales from the largest keys and values in a cache of the model's own dtype, after one sequence."""
     dtype, device = model.lm_head.weight.dtype, model.lm_head.weight.device
     tokens = min(CALIBRATION_TOKENS, model.spec.max_model_len)
     blocks = math.ceil(tokens / block_size)
-    shape = (2, blocks, model.num_kv_heads_per_rank, block_size, model.head_dim)
-    caches = [KVCache(*torch.zeros(shape, dtype=dtype, device=device)) for _ in range(model.num_layers)]
+    shape = (2, blocks, model.num_kv_heads_per_rank, block_size, model.spec.head_dim)
+    caches = [KVCache(*torch.zeros(shape, dtype=dtype, device=device)) for _ in range(model.spec.num_layers)]
     ids = torch.randint(model.spec.vocab_size, (tokens,), generator=torch.Generator().manual_seed(SEED))
     positions = torch.arange(tokens, device=device)
     run(

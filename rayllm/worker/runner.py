@@ -14,8 +14,9 @@ from rayllm.sampling.sampler import SamplerOutput, logprob_entries, sample
 from rayllm.sampling.sampling_batch import SamplingBatch
 from rayllm.sampling.sampling_table import SamplingTable
 from rayllm.sampling.token_mask import TokenMasks
+from rayllm.sampling.transfer import to_device
 from rayllm.worker.graphs import DecodeGraphs, RunContext, StepGraphs
-from rayllm.worker.inputs import PersistentBatch, StepInputs, build, to_device
+from rayllm.worker.inputs import PersistentBatch, StepInputs, build
 
 # With these, sampling runs every kernel that it has: on logits as they are, and on changed ones.
 ALL_WAYS = tuple(
@@ -23,6 +24,7 @@ ALL_WAYS = tuple(
     for penalty in (1.0, 2.0)
 )
 CHANGED_ROWS = 64  # whose changed logits are held at once, beside the raw ones of all rows
+PromptEntries = list[tuple[int, int, list[TokenLogprobs]]]  # as `StepResult` has them
 PROMPT_LOGITS_ROWS = 256  # positions whose logits are held at once for prompt logprobs
 
 
@@ -36,7 +38,7 @@ class PendingResult:
     step_id: int
     sampled: SamplerOutput | None
     sampling: SamplingBatch | None  # None if nobody asked for logprobs, or nothing was sampled
-    prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]]
+    prompt_logprobs: PromptEntries
     embeddings: torch.Tensor | None
     done: torch.cuda.Event | None
 
@@ -65,7 +67,7 @@ class ModelRunner:
         """Start a plan whose block copies are done (in stream order). Waits for the device only for prompt logprobs."""
         self._apply(plan)
         sampled, sampling, embeddings = None, None, None
-        prompt_entries: list[tuple[int, int, list[TokenLogprobs]]] = []
+        prompt_entries: PromptEntries = []
         decode_graphs = self._graphs.decodes
         if decode_graphs is not None and plan.num_decodes == len(plan.rows):
             sampled, sampling = self._decode(decode_graphs, np.array(plan.rows, np.int64), plan)
@@ -108,9 +110,7 @@ class ModelRunner:
                 return self._model.gather_logits(graphs.run(batch))
         return self._model.compute_logits(self._model(batch, self._context.caches))
 
-    def _forward_all(
-        self, inputs: StepInputs
-    ) -> tuple[torch.Tensor, list[tuple[int, int, list[TokenLogprobs]]], torch.Tensor | None]:
+    def _forward_all(self, inputs: StepInputs) -> tuple[torch.Tensor, PromptEntries, torch.Tensor | None]:
         """The same, without graphs, and what needs every token's hidden state: prompt logprobs, and embeddings."""
         batch = inputs.batch
         hidden = self._model(replace(batch, logit_rows=None), self._context.caches)
@@ -137,7 +137,7 @@ class ModelRunner:
             output = self._sample_in_parts(logits, sampling, rows, positions, plan)
         else:
             output = sample(logits, sampling, self._state.token_table)
-        where = to_device([rows, positions], np.int64, self._device)
+        where = to_device([rows, positions], self._device)
         self._state.token_table[where[0], where[1]] = output.token_ids.to(torch.int32)
         return output, sampling
 
@@ -160,9 +160,9 @@ class ModelRunner:
         asked = sampling.logprobs
         if asked is None:
             return SamplerOutput(token_ids, None)
-        return SamplerOutput(token_ids, gather(logits, asked.rows, token_ids[asked.rows], asked.max_num_top))
+        return SamplerOutput(token_ids, gather(logits, asked.rows, token_ids[asked.rows], max(asked.num_top)))
 
-    def _prompt_entries(self, inputs: StepInputs, hidden: torch.Tensor) -> list[tuple[int, int, list[TokenLogprobs]]]:
+    def _prompt_entries(self, inputs: StepInputs, hidden: torch.Tensor) -> PromptEntries:
         """Logprobs of the prompt tokens that follow the computed ones. hidden: [T, hidden_size] of the whole step."""
         entries = []
         for row, start, count, first_token in inputs.spans():

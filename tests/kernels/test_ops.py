@@ -119,7 +119,7 @@ def test_other_errors(paged_case, each, kernels, randn, device):
         ("out", lambda: each.linear(randn(2, 8), randn(5, 8), out=randn(2, 4))),
         ("out", lambda: each.linear(randn(2, 8), randn(5, 8), out=randn(2, 9)[:, :5])),
         ("weight", lambda: each.linear_silu_mul(randn(2, 8), randn(5, 8))),
-        ("weight", lambda: each.add_rms_norm_linear_silu_mul(randn(2, 8), None, randn(8), 1e-6, randn(5, 8))),
+        ("weight", lambda: each.add_rms_norm_linear(randn(2, 8), None, randn(8), 1e-6, randn(5, 8), gated=True)),
         ("norm_weight", lambda: each.add_rms_norm_linear(randn(2, 8), None, randn(7), 1e-6, randn(5, 8))),
         ("bias", lambda: each.linear_invariant(randn(2, 8), randn(5, 8), randn(4))),
     ]

@@ -15,15 +15,17 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from rayllm.config.model_spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, load_model_spec
 from rayllm.config.rope import RopeSpec
 from rayllm.layers.activation import activation, gated_activation
-from rayllm.layers.context import BuildContext
-from rayllm.layers.layer import Heads
+from rayllm.layers.embedding import Embedding, LMHead
+from rayllm.layers.layer import Heads, LayerContext
+from rayllm.layers.linear import ColumnLinear, column_part, qkv_parts
+from rayllm.layers.norm import LayerNorm
 from rayllm.layers.rotary import cos_sin_table
 from rayllm.models.loader import DummyCheckpoint
 from rayllm.parallel.tp_group import TPGroup
 from rayllm_kernels.norm.qk_norm_rope_cache import rotate
 
 CPU = torch.device("cpu")
-BUILD = BuildContext(TPGroup.single(), CPU, torch.float32)
+BUILD = LayerContext(TPGroup.single(), CPU, torch.float32)
 ROPES = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
@@ -71,7 +73,7 @@ def test_rotary_table_is_that_of_transformers(tmp_path, rope, theta):
 
 
 def test_partial_rotary_leaves_the_rest():
-    table = BUILD.rotary_table(RopeSpec("default", 10000.0, 8, 64), 64)
+    table = cos_sin_table(RopeSpec("default", 10000.0, 8, 64), 64)
     q, k = torch.randn(3, 2, 16), torch.randn(3, 1, 16)
     before_q, before_k = q.clone(), k.clone()
     for heads in (q, k):
@@ -93,7 +95,7 @@ def test_activations(name):
 
 
 def test_layer_norm_without_affine():
-    norm, x = BUILD.layer_norm("norm", 16, 1e-5, affine=False), torch.randn(3, 16)
+    norm, x = LayerNorm(BUILD.at("norm"), 16, 1e-5, affine=False), torch.randn(3, 16)
     norm.load(DummyCheckpoint(0, CPU, torch.float32))
     torch.testing.assert_close(norm(x), torch.nn.LayerNorm(16, elementwise_affine=False)(x))
 
@@ -117,7 +119,7 @@ def test_kv_heads_are_replicated(tp, expected):
     source = DummyCheckpoint(0, CPU, torch.float32)
     full = source.tensor("k_proj.weight", (8, 16)).view(2, 4, 16)
     for rank, head in enumerate(expected):
-        layer = build_of(rank, tp).qkv_linear(16, Heads(8, 2, 4), bias=False)
+        layer = ColumnLinear(build_of(rank, tp), 16, qkv_parts(build_of(rank, tp), Heads(8, 2, 4)), bias=False)
         layer.load(source)
         assert layer.weight.shape == ((8 // tp + 2) * 4, 16)
         assert torch.equal(layer.weight.view(-1, 4, 16)[8 // tp], full[head])
@@ -129,7 +131,7 @@ def test_vocabulary_padding_is_zero(vocab_size):
     source = DummyCheckpoint(0, CPU, torch.float32)
     shards = []
     for rank in range(4):
-        layer = build_of(rank, 4).embedding("e", vocab_size, 8)
+        layer = Embedding(build_of(rank, 4).at("e"), vocab_size, 8)
         layer.load(source)
         assert source.unwritten(layer) == []
         shards.append(layer.weight)
@@ -141,14 +143,14 @@ def test_vocabulary_padding_is_zero(vocab_size):
 
 def test_sizes_that_do_not_split():
     with pytest.raises(ValueError, match="fc must be a multiple of 4 ranks, not 6"):
-        build_of(0, 4).column_linear("fc", 8, 6, bias=False)
+        column_part(build_of(0, 4), "fc", 6)
 
 
 def test_single_group_is_free():
     tp, x = TPGroup.single(), torch.randn(2, 3)
     assert tp.all_reduce(x) is x
     assert tp.all_gather(x) is x
-    head = BUILD.lm_head("lm_head", 5, 3, tied=None)
+    head = LMHead(BUILD.at("lm_head"), 5, 3, tied=None)
     head.load(DummyCheckpoint(0, CPU, torch.float32))
     assert head(x.bfloat16().float()).dtype == torch.float32
 

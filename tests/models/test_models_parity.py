@@ -204,7 +204,7 @@ def test_decode_reads_nothing_on_the_host(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(attention_ops, "reshape_and_cache", lambda *_, **__: None)
 
     def queries(qkv, *_, **__):
-        return qkv.view(len(qkv), -1, model.head_dim)[:, : -2 * model.num_kv_heads_per_rank]
+        return qkv.view(len(qkv), -1, model.spec.head_dim)[:, : -2 * model.num_kv_heads_per_rank]
 
     monkeypatch.setattr(attention_ops, "qk_norm_rope_cache", queries)
     monkeypatch.setattr(attention_ops, "decode_schedule", lambda *_, **__: None)

@@ -173,7 +173,6 @@ def test_interface_of_a_rank(tmp_path):
     sizes = {}
     for size in (1, 2, 4):
         model = factory.load(folder, ThreadGroup.make(size)[0])
-        assert (model.num_layers, model.head_dim) == (2, 16)
         sizes[size] = model.num_kv_heads_per_rank
     assert sizes == {1: 2, 2: 1, 4: 1}
     with pytest.raises(ModelError, match="tensor_parallel_size 16 does not divide"):

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import SequenceData
 from rayllm.sampling.sampler import sample
-from rayllm.sampling.sampling_table import DrawColumns, SamplingTable
+from rayllm.sampling.sampling_table import SamplingTable
 from rayllm_kernels import dispatch, ops
 
 VOCAB = 100
@@ -123,7 +123,6 @@ def test_draw_columns_are_those_of_the_batch():
     for name in ("seeds", "temperature", "noise_scale"):
         assert getattr(columns, name).tolist() == getattr(draw, name).tolist()
     assert columns.noise_scale.tolist() == [1.0, 1.0, 0.0]
-    assert [len(column) for column in DrawColumns.empty()] == [0, 0, 0]
 
 
 def test_rows_are_gathered_in_the_order_of_the_batch():

@@ -164,11 +164,11 @@ class PagedRunner:
     def __init__(self, model: Any, *, num_blocks: int = 64, block_size: int = 8, dtype: torch.dtype = torch.float32):
         from rayllm.layers.attention import KVCache
 
-        shape = (num_blocks, model.num_kv_heads_per_rank, block_size, model.head_dim)
+        shape = (num_blocks, model.num_kv_heads_per_rank, block_size, model.spec.head_dim)
         self.model, self.block_size = model, block_size
         self.caches = [
             KVCache(torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype))
-            for _ in range(model.num_layers)
+            for _ in range(model.spec.num_layers)
         ]
         self.free = list(range(num_blocks))
         random.Random(0).shuffle(self.free)

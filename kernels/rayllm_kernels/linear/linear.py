@@ -87,35 +87,30 @@ def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_rms_norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(norm(total) W^T + bias, total), total = x + residual rounded to x's dtype; x itself if residual is None.
 
     x, residual: [T, in]; norm_weight: [in]; the rest as for `linear` and `fused_add_rms_norm`. For very few tokens one
-    launch, in which the norm is not rounded before the product.
+    launch, in which the norm is not rounded before the product. gated: the first is `linear_silu_mul`(norm(total),
+    weight) instead; there is no bias.
     """
-    return _after_norm(x, (residual, norm_weight, eps), weight, bias, gated=False)
-
-
-def add_rms_norm_linear_silu_mul(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(`linear_silu_mul`(norm(total), weight), total); as for `add_rms_norm_linear`."""
-    _check_gated(weight)
-    return _after_norm(x, (residual, norm_weight, eps), weight, None, gated=True)
-
-
-def _after_norm(
-    x: Tensor, norm: tuple[Tensor | None, Tensor, float], weight: Tensor, bias: Tensor | None, *, gated: bool
-) -> tuple[Tensor, Tensor]:
-    residual, norm_weight, eps = norm
+    if gated:
+        _check_gated(weight)
     _check_projection(x, weight, bias)
     check_vectors(x.shape[1], x.dtype, x.device, norm_weight=norm_weight)
     if residual is not None:
         check_residual(residual, x)
     if on_triton(x) and plans.rows_take(x, weight, norm=True):
         tiles = plans.choose_rows(x.shape[0], x.shape[1], gated=gated, norm=True)
-        return _rows_kernel.linear_rows(x, weight, tiles, bias, norm, gated, None)
+        return _rows_kernel.linear_rows(x, weight, tiles, bias, (residual, norm_weight, eps), gated, None)
     if residual is None:
         y, total = rms_norm(x, norm_weight, eps), x
     else:

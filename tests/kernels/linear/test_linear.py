@@ -59,9 +59,9 @@ def test_add_rms_norm_linear(
     expected, expected_total = reference.add_rms_norm_linear(x, residual, norm_weight, 1e-5, weight, bias)
     assert_kernel_close(total, expected_total)
     assert_kernel_close(y, expected)
-    y, total = kernels.add_rms_norm_linear_silu_mul(x, residual, norm_weight, 1e-5, weight)
+    y, total = kernels.add_rms_norm_linear(x, residual, norm_weight, 1e-5, weight, gated=True)
     assert_kernel_close(total, expected_total)
-    assert_kernel_close(y, reference.add_rms_norm_linear_silu_mul(x, residual, norm_weight, 1e-5, weight)[0])
+    assert_kernel_close(y, reference.add_rms_norm_linear(x, residual, norm_weight, 1e-5, weight, gated=True)[0])
     assert torch.equal(x, before)
 
 
@@ -141,7 +141,7 @@ def test_a_captured_chain_equals_the_eager_one(randn, scaled, kernels, reference
         for attention, gate_up, down in layers:
             y, residual = module.add_rms_norm_linear(x, residual, norm_weight, 1e-6, attention)
             x = module.linear(y, attention)
-            y, residual = module.add_rms_norm_linear_silu_mul(x, residual, norm_weight, 1e-6, gate_up)
+            y, residual = module.add_rms_norm_linear(x, residual, norm_weight, 1e-6, gate_up, gated=True)
             x = module.linear(y, down)
         return x + residual
 
