@@ -8,7 +8,10 @@ A *row* is a sequence's place in the workers' persistent batch, 0 <= row < max_n
 
 from __future__ import annotations
 
+import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 import msgspec
@@ -334,6 +337,17 @@ class KVCosts(msgspec.Struct, frozen=True):
         return self.transfer + self.swap_in_block * num_blocks if num_blocks else 0.0
 
 
+Phases = list[tuple[str, float]]  # (name, seconds) of the phases of a start, in order
+
+
+@contextmanager
+def timed(phases: Phases, name: str) -> Iterator[None]:
+    """Record how long the body took; a body that raises is not recorded."""
+    started = time.monotonic()
+    yield
+    phases.append((name, time.monotonic() - started))
+
+
 class RankReady(msgspec.Struct, frozen=True):
     """What a rank says once it can serve."""
 
@@ -343,15 +357,13 @@ class RankReady(msgspec.Struct, frozen=True):
     step_costs: dict[int, StepCost] = {}
     # None without a host pool.
     kv_costs: KVCosts | None = None
-    # (name, seconds) of the phases of its start, in order.
-    phases: list[tuple[str, float]] = []
+    phases: Phases = []
 
 
 class StartReport(msgspec.Struct, frozen=True):
     """How an engine came up."""
 
-    # (name, seconds), in order.
-    phases: list[tuple[str, float]] = []
+    phases: Phases = []
     # Where each rank is.
     placement: list[str] = []
     ready: list[RankReady] = []

@@ -58,8 +58,8 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     # Grows with each snapshot of a front; 0 is none.
     number: int = 0
-    # As `FrontMetrics.snapshot` makes them.
-    text: bytes = b""
+    # As `FrontMetrics.figures` makes them.
+    figures: dict[str, float] = {}
 
 
 class FrontBeat(msgspec.Struct, frozen=True, tag=True):

@@ -37,7 +37,7 @@ def launch(
             replicas = f", {model.server.num_replicas} replicas" if model.server.num_replicas > 1 else ""
             print(f"model    {model.name}  ({model.engine.options.model}{replicas})")
         body = f'{{"model": "{ready.models[0].name}", "prompt": "Hello", "max_tokens": 16}}'
-        total, phases = time.monotonic() - _STARTED, ", ".join(f"{name} {s:.1f}" for name, s in ready.phases.items())
+        total, phases = time.monotonic() - _STARTED, ", ".join(f"{name} {s:.1f}" for name, s in ready.phases)
         print(f"address  {ready.url}/v1")
         print(f"try      curl {ready.url}/v1/completions -H 'content-type: application/json' -d '{body}'")
         print(f"ready    after {total:.1f} s ({phases}); Ctrl-C stops the server", flush=True)

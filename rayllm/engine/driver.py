@@ -6,7 +6,6 @@ The engine thread alone touches the core. What fronts want done waits in its inb
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -41,7 +40,7 @@ class Core(Protocol):
 
 
 class Front(Protocol):
-    """One user of the engine. Both calls must return at once; one that raises counts as gone."""
+    """One user of the engine. Both calls return at once, and never raise."""
 
     def deliver(self, deltas: list[TokenDelta]) -> None: ...
 
@@ -67,9 +66,8 @@ class EngineDriver:
         core.on_compiled = lambda: self._inbox.put(lambda: None)  # there is something to do
         # Request id -> its front, and the indices of its completions that go on; engine thread only, like the core.
         self._live: dict[str, tuple[Front, set[int]]] = {}
-        self._lock = threading.Lock()  # of the next two, and of `dead`
+        self._lock = threading.Lock()  # of the fronts, and of `dead`
         self._fronts: list[Front] = []
-        self._shut_down = False
         self._idle = True
         self._last_progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="rayllm-engine", daemon=True)
@@ -91,9 +89,7 @@ class EngineDriver:
                 self._inbox.put(lambda: self._drop(front, list(self._live)))
 
     def add(self, front: Front, request: GenerationRequest) -> None:
-        """Queue a request. Raises EngineDeadError; a request that the core refuses gets a refusing delta instead."""
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
+        """Queue a request; one that the core refuses gets a refusing delta. A dead engine has said so already."""
         self._inbox.put(partial(self._admit, front, request))
 
     def abort(self, front: Front, request_ids: list[str]) -> None:
@@ -128,10 +124,6 @@ class EngineDriver:
 
         timeout: seconds to wait for the step. Safe to call twice. Raises what core.shutdown() raises.
         """
-        with self._lock:
-            if self._shut_down:
-                return
-            self._shut_down = True
         self._inbox.put(None)
         self._thread.join(timeout)
         self._die("the engine was shut down")
@@ -171,10 +163,10 @@ class EngineDriver:
         try:
             self._core.add(request)
         except InvalidRequestError as error:
-            self._deliver(front, [refusal(request.request_id, error)])
+            front.deliver([refusal(request.request_id, error)])
         except Exception as error:  # a poisonous request fails alone
             logger.exception("request %s could not be added", request.request_id)
-            self._deliver(front, failures(request.request_id, indices, f"internal error while adding it: {error}"))
+            front.deliver(failures(request.request_id, indices, f"internal error while adding it: {error}"))
         else:
             self._live[request.request_id] = front, set(indices)
 
@@ -198,14 +190,7 @@ class EngineDriver:
                 if not running or delta.bad_param is not None:
                     del self._live[delta.request_id]
         for front, own in by_front.items():
-            self._deliver(front, own)
-
-    def _deliver(self, front: Front, deltas: list[TokenDelta]) -> None:
-        try:
-            front.deliver(deltas)
-        except Exception as error:
-            logger.warning("a front is gone (%s); its requests are aborted", error)
-            self.detach(front)
+            front.deliver(own)
 
     def _die(self, reason: str) -> None:
         """Take no more requests, and tell every front. Later calls do nothing."""
@@ -216,5 +201,4 @@ class EngineDriver:
             fronts = list(self._fronts)
         self._live = {}
         for front in fronts:
-            with contextlib.suppress(Exception):
-                front.dead(reason)
+            front.dead(reason)

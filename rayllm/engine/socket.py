@@ -25,7 +25,7 @@ from rayllm.api import wire
 from rayllm.api.types import Load, TokenDelta
 from rayllm.engine.driver import EngineDriver
 from rayllm.engine.engine import refusal
-from rayllm.errors import ConfigError, EngineDeadError, InvalidRequestError
+from rayllm.errors import ConfigError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +46,7 @@ class _ZmqFront:
         self.peer, self.front_id = peer, front_id
         self.last_heard = time.monotonic()
         self.beat = wire.FrontBeat()
-        self._told: dict[str, int] = {}  # front id -> number of the metrics that this front knows
-
-    def news(self, metrics: dict[str, wire.Snapshot]) -> dict[str, wire.Snapshot]:
-        """What this front does not know of the others' metrics."""
-        before, self._told = self._told, {key: snapshot.number for key, snapshot in metrics.items()}
-        fresh = {key: snapshot for key, snapshot in metrics.items() if before.get(key) != snapshot.number}
-        fresh.pop(self.front_id, None)
-        return fresh
+        self.news: dict[str, wire.Snapshot] = {}  # of the others' metrics, what this front was not told yet
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         self._server.post(self, wire.Deltas(deltas))
@@ -214,6 +207,7 @@ class EngineSocket:
             return
         self._forget(peer)
         front = self._fronts[peer] = _ZmqFront(self, peer, front_id)
+        front.news = {key: metrics for key, metrics in self._metrics.items() if key != front_id}
         self._send(peer, wire.Welcome(self._driver.info))
         self._send(peer, self._beat_for(front, self._driver.unhealthy(timeouts.STALL_S)))
         self._driver.attach(front)
@@ -230,6 +224,9 @@ class EngineSocket:
                 if metrics.number > known.number:
                     self._metrics.pop(front.front_id, None)
                     self._metrics[front.front_id] = metrics
+                    for other in self._fronts.values():
+                        if other.front_id != front.front_id:
+                            other.news[front.front_id] = metrics
                     while len(self._metrics) > _MAX_FRONTS_KEPT:
                         del self._metrics[next(iter(self._metrics))]
             case wire.Bye():
@@ -241,8 +238,6 @@ class EngineSocket:
         except msgspec.DecodeError as error:
             refused = InvalidRequestError(f"the request has a value of a wrong type: {error}")
             front.deliver([refusal(request_id, refused)])
-        except EngineDeadError as error:
-            front.dead(str(error))
 
     def _beat(self) -> None:
         """Show every front that the engine is here; forget those that were silent for too long."""
@@ -257,13 +252,14 @@ class EngineSocket:
 
     def _beat_for(self, front: _ZmqFront, unhealthy: str | None) -> wire.EngineBeat:
         others = [other.beat for other in self._fronts.values() if other is not front]
+        news, front.news = front.news, {}
         return wire.EngineBeat(
             stats=self._driver.stats,
             unhealthy=unhealthy,
             draining=self._draining,
             others_total=sum((beat.total for beat in others), Load()),
             others_here=sum((beat.here for beat in others), Load()),
-            metrics=front.news(self._metrics),
+            metrics=news,
         )
 
     def _send(self, peer: Peer, message: wire.EngineMessage) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,10 +66,3 @@ class Executor(ABC):
                 raise
             raise StartupError(f"the workers failed to start: {type(error).__name__}: {error}") from error
         self._dead = ""
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Record how long the body took; a body that raises is not recorded."""
-        started = time.monotonic()
-        yield
-        self.report.phases.append((name, time.monotonic() - started))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 
 from rayllm.api.types import StepPlan, StepResult
 from rayllm.parallel.process_groups import Groups, pack, receive_result, send_plan
@@ -20,7 +21,7 @@ class Channel:
         self._plans: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult | Exception] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=loop, args=(groups,), name=name, daemon=True)
+            threading.Thread(target=self._run, args=(loop, groups), name=name, daemon=True)
             for name, loop in (("send plans", self._send_plans), ("receive results", self._receive_results))
         ]
         for thread in self._threads:
@@ -48,17 +49,17 @@ class Channel:
             thread.join(seconds)
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _send_plans(self, groups: Groups) -> None:
+    def _run(self, loop: Callable[[Groups], None], groups: Groups) -> None:
         try:
-            while (packed := self._plans.get()) is not None:
-                send_plan(groups, packed)
-            send_plan(groups, pack(None))
+            loop(groups)
         except Exception as error:
             self._results.put(error)
 
+    def _send_plans(self, groups: Groups) -> None:
+        while (packed := self._plans.get()) is not None:
+            send_plan(groups, packed)
+        send_plan(groups, pack(None))
+
     def _receive_results(self, groups: Groups) -> None:
-        try:
-            while (result := receive_result(groups)) is not None:
-                self._results.put(result)
-        except Exception as error:
-            self._results.put(error)
+        while (result := receive_result(groups)) is not None:
+            self._results.put(result)

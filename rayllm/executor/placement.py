@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placement:
-    """A bundle for each rank. nodes: (Ray's node id, address) by rank. owned: the group is ours to remove."""
+    """A bundle for each rank. nodes: (Ray's node id, address) by rank."""
 
     group: PlacementGroup
-    owned: bool
     bundles: tuple[int, ...]
     nodes: tuple[tuple[str, str], ...]
 
@@ -64,14 +64,11 @@ class Placement:
             "runtime_env": {"env_vars": actor_environment()},
         }
 
-    def release(self) -> None:
-        """Give the bundles back. Idempotent; leaves a group that was there before alone."""
-        if self.owned and ray.is_initialized():
-            remove_placement_group(self.group)
 
-
-def reserve(num_ranks: int, device: str) -> Placement:
-    """A place for each rank: in the current actor's placement group if that was made for it, else in a new one.
+@contextmanager
+def reserve(num_ranks: int, device: str) -> Iterator[Placement]:
+    """A place for each rank: in the current actor's placement group if that was made for it, else in a new one, which
+    is removed at the end.
 
     Raises StartupError that names what is needed, what is there and what is free.
     """
@@ -79,15 +76,16 @@ def reserve(num_ranks: int, device: str) -> Placement:
     group = get_current_placement_group()
     if group is not None and _made_for(group, num_ranks, device):
         # Bundle 0 is the current actor's own (a Serve replica's), the others are its workers'.
-        return _place(group, False, range(1, num_ranks + 1))
+        yield _place(group, range(1, num_ranks + 1))
+        return
     group = placement_group([bundle] * num_ranks, strategy="PACK")
     try:
         if not group.wait(timeouts.PLACEMENT_S):
             raise StartupError(_what_is_taken(num_ranks, bundle))
-        return _place(group, True, range(num_ranks))
-    except BaseException:
-        remove_placement_group(group)
-        raise
+        yield _place(group, range(num_ranks))
+    finally:
+        if ray.is_initialized():
+            remove_placement_group(group)
 
 
 def actor_environment() -> dict[str, str]:
@@ -116,14 +114,14 @@ def _made_for(group: PlacementGroup, num_ranks: int, device: str) -> bool:
     return len(workers) == num_ranks and all(device == "cpu" or spec.get("GPU", 0) >= 1 for spec in workers)
 
 
-def _place(group: PlacementGroup, owned: bool, bundles: range) -> Placement:
+def _place(group: PlacementGroup, bundles: range) -> Placement:
     """Give ranks to bundles, those of one node one after the other, this process's node first."""
     node_ids: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     here = ray.get_runtime_context().get_node_id()
     order = sorted(bundles, key=lambda index: (node_ids[index] != here, node_ids[index], index))
     nodes = tuple((node_ids[index], addresses.get(node_ids[index], node_ids[index])) for index in order)
-    return Placement(group, owned, tuple(order), nodes)
+    return Placement(group, tuple(order), nodes)
 
 
 def _what_is_taken(num_ranks: int, bundle: Mapping[str, float]) -> str:

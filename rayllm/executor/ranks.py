@@ -104,10 +104,9 @@ class RankActors:
             return None if silent is None else (silent, TimeoutError(silent))
         return f"{self._name(found.rank)} failed: {_explain(found.error)}", found.error
 
-    def wait_stopped(self, seconds: float) -> bool:
-        """Wait until all step loops have ended, in whatever way. False if they have not."""
-        _, pending = ray.wait(self._loops, num_returns=len(self._loops), timeout=seconds)
-        return not pending
+    def wait_stopped(self, seconds: float) -> None:
+        """Wait until all step loops have ended, in whatever way."""
+        ray.wait(self._loops, num_returns=len(self._loops), timeout=seconds)
 
     def kill(self, seconds: float) -> None:
         """End the processes, and wait for that as far as it can be seen from here: on this node."""

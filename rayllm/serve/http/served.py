@@ -42,8 +42,8 @@ class ServedModel(Protocol):
     async def unhealthy_reason(self) -> str | None:
         """None if requests are being answered, else why not."""
 
-    def peer_metrics(self) -> list[bytes]:
-        """The snapshots of the metrics of the deployment's other servers, as last heard."""
+    def peer_metrics(self) -> list[dict[str, float]]:
+        """`FrontMetrics.figures` of the deployment's other servers, as last heard."""
 
     async def stats(self) -> Mapping[str, EngineStats]:
         """The figures of the engines that answer, by the value of their label `engine`."""

@@ -319,12 +319,12 @@ async def test_prompts_go_where_their_beginning_is(cluster):
 @scenario("one", "two")
 async def test_figures_of_all_servers_are_the_newest_that_any_engine_has(cluster):
     one, two = cluster.client("one"), cluster.client("two")
-    one.peer_metrics = {"other": Snapshot(1, b"old"), "gone": Snapshot(9, b"gone")}
-    two.peer_metrics = {"other": Snapshot(2, b"new")}
-    assert sorted(cluster.front.peer_metrics()) == [b"gone", b"new"]
+    one.peer_metrics = {"other": Snapshot(1, {"old": 1}), "gone": Snapshot(9, {"gone": 9})}
+    two.peer_metrics = {"other": Snapshot(2, {"new": 2})}
+    assert cluster.front.peer_metrics() == [{"new": 2}, {"gone": 9}]
     cluster.front.metrics.finished["stop"].inc()
     assert one.beat().metrics == two.beat().metrics, "all engines hear the same"
-    assert one.beat().metrics.text == cluster.front.metrics.snapshot()
+    assert one.beat().metrics.figures == cluster.front.metrics.figures()
 
 
 @scenario("one", "two")

@@ -135,7 +135,6 @@ def test_ports():
 def test_it_says_if_haproxy_is_missing(monkeypatch, ingress, is_there, starts_ray, said):
     notes = []
     monkeypatch.setattr(module, "haproxy_binary", lambda: "haproxy" if is_there else None)
-    monkeypatch.setattr(module, "has_no_cluster", lambda: starts_ray)
     monkeypatch.setattr(module, "connect_to_ray", lambda: starts_ray)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     deployment(None, ingress=ingress).join([ModelConfig(EngineConfig(device="cpu"), ServerConfig())], notes.append)
