@@ -71,8 +71,9 @@ def simulate(jobs: list[Job], known: bool, num_blocks: int, growth_blocks: int) 
         max_num_batched_tokens=8192,
         max_model_len=max(job.prompt for job in jobs) + 4 * MEAN_LENGTH,
         eos_token_ids=[EOS],
+        growth_blocks=growth_blocks,
     )
-    scheduler = Scheduler(state, policy=POLICIES["fcfs"], growth_blocks=growth_blocks)
+    scheduler = Scheduler(state, policy=POLICIES["fcfs"])
     for i, job in enumerate(jobs):
         params = SamplingParams(max_tokens=job.length if known else 4 * MEAN_LENGTH, ignore_eos=known)
         scheduler.add(GenerationRequest(request_id=str(i), prompt_token_ids=[2] * job.prompt, params=params))

@@ -84,11 +84,8 @@ class LLM:
         texts = [tokenizer.apply_chat_template(cast(list[Message], conversation)) for conversation in conversations]
         params = _params_list(sampling_params, len(texts))
         # The template writes special tokens itself.
-        requests: list[tuple[GenerationRequest, str | None]] = [
-            (self._make(tokenizer.encode(text, add_special_tokens=False), p), text)
-            for text, p in zip(texts, params, strict=True)
-        ]
-        return self._run(requests, use_tqdm)
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return self._run(list(zip(map(self._make, ids, params), texts, strict=True)), use_tqdm)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", use_tqdm: bool = True
@@ -143,7 +140,7 @@ class LLM:
             request_id=str(next(self._ids)), prompt_token_ids=ids, params=params, arrival_time=time.time(), **fields
         )
 
-    def _run(self, requests: list[tuple[GenerationRequest, str | None]], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, requests: Sequence[tuple[GenerationRequest, str | None]], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests to their end. An exception, Ctrl-C included, aborts what is left of them."""
         core = self.engine
         processor = OutputProcessor(self.tokenizer)

@@ -51,20 +51,10 @@ class _Range(msgspec.Struct, frozen=True):
 _BIAS = _Range(-100, 100)
 _MAX_ENTRIES = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOPS, "logit_bias": MAX_BIASES}
 
-# Fields that cannot be given with beam search, as they would choose other tokens or end a text before it is chosen, and
-# their values that change nothing.
-_WITHOUT_BEAMS: dict[str, tuple[Any, ...]] = {
-    "temperature": (0, 1),
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": (None, {}),
-    "stop": ([],),
-    "structured_outputs": (None,),
-}
+# Fields that cannot be given with beam search, as they would choose other tokens or end a text before it is chosen.
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_WITHOUT_BEAMS = (*_OF_SAMPLING, "logit_bias", "stop", "structured_outputs")
+_ALSO_NEUTRAL = {"temperature": 0, "top_k": -1, "logit_bias": {}}  # change nothing there either, beside the defaults
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -230,8 +220,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"use_beam_search needs at least 2 beams; best_of, or else n, is their number, and it is {self.width}",
                 "use_beam_search" if self.best_of is None else "best_of",
             )
-        for name, neutral in _WITHOUT_BEAMS.items():
-            if getattr(self, name) not in neutral:
+        for name in _WITHOUT_BEAMS:
+            default = getattr(_DEFAULTS, name)
+            if getattr(self, name) not in (default, _ALSO_NEUTRAL.get(name, default)):
                 raise _bad(name, "cannot be combined with use_beam_search; leave it out")
 
     def _check_no_beams(self) -> None:
@@ -270,3 +261,4 @@ _NUMBERS: dict[str, tuple[_Range, tuple[type, ...]]] = {
     if get_origin(kind) is Annotated
 }
 _FLAGS = [name for name, kind in _FIELDS.items() if kind is bool]
+_DEFAULTS = SamplingParams()

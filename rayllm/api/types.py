@@ -262,7 +262,7 @@ class Counters(msgspec.Struct):
     step_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BUCKETS) + 1))
 
 
-class EngineStats(Counters, frozen=True):
+class EngineStats(Counters, frozen=True):  # type: ignore[misc]  # msgspec can freeze what others may change
     """A snapshot of the engine for metrics and health: its counters, and how it is just now."""
 
     # Sequences that run, wait for a place, and wait with their KV in host memory.

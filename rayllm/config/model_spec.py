@@ -14,6 +14,9 @@ from rayllm.config.json_fields import JsonFields, read_json_object
 from rayllm.config.rope import RopeSpec, parse_rope
 from rayllm.errors import ModelError
 
+QWEN = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", *QWEN, "OPTForCausalLM", "BloomForCausalLM")
+DEFAULT_EOS = 2  # of all but Qwen, which has none where config.json says nothing of it
 MAX_HEAD_DIM = 256  # of the attention kernels
 BLOOM_POSITIONS = 2048  # what BLOOM was trained with; ALiBi itself has no limit, and not all files say it (seq_length)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -113,7 +116,7 @@ def load_model_spec(path: str) -> ModelSpec:
     config = JsonFields(read_json_object(folder / "config.json"), str(folder / "config.json"))
     architecture = _architecture(config)
     _check_quantization(config)
-    eos = config.data.get("eos_token_id", _DEFAULT_EOS[architecture])
+    eos = config.data.get("eos_token_id", None if architecture in QWEN else DEFAULT_EOS)
     generation = folder / "generation_config.json"
     if generation.is_file():
         # Chat models end a turn with a token that only this file knows.
@@ -139,18 +142,6 @@ def check_parallel(spec: ModelSpec, tp: int) -> None:
         raise ModelError(
             f"tensor_parallel_size {tp} does not divide the model's intermediate_size {spec.intermediate_size}"
         )
-
-
-# Tokens that end a sequence where config.json says nothing of it.
-_DEFAULT_EOS: dict[str, int | None] = {
-    "LlamaForCausalLM": 2,
-    "MistralForCausalLM": 2,
-    "Qwen2ForCausalLM": None,
-    "Qwen3ForCausalLM": None,
-    "OPTForCausalLM": 2,
-    "BloomForCausalLM": 2,
-}
-SUPPORTED_ARCHITECTURES = tuple(_DEFAULT_EOS)
 
 
 def _architecture(config: JsonFields) -> str:
@@ -222,12 +213,8 @@ def _parse_llama(config: JsonFields, architecture: str) -> dict[str, Any]:
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_layers, max_position = config.size("num_hidden_layers"), config.size("max_position_embeddings")
     is_qwen3 = architecture == "Qwen3ForCausalLM"
-    if config.data.get("head_dim") is not None:
-        head_dim = config.size("head_dim")
-    elif is_qwen3 and "head_dim" not in config.data:
-        head_dim = 128
-    else:
-        head_dim = _split_hidden(config, hidden_size, num_heads)
+    told = config.data.get("head_dim", 128 if is_qwen3 else None)
+    head_dim = _split_hidden(config, hidden_size, num_heads) if told is None else config.size("head_dim", told)
     # Llama's attention_bias covers all four projections; Qwen2 has a bias on q, k, v whatever its config says.
     has_flag = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
     attention_bias = has_flag and config.flag("attention_bias", False)
@@ -252,7 +239,7 @@ def _parse_llama(config: JsonFields, architecture: str) -> dict[str, Any]:
 
 
 def _sliding_windows(architecture: str, config: JsonFields, num_layers: int) -> tuple[int | None, ...]:
-    by_layer = architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") and config.flag("use_sliding_window", False)
+    by_layer = architecture in QWEN and config.flag("use_sliding_window", False)
     # null means no window; an absent key means the class's default.
     if config.is_null("sliding_window") or not (by_layer or architecture == "MistralForCausalLM"):
         return (None,) * num_layers

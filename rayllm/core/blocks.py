@@ -90,13 +90,9 @@ class BlockManager:
         """The free blocks that `allocate` takes next, in order, as far as there are so many."""
         return list(islice(self._free, count))
 
-    def is_held(self, block: int) -> bool:
-        """True if a block has a holder."""
-        return self._holders[block] > 0
-
-    def is_shared(self, block: int) -> bool:
-        """True if a block has more than one holder."""
-        return self._holders[block] > 1
+    def num_holders(self, block: int) -> int:
+        """How many hold a block."""
+        return self._holders[block]
 
     def fork(self, block_table: list[int]) -> list[int]:
         """A second table over the same blocks."""

@@ -261,7 +261,7 @@ class KVMemory:
         while self._next and len(pairs) < most:
             block = self._next.pop()
             digest = gpu.cache.digest_of(block)
-            if digest is None or gpu.is_held(block):
+            if digest is None or gpu.num_holders(block):
                 continue  # empty, or in use again
             if self.cpu.cache.find(digest) is not None:
                 self._copied.setdefault(block, None)
@@ -312,7 +312,7 @@ class KVMemory:
         first = kept = seq.first_block
         if self.caching:
             for block in seq.block_table[: max(0, seq.num_registered - first)]:
-                if not self.gpu.is_shared(block):
+                if self.gpu.num_holders(block) < 2:
                     break
                 kept += 1
         if not self.caching or self.window.first_block(kept * size) < first:
