@@ -93,15 +93,3 @@ def _read(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if model is not None and given.setdefault("model", model) != model:
         raise ConfigError(f"model is given twice, as {model} and as --model {given['model']}")
     return {} if path is None else load_config_file(path), given
-
-
-def length_range(name: str, text: str) -> tuple[int, int]:
-    """(least, most) of "N" or "A:B". Raises ConfigError that names the option."""
-    low, _, high = text.partition(":")
-    try:
-        bounds = (int(low), int(high or low))
-    except ValueError:
-        raise ConfigError(f"{name} must be a number or a range A:B, not {text!r}") from None
-    if not 1 <= bounds[0] <= bounds[1]:
-        raise ConfigError(f"{name} must be at least 1 and a range A:B ascending, not {text!r}")
-    return bounds

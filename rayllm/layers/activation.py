@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from rayllm.layers.layer import BuildContext
 from rayllm_kernels import ops
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -28,18 +29,15 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def activation(name: str, deterministic: bool = False) -> Activation:
-    """An elementwise function. Raises KeyError for names that `ModelSpec` does not let through.
-
-    deterministic: a row [T, d] of its result does not depend on the other rows, to the bit.
-    """
-    return _row_by_row(_ACTIVATIONS[name]) if deterministic else _ACTIVATIONS[name]
+def activation(name: str, context: BuildContext) -> Activation:
+    """An elementwise function. Raises KeyError for names that `ModelSpec` does not let through."""
+    return _row_by_row(_ACTIVATIONS[name]) if context.deterministic else _ACTIVATIONS[name]
 
 
-def gated_activation(name: str, deterministic: bool = False) -> Activation:
+def gated_activation(name: str, context: BuildContext) -> Activation:
     """[..., 2d] -> [..., d]: act(gate) * up, gate and up being the halves of the last dimension; as `activation`."""
     gated = ops.silu_and_mul if name in SILU else _gated(_ACTIVATIONS[name])
-    return _row_by_row(gated) if deterministic else gated
+    return _row_by_row(gated) if context.deterministic else gated
 
 
 def _row_by_row(act: Activation) -> Activation:

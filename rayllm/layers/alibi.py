@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rayllm.layers.layer import LayerContext
+from rayllm.layers.layer import BuildContext
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -18,7 +18,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return slopes + [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
 
 
-def rank_slopes(context: LayerContext, num_heads: int) -> torch.Tensor:
+def rank_slopes(context: BuildContext, num_heads: int) -> torch.Tensor:
     """Those of the rank's heads, for the `Scoring` of all layers: [num_heads / tp] float32."""
     count = num_heads // context.tp.size
     own = alibi_slopes(num_heads)[context.tp.rank * count :][:count]

@@ -8,7 +8,7 @@ import torch
 
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.kv_scales import load_kv_scales
-from rayllm.layers.layer import Heads, Layer, LayerContext
+from rayllm.layers.layer import BuildContext, Heads, Layer
 from rayllm.layers.norm import RMSNorm
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels import ops
@@ -31,7 +31,7 @@ class AttentionPlan:
     _schedules: dict[int | None, DecodeSchedule | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: ForwardBatch, context: LayerContext) -> AttentionPlan:
+    def of(cls, batch: ForwardBatch, context: BuildContext) -> AttentionPlan:
         """The plan for layers of this context.
 
         The decode kernel adds up a context in pieces that depend on the batch, so in the deterministic mode every
@@ -75,7 +75,7 @@ class Attention(Layer):
 
     def __init__(
         self,
-        context: LayerContext,
+        context: BuildContext,
         heads: Heads,
         scoring: Scoring,
         rotary: torch.Tensor | None = None,

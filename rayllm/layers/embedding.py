@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rayllm.layers.layer import Layer, LayerContext
+from rayllm.layers.layer import BuildContext, Layer
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels import ops
 
@@ -25,7 +25,7 @@ class VocabLayer(Layer):
     has.
     """
 
-    def __init__(self, context: LayerContext, vocab_size: int, dim: int, weight: nn.Parameter | None = None):
+    def __init__(self, context: BuildContext, vocab_size: int, dim: int, weight: nn.Parameter | None = None):
         super().__init__(context)
         self.vocab_size, self.shard = vocab_size, -(-vocab_size // context.tp.size)
         self.first_token = context.tp.rank * self.shard
@@ -61,7 +61,7 @@ class LMHead(VocabLayer):
     tied: the embedding whose table is the head's weight too; None gives the head its own.
     """
 
-    def __init__(self, context: LayerContext, vocab_size: int, dim: int, *, tied: Embedding | None):
+    def __init__(self, context: BuildContext, vocab_size: int, dim: int, *, tied: Embedding | None):
         super().__init__(context, vocab_size, dim, None if tied is None else tied.weight)
         self.is_tied, self.deterministic = tied is not None, context.deterministic
         if vocab_size <= (context.tp.size - 1) * self.shard:

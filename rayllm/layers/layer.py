@@ -1,4 +1,4 @@
-"""`Layer`: a part of a model that has weights, and `LayerContext`: what every layer of a rank's model is made with."""
+"""`Layer`: a part of a model that has weights, and `BuildContext`: what every layer of a rank's model is made with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayllm.parallel.tp_group import TPGroup
 
 
 @dataclass(frozen=True)
-class LayerContext:
+class BuildContext:
     """One rank's place, and how its layers are to be: a model is handed one and makes its layers with it.
 
     Sizes are of the whole model. Each layer keeps the rank's part of its weights, and reads it by itself.
@@ -61,7 +61,7 @@ class Heads(NamedTuple):
 class Layer(nn.Module):
     """One that reads its weights by itself. prefix: of their names in the checkpoint."""
 
-    def __init__(self, context: LayerContext):
+    def __init__(self, context: BuildContext):
         super().__init__()
         self.tp, self.prefix = context.tp, context.prefix
 

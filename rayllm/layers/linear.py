@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from rayllm.layers.activation import SILU, gated_activation
-from rayllm.layers.layer import Heads, Layer, LayerContext
+from rayllm.layers.layer import BuildContext, Heads, Layer
 from rayllm.layers.norm import RMSNorm
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels import ops
@@ -29,13 +29,13 @@ class Part(NamedTuple):
     rows: int
 
 
-def column_part(context: LayerContext, name: str, total: int) -> Part:
+def column_part(context: BuildContext, name: str, total: int) -> Part:
     """The rank's share of all rows."""
     rows = context.shard(total, name)
     return Part(name, total, context.tp.rank * rows, rows)
 
 
-def qkv_parts(context: LayerContext, heads: Heads) -> list[Part]:
+def qkv_parts(context: BuildContext, heads: Heads) -> list[Part]:
     """The rank's query heads, and the KV heads that they use: its share of them, or one."""
     tp, (num_heads, num_kv_heads, head_dim) = context.tp, heads
     kv_rows = num_kv_heads * head_dim, tp.rank * num_kv_heads // tp.size * head_dim
@@ -46,7 +46,7 @@ def qkv_parts(context: LayerContext, heads: Heads) -> list[Part]:
 class Linear(Layer):
     """x W^T + bias, by the rank's part [out, in] of the weight. Which part it is, is for the classes below."""
 
-    def __init__(self, context: LayerContext, in_features: int, out_features: int, bias: bool):
+    def __init__(self, context: BuildContext, in_features: int, out_features: int, bias: bool):
         super().__init__(context)
         self.weight = context.parameter(out_features, in_features)
         self.bias = context.parameter(out_features) if bias else None
@@ -65,7 +65,7 @@ class ColumnLinear(Linear):
 
     gated = False  # whether the output is act(gate) * up of two parts
 
-    def __init__(self, context: LayerContext, in_features: int, parts: list[Part], *, bias: bool):
+    def __init__(self, context: BuildContext, in_features: int, parts: list[Part], *, bias: bool):
         super().__init__(context, in_features, sum(part.rows for part in parts), bias)
         self.parts = parts
 
@@ -99,9 +99,9 @@ class GatedLinear(ColumnLinear):
 
     gated = True
 
-    def __init__(self, context: LayerContext, in_features: int, parts: list[Part], act: str, *, bias: bool):
+    def __init__(self, context: BuildContext, in_features: int, parts: list[Part], act: str, *, bias: bool):
         super().__init__(context, in_features, parts, bias=bias)
-        self.act = gated_activation(act, context.deterministic)
+        self.act = gated_activation(act, context)
         self.fuses_act = act in SILU and not bias and not context.deterministic
         self.fuses = self.fuses and self.fuses_act
 
@@ -117,7 +117,7 @@ class InterleavedQKVLinear(ColumnLinear):
     Only for as many KV heads as query heads.
     """
 
-    def __init__(self, context: LayerContext, in_features: int, heads: Heads, *, bias: bool):
+    def __init__(self, context: BuildContext, in_features: int, heads: Heads, *, bias: bool):
         super().__init__(context, in_features, qkv_parts(context, heads), bias=bias)
         self.head_dim = heads.head_dim
 
@@ -132,7 +132,7 @@ class InterleavedQKVLinear(ColumnLinear):
 class RowLinear(Linear):
     """A projection split by inputs: [T, in / tp] -> [T, out], the same on all ranks. The bias is added once."""
 
-    def __init__(self, context: LayerContext, in_features: int, out_features: int, *, bias: bool):
+    def __init__(self, context: BuildContext, in_features: int, out_features: int, *, bias: bool):
         super().__init__(context, context.shard(in_features, "in_features"), out_features, bias)
         self.in_features = in_features
         self.adds = self.fuses and not bias

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rayllm.layers.layer import Layer, LayerContext
+from rayllm.layers.layer import BuildContext, Layer
 from rayllm_kernels import ops
 
 
 class RMSNorm(Layer):
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension, of `size` entries (Zhang and Sennrich, 2019)."""
 
-    def __init__(self, context: LayerContext, size: int, eps: float):
+    def __init__(self, context: BuildContext, size: int, eps: float):
         super().__init__(context)
         self.eps = eps
         self.weight = context.parameter(size)
@@ -34,7 +34,7 @@ class RMSNorm(Layer):
 class LayerNorm(Layer):
     """weight * (x - mean) / sqrt(variance + eps) + bias over the last dimension; weight and bias only if `affine`."""
 
-    def __init__(self, context: LayerContext, size: int, eps: float, *, affine: bool = True):
+    def __init__(self, context: BuildContext, size: int, eps: float, *, affine: bool = True):
         super().__init__(context)
         self.size, self.eps = size, eps
         self.weight = context.parameter(size) if affine else None

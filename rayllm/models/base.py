@@ -11,7 +11,7 @@ from rayllm.config.model_spec import ModelSpec
 from rayllm.layers.attention import Attention, KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import LMHead
-from rayllm.layers.layer import Heads, Layer, LayerContext
+from rayllm.layers.layer import BuildContext, Heads, Layer
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels.ops import KVScales
 
@@ -26,7 +26,7 @@ class CausalLM(nn.Module, ABC):
 
     lm_head: LMHead
 
-    def __init__(self, build: LayerContext, spec: ModelSpec):
+    def __init__(self, build: BuildContext, spec: ModelSpec):
         super().__init__()
         self.build, self.spec, self.tp = build, spec, build.tp
         self.num_kv_heads_per_rank = spec.kv_heads_per_rank(build.tp.size)

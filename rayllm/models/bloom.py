@@ -11,7 +11,7 @@ from rayllm.layers.alibi import rank_slopes
 from rayllm.layers.attention import Attention, AttentionPlan, KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import Embedding, LMHead
-from rayllm.layers.layer import LayerContext
+from rayllm.layers.layer import BuildContext
 from rayllm.layers.linear import ColumnLinear, InterleavedQKVLinear, RowLinear, column_part
 from rayllm.layers.norm import LayerNorm
 from rayllm.models.base import CausalLM, heads_of
@@ -21,7 +21,7 @@ from rayllm_kernels.ops import Scoring
 class BloomLayer(nn.Module):
     """One block: attention and MLP, each with a norm before it, and a residual from before that norm or after it."""
 
-    def __init__(self, build: LayerContext, spec: ModelSpec, bloom: BloomSpec, slopes: torch.Tensor):
+    def __init__(self, build: BuildContext, spec: ModelSpec, bloom: BloomSpec, slopes: torch.Tensor):
         super().__init__()
         hidden, inner, heads, eps = spec.hidden_size, spec.intermediate_size, heads_of(spec), spec.norm_eps
         self_attention, mlp = build.at("self_attention"), build.at("mlp")
@@ -31,7 +31,7 @@ class BloomLayer(nn.Module):
         self.dense = RowLinear(self_attention.at("dense"), hidden, hidden, bias=True)
         self.dense_h_to_4h = ColumnLinear(mlp, hidden, [column_part(mlp, "dense_h_to_4h", inner)], bias=True)
         self.dense_4h_to_h = RowLinear(mlp.at("dense_4h_to_h"), inner, hidden, bias=True)
-        self.act = activation(spec.hidden_act, build.deterministic)
+        self.act = activation(spec.hidden_act, build)
         self.input_layernorm = LayerNorm(build.at("input_layernorm"), hidden, eps)
         self.post_attention_layernorm = LayerNorm(build.at("post_attention_layernorm"), hidden, eps)
 
@@ -49,7 +49,7 @@ class BloomLayer(nn.Module):
 class BloomForCausalLM(CausalLM):
     """See `CausalLM`."""
 
-    def __init__(self, build: LayerContext, spec: ModelSpec):
+    def __init__(self, build: BuildContext, spec: ModelSpec):
         super().__init__(build, spec)
         bloom, hidden, eps = spec.bloom, spec.hidden_size, spec.norm_eps
         assert bloom is not None

@@ -13,7 +13,7 @@ from rayllm.config.model_spec import ModelSpec
 from rayllm.layers.attention import Attention, AttentionPlan, KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import Embedding, LMHead
-from rayllm.layers.layer import LayerContext
+from rayllm.layers.layer import BuildContext
 from rayllm.layers.linear import ColumnLinear, GatedLinear, RowLinear, column_part, qkv_parts
 from rayllm.layers.norm import RMSNorm
 from rayllm.layers.rotary import cos_sin_table
@@ -24,7 +24,7 @@ from rayllm_kernels.ops import Scoring
 class LlamaAttention(nn.Module):
     """Projections, optional head norms, rotary positions and attention of one layer."""
 
-    def __init__(self, build: LayerContext, spec: ModelSpec, layer: int, rotary: torch.Tensor):
+    def __init__(self, build: BuildContext, spec: ModelSpec, layer: int, rotary: torch.Tensor):
         super().__init__()
         heads, hidden, norm_eps = heads_of(spec), spec.hidden_size, spec.norm_eps if spec.qk_norm else None
         num_heads, _, head_dim = heads
@@ -56,7 +56,7 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(self, build: LayerContext, spec: ModelSpec):
+    def __init__(self, build: BuildContext, spec: ModelSpec):
         super().__init__()
         hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
         parts = [column_part(build, name, inner) for name in ("gate_proj", "up_proj")]
@@ -74,7 +74,7 @@ class LlamaMLP(nn.Module):
 class LlamaLayer(nn.Module):
     """One block. The residual stream travels beside the activations: each addition fuses with what follows it."""
 
-    def __init__(self, build: LayerContext, spec: ModelSpec, layer: int, rotary: torch.Tensor):
+    def __init__(self, build: BuildContext, spec: ModelSpec, layer: int, rotary: torch.Tensor):
         super().__init__()
         self.input_layernorm = RMSNorm(build.at("input_layernorm"), spec.hidden_size, spec.norm_eps)
         self.self_attn = LlamaAttention(build.at("self_attn"), spec, layer, rotary)
@@ -101,7 +101,7 @@ class LlamaLayer(nn.Module):
 class LlamaForCausalLM(CausalLM):
     """See `CausalLM`."""
 
-    def __init__(self, build: LayerContext, spec: ModelSpec):
+    def __init__(self, build: BuildContext, spec: ModelSpec):
         super().__init__(build, spec)
         body = build.at("model")
         assert spec.rope is not None

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from rayllm.config.json_fields import read_json_object
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ModelError
-from rayllm.layers.layer import LayerContext
+from rayllm.layers.layer import BuildContext
 from rayllm.layers.weights import WeightSource
 from rayllm.models.base import CausalLM
 from rayllm.models.registry import MODEL_CLASSES
@@ -159,7 +159,7 @@ def load_model(config: ResolvedConfig, tp: TPGroup, device: torch.device) -> Cau
     spec, options, dtype = config.spec, config.options, getattr(torch, config.dtype)
     dummy = options.load_format == "dummy"
     source = DummyCheckpoint(options.seed, device, dtype) if dummy else Checkpoint(options.model)
-    context = LayerContext(tp, device, dtype, options.deterministic)
+    context = BuildContext(tp, device, dtype, options.deterministic)
     with torch.no_grad():
         model = MODEL_CLASSES[spec.architecture](context, spec)
         model.load(source)

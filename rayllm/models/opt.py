@@ -10,7 +10,7 @@ from rayllm.layers.activation import activation
 from rayllm.layers.attention import Attention, AttentionPlan, KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import Embedding, LMHead
-from rayllm.layers.layer import LayerContext
+from rayllm.layers.layer import BuildContext
 from rayllm.layers.linear import ColumnLinear, RowLinear, column_part, qkv_parts
 from rayllm.layers.norm import LayerNorm
 from rayllm.models.base import CausalLM, heads_of
@@ -23,7 +23,7 @@ POSITION_OFFSET = 2
 class OPTLayer(nn.Module):
     """One block: attention and MLP, each with its residual and its norm before (or, in OPT-350m, after)."""
 
-    def __init__(self, build: LayerContext, spec: ModelSpec, opt: OPTSpec):
+    def __init__(self, build: BuildContext, spec: ModelSpec, opt: OPTSpec):
         super().__init__()
         hidden, inner, heads, eps = spec.hidden_size, spec.intermediate_size, heads_of(spec), spec.norm_eps
         self_attn = build.at("self_attn")
@@ -33,7 +33,7 @@ class OPTLayer(nn.Module):
         self.out_proj = RowLinear(self_attn.at("out_proj"), hidden, hidden, bias=spec.attention_out_bias)
         self.fc1 = ColumnLinear(build, hidden, [column_part(build, "fc1", inner)], bias=spec.mlp_bias)
         self.fc2 = RowLinear(build.at("fc2"), inner, hidden, bias=spec.mlp_bias)
-        self.act = activation(spec.hidden_act, build.deterministic)
+        self.act = activation(spec.hidden_act, build)
         self.self_attn_layer_norm = LayerNorm(build.at("self_attn_layer_norm"), hidden, eps, affine=opt.norm_affine)
         self.final_layer_norm = LayerNorm(build.at("final_layer_norm"), hidden, eps, affine=opt.norm_affine)
 
@@ -56,7 +56,7 @@ class OPTLayer(nn.Module):
 class OPTForCausalLM(CausalLM):
     """See `CausalLM`. The projection from hidden_size to the embeddings' width is a part of `local_logits`."""
 
-    def __init__(self, build: LayerContext, spec: ModelSpec):
+    def __init__(self, build: BuildContext, spec: ModelSpec):
         super().__init__(build, spec)
         opt, hidden, positions = spec.opt, spec.hidden_size, spec.max_position_embeddings + POSITION_OFFSET
         assert opt is not None

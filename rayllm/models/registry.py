@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rayllm.config.model_spec import ModelSpec
-from rayllm.layers.layer import LayerContext
+from rayllm.layers.layer import BuildContext
 from rayllm.models.base import CausalLM
 from rayllm.models.bloom import BloomForCausalLM
 from rayllm.models.llama import LlamaForCausalLM
 from rayllm.models.opt import OPTForCausalLM
 
 # As many as `model_spec.SUPPORTED_ARCHITECTURES`.
-MODEL_CLASSES: dict[str, Callable[[LayerContext, ModelSpec], CausalLM]] = {
+MODEL_CLASSES: dict[str, Callable[[BuildContext, ModelSpec], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,

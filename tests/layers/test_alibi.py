@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
 from rayllm.layers.alibi import alibi_slopes, rank_slopes
-from rayllm.layers.layer import LayerContext
+from rayllm.layers.layer import BuildContext
 from rayllm.parallel.tp_group import TPGroup
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def test_any_number_of_heads(heads):
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_share_the_slopes_as_they_share_the_heads(size):
     def slopes(tp):
-        return rank_slopes(LayerContext(tp, CPU, torch.bfloat16), 12)
+        return rank_slopes(BuildContext(tp, CPU, torch.bfloat16), 12)
 
     parts = [slopes(TPGroup(rank, size, object())) for rank in range(size)]
     assert torch.cat(parts).tolist() == slopes(TPGroup.single()).tolist()

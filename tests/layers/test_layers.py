@@ -16,7 +16,7 @@ from rayllm.config.model_spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, load_
 from rayllm.config.rope import RopeSpec
 from rayllm.layers.activation import activation, gated_activation
 from rayllm.layers.embedding import Embedding, LMHead
-from rayllm.layers.layer import Heads, LayerContext
+from rayllm.layers.layer import BuildContext, Heads
 from rayllm.layers.linear import ColumnLinear, column_part, qkv_parts
 from rayllm.layers.norm import LayerNorm
 from rayllm.layers.rotary import cos_sin_table
@@ -25,7 +25,7 @@ from rayllm.parallel.tp_group import TPGroup
 from rayllm_kernels.norm.qk_norm_rope_cache import rotate
 
 CPU = torch.device("cpu")
-BUILD = LayerContext(TPGroup.single(), CPU, torch.float32)
+BUILD = BuildContext(TPGroup.single(), CPU, torch.float32)
 ROPES = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
@@ -87,11 +87,11 @@ def test_partial_rotary_leaves_the_rest():
 @pytest.mark.parametrize("name", PLAIN_ACTIVATIONS)
 def test_activations(name):
     x = torch.linspace(-6, 6, 200)
-    torch.testing.assert_close(activation(name)(x), ACT2FN[name](x), rtol=0, atol=1e-6)
+    torch.testing.assert_close(activation(name, BUILD)(x), ACT2FN[name](x), rtol=0, atol=1e-6)
     if name in GATED_ACTIVATIONS:
         both = torch.randn(5, 32)
         expected = ACT2FN[name](both[:, :16]) * both[:, 16:]
-        torch.testing.assert_close(gated_activation(name)(both), expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(gated_activation(name, BUILD)(both), expected, rtol=0, atol=1e-6)
 
 
 def test_layer_norm_without_affine():
