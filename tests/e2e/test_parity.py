@@ -89,8 +89,8 @@ def test_a_pool_so_small_that_sequences_are_preempted_many_times(cases, kind, tp
     stats = check(
         case,
         tensor_parallel_size=tp,
-        block_size=8,
-        num_gpu_blocks_override=30,
+        block_size=2,  # admission leaves one block a sequence for growth: the smaller, the sooner the pool is short
+        num_gpu_blocks_override=120,
         max_num_batched_tokens=128,
         enable_prefix_caching=False,
     )
