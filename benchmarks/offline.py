@@ -21,7 +21,7 @@ import typer
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.cli.main import main, make_app
-from rayllm.cli.options import config_flags, engine_config
+from rayllm.cli.options import config_flags, engine_config, length_range
 from rayllm.config.options import OFFLINE_BATCHED_TOKENS, EngineConfig
 from rayllm.errors import ConfigError
 
@@ -31,18 +31,6 @@ TEMPERATURE = 0.6
 Unit = Literal["out tok/s", "in tok/s", "ms"]
 
 app = make_app()
-
-
-def length_range(name: str, text: str) -> tuple[int, int]:
-    """(least, most) of "N" or "A:B". Raises ConfigError that names the option."""
-    low, _, high = text.partition(":")
-    try:
-        bounds = (int(low), int(high or low))
-    except ValueError:
-        raise ConfigError(f"{name} must be a number or a range A:B, not {text!r}") from None
-    if not 1 <= bounds[0] <= bounds[1]:
-        raise ConfigError(f"{name} must be at least 1 and a range A:B ascending, not {text!r}")
-    return bounds
 
 
 class Batch(NamedTuple):

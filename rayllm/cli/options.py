@@ -93,3 +93,12 @@ def _read(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if model is not None and given.setdefault("model", model) != model:
         raise ConfigError(f"model is given twice, as {model} and as --model {given['model']}")
     return {} if path is None else load_config_file(path), given
+
+
+def length_range(name: str, text: str) -> tuple[int, int]:
+    """(least, most) of "N" or "A:B". Raises ConfigError that names the option."""
+    low, _, high = text.partition(":")
+    high = high or low
+    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+        raise ConfigError(f"{name} must be a number of at least 1 or an ascending range A:B of such, not {text!r}")
+    return int(low), int(high)

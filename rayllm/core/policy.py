@@ -8,15 +8,9 @@ from rayllm.api.types import GenerationRequest
 
 Policy = Callable[[GenerationRequest], tuple]
 
-
-def fcfs(request: GenerationRequest) -> tuple:
-    """First come, first served."""
-    return (request.arrival_time,)
-
-
-def by_priority(request: GenerationRequest) -> tuple:
-    """Lower priority numbers first; first come, first served within one."""
-    return (request.priority, request.arrival_time)
-
-
-POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": by_priority}
+POLICIES: dict[str, Policy] = {
+    # First come, first served.
+    "fcfs": lambda request: (request.arrival_time,),
+    # Lower priority numbers first; first come, first served within one.
+    "priority": lambda request: (request.priority, request.arrival_time),
+}

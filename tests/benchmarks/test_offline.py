@@ -130,11 +130,3 @@ def test_as_a_script_with_one_line_for_an_error():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.startswith("error: unknown workload 'x'")
-
-
-def test_lengths():
-    assert offline.length_range("x", "7") == (7, 7)
-    assert offline.length_range("x", "3:9") == (3, 9)
-    for text in ("9:3", "0", "a", "", "1:2:3"):
-        with pytest.raises(ConfigError, match="x must be"):
-            offline.length_range("x", text)

@@ -2,13 +2,15 @@
 
 import inspect
 
+import pytest
 import typer
 from pydantic import BaseModel, Field
 from typer.testing import CliRunner
 
 from rayllm.cli import main as cli
-from rayllm.cli.options import config_flags, engine_config, make_app
+from rayllm.cli.options import config_flags, engine_config, length_range, make_app
 from rayllm.config.options import EngineConfig, ServerConfig
+from rayllm.errors import ConfigError
 
 runner = CliRunner()
 
@@ -55,3 +57,11 @@ def test_defaults_of_a_command_are_below_the_file_and_the_flags(tmp_path):
     given = {"config": str(path), "seed": 3, "block_size": None}
     config = engine_config(given, max_num_seqs=5, max_num_batched_tokens=5)
     assert (config.seed, config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (3, 7, 5, 16)
+
+
+def test_lengths():
+    assert length_range("x", "7") == (7, 7)
+    assert length_range("x", "3:9") == (3, 9)
+    for text in ("9:3", "0", "a", "", "1:2:3"):
+        with pytest.raises(ConfigError, match="x must be"):
+            length_range("x", text)
