@@ -100,5 +100,5 @@ def length_range(name: str, text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     high = high or low
     if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
-        raise ConfigError(f"{name} must be a number of at least 1 or an ascending range A:B of such, not {text!r}")
+        raise ConfigError(f"{name} must be at least 1, or an ascending range A:B, not {text!r}")
     return int(low), int(high)
