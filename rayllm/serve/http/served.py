@@ -66,4 +66,5 @@ class Target(NamedTuple):
 
     model: ServedModel
     engine: Engine
+    info: EngineInfo
     reply_id: str
