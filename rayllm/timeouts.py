@@ -8,6 +8,7 @@
 | driver - step | the driver | the step's result | STEP_S | the engine's replica restarts |
 | Serve - replica | Ray Serve | HEALTH_PERIOD_S | HEALTH_TIMEOUT_S | Ray Serve replaces the replica |
 | replica, front - directory | the directory | REGISTER_S | MEMBER_SILENCE_S | the entry goes; others stop using it |
+| new replica - API servers | the replica | their first beats | JOIN_S | it counts as started without them |
 | launch - application | `rayllm launch` | STATUS_S | - | it says what Ray Serve says |
 | launch - ingress | `rayllm launch` | INGRESS_WATCH_S | - | HAProxy is started again |
 | `rayllm launch` - its parent | both, by a pipe and the exit status | - | - | all that it has started is ended |
@@ -47,6 +48,7 @@ KILL_S = 10.0  # after the time that running requests have, before Serve ends a 
 # Directory.
 REGISTER_S = 0.5
 MEMBER_SILENCE_S = 5.0
+JOIN_S = 10.0  # for all API servers to connect to a new engine, before Serve ends the one that it replaces
 DIRECTORY_S = 3.0  # for its answer; members go on without
 
 # `rayllm launch`.

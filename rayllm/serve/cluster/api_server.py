@@ -101,7 +101,7 @@ class ServedModels:
             self._tracer.close()
 
     def _member(self) -> ServerMember:
-        return ServerMember(self._server_id, self._place.node_id, self.address, self.is_draining)
+        return ServerMember(self._server_id, self._place.node_id, list(self.models), self.address, self.is_draining)
 
     async def _on_view(self, view: View) -> None:
         for name, model in self.models.items():
