@@ -74,10 +74,7 @@ class EngineReplica:
     async def _wait_for_servers(self) -> None:
         """Return when all API servers send requests here: Serve then ends the replicas that this one replaces."""
         deadline = time.monotonic() + timeouts.JOIN_S
-        while self._servers is None or not self._servers <= self._socket.front_ids():
-            if time.monotonic() > deadline:
-                logger.warning("some API servers did not connect to %s within %.0f s", self._model, timeouts.JOIN_S)
-                return
+        while time.monotonic() < deadline and (self._servers is None or self._servers - self._socket.front_ids()):
             await asyncio.sleep(timeouts.REGISTER_S / 10)
 
     async def _stop(self) -> None:
