@@ -30,7 +30,7 @@ def print_environment() -> None:
     rows += [(f"gpu {index}", line) for index, line in enumerate(_gpus())] or [("gpus", "none found")]
     rows.append(("ray cluster", "RAY_ADDRESS is set" if os.environ.get("RAY_ADDRESS") else "RAY_ADDRESS is not set"))
     rows += [(name, os.environ[name]) for name in SETTINGS if name in os.environ]
-    rows += [(name, "is set") for name in sorted(os.environ) if name.startswith("RLLM_")]
+    rows += [(name, "is set") for name in sorted(os.environ) if name.startswith("RAYLLM_")]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
