@@ -1,8 +1,8 @@
 """`ModelSpec`: what config.json of a Hugging Face folder says of a model, checked, in one frozen struct.
 
 Reads the files of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype) without
-importing either it or torch. A key that is absent takes the default of transformers' class of that architecture, and one
-that nothing reads refuses the model unless `known_keys` says that it is harmless.
+importing either it or torch. A key that is absent takes the default of transformers' class of that architecture. One
+that nothing here reads refuses the model, unless `known_keys` has it as harmless.
 """
 
 from __future__ import annotations

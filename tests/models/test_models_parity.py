@@ -171,7 +171,7 @@ ROPE_KINDS = ("llama", "llama3_rope", "llama_linear", "llama_yarn", "mistral", "
 
 @pytest.mark.parametrize("kind", ROPE_KINDS)
 def test_rotary_table_is_as_long_as_sequences_may_be(tmp_path, kind):
-    """Of a context of a million only what max_model_len asks for is held, and angles stay those of the whole context."""
+    """Of a context of a million, only max_model_len rows are held, and the angles stay those of the whole context."""
     folder = factory.make_model(tmp_path, kind, num_hidden_layers=2, max_position_embeddings=2**20)
     model, prompt = factory.load(folder, max_model_len=48), tokens_of(48, 8)
     assert {layer.self_attn.attention.rotary.shape for layer in model.layers} == {(48, 16)}
