@@ -85,7 +85,9 @@ def test_e4m3_is_calibrated_with_random_tokens(llama):
 
 @pytest.mark.parametrize(("most", "expected"), [(33, 33), (2 * CALIBRATION_TOKENS, CALIBRATION_TOKENS)])
 def test_calibration_takes_no_more_tokens_than_a_sequence_may_have(tmp_path, most, expected):
-    model = load(factory.make_model(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=most))
+    context = 2 * CALIBRATION_TOKENS
+    folder = factory.make_model(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=context)
+    model = factory.load(folder, max_model_len=most)
     seen = []
     find_scales(model, E4M3, 16, lambda batch, _caches: seen.append(len(batch.positions)))
     assert seen == [expected]

@@ -35,7 +35,7 @@ def test_rows_do_not_know_of_other_rows(randn, assert_rows_independent, act, dim
     from rayllm.layers.layer import BuildContext
     from rayllm.parallel.tp_group import TPGroup
 
-    context = BuildContext(TPGroup.single(), torch.device("cpu"), torch.float32, deterministic=True)
+    context = BuildContext(TPGroup.single(), torch.device("cpu"), torch.float32, 64, deterministic=True)
     x = randn(300, 2 * dim, dtype=torch.bfloat16 if ON_GPU else torch.float32)
     assert_rows_independent(lambda x: (gated_activation(act, context)(x),), x)
     assert_rows_independent(lambda x: (activation(act, context)(x),), x)
