@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import yaml
+from http_load import RequestFailedError
 from launched_server import ProcessFailedError, free_port, own_session, wait_until_healthy, with_tokenizer
 from offline import TEMPERATURE, Workload, custom_workload, fit_vocabulary, make_result, named_workload
 from peers import Figure, Record, add_records, gpu_driver, hardware
@@ -49,15 +51,19 @@ DESCRIBE_LIMIT_S = 60.0
 class Kind(NamedTuple):
     """How engines of one kind are started."""
 
-    serve: list[str]  # the command of its server, after its Python
+    serve: list[str]  # the command of its server, after its Python; MODEL is the model's folder
     names: dict[str, str] = {}  # option as vLLM names it -> as this kind does
 
+    def named(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {self.names.get(name, name): value for name, value in options.items()}
 
+
+MODEL = "MODEL"
 KINDS = {
-    "rayllm": Kind(["-m", "rayllm.cli", "launch"]),
-    "vllm": Kind(["-m", "vllm.entrypoints.cli.main", "serve"]),
+    "rayllm": Kind(["-m", "rayllm.cli", "launch", MODEL]),
+    "vllm": Kind(["-m", "vllm.entrypoints.cli.main", "serve", MODEL]),
     "sglang": Kind(
-        ["-m", "sglang.launch_server"],
+        ["-m", "sglang.launch_server", "--model-path", MODEL],
         {"model": "model_path", "tensor_parallel_size": "tp_size", "max_model_len": "context_length"},
     ),
 }
@@ -116,7 +122,8 @@ def find_engine(kind: str, where: str) -> Engine:
     engine = Engine(kind, where.rstrip("/"))
     if engine.is_running:
         answer = httpx.get(f"{engine.where}/version", timeout=DESCRIBE_LIMIT_S)
-        return engine._replace(versions={kind: answer.json()["version"] if answer.is_success else "of unknown version"})
+        told = answer.json() if answer.is_success else {}
+        return engine._replace(versions={kind: told.get("version", "of unknown version")})
     with tempfile.TemporaryDirectory() as folder:
         described = run_driver(engine, Path(folder), None, DESCRIBE_LIMIT_S)
     commit = git_commit(described["folder"]) if kind == "rayllm" else None
@@ -154,9 +161,8 @@ def offline(engine: Engine, args: argparse.Namespace) -> dict[str, Measured]:
     workloads = [any_workload(name) for name in args.workload]
     runs = range(-args.warmup, args.repeat)
     options = {"model": args.model, "skip_tokenizer_init": True} | engine_options(engine.kind, args.set)
-    names = KINDS[engine.kind].names
     work = {
-        "options": {names.get(name, name): value for name, value in options.items()},
+        "options": KINDS[engine.kind].named(options),
         "temperature": TEMPERATURE,
         "warmup": args.warmup,
         "workloads": [
@@ -181,10 +187,13 @@ def over_http(engine: Engine, args: argparse.Namespace) -> dict[str, Measured]:
     with tempfile.TemporaryDirectory() as folder, served(engine, args, Path(folder), figures) as (url, log):
 
         def load(case: Case, run: int) -> Served:
-            seen = http_rate(url, case, args, run)
+            try:
+                seen = http_rate(url, case, args, run)
+            except (RequestFailedError, httpx.HTTPError, threading.BrokenBarrierError) as error:
+                raise ProcessFailedError(f"{case}: {str(error) or type(error).__name__}", log) from None
             if seen.failures:
-                what = f"{len(seen.failures)} of {case.num_requests} requests failed ({case})"
-                raise ProcessFailedError(f"{what}, the first with: {seen.failures[0]}", log)
+                what = f"{len(seen.failures)} of {case.num_requests} requests failed"
+                raise ProcessFailedError(f"{case}: {what}, the first with: {seen.failures[0]}", log)
             return seen
 
         run = itertools.count()  # no two have the same prompts
@@ -210,27 +219,17 @@ def served(
     model = args.model
     if Path(model, "config.json").exists() and not Path(model, "tokenizer.json").exists():
         model = with_tokenizer(model, str(folder))
-    port, log = free_port(), folder / "log"
-    kind, options = KINDS[engine.kind], engine_options(engine.kind, args.set)
-    command = [
-        engine.python,
-        *kind.serve,
-        *([f"--{dashed(kind.names['model'])}"] if "model" in kind.names else []),
-        model,
-    ]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    port, log, kind = free_port(), folder / "log", KINDS[engine.kind]
+    command = [engine.python, *(model if word == MODEL else word for word in kind.serve)]
+    options = {"host": "127.0.0.1", "port": port} | kind.named(engine_options(engine.kind, args.set))
     for name, value in options.items():
-        flag = dashed(kind.names.get(name, name))
+        flag = name.replace("_", "-")
         command += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     started = time.perf_counter()
     with own_session(command, env=engine.environment, log=log) as process:
         wait_until_healthy(process, f"http://127.0.0.1:{port}", args.limit, log)
         figures["server start"] = Measured([time.perf_counter() - started], "s")
         yield f"http://127.0.0.1:{port}", log
-
-
-def dashed(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def any_workload(name: str) -> Workload:
@@ -283,7 +282,8 @@ def record(engine: Engine, figures: dict[str, Measured], others: list[Engine], a
     )
 
 
-def read_arguments() -> argparse.Namespace:
+def read_arguments(words: list[str] | None) -> argparse.Namespace:
+    """The options on the command line, or in `words`. Ends the process if they are wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a checkpoint, or of its config.json alone")
     parser.add_argument("--peer", action="append", default=[], metavar="KIND=WHERE", help="may be repeated")
@@ -297,7 +297,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="runs that are measured")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for all offline runs, or a server's start")
     parser.add_argument("--save", type=Path, help="file to add the figures to, such as benchmarks/peers.yaml")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     for peer in args.peer:
         kind, _, where = peer.partition("=")
         if kind not in KINDS or not where:
@@ -314,8 +314,8 @@ def read_arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> int:
-    args = read_arguments()
+def main(words: list[str] | None = None) -> int:
+    args = read_arguments(words)
     failed = False
     try:
         list(map(any_workload, args.workload))

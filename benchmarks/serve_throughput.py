@@ -17,6 +17,7 @@ import argparse
 import multiprocessing
 import random
 import tempfile
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -92,7 +93,7 @@ class Share(NamedTuple):
 
 
 def one_client(part: Part, barrier: Any) -> Share:
-    """Send a part of the load, in a process of its own that begins together with the others."""
+    """Send a part of the load, together with the processes that send the other ones."""
     model = first_model(part.url)
 
     def bodies(count: int, run: int) -> list[dict[str, Any]]:
@@ -139,10 +140,13 @@ def http_rate(url: str, case: Case, args: argparse.Namespace, run: int) -> Serve
         )
         for i in range(count)
     ]
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, ProcessPoolExecutor(count, mp_context=context) as pool:
-        barrier = manager.Barrier(count)
-        seen = list(pool.map(one_client, parts, [barrier] * count))
+    if count == 1:
+        seen = [one_client(parts[0], threading.Barrier(1))]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with context.Manager() as manager, ProcessPoolExecutor(count, mp_context=context) as pool:
+            barrier = manager.Barrier(count)
+            seen = list(pool.map(one_client, parts, [barrier] * count))
     seconds = max(share.end for share in seen) - min(share.start for share in seen)
     tokens = sum(share.tokens for share in seen)
     chunks = sum(share.chunks for share in seen)
