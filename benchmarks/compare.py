@@ -81,10 +81,6 @@ class Engine(NamedTuple):
         return " ".join(filter(None, [self.kind, self.versions.get(self.kind), self.commit]))
 
     @property
-    def is_running(self) -> bool:
-        return self.where.startswith(("http://", "https://"))
-
-    @property
     def python(self) -> str:
         # Not resolved: an environment's Python is a link, and knows its environment by its own name.
         return sys.executable if Path(self.where).is_dir() else str(Path(self.where).absolute())
@@ -117,10 +113,14 @@ class Measured(NamedTuple):
         return median if len(self.values) == 1 else f"{median} ({least} to {most})"
 
 
+def is_url(where: str) -> bool:
+    return where.startswith(("http://", "https://"))
+
+
 def find_engine(kind: str, where: str) -> Engine:
     """An engine with its versions. Raises ProcessFailedError or httpx.HTTPError if it is not there."""
     engine = Engine(kind, where.rstrip("/"))
-    if engine.is_running:
+    if is_url(engine.where):
         answer = httpx.get(f"{engine.where}/version", timeout=DESCRIBE_LIMIT_S)
         told = answer.json() if answer.is_success else {}
         return engine._replace(versions={kind: told.get("version", "of unknown version")})
@@ -176,7 +176,10 @@ def offline(engine: Engine, args: argparse.Namespace) -> dict[str, Measured]:
         results = [make_result(workload, [seconds], 0) for seconds in seen["seconds"]]
         figures[workload.name] = Measured([result.figure for result in results], workload.unit)
         if seen["cached_tokens"]:
-            print(f"{engine}: {workload.name}: {seen['cached_tokens']:,} prompt tokens were cached", file=sys.stderr)
+            cached = (
+                f"{seen['cached_tokens']:,} of {results[0].input_tokens:,} prompt tokens came from its prefix cache"
+            )
+            print(f"warning: {engine}: {workload.name}: {cached}", file=sys.stderr)
     return figures
 
 
@@ -213,11 +216,11 @@ def served(
     engine: Engine, args: argparse.Namespace, folder: Path, figures: dict[str, Measured]
 ) -> Iterator[tuple[str, Path | None]]:
     """The engine's server: its URL, and its log if it was started here. Adds to `figures` how long its start took."""
-    if engine.is_running:
+    if is_url(engine.where):
         yield engine.where, None
         return
     model = args.model
-    if Path(model, "config.json").exists() and not Path(model, "tokenizer.json").exists():
+    if Path(model, "config.json").exists() and not any(Path(model).glob("tokenizer*")):
         model = with_tokenizer(model, str(folder))
     port, log, kind = free_port(), folder / "log", KINDS[engine.kind]
     command = [engine.python, *(model if word == MODEL else word for word in kind.serve)]
@@ -302,7 +305,7 @@ def read_arguments(words: list[str] | None) -> argparse.Namespace:
         kind, _, where = peer.partition("=")
         if kind not in KINDS or not where:
             parser.error(f"--peer must be KIND=WHERE with one of {', '.join(KINDS)}, not {peer!r}")
-        if where.startswith("http") and args.workload:
+        if is_url(where) and args.workload:
             parser.error(f"--workload needs the engine in this machine's Python, and {peer} is a running server")
     for setting in args.set:
         if not re.fullmatch(rf"(({'|'.join(KINDS)})\.)?\w+=.*", setting):
@@ -327,7 +330,8 @@ def main(words: list[str] | None = None) -> int:
     for engine, found in zip(engines, figures, strict=True):
         for part, wanted in ((offline, args.workload), (over_http, args.http)):
             if wanted:
-                print(f"{engine}: {part.__name__.replace('_', ' ')}", file=sys.stderr, flush=True)
+                state = f"{part.__name__.replace('_', ' ')}, load average {os.getloadavg()[0]:.1f}"
+                print(f"{engine}: {state}", file=sys.stderr, flush=True)
                 try:
                     found |= part(engine, args)
                 except (ProcessFailedError, httpx.HTTPError, OSError) as error:

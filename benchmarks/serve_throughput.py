@@ -106,7 +106,11 @@ def one_client(part: Part, barrier: Any) -> Share:
     samples = run_load(part.url, load, concurrency=part.concurrency, due=due)
     end = time.time()
     start = end - max(sample.ended for sample in samples)
-    failures = [sample.failure for sample in samples if sample.failure is not None]
+    failures = [
+        sample.failure or f"the answer has {sample.output_tokens} of {part.output_len} tokens"
+        for sample in samples
+        if sample.failure is not None or sample.output_tokens != part.output_len
+    ]
     first_tokens = [sample.first - sample.sent for sample in samples if sample.first is not None]
     chunks = sum(len(sample.gaps) + 1 for sample in samples)
     return Share(start, end, sum(sample.output_tokens for sample in samples), chunks, first_tokens, failures)

@@ -5,6 +5,7 @@ The others are fakes with the API of vLLM and of SGLang (fake_engines/), which n
 
 import json
 import re
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -56,7 +57,7 @@ HTTP = ["--http", "4", "--input-len", "6", "--output-len", "3", "--clients", "1"
 
 
 @BOTH
-def test_an_engine_gets_the_prompts_of_offline_py(kind, python, notes):
+def test_an_engine_gets_the_prompts_of_offline_py(kind, python, notes, capsys):
     engine = compare.find_engine(kind, python)
     assert str(engine) == f"{kind} {VERSIONS[kind]}"
     assert engine.versions["torch"]
@@ -69,6 +70,8 @@ def test_an_engine_gets_the_prompts_of_offline_py(kind, python, notes):
     assert list(figures) == ["engine start", workload.name]
     assert len(figures[workload.name].values) == 2
     assert figures[workload.name].unit == "out tok/s"
+    warned = "warning: sglang 0.5.23: 3 x 4:9 in, 5 out: 15 of 18 prompt tokens came" in capsys.readouterr().err
+    assert warned == (kind == "sglang")
 
 
 @BOTH
@@ -86,6 +89,17 @@ def test_a_server_is_loaded_and_ends_with_all_its_processes(kind, python, notes,
     ]
     assert all(value > 0 for each in figures.values() for value in each.values)
     assert not any(map(is_alive, start["pids"]))
+
+
+def test_a_shape_without_a_tokenizer_is_served_with_one(python, notes, tmp_path, impatient):
+    shape, folder = tmp_path / "shape", tmp_path / "made"
+    for each in (shape, folder):
+        each.mkdir()
+    shutil.copy(Path(BUNDLED_MODEL, "config.json"), shape)
+    args = arguments(*HTTP, "--model", str(shape))
+    with compare.served(compare.find_engine("vllm", python), args, folder, {}):
+        assert notes()[0]["server"]["model"] == str(folder)
+        assert {"config.json", "tokenizer.json"} <= {each.name for each in folder.iterdir()}
 
 
 def is_alive(pid):
@@ -117,6 +131,7 @@ def test_a_server_that_is_running():
         (["--set", "load_format=broken", *HTTP], "ended with exit code 1\n.*loaded\n.*no kernel image is available"),
         (["--limit", "-1", *HTTP], "did not come up within -1 s"),
         (["--set", "load_format=refuses", *HTTP], "status 500: .*illegal memory access"),
+        (["--set", "load_format=short", *HTTP], "24 of 24 requests failed, the first with: the answer has 2 of 3"),
     ],
 )
 def test_a_failure_shows_the_end_of_the_log(words, text, python, notes, impatient):

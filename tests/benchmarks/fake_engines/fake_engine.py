@@ -30,7 +30,7 @@ def serve(args):
         if args.load_format == "refuses":
             return handler.whole(500, {"error": {"message": "illegal memory access"}})
         handler.begin()
-        for count in range(1, body["max_tokens"] + 1):
+        for count in range(1, body["max_tokens"] + (args.load_format != "short")):
             usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
             handler.event({"choices": [{"text": "x"}], "usage": usage})
         handler.end()
