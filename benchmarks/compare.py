@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -55,6 +56,7 @@ class Kind(NamedTuple):
     names: dict[str, str] = {}  # option as vLLM names it -> as this kind does
 
     def named(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options by this kind's own names."""
         return {self.names.get(name, name): value for name, value in options.items()}
 
 
@@ -176,10 +178,8 @@ def offline(engine: Engine, args: argparse.Namespace) -> dict[str, Measured]:
         results = [make_result(workload, [seconds], 0) for seconds in seen["seconds"]]
         figures[workload.name] = Measured([result.figure for result in results], workload.unit)
         if seen["cached_tokens"]:
-            cached = (
-                f"{seen['cached_tokens']:,} of {results[0].input_tokens:,} prompt tokens came from its prefix cache"
-            )
-            print(f"warning: {engine}: {workload.name}: {cached}", file=sys.stderr)
+            cached = f"{seen['cached_tokens']:,} of {results[0].input_tokens:,} prompt tokens"
+            print(f"warning: {engine}: {workload.name}: {cached} came from its prefix cache", file=sys.stderr)
     return figures
 
 
@@ -199,7 +199,8 @@ def over_http(engine: Engine, args: argparse.Namespace) -> dict[str, Measured]:
                 raise ProcessFailedError(f"{case}: {what}, the first with: {seen.failures[0]}", log)
             return seen
 
-        run = itertools.count()  # no two have the same prompts
+        # No two runs have the same prompts, nor has a server that goes on running seen them before.
+        run = itertools.count(args.first_run)
         for case in cases:
             for _ in range(args.warmup):
                 load(case, next(run))
@@ -307,6 +308,7 @@ def read_arguments(words: list[str] | None) -> argparse.Namespace:
             parser.error(f"--peer must be KIND=WHERE with one of {', '.join(KINDS)}, not {peer!r}")
         if is_url(where) and args.workload:
             parser.error(f"--workload needs the engine in this machine's Python, and {peer} is a running server")
+    args.first_run = int(time.time()) if any("://" in peer for peer in args.peer) else 0
     for setting in args.set:
         if not re.fullmatch(rf"(({'|'.join(KINDS)})\.)?\w+=.*", setting):
             parser.error(f"--set must be NAME=VALUE or KIND.NAME=VALUE with one of {', '.join(KINDS)}, not {setting!r}")
@@ -321,6 +323,7 @@ def main(words: list[str] | None = None) -> int:
     args = read_arguments(words)
     failed = False
     try:
+        load_model_spec(args.model)
         list(map(any_workload, args.workload))
         engines = [find_engine(*each.split("=", 1)) for each in [f"rayllm={HERE}", *args.peer]]
     except (RayllmError, ProcessFailedError, httpx.HTTPError, OSError) as error:
@@ -352,4 +355,5 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an engine does not outlive this
     sys.exit(main())
