@@ -4,10 +4,14 @@ The others are fakes with the API of vLLM and of SGLang (fake_engines/), which n
 """
 
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import compare
@@ -21,6 +25,7 @@ from support.sse_server import FakeServer
 
 from rayllm.config.options import BUNDLED_MODEL
 
+ROOT = Path(__file__).parents[2]
 FAKES = Path(__file__).with_name("fake_engines")
 BOTH = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 VERSIONS = {"vllm": "0.24.0", "sglang": "0.5.23"}
@@ -166,6 +171,31 @@ def test_rayllm_beside_a_fake_and_one_that_fails(python, notes, tmp_path, capsys
     assert there.hardware == peers.hardware()
     assert "one after the other with rayllm" in there.how
     assert there.figures.keys() == {"engine start", "2 x 4 in, 5 out"}
+
+
+def test_sigterm_ends_the_engine():
+    words = ["--model", BUNDLED_MODEL, "--set", "rayllm.device=cpu", "--workload", "1x8x2000"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    process = subprocess.Popen([sys.executable, compare.__file__, *words], env=environment)
+    try:
+        deadline = time.monotonic() + 60
+        while not (engines := [each for each in psutil.Process(process.pid).children() if last_word(each) == "work"]):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert not is_alive(engines[0].pid)
+    finally:
+        process.kill()
+
+
+def last_word(process):
+    """Of a process's command; a driver that measures has the file of its work there."""
+    try:
+        return Path(process.cmdline()[-1]).name
+    except (psutil.Error, IndexError):
+        return ""
 
 
 def number(cell):
