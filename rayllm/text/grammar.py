@@ -9,6 +9,7 @@ mask, so masks are computed on threads too: neither the engine's loop nor other 
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +26,19 @@ PARAM = "structured_outputs"
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,20}"}
 _MAX_REASON_CHARS = 500
 # The library's limits on one grammar; reaching one ends the request. They bound a mask to some hundred milliseconds and
-# a grammar to some ten MiB. Usual ones take far less: a millisecond and a tenth of a MiB.
+# a grammar to some ten MiB. Usual ones take far less: a millisecond and a tenth of a MiB. A place in the text has 4
+# items for each property that may still come, so that an object can have 2,500 that are optional.
 _PARSER_LIMITS = LLParserLimits(
+    max_items_in_row=10_000,
+    step_max_items=200_000,
     initial_lexer_fuel=500_000,
     step_lexer_fuel=20_000,
     max_lexer_states=20_000,
     max_grammar_size=200_000,
     verbose_errors=False,
 )
+_REHEARSED_TOKENS = 16
+_STRUCTURE = '{}[]",:'  # what leads through JSON fastest
 GRACE_S = 0.002  # an idle engine that has one mask waits this long for the others
 
 
@@ -56,6 +62,8 @@ class GrammarTokenizer:
         self.mask_bytes = (data.vocab_size + 31) // 32 * 4
         n_vocab = max(data.num_tokens, data.vocab_size)
         self.tokens = LLTokenizer(data.tokenizer_json, n_vocab=n_vocab, eos_token=data.eos_token_ids)
+        structural = sorted({token for char in _STRUCTURE for token in self.tokens.greedy_tokenize(char)})
+        self._structural = [token for token in structural if token < data.vocab_size]
 
     def mask_of(self, matcher: LLMatcher) -> bytes:
         """The tokens that may come next, as StepPlan.masks has them. Raises ValueError if there are none."""
@@ -73,6 +81,35 @@ class GrammarTokenizer:
             return matcher, self.mask_of(matcher)
         except ValueError as error:
             raise bad_grammar(str(error)) from None
+
+    def rehearse(self, structure: StructuredOutputs) -> LLMatcher:
+        """Compile, and follow the grammar from the beginning of the text by tokens that it allows.
+
+        So a limit that is met in the first tokens refuses the grammar, instead of ending an answer. Which tokens is
+        chance, the same each time. Returns the matcher. Raises InvalidRequestError.
+        """
+        matcher, first_mask = self.compile(structure)
+        chance, place, mask = random.Random(0), matcher.deep_copy(), first_mask
+        try:
+            for _ in range(_REHEARSED_TOKENS):
+                token = self._choose(mask, chance)
+                if token in self.tokens.eos_tokens:
+                    place, mask = matcher.deep_copy(), first_mask
+                    continue
+                if not place.consume_token(token):
+                    raise ValueError(place.get_error())
+                mask = self.mask_of(place)
+        except ValueError as error:
+            raise bad_grammar(str(error)) from None
+        return matcher
+
+    def _choose(self, mask: bytes, chance: random.Random) -> int:
+        """A token that the mask allows, one of _STRUCTURE if there is one."""
+        if allowed := [token for token in self._structural if mask[token // 8] >> token % 8 & 1]:
+            return chance.choice(allowed)
+        start = chance.randrange(len(mask))
+        byte = next(i % len(mask) for i in range(start, start + len(mask)) if mask[i % len(mask)])
+        return 8 * byte + chance.choice([bit for bit in range(8) if mask[byte] >> bit & 1])
 
 
 def bad_grammar(reason: str) -> InvalidRequestError:
@@ -160,12 +197,12 @@ class GrammarConstraint:
         self._grammar = grammar
         self._matcher: LLMatcher | None = None  # only mask threads use it
         self._mask: bytes | None = grammar.first_mask
-        self._error: str | None = None
+        self._error: InvalidRequestError | None = None
 
     def mask(self) -> bytes | None:
         return self._mask
 
-    def error(self) -> str | None:
+    def error(self) -> InvalidRequestError | None:
         return self._error
 
     def accept(self, token: int) -> None:
@@ -184,4 +221,4 @@ class GrammarConstraint:
                 self._mask = grammar.tokenizer.mask_of(self._matcher)
         except BaseException as error:  # a panic of the library is no Exception; the sequence must not wait for ever
             grammar.broken = True
-            self._error = str(bad_grammar(str(error) or type(error).__name__))
+            self._error = bad_grammar(f"its text cannot go on: {str(error) or type(error).__name__}")
