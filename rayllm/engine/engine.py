@@ -65,8 +65,8 @@ class EngineCore:
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises InvalidRequestError if it can never be served or its id is in use.
 
-        Raises OverloadedError if too many wait for their grammars. One with structured_outputs is queued when its grammar is compiled, which others need not wait for; if that
-        fails, a delta says so.
+        One with structured_outputs is queued when its grammar is compiled, which others need not wait for; if that
+        fails, a delta says so. Raises OverloadedError if too many grammars wait.
         """
         validate_request(request, self.info)
         if request.request_id in self.scheduler.state.groups or request.request_id in self._compiling:

@@ -9,8 +9,8 @@ mask, so masks are computed on threads too: neither the engine's loop nor other 
 from __future__ import annotations
 
 import json
-import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from rayllm import timeouts
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.errors import InvalidRequestError
 
@@ -30,7 +31,6 @@ _MAX_REASON_CHARS = 500
 # items for each property that may still come, so that an object can have 2,500 that are optional.
 _PARSER_LIMITS = LLParserLimits(
     max_items_in_row=10_000,
-    step_max_items=200_000,
     initial_lexer_fuel=500_000,
     step_lexer_fuel=20_000,
     max_lexer_states=20_000,
@@ -38,7 +38,7 @@ _PARSER_LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _REHEARSED_TOKENS = 16
-_STRUCTURE = '{}[]",:'  # what leads through JSON fastest
+_STRUCTURE = '{[",:}]'  # of JSON; what leads deeper comes first
 GRACE_S = 0.002  # an idle engine that has one mask waits this long for the others
 
 
@@ -62,8 +62,7 @@ class GrammarTokenizer:
         self.mask_bytes = (data.vocab_size + 31) // 32 * 4
         n_vocab = max(data.num_tokens, data.vocab_size)
         self.tokens = LLTokenizer(data.tokenizer_json, n_vocab=n_vocab, eos_token=data.eos_token_ids)
-        structural = sorted({token for char in _STRUCTURE for token in self.tokens.greedy_tokenize(char)})
-        self._structural = [token for token in structural if token < data.vocab_size]
+        self._structural = [self.tokens.greedy_tokenize(char)[0] for char in _STRUCTURE]
 
     def mask_of(self, matcher: LLMatcher) -> bytes:
         """The tokens that may come next, as StepPlan.masks has them. Raises ValueError if there are none."""
@@ -83,33 +82,26 @@ class GrammarTokenizer:
             raise bad_grammar(str(error)) from None
 
     def rehearse(self, structure: StructuredOutputs) -> LLMatcher:
-        """Compile, and follow the grammar from the beginning of the text by tokens that it allows.
+        """Compile, and follow the grammar for some tokens, as deep into JSON as it allows. Returns the matcher.
 
-        So a limit that is met in the first tokens refuses the grammar, instead of ending an answer. Which tokens is
-        chance, the same each time. Returns the matcher. Raises InvalidRequestError.
+        So a limit that is met in the first tokens refuses the grammar, instead of ending an answer. Raises
+        InvalidRequestError.
         """
-        matcher, first_mask = self.compile(structure)
-        chance, place, mask = random.Random(0), matcher.deep_copy(), first_mask
+        matcher, mask = self.compile(structure)
+        place = matcher.deep_copy()
         try:
             for _ in range(_REHEARSED_TOKENS):
-                token = self._choose(mask, chance)
-                if token in self.tokens.eos_tokens:
-                    place, mask = matcher.deep_copy(), first_mask
-                    continue
+                allowed = int.from_bytes(mask, "little")
+                lowest = (allowed & -allowed).bit_length() - 1
+                token = next((token for token in self._structural if allowed >> token & 1), lowest)
+                if token in self.data.eos_token_ids:
+                    break
                 if not place.consume_token(token):
                     raise ValueError(place.get_error())
                 mask = self.mask_of(place)
         except ValueError as error:
             raise bad_grammar(str(error)) from None
         return matcher
-
-    def _choose(self, mask: bytes, chance: random.Random) -> int:
-        """A token that the mask allows, one of _STRUCTURE if there is one."""
-        if allowed := [token for token in self._structural if mask[token // 8] >> token % 8 & 1]:
-            return chance.choice(allowed)
-        start = chance.randrange(len(mask))
-        byte = next(i % len(mask) for i in range(start, start + len(mask)) if mask[i % len(mask)])
-        return 8 * byte + chance.choice([bit for bit in range(8) if mask[byte] >> bit & 1])
 
 
 def bad_grammar(reason: str) -> InvalidRequestError:
@@ -218,7 +210,11 @@ class GrammarConstraint:
                     self._matcher = grammar.matcher.deep_copy()
                 if not self._matcher.consume_token(token):
                     raise ValueError(self._matcher.get_error())
-                self._mask = grammar.tokenizer.mask_of(self._matcher)
+                started = time.thread_time()
+                mask = grammar.tokenizer.mask_of(self._matcher)
+                if time.thread_time() - started > timeouts.MASK_S:
+                    raise ValueError(f"computing what may come next takes longer than {timeouts.MASK_S:g} s")
+                self._mask = mask
         except BaseException as error:  # a panic of the library is no Exception; the sequence must not wait for ever
             grammar.broken = True
             self._error = bad_grammar(f"its text cannot go on: {str(error) or type(error).__name__}")

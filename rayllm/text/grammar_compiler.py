@@ -1,8 +1,8 @@
 """`GrammarCompiler`: compiles requests' grammars away from the engine's loop, and keeps the latest.
 
-Nobody can tell from a grammar what it will cost, so each gets a short trial first, and only those that need longer a
-long one, in a lane of their own: what is cheap never waits for what is expensive. In both lanes clients take turns, and
-of each client's grammars the smallest goes first. What waits is bounded, for each client and in all.
+Nobody can tell from a grammar what it will cost. So each gets a short trial first, and only those that need longer get
+a long one, in a lane of their own: what is cheap never waits for what is expensive. In both lanes clients take turns,
+and of a client's grammars the smallest goes first. What waits is bounded, for each client and in all.
 """
 
 from __future__ import annotations
@@ -29,20 +29,18 @@ from rayllm.text.tokenizer import load_tokenizer
 MAX_GRAMMARS = 128
 MAX_GRAMMAR_BYTES = 512 * 2**20  # of all that are kept
 MAX_ONE_GRAMMAR_BYTES = 64 * 2**20
-MAX_REFUSED = 1024  # whose refusals are remembered
-MAX_WAITING = 256  # of all clients together, those that are being compiled included
+MAX_REFUSALS = 1024  # that are remembered
+MAX_WAITING = 256  # of all clients together, and of one; those that are being compiled count too
 MAX_WAITING_OF_CLIENT = 64
 # A compilation in this process holds up the engine: the next one of its lane waits so many times as long as it took,
-# but no longer than REST_LIMIT times a trial may take there.
+# and at most so many times as long as a trial may take there.
 REST = 19.0
-REST_LIMIT = 2.0
-# A grammar is refused when its time is up, but not for good if it could compute for less than this part of it.
-FAIR_PART = 0.1
+MAX_REST = 2.0
 
 
 @dataclass(order=True)
 class _Job:
-    """A grammar that is to be compiled. Those of few bytes come first, and then those that were asked for first."""
+    """A grammar to be compiled. They are ordered by size, in bytes, and then as they came."""
 
     size: int
     number: int
@@ -54,7 +52,7 @@ class _Job:
 
 
 class _Lane:
-    """A thread that works on one job at a time. limit_s: seconds that a trial may take."""
+    """A thread that runs one job at a time. limit_s: seconds that a trial may take."""
 
     def __init__(self, limit_s: float):
         self.limit_s = limit_s
@@ -62,22 +60,21 @@ class _Lane:
         self.rested = 0.0  # time.monotonic() from which the next grammar may be compiled in this process
         self.pool = ThreadPoolExecutor(1, "rayllm-grammars")
         self._lock = threading.Lock()
-        self._waiting: dict[str | None, list[_Job]] = {}  # of each client; whose turn comes first is first
+        self._waiting: dict[str | None, list[_Job]] = {}  # heaps by client; whose turn comes first is first
 
     def put(self, job: _Job, run: Callable[[_Job, _Lane], None]) -> None:
         """Call run(job, self) when it is the job's turn."""
         with self._lock:
             jobs = self._waiting.setdefault(job.client, [])
-            if job.client is not None:  # or they would pile up behind a slow one
-                jobs[:] = [each for each in jobs if not each.future.cancelled()]
-                heapq.heapify(jobs)
+            if job.client is not None:  # whose jobs are few, unless those of aborted requests pile up behind a slow one
+                jobs[:] = sorted(each for each in jobs if not each.future.cancelled())
             heapq.heappush(jobs, job)
         self.pool.submit(self._run_next, run)
 
     def _run_next(self, run: Callable[[_Job, _Lane], None]) -> None:
         with self._lock:
             if not self._waiting:
-                return  # this one's job was cancelled
+                return  # a job was cancelled
             client, jobs = next(iter(self._waiting.items()))
             del self._waiting[client]
             job = heapq.heappop(jobs)
@@ -91,7 +88,7 @@ class GrammarCompiler:
 
     The model's tokens are prepared at once, on a thread: it takes up to a second with the interpreter held, during
     which a running engine would stand still. first_s, limit_s: seconds that a grammar's first trial may take, and its
-    second. new_worker: makes what tries grammars. clock: seconds.
+    second. new_worker: what makes the processes that try grammars. clock: seconds.
     """
 
     def __init__(
@@ -108,16 +105,14 @@ class GrammarCompiler:
         self._new_worker, self._clock = new_worker, clock
         self._numbers = itertools.count()
         self._closed = False
-        self._lock = threading.Lock()  # of the next three, of which each has the latest asked for last
+        self._lock = threading.Lock()  # of the next three, in which what was asked for last comes last
         self._jobs: dict[bytes, _Job] = {}
         self._grammars: dict[bytes, tuple[Grammar, Future[Grammar]]] = {}
-        self._refused: dict[bytes, tuple[float, Future[Grammar]]] = {}  # with the time until which it is remembered
+        self._refusals: dict[bytes, tuple[float, Future[Grammar]]] = {}  # with the time until which they are remembered
         self._fast, self._slow = self._lanes = _Lane(first_s), _Lane(limit_s)
         self._tokenizer = self._fast.pool.submit(_prepare, model, vocab_size, eos_token_ids)
 
-    def compile(
-        self, structure: StructuredOutputs, client: str | None = None, gently: bool = False
-    ) -> Future[Grammar]:
+    def compile(self, structure: StructuredOutputs, client: str | None = None, gently: bool = False) -> Future[Grammar]:
         """The grammar, soon. Its exception is InvalidRequestError for one that cannot be used. It may be cancelled.
 
         client: who shares the compiler with others; None for this program itself, which may ask for as many as it
@@ -127,21 +122,20 @@ class GrammarCompiler:
         encoded = msgspec.msgpack.encode(structure)
         key = hashlib.sha256(encoded).digest()
         with self._lock:
-            if key in self._refused:
-                until, future = self._refused.pop(key)
-                if self._clock() < until:
-                    self._refused[key] = until, future
-                    return future
-            if key in self._grammars:
-                grammar, future = self._grammars.pop(key)
-                if not grammar.broken:
-                    self._grammars[key] = grammar, future
-                    return future
+            until, refusal = self._refusals.pop(key, (0.0, None))
+            if refusal is not None and self._clock() < until:
+                self._refusals[key] = until, refusal
+                return refusal
+            grammar, compiled = self._grammars.pop(key, (None, None))
+            if grammar is not None and compiled is not None and not grammar.broken:
+                self._grammars[key] = grammar, compiled
+                return compiled
             self._jobs = {each: job for each, job in self._jobs.items() if not job.future.done()}
             if key not in self._jobs:
-                self._check_room(client)
-                self._jobs[key] = _Job(len(encoded), next(self._numbers), key, structure, client, gently)
-                self._fast.put(self._jobs[key], self._run)
+                if client is not None:
+                    self._check_room(client)
+                job = self._jobs[key] = _Job(len(encoded), next(self._numbers), key, structure, client, gently)
+                self._fast.put(job, self._run)
             return self._jobs[key].future
 
     def close(self) -> None:
@@ -152,14 +146,10 @@ class GrammarCompiler:
             lane.pool.shutdown(wait=False, cancel_futures=True)
             if lane.worker is not None:
                 lane.worker.close()
-        with self._lock:
-            jobs = list(self._jobs.values())
-        for job in jobs:
+        for job in list(self._jobs.values()):
             job.future.cancel()
 
-    def _check_room(self, client: str | None) -> None:
-        if client is None:
-            return
+    def _check_room(self, client: str) -> None:
         own = sum(job.client == client for job in self._jobs.values())
         for count, limit, whose in ((own, MAX_WAITING_OF_CLIENT, " of yours"), (len(self._jobs), MAX_WAITING, "")):
             if count >= limit:
@@ -170,19 +160,19 @@ class GrammarCompiler:
         """Settle the job's future, or pass the job on to the slow lane."""
         if job.future.cancelled():
             return
-        grammar = error = None
         try:
             grammar = self._compile(job, lane)
-        except BaseException as raised:  # a panic of the library is no Exception
-            error = raised
-        if grammar is error is None:
+        except BaseException as error:  # a panic of the library is no Exception
+            if job.future.set_running_or_notify_cancel():
+                if isinstance(error, InvalidRequestError):
+                    self._remember(job, error)
+                job.future.set_exception(error)
+            return
+        if grammar is None:
             self._slow.put(job, self._run)
         elif job.future.set_running_or_notify_cancel():
-            self._keep(job, grammar, error)
-            if error is not None:
-                job.future.set_exception(error)
-            else:
-                job.future.set_result(grammar)
+            self._remember(job, grammar)
+            job.future.set_result(grammar)
 
     def _compile(self, job: _Job, lane: _Lane) -> Grammar | None:
         """None if it takes longer than the fast lane allows."""
@@ -193,44 +183,39 @@ class GrammarCompiler:
         if lane.worker is None or not lane.worker.alive:
             lane.worker = self._new_worker(tokenizer.data)
         try:
-            verdict = lane.worker.run(job.structure, lane.limit_s)
+            size = lane.worker.run(job.structure, lane.limit_s)
         finally:
             if self._closed:
                 lane.worker.close()
-        if verdict.refusal is not None:
-            raise bad_grammar(verdict.refusal)
-        if verdict.size is None:
-            if lane is self._fast:
-                return None
-            if verdict.computed < FAIR_PART * lane.limit_s:
-                message = f"{PARAM}: the machine is too busy to compile the grammar within {lane.limit_s:g} s; try again"
-                raise OverloadedError(message, PARAM)
+        if size is None and lane is self._fast:
+            return None
+        if size is None:
             raise bad_grammar(f"compiling it takes longer than {lane.limit_s:g} s; make it simpler")
-        if verdict.size > MAX_ONE_GRAMMAR_BYTES:
-            size, limit = verdict.size >> 20, MAX_ONE_GRAMMAR_BYTES >> 20
-            raise bad_grammar(f"it is too complex: compiled it takes {size} MiB, and the limit is {limit}")
+        if size > MAX_ONE_GRAMMAR_BYTES:
+            limit = MAX_ONE_GRAMMAR_BYTES >> 20
+            raise bad_grammar(f"it is too complex: compiled it takes {size >> 20} MiB, and the limit is {limit}")
         if job.gently:
             time.sleep(max(0.0, lane.rested - time.monotonic()))
         started = time.monotonic()
         matcher, mask = tokenizer.compile(job.structure)
         took = time.monotonic() - started
-        lane.rested = started + took + min(REST * took, REST_LIMIT * lane.limit_s)
-        return Grammar(tokenizer, matcher, mask, self.threads, verdict.size + job.size)
+        lane.rested = started + took + min(REST * took, MAX_REST * lane.limit_s)
+        return Grammar(tokenizer, matcher, mask, self.threads, size + job.size)
 
-    def _keep(self, job: _Job, grammar: Grammar | None, error: BaseException | None) -> None:
-        """Remember how it ended; let go of the oldest too many, and of what reached a limit, whose lexer is large."""
+    def _remember(self, job: _Job, outcome: Grammar | InvalidRequestError) -> None:
+        """Let go of the oldest too many, and of what reached a limit, with all that its lexer holds."""
         with self._lock:
-            if grammar is not None:
-                self._grammars[job.key] = grammar, job.future
-                size = 0
-                for number, (key, (kept, _)) in enumerate(reversed(list(self._grammars.items()))):
-                    size += kept.size
-                    if kept.broken or number >= MAX_GRAMMARS or size > MAX_GRAMMAR_BYTES:
-                        del self._grammars[key]
-            elif isinstance(error, InvalidRequestError) and not isinstance(error, OverloadedError):
-                self._refused[job.key] = self._clock() + timeouts.GRAMMAR_REFUSED_S, job.future
-                if len(self._refused) > MAX_REFUSED:
-                    del self._refused[next(iter(self._refused))]
+            if isinstance(outcome, InvalidRequestError):
+                self._refusals[job.key] = self._clock() + timeouts.GRAMMAR_REFUSED_S, job.future
+                if len(self._refusals) > MAX_REFUSALS:
+                    del self._refusals[next(iter(self._refusals))]
+                return
+            self._grammars[job.key] = outcome, job.future
+            size = 0
+            for count, (key, (grammar, _)) in enumerate(reversed(list(self._grammars.items())), start=1):
+                size += grammar.size
+                if grammar.broken or count > MAX_GRAMMARS or size > MAX_GRAMMAR_BYTES:
+                    del self._grammars[key]
 
 
 def _prepare(model: str, vocab_size: int, eos_token_ids: list[int]) -> GrammarTokenizer:

@@ -28,23 +28,12 @@ import msgspec
 from rayllm import timeouts
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.errors import InvalidRequestError
-from rayllm.text.grammar import GrammarTokenizer, TokenizerData
+from rayllm.text.grammar import GrammarTokenizer, TokenizerData, bad_grammar
 
 MAX_DATA_BYTES = 2 * 2**30  # of a trial's memory
 NICE = 10  # a tenth of the share of those who do not give way
 _CRASHED = "it is too complex: compiling it takes too much memory or too deep a stack"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a trial ended: size or refusal is given, or neither if its time was up."""
-
-    # Bytes that the compiled grammar takes, roughly.
-    size: int | None = None
-    # Why the grammar cannot be used.
-    refusal: str | None = None
-    # Seconds of computing that it had when its time was up.
-    computed: float = 0.0
 
 
 class TrialWorker:
@@ -68,10 +57,16 @@ class TrialWorker:
         """Whether the process runs."""
         return self._process.poll() is None
 
-    def run(self, structure: StructuredOutputs, limit_s: float) -> Verdict:
-        """Try a grammar for at most limit_s seconds. Raises RuntimeError if the worker itself died or is stuck."""
+    def run(self, structure: StructuredOutputs, limit_s: float) -> int | None:
+        """Bytes that the compiled grammar takes, roughly; None if it takes longer than limit_s seconds to compile.
+
+        Raises InvalidRequestError for one that must be refused, RuntimeError if the worker itself died or is stuck.
+        """
         answer = self._ask(msgspec.json.encode((structure, limit_s)), limit_s + self._silence_s)
-        return msgspec.json.decode(answer, type=Verdict)
+        size_or_reason = msgspec.json.decode(answer, type=int | str | None)
+        if isinstance(size_or_reason, str):
+            raise bad_grammar(size_or_reason)
+        return size_or_reason
 
     def close(self) -> None:
         """End the process, at once. May be called while the other thread is in `run`."""
@@ -91,14 +86,14 @@ class TrialWorker:
         raise RuntimeError("the process that tries grammars does not answer")
 
 
-def try_grammar(tokenizer: GrammarTokenizer, structure: StructuredOutputs) -> Verdict:
-    """Compile a grammar and follow it a little way. Its size is by how much this process grew."""
+def try_grammar(tokenizer: GrammarTokenizer, structure: StructuredOutputs) -> int | str:
+    """Compile a grammar and follow it a little way: by how many bytes this process grew, or why it is refused."""
     before = _resident_bytes()
     try:
         _held = tokenizer.rehearse(structure)  # until the memory is measured
     except InvalidRequestError as error:
-        return Verdict(refusal=str(error).partition(": ")[2])
-    return Verdict(size=max(0, _resident_bytes() - before))
+        return str(error).partition(": ")[2]
+    return max(0, _resident_bytes() - before)
 
 
 def _resident_bytes() -> int:
@@ -113,10 +108,10 @@ def _end_with(parent: int) -> None:
         os._exit(1)  # it died before that
 
 
-def _fork_trial(tokenizer: GrammarTokenizer, structure: StructuredOutputs, limit_s: float) -> Verdict:
+def _fork_trial(tokenizer: GrammarTokenizer, structure: StructuredOutputs, limit_s: float) -> bytes:
+    """The answer to `TrialWorker.run`."""
     reader, writer = os.pipe()
-    worker = os.getpid()
-    child = os.fork()
+    worker, child = os.getpid(), os.fork()
     if child == 0:
         try:
             _end_with(worker)
@@ -126,14 +121,12 @@ def _fork_trial(tokenizer: GrammarTokenizer, structure: StructuredOutputs, limit
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as answers:
-        in_time = bool(select.select([answers], [], [], limit_s)[0])
+        in_time = select.select([answers], [], [], limit_s)[0]
         if not in_time:
             os.kill(child, signal.SIGKILL)
         answer = answers.read()
-    usage = os.wait4(child, 0)[2]
-    if not in_time:
-        return Verdict(computed=usage.ru_utime + usage.ru_stime)
-    return msgspec.json.decode(answer, type=Verdict) if answer else Verdict(refusal=_CRASHED)
+    os.waitpid(child, 0)
+    return (answer or msgspec.json.encode(_CRASHED)) if in_time else b"null"
 
 
 def main(parent: int) -> None:
@@ -148,7 +141,7 @@ def main(parent: int) -> None:
     print("ready", flush=True)
     for line in sys.stdin.buffer:
         structure, limit_s = msgspec.json.decode(line, type=tuple[StructuredOutputs, float])
-        print(msgspec.json.encode(_fork_trial(tokenizer, structure, limit_s)).decode(), flush=True)
+        print(_fork_trial(tokenizer, structure, limit_s).decode(), flush=True)
 
 
 if __name__ == "__main__":
