@@ -150,7 +150,7 @@ class LLM:
             request.request_id: RequestOutput(request.request_id, text, request.prompt_token_ids, [], False)
             for request, text in requests
         }
-        compiled = threading.Event()
+        compiled, started = threading.Event(), False
         core.on_compiled = compiled.set
         try:
             # Grammars first, and all of them: a bad one stops the call before anything runs.
@@ -163,8 +163,9 @@ class LLM:
             with tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar:
                 while core.has_work():
                     deltas = core.step()
-                    if deltas and deltas[0].bad_param is not None:
+                    if deltas and deltas[0].bad_param is not None and not started:
                         raise InvalidRequestError(str(deltas[0].stop_reason), deltas[0].bad_param)
+                    started = True
                     outputs, to_abort = processor.process(buffer.merge(deltas))
                     core.abort(to_abort)
                     for output in outputs:

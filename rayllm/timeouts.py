@@ -40,6 +40,14 @@ RANK_FAILURE_S = 3.0  # for Ray to notice why a connection broke
 RANK_STOP_S = 5.0  # each wait of the shutdown
 PLACEMENT_S = 6.0  # for resources that exist but are taken; an engine that just stopped frees its own in less
 
+# Grammars of structured outputs: a first, short trial, behind which others wait, and a long one for those that need it.
+GRAMMAR_FIRST_S = 0.5
+GRAMMAR_S = 5.0
+GRAMMAR_REFUSED_S = 60.0  # how long a refusal is remembered: the machine's load may have had a part in it
+MASK_S = 1.0  # of computing for one token's mask; ambiguous grammars take longer with each token
+GRAMMAR_WORKER_START_S = 60.0  # a worker imports little, but the machine may be busy
+GRAMMAR_WORKER_SILENCE_S = 5.0  # beyond a trial's limit, after which the worker is taken to be stuck
+
 # Ray Serve and its replicas.
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0

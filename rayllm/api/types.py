@@ -38,6 +38,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time: float = 0.0
     # Prefix-cache blocks are shared only between requests of the same salt.
     cache_salt: str = ""
+    # Who sends it: requests of one client share what is limited by client. None if there is nobody to share with.
+    client: str | None = None
     # Send a delta without tokens as soon as the request is first scheduled.
     report_start: bool = False
     # Make an embedding instead of tokens: of the hidden states after the final norm the last token's ("last"), or the
@@ -173,7 +175,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     # In the request's first delta with a token.
     times: RequestTimes | None = None
-    # The engine refuses the whole request for this field; finish_reason is "error".
+    # The engine refuses the whole request for this field, or ends all of it; finish_reason is "error".
     bad_param: str | None = None
     # How often sequences of the request were preempted so far; at least in first and last deltas.
     num_preemptions: int = 0
@@ -181,6 +183,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     embedding: bytes | None = None
     # The sum of the log-probabilities of a beam's tokens.
     cumulative_logprob: float | None = None
+    # With bad_param: it is refused only because too much waits.
+    try_again: bool = False
 
 
 class Logprob(msgspec.Struct, frozen=True):

@@ -491,9 +491,14 @@ class Scheduler:
             if seq.status is FINISHED:
                 continue
             assert seq.gate is not None and seq.gate.constraint is not None
-            if (reason := seq.gate.constraint.error()) is not None:
+            if (error := seq.gate.constraint.error()) is not None:
                 state.retire(seq)
-                failed.append(TokenDelta(seq.request_id, seq.index, [], finish_reason="error", stop_reason=reason))
+                reason, param = str(error), error.param
+                failed.append(
+                    TokenDelta(
+                        seq.request_id, seq.index, [], finish_reason="error", stop_reason=reason, bad_param=param
+                    )
+                )
             elif seq.gate.constraint.mask() is None:
                 state.awaiting_mask.append(seq)
             else:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from rayllm.api.sampling_params import MAX_SEED
 from rayllm.api.types import GenerationRequest, TokenLogprobs
+from rayllm.errors import InvalidRequestError
 
 NEVER = sys.maxsize
 
@@ -43,7 +44,7 @@ class Constraint(Protocol):
     def accept(self, token: int) -> None:
         """Go on behind a sampled token; the last mask allowed it, and it did not end the sequence."""
 
-    def error(self) -> str | None:
+    def error(self) -> InvalidRequestError | None:
         """Why there will be no further mask, if so: a limit was reached, or no token can follow."""
 
 

@@ -21,7 +21,7 @@ from rayllm import timeouts
 from rayllm.api import wire
 from rayllm.api.types import EngineInfo, GenerationRequest, RequestOutput, TokenDelta
 from rayllm.api.validation import validate_request
-from rayllm.errors import EngineDeadError, InvalidRequestError
+from rayllm.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from rayllm.text.outputs import OutputProcessor, accumulate
 from rayllm.text.tokenizer import Tokenizer
 
@@ -147,8 +147,8 @@ class EngineClient:
         cancelled task) aborts the request. prompt_text goes into the outputs. An output with finish_reason "error"
         means that the engine failed on this request alone.
 
-        Raises InvalidRequestError, at once or, if only the engine can tell, as with grammars, before the first output;
-        EngineDeadError, also in mid-stream.
+        Raises InvalidRequestError, at once or, if only the engine can tell, as with grammars, before the first output,
+        or in mid-stream if its grammar cannot go on; EngineDeadError, also in mid-stream.
         """
         if self.dead is not None:
             raise EngineDeadError(self.dead)
@@ -231,7 +231,8 @@ class EngineClient:
             refused = deltas.pop(0)
             stream = self._streams.get(refused.request_id)
             if self._processor.remove(refused.request_id) and stream is not None:
-                stream.end(InvalidRequestError(str(refused.stop_reason), refused.bad_param))
+                kind = OverloadedError if refused.try_again else InvalidRequestError
+                stream.end(kind(str(refused.stop_reason), refused.bad_param))
         outputs, aborts = self._processor.process(deltas)
         for output in outputs:
             self._streams[output.request_id].put(output)

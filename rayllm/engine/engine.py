@@ -22,7 +22,7 @@ from rayllm.core.memory import KVMemory, KVWindow, WriteAheadLimits
 from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
 from rayllm.core.state import SchedulerState
-from rayllm.errors import ConfigError, InvalidRequestError
+from rayllm.errors import ConfigError, InvalidRequestError, OverloadedError
 from rayllm.executor.base import Executor
 from rayllm.text.grammar import Grammar, bad_grammar
 from rayllm.text.grammar_compiler import GrammarCompiler
@@ -66,7 +66,7 @@ class EngineCore:
         """Queue a request. Raises InvalidRequestError if it can never be served or its id is in use.
 
         One with structured_outputs is queued when its grammar is compiled, which others need not wait for; if that
-        fails, a delta says so.
+        fails, a delta says so. Raises OverloadedError if too many grammars wait.
         """
         validate_request(request, self.info)
         if request.request_id in self.scheduler.state.groups or request.request_id in self._compiling:
@@ -77,14 +77,17 @@ class EngineCore:
             return
         if self._grammars is None:
             raise bad_grammar("needs a tokenizer, and skip_tokenizer_init left it out")
-        grammar = self._grammars.compile(structure, self.has_work())
+        grammar = self._grammars.compile(structure, request.client, gently=self.has_work())
         self._compiling[request.request_id] = request, grammar
         grammar.add_done_callback(lambda _: self.on_compiled())
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests at once; no more deltas come for them. Unknown ids are ignored."""
         for request_id in request_ids:
-            self._compiling.pop(request_id, None)
+            if (waiting := self._compiling.pop(request_id, None)) is not None:
+                grammar = waiting[1]
+                if all(grammar is not other for _, other in self._compiling.values()):
+                    grammar.cancel()
             self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
@@ -162,8 +165,15 @@ class EngineCore:
 
 def refusal(request_id: str, error: InvalidRequestError) -> TokenDelta:
     """The only delta of a request that the engine does not take."""
-    bad_param = error.param or "request"
-    return TokenDelta(request_id, 0, [], finish_reason="error", stop_reason=str(error), bad_param=bad_param)
+    return TokenDelta(
+        request_id,
+        0,
+        [],
+        finish_reason="error",
+        stop_reason=str(error),
+        bad_param=error.param or "request",
+        try_again=isinstance(error, OverloadedError),
+    )
 
 
 def failures(request_id: str, indices: Iterable[int], message: str) -> list[TokenDelta]:

@@ -130,8 +130,8 @@ def test_grammars_are_compiled_gently_beside_other_work():
 
 def test_a_grammar_that_is_known_already_delays_nothing():
     class Known(HeldGrammars):
-        def compile(self, structure, gently=False):
-            super().compile(structure, gently)
+        def compile(self, structure, client=None, gently=False):
+            super().compile(structure, client, gently)
             self.release(-1)
             return self.compiling[-1]
 

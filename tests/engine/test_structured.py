@@ -176,7 +176,7 @@ class Reordering(GrammarCompiler):
         self.order = order
         self.asked: list[tuple[StructuredOutputs, Future[Grammar]]] = []
 
-    def compile(self, structure: StructuredOutputs, gently: bool = False) -> Future[Grammar]:
+    def compile(self, structure: StructuredOutputs, client: str | None = None, gently: bool = False) -> Future[Grammar]:
         self.asked.append((structure, Future()))
         if len(self.asked) == len(self.order):
             for index in self.order:

@@ -48,8 +48,8 @@ class Compiler(GrammarCompiler):
 
     held: Future[Grammar] | None = None
 
-    def compile(self, structure: StructuredOutputs, gently: bool = False) -> Future[Grammar]:
-        return self.held or super().compile(structure, gently)
+    def compile(self, structure: StructuredOutputs, client: str | None = None, gently: bool = False) -> Future[Grammar]:
+        return self.held or super().compile(structure, client, gently)
 
     def hold(self) -> Future[Grammar]:
         self.held = Future()

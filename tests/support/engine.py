@@ -71,10 +71,12 @@ class HeldGrammars:
     def __init__(self) -> None:
         self.compiling: list[Future] = []  # in the order of the requests
         self.gently: list[bool] = []
+        self.clients: list[str | None] = []
         self.closed = False
         self.threads = SimpleNamespace(wait=lambda _timeout: None)
 
-    def compile(self, _structure: StructuredOutputs, gently: bool = False) -> Future:
+    def compile(self, _structure: StructuredOutputs, client: str | None = None, gently: bool = False) -> Future:
+        self.clients.append(client)
         self.compiling.append(Future())
         self.gently.append(gently)
         return self.compiling[-1]

@@ -167,6 +167,7 @@ def _request(
         priority=body.priority or 0,
         arrival_time=time.time(),
         cache_salt=body.cache_salt or "",
+        client=target.client,
         pooling=pooling,
     )
     validate_request(request, info)

@@ -51,6 +51,7 @@ class RequestContext:
     def __init__(self, scope: Scope, receive: Receive, state: ServerState, server: ServerConfig):
         path = scope["path"][:MAX_PATH_CHARS]
         self.record = RequestRecord("", scope["method"], path, arrival=time.time(), clock=time.perf_counter())
+        self._address = (scope.get("client") or ("",))[0]  # the client's, or that of the last proxy that is not trusted
         self.receive = receive
         self.state = state
         self.server = server
@@ -72,7 +73,7 @@ class RequestContext:
         engine = model.engine()
         self.ticket.move(model.admission)
         self.record.reply_id = f"{kind}-{uuid.uuid4().hex}"
-        self.target = Target(model, engine, self.record.reply_id)
+        self.target = Target(model, engine, self.record.reply_id, self.record.key or self._address)
         return self.target
 
     def start(self, job: Job, stream: bool) -> None:

@@ -67,3 +67,4 @@ class Target(NamedTuple):
     model: ServedModel
     engine: Engine
     reply_id: str
+    client: str = ""  # who asks, as far as it is known
