@@ -13,7 +13,7 @@ import msgspec
 from tqdm import tqdm
 
 from rayllm.api.sampling_params import SamplingParams
-from rayllm.api.types import EngineStats, GenerationRequest, Pooling, RequestOutput, TokenDelta
+from rayllm.api.types import Abort, EngineStats, GenerationRequest, Pooling, RequestOutput, TokenDelta
 from rayllm.config.options import OFFLINE_BATCHED_TOKENS, EngineConfig, make_config
 from rayllm.engine.build import start_engine
 from rayllm.engine.engine import EngineCore
@@ -171,7 +171,7 @@ class LLM:
                         accumulate(totals[output.request_id], output)
                         bar.update(output.finished)
         except BaseException:
-            core.abort(totals)
+            core.abort(map(Abort, totals))
             raise
         if missing := [request_id for request_id, total in totals.items() if not total.finished]:
             raise RuntimeError(f"requests {missing} ended without an answer")

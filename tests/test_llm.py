@@ -119,6 +119,17 @@ def test_a_stop_string_ends_the_text_and_frees_the_engine(llm):
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
 
 
+@pytest.mark.parametrize("options", [{}, {"n": 2, "best_of": 4}])
+def test_a_completion_that_met_its_stop_string_stops_alone(llm, options):
+    params = SamplingParams(**{"n": 4} | options, temperature=1.0, seed=3, max_tokens=40, stop=["e"], ignore_eos=True)
+    before = llm.stats().generation_tokens
+    output = generate(llm, PROMPT, params)[0]
+    kept = [len(completion.token_ids) for completion in output.outputs]
+    assert all(completion.stop_reason == "e" for completion in output.outputs)
+    assert max(kept) > min(kept) or output.num_discarded_tokens
+    assert llm.stats().generation_tokens - before == sum(kept) + output.num_discarded_tokens
+
+
 def test_end_of_sequence_and_min_tokens(llm):
     output = llm.chat(
         [{"role": "user", "content": "What does len do?"}], SamplingParams(temperature=0, max_tokens=99), use_tqdm=False

@@ -45,6 +45,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None
 
 
+class Abort(msgspec.Struct, frozen=True, array_like=True):
+    """What is to end before its time: one completion of a request, or all of it."""
+
+    request_id: str
+    # Of the completion; None for all. Beams end together, so one alone goes on.
+    index: int | None = None
+
+
 # ---------------------------------------------------------------------------------------------------- plans and results
 
 

@@ -113,7 +113,6 @@ class Sequence:
         self.seed = derive_seed(group.seed, index)  # of its sampling noise
         self.token_ids = list(group.request.prompt_token_ids)  # tokens whose ids are known, prompt first
         self.status = SequenceStatus.WAITING
-        self.fresh = True  # nothing has been sent to the front yet
         self.gate: Gate | None = None
         # Tokens sampled by steps in flight, whose ids are not known yet; they count as part of the sequence. A pooled
         # prompt's embedding counts as such a token, which is the sequence's last.
@@ -165,7 +164,8 @@ class SequenceGroup:
     # Tokens after which its sequences end, and tokens that end them.
     max_len: int
     stop_ids: frozenset[int] = frozenset()
-    # All samples, or the beams that live, best first.
+    # All samples but those that the front ended, or the beams that live, best first; none once all have ended, as they
+    # refer to this, and a request's memory is not to wait for the garbage collector.
     sequences: list[Sequence] = field(default_factory=list)
     # Those of them that have not been forked off the first sequence yet.
     siblings: list[Sequence] = field(default_factory=list)
@@ -173,6 +173,8 @@ class SequenceGroup:
     num_cached_tokens: int | None = None
     # Of all its sequences so far.
     num_preemptions: int = 0
+    # No tokens have been sent to the front yet.
+    fresh: bool = True
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     # The beam search, if it is one.
     search: BeamSearch | None = None

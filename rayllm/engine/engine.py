@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, KVBlocks, StartReport, TokenDelta
+from rayllm.api.types import Abort, EngineInfo, EngineStats, GenerationRequest, KVBlocks, StartReport, TokenDelta
 from rayllm.api.validation import validate_request
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.core.check import check_scheduler
@@ -81,11 +81,12 @@ class EngineCore:
         self._compiling[request.request_id] = request, grammar
         grammar.add_done_callback(lambda _: self.on_compiled())
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests at once; no more deltas come for them. Unknown ids are ignored."""
-        for request_id in request_ids:
-            self._compiling.pop(request_id, None)
-            self.scheduler.abort(request_id)
+    def abort(self, aborts: Iterable[Abort]) -> None:
+        """End requests, or completions of them, at once; no more deltas come for them. Unknown ones are ignored."""
+        for abort in aborts:
+            if abort.index is None:
+                self._compiling.pop(abort.request_id, None)
+            self.scheduler.abort(abort.request_id, abort.index)
 
     def has_work(self) -> bool:
         """True while `step` has something to do."""

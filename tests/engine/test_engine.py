@@ -9,7 +9,7 @@ from support.engine import FakeExecutor, HeldGrammars, bound_request, engine_req
 from support.fakes import FakeConstraint, expected_output
 
 from rayllm.api.sampling_params import StructuredOutputs
-from rayllm.api.types import GenerationRequest, KVBlocks, TokenDelta
+from rayllm.api.types import Abort, GenerationRequest, KVBlocks, TokenDelta
 from rayllm.engine import build
 from rayllm.engine.build import start_resolved_engine
 from rayllm.engine.engine import EngineCore, failures, refusal
@@ -59,7 +59,7 @@ def test_abort_ends_a_request_without_a_delta():
     core.add(engine_request("r", 50))
     core.add(engine_request("other", 5))
     core.step()
-    core.abort(["r", "unknown"])
+    core.abort([Abort("r"), Abort("unknown")])
     assert {delta.request_id for delta in run_all(core)} == {"other"}
     core.add(engine_request("r", 2))  # the id is free
     assert tokens_of(run_all(core), "r") == expected(engine_request("r", 2))
@@ -199,7 +199,7 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled():
     grammars = HeldGrammars()
     core, _ = fake_core(grammars)
     core.add(bound_request("r", 3))
-    core.abort(["r"])
+    core.abort([Abort("r")])
     assert not core.is_compiling
     later = bound_request("r", 4, seed=9, structured_outputs=StructuredOutputs(regex="[0-9]+"))
     core.add(later)  # another request of the same id

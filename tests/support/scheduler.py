@@ -84,6 +84,7 @@ class Harness:
         self.requests: dict[str, GenerationRequest] = {}
         self.constraints: dict[str, dict | None] = {}
         self.aborted: set[str] = set()
+        self.ended: set[tuple[str, int]] = set()
         self.plans: list[StepPlan] = []
         self.last_deltas: dict[tuple[str, int], TokenDelta] = {}
 
@@ -121,6 +122,16 @@ class Harness:
             self.aborted.add(request_id)
         check_scheduler(self.scheduler)
 
+    def end(self, request_id: str, index: int) -> None:
+        """End one completion, if there is such."""
+        self.scheduler.abort(request_id, index)
+        request = self.requests.get(request_id)
+        if request is not None and index < request.params.width and not request.params.use_beam_search:
+            if request.params.width == 1:
+                self.aborted.add(request_id)
+            self.ended.add((request_id, index))
+        check_scheduler(self.scheduler)
+
     def step(self) -> bool:
         """One turn of the engine loop. False if there was nothing to do."""
         plan = self.scheduler.schedule()
@@ -139,7 +150,7 @@ class Harness:
         for delta in deltas:
             key = (delta.request_id, delta.index)
             assert key not in self.reasons, f"{key} got a token after its end"
-            assert delta.request_id not in self.aborted
+            assert delta.request_id not in self.aborted and key not in self.ended
             self.outputs.setdefault(key, []).extend(delta.token_ids)
             if delta.finish_reason:
                 self.reasons[key] = delta.finish_reason
@@ -175,6 +186,10 @@ class Harness:
                 options = self.constraints[request.request_id]
                 constraint = None if options is None else FakeConstraint(**options)
                 expected = expected_output(request.prompt_token_ids, self.seeds[key], limit, stops, constraint)
+                if key in self.ended:
+                    got = self.outputs.get(key, [])
+                    assert got == expected[: len(got)], key
+                    continue
                 assert self.outputs[key] == expected, key
                 reason = "length" if len(request.prompt_token_ids) + len(expected) >= limit else "error"
                 assert self.reasons[key] == ("stop" if expected[-1] in stops else reason)
