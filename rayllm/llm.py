@@ -136,9 +136,11 @@ class LLM:
         return self.tokenizer
 
     def _make(self, ids: list[int], params: SamplingParams, **fields: Any) -> GenerationRequest:
-        return GenerationRequest(
-            request_id=str(next(self._ids)), prompt_token_ids=ids, params=params, arrival_time=time.time(), **fields
+        number = next(self._ids)
+        request = GenerationRequest(
+            request_id=str(number), prompt_token_ids=ids, params=params, arrival_time=time.time(), **fields
         )
+        return request.numbered(number + 1, self.config.seed)
 
     def _run(self, requests: Sequence[tuple[GenerationRequest, str | None]], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests to their end. An exception, Ctrl-C included, aborts what is left of them."""

@@ -83,8 +83,9 @@ class EngineConfig(BaseModel):
     """auto reads *.safetensors; dummy makes random weights from the seed"""
     skip_tokenizer_init: bool = False
     """Load no tokenizer; prompts and outputs are token ids only"""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of requests that have none, and of dummy weights"""
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """Makes the noise of requests without a seed follow from their number, in the order in which LLM or an API server
+    got them, so that it is the same after every start; random if absent. Also of dummy weights, 0 if absent"""
 
 
 class ModelServerConfig(BaseModel):

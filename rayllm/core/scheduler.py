@@ -35,16 +35,7 @@ from rayllm.core import beam
 from rayllm.core.chunk_budget import ChunkBudget, StepChunks, StepWork
 from rayllm.core.memory import Match
 from rayllm.core.policy import Policy
-from rayllm.core.sequence import (
-    Beam,
-    BeamSearch,
-    Gate,
-    MakeConstraint,
-    Sequence,
-    SequenceGroup,
-    SequenceStatus,
-    derive_seed,
-)
+from rayllm.core.sequence import Beam, BeamSearch, Gate, MakeConstraint, Sequence, SequenceGroup, SequenceStatus
 from rayllm.core.state import SchedulerState
 
 RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
@@ -400,18 +391,15 @@ class Scheduler:
     state: empty; the scheduler and its policies are the only ones to change it from now on.
     policy: a request's place in the order.
     chunk_budget: cuts chunks of prompts for a target inter-token latency; None for chunks as long as the token budget.
-    seed: of requests without one.
     """
 
-    def __init__(
-        self, state: SchedulerState, *, policy: Policy, chunk_budget: ChunkBudget | None = None, seed: int = 0
-    ):
+    def __init__(self, state: SchedulerState, *, policy: Policy, chunk_budget: ChunkBudget | None = None):
         self.state = state
         self.in_flight: list[InFlight] = []  # plans without results, oldest first
         # What fronts are told of the last `schedule`: starts of requests that report them, and failures of constraints.
         self.new_deltas: list[TokenDelta] = []
         self.chunk_budget = chunk_budget
-        self._policy, self._seed = policy, seed
+        self._policy = policy
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
 
@@ -425,7 +413,6 @@ class Scheduler:
         max_len = state.max_model_len if params.max_tokens is None else prompt + params.max_tokens
         group = SequenceGroup(
             request,
-            derive_seed(self._seed, arrival + 1) if params.seed is None else params.seed,
             state.memory.root_hash(request.cache_salt),
             min(max_len, state.max_model_len) if request.pooling is None else prompt + 1,
             frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else state.eos_token_ids),

@@ -6,13 +6,12 @@ What only grammars and beams need hangs on a sequence's `Gate`.
 from __future__ import annotations
 
 import enum
-import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from rayllm.api.sampling_params import MAX_SEED
+from rayllm.api.sampling_params import derive_seed
 from rayllm.api.types import GenerationRequest, TokenLogprobs
 
 NEVER = sys.maxsize
@@ -110,7 +109,7 @@ class Sequence:
     def __init__(self, group: SequenceGroup, index: int, key: tuple):
         self.group, self.index, self.key = group, index, key
         self.request_id, self.max_len, self.stop_ids = group.request.request_id, group.max_len, group.stop_ids
-        self.seed = derive_seed(group.seed, index)  # of its sampling noise
+        self.seed = derive_seed(group.request.noise_seed, index)  # of its sampling noise
         self.token_ids = list(group.request.prompt_token_ids)  # tokens whose ids are known, prompt first
         self.status = SequenceStatus.WAITING
         self.gate: Gate | None = None
@@ -158,7 +157,6 @@ class SequenceGroup:
     """One request: sequences that share a prompt, as samples or as beams."""
 
     request: GenerationRequest
-    seed: int
     # Where the hash chain of its blocks starts; equal prompts share blocks only from equal roots.
     root_hash: bytes
     # Tokens after which its sequences end, and tokens that end them.
@@ -186,14 +184,6 @@ class SequenceGroup:
     def finished(self) -> bool:
         """True once every sequence of the group is."""
         return all(seq.status is SequenceStatus.FINISHED for seq in self.sequences)
-
-
-def derive_seed(seed: int, index: int) -> int:
-    """The seed of completion `index` of a request: the request's own for the first, an independent one for the rest."""
-    if index == 0:
-        return seed
-    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") & MAX_SEED
 
 
 def policy_order(seq: Sequence) -> tuple:

@@ -53,6 +53,7 @@ class EngineCore:
             hidden_size=config.spec.hidden_size,
             kv_cache_dtype=config.options.kv_cache_dtype,
             max_num_seqs=config.options.max_num_seqs,
+            seed=config.options.seed,
         )
         self.scheduler = _make_scheduler(config, self.info.max_model_len, blocks, executor.report)
         # Called on another thread when a request that waited for its grammar can go on: `step` has something to do.
@@ -212,4 +213,4 @@ def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks
     if options.target_itl_ms is not None:
         step_costs = report.ready[0].step_costs if report.ready else {}
         chunk_budget = ChunkBudget(options.target_itl_ms / 1e3, options.max_num_batched_tokens, window, step_costs)
-    return Scheduler(state, policy=POLICIES[options.scheduling_policy], chunk_budget=chunk_budget, seed=options.seed)
+    return Scheduler(state, policy=POLICIES[options.scheduling_policy], chunk_budget=chunk_budget)

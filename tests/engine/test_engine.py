@@ -163,14 +163,14 @@ def test_refusals_come_first_and_in_a_step_of_their_own():
     assert tokens_of(run_all(core), "free") == expected(engine_request("free", 3))[1:]
 
 
-def test_requests_are_queued_in_the_order_in_which_they_came():
-    """However long their grammars take: those without a seed of their own get one by their place."""
-    texts = []
+def test_tokens_do_not_depend_on_which_grammar_is_ready_first():
+    """A request has the seed of its noise from the start."""
+    texts, requests = [], [bound_request(name, 9, seed=None, temperature=1.0) for name in ("a", "b")]
     for order in ((0, 1), (1, 0)):
         grammars = HeldGrammars()
-        core, _ = fake_core(grammars, seed=3)
-        for name in ("a", "b"):
-            core.add(bound_request(name, 9, seed=None, temperature=1.0))
+        core, _ = fake_core(grammars)
+        for request in requests:
+            core.add(request)
         for index in order:
             grammars.release(index)
         deltas = run_all(core)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from support.fakes import EOS, FakeConstraint, FakeWorker, embedding, expected_beams, expected_output
 
-from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.sampling_params import SamplingParams, derive_seed
 from rayllm.api.types import GenerationRequest, KVCosts, StepCost, StepPlan, TokenDelta
 from rayllm.core.check import check_scheduler
 from rayllm.core.chunk_budget import ChunkBudget
 from rayllm.core.memory import KVMemory, WriteAheadLimits
 from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
-from rayllm.core.sequence import derive_seed
 from rayllm.core.state import SchedulerState
 
 CHEAP = KVCosts(recompute_token=1.0, swap_out_block=1e-3, swap_in_block=1e-3)  # to move, that is
