@@ -65,11 +65,11 @@ class LLM:
 
         prompts: a string, a list of strings, a list of token ids, a list of those, or dicts: {"prompt": ...} or
         {"prompt_token_ids": [...]}, and, if they share cached prefixes with the same salt only, {"cache_salt": ...}.
-        sampling_params: one for all, or one each. Raises InvalidRequestError, before anything runs, if a
-        prompt or a parameter cannot be served.
+        sampling_params: one for all, or one each; those of `get_default_sampling_params` if absent. Raises
+        InvalidRequestError, before anything runs, if a prompt or a parameter cannot be served.
         """
         items = _prompt_list(prompts)
-        params = _params_list(sampling_params, len(items))
+        params = self._params_list(sampling_params, len(items))
         return self._run([self._request(item, p) for item, p in zip(items, params, strict=True)], use_tqdm)
 
     def chat(
@@ -82,7 +82,7 @@ class LLM:
         tokenizer = self._need_tokenizer("messages", "chat needs a tokenizer")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         texts = [tokenizer.apply_chat_template(cast(list[Message], conversation)) for conversation in conversations]
-        params = _params_list(sampling_params, len(texts))
+        params = self._params_list(sampling_params, len(texts))
         # The template writes special tokens itself.
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._run(list(zip(map(self._make, ids, params), texts, strict=True)), use_tqdm)
@@ -97,6 +97,10 @@ class LLM:
         """
         params = SamplingParams()
         return self._run([self._request(item, params, pooling) for item in _prompt_list(prompts)], use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json says, unless the option generation_config is none."""
+        return SamplingParams(**self.engine.info.sampling_defaults)
 
     @property
     def engine(self) -> EngineCore:
@@ -134,6 +138,20 @@ class LLM:
         if self.tokenizer is None:
             raise InvalidRequestError(f"{reason}; the engine was made with skip_tokenizer_init", param)
         return self.tokenizer
+
+    def _params_list(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequestError(
+                f"sampling_params has {len(params)} entries for {count} prompts; give one, or one each",
+                "sampling_params",
+            )
+        return list(params)
 
     def _make(self, ids: list[int], params: SamplingParams, **fields: Any) -> GenerationRequest:
         number = next(self._ids)
@@ -249,15 +267,3 @@ def _read_prompt(prompt: Prompt) -> PromptFields:
         form = "a prompt is a string, a list of token ids, or a dict of prompt or prompt_token_ids, perhaps cache_salt"
         raise InvalidRequestError(f"{form}. {error}", "prompt") from None
     return read
-
-
-def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidRequestError(
-            f"sampling_params has {len(params)} entries for {count} prompts; give one, or one each", "sampling_params"
-        )
-    return list(params)

@@ -419,6 +419,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_num_seqs: int = 256
     # As in `EngineConfig`.
     seed: int | None = None
+    # As in `ResolvedConfig`.
+    sampling_defaults: dict[str, int | float] = {}
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -54,6 +54,7 @@ class EngineCore:
             kv_cache_dtype=config.options.kv_cache_dtype,
             max_num_seqs=config.options.max_num_seqs,
             seed=config.options.seed,
+            sampling_defaults=config.sampling_defaults,
         )
         self.scheduler = _make_scheduler(config, self.info.max_model_len, blocks, executor.report)
         # Called on another thread when a request that waited for its grammar can go on: `step` has something to do.
