@@ -8,6 +8,7 @@ A *row* is a sequence's place in the workers' persistent batch, 0 <= row < max_n
 
 from __future__ import annotations
 
+import secrets
 import time
 from array import array
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.sampling_params import MAX_SEED, SamplingParams, derive_seed
 
 Pooling = Literal["last", "mean"]
 POOLINGS: tuple[str, ...] = get_args(Pooling)
@@ -45,6 +46,28 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # Make an embedding instead of tokens: of the hidden states after the final norm the last token's ("last"), or the
     # mean of all ("mean").
     pooling: Pooling | None = None
+    # Of its sampling noise where params have none. It is drawn where the request is made, so that the request can go on
+    # elsewhere with the same noise.
+    seed: int = msgspec.field(default_factory=lambda: secrets.randbelow(MAX_SEED + 1))
+
+    @property
+    def noise_seed(self) -> int:
+        """The seed of its first completion's noise; `derive_seed` makes those of the others."""
+        return self.seed if self.params.seed is None else self.params.seed
+
+    def numbered(self, number: int, engine_seed: int | None) -> GenerationRequest:
+        """This as a front's request `number`, 1 and up, whose noise follows from it if the engine has a seed."""
+        if engine_seed is None:
+            return self
+        return msgspec.structs.replace(self, seed=derive_seed(engine_seed, number))
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True):
+    """What is to end before its time: one completion of a request, or all of it."""
+
+    request_id: str
+    # Of the completion; None for all. Beams end together, so one alone goes on.
+    index: int | None = None
 
 
 # ---------------------------------------------------------------------------------------------------- plans and results
@@ -398,6 +421,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_cache_dtype: str = "auto"
     # Sequences that run at once, and so beams of a request.
     max_num_seqs: int = 256
+    # As in `EngineConfig`.
+    seed: int | None = None
+    # As in `ResolvedConfig`.
+    sampling_defaults: dict[str, int | float] = {}
 
 
 class Load(msgspec.Struct, frozen=True):

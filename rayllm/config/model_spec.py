@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayllm.api.sampling_params import SamplingParams
 from rayllm.config.json_fields import JsonFields, read_json_object
 from rayllm.config.known_keys import refuse_unknown
 from rayllm.config.rope import RopeSpec, parse_rope
-from rayllm.errors import ModelError
+from rayllm.errors import InvalidRequestError, ModelError
 
 QWEN = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", *QWEN, "OPTForCausalLM", "BloomForCausalLM")
@@ -22,6 +23,12 @@ DEFAULT_KV_HEADS = {"MistralForCausalLM": 8} | dict.fromkeys(QWEN, 32)  # of the
 DEFAULT_EOS = 2  # of all but Qwen, which has none where config.json says nothing of it
 MAX_HEAD_DIM = 256  # of the attention kernels
 BLOOM_POSITIONS = 2048  # what BLOOM was trained with; ALiBi itself has no limit, and not all files say it (seq_length)
+GENERATION_CONFIG = "generation_config.json"
+# Fields of that file -> those of `SamplingParams`.
+SAMPLING_FIELDS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
 DTYPES = ("float32", "bfloat16", "float16")
 GATED_ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = (*GATED_ACTIVATIONS, "relu")
@@ -120,7 +127,7 @@ def load_model_spec(path: str) -> ModelSpec:
     architecture = _architecture(config)
     _check_quantization(config)
     eos = config.get("eos_token_id", None if architecture in QWEN else DEFAULT_EOS)
-    generation = folder / "generation_config.json"
+    generation = folder / GENERATION_CONFIG
     if generation.is_file():
         # Chat models end a turn with a token that only this file knows.
         told = read_json_object(generation).get("eos_token_id")
@@ -133,6 +140,18 @@ def load_model_spec(path: str) -> ModelSpec:
     spec = _make_spec(config, architecture=architecture, eos_token_ids=ids, **parse(config, architecture))
     refuse_unknown(config)
     return spec
+
+
+def load_sampling_defaults(path: str) -> dict[str, int | float]:
+    """How the folder `path` says to sample, as fields of `SamplingParams`; null says nothing. Raises ModelError."""
+    file = Path(path) / GENERATION_CONFIG
+    told = read_json_object(file) if file.is_file() else {}
+    defaults = {field: told[name] for name, field in SAMPLING_FIELDS.items() if told.get(name) is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequestError as error:
+        raise ModelError(f"{file}: {error} (generation_config none would ignore it)") from None
+    return defaults
 
 
 def check_parallel(spec: ModelSpec, tp: int) -> None:

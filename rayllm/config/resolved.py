@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rayllm.config.model_spec import ModelSpec, check_parallel, load_model_spec
+from rayllm.config.model_spec import ModelSpec, check_parallel, load_model_spec, load_sampling_defaults
 from rayllm.config.options import EngineConfig
 from rayllm.errors import ConfigError
 
@@ -32,6 +32,8 @@ class ResolvedConfig:
     kv_dtype: str
     # Tokens of a prompt and its output together; the KV cache may turn out to hold fewer.
     max_model_len: int
+    # Fields of `SamplingParams` that requests have where they say nothing else.
+    sampling_defaults: dict[str, int | float]
 
     @property
     def tp(self) -> int:
@@ -77,6 +79,7 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
         dtype=dtype,
         kv_dtype=_kv_dtype(options, spec, dtype),
         max_model_len=options.max_model_len or spec.max_model_len,
+        sampling_defaults={} if options.generation_config == "none" else load_sampling_defaults(options.model),
     )
 
 

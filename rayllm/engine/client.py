@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from rayllm import timeouts
 from rayllm.api import wire
-from rayllm.api.types import EngineInfo, GenerationRequest, RequestOutput, TokenDelta
+from rayllm.api.types import Abort, EngineInfo, GenerationRequest, RequestOutput, TokenDelta
 from rayllm.api.validation import validate_request
 from rayllm.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from rayllm.text.outputs import OutputProcessor, accumulate
@@ -162,7 +162,7 @@ class EngineClient:
         self._processor.remove(request_id)
         if stream is not None:
             stream.end(StopAsyncIteration())
-            self._abort([request_id])
+            self._abort([Abort(request_id)])
 
     async def close(self) -> None:
         """Disconnect; requests that still run are aborted, and their streams end with EngineDeadError."""
@@ -194,11 +194,11 @@ class EngineClient:
             if self._streams.get(request_id) is stream:
                 del self._streams[request_id]
                 if self._processor.remove(request_id):
-                    self._abort([request_id])
+                    self._abort([Abort(request_id)])
 
-    def _abort(self, request_ids: list[str]) -> None:
+    def _abort(self, aborts: list[Abort]) -> None:
         if self.dead is None:
-            self._send(wire.Abort(request_ids))
+            self._send(wire.Aborts(aborts))
 
     def _send(self, message: wire.FrontMessage) -> None:
         """Send at once, or in order as soon as the socket takes it."""

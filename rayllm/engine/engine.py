@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, KVBlocks, StartReport, TokenDelta
+from rayllm.api.types import Abort, EngineInfo, EngineStats, GenerationRequest, KVBlocks, StartReport, TokenDelta
 from rayllm.api.validation import validate_request
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.core.check import check_scheduler
@@ -53,6 +53,8 @@ class EngineCore:
             hidden_size=config.spec.hidden_size,
             kv_cache_dtype=config.options.kv_cache_dtype,
             max_num_seqs=config.options.max_num_seqs,
+            seed=config.options.seed,
+            sampling_defaults=config.sampling_defaults,
         )
         self.scheduler = _make_scheduler(config, self.info.max_model_len, blocks, executor.report)
         # Called on another thread when a request that waited for its grammar can go on: `step` has something to do.
@@ -81,14 +83,14 @@ class EngineCore:
         self._compiling[request.request_id] = request, grammar
         grammar.add_done_callback(lambda _: self.on_compiled())
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests at once; no more deltas come for them. Unknown ids are ignored."""
-        for request_id in request_ids:
-            if (waiting := self._compiling.pop(request_id, None)) is not None:
+    def abort(self, aborts: Iterable[Abort]) -> None:
+        """End requests, or completions of them, at once; no more deltas come for them. Unknown ones are ignored."""
+        for abort in aborts:
+            if abort.index is None and (waiting := self._compiling.pop(abort.request_id, None)) is not None:
                 grammar = waiting[1]
                 if all(grammar is not other for _, other in self._compiling.values()):
                     grammar.cancel()
-            self.scheduler.abort(request_id)
+            self.scheduler.abort(abort.request_id, abort.index)
 
     def has_work(self) -> bool:
         """True while `step` has something to do."""
@@ -221,4 +223,4 @@ def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks
     if options.target_itl_ms is not None:
         step_costs = report.ready[0].step_costs if report.ready else {}
         chunk_budget = ChunkBudget(options.target_itl_ms / 1e3, options.max_num_batched_tokens, window, step_costs)
-    return Scheduler(state, policy=POLICIES[options.scheduling_policy], chunk_budget=chunk_budget, seed=options.seed)
+    return Scheduler(state, policy=POLICIES[options.scheduling_policy], chunk_budget=chunk_budget)

@@ -221,8 +221,8 @@ class EngineSocket:
         match message:
             case wire.Add(request_id):
                 self._add(front, request_id, message)
-            case wire.Abort(request_ids):
-                self._driver.abort(front, request_ids)
+            case wire.Aborts(aborts):
+                self._driver.abort(front, aborts)
             case wire.FrontBeat(metrics=metrics):
                 front.beat = message
                 known = self._metrics.get(front.front_id, wire.Snapshot())

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rayllm.config.model_spec import SUPPORTED_ARCHITECTURES, check_parallel, load_model_spec
+from rayllm.config.model_spec import SUPPORTED_ARCHITECTURES, check_parallel, load_model_spec, load_sampling_defaults
 from rayllm.errors import ModelError
 
 LLAMA = {
@@ -181,6 +181,21 @@ def test_generation_config_wins(tmp_path):
     assert spec_of(tmp_path, eos_token_id=7, generation={"eos_token_id": [9, 7]}).eos_token_ids == [9, 7]
     assert spec_of(tmp_path, eos_token_id=7, generation={"eos_token_id": 0}).eos_token_ids == [0]
     assert spec_of(tmp_path, eos_token_id=7, generation={"temperature": 0.6}).eos_token_ids == [7]
+
+
+def test_sampling_defaults(tmp_path):
+    assert load_sampling_defaults(str(tmp_path)) == {}
+    told = {"do_sample": True, "temperature": 0.6, "top_p": None, "top_k": 20, "min_p": 0, "max_new_tokens": 99}
+    path = write(tmp_path, LLAMA, told | {"repetition_penalty": 1.05, "eos_token_id": 3})
+    expected = {"temperature": 0.6, "top_k": 20, "min_p": 0, "repetition_penalty": 1.05, "max_tokens": 99}
+    assert load_sampling_defaults(path) == expected
+    for bad, message in (
+        ({"top_p": 2}, "top_p must be greater than 0 and at most 1, not 2"),
+        ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
+        ({"max_new_tokens": 0}, "max_tokens must be at least 1, not 0"),
+    ):
+        with pytest.raises(ModelError, match=rf"generation_config.json: {message} \(generation_config none"):
+            load_sampling_defaults(write(tmp_path, LLAMA, bad))
 
 
 def test_opt(tmp_path):

@@ -9,7 +9,7 @@ from support.engine import FakeExecutor, HeldGrammars, bound_request, engine_req
 from support.fakes import FakeConstraint, expected_output
 
 from rayllm.api.sampling_params import StructuredOutputs
-from rayllm.api.types import GenerationRequest, KVBlocks, TokenDelta
+from rayllm.api.types import Abort, GenerationRequest, KVBlocks, TokenDelta
 from rayllm.engine import build
 from rayllm.engine.build import start_resolved_engine
 from rayllm.engine.engine import EngineCore, failures, refusal
@@ -59,7 +59,7 @@ def test_abort_ends_a_request_without_a_delta():
     core.add(engine_request("r", 50))
     core.add(engine_request("other", 5))
     core.step()
-    core.abort(["r", "unknown"])
+    core.abort([Abort("r"), Abort("unknown")])
     assert {delta.request_id for delta in run_all(core)} == {"other"}
     core.add(engine_request("r", 2))  # the id is free
     assert tokens_of(run_all(core), "r") == expected(engine_request("r", 2))
@@ -163,14 +163,14 @@ def test_refusals_come_first_and_in_a_step_of_their_own():
     assert tokens_of(run_all(core), "free") == expected(engine_request("free", 3))[1:]
 
 
-def test_requests_are_queued_in_the_order_in_which_they_came():
-    """However long their grammars take: those without a seed of their own get one by their place."""
-    texts = []
+def test_tokens_do_not_depend_on_which_grammar_is_ready_first():
+    """A request has the seed of its noise from the start."""
+    texts, requests = [], [bound_request(name, 9, seed=None, temperature=1.0) for name in ("a", "b")]
     for order in ((0, 1), (1, 0)):
         grammars = HeldGrammars()
-        core, _ = fake_core(grammars, seed=3)
-        for name in ("a", "b"):
-            core.add(bound_request(name, 9, seed=None, temperature=1.0))
+        core, _ = fake_core(grammars)
+        for request in requests:
+            core.add(request)
         for index in order:
             grammars.release(index)
         deltas = run_all(core)
@@ -199,7 +199,7 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled():
     grammars = HeldGrammars()
     core, _ = fake_core(grammars)
     core.add(bound_request("r", 3))
-    core.abort(["r"])
+    core.abort([Abort("r")])
     assert not core.is_compiling
     later = bound_request("r", 4, seed=9, structured_outputs=StructuredOutputs(regex="[0-9]+"))
     core.add(later)  # another request of the same id

@@ -8,6 +8,7 @@ replica knows that it may end.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -64,7 +65,7 @@ class ModelFront:
     """One model of an API server. All methods are of one event loop.
 
     tokenizer: None with skip_tokenizer_init. front_id: of the API server, unique for each start. node_id: where it is.
-    connect: makes clients.
+    index: of the API server, from 0 on; no two number requests alike. connect: makes clients.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ModelFront:
         tokenizer: Tokenizer | None,
         front_id: str,
         node_id: str,
+        index: int = 0,
         connect: Callable[..., EngineClient] = EngineClient,
     ):
         self.name = model.name
@@ -88,6 +90,7 @@ class ModelFront:
         self._router = Router()
         self._why_not = "the engine is starting"
         self._snapshot, self._next_snapshot = Snapshot(), 0.0
+        self._numbers = itertools.count(1 + (index << 32))
 
     async def close(self) -> None:
         """Disconnect from the engines; what still runs is aborted."""
@@ -167,6 +170,7 @@ class ModelFront:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request on a replica, as `EngineClient.generate` does. Raises EngineDeadError, InvalidRequestError."""
         replica, waiting = self._route(request)
+        request = request.numbered(next(self._numbers), replica.client.info.seed)
         live = request.params.width
         replica.load += Load(live, waiting)
         try:

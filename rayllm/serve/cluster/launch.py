@@ -379,6 +379,9 @@ def describe_start(info: EngineInfo) -> list[str]:
     report = info.start
     lines = [f"rank {rank}   {place}" for rank, place in enumerate(report.placement)]
     lines += [f"memory   {_describe_memory(report, i)}" for i in range(len(report.ready))]
+    if info.sampling_defaults:
+        defaults = ", ".join(f"{name} {value}" for name, value in info.sampling_defaults.items())
+        lines.append(f"sampling {defaults} by default (generation_config.json)")
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report.phases)
     kind = "" if info.kv_cache_dtype == "auto" else f" in {info.kv_cache_dtype}"
     return [*lines, f"KV cache {info.num_kv_tokens:,} tokens{kind}", f"engine   {phases} s"]

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
-from rayllm.api.types import GenerationRequest, Pooling
+from rayllm.api.types import EngineInfo, GenerationRequest, Pooling
 from rayllm.api.validation import validate_request
 from rayllm.errors import InvalidRequestError
 from rayllm.serve.http.chat_format import THINK_OPEN, ChatFormat, calls_schema, chat_format
 from rayllm.serve.http.errors import ContextLengthError, renamed
-from rayllm.serve.http.protocol import ChatBody, CompletionBody, EmbeddingBody, EngineBody
+from rayllm.serve.http.protocol import ChatBody, CompletionBody, EmbeddingBody, EngineBody, GenerationBody
 from rayllm.serve.http.served import Target
 from rayllm.text.tokenizer import Tokenizer
 
@@ -34,7 +34,7 @@ class Job(msgspec.Struct, frozen=True):
 
 async def completion_job(body: CompletionBody, target: Target) -> Job:
     """Raises InvalidRequestError naming field and limit if any of the prompts cannot be served."""
-    tokenizer, max_model_len = target.engine.tokenizer, target.engine.info.max_model_len
+    tokenizer = target.engine.tokenizer
     names = {"structured_outputs": body.constraint_field or ""}
     requests, prompts = [], []
     with renamed(names):
@@ -43,10 +43,7 @@ async def completion_job(body: CompletionBody, target: Target) -> Job:
             options.setdefault("prompt_logprobs", body.logprobs)
         for index, prompt in enumerate(body.prompt):
             ids = await encode(prompt, body.add_special_tokens is not False, tokenizer)
-            limit = body.token_limit
-            if limit is None:
-                limit = min(DEFAULT_COMPLETION_TOKENS, max_model_len - len(ids))
-            params = SamplingParams(**options, max_tokens=max(limit, 1))
+            params = _params(body, options, target.engine.info, len(ids), DEFAULT_COMPLETION_TOKENS)
             requests.append(_request(body, target, index, ids, params))
             text = prompt if isinstance(prompt, str) else None
             if text is None and body.echo and tokenizer is not None:  # only now, when the ids are known to be valid
@@ -82,7 +79,7 @@ async def chat_job(body: ChatBody, target: Target) -> Job:
             reply_format = msgspec.structs.replace(reply_format, thinks=True, inside=inside)
         if reply_format.tags & tokenizer.special_texts:
             options.setdefault("skip_special_tokens", False)  # or what has to be looked for would not be in the text
-        params = SamplingParams(**options, max_tokens=body.token_limit)
+        params = _params(body, options, target.engine.info, len(ids), None)
         request = _request(body, target, 0, ids, params)
     return Job([request], [text], names, reply_format)
 
@@ -145,6 +142,24 @@ def _calls_format(body: ChatBody, form: ChatFormat) -> ChatFormat:
         tool_names=frozenset(tool.function.name for tool in body.offered_tools),
         single_call=body.single_call,
     )
+
+
+def _params(
+    body: GenerationBody, options: dict[str, Any], info: EngineInfo, num_tokens: int, limit: int | None
+) -> SamplingParams:
+    """Parameters of these options, with the model's defaults for what they leave out.
+
+    num_tokens: of the prompt. limit: tokens of an output where neither body nor model says it; None for all that fit.
+    """
+    defaults = dict(info.sampling_defaults)
+    limit = defaults.pop("max_tokens", limit)
+    if body.token_limit is not None:
+        limit = body.token_limit
+    elif limit is not None:
+        limit = min(int(limit), info.max_model_len - num_tokens)
+    if body.use_beam_search:
+        defaults = {}  # they are of sampling
+    return SamplingParams(**defaults | options, max_tokens=None if limit is None else max(limit, 1))
 
 
 def _request(

@@ -385,6 +385,6 @@ def test_hashes_differ_between_processes():
 def test_the_wire_to_the_engine_knows_its_messages_only():
     """The wire to the engine is made of typed structs: a field more or of another type is refused."""
     decode = msgspec.msgpack.Decoder(FrontMessage).decode
-    for message in ({"type": "Exec", "code": "1"}, {"type": "Abort", "request_ids": [1]}, ["x"], pickle.dumps({})):
+    for message in ({"type": "Exec", "code": "1"}, {"type": "Aborts", "aborts": [1]}, ["x"], pickle.dumps({})):
         with pytest.raises(msgspec.ValidationError):
             decode(msgspec.msgpack.encode(message))
