@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from support.engine import FakeExecutor, HeldGrammars, bound_request, engine_request, fake_config, fake_core, run_all
 from support.fakes import FakeConstraint, expected_output
@@ -203,10 +204,33 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled():
     assert not core.is_compiling
     later = bound_request("r", 4, seed=9, structured_outputs=StructuredOutputs(regex="[0-9]+"))
     core.add(later)  # another request of the same id
-    grammars.release(0)
-    assert run_all(core) == [] and core.is_compiling, "the first one's grammar is nobody's"
+    assert grammars.compiling[0].cancelled(), "the first one's grammar is nobody's"
+    assert run_all(core) == [] and core.is_compiling
     grammars.release(1)
     assert tokens_of(run_all(core), "r") == expected(later, FakeConstraint())
+
+
+def test_a_grammar_that_another_request_waits_for_is_not_cancelled():
+    class Shared(HeldGrammars):
+        def compile(self, structure, client=None, gently=False):
+            return self.compiling[0] if self.compiling else super().compile(structure, client, gently)
+
+    grammars = Shared()
+    core, _ = fake_core(grammars)
+    first, second = bound_request("a", 3), bound_request("b", 3)
+    core.add(first)
+    core.add(second)
+    core.abort(["a"])
+    grammars.release(0)
+    assert tokens_of(run_all(core), "b") == expected(second, FakeConstraint())
+
+
+def test_the_client_of_a_request_is_whose_grammar_it_is():
+    grammars = HeldGrammars()
+    core, _ = fake_core(grammars)
+    core.add(msgspec.structs.replace(bound_request("a"), client="alice"))
+    core.add(bound_request("b"))
+    assert grammars.clients == ["alice", None]
 
 
 # ---- limits
