@@ -7,6 +7,7 @@ the result's dtype, and s the root mean square of the element's row (its last di
     ROUNDINGS * u * |e|        both sides round the result, and some also what it is made of
     + SPREAD * u * s           where it is a sum of terms that were rounded, such as weights of attention
     + GROWTH * 2^-24 * sqrt(terms) * s    where fp32 adds up so many terms, whose errors do not all have one sign
+    + 4 * 2^-24 * exponent * s    where terms are weighted by exponentials: what is off in an exponent is a factor
 
 and the errors of a row have a root mean square of at most ROW of that, with s in place of |e|.
 """
@@ -27,11 +28,12 @@ FP32 = 2.0**-24
 UNIT = {torch.float32: 4 * FP32, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
-def check_close(actual: Tensor, expected: Tensor, *, terms: int = 0) -> None:
+def check_close(actual: Tensor, expected: Tensor, *, terms: int = 0, exponent: float = 0.0) -> None:
     """Assert that `actual` is `expected` up to rounding; their shapes and dtypes must be equal.
 
     expected: by another way to compute it, rounded to the dtype at the end. terms: how many products each element
-    is the sum of, the longest sum counting; 0 if every element is a function of a few numbers. NaN is never close.
+    is the sum of, the longest sum counting; 0 if every element is a function of a few numbers. exponent: the largest
+    there is, if it is large. NaN is never close.
     """
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
@@ -43,8 +45,9 @@ def check_close(actual: Tensor, expected: Tensor, *, terms: int = 0) -> None:
     wide = expected.double()
     error = (actual.double() - wide).abs()
     spread = wide.square().mean(-1, keepdim=True).sqrt() if wide.dim() else wide.abs()
-    absolute = (SPREAD * unit + GROWTH * FP32 * terms**0.5) * spread if terms else torch.zeros_like(spread)
-    bound = ROUNDINGS * unit * wide.abs() + absolute + torch.finfo(actual.dtype).smallest_normal * unit
+    absolute = SPREAD * unit + FP32 * (GROWTH * terms**0.5 + 4 * exponent) if terms else 0.0
+    floor = 2 * ROUNDINGS * unit * torch.finfo(actual.dtype).smallest_normal  # where numbers are no longer normal
+    bound = ROUNDINGS * unit * wide.abs() + absolute * spread + floor
     wrong = ~(error <= bound)
     if wrong.any():
         place = tuple(int(i) for i in wrong.nonzero()[0])
@@ -52,6 +55,6 @@ def check_close(actual: Tensor, expected: Tensor, *, terms: int = 0) -> None:
             f"{int(wrong.sum())} of {wrong.numel()} elements are wrong; the first is {place}: {float(actual[place])} "
             f"instead of {float(expected[place])}, which may be off by {float(bound[place]):.3g}"
         )
-    rows = error.square().mean(-1).sqrt() if wide.dim() else error
-    allowed = ROW * (ROUNDINGS * unit * spread + absolute)[..., 0] if wide.dim() else bound
-    assert (rows <= allowed + torch.finfo(actual.dtype).smallest_normal * unit).all(), "a row is off as a whole"
+    rows = error.square().mean(-1, keepdim=True).sqrt() if wide.dim() else error
+    allowed = ROW * (ROUNDINGS * unit + absolute) * spread + floor
+    assert (rows <= allowed).all(), "a row is off as a whole"

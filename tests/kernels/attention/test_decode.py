@@ -63,7 +63,7 @@ def test_options(paged_case, kernels, reference, alibi_slopes, window, alibi, nu
 def test_large_scores(paged_case, kernels, reference, dtype):
     """Scores in the hundreds: the softmax is one-hot and must not overflow."""
     case = paged_case([77, 30], dtype=dtype, spread=100.0)
-    check_close(case.decode_in_ranges(kernels, 3), case.decode(reference), terms=case.longest)
+    check_close(case.decode_in_ranges(kernels, 3), case.decode(reference), terms=case.longest, exponent=500)
 
 
 # Tiles of fp32 are 32 keys: (context lengths, ranges that borders cut in a way of their own)

@@ -71,10 +71,20 @@ def test_options(paged_case, kernels, reference, alibi_slopes, window, alibi):
     check_close(out, case.prefill(reference, **options), terms=case.longest)
 
 
+@pytest.mark.parametrize("window", [None, 31, 32, 33])
+def test_edges_of_tiles(paged_case, kernels, reference, window):
+    """Tiles of fp32 are 32 keys: chunks, diagonals and windows that begin and end on either side of an edge."""
+    lengths = [(past + new, new) for past in (29, 30, 31, 32, 33, 63) for new in (1, 2, 33)]
+    case = paged_case(*zip(*lengths, strict=True), heads=(1, 1), head_dim=16, spread=2.0)
+    out = torch.full_like(case.q, float("nan"))
+    case.prefill(kernels, out, sliding_window=window)
+    check_close(out, case.prefill(reference, sliding_window=window), terms=case.longest)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
 def test_large_scores(paged_case, kernels, reference, dtype):
     case = paged_case([77, 30], [20, 30], dtype=dtype, spread=100.0)
-    check_close(case.prefill(kernels), case.prefill(reference), terms=case.longest)
+    check_close(case.prefill(kernels), case.prefill(reference), terms=case.longest, exponent=500)
 
 
 def test_chunks_equal_the_whole(paged_case, kernels):

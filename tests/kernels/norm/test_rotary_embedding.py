@@ -36,6 +36,6 @@ def test_rotate(randn, device, tokens, heads, head_dim, rotary_dim, dtype):
     positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(3)).to(device)
     before, part = qkv.clone(), qkv[:, :heads]
     rotate(part, positions, cache)
-    check_close(part, rotate_by_complex(before[:, :heads], positions, cache))
+    check_close(part, rotate_by_complex(before[:, :heads], positions, cache), terms=2)
     assert torch.equal(qkv[:, heads:], before[:, heads:])
     assert torch.equal(part[..., rotary_dim:], before[:, :heads, rotary_dim:])
