@@ -19,6 +19,7 @@ from rayllm.text.chat_template import ChatTemplate
 from rayllm.text.detokenizer import ByteDetokenizer, ByteVocabulary, Detokenizer, WindowDetokenizer, byte_rule
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+LONG_TEXT = 16_384  # characters; while longer texts are encoded, other threads can run
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -69,6 +70,8 @@ class Tokenizer:
         Raises InvalidRequestError for text that is not Unicode (lone surrogates).
         """
         try:
+            if len(text) > LONG_TEXT:  # only the library's batches let go of the interpreter's lock
+                return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
             raise InvalidRequestError("prompt must be a string of valid Unicode characters", "prompt") from None

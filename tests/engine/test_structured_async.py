@@ -233,7 +233,9 @@ async def test_a_grammar_that_fails_in_mid_text_ends_its_request_alone(monkeypat
         monkeypatch.setattr(GrammarTokenizer, "mask_of", failing)
         other = asyncio.create_task(whole(engine.generate(free(60))))
         stream, token_ids = engine.generate(request(WORD)), []
-        with pytest.raises(InvalidRequestError, match="^structured_outputs: its text cannot go on: the limit") as caught:
+        with pytest.raises(
+            InvalidRequestError, match="^structured_outputs: its text cannot go on: the limit"
+        ) as caught:
             async for output in stream:
                 token_ids += output.outputs[0].token_ids
         assert caught.value.param == "structured_outputs"

@@ -1,6 +1,5 @@
 """Bodies, engine requests and replies of one model whose tokens are characters, without an app."""
 
-import asyncio
 from types import SimpleNamespace
 
 from rayllm.api.types import EngineInfo
@@ -40,21 +39,21 @@ class CharTokenizer:
 
 def target(reply_id, tokenizer, info):
     model = SimpleNamespace(name="m", server=ServerConfig())
-    return Target(model, SimpleNamespace(info=info, tokenizer=tokenizer), reply_id)
+    return Target(model, SimpleNamespace(info=info, tokenizer=tokenizer), info, reply_id)
 
 
 def completion(tokenizer=CharTokenizer(), info=INFO, **fields):
     """(body, job, target) of a completion."""
     body = CompletionBody.model_validate({"prompt": "hi"} | fields)
     there = target("cmpl-1", tokenizer, info)
-    return body, asyncio.run(completion_job(body, there)), there
+    return body, completion_job(body, there), there
 
 
 def chat(tokenizer=CharTokenizer(), info=INFO, **fields):
     """(body, job, target) of a chat."""
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}]} | fields)
     there = target("chatcmpl-1", tokenizer, info)
-    return body, asyncio.run(chat_job(body, there)), there
+    return body, chat_job(body, there), there
 
 
 def completion_reply(**fields):

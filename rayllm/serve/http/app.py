@@ -24,7 +24,7 @@ from rayllm.errors import InvalidRequestError
 from rayllm.serve.http import protocol, request
 from rayllm.serve.http.auth import ApiKey
 from rayllm.serve.http.console import console_page
-from rayllm.serve.http.convert import LONG_TEXT, chat_job, completion_job, embedding_job, encode
+from rayllm.serve.http.convert import chat_job, completion_job, embedding_job, text_of, tokens_of
 from rayllm.serve.http.errors import ApiError
 from rayllm.serve.http.metrics import ModelFigures, render
 from rayllm.serve.http.replies import ChatReply, CompletionReply, embeddings
@@ -147,38 +147,20 @@ async def model(model_id: str, context: request.Context) -> protocol.ModelCard:
 @tokenizer_routes.post("/tokenize", response_model_exclude_none=True)
 async def tokenize(body: protocol.TokenizeBody, context: request.Context) -> protocol.Tokens:
     """Tokens of a text. This needs no engine step and holds no place in one."""
-    info, tokenizer = _tokenizing_engine(context, body.model)
-    text, special = body.prompt or "", body.add_special_tokens
-    if body.messages is not None:
-        turns = [message.for_template() for message in body.messages]
-        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
-    ids = await encode(text, body.messages is None if special is None else special, tokenizer)
-    return protocol.Tokens(
-        tokens=ids,
-        count=len(ids),
-        max_model_len=info.max_model_len,
-        token_strs=[tokenizer.token_text(token) for token in ids] if body.return_token_strs else None,
-    )
+    return await context.work(tokens_of, body, *_tokenizing_engine(context, body.model))
 
 
 @tokenizer_routes.post("/detokenize")
 async def detokenize(body: protocol.DetokenizeBody, context: request.Context) -> protocol.Detokenized:
     """Text of tokens, special ones included."""
-    info, tokenizer = _tokenizing_engine(context, body.model)
-    for token in body.tokens:
-        if not 0 <= token < info.vocab_size:
-            message = f"tokens has token id {token}; ids of this model are 0 to {info.vocab_size - 1}"
-            raise InvalidRequestError(message, "tokens")
-    if len(body.tokens) > LONG_TEXT:
-        return protocol.Detokenized(prompt=await asyncio.to_thread(tokenizer.decode, body.tokens, False))
-    return protocol.Detokenized(prompt=tokenizer.decode(body.tokens, False))
+    return await context.work(text_of, body, *_tokenizing_engine(context, body.model))
 
 
 @generation_routes.post("/v1/completions", response_model=protocol.Completion)
 async def completions(body: protocol.CompletionBody, context: request.Context) -> Response:
     """Complete prompts."""
     target = context.enter(body.model, "cmpl")
-    job = await completion_job(body, target)
+    job = await context.work(completion_job, body, target)
     return await request.generate(context, job, CompletionReply(body, job, target))
 
 
@@ -186,7 +168,7 @@ async def completions(body: protocol.CompletionBody, context: request.Context) -
 async def chat_completions(body: protocol.ChatBody, context: request.Context) -> Response:
     """Answer a conversation."""
     target = context.enter(body.model, "chatcmpl")
-    job = await chat_job(body, target)
+    job = await context.work(chat_job, body, target)
     return await request.generate(context, job, ChatReply(body, job, target))
 
 
@@ -194,7 +176,7 @@ async def chat_completions(body: protocol.ChatBody, context: request.Context) ->
 async def embed(body: protocol.EmbeddingBody, context: request.Context) -> Response:
     """Embed texts: by the last token's hidden state after the model's final norm, or the mean of all tokens'."""
     target = context.enter(body.model, "embd")
-    outputs = await request.run(context, await embedding_job(body, target))
+    outputs = await request.run(context, await context.work(embedding_job, body, target))
     return request.json_response(embeddings(body, target.model.name, outputs))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -14,12 +13,22 @@ from rayllm.api.validation import validate_request
 from rayllm.errors import InvalidRequestError
 from rayllm.serve.http.chat_format import THINK_OPEN, ChatFormat, calls_schema, chat_format
 from rayllm.serve.http.errors import ContextLengthError, renamed
-from rayllm.serve.http.protocol import ChatBody, CompletionBody, EmbeddingBody, EngineBody, GenerationBody
+from rayllm.serve.http.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Detokenized,
+    EmbeddingBody,
+    EngineBody,
+    GenerationBody,
+    TokenizeBody,
+    Tokens,
+)
 from rayllm.serve.http.served import Target
-from rayllm.text.tokenizer import Tokenizer
+from rayllm.text.tokenizer import LONG_TEXT, Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat takes the rest of the context
-LONG_TEXT = 16_384  # characters or tokens; longer texts are worked on in a thread, so that other streams go on
+MAX_TOKENIZED = 2**17  # tokens that /tokenize counts beyond any context
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -32,9 +41,9 @@ class Job(msgspec.Struct, frozen=True):
     discard_output: bool = False  # max_tokens was 0, so the one token that the engine makes is not part of the answer
 
 
-async def completion_job(body: CompletionBody, target: Target) -> Job:
+def completion_job(body: CompletionBody, target: Target) -> Job:
     """Raises InvalidRequestError naming field and limit if any of the prompts cannot be served."""
-    tokenizer = target.engine.tokenizer
+    tokenizer, info = target.engine.tokenizer, target.info
     names = {"structured_outputs": body.constraint_field or ""}
     requests, prompts = [], []
     with renamed(names):
@@ -42,8 +51,8 @@ async def completion_job(body: CompletionBody, target: Target) -> Job:
         if body.echo and body.logprobs is not None:
             options.setdefault("prompt_logprobs", body.logprobs)
         for index, prompt in enumerate(body.prompt):
-            ids = await encode(prompt, body.add_special_tokens is not False, tokenizer)
-            params = _params(body, options, target.engine.info, len(ids), DEFAULT_COMPLETION_TOKENS)
+            ids = encode(prompt, body.add_special_tokens is not False, tokenizer, info.max_model_len)
+            params = _params(body, options, info, len(ids), DEFAULT_COMPLETION_TOKENS)
             requests.append(_request(body, target, index, ids, params))
             text = prompt if isinstance(prompt, str) else None
             if text is None and body.echo and tokenizer is not None:  # only now, when the ids are known to be valid
@@ -52,7 +61,7 @@ async def completion_job(body: CompletionBody, target: Target) -> Job:
     return Job(requests, prompts, names, discard_output=body.token_limit == 0)
 
 
-async def chat_job(body: ChatBody, target: Target) -> Job:
+def chat_job(body: ChatBody, target: Target) -> Job:
     """Raises InvalidRequestError naming field and limit if the conversation cannot be served.
 
     A constraint (response_format, structured_outputs, a call that must be made) holds for the whole output, so no
@@ -67,7 +76,7 @@ async def chat_job(body: ChatBody, target: Target) -> Job:
     with renamed(names):
         text = _prompt_text(body, tokenizer)
         # The template writes the special tokens itself; a second begin-of-sequence would change the answer.
-        ids = await encode(text, body.add_special_tokens or False, tokenizer)
+        ids = encode(text, body.add_special_tokens or False, tokenizer, target.info.max_model_len)
         reply_format = _calls_format(body, form)
         options = body.sampling_options((body.top_logprobs or 0) if body.logprobs else None)
         if body.must_call:
@@ -79,14 +88,14 @@ async def chat_job(body: ChatBody, target: Target) -> Job:
             reply_format = msgspec.structs.replace(reply_format, thinks=True, inside=inside)
         if reply_format.tags & tokenizer.special_texts:
             options.setdefault("skip_special_tokens", False)  # or what has to be looked for would not be in the text
-        params = _params(body, options, target.engine.info, len(ids), None)
+        params = _params(body, options, target.info, len(ids), None)
         request = _request(body, target, 0, ids, params)
     return Job([request], [text], names, reply_format)
 
 
-async def embedding_job(body: EmbeddingBody, target: Target) -> Job:
+def embedding_job(body: EmbeddingBody, target: Target) -> Job:
     """Raises InvalidRequestError naming field and limit if any of the inputs cannot be served."""
-    size = target.engine.info.hidden_size
+    size, tokenizer = target.info.hidden_size, target.engine.tokenizer
     if body.dimensions not in (None, size):
         message = f"dimensions must be {size}, the size of this model's embeddings, or left out; not {body.dimensions}"
         raise InvalidRequestError(message, "dimensions")
@@ -94,20 +103,55 @@ async def embedding_job(body: EmbeddingBody, target: Target) -> Job:
     requests = []
     with renamed(names):
         for index, text in enumerate(body.input):
-            ids = await encode(text, body.add_special_tokens is not False, target.engine.tokenizer)
+            ids = encode(text, body.add_special_tokens is not False, tokenizer, target.info.max_model_len)
             requests.append(_request(body, target, index, ids, SamplingParams(), body.pooling or "last"))
     return Job(requests, [text if isinstance(text, str) else None for text in body.input], names)
 
 
-async def encode(prompt: Any, special: bool, tokenizer: Tokenizer | None) -> list[int]:
-    """The tokens of a `Prompt`. special: with the special tokens around a text. Raises InvalidRequestError."""
+def encode(prompt: Any, special: bool, tokenizer: Tokenizer | None, limit: int) -> list[int]:
+    """The tokens of a `Prompt`. special: with the special tokens around a text.
+
+    limit: text that has more than twice as many tokens is refused after work for about so many. Raises
+    InvalidRequestError.
+    """
     if not isinstance(prompt, str):
         return prompt
     if tokenizer is None:
         raise InvalidRequestError("prompt: this server runs without a tokenizer; send token ids", "prompt")
-    if len(prompt) > LONG_TEXT:
-        return await asyncio.to_thread(tokenizer.encode, prompt, special)
+    if len(prompt) > max(8 * limit, LONG_TEXT):
+        # Pieces have more tokens than the whole, as words are cut, but by far not twice as many.
+        count = 0
+        for start in range(0, len(prompt), LONG_TEXT):
+            count += len(tokenizer.encode(prompt[start : start + LONG_TEXT], False))
+            if count > 2 * limit:
+                message = f"prompt has {len(prompt)} characters, which are far more than {limit} tokens"
+                raise ContextLengthError(message, "prompt")
     return tokenizer.encode(prompt, special)
+
+
+def tokens_of(body: TokenizeBody, info: EngineInfo, tokenizer: Tokenizer) -> Tokens:
+    """The answer of /tokenize. Raises InvalidRequestError."""
+    text, special = body.prompt or "", body.add_special_tokens
+    if body.messages is not None:
+        turns = [message.for_template() for message in body.messages]
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+    special = body.messages is None if special is None else special
+    ids = encode(text, special, tokenizer, max(info.max_model_len, MAX_TOKENIZED))
+    return Tokens(
+        tokens=ids,
+        count=len(ids),
+        max_model_len=info.max_model_len,
+        token_strs=[tokenizer.token_text(token) for token in ids] if body.return_token_strs else None,
+    )
+
+
+def text_of(body: DetokenizeBody, info: EngineInfo, tokenizer: Tokenizer) -> Detokenized:
+    """The answer of /detokenize. Raises InvalidRequestError."""
+    for token in body.tokens:
+        if not 0 <= token < info.vocab_size:
+            message = f"tokens has token id {token}; ids of this model are 0 to {info.vocab_size - 1}"
+            raise InvalidRequestError(message, "tokens")
+    return Detokenized(prompt=tokenizer.decode(body.tokens, False))
 
 
 def _prompt_text(body: ChatBody, tokenizer: Tokenizer) -> str:
@@ -166,7 +210,7 @@ def _request(
     body: EngineBody, target: Target, index: int, ids: list[int], params: SamplingParams, pooling: Pooling | None = None
 ) -> GenerationRequest:
     """The request for prompt number `index`. Raises InvalidRequestError if the engine could not serve it."""
-    info = target.engine.info
+    info = target.info
     room = 0 if pooling else params.max_tokens or 1
     if len(ids) + room > info.max_model_len:
         asked = f" and max_tokens asks for {room} more" if room > 1 else ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -63,7 +64,9 @@ def as_api_error(error: Exception, method: str, path: str) -> ApiError:
     match error:
         case ApiError():
             return error
-        case RequestValidationError():
+        case RequestValidationError():  # by FastAPI itself, for a request without a body
+            return ApiError(400, "the request body must be a JSON object")
+        case ValidationError():
             return as_api_error(_first_fault(error), method, path)
         case OverloadedError():
             return ApiError(429, str(error), param=error.param, code="queue_full")
@@ -82,13 +85,14 @@ def as_api_error(error: Exception, method: str, path: str) -> ApiError:
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")
 
 
-def _first_fault(error: RequestValidationError) -> InvalidRequestError:
+def _first_fault(error: ValidationError) -> InvalidRequestError:
     """The first of the errors that pydantic found in a request, with the field at fault as `param`."""
-    causes = [each.get("ctx", {}).get("error") for each in error.errors()]
+    errors = error.errors(include_url=False)
+    causes = [each.get("ctx", {}).get("error") for each in errors]
     for cause in causes:
         if isinstance(cause, Exception):
             cause.__traceback__ = None  # its frames refer to the body, and to this list
-    first, place = error.errors()[0], error.errors()[0]["loc"][1:]  # without "body"
+    first, place = errors[0], errors[0]["loc"]
     if isinstance(causes[0], InvalidRequestError):
         return causes[0]
     if not place:
@@ -102,7 +106,7 @@ def _first_fault(error: RequestValidationError) -> InvalidRequestError:
         # What pydantic says of Python's types, in the words of JSON.
         "list_type": f"{path}: input should be an array",
         "dict_type": f"{path}: input should be an object",
-        "model_attributes_type": f"{path}: input should be an object",
+        "model_type": f"{path}: input should be an object",
     }
     otherwise = f"{path}: {first['msg'][0].lower()}{first['msg'][1:]}"
     return InvalidRequestError(messages.get(first["type"], otherwise), str(place[0]))

@@ -13,17 +13,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Json, create_model, model_validator
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, from_json
 
 from rayllm.api.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from rayllm.api.types import Pooling
 from rayllm.errors import InvalidRequestError
 
+MAX_BODY_BYTES = 32 * 2**20
+LONG_BODY = 16_384  # bytes; what comes of longer ones is worked on in a thread, so that streams go on
+BASE_BYTES = 2**20  # of a body, beside its prompts
+PROMPT_TOKEN_BYTES = 2**10  # of a prompt's token: all of its text's characters escaped, in the largest vocabularies
+BATCH_TOKEN_BYTES = 8 * 2**10  # the same of all prompts in a batch: as token ids, MAX_CHOICES of them
+MAX_VALUES = 2**16  # in a body, beside its prompts: to check one takes microseconds
+# In the text of a body, with a comma as one and what begins an object, an array or a field as four, so that parsing it,
+# which holds the interpreter's lock, takes some 0.1 s; the text of a prompt has fewer than four a token.
+MAX_MARKS = 2**21
 MAX_CHOICES = 1024  # prompts x n of one request
 MAX_INPUTS = 2048  # texts of one embeddings request, as OpenAI has it
+MAX_DETOKENIZED = 2**20  # tokens
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 * 1024  # of all tools of a request, as JSON
 MAX_SCHEMA_DEPTH = 64
@@ -46,17 +56,61 @@ class Body(BaseModel):
     """Base of all request parts."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    token_bytes: ClassVar[int] = PROMPT_TOKEN_BYTES
 
     def _rules(self) -> Rules:
         """What depends on more than one field. The field at fault is "" if it is this part itself."""
         yield from ()
 
-    @model_validator(mode="after")
-    def _check_rules(self) -> Self:
-        for is_broken, field, message in self._rules():
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_rules(cls, data: Any, check_fields: Callable[[Any], Self]) -> Self:
+        if isinstance(data, cls):
+            return data  # checked before: FastAPI gets what `read_body` has made
+        body = check_fields(data)
+        for is_broken, field, message in body._rules():
             if is_broken:
                 raise InvalidRequestError(message, field) if field else ValueError(message)
-        return self
+        return body
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def max_bytes(kind: type[Body], max_model_len: int) -> int:
+    """How long a body of this kind may be: it has room for what a full context needs, and for full batches of ids."""
+    return min(MAX_BODY_BYTES, BASE_BYTES + kind.token_bytes * max_model_len)
+
+
+def read_body(kind: type[BodyT], text: bytes, max_model_len: int) -> BodyT:
+    """The body in a text that is no longer than `max_bytes` says.
+
+    Nothing here holds the interpreter's lock for long, so it may run in a thread beside streams.
+    Raises InvalidRequestError and ValidationError.
+    """
+    marks = text.count(b",") + 4 * sum(map(text.count, (b"{", b"[", b":")))
+    if marks > MAX_MARKS + 4 * max_model_len:
+        raise InvalidRequestError("the request body has too many values")
+    try:
+        value = from_json(text)
+    except ValueError as error:
+        raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
+    if len(text) > LONG_BODY:
+        _check_size(value)
+    return kind.model_validate(value)
+
+
+def _check_size(body: Any) -> None:
+    """Refuse what would take long to validate, or to list the errors of. Prompts are validated up to the first one."""
+    prompts = ("prompt", "input", "tokens")
+    level = [value for name, value in body.items() if name not in prompts] if isinstance(body, dict) else [body]
+    count = len(level)
+    while level and count <= MAX_VALUES:
+        parts = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        count += sum(map(len, parts))
+        level = [value for part in parts for value in part] if count <= MAX_VALUES else []
+    if count > MAX_VALUES:
+        raise InvalidRequestError(f"the request body has more than {MAX_VALUES} values beside its prompts")
 
 
 # ---- parts
@@ -280,6 +334,7 @@ class EngineBody(Body):
 class EmbeddingBody(EngineBody):
     """POST /v1/embeddings."""
 
+    token_bytes = BATCH_TOKEN_BYTES
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None  # only the model's own number
@@ -373,6 +428,7 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
+    token_bytes = BATCH_TOKEN_BYTES
     prompt: Prompts
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -462,7 +518,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[int] = Field(max_length=MAX_DETOKENIZED, fail_fast=True)
 
 
 # ---- answers, as the OpenAPI document describes them; those of generation are made by `replies.py`

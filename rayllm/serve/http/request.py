@@ -13,14 +13,14 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, ParamSpec, TypeVar, get_type_hints
 
 import msgspec
 import orjson
 from fastapi import Security
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
-from pydantic_core import from_json
+from pydantic import ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -28,21 +28,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayllm.api.types import GenerationRequest, RequestOutput
 from rayllm.config.options import ServerConfig
+from rayllm.errors import InvalidRequestError
 from rayllm.serve.http.auth import ApiKey, check_key
 from rayllm.serve.http.convert import Job
 from rayllm.serve.http.errors import ApiError, as_api_error, renamed
 from rayllm.serve.http.limits import Deadlines, Ticket
 from rayllm.serve.http.metrics import RequestTimer
+from rayllm.serve.http.protocol import LONG_BODY, Body, max_bytes, read_body
 from rayllm.serve.http.replies import DONE, Reply, sse
 from rayllm.serve.http.request_log import PLAIN, RequestRecord, SpanTracer, log_event
 from rayllm.serve.http.served import ServedModel, ServerState, Target
 from rayllm.text.outputs import accumulate
 
-MAX_BODY_BYTES = 32 * 2**20
 MAX_ID_CHARS = 128
 MAX_PATH_CHARS = 200
 
 _SCOPE_KEY = "rayllm.request"
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 
 class RequestContext:
@@ -56,6 +60,7 @@ class RequestContext:
         self.state = state
         self.server = server
         self.deadlines = Deadlines(server)
+        self.is_long = False  # the body is longer than LONG_BODY
         self.holds = ExitStack()  # closed when the answer has ended, however it did
 
     def take_place(self) -> None:
@@ -73,8 +78,15 @@ class RequestContext:
         engine = model.engine()
         self.ticket.move(model.admission)
         self.record.reply_id = f"{kind}-{uuid.uuid4().hex}"
-        self.target = Target(model, engine, self.record.reply_id, self.record.key or self._address)
+        client = self.record.key or self._address
+        self.target = Target(model, engine, engine.info, self.record.reply_id, client)
         return self.target
+
+    async def work(self, function: Callable[Args, Result], *args: Args.args, **options: Args.kwargs) -> Result:
+        """What a function returns that works on the body: in a thread if that is long, so that streams go on."""
+        if self.is_long:
+            return await asyncio.to_thread(function, *args, **options)
+        return function(*args, **options)
 
     def start(self, job: Job, stream: bool) -> None:
         """The engine is about to get the request. Raises ApiError 429 if it turned out to be too much."""
@@ -211,17 +223,17 @@ class JsonRoute(APIRoute):
     takes_place = False
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        handle = super().get_route_handler()
+        handle, kind = super().get_route_handler(), get_type_hints(self.endpoint)["body"]
 
         async def handle_json(request: Request) -> Response:
             context = context_of(request)
-            models = context.state.models.values()
-            if not any(model.num_replicas for model in models):
-                next(iter(models)).engine()  # which says why there is none
+            models = list(context.state.models.values())
+            # If there is no engine at all, the first one says why.
+            engines = [model.engine() for model in models if model.num_replicas] or [models[0].engine()]
             if self.takes_place:
                 context.take_place()
             MutableHeaders(scope=request.scope)["content-type"] = "application/json"  # whatever the client says it is
-            return await handle(JsonRequest(request.scope, request.receive))
+            return await handle(JsonRequest(request, kind, max(engine.info.max_model_len for engine in engines)))
 
         return handle_json
 
@@ -233,16 +245,27 @@ class GenerationRoute(JsonRoute):
 
 
 class JsonRequest(Request):
-    """A request whose body is read with a limit and a deadline, and parsed more strictly than Python's json does."""
+    """A request whose body is read with limits and a deadline.
+
+    kind: of the body. max_model_len: the longest of the models that the body may be for.
+    """
+
+    def __init__(self, request: Request, kind: type[Body], max_model_len: int):
+        super().__init__(request.scope, request.receive)
+        self._kind, self._max_model_len = kind, max_model_len
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Raises ApiError 413 as soon as it is known that the body is longer than MAX_BODY_BYTES."""
+        """Raises ApiError 413 as soon as it is known that the body is too long."""
         declared, size = self.headers.get("content-length", ""), 0
-        _check_size(int(declared) if declared.isdigit() else 0)
+        self._check_size(int(declared) if declared.isdigit() else 0)
         async for chunk in super().stream():
             size += len(chunk)
-            _check_size(size)
+            self._check_size(size)
             yield chunk
+
+    def _check_size(self, size: int) -> None:
+        if size > (limit := max_bytes(self._kind, self._max_model_len)):
+            raise ApiError(413, f"the request body is longer than {limit} bytes", code="request_too_large")
 
     async def body(self) -> bytes:
         """Raises ApiError 413, 408 and 499."""
@@ -256,17 +279,14 @@ class JsonRequest(Request):
         except ClientDisconnect as error:
             raise context.failed(error) from None
 
-    async def json(self) -> Any:
-        """Raises ApiError 400."""
+    async def json(self) -> Body:
+        """Checked already, which FastAPI would do in the event loop. Raises ApiError 400 and 413."""
+        context, text = context_of(self), await self.body()
+        context.is_long = len(text) > LONG_BODY
         try:
-            return from_json(await self.body())
-        except ValueError as error:
-            raise ApiError(400, f"the request body is not valid JSON: {error}") from None
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_BODY_BYTES:
-        raise ApiError(413, f"the request body is longer than {MAX_BODY_BYTES} bytes", code="request_too_large")
+            return await context.work(read_body, self._kind, text, self._max_model_len)
+        except (InvalidRequestError, ValidationError) as error:
+            raise as_api_error(error, self.method, self.url.path) from None
 
 
 # ---- in the engine
@@ -367,14 +387,14 @@ class RequestGroup:
         self._queue.put_nowait((0, ClientDisconnect()))
 
     async def _run(self, index: int, request: GenerationRequest, text: str | None) -> None:
-        context, ticket, (model, engine, _) = self._context, self._context.ticket, self._context.target
-        timer = RequestTimer(model.metrics, context.record, request.params.n)
+        context, ticket, target = self._context, self._context.ticket, self._context.target
+        timer = RequestTimer(target.model.metrics, context.record, request.params.n)
         if context.server.queue_timeout:
             request = msgspec.structs.replace(request, report_start=True)
         waiting = len(request.prompt_token_ids)
         item: Exception | None = None
         try:
-            async with context.deadlines.watch() as met, aclosing(engine.generate(request, text)) as outputs:
+            async with context.deadlines.watch() as met, aclosing(target.engine.generate(request, text)) as outputs:
                 async for output in outputs:
                     timer.saw(output)
                     for completion in output.outputs:

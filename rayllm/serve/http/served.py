@@ -66,5 +66,6 @@ class Target(NamedTuple):
 
     model: ServedModel
     engine: Engine
+    info: EngineInfo
     reply_id: str
     client: str = ""  # who asks, as far as it is known

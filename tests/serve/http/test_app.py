@@ -9,7 +9,7 @@ import httpx
 import pytest
 from support.app import CHAT, Api, error_of
 
-from rayllm.serve.http.request import MAX_BODY_BYTES
+from rayllm.serve.http.protocol import MAX_BODY_BYTES
 
 
 @pytest.fixture
