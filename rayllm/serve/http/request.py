@@ -367,14 +367,14 @@ class RequestGroup:
         self._queue.put_nowait((0, ClientDisconnect()))
 
     async def _run(self, index: int, request: GenerationRequest, text: str | None) -> None:
-        context, ticket, (model, engine, _) = self._context, self._context.ticket, self._context.target
-        timer = RequestTimer(model.metrics, context.record, request.params.n)
+        context, ticket, target = self._context, self._context.ticket, self._context.target
+        timer = RequestTimer(target.model.metrics, context.record, request.params.n)
         if context.server.queue_timeout:
             request = msgspec.structs.replace(request, report_start=True)
         waiting = len(request.prompt_token_ids)
         item: Exception | None = None
         try:
-            async with context.deadlines.watch() as met, aclosing(engine.generate(request, text)) as outputs:
+            async with context.deadlines.watch() as met, aclosing(target.engine.generate(request, text)) as outputs:
                 async for output in outputs:
                     timer.saw(output)
                     for completion in output.outputs:
