@@ -196,8 +196,8 @@ class EngineDriver:
                 running.discard(delta.index)
                 if not running or delta.bad_param is not None:
                     del self._live[delta.request_id]
-                if running and delta.bad_param is not None:  # the request ends with the first of its completions
-                    self._core.abort([Abort(delta.request_id)])
+                if running and delta.bad_param is not None:  # its other completions end too
+                    self._inbox.put(partial(self._core.abort, [Abort(delta.request_id)]))
         for front, own in by_front.items():
             front.deliver(own)
 
