@@ -11,7 +11,17 @@ from rayllm_kernels.linear.plans import choose_rows, choose_tiles
 ON_GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # tokens, outputs, inputs
-SHAPES = [(1, 5, 64), (2, 16, 100), (2, 6, 1100), (3, 33, 1), (4, 8, 513), (7, 40, 96), (17, 24, 130), (64, 17, 64), (70, 9, 32)]
+SHAPES = [
+    (1, 5, 64),
+    (2, 16, 100),
+    (2, 6, 1100),
+    (3, 33, 1),
+    (4, 8, 513),
+    (7, 40, 96),
+    (17, 24, 130),
+    (64, 17, 64),
+    (70, 9, 32),
+]
 if ON_GPU:
     SHAPES += [(m, n, k) for m in (1, 2, 3, 4, 8, 13, 32, 64) for n, k in ((1024, 3072), (4096, 1024), (5000, 2056))]
     SHAPES += [(1, 4096, 14336), (16, 4096, 14336), (100, 1024, 512)]
