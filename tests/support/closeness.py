@@ -28,6 +28,11 @@ FP32 = 2.0**-24
 UNIT = {torch.float32: 4 * FP32, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
+def unit_of(dtype: torch.dtype) -> float:
+    """Unit roundoff; twice as much for bf16 in Triton's interpreter, which truncates where a GPU rounds to nearest."""
+    return UNIT[dtype] * (2 if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1" else 1)
+
+
 def check_close(actual: Tensor, expected: Tensor, *, terms: int = 0, exponent: float = 0.0) -> None:
     """Assert that `actual` is `expected` up to rounding; their shapes and dtypes must be equal.
 
@@ -39,9 +44,7 @@ def check_close(actual: Tensor, expected: Tensor, *, terms: int = 0, exponent: f
     assert actual.dtype == expected.dtype
     if not expected.numel():
         return
-    # Triton's interpreter truncates to bf16 where a GPU rounds to nearest.
-    truncates = actual.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1"
-    unit = UNIT[actual.dtype] * (2 if truncates else 1)
+    unit = unit_of(actual.dtype)
     wide = expected.double()
     error = (actual.double() - wide).abs()
     spread = wide.square().mean(-1, keepdim=True).sqrt() if wide.dim() else wide.abs()
