@@ -141,13 +141,13 @@ def git_commit(folder: str) -> str | None:
 
 
 def run_driver(engine: Engine, folder: Path, work: dict[str, Any] | None, limit_s: float) -> dict[str, Any]:
-    """What engine_driver.py writes. folder: an empty one. Raises ProcessFailedError."""
+    """What engine_driver.py writes. folder: an empty one to run it in. Raises ProcessFailedError."""
     log, result = folder / "log", folder / "result"
     command = [engine.python, str(DRIVER), engine.kind, str(result)]
     if work is not None:
         (folder / "work").write_text(json.dumps(work))
         command.append(str(folder / "work"))
-    with own_session(command, env=engine.environment, log=log) as process:
+    with own_session(command, env=engine.environment, cwd=folder, log=log) as process:
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -216,7 +216,11 @@ def over_http(engine: Engine, args: argparse.Namespace) -> dict[str, Measured]:
 def served(
     engine: Engine, args: argparse.Namespace, folder: Path, figures: dict[str, Measured]
 ) -> Iterator[tuple[str, Path | None]]:
-    """The engine's server: its URL, and its log if it was started here. Adds to `figures` how long its start took."""
+    """The engine's server: its URL, and its log if it was started here. Adds to `figures` how long its start took.
+
+    folder: an empty one to run it in. Ray's workers look for modules in the current folder first, so in this checkout
+    they would find this rayllm instead of the one to be measured.
+    """
     if is_url(engine.where):
         yield engine.where, None
         return
@@ -230,7 +234,7 @@ def served(
         flag = name.replace("_", "-")
         command += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     started = time.perf_counter()
-    with own_session(command, env=engine.environment, log=log) as process:
+    with own_session(command, env=engine.environment, cwd=folder, log=log) as process:
         wait_until_healthy(process, f"http://127.0.0.1:{port}", args.limit, log)
         figures["server start"] = Measured([time.perf_counter() - started], "s")
         yield f"http://127.0.0.1:{port}", log
@@ -302,6 +306,8 @@ def read_arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for all offline runs, or a server's start")
     parser.add_argument("--save", type=Path, help="file to add the figures to, such as benchmarks/peers.yaml")
     args = parser.parse_args(words)
+    if Path(args.model).exists():
+        args.model = str(Path(args.model).resolve())  # engines run in other folders
     for peer in args.peer:
         kind, _, where = peer.partition("=")
         if kind not in KINDS or not where:

@@ -54,15 +54,16 @@ def launched(*options: str) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def own_session(
-    command: list[str], *, env: dict[str, str] | None = None, log: Path | None = None
+    command: list[str], *, env: dict[str, str] | None = None, cwd: Path | None = None, log: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a session of its own; at the end nothing of this session is left.
 
-    log: file that gets the process's output, which is dropped if it is absent. Raises OSError if it cannot be started.
+    env, cwd: its variables and current folder; this process's if absent. log: file that gets the process's output,
+    which is dropped if it is absent. Raises OSError if it cannot be started.
     """
     with open(log or os.devnull, "wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, cwd=cwd, start_new_session=True
         )
     try:
         yield process

@@ -86,6 +86,7 @@ def test_a_server_is_loaded_and_ends_with_all_its_processes(kind, python, notes,
     (start,) = notes()
     assert start["server"].items() >= {"model": BUNDLED_MODEL, "host": "127.0.0.1", "max_model_len": 64}.items()
     assert start["server"].get("enforce_eager") in (False, None)
+    assert start["folder"] != os.getcwd()  # Ray's workers would take modules from there
     load = "http, 4 in flight, 6 in, 3 out"
     assert [(name, each.unit, len(each.values)) for name, each in figures.items()] == [
         ("server start", "s", 1),

@@ -21,7 +21,7 @@ def serve(args):
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    note(server=vars(args), pids=[os.getpid(), worker.pid])
+    note(server=vars(args), pids=[os.getpid(), worker.pid], folder=os.getcwd())
     print("the weights are loaded", flush=True)
     if args.load_format == "broken":
         sys.exit("no kernel image is available")
