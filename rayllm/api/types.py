@@ -311,12 +311,14 @@ class EngineStats(Counters, frozen=True):  # type: ignore[misc]  # msgspec can f
 
 
 class KVBlocks(msgspec.Struct, frozen=True):
-    """KV blocks of a rank, or of all ranks together the fewest that one of them can hold."""
+    """KV blocks of a rank and the sequences that share them, or of all ranks together the fewest of any of them."""
 
     # Of the device pool.
     gpu: int
     # Of the host pool.
     cpu: int
+    # That run at once.
+    max_num_seqs: int = 256
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):

@@ -62,8 +62,9 @@ class EngineConfig(BaseModel):
     fits, cost does what takes less time as measured at the start"""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that may be in use, others' use included; not for CPUs"""
-    max_num_seqs: int = Field(default=256, ge=1)
-    """Most sequences that run at once"""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Most sequences that run at once; if absent, 256 on CPUs, and on GPUs 1024, 512 or 256, as many as take little of
+    the memory for the KV cache"""
     max_num_batched_tokens: int = Field(default=8192, ge=1)
     """Most tokens computed in one step; more raise the throughput, and the pauses of running streams. LLM and rayllm
     bench offline take 16384 if it is absent"""

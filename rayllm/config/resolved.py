@@ -13,6 +13,9 @@ from rayllm.config.model_spec import ModelSpec, check_parallel, load_model_spec,
 from rayllm.config.options import EngineConfig
 from rayllm.errors import ConfigError
 
+# Where max_num_seqs is not given. A CPU gains nothing by more.
+NUM_SEQS = {"cpu": (256,), "cuda": (256, 512, 1024)}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
@@ -32,6 +35,8 @@ class ResolvedConfig:
     kv_dtype: str
     # Tokens of a prompt and its output together; the KV cache may turn out to hold fewer.
     max_model_len: int
+    # Sequences that may run at once, ascending; ranks take the most for which they have the memory.
+    num_seqs_choices: tuple[int, ...]
     # Fields of `SamplingParams` that requests have where they say nothing else.
     sampling_defaults: dict[str, int | float]
 
@@ -79,6 +84,7 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
         dtype=dtype,
         kv_dtype=_kv_dtype(options, spec, dtype),
         max_model_len=options.max_model_len or spec.max_model_len,
+        num_seqs_choices=(options.max_num_seqs,) if options.max_num_seqs else NUM_SEQS[device],
         sampling_defaults={} if options.generation_config == "none" else load_sampling_defaults(options.model),
     )
 

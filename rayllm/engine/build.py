@@ -61,7 +61,11 @@ def start_resolved_engine(config: ResolvedConfig, executor: Executor | None = No
     gc.freeze()
     taken, info = time.monotonic() - started, core.info
     logger.info(
-        "engine ready in %.1f s, %d KV tokens, sampling defaults %s", taken, info.num_kv_tokens, info.sampling_defaults
+        "engine ready in %.1f s, %d KV tokens, %d sequences at once, sampling defaults %s",
+        taken,
+        info.num_kv_tokens,
+        info.max_num_seqs,
+        info.sampling_defaults,
     )
     return core
 

@@ -52,7 +52,7 @@ class EngineCore:
             start=executor.report,
             hidden_size=config.spec.hidden_size,
             kv_cache_dtype=config.options.kv_cache_dtype,
-            max_num_seqs=config.options.max_num_seqs,
+            max_num_seqs=blocks.max_num_seqs,
             seed=config.options.seed,
             sampling_defaults=config.sampling_defaults,
         )
@@ -211,7 +211,7 @@ def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks
     )
     state = SchedulerState(
         memory,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=blocks.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=max_model_len,
         eos_token_ids=config.spec.eos_token_ids,

@@ -15,6 +15,7 @@ from rayllm.api.sampling_params import SamplingParams
 from rayllm.config.options import BUNDLED_MODEL
 from rayllm.engine.async_engine import AsyncEngine
 from rayllm.llm import LLM
+from rayllm.serve.cluster.launch import describe_start
 from rayllm.serve.http.app import create_app
 
 TOLD = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1, "max_new_tokens": 9}
@@ -64,6 +65,12 @@ def test_requests_over_http_are_sampled_as_the_checkpoint_says(folder):
 
 def test_generation_config_none_leaves_them_out(folder):
     assert params_over_http(folder, {}, generation_config="none") == [SamplingParams()]
+
+
+def test_the_start_says_them(folder):
+    core, _ = fake_core(model=folder)
+    line = "sampling temperature 0.6, top_p 0.9, top_k 20, min_p 0.05, repetition_penalty 1.1, max_tokens 9 by default"
+    assert f"{line} (generation_config.json)" in describe_start(core.info)
 
 
 def test_llm_takes_them_where_it_gets_no_parameters(folder):

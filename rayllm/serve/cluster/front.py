@@ -40,8 +40,6 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     server: ServerConfig = ServerConfig()
     skip_tokenizer_init: bool = False
-    # Completions that one replica runs at once.
-    max_num_seqs: int = 256
 
 
 class _Replica:
@@ -81,8 +79,7 @@ class ModelFront:
         self.server = model.server
         self.tokenizer = tokenizer
         self.metrics = FrontMetrics()
-        self.admission = Admission(model.server, model.max_num_seqs)
-        self._model = model
+        self.admission = Admission(model.server, 0)
         self._front_id, self._node_id = front_id, node_id
         self._make_client = connect
         self._replicas: dict[str, _Replica] = {}
@@ -119,7 +116,12 @@ class ModelFront:
                 await self._replicas.pop(replica_id).client.close()
         others = [replica.beat.others_total for replica in self._replicas.values()]
         self.admission.others = max(others, default=Load(), key=lambda load: load.completions)
-        self.admission.max_running = self._model.max_num_seqs * max(self.num_replicas, 1)
+        self._count_places()
+
+    def _count_places(self) -> None:
+        """Let as many completions run as the engines can at once; while there is none, as many as before."""
+        places = sum(replica.client.info.max_num_seqs for replica in self._replicas.values() if replica.is_usable)
+        self.admission.max_running = places or self.admission.max_running
 
     # ---- what the routes use
 
@@ -210,6 +212,7 @@ class ModelFront:
         else:
             self._replicas[replica_id] = _Replica(member, client)
             self._router.add_replica(replica_id, client.info.num_kv_tokens)
+            self._count_places()
         finally:
             del self._connecting[replica_id]
 

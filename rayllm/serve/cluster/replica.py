@@ -62,9 +62,13 @@ class EngineReplica:
             raise EngineDeadError(reason)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For Serve, which hands it to `application.QueuedTokensPolicy`: what all API servers have here."""
+        """For Serve, which hands it to `application.QueuedTokensPolicy`: what all API servers have here.
+
+        Batches are completions, in units of as many as run at once.
+        """
         load = self._socket.load()
-        return {"queued_tokens": float(load.queued_tokens), "completions": float(load.completions)}
+        batches = load.completions / self._driver.info.max_num_seqs
+        return {"queued_tokens": float(load.queued_tokens), "batches": batches}
 
     async def __del__(self) -> None:
         """Serve calls this before it ends the replica."""

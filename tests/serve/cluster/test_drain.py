@@ -195,10 +195,10 @@ async def test_the_autoscaler_hears_what_all_fronts_have_here(cluster):
     def stats():
         return cluster.replica.record_autoscaling_stats()
 
-    assert stats() == {"queued_tokens": 0.0, "completions": 0.0}
+    assert stats() == {"queued_tokens": 0.0, "batches": 0.0}
     async with cluster.client(beat=beat(1, 10)), cluster.client(beat=beat(2, 5)):
-        await until(lambda: stats() == {"queued_tokens": 15.0, "completions": 3.0})
-    await until(lambda: stats() == {"queued_tokens": 0.0, "completions": 0.0})
+        await until(lambda: stats() == {"queued_tokens": 15.0, "batches": 3 / 256})
+    await until(lambda: stats() == {"queued_tokens": 0.0, "batches": 0.0})
 
 
 @scenario()

@@ -25,7 +25,7 @@ class FakeClient:
     def __init__(self, cluster, address, tokenizer, *, front_id, beat, server_key, keys):
         self.address, self.front_id, self.beat = address, front_id, beat
         self.server_key, self.keys = server_key, keys
-        self.info = INFO
+        self.info = cluster.info
         self.engine_beat = EngineBeat()
         self.peer_metrics = {}
         self.dead = None
@@ -71,12 +71,13 @@ class Cluster:
     def __init__(self, *members, server=ServerConfig(), max_num_seqs=4, index=0):
         self.members = {each.member_id: each for each in members}
         self.clients, self.unreachable, self.mute = [], set(), set()
+        self.info = msgspec.structs.replace(INFO, max_num_seqs=max_num_seqs)  # of engines that start now
 
         def connect(*args, **fields):
             self.clients.append(FakeClient(self, *args, **fields))
             return self.clients[-1]
 
-        model = FrontModel(name="m", folder="", server=server, max_num_seqs=max_num_seqs)
+        model = FrontModel(name="m", folder="", server=server)
         self.front = ModelFront(model, None, "me", "here", index, connect)
 
     def client(self, name):
@@ -126,6 +127,29 @@ def request(request_id="r", tokens=ROUTING_BLOCK, max_tokens=1, n=1, first=0):
 
 async def consume(stream):
     return [output async for output in stream]
+
+
+# ---- limits
+
+
+@scenario(server=ServerConfig(max_queued_requests=0))
+async def test_as_many_run_as_the_engines_say(cluster):
+    """Engines know their own number, and may differ."""
+    front = cluster.front
+    assert front.admission.max_live == 0
+    cluster.members["one"] = engine_member("one")
+    await front.update(list(cluster.members.values()), KEYS)
+    await until(lambda: front.num_replicas == 1)
+    assert front.admission.max_live == 4, "at once, not when the directory is heard the next time"
+    cluster.info = msgspec.structs.replace(INFO, max_num_seqs=1024)
+    cluster.members["two"] = engine_member("two")
+    await cluster.update()
+    assert front.admission.max_live == 1028
+    for client in cluster.clients:
+        client.dead = "gone"
+    cluster.members.clear()
+    await cluster.update()
+    assert front.admission.max_live == 1028, "as before, while there is none"
 
 
 # ---- noise

@@ -34,9 +34,8 @@ def test_defaults_of_the_model_fill_what_the_body_leaves_out():
         assert make(info=info, top_k=None, max_completion_tokens=4)[1].requests[0].params.top_k == 20, "null is absent"
         beams = make(info=info, use_beam_search=True, n=2)[1].requests[0].params
         assert beams == SamplingParams(use_beam_search=True, n=2, max_tokens=25), "the others are of sampling"
-    assert completion(info=info, prompt=[5] * 30)[1].requests[0].params.max_tokens == 10, (
-        "what the context has room for"
-    )
+    long = completion(info=info, prompt=[5] * 30)[1].requests[0]
+    assert long.params.max_tokens == 10, "what the context has room for"
 
 
 def test_every_sampling_field_arrives():
