@@ -69,4 +69,5 @@ INGRESS_RESTART_S = 1.0  # between two starts of one that keeps dying
 END_DESCENDANTS_S = 2.0
 
 # HTTP requests.
+REQUEST_S = 10.0  # to receive its headers, and what of its body fits into HAProxy's buffer beside them, 16 KiB in all
 BODY_S = 60.0  # to receive a request's body: who sends it slowly must not hold a place for ever

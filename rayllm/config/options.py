@@ -7,11 +7,12 @@ from the classes here, and checked by them.
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rayllm.errors import ConfigError
 
@@ -26,6 +27,13 @@ OPTIONS = ConfigDict(
 )
 # A model's own: not for several at once.
 OWN_FIELDS = ("model", "served_model_name")
+
+
+def _check_origins(origins: list[str]) -> list[str]:
+    for origin in origins:
+        if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise ValueError("an origin is * or like https://example.org, without a path")
+    return origins
 
 
 class EngineConfig(BaseModel):
@@ -142,6 +150,9 @@ class ServerConfig(ModelServerConfig):
     """Key that clients must send; others can see flags, so better use api_key_file or RAYLLM_API_KEY"""
     api_key_file: str | None = None
     """File of keys that clients may send: one a line, with a name after it if wanted"""
+    allowed_origins: Annotated[list[str], AfterValidator(_check_origins)] = []
+    """Origins whose web pages may send requests, as https://example.org, or *; if none, no other page than the server's
+    own may"""
     queue_timeout: float = Field(default=0, ge=0)
     """Seconds from a request's arrival until its engine starts it, else it gets a 408; 0 is no limit"""
     first_token_timeout: float = Field(default=0, ge=0)

@@ -19,7 +19,7 @@ from rayllm.text.chat_template import ChatTemplate
 from rayllm.text.detokenizer import ByteDetokenizer, ByteVocabulary, Detokenizer, WindowDetokenizer, byte_rule
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-LONG_TEXT = 16_384  # characters; while longer texts are encoded, other threads can run
+LONG_TEXT = 16_384  # characters or tokens; while more of them are worked on, other threads can run
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -82,6 +82,8 @@ class Tokenizer:
         Raises InvalidRequestError for numbers that cannot be ids.
         """
         try:
+            if len(token_ids) > LONG_TEXT:
+                return self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
             return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         except OverflowError:
             raise InvalidRequestError("tokens must be token ids between 0 and 2**32 - 1", "tokens") from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import tokenizers
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from rayllm.config.options import BUNDLED_MODEL
 from rayllm.errors import InvalidRequestError, ModelError
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -252,3 +255,19 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("work", ["encode", "decode"])
+def test_other_threads_run_while_much_is_worked_on(work):
+    """The library holds the interpreter's lock for one text, and lets go of it for a list of them."""
+    tokenizer = load_tokenizer(BUNDLED_MODEL)
+    text = "The for statement, in Python. " * 10_000
+    ids = tokenizer.encode(text)
+    worker = threading.Thread(target=getattr(tokenizer, work), args=(text if work == "encode" else ids * 8,))
+    turns = 0
+    worker.start()
+    while worker.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 20  # with the lock held it would be two or three
+    assert tokenizer.decode(ids) == text

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from rayllm.serve.cluster.directory import ServerMember, address
 SLOTS = 160  # API servers at once: 64, twice while they are replaced, and some that are gone
 SPARE_CONNECTIONS = 1024  # beside those that admission allows: idle ones, health checks, requests that are refused
 SPARE_FILES = 256
+MAX_FILES = 65_536  # at least, if the system lets it: connections that send nothing are to leave room for others
 THREADS = 4  # one passes on 36,000 tokens a second
 
 # What the ingress says itself: whatever went wrong between it and the API servers, the client may try again. What is no
@@ -55,7 +57,8 @@ defaults
     retry-on conn-failure empty-response
     option redispatch 1
     timeout connect 2s
-    timeout http-request {body_s}s
+    option http-buffer-request
+    timeout http-request {request_s}s
     timeout http-keep-alive 60s
     timeout client 1d
     timeout server 1d
@@ -66,6 +69,9 @@ defaults
 
 frontend http
     bind {bind}
+    stick-table type ipv6 size 64k expire 1m store conn_cur
+    tcp-request connection track-sc0 src
+    tcp-request connection reject if {{ sc0_conn_cur gt {client_connections} }}
     default_backend api
 
 backend api
@@ -183,11 +189,15 @@ class Ingress:
             files = {"ssl_certfile": server.ssl_certfile, "ssl_keyfile": server.ssl_keyfile}
             pem.write_text("\n".join(_read(path, option) for option, path in files.items() if path is not None))
             bind += f" ssl crt {pem} alpn h2,http/1.1"
+        max_files = max(MAX_FILES, 2 * (max_requests + SPARE_CONNECTIONS) + SPARE_FILES)
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        connections = ((max_files if allowed == resource.RLIM_INFINITY else min(max_files, allowed)) - SPARE_FILES) // 2
         return TEMPLATE.format(
-            max_files=2 * (max_requests + SPARE_CONNECTIONS) + SPARE_FILES,
+            max_files=max_files,
+            client_connections=connections * 3 // 4,
             threads=min(os.cpu_count() or 1, THREADS),
             folder=folder,
-            body_s=round(timeouts.BODY_S),
+            request_s=round(timeouts.REQUEST_S),
             bind=bind,
             slots=SLOTS,
         )

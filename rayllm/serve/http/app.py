@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import Lifespan
 
@@ -39,6 +40,7 @@ _ERRORS: dict[int | str, str] = {
     "default": "Any other error.",
     400: "The request is not valid; the message names the field and its limit.",
     401: "No API key, or one that is not valid.",
+    403: "A web page of another origin sent this.",
     404: "No such model.",
     408: "A deadline was missed before the first token.",
     413: "The body is too long.",
@@ -55,6 +57,7 @@ _EVENTS = {"description": "The answer, or with stream: true its parts as events.
 generation_routes = APIRouter(responses=_RESPONSES | {200: _EVENTS}, route_class=request.GenerationRoute)
 tokenizer_routes = APIRouter(responses=_RESPONSES, route_class=request.JsonRoute)
 server_routes = APIRouter(responses=_RESPONSES)
+OpenContext = Annotated[request.RequestContext, Depends(request.context_of)]  # of a request that needs no key
 
 
 def create_app(
@@ -68,11 +71,11 @@ def create_app(
 ) -> FastAPI:
     """The app with all routes. Every error it answers has OpenAI's form.
 
-    server: its deadlines; the defaults if None. keys: one of them must come with each request but /health; none needed
-    if there are none. tracer: gets a span of each request. echo_request_id: false where something in front does that.
-    lifespan: what is to be done before the first request and after the last one.
+    server: its deadlines and allowed origins; the defaults if None. keys: one of them must come with each request but
+    /health; none needed if there are none. tracer: gets a span of each request. echo_request_id: false where something
+    in front does that. lifespan: what is to be done before the first request and after the last one.
     """
-    app = FastAPI(
+    app = (FastAPI if keys else _OpenApp)(
         # As they are, those asked most often first: `include_router` would look through them twice for each request.
         routes=[*generation_routes.routes, *tokenizer_routes.routes, *server_routes.routes],
         title="rayllm",
@@ -92,7 +95,27 @@ def create_app(
         tracer=tracer,
         echo_id=echo_request_id,
     )
+    if server is not None and server.allowed_origins:
+        # Outermost: a browser asks without a key whether it may send one.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=server.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     return app
+
+
+class _OpenApp(FastAPI):
+    """An app without keys, whose document asks for none."""
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        for methods in document["paths"].values():
+            for operation in methods.values():
+                operation.pop("security", None)
+        return document
 
 
 @server_routes.get("/", response_class=HTMLResponse, dependencies=[request.KEYED])
@@ -101,15 +124,19 @@ async def console() -> Response:
     return console_page()
 
 
-@server_routes.get("/health")
-async def health(context: request.Context, model: str | None = None) -> dict[str, str]:
-    """Whether requests are answered: by one model, or by all."""
+@server_routes.get("/health", openapi_extra={"security": [{}, {"key": []}]})
+async def health(
+    context: Annotated[request.RequestContext, Depends(request.context_of)], model: str | None = None
+) -> dict[str, str]:
+    """Whether requests are answered: by one model, or by all. Why they are not is said only to who has a key."""
     models = context.state.models
     if model is not None and model not in models:  # asked without a key, so it must not name the models that there are
         raise ApiError(404, "there is no such model", code="model_not_found", param="model")
     asked = [each for each in models.values() if model in (None, each.name)]
     reasons = {each.name: await each.unhealthy_reason() for each in asked}
     bad = [f"{name}: {why}" if len(asked) > 1 else why for name, why in reasons.items() if why is not None]
+    if bad and not context.is_trusted:
+        raise ApiError(503, "the server is not healthy; a request with an API key is told why", code="unhealthy")
     if bad:
         raise ApiError(503, "; ".join(bad), code="unhealthy")
     return {"status": "ok"}

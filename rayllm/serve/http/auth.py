@@ -1,4 +1,7 @@
-"""API keys: where they come from, and how the key of a request is checked. Only their hashes are kept."""
+"""Who may send requests: whoever has one of the API keys, and no web page of another origin.
+
+Only hashes of the keys are kept.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import hashlib
 import hmac
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
+from starlette.datastructures import Headers
 
 from rayllm.config.options import ServerConfig
 from rayllm.errors import ConfigError
@@ -67,9 +72,10 @@ def _api_key(key: str, name: str) -> ApiKey:
 def check_key(keys: Sequence[ApiKey], method: str, path: str, authorization: str | None) -> str | None:
     """The name of the key that a request came with; None where none is needed. Raises ApiError 401.
 
-    Without keys, none is needed anywhere. It takes the same time whichever key it is, and whether it is one.
+    Without keys, none is needed anywhere; /health needs none, and says more to who has one. It takes the same time
+    whichever key it is, and whether it is one.
     """
-    if not keys or path == "/health":
+    if not keys:
         return None
     # A browser that opens the page at / cannot send a bearer token, only a password. Nothing else takes passwords:
     # browsers send them on their own, also with requests that another site's page makes them send.
@@ -81,12 +87,31 @@ def check_key(keys: Sequence[ApiKey], method: str, path: str, authorization: str
     digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
     if names := [each.name for each in keys if hmac.compare_digest(each.digest, digest)]:
         return names[0]
+    if path == "/health":
+        return None
     raise ApiError(
         401,
         "the API key is not valid" if key else "no API key: send it as `Authorization: Bearer <key>`",
         code="invalid_api_key",
         headers={"www-authenticate": 'Basic realm="rayllm, API key as password"' if by_password else "Bearer"},
     )
+
+
+def check_origin(allowed: Sequence[str], method: str, headers: Headers) -> None:
+    """Raises ApiError 403 for what a page of another origin had a browser send.
+
+    Browsers send some requests to any server without asking it ("simple" ones, as text/plain), with all that they do.
+    """
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+    if method in ("GET", "HEAD", "OPTIONS") or "*" in allowed or origin in allowed:
+        return
+    if site is None:  # an old browser, or one that reaches this server without TLS by another name than localhost
+        is_own = origin is None or urlsplit(origin).netloc == headers.get("host")
+    else:
+        is_own = site in ("same-origin", "none")  # none: by the user, not by a page
+    if not is_own:
+        message = f"requests from web pages of {str(origin)[:200]} are not allowed (option allowed_origins)"
+        raise ApiError(403, message, code="origin_not_allowed")
 
 
 def _password(credentials: str) -> str:

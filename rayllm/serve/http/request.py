@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rayllm.api.types import GenerationRequest, RequestOutput
 from rayllm.config.options import ServerConfig
 from rayllm.errors import InvalidRequestError
-from rayllm.serve.http.auth import ApiKey, check_key
+from rayllm.serve.http.auth import ApiKey, check_key, check_origin
 from rayllm.serve.http.convert import Job
 from rayllm.serve.http.errors import ApiError, as_api_error, renamed
 from rayllm.serve.http.limits import Deadlines, Ticket
@@ -60,6 +60,7 @@ class RequestContext:
         self.state = state
         self.server = server
         self.deadlines = Deadlines(server)
+        self.is_trusted = False  # a key came with it, or none is needed
         self.is_long = False  # the body is longer than LONG_BODY
         self.holds = ExitStack()  # closed when the answer has ended, however it did
 
@@ -141,7 +142,7 @@ class RequestLife:
 
     app: ASGIApp
     state: ServerState
-    server: ServerConfig  # its deadlines
+    server: ServerConfig  # its deadlines and allowed origins
     keys: Sequence[ApiKey]
     tracer: SpanTracer | None
     echo_id: bool  # put x-request-id into responses; Ray Serve's proxy does that itself
@@ -170,7 +171,7 @@ class RequestLife:
 
         try:
             with context.holds:
-                self._check(record, Headers(scope=scope))
+                self._check(context, Headers(scope=scope))
                 await self.app(scope, receive, send_and_note)
         except Exception as error:
             answer = context.failed(error)
@@ -183,14 +184,18 @@ class RequestLife:
                 record.error = record.error or "client_disconnected"
                 self._end(record)
 
-    def _check(self, record: RequestRecord, headers: Headers) -> None:
-        """Raises ApiError 400 for an id that logs and headers should not carry, 401 for a key that is not valid."""
+    def _check(self, context: RequestContext, headers: Headers) -> None:
+        """Raises ApiError 400 for an id that logs and headers should not carry, 401 for a key that is not valid, and
+        403 for a web page that may not send this."""
+        record = context.record
         given, record.request_id = headers.get("x-request-id", ""), uuid.uuid4().hex
         if given and (len(given) > MAX_ID_CHARS or not PLAIN.fullmatch(given)):
             message = f"must have at most {MAX_ID_CHARS} characters, only letters, digits and _.:/+-"
             raise ApiError(400, f"the header x-request-id {message}", param="x-request-id")
         record.request_id = given or record.request_id
+        check_origin(self.server.allowed_origins, record.method, headers)
         record.key = check_key(self.keys, record.method, record.path, headers.get("authorization"))
+        context.is_trusted = record.key is not None or not self.keys
 
     def _end(self, record: RequestRecord) -> None:
         record.total = time.perf_counter() - record.clock
@@ -344,6 +349,8 @@ async def _events(context: RequestContext, group: RequestGroup, reply: Reply, ou
 class RequestGroup:
     """Runs one task a prompt, and one that waits for the client to leave. It ends with the context.
 
+    The first prompt is begun at once, the others one after the other, so that a thousand do not hold up other requests.
+
     The tasks are our own, not the web framework's: a client's disconnect cancels the framework's scope, in which no
     further await works, whereas a cancelled task of ours still leaves `engine.generate` in good order, which aborts
     the request in the engine.
@@ -354,11 +361,7 @@ class RequestGroup:
         self._names = job.names
         self._queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
         self._running = len(job.requests)
-        self._tasks = [
-            asyncio.create_task(self._run(index, request, text))
-            for index, (request, text) in enumerate(zip(job.requests, job.prompts, strict=True))
-        ]
-        self._tasks.append(asyncio.create_task(self._watch_client()))
+        self._tasks = [asyncio.create_task(each) for each in (self._start(job), self._watch_client())]
         context.holds.callback(self._close)
 
     async def next(self) -> Outputs:
@@ -380,6 +383,11 @@ class RequestGroup:
         """Stop what still runs."""
         for task in self._tasks:
             task.cancel()
+
+    async def _start(self, job: Job) -> None:
+        for index, (request, text) in enumerate(zip(job.requests, job.prompts, strict=True)):
+            self._tasks.append(asyncio.create_task(self._run(index, request, text)))
+            await asyncio.sleep(0)
 
     async def _watch_client(self) -> None:
         while (await self._context.receive())["type"] != "http.disconnect":

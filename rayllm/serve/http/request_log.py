@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import msgspec
 import orjson
@@ -73,8 +73,8 @@ def open_log(log_format: str, path: Path | None) -> None:
     if path is None:
         handler = logging.StreamHandler()
     else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_FILE_BYTES, backupCount=LOG_FILES - 1)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handler = _PrivateFiles(path, maxBytes=LOG_FILE_BYTES, backupCount=LOG_FILES - 1)
     handler.setFormatter(_Lines(log_format == "json"))
     logger = logging.getLogger(LOGGER_NAME)
     for old in list(logger.handlers):
@@ -83,6 +83,13 @@ def open_log(log_format: str, path: Path | None) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+class _PrivateFiles(logging.handlers.RotatingFileHandler):
+    """Files that no other user may read."""
+
+    def _open(self) -> TextIO:
+        return open(self.baseFilename, "a", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 class _Lines(logging.Formatter):

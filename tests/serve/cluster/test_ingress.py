@@ -8,6 +8,7 @@ import http.server
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import ssl
@@ -38,6 +39,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
+        self.server.requests += 1
         body = f"{self.server.name} for {self.headers['x-forwarded-for']}".encode()
         self.send_response(200)
         self.send_header("content-length", str(len(body) + 1))
@@ -45,6 +47,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
         self.server.hold.wait(20)
         self.wfile.write(b".")
+
+    do_POST = do_GET
 
     def log_message(self, *_args):
         pass
@@ -57,6 +61,7 @@ def api_server(name):
     server.daemon_threads = True
     server.name, server.hold = name, threading.Event()
     server.hold.set()
+    server.requests = 0
     server.member = lambda **fields: ServerMember(name, "here", ["m"], f"127.0.0.1:{server.server_port}", **fields)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
@@ -268,6 +273,58 @@ def test_the_haproxy_of_the_package_or_of_the_system(monkeypatch, tmp_path):
     assert haproxy_binary() == str(own)
     monkeypatch.setenv("PATH", "")
     assert haproxy_binary() is None
+
+
+@contextlib.contextmanager
+def connections(found, count, source="127.0.0.1", data=b""):
+    """So many, less those that are refused, which have sent `data` and send no more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < count + 1000:
+        pytest.skip("needs a higher limit of open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], count + 1000), limits[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        opened = []
+        for _ in range(count):
+            with contextlib.suppress(ConnectionResetError):
+                each = socket.create_connection(("127.0.0.1", found.port), timeout=5, source_address=(source, 0))
+                opened.append(stack.enter_context(each))
+                each.sendall(data)
+        yield opened
+
+
+PARTS = (
+    b"",
+    b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{",
+)
+
+
+@pytest.mark.parametrize("data", PARTS, ids=["nothing", "half of the headers", "half of the body"])
+def test_thousands_of_connections_that_send_no_request_leave_others_answered(data):
+    with ingress() as found, api_server("one") as one:
+        found.update([one.member()])
+        with connections(found, 4100, data=data) as opened:
+            assert len(opened) == 4100
+            assert who_answers(found) == {"one"}
+            assert one.requests == 8, "only whole requests are passed on"
+
+
+def test_one_address_may_not_have_all_connections(monkeypatch):
+    monkeypatch.setattr(module, "MAX_FILES", 0)  # it allows 1,124 connections then, 843 of them to one address
+    with ingress() as found, api_server("one") as one:
+        found.update([one.member()])
+        with connections(found, 1500, source="127.0.0.2"):
+            assert who_answers(found) == {"one"}
+
+
+@pytest.mark.parametrize("data", PARTS, ids=["nothing", "half of the headers", "half of the body"])
+def test_a_request_that_does_not_come_is_ended(data, monkeypatch):
+    monkeypatch.setattr(timeouts, "REQUEST_S", 1.0)
+    with ingress() as found, connections(found, 20, data=data) as opened:
+        for each in opened:
+            answer = b"".join(iter(lambda each=each: each.recv(4096), b""))
+            assert answer.startswith(b"HTTP/1.1 408 ") or not answer
 
 
 def test_it_takes_the_connections_that_admission_allows():

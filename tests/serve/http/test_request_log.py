@@ -3,7 +3,9 @@
 import asyncio
 import json
 import logging
+import os
 import re
+import stat
 
 import pytest
 from support.app import Api, staged
@@ -142,6 +144,22 @@ def test_no_field_can_forge_a_line(tmp_path):
     assert re.match(r"\S+Z end request_id=[0-9a-f]{32} method=GET path=\"/x\\n2026", line)
     assert line.count("status=") == 2
     assert " status=404" in line
+
+
+def test_nobody_else_may_read_the_log(tmp_path, monkeypatch):
+    monkeypatch.setattr("rayllm.serve.http.request_log.LOG_FILE_BYTES", 2000)
+    old = os.umask(0)
+    try:
+        open_log("json", tmp_path / "serve" / "log")
+        api = Api()
+        for _ in range(30):
+            api.get("/nothing")
+    finally:
+        os.umask(old)
+    files = list((tmp_path / "serve").iterdir())
+    assert len(files) > 2
+    assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {0o600}
+    assert stat.S_IMODE((tmp_path / "serve").stat().st_mode) == 0o700
 
 
 def test_the_log_is_bounded(tmp_path, monkeypatch):

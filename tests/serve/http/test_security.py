@@ -109,6 +109,85 @@ def test_every_route_but_health_asks_for_a_key(guarded):
     assert guarded.state.fake.started == []
 
 
+def test_without_a_key_health_says_only_whether_it_is(guarded):
+    guarded.state.reason = "org/fake: /models/secret is gone"
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        response = guarded.request("GET", "/health", headers=headers)
+        error = error_of(response, 503)
+        assert (error["code"], "fake" in response.text, "secret" in response.text) == ("unhealthy", False, False)
+        assert response.headers["retry-after"]
+    response = guarded.request("GET", "/health", headers={"authorization": f"Bearer {KEY}"})
+    assert error_of(response, 503)["message"] == guarded.state.reason
+    unguarded = Api(state=guarded.state)
+    assert error_of(unguarded.get("/health"), 503)["message"] == guarded.state.reason
+
+
+def test_the_document_asks_for_keys_where_the_server_does(guarded):
+    for app, guards in ((guarded.app, True), (Api().app, False)):
+        for path, methods in app.openapi()["paths"].items():
+            for operation in methods.values():
+                security = operation.get("security")
+                assert security == (([{}, {"key": []}] if path == "/health" else [{"key": []}]) if guards else None)
+
+
+# ---- other origins
+
+PAGE = "https://evil.example"
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/json", "application/x-www-form-urlencoded"])
+def test_pages_of_other_origins_may_not_post(content_type):
+    api = Api()
+    for headers in (
+        {"origin": PAGE},
+        {"origin": "null"},
+        {"origin": "http://test:81"},
+        {"origin": PAGE, "sec-fetch-site": "cross-site"},
+        {"origin": "http://other.test", "sec-fetch-site": "same-site"},
+        {"sec-fetch-site": "cross-site"},
+    ):
+        for path, body in (("/v1/completions", b'{"prompt": "x"}'), ("/tokenize", b'{"prompt": "x"}')):
+            response = api.post(path, content=body, headers=headers | {"content-type": content_type})
+            assert error_of(response, 403)["code"] == "origin_not_allowed", headers
+            assert "access-control-allow-origin" not in response.headers
+    assert api.state.fake.started == []
+
+
+def test_own_pages_and_programs_may_post():
+    api = Api()
+    for headers in (
+        {},
+        {"origin": "http://test"},
+        {"origin": "http://test", "sec-fetch-site": "same-origin"},
+        {"origin": "https://name.of.a.proxy", "sec-fetch-site": "same-origin"},
+        {"origin": "chrome-extension://abc", "sec-fetch-site": "none"},
+    ):
+        response = api.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+        assert response.status_code == 200, headers
+    assert api.request("GET", "/v1/models", headers={"origin": PAGE}).status_code == 200  # the page cannot read it
+
+
+def test_allowed_origins_may_post_and_read():
+    keys = load_api_keys(ServerConfig(api_key=KEY), {})
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    for allowed in ([PAGE], ["https://a.example", PAGE], ["*"]):
+        api = Api(ServerConfig(allowed_origins=allowed), keys)
+        before = api.request("OPTIONS", "/v1/completions", headers={"origin": PAGE} | asks)
+        assert before.status_code == 200
+        assert "authorization" in before.headers["access-control-allow-headers"].lower()
+        headers = {"origin": PAGE, "sec-fetch-site": "cross-site", "authorization": f"Bearer {KEY}"}
+        for stream in (False, True):
+            answer = api.request("POST", "/v1/completions", json={"prompt": "x", "stream": stream}, headers=headers)
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] in (PAGE, "*")
+        refused = api.request("POST", "/v1/completions", json={"prompt": "x"}, headers={"origin": PAGE})
+        assert error_of(refused, 401) and refused.headers["access-control-allow-origin"] in (PAGE, "*")
+        other = api.request("POST", "/v1/completions", json={}, headers=headers | {"origin": "https://b.example"})
+        assert other.status_code == (400 if allowed == ["*"] else 403)
+    with pytest.raises(ConfigError, match=r"allowed_origins: .*without a path"):
+        make_config(ServerConfig, {"allowed_origins": ["https://a.example/page"]})
+
+
 def test_the_key_opens(guarded):
     for scheme in ("Bearer", "bearer"):
         headers = {"authorization": f"{scheme} {KEY}"}
@@ -238,7 +317,7 @@ def test_a_body_of_100_mb_leaves_memory_flat():
     try:
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(3):
-            assert asyncio.run(post(app, chunks())) == (413, 33)
+            assert asyncio.run(post(app, chunks())) == (413, 2)  # of a server with a small context
         gc.collect()
         now, peak = tracemalloc.get_traced_memory()
         assert now - before < 2**20
@@ -252,7 +331,9 @@ def test_a_body_of_100_mb_leaves_memory_flat():
 
 
 def test_a_refused_body_is_gone_at_once():
-    app = Api().app
+    api = Api()
+    api.state.fake.info = msgspec.structs.replace(api.state.fake.info, max_model_len=2**20)
+    app = api.app
     tracemalloc.start()
     gc.disable()
     try:
