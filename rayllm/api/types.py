@@ -13,7 +13,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -426,7 +426,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     # As in `EngineConfig`.
     seed: int | None = None
     # As in `ResolvedConfig`.
-    sampling_defaults: dict[str, int | float] = {}
+    sampling_defaults: dict[str, Any] = {}
 
 
 class Load(msgspec.Struct, frozen=True):

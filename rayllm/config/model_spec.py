@@ -142,7 +142,7 @@ def load_model_spec(path: str) -> ModelSpec:
     return spec
 
 
-def load_sampling_defaults(path: str) -> dict[str, int | float]:
+def load_sampling_defaults(path: str) -> dict[str, Any]:
     """How the folder `path` says to sample, as fields of `SamplingParams`; null says nothing. Raises ModelError."""
     file = Path(path) / GENERATION_CONFIG
     told = read_json_object(file) if file.is_file() else {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rayllm.config.model_spec import ModelSpec, check_parallel, load_model_spec, load_sampling_defaults
 from rayllm.config.options import EngineConfig
@@ -38,7 +38,7 @@ class ResolvedConfig:
     # Sequences that may run at once, ascending; ranks take the most for which they have the memory.
     num_seqs_choices: tuple[int, ...]
     # Fields of `SamplingParams` that requests have where they say nothing else.
-    sampling_defaults: dict[str, int | float]
+    sampling_defaults: dict[str, Any]
 
     @property
     def tp(self) -> int:

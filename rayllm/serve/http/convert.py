@@ -200,7 +200,7 @@ def _params(
     if body.token_limit is not None:
         limit = body.token_limit
     elif limit is not None:
-        limit = min(int(limit), info.max_model_len - num_tokens)
+        limit = min(limit, info.max_model_len - num_tokens)
     if body.use_beam_search:
         defaults = {}  # they are of sampling
     return SamplingParams(**defaults | options, max_tokens=None if limit is None else max(limit, 1))
