@@ -28,6 +28,7 @@ from rayllm.worker.kv_scales import find_scales
 from rayllm.worker.memory import StepMemory, limit_stacks
 from rayllm.worker.runner import CHANGED_ROWS, PROMPT_LOGITS_ROWS, ModelRunner, PendingResult, sample_all_ways
 from rayllm_kernels import ops
+from rayllm_kernels.device import hardware
 
 GIB, MIB = 1 << 30, 1 << 20
 # By how much the memory of steps may grow after it was measured, because it is cut in other ways. On an H200 it grows
@@ -334,7 +335,7 @@ def _growing(most: int) -> list[int]:
 
 def _check_kv_dtype(kv_dtype: torch.dtype, config: ResolvedConfig, device: torch.device) -> None:
     """Raise ConfigError for a format that the device does not have; only the rank itself knows its device."""
-    if kv_dtype != torch.float8_e4m3fn or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+    if kv_dtype != torch.float8_e4m3fn or hardware(device).has_e4m3:
         return
     raise ConfigError(
         f"kv_cache_dtype {config.options.kv_cache_dtype} needs a GPU of compute capability 8.9 or more, and "

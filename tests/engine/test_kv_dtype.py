@@ -22,6 +22,7 @@ from rayllm.worker import worker
 from rayllm.worker.cache import CacheEngine
 from rayllm.worker.kv_scales import CALIBRATION_TOKENS, MARGIN, find_scales, scale_for
 from rayllm.worker.worker import RankModel
+from rayllm_kernels.device import Hardware, assumed
 from rayllm_kernels.ops import KVScales
 
 CPU = torch.device("cpu")
@@ -188,9 +189,9 @@ def test_a_gpu_without_e4m3_is_refused_before_the_model_is_loaded(monkeypatch):
     """Another format goes on to the device, which is none that this test can load a model on."""
 
     def load_on(capability, kv_cache_dtype):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
         config = resolve(EngineConfig(device="cuda", kv_cache_dtype=kv_cache_dtype), num_gpus=1)
-        RankModel(config, TPGroup.single(), torch.device("cuda"))
+        with assumed(torch.device("cuda"), Hardware(108, 163 << 10, capability)):
+            RankModel(config, TPGroup.single(), torch.device("cuda"))
 
     def reached(*_args):
         raise NotImplementedError("the device")

@@ -19,7 +19,7 @@ import os
 import torch
 from torch import Tensor
 
-ROUNDINGS = 4.0
+ROUNDINGS = 6.0  # two that fall to the other side are two units in the last place, each up to 2 u
 SPREAD = 4.0
 GROWTH = 16.0
 ROW = 0.5

@@ -155,7 +155,8 @@ def test_a_captured_chain_equals_the_eager_one(randn, scaled, kernels, reference
         return x + residual
 
     expected = chain(kernels)
-    assert float((expected - chain(reference)).norm() / expected.norm()) < 3e-2
+    off = (expected - chain(reference)).norm(dim=1) / expected.norm(dim=1)
+    assert float(off.max()) < 4e-2  # of each row, after sixteen products
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
