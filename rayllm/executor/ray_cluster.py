@@ -6,6 +6,10 @@ import logging
 import os
 import secrets
 import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import ray
@@ -22,8 +26,9 @@ def connect_to_ray() -> bool:
     Takes, in this order: the connection there is (always so inside actors and tasks), the cluster of RAY_ADDRESS, the
     one that `ray start` left running on this machine, a new one on this machine. Raises StartupError.
 
-    A new one has no dashboard, and takes orders only from who knows the token of `ensure_token` (unless RAY_AUTH_MODE
-    says otherwise). Clusters that are there already have what they were started with.
+    A new one has no dashboard, keeps its files from other users, and takes orders only from who knows the token of
+    `ensure_token` (unless RAY_AUTH_MODE says otherwise). Clusters that are there already have what they were started
+    with.
     """
     if ray.is_initialized():
         return False
@@ -33,17 +38,43 @@ def connect_to_ray() -> bool:
         ensure_token(Path.home() / ".ray" / "auth_token")
     try:
         # Without an address, Ray looks for the cluster itself, and finds the token that it wants.
-        ray.init(
-            address="local" if starts_one else None,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with private_files() if starts_one else nullcontext():
+            ray.init(
+                address="local" if starts_one else None,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except StartupError:
+        raise
     except Exception as error:
         hint = "" if starts_one or "RAY_AUTH_MODE" in os.environ else " (does the cluster want RAY_AUTH_MODE=token?)"
         raise StartupError(f"Ray cannot be started or reached: {error}{hint}") from error
     logging.getLogger("ray").setLevel(logging.WARNING)
     return starts_one
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """A block in which Ray is started, so that no other user reads or replaces the files of its processes.
+
+    They inherit the umask. Ray opens its own folders to everybody, so it gets one in a folder that is not open, unless
+    RAY_TMPDIR says where. Raises StartupError if that folder is another user's.
+    """
+    umask, given = os.umask(0o077), os.environ.get("RAY_TMPDIR")
+    try:
+        if given is None:
+            folder = Path(tempfile.gettempdir(), f"rayllm-{os.getuid()}")
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise StartupError(f"{folder} must be a folder that only this user can enter; or set RAY_TMPDIR")
+            os.environ["RAY_TMPDIR"] = str(folder)
+        yield
+    finally:
+        os.umask(umask)
+        if given is None:
+            os.environ.pop("RAY_TMPDIR", None)
 
 
 def ensure_token(path: Path) -> None:

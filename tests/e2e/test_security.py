@@ -244,6 +244,31 @@ def test_what_listens_where(server):
     assert not canary.exists()
 
 
+def test_nobody_else_reads_its_files(server):
+    """The session's folder of Ray, and below it the request log."""
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid, _ in session_processes(server.session_id)]
+    (folder,) = {found for command in commands for found in re.findall(r"/[^\0=:]*/session_[\w-]+(?=/)", command)}
+    assert any(parent.stat().st_mode & 0o777 == 0o700 for parent in Path(folder).parents), folder
+    get(server, "/nothing")
+    logs = list(Path(folder, "logs", "serve").glob("requests_*.log"))
+    assert logs
+    for log in logs:
+        assert log.stat().st_mode & 0o777 == 0o600
+    others = [path for path in Path(folder, "logs").rglob("*") if path.is_file() and path.stat().st_mode & 0o077]
+    assert not others
+
+
+def test_connections_without_a_request_leave_others_answered(server):
+    silent = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(4100)]
+    try:
+        assert get(server, "/health").status_code == 200
+        response = httpx.post(server.url + "/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=AUTH)
+        assert response.status_code == 200
+    finally:
+        for each in silent:
+            each.close()
+
+
 class Touch:
     """Makes a file when it is unpickled."""
 

@@ -43,3 +43,39 @@ def test_a_cluster_of_ours_has_a_token_and_no_dashboard(monkeypatch, variable):
     assert (asked["address"], asked["include_dashboard"]) == ("local", False)
     assert len(made) == (variable is None)
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_files_of_a_cluster_of_ours_are_private(monkeypatch, tmp_path, is_ours):
+    """Ray opens its own folders to everybody; what its processes make inherits the umask."""
+    seen = {}
+
+    def init(**_options):
+        seen.update(umask=os.umask(0o022), folder=os.environ.get("RAY_TMPDIR"))
+        os.umask(seen["umask"])
+
+    monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
+    monkeypatch.setattr(ray_cluster, "has_no_cluster", lambda: is_ours)
+    monkeypatch.setattr(ray_cluster, "ensure_token", lambda _: None)
+    monkeypatch.setattr(ray_cluster.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    before = os.umask(0o022)
+    try:
+        for _ in range(2):
+            ray_cluster.connect_to_ray()
+            folder = tmp_path / f"rayllm-{os.getuid()}"
+            expected = {"umask": 0o077, "folder": str(folder)} if is_ours else {"umask": 0o022, "folder": None}
+            assert seen == expected
+            assert os.umask(0o022) == 0o022
+            assert "RAY_TMPDIR" not in os.environ
+        if is_ours:
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            folder.chmod(0o755)
+            with pytest.raises(StartupError, match="must be a folder that only this user can enter"):
+                ray_cluster.connect_to_ray()
+            monkeypatch.setenv("RAY_TMPDIR", "/elsewhere")
+            ray_cluster.connect_to_ray()
+            assert seen["folder"] == os.environ["RAY_TMPDIR"] == "/elsewhere"
+    finally:
+        os.umask(before)
