@@ -1,7 +1,7 @@
 """Requests that schemathesis makes of /openapi.json, valid and not, against a live engine.
 
 No answer is a 5xx, none takes longer than TIMEOUT_S, and each is one that the document describes; after each hundred
-requests, the engine still says what it said before. RAYLLM_FUZZ_CASES says how many cases to make in all, others in each
+requests, the engine still says what it said before. RAYLLM_FUZZ_CASES says how many cases to make, others in each
 run; without it they are few, and the same each time. Refused ones that should be valid are asked again, mended.
 """
 
