@@ -36,13 +36,14 @@ class TimedRank:
 
     ready = RankReady()
 
-    def __init__(self, _config: ResolvedConfig, _tp: TPGroup, _device: torch.device, *, step_s: float, submit_s: float):
+    def __init__(self, config: ResolvedConfig, _tp: TPGroup, _device: torch.device, *, step_s: float, submit_s: float):
         self._step_s, self._submit_s = step_s, submit_s
+        self._max_num_seqs = config.num_seqs_choices[-1]
         self._free_at = 0.0
         self._pending: deque[tuple[float, StepResult]] = deque()
 
     def count_blocks(self) -> KVBlocks:
-        return KVBlocks(50_000, 0)
+        return KVBlocks(50_000, 0, self._max_num_seqs)
 
     def build(self, _blocks: KVBlocks) -> TimedRank:
         return self

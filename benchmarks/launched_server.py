@@ -1,8 +1,13 @@
-"""`rayllm launch`, for the benchmarks of the HTTP service, and a tokenizer for shapes without one."""
+"""Processes of the benchmarks: `rayllm launch` and other servers, each in a session of its own that is ended whole.
+
+Beside that, a tokenizer for shapes without one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import signal
 import socket
@@ -14,8 +19,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 
 START_LIMIT_S = 120.0
+STOP_LIMIT_S = 60.0  # for a process to end by itself once it is told to
+KILL_LIMIT_S = 10.0  # for what is left of its session to vanish
+LOG_LINES = 30  # of a failed process's log that its error shows
+
+
+class ProcessFailedError(RuntimeError):
+    """A process ended or took too long; the message has the end of its log, if it has one."""
+
+    def __init__(self, reason: str, log: Path | None):
+        lines = [] if log is None else log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        super().__init__("\n  ".join([reason, *lines]))
 
 
 def free_port() -> int:
@@ -29,18 +46,60 @@ def launched(*options: str) -> Iterator[tuple[str, int]]:
     """The whole stack, ready: its address, and the session that all of its processes are in."""
     port = free_port()
     command = [sys.executable, "-m", "rayllm.cli", "launch", "--port", str(port), *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_LIMIT_S
-        while not healthy(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("the server did not come up")
-            time.sleep(0.2)
+    with own_session(command) as process:
+        wait_until_healthy(process, url, START_LIMIT_S)
         yield url, process.pid
+
+
+@contextmanager
+def own_session(
+    command: list[str], *, env: dict[str, str] | None = None, cwd: Path | None = None, log: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a session of its own; at the end nothing of this session is left.
+
+    env, cwd: its variables and current folder; this process's if absent. log: file that gets the process's output,
+    which is dropped if it is absent. Raises OSError if it cannot be started.
+    """
+    with open(log or os.devnull, "wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, cwd=cwd, start_new_session=True
+        )
+    try:
+        yield process
     finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_LIMIT_S)
+        deadline = time.monotonic() + KILL_LIMIT_S
+        while (left := session_processes(process.pid)) and time.monotonic() < deadline:
+            for each in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+            process.poll()
+            time.sleep(0.02)
+
+
+def session_processes(session_id: int) -> list[int]:
+    """Ids of a session's live processes."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == session_id and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], url: str, limit_s: float, log: Path | None = None) -> None:
+    """Wait until the server of a process answers /health with 200. Raises ProcessFailedError."""
+    deadline = time.monotonic() + limit_s
+    while not healthy(url):
+        if process.poll() is not None:
+            raise ProcessFailedError(f"the server ended with exit code {process.returncode}", log)
+        if time.monotonic() > deadline:
+            raise ProcessFailedError(f"the server did not come up within {limit_s:g} s", log)
+        time.sleep(0.2)
 
 
 def healthy(url: str) -> bool:

@@ -15,7 +15,7 @@ import random
 import time
 
 from rayllm.api.sampling_params import SamplingParams
-from rayllm.api.types import GenerationRequest
+from rayllm.api.types import Abort, GenerationRequest
 from rayllm.config.options import EngineConfig, make_config
 from rayllm.engine.build import start_engine
 from rayllm.engine.engine import EngineCore
@@ -57,7 +57,7 @@ def latencies(core: EngineCore, args: argparse.Namespace) -> tuple[list[float], 
         first_tokens.append(time.perf_counter() - started)
         if core.stats().num_running < args.streams:
             raise SystemExit(f"streams ended before the prompts; --stream-len {args.stream_len} is too short")
-    core.abort([f"stream {i}" for i in range(args.streams)])
+    core.abort([Abort(f"stream {i}") for i in range(args.streams)])
     while core.has_work():
         core.step()
     return between, first_tokens

@@ -17,6 +17,7 @@ import argparse
 import multiprocessing
 import random
 import tempfile
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -26,7 +27,7 @@ import yaml
 from http_load import arrival_times, completion_bodies, first_model, run_load, warm_up
 from launched_server import launched, with_tokenizer
 
-from rayllm import LLM, SamplingParams
+from rayllm import SamplingParams
 from rayllm.api.types import GenerationRequest
 
 WARM_UP = 8  # requests of each client process before the measurement
@@ -87,11 +88,12 @@ class Share(NamedTuple):
     end: float
     tokens: int  # of all answers
     chunks: int  # of all streams, with tokens in them
-    failed: int  # requests
+    first_tokens: list[float]  # seconds from each request to its first token
+    failures: list[str]  # what went wrong with each request that failed
 
 
 def one_client(part: Part, barrier: Any) -> Share:
-    """Send a part of the load, in a process of its own that begins together with the others."""
+    """Send a part of the load, together with the processes that send the other ones."""
     model = first_model(part.url)
 
     def bodies(count: int, run: int) -> list[dict[str, Any]]:
@@ -104,9 +106,14 @@ def one_client(part: Part, barrier: Any) -> Share:
     samples = run_load(part.url, load, concurrency=part.concurrency, due=due)
     end = time.time()
     start = end - max(sample.ended for sample in samples)
-    failed = sum(sample.failure is not None for sample in samples)
+    failures = [
+        sample.failure or f"the answer has {sample.output_tokens} of {part.output_len} tokens"
+        for sample in samples
+        if sample.failure is not None or sample.output_tokens != part.output_len
+    ]
+    first_tokens = [sample.first - sample.sent for sample in samples if sample.first is not None]
     chunks = sum(len(sample.gaps) + 1 for sample in samples)
-    return Share(start, end, sum(sample.output_tokens for sample in samples), chunks, failed)
+    return Share(start, end, sum(sample.output_tokens for sample in samples), chunks, first_tokens, failures)
 
 
 class Served(NamedTuple):
@@ -114,12 +121,17 @@ class Served(NamedTuple):
 
     rate: float  # output tokens a second
     chunks: float  # chunks of the streams a token
-    failed: int  # requests
+    first_tokens: list[float]  # seconds from each request to its first token, ascending
+    failures: list[str]  # what went wrong with each request that failed
 
 
 def http_rate(url: str, case: Case, args: argparse.Namespace, run: int) -> Served:
-    """What clients see over HTTP; one process sends what comes at random times. run: makes prompts of its own."""
-    count = min(args.clients, case.concurrency or 1)
+    """What clients see over HTTP; one process sends what comes at random times. run: makes prompts of its own.
+
+    args: `clients`, the most processes that send; `input_len` and `output_len` of a request in tokens.
+    """
+    in_flight = case.concurrency or 1
+    count = max(each for each in range(1, args.clients + 1) if in_flight % each == 0)
     parts = [
         Part(
             url,
@@ -132,17 +144,24 @@ def http_rate(url: str, case: Case, args: argparse.Namespace, run: int) -> Serve
         )
         for i in range(count)
     ]
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, ProcessPoolExecutor(count, mp_context=context) as pool:
-        barrier = manager.Barrier(count)
-        seen = list(pool.map(one_client, parts, [barrier] * count))
+    if count == 1:
+        seen = [one_client(parts[0], threading.Barrier(1))]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with context.Manager() as manager, ProcessPoolExecutor(count, mp_context=context) as pool:
+            barrier = manager.Barrier(count)
+            seen = list(pool.map(one_client, parts, [barrier] * count))
     seconds = max(share.end for share in seen) - min(share.start for share in seen)
     tokens = sum(share.tokens for share in seen)
     chunks = sum(share.chunks for share in seen)
-    return Served(tokens / seconds, chunks / max(tokens, 1), sum(share.failed for share in seen))
+    first_tokens = sorted(second for share in seen for second in share.first_tokens)
+    failures = [failure for share in seen for failure in share.failures]
+    return Served(tokens / seconds, chunks / max(tokens, 1), first_tokens, failures)
 
 
 def main() -> None:
+    from rayllm import LLM  # with torch, which the processes that send need not import
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file of engine options")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 64, 256])
@@ -177,7 +196,7 @@ def main() -> None:
             for case, engine, http in zip(cases, alone, served, strict=True):
                 print(
                     f"| {case} | {engine:,.0f} tokens/s | {http.rate:,.0f} | {http.rate / engine:.2f} | "
-                    f"{http.chunks:.2f} | {http.failed} |",
+                    f"{http.chunks:.2f} | {len(http.failures)} |",
                     flush=True,
                 )
 

@@ -3,8 +3,9 @@
     python benchmarks/table.py                                   # one GPU
     python benchmarks/table.py --tp 4 --model llama-3.1-8b --model qwen3-32b
 
-Each model runs in a process of its own, in a warm engine with random weights, through offline.py. vLLM 0.24 stands
-beside it where there are figures for the same kind of machine and setting.
+Each model runs in a process of its own, in a warm engine with random weights, through offline.py. Beside it stand the
+figures of another engine in peers.yaml, where it has some of the same model, hardware and options; compare.py adds
+such figures.
 """
 
 from __future__ import annotations
@@ -14,17 +15,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import yaml
+from peers import FILE, Figure, Record, find_figures, hardware, read_records
 
 OFFLINE = Path(__file__).with_name("offline.py")
 MODELS = Path(__file__).parents[1] / "configs" / "models"
 ONE_GPU = ["qwen3-0.6b", "llama-3.1-8b", "qwen3-8b", "qwen2.5-1.5b", "llama-3.2-1b"]
 WORKLOADS = ["nano256", "bs1_128_256", "bs32_1k_256", "bs256_1k_128", "prefill_16x8k", "prefill_1x512"]
-# (model, tp) -> figures in the order of WORKLOADS; None where there is none
-VLLM: dict[tuple[str, int], list[float | None]] = {
-    ("qwen3-0.6b", 1): [23_018, 608, 10_573, 16_472, 271_000, 7],
-    ("llama-3.1-8b", 1): [9_456, 201.5, 3_422, 3_862, 37_940, 17],
-    ("llama-3.1-8b", 4): [21_094, 369, 7_301, 10_436, 108_200, None],
-}
 
 
 def measure(model: str, tp: int, repeat: int, extra: list[str]) -> dict:
@@ -37,25 +36,44 @@ def measure(model: str, tp: int, repeat: int, extra: list[str]) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def rows(model: str, tp: int, report: dict) -> list[str]:
-    """Lines of a Markdown table."""
+def rows(model: str, tp: int, report: dict, peer: dict[str, tuple[Figure, Record]]) -> list[str]:
+    """Lines of a Markdown table. peer: the other engine's figures by workload."""
     lines = []
-    others: list[float | None] = VLLM.get((model, tp)) or [None] * len(WORKLOADS)
-    for result, other in zip(report["results"], others, strict=True):
-        figure, unit = result["figure"], result["unit"].removesuffix(" tok/s").replace("out", "").replace("in", "in/s")
-        ratio = "" if other is None else f"{other / figure if unit == 'ms' else figure / other:.2f}"
-        spread = f"{min(result['seconds']):.3f} to {max(result['seconds']):.3f} s"
+    for result in report["results"]:
+        figure = Figure(result["figure"], result["unit"])
+        other = peer[result["workload"]][0] if result["workload"] in peer else None
         cells = [
             f"{model}, tp={tp}",
             result["workload"],
-            f"{figure:,.1f} {unit}".strip(),
-            spread,
+            f"{figure.value:,.1f} {figure.unit}",
+            f"{min(result['seconds']):.3f} to {max(result['seconds']):.3f} s",
             f"{result['cached_tokens']:,}",
-            "" if other is None else f"{other:,}",
-            ratio,
+            "" if other is None else f"{other.value:,g}",
+            "" if other is None else f"{figure.ratio(other):.2f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def sources(peer: dict[str, tuple[Figure, Record]]) -> list[str]:
+    """A line for each record that figures came from."""
+    records = [record for _, record in peer.values()]
+    return list(
+        dict.fromkeys(f"{each.engine} {each.version}, {each.model}, {each.date}: {each.how}" for each in records)
+    )
+
+
+def engine_options(flags: list[str]) -> dict[str, Any]:
+    """{"quantization": "fp8", "enforce_eager": True} of ["--quantization", "fp8", "--enforce-eager"]."""
+    options: dict[str, Any] = {}
+    name = ""
+    for flag in flags:
+        if flag.startswith("--"):
+            name = flag.removeprefix("--").replace("-", "_")
+            options[name] = True
+        else:
+            options[name] = yaml.safe_load(flag)
+    return options
 
 
 def main() -> None:
@@ -63,10 +81,20 @@ def main() -> None:
     parser.add_argument("--model", action="append", help=f"folder in configs/models; {', '.join(ONE_GPU)} if absent")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--peer", default="vllm", help="engine to stand beside")
+    parser.add_argument("--peers", type=Path, default=FILE, help="file of its figures")
     options, extra = parser.parse_known_args()  # the rest goes to offline.py
-    print("| model shape | case | median | runs | cached tokens | vLLM 0.24 | ratio |\n|---|---|---|---|---|---|---|")
+    records, here = read_records(options.peers), hardware()
+    settings = {"tensor_parallel_size": options.tp, **engine_options(extra)}
+    print(f"| model shape | case | median | runs | cached tokens | {options.peer} | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    used: dict[str, tuple[Figure, Record]] = {}
     for model in options.model or ONE_GPU:
-        print("\n".join(rows(model, options.tp, measure(model, options.tp, options.repeat, extra))), flush=True)
+        peer = find_figures(records, options.peer, model, here, settings)
+        peer = {name: found for name, found in peer.items() if name in WORKLOADS}
+        print("\n".join(rows(model, options.tp, measure(model, options.tp, options.repeat, extra), peer)), flush=True)
+        used |= {f"{model} {name}": found for name, found in peer.items()}
+    print("\n" + "\n".join(f"- {line}" for line in sources(used) or [f"no figures of {options.peer} on {here}"]))
 
 
 if __name__ == "__main__":

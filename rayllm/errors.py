@@ -4,6 +4,7 @@
     ├── ConfigError          a bad option, config file or model folder: exit code 2 on the command line
     │   └── ModelError       a checkpoint that cannot be served (missing, unknown architecture, wrong weights)
     ├── InvalidRequestError  a bad request: HTTP 400; `param` names the field
+    │   └── OverloadedError  a request that is refused only for now, as too much waits: HTTP 429
     ├── StartupError         the engine could not be started (too few GPUs, a worker died while loading)
     └── EngineDeadError      the engine stopped; requests in flight end with this
 
@@ -34,6 +35,10 @@ class InvalidRequestError(RayllmError, ValueError):
 
     def __reduce__(self):
         return (type(self), (str(self), self.param))
+
+
+class OverloadedError(InvalidRequestError):
+    """A request that is refused because too much waits already; the same may be taken a little later."""
 
 
 class StartupError(RayllmError, RuntimeError):

@@ -13,7 +13,7 @@ import msgspec
 from tqdm import tqdm
 
 from rayllm.api.sampling_params import SamplingParams
-from rayllm.api.types import EngineStats, GenerationRequest, Pooling, RequestOutput, TokenDelta
+from rayllm.api.types import Abort, EngineStats, GenerationRequest, Pooling, RequestOutput, TokenDelta
 from rayllm.config.options import OFFLINE_BATCHED_TOKENS, EngineConfig, make_config
 from rayllm.engine.build import start_engine
 from rayllm.engine.engine import EngineCore
@@ -65,11 +65,11 @@ class LLM:
 
         prompts: a string, a list of strings, a list of token ids, a list of those, or dicts: {"prompt": ...} or
         {"prompt_token_ids": [...]}, and, if they share cached prefixes with the same salt only, {"cache_salt": ...}.
-        sampling_params: one for all, or one each. Raises InvalidRequestError, before anything runs, if a
-        prompt or a parameter cannot be served.
+        sampling_params: one for all, or one each; those of `get_default_sampling_params` if absent. Raises
+        InvalidRequestError, before anything runs, if a prompt or a parameter cannot be served.
         """
         items = _prompt_list(prompts)
-        params = _params_list(sampling_params, len(items))
+        params = self._params_list(sampling_params, len(items))
         return self._run([self._request(item, p) for item, p in zip(items, params, strict=True)], use_tqdm)
 
     def chat(
@@ -82,7 +82,7 @@ class LLM:
         tokenizer = self._need_tokenizer("messages", "chat needs a tokenizer")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         texts = [tokenizer.apply_chat_template(cast(list[Message], conversation)) for conversation in conversations]
-        params = _params_list(sampling_params, len(texts))
+        params = self._params_list(sampling_params, len(texts))
         # The template writes special tokens itself.
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._run(list(zip(map(self._make, ids, params), texts, strict=True)), use_tqdm)
@@ -97,6 +97,10 @@ class LLM:
         """
         params = SamplingParams()
         return self._run([self._request(item, params, pooling) for item in _prompt_list(prompts)], use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json says, unless the option generation_config is none."""
+        return SamplingParams(**self.engine.info.sampling_defaults)
 
     @property
     def engine(self) -> EngineCore:
@@ -135,10 +139,26 @@ class LLM:
             raise InvalidRequestError(f"{reason}; the engine was made with skip_tokenizer_init", param)
         return self.tokenizer
 
+    def _params_list(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequestError(
+                f"sampling_params has {len(params)} entries for {count} prompts; give one, or one each",
+                "sampling_params",
+            )
+        return list(params)
+
     def _make(self, ids: list[int], params: SamplingParams, **fields: Any) -> GenerationRequest:
-        return GenerationRequest(
-            request_id=str(next(self._ids)), prompt_token_ids=ids, params=params, arrival_time=time.time(), **fields
+        number = next(self._ids)
+        request = GenerationRequest(
+            request_id=str(number), prompt_token_ids=ids, params=params, arrival_time=time.time(), **fields
         )
+        return request.numbered(number + 1, self.config.seed)
 
     def _run(self, requests: Sequence[tuple[GenerationRequest, str | None]], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests to their end. An exception, Ctrl-C included, aborts what is left of them."""
@@ -150,7 +170,7 @@ class LLM:
             request.request_id: RequestOutput(request.request_id, text, request.prompt_token_ids, [], False)
             for request, text in requests
         }
-        compiled = threading.Event()
+        compiled, started = threading.Event(), False
         core.on_compiled = compiled.set
         try:
             # Grammars first, and all of them: a bad one stops the call before anything runs.
@@ -163,15 +183,16 @@ class LLM:
             with tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar:
                 while core.has_work():
                     deltas = core.step()
-                    if deltas and deltas[0].bad_param is not None:
+                    if deltas and deltas[0].bad_param is not None and not started:
                         raise InvalidRequestError(str(deltas[0].stop_reason), deltas[0].bad_param)
+                    started = True
                     outputs, to_abort = processor.process(buffer.merge(deltas))
                     core.abort(to_abort)
                     for output in outputs:
                         accumulate(totals[output.request_id], output)
                         bar.update(output.finished)
         except BaseException:
-            core.abort(totals)
+            core.abort(map(Abort, totals))
             raise
         if missing := [request_id for request_id, total in totals.items() if not total.finished]:
             raise RuntimeError(f"requests {missing} ended without an answer")
@@ -247,15 +268,3 @@ def _read_prompt(prompt: Prompt) -> PromptFields:
         form = "a prompt is a string, a list of token ids, or a dict of prompt or prompt_token_ids, perhaps cache_salt"
         raise InvalidRequestError(f"{form}. {error}", "prompt") from None
     return read
-
-
-def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidRequestError(
-            f"sampling_params has {len(params)} entries for {count} prompts; give one, or one each", "sampling_params"
-        )
-    return list(params)

@@ -8,6 +8,7 @@
 | driver - step | the driver | the step's result | STEP_S | the engine's replica restarts |
 | Serve - replica | Ray Serve | HEALTH_PERIOD_S | HEALTH_TIMEOUT_S | Ray Serve replaces the replica |
 | replica, front - directory | the directory | REGISTER_S | MEMBER_SILENCE_S | the entry goes; others stop using it |
+| new replica - API servers | the replica | their first beats | JOIN_S | it counts as started without them |
 | launch - application | `rayllm launch` | STATUS_S | - | it says what Ray Serve says |
 | launch - ingress | `rayllm launch` | INGRESS_WATCH_S | - | HAProxy is started again |
 | `rayllm launch` - its parent | both, by a pipe and the exit status | - | - | all that it has started is ended |
@@ -39,6 +40,14 @@ RANK_FAILURE_S = 3.0  # for Ray to notice why a connection broke
 RANK_STOP_S = 5.0  # each wait of the shutdown
 PLACEMENT_S = 6.0  # for resources that exist but are taken; an engine that just stopped frees its own in less
 
+# Grammars of structured outputs: a first, short trial, behind which others wait, and a long one for those that need it.
+GRAMMAR_FIRST_S = 0.5
+GRAMMAR_S = 5.0
+GRAMMAR_REFUSED_S = 60.0  # how long a refusal is remembered: the machine's load may have had a part in it
+MASK_S = 1.0  # of computing for one token's mask; ambiguous grammars take longer with each token
+GRAMMAR_WORKER_START_S = 60.0  # a worker imports little, but the machine may be busy
+GRAMMAR_WORKER_SILENCE_S = 5.0  # beyond a trial's limit, after which the worker is taken to be stuck
+
 # Ray Serve and its replicas.
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
@@ -47,6 +56,7 @@ KILL_S = 10.0  # after the time that running requests have, before Serve ends a 
 # Directory.
 REGISTER_S = 0.5
 MEMBER_SILENCE_S = 5.0
+JOIN_S = 10.0  # for all API servers to connect to a new engine, before Serve ends the one that it replaces
 DIRECTORY_S = 3.0  # for its answer; members go on without
 
 # `rayllm launch`.

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "sampling": {"rayllm_kernels", "api", "errors"},
     "worker": {"rayllm_kernels", "models", "layers", "sampling", "parallel", "config", "api", "errors", "timeouts"},
     "core": {"config", "api", "errors"},
-    "text": {"config", "api", "errors"},
+    "text": {"config", "api", "errors", "timeouts"},
     "executor": {"worker", "parallel", "config", "api", "errors", "timeouts"},
     "engine": {"core", "text", "executor", "worker", "config", "api", "errors", "timeouts"},
     "llm": {"engine", "text", "config", "api", "errors"},

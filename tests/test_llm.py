@@ -65,6 +65,16 @@ def test_outputs_come_in_order_where_only_some_have_a_grammar(llm):
     assert [texts[i] for i in (0, 2, 3)] == [generate(llm, prompts[i])[0].outputs[0].text for i in (0, 2, 3)]
 
 
+def test_noise_comes_again_only_with_a_seed_of_the_engine():
+    params = SamplingParams(temperature=4.0, max_tokens=8, ignore_eos=True)
+    found = []
+    for options in ({}, {}, {"seed": 5}, {"seed": 5}):
+        with LLM(device="cpu", max_num_seqs=4, num_gpu_blocks_override=8, **options) as engine:
+            found.append([tuple(output.outputs[0].token_ids) for output in generate(engine, [PROMPT] * 3, params)])
+    assert len({*found[0], *found[1], *found[2]}) == 9
+    assert found[2] == found[3]
+
+
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(llm):
     params = SamplingParams(temperature=1.0, seed=11, max_tokens=20, ignore_eos=True)
     alone = generate(llm, PROMPT, params)[0].outputs[0].token_ids
@@ -117,6 +127,17 @@ def test_a_stop_string_ends_the_text_and_frees_the_engine(llm):
     output = generate(llm, PROMPT, SamplingParams(temperature=0.0, max_tokens=40, stop=[stop]))[0].outputs[0]
     assert output.text == whole[: whole.index(stop)]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 2, "best_of": 4}])
+def test_a_completion_that_met_its_stop_string_stops_alone(llm, options):
+    params = SamplingParams(**{"n": 4} | options, temperature=1.0, seed=3, max_tokens=40, stop=["e"], ignore_eos=True)
+    before = llm.stats().generation_tokens
+    output = generate(llm, PROMPT, params)[0]
+    kept = [len(completion.token_ids) for completion in output.outputs]
+    assert all(completion.stop_reason == "e" for completion in output.outputs)
+    assert max(kept) > min(kept) or output.num_discarded_tokens
+    assert llm.stats().generation_tokens - before == sum(kept) + output.num_discarded_tokens
 
 
 def test_end_of_sequence_and_min_tokens(llm):

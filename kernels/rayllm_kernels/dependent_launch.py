@@ -10,7 +10,7 @@ its weights while the first still runs. It waits for the short one, which waits 
 three overlaps. What is read early must have been written before the first of the three began; results of the kernel
 just before are not even visible to one that starts after its end, unless it waits.
 
-`device.can_overlap` says which devices can do so. Kernels get its answer at compile time, as OVERLAP.
+`Hardware.can_overlap` says which devices can do so. Kernels get its answer at compile time, as OVERLAP.
 """
 
 # mypy: allow-incomplete-defs

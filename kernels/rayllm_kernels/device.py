@@ -1,38 +1,71 @@
-"""What the launchers must know of a device. On the CPU, in Triton's interpreter, the answers let every kernel run."""
+"""What the launchers must know of a device: which kernels it can run, and how large their tiles may be."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors; 1 for a CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+class Hardware(NamedTuple):
+    """One device. All that kernels ask of it is here, so that they can be compiled for one that is not there."""
+
+    multiprocessors: int
+    shared_memory: int  # bytes that one program may take
+    capability: tuple[int, int] | None  # compute capability of an NVIDIA GPU, None for other devices
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether the Gluon kernels are written for it."""
+        return self.capability == (9, 0)
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether launches may overlap as `dependent_launch` says."""
+        return self.capability is not None and self.capability >= (9, 0)
+
+    @property
+    def has_e4m3(self) -> bool:
+        """Whether Triton can convert float8_e4m3fn there."""
+        return self.capability is None or self.capability >= (8, 9)
+
+    def stages(self, wanted: int, stage_bytes: int) -> int:
+        """Stages of a pipeline: as many as wanted, or as fit; 1 at least."""
+        return max(1, min(wanted, self.shared_memory // stage_bytes))
 
 
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may take."""
+INTERPRETER = Hardware(1, 1 << 30, None)  # of kernels on the CPU: large enough for every tile
+_known: dict[torch.device, Hardware] = {}
+
+
+def hardware(device: torch.device) -> Hardware:
+    """Of a tensor's device; asked of the driver once."""
+    found = _known.get(device)
+    if found is None:
+        found = _known[device] = _ask(device)
+    return found
+
+
+@contextmanager
+def assumed(device: torch.device, hardware: Hardware) -> Iterator[None]:
+    """Within, kernels for tensors on `device` are chosen for this hardware; for tests, which compile for any GPU."""
+    before = _known.get(device)
+    _known[device] = hardware
+    try:
+        yield
+    finally:
+        del _known[device]
+        if before is not None:
+            _known[device] = before
+
+
+def _ask(device: torch.device) -> Hardware:
     if device.type != "cuda":
-        return 1 << 30
+        return INTERPRETER
+    found = torch.cuda.get_device_properties(device)
     # PyTorch's stubs lack the name.
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 << 10))
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether it is an NVIDIA GPU of compute capability 9.0, for which the Gluon kernels are written."""
-    return _is_nvidia(device) and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@cache
-def can_overlap(device: torch.device) -> bool:
-    """Whether launches may overlap as `dependent_launch` says: on NVIDIA GPUs of compute capability 9.0 and above."""
-    return _is_nvidia(device) and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _is_nvidia(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.cuda is not None
+    shared_memory = int(getattr(found, "shared_memory_per_block_optin", 48 << 10))
+    capability = (found.major, found.minor) if torch.version.cuda is not None else None
+    return Hardware(found.multi_processor_count, shared_memory, capability)

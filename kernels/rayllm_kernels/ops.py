@@ -6,8 +6,7 @@ can be captured in a CUDA graph.
 
 Names of dimensions: T tokens, B sequences, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), D head size (up to 256;
 sizes that are no power of two are padded on chip). block_size is any positive integer. Dtypes are fp32, fp16 and bf16;
-a cache may also be in fp8, float8_e4m3fn or float8_e5m2, if the device has it: Triton needs compute capability 8.9 for
-e4m3.
+a cache may also be in fp8, float8_e5m2 or, from compute capability 8.9 on, float8_e4m3fn.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection
 from types import NoneType
@@ -23,6 +24,14 @@ MAX_STRUCTURE_BYTES = 64 * 1024  # of a schema, regex or grammar, or of all choi
 MAX_CHOICES = 1000
 MAX_LENGTH_PENALTY = 10.0  # either way; the longest sequences to this power are still far from overflow
 GREEDY_EPS = 1e-5  # temperatures below this are greedy: dividing by them would overflow
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """One of many seeds that follow from one and are independent of it and of each other, but for index 0: itself."""
+    if index == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") & MAX_SEED
 
 
 class _Range(msgspec.Struct, frozen=True):

@@ -8,15 +8,16 @@ A *row* is a sequence's place in the workers' persistent batch, 0 <= row < max_n
 
 from __future__ import annotations
 
+import secrets
 import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
-from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.sampling_params import MAX_SEED, SamplingParams, derive_seed
 
 Pooling = Literal["last", "mean"]
 POOLINGS: tuple[str, ...] = get_args(Pooling)
@@ -38,11 +39,35 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time: float = 0.0
     # Prefix-cache blocks are shared only between requests of the same salt.
     cache_salt: str = ""
+    # Who sends it: requests of one client share what is limited by client. None if there is nobody to share with.
+    client: str | None = None
     # Send a delta without tokens as soon as the request is first scheduled.
     report_start: bool = False
     # Make an embedding instead of tokens: of the hidden states after the final norm the last token's ("last"), or the
     # mean of all ("mean").
     pooling: Pooling | None = None
+    # Of its sampling noise where params have none. It is drawn where the request is made, so that the request can go on
+    # elsewhere with the same noise.
+    seed: int = msgspec.field(default_factory=lambda: secrets.randbelow(MAX_SEED + 1))
+
+    @property
+    def noise_seed(self) -> int:
+        """The seed of its first completion's noise; `derive_seed` makes those of the others."""
+        return self.seed if self.params.seed is None else self.params.seed
+
+    def numbered(self, number: int, engine_seed: int | None) -> GenerationRequest:
+        """This as a front's request `number`, 1 and up, whose noise follows from it if the engine has a seed."""
+        if engine_seed is None:
+            return self
+        return msgspec.structs.replace(self, seed=derive_seed(engine_seed, number))
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True):
+    """What is to end before its time: one completion of a request, or all of it."""
+
+    request_id: str
+    # Of the completion; None for all. Beams end together, so one alone goes on.
+    index: int | None = None
 
 
 # ---------------------------------------------------------------------------------------------------- plans and results
@@ -173,7 +198,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     # In the request's first delta with a token.
     times: RequestTimes | None = None
-    # The engine refuses the whole request for this field; finish_reason is "error".
+    # The engine refuses the whole request for this field, or ends all of it; finish_reason is "error".
     bad_param: str | None = None
     # How often sequences of the request were preempted so far; at least in first and last deltas.
     num_preemptions: int = 0
@@ -181,6 +206,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     embedding: bytes | None = None
     # The sum of the log-probabilities of a beam's tokens.
     cumulative_logprob: float | None = None
+    # With bad_param: it is refused only because too much waits.
+    try_again: bool = False
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -284,12 +311,14 @@ class EngineStats(Counters, frozen=True):  # type: ignore[misc]  # msgspec can f
 
 
 class KVBlocks(msgspec.Struct, frozen=True):
-    """KV blocks of a rank, or of all ranks together the fewest that one of them can hold."""
+    """KV blocks of a rank and the sequences that share them, or of all ranks together the fewest of any of them."""
 
     # Of the device pool.
     gpu: int
     # Of the host pool.
     cpu: int
+    # That run at once.
+    max_num_seqs: int = 256
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
@@ -394,6 +423,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_cache_dtype: str = "auto"
     # Sequences that run at once, and so beams of a request.
     max_num_seqs: int = 256
+    # As in `EngineConfig`.
+    seed: int | None = None
+    # As in `ResolvedConfig`.
+    sampling_defaults: dict[str, Any] = {}
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, Load, TokenDelta
+from rayllm.api.types import Abort, EngineInfo, EngineStats, GenerationRequest, Load, TokenDelta
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -47,10 +47,10 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     request: msgspec.Raw
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Stop these requests; nothing more is sent for them."""
+class Aborts(msgspec.Struct, frozen=True, tag=True):
+    """Stop these requests and completions; nothing more is sent for them."""
 
-    request_ids: list[str]
+    aborts: list[Abort]
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -75,7 +75,7 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     """Leaving; all requests of this front are aborted."""
 
 
-FrontMessage = Hello | Add | Abort | FrontBeat | Bye
+FrontMessage = Hello | Add | Aborts | FrontBeat | Bye
 
 # ---- engine to front
 

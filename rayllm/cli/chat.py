@@ -37,10 +37,13 @@ def chat(
     api_key: ApiKey = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer at most.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 1.0,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 always takes the most likely token; the model's default if absent.")
+    ] = None,
 ) -> None:
     """Talk to a running server. /help lists what else there is; an empty line or /exit leaves."""
-    params = {"temperature": temperature} | ({} if max_tokens is None else {"max_tokens": max_tokens})
+    given = {"temperature": temperature, "max_tokens": max_tokens}
+    params = {name: value for name, value in given.items() if value is not None}
     conversation = Chat(connect(url, api_key), model, params)
     if system:
         conversation.set_system(system)

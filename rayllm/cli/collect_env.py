@@ -27,10 +27,10 @@ def print_environment() -> None:
     rows += [(name, _version(name)) for name in ["rayllm", *_dependencies()]]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     rows += [("cpus", str(os.cpu_count())), ("memory", f"{memory:.1f} GiB")]
-    rows += [(f"gpu {index}", line) for index, line in enumerate(_gpus())] or [("gpus", "none found")]
+    rows += [(f"gpu {index}", line) for index, line in enumerate(gpus())] or [("gpus", "none found")]
     rows.append(("ray cluster", "RAY_ADDRESS is set" if os.environ.get("RAY_ADDRESS") else "RAY_ADDRESS is not set"))
     rows += [(name, os.environ[name]) for name in SETTINGS if name in os.environ]
-    rows += [(name, "is set") for name in sorted(os.environ) if name.startswith("RLLM_")]
+    rows += [(name, "is set") for name in sorted(os.environ) if name.startswith("RAYLLM_")]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
@@ -53,7 +53,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _gpus() -> list[str]:
+def gpus() -> list[str]:
     """One line a GPU (name, memory, driver), as nvidia-smi tells it."""
     if shutil.which("nvidia-smi") is None:
         return []

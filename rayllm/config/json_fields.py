@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,19 @@ from rayllm.errors import ModelError
 class JsonFields:
     """A JSON object with typed access; `file` and `prefix` name it in errors. null counts as absent.
 
-    Each getter raises ModelError for a value of the wrong kind, and for an absent one unless it has a default.
+    Each typed getter raises ModelError for a value of the wrong kind, and for an absent one unless it has a default.
+    read: the fields that a getter was asked for, there or not.
     """
 
     data: dict[str, Any]
     file: str
     prefix: str = ""
+    read: set[str] = field(default_factory=set)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value as it is, null too."""
+        self.read.add(name)
+        return self.data.get(name, default)
 
     def size(self, name: str, default: int | None = None) -> int:
         return int(self._get(name, default, "a positive integer", lambda value: type(value) is int and value > 0))
@@ -48,10 +55,10 @@ class JsonFields:
 
     def is_null(self, name: str) -> bool:
         """Whether the field is there and says null, for the few whose null is not their default."""
-        return name in self.data and self.data[name] is None
+        return self.get(name, ...) is None
 
     def _get(self, name: str, default: Any, what: str, fits: Callable[[Any], bool]) -> Any:
-        value = self.data.get(name)
+        value = self.get(name)
         value = default if value is None else value
         if value is None:
             raise ModelError(f'{self.file} has no "{self.prefix}{name}"')

@@ -1,7 +1,8 @@
 """`ModelSpec`: what config.json of a Hugging Face folder says of a model, checked, in one frozen struct.
 
 Reads the files of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype) without
-importing either it or torch. A key that is absent takes the default of transformers' class of that architecture.
+importing either it or torch. A key that is absent takes the default of transformers' class of that architecture. One
+that nothing here reads refuses the model, unless `known_keys` has it as harmless.
 """
 
 from __future__ import annotations
@@ -10,15 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayllm.api.sampling_params import SamplingParams
 from rayllm.config.json_fields import JsonFields, read_json_object
+from rayllm.config.known_keys import refuse_unknown
 from rayllm.config.rope import RopeSpec, parse_rope
-from rayllm.errors import ModelError
+from rayllm.errors import InvalidRequestError, ModelError
 
 QWEN = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", *QWEN, "OPTForCausalLM", "BloomForCausalLM")
+DEFAULT_KV_HEADS = {"MistralForCausalLM": 8} | dict.fromkeys(QWEN, 32)  # of the others, as many as attention heads
 DEFAULT_EOS = 2  # of all but Qwen, which has none where config.json says nothing of it
 MAX_HEAD_DIM = 256  # of the attention kernels
 BLOOM_POSITIONS = 2048  # what BLOOM was trained with; ALiBi itself has no limit, and not all files say it (seq_length)
+GENERATION_CONFIG = "generation_config.json"
+# Fields of that file -> those of `SamplingParams`.
+SAMPLING_FIELDS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
 DTYPES = ("float32", "bfloat16", "float16")
 GATED_ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = (*GATED_ACTIVATIONS, "relu")
@@ -116,8 +126,8 @@ def load_model_spec(path: str) -> ModelSpec:
     config = JsonFields(read_json_object(folder / "config.json"), str(folder / "config.json"))
     architecture = _architecture(config)
     _check_quantization(config)
-    eos = config.data.get("eos_token_id", None if architecture in QWEN else DEFAULT_EOS)
-    generation = folder / "generation_config.json"
+    eos = config.get("eos_token_id", None if architecture in QWEN else DEFAULT_EOS)
+    generation = folder / GENERATION_CONFIG
     if generation.is_file():
         # Chat models end a turn with a token that only this file knows.
         told = read_json_object(generation).get("eos_token_id")
@@ -127,7 +137,21 @@ def load_model_spec(path: str) -> ModelSpec:
         raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, not {eos!r}")
     parsers = {"OPTForCausalLM": _parse_opt, "BloomForCausalLM": _parse_bloom}
     parse = parsers.get(architecture, _parse_llama)
-    return _make_spec(config, architecture=architecture, eos_token_ids=ids, **parse(config, architecture))
+    spec = _make_spec(config, architecture=architecture, eos_token_ids=ids, **parse(config, architecture))
+    refuse_unknown(config)
+    return spec
+
+
+def load_sampling_defaults(path: str) -> dict[str, Any]:
+    """How the folder `path` says to sample, as fields of `SamplingParams`; null says nothing. Raises ModelError."""
+    file = Path(path) / GENERATION_CONFIG
+    told = read_json_object(file) if file.is_file() else {}
+    defaults = {field: told[name] for name, field in SAMPLING_FIELDS.items() if told.get(name) is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequestError as error:
+        raise ModelError(f"{file}: {error} (generation_config none would ignore it)") from None
+    return defaults
 
 
 def check_parallel(spec: ModelSpec, tp: int) -> None:
@@ -145,30 +169,33 @@ def check_parallel(spec: ModelSpec, tp: int) -> None:
 
 
 def _architecture(config: JsonFields) -> str:
-    names = config.data.get("architectures")
+    names = config.get("architectures")
     if not names:
         raise ModelError(f'{config.file} has no "architectures"')
     name = names[0] if isinstance(names, list) else names
     if name not in SUPPORTED_ARCHITECTURES:
-        raise ModelError(f"architecture {name} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
+        raise ModelError(f"architectures: {name} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
+    model_type = name.removesuffix("ForCausalLM").lower()
+    if (told := config.text("model_type", model_type)) != model_type:  # transformers would make a model of that class
+        raise ModelError(f"{config.file}: model_type {told} is not that of the architectures, {name}")
     return str(name)
 
 
 def _check_quantization(config: JsonFields) -> None:
     """Raises ModelError if weights are quantised. Scales for a KV cache in fp8 alone are none of that."""
-    quantization = config.data.get("quantization_config")
+    quantization = config.get("quantization_config")
     if not quantization:
         return
     told = quantization if isinstance(quantization, dict) else {}
     method = told.get("quant_method")
     if method == "compressed-tensors" and told.get("kv_cache_scheme") and not told.get("config_groups"):
         return
-    raise ModelError(f"{config.file}: quantised checkpoints ({method or 'quantization_config'}) are not supported")
+    raise ModelError(f"{config.file}: quantization_config: quantised checkpoints ({method}) are not supported")
 
 
 def _split_hidden(config: JsonFields, hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
-        raise ModelError(f"{config.file}: {num_heads} attention heads do not divide hidden_size {hidden_size}")
+        raise ModelError(f"{config.file}: num_attention_heads {num_heads} does not divide hidden_size {hidden_size}")
     return hidden_size // num_heads
 
 
@@ -192,7 +219,9 @@ def _make_spec(
     num_kv_heads = num_kv_heads or num_heads
     head_dim = head_dim or _split_hidden(config, hidden_size, num_heads)
     if num_heads % num_kv_heads:
-        raise ModelError(f"{config.file}: {num_kv_heads} KV heads do not divide {num_heads} attention heads")
+        raise ModelError(
+            f"{config.file}: num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}"
+        )
     if head_dim > MAX_HEAD_DIM:
         raise ModelError(f"{config.file}: head_dim {head_dim} is more than the {MAX_HEAD_DIM} that attention supports")
     dtype = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
@@ -213,8 +242,10 @@ def _parse_llama(config: JsonFields, architecture: str) -> dict[str, Any]:
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_layers, max_position = config.size("num_hidden_layers"), config.size("max_position_embeddings")
     is_qwen3 = architecture == "Qwen3ForCausalLM"
-    told = config.data.get("head_dim", 128 if is_qwen3 else None)
+    told = config.get("head_dim", 128 if is_qwen3 else None)
     head_dim = _split_hidden(config, hidden_size, num_heads) if told is None else config.size("head_dim", told)
+    null = config.is_null("num_key_value_heads")
+    kv_heads = num_heads if null else DEFAULT_KV_HEADS.get(architecture, num_heads)
     # Llama's attention_bias covers all four projections; Qwen2 has a bias on q, k, v whatever its config says.
     has_flag = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
     attention_bias = has_flag and config.flag("attention_bias", False)
@@ -222,7 +253,7 @@ def _parse_llama(config: JsonFields, architecture: str) -> dict[str, Any]:
         "hidden_size": hidden_size,
         "num_layers": num_layers,
         "num_heads": num_heads,
-        "num_kv_heads": config.size("num_key_value_heads", num_heads),
+        "num_kv_heads": config.size("num_key_value_heads", kv_heads),
         "head_dim": head_dim,
         "intermediate_size": config.size("intermediate_size"),
         "max_position_embeddings": max_position,
@@ -239,23 +270,23 @@ def _parse_llama(config: JsonFields, architecture: str) -> dict[str, Any]:
 
 
 def _sliding_windows(architecture: str, config: JsonFields, num_layers: int) -> tuple[int | None, ...]:
-    by_layer = architecture in QWEN and config.flag("use_sliding_window", False)
-    # null means no window; an absent key means the class's default.
-    if config.is_null("sliding_window") or not (by_layer or architecture == "MistralForCausalLM"):
+    if architecture == "LlamaForCausalLM":  # which has none; a key that says otherwise is unknown
         return (None,) * num_layers
-    window = config.size("sliding_window", 4096)
-    if not by_layer:
+    # null means no window; an absent key means the class's default.
+    window = None if config.is_null("sliding_window") else config.size("sliding_window", 4096)
+    if architecture == "MistralForCausalLM":
         return (window,) * num_layers
-    kinds = config.data.get("layer_types")
+    if not config.flag("use_sliding_window", False):
+        window = None
+    first, kinds = config.integer("max_window_layers", 28), config.get("layer_types")
     if kinds is None:
-        first = config.integer("max_window_layers", 28)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError(f"{config.file}: layer_types must be a list of one entry for each of {num_layers} layers")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ModelError(f"{config.file}: layer type {kind!r} is not supported")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        raise ModelError(f"{config.file}: layer_types must be a list of as many as num_hidden_layers, {num_layers}")
+    supported = ("full_attention", "sliding_attention") if window else ("full_attention",)
+    return tuple(
+        window if config.one_of("layer_types", kind, supported) == "sliding_attention" else None for kind in kinds
+    )
 
 
 def _parse_opt(config: JsonFields, _architecture: str) -> dict[str, Any]:
@@ -282,7 +313,7 @@ def _parse_opt(config: JsonFields, _architecture: str) -> dict[str, Any]:
 
 
 def _parse_bloom(config: JsonFields, _architecture: str) -> dict[str, Any]:
-    """Sizes go by several names, of which transformers prefers those of older files."""
+    """Sizes go by two names. Where a file has both, transformers takes the one that is first here."""
 
     def size(name: str, other: str, default: int) -> int:
         return config.size(name, config.size(other, default))
@@ -290,8 +321,8 @@ def _parse_bloom(config: JsonFields, _architecture: str) -> dict[str, Any]:
     hidden_size = size("n_embed", "hidden_size", 64)
     return {
         "hidden_size": hidden_size,
-        "num_layers": size("n_layer", "num_hidden_layers", 2),
-        "num_heads": size("n_head", "num_attention_heads", 8),
+        "num_layers": size("num_hidden_layers", "n_layer", 2),
+        "num_heads": size("num_attention_heads", "n_head", 8),
         "intermediate_size": 4 * hidden_size,
         "vocab_size": 250880,
         "max_position_embeddings": config.size("seq_length", BLOOM_POSITIONS),

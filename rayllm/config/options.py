@@ -70,8 +70,9 @@ class EngineConfig(BaseModel):
     fits, cost does what takes less time as measured at the start"""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that may be in use, others' use included; not for CPUs"""
-    max_num_seqs: int = Field(default=256, ge=1)
-    """Most sequences that run at once"""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Most sequences that run at once; if absent, 256 on CPUs, and on GPUs 1024, 512 or 256, as many as take little of
+    the memory for the KV cache"""
     max_num_batched_tokens: int = Field(default=8192, ge=1)
     """Most tokens computed in one step; more raise the throughput, and the pauses of running streams. LLM and rayllm
     bench offline take 16384 if it is absent"""
@@ -89,10 +90,14 @@ class EngineConfig(BaseModel):
     dtype and device type; costs speed, most on CPUs; not with tensor_parallel_size above 1"""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads *.safetensors; dummy makes random weights from the seed"""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Sampling defaults of requests that say nothing: auto takes temperature, top_p, top_k, min_p, repetition_penalty
+    and max_new_tokens of the model's generation_config.json; none leaves them out"""
     skip_tokenizer_init: bool = False
     """Load no tokenizer; prompts and outputs are token ids only"""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of requests that have none, and of dummy weights"""
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """Makes the noise of requests without a seed follow from their number, in the order in which LLM or an API server
+    got them, so that it is the same after every start; random if absent. Also of dummy weights, 0 if absent"""
 
 
 class ModelServerConfig(BaseModel):

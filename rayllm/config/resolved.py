@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from rayllm.config.model_spec import ModelSpec, check_parallel, load_model_spec
+from rayllm.config.model_spec import ModelSpec, check_parallel, load_model_spec, load_sampling_defaults
 from rayllm.config.options import EngineConfig
 from rayllm.errors import ConfigError
+
+# Where max_num_seqs is not given. A CPU gains nothing by more.
+NUM_SEQS = {"cpu": (256,), "cuda": (256, 512, 1024)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,10 @@ class ResolvedConfig:
     kv_dtype: str
     # Tokens of a prompt and its output together; the KV cache may turn out to hold fewer.
     max_model_len: int
+    # Sequences that may run at once, ascending; ranks take the most for which they have the memory.
+    num_seqs_choices: tuple[int, ...]
+    # Fields of `SamplingParams` that requests have where they say nothing else.
+    sampling_defaults: dict[str, Any]
 
     @property
     def tp(self) -> int:
@@ -77,6 +84,8 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
         dtype=dtype,
         kv_dtype=_kv_dtype(options, spec, dtype),
         max_model_len=options.max_model_len or spec.max_model_len,
+        num_seqs_choices=(options.max_num_seqs,) if options.max_num_seqs else NUM_SEQS[device],
+        sampling_defaults={} if options.generation_config == "none" else load_sampling_defaults(options.model),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayllm.config.json_fields import JsonFields
+from rayllm.config.known_keys import refuse_unknown
 from rayllm.errors import ModelError
 
 
@@ -44,19 +45,23 @@ class RopeSpec:
 def parse_rope(config: JsonFields, head_dim: int, max_position: int) -> RopeSpec:
     """The rotary embedding in config.json. Raises ModelError, also for other types than `RopeSpec` has."""
     # transformers 5 still reads rope_scaling, and prefers it.
-    raw = config.data.get("rope_scaling") or config.data.get("rope_parameters") or {}
+    old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    name, raw = ("rope_scaling", old) if old else ("rope_parameters", new or {})
     if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
-        raise ModelError(f"{config.file}: rope parameters that differ by layer type are not supported")
-    rope = JsonFields(raw, config.file, "rope_scaling." if config.data.get("rope_scaling") else "rope_parameters.")
-    kind = rope.one_of("rope type", rope.text("rope_type", rope.text("type", "default")), tuple(_OWN_FIELDS))
+        raise ModelError(f"{config.file}: {name} must be one object for all layers, not {raw!r}")
+    rope = JsonFields(raw, config.file, name + ".")
+    kind = rope.one_of(f"{name}.rope_type", rope.text("rope_type", rope.text("type", "default")), tuple(_OWN_FIELDS))
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    rotary_dim = int(head_dim * partial)
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ModelError(f"{config.file}: {rotary_dim} rotary entries of head_dim {head_dim} are not supported")
+    if partial != 1:  # of these architectures transformers turns whole heads by the default type and fails by others
+        raise ModelError(f"{config.file}: partial_rotary_factor {partial} is not supported; supported is 1")
+    if head_dim % 2:
+        raise ModelError(f"{config.file}: head_dim {head_dim} is odd, which rotary positions do not support")
     original = rope.size("original_max_position_embeddings", max_position)
     original = config.size("original_max_position_embeddings", original)
-    return RopeSpec(kind, theta, rotary_dim, original, **_OWN_FIELDS[kind](rope, max_position / original))
+    own = _OWN_FIELDS[kind](rope, max_position / original)
+    refuse_unknown(rope)
+    return RopeSpec(kind, theta, head_dim, original, **own)
 
 
 def _linear(rope: JsonFields, _stretch: float) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def _yarn(rope: JsonFields, stretch: float) -> dict[str, Any]:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     attention = temperature(1.0)
-    if rope.data.get("mscale") and rope.data.get("mscale_all_dim"):
+    if all([rope.get("mscale"), rope.get("mscale_all_dim")]):
         attention = temperature(rope.number("mscale")) / temperature(rope.number("mscale_all_dim"))
     return {
         "factor": factor,

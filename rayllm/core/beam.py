@@ -85,7 +85,6 @@ def advance(state: SchedulerState, group: SequenceGroup) -> list[TokenDelta]:
 def _go_on(state: SchedulerState, seq: Sequence, token: int, after: Gate) -> None:
     """Continue a beam in place."""
     seq.gate = after
-    seq.fresh = False
     seq.token_ids.append(token)
     seq.num_pending -= 1
     if seq.status is SequenceStatus.RUNNING:
@@ -102,7 +101,6 @@ def _fork(state: SchedulerState, parent: Sequence, index: int, token: int, after
     seq.token_ids = [*parent.token_ids[:-1], token]
     seq.block_hashes = list(parent.block_hashes)  # of full blocks, none of which holds the last token
     seq.gate = after
-    seq.fresh = False
     if parent.status is SequenceStatus.RUNNING:
         state.fork(seq, parent, len(seq.token_ids) - 1)
     else:

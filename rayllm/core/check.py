@@ -33,6 +33,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     placed = len(running) + len(state.waiting) + len(forks) + unforked + aside
     assert placed == unfinished, f"{unfinished} sequences live, {placed} are in a queue"
     for group in state.groups.values():
+        assert not group.finished, f"over, but not forgotten: {group.request.request_id}"
+        assert group.siblings in ([], group.sequences[1:]), f"nobody computes the prompt: {group.request.request_id}"
         _check_beams(group)
 
 
@@ -71,7 +73,8 @@ def _check_counts(state: SchedulerState, seq: Sequence, in_flight: int) -> None:
     _check_gate(state, seq)
     most = seq.max_len - 1 if seq.gate is None and seq.status is RUNNING else 0
     assert seq.steady_computed <= (min(most, seq.capacity) if seq.decoding else 0), f"decodes without a look: {seq}"
-    assert seq.steady_known <= (0 if seq.fresh else min(most, seq.next_full)), f"takes tokens without a look: {seq}"
+    known = 0 if seq.group.fresh else min(most, seq.next_full)
+    assert seq.steady_known <= known, f"takes tokens without a look: {seq}"
     assert not seq.pinned or seq.status is WAITING, f"swapped out, but not waiting: {seq}"
     if seq.status is not RUNNING:
         assert seq.row == -1 and seq.num_computed == 0, f"computed but not running: {seq}"

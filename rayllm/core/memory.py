@@ -161,8 +161,8 @@ class KVMemory:
 
     def looks_up(self, seq: Sequence) -> bool:
         """Whether a sequence may begin with cached blocks: not if every position has to be computed."""
-        request = seq.group.request
-        prompt_logprobs = request.params.prompt_logprobs is not None and seq.fresh and seq.index == 0
+        group, request = seq.group, seq.group.request
+        prompt_logprobs = request.params.prompt_logprobs is not None and group.fresh and seq is group.sequences[0]
         return not prompt_logprobs and request.pooling != "mean"
 
     def match(self, seq: Sequence) -> Match:

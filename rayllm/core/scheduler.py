@@ -35,16 +35,7 @@ from rayllm.core import beam
 from rayllm.core.chunk_budget import ChunkBudget, StepChunks, StepWork
 from rayllm.core.memory import Match
 from rayllm.core.policy import Policy
-from rayllm.core.sequence import (
-    Beam,
-    BeamSearch,
-    Gate,
-    MakeConstraint,
-    Sequence,
-    SequenceGroup,
-    SequenceStatus,
-    derive_seed,
-)
+from rayllm.core.sequence import Beam, BeamSearch, Gate, MakeConstraint, Sequence, SequenceGroup, SequenceStatus
 from rayllm.core.state import SchedulerState
 
 RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
@@ -400,18 +391,15 @@ class Scheduler:
     state: empty; the scheduler and its policies are the only ones to change it from now on.
     policy: a request's place in the order.
     chunk_budget: cuts chunks of prompts for a target inter-token latency; None for chunks as long as the token budget.
-    seed: of requests without one.
     """
 
-    def __init__(
-        self, state: SchedulerState, *, policy: Policy, chunk_budget: ChunkBudget | None = None, seed: int = 0
-    ):
+    def __init__(self, state: SchedulerState, *, policy: Policy, chunk_budget: ChunkBudget | None = None):
         self.state = state
         self.in_flight: list[InFlight] = []  # plans without results, oldest first
         # What fronts are told of the last `schedule`: starts of requests that report them, and failures of constraints.
         self.new_deltas: list[TokenDelta] = []
         self.chunk_budget = chunk_budget
-        self._policy, self._seed = policy, seed
+        self._policy = policy
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
 
@@ -425,7 +413,6 @@ class Scheduler:
         max_len = state.max_model_len if params.max_tokens is None else prompt + params.max_tokens
         group = SequenceGroup(
             request,
-            derive_seed(self._seed, arrival + 1) if params.seed is None else params.seed,
             state.memory.root_hash(request.cache_salt),
             min(max_len, state.max_model_len) if request.pooling is None else prompt + 1,
             frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else state.eos_token_ids),
@@ -445,11 +432,18 @@ class Scheduler:
         state.counters.prompt_tokens += prompt
         state.waiting.add(group.sequences[0])
 
-    def abort(self, request_id: str) -> None:
-        """End a request at once, whatever state it is in; unknown ids are ignored."""
-        if (group := self.state.groups.get(request_id)) is not None:
-            for seq in group.sequences:
-                self.state.retire(seq)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its samples, at once, whatever state it is in; unknown ones are ignored."""
+        group = self.state.groups.get(request_id)
+        if group is None or (index is not None and group.search is not None):
+            return
+        ended = [seq for seq in group.sequences if index in (None, seq.index)]
+        group.sequences = [seq for seq in group.sequences if seq not in ended]
+        group.siblings = [seq for seq in group.siblings if seq not in ended]
+        for seq in ended:
+            self.state.retire(seq)
+        if group.siblings and group.siblings[0] is group.sequences[0]:  # who computed the prompt for them is gone
+            self.state.waiting.add(group.siblings.pop(0))
 
     def has_work(self) -> bool:
         """True while any request lives or any step is in flight."""
@@ -491,9 +485,14 @@ class Scheduler:
             if seq.status is FINISHED:
                 continue
             assert seq.gate is not None and seq.gate.constraint is not None
-            if (reason := seq.gate.constraint.error()) is not None:
+            if (error := seq.gate.constraint.error()) is not None:
                 state.retire(seq)
-                failed.append(TokenDelta(seq.request_id, seq.index, [], finish_reason="error", stop_reason=reason))
+                reason, param = str(error), error.param
+                failed.append(
+                    TokenDelta(
+                        seq.request_id, seq.index, [], finish_reason="error", stop_reason=reason, bad_param=param
+                    )
+                )
             elif seq.gate.constraint.mask() is None:
                 state.awaiting_mask.append(seq)
             else:
@@ -523,7 +522,7 @@ class Scheduler:
         counters.generation_tokens += len(deltas) - num_others
         for group in due:
             first = group.sequences[0]
-            if first.fresh:  # says that the prompt of a search is done; tokens come when the search is over
+            if group.fresh:  # says that the prompt of a search is done; tokens come when the search is over
                 deltas.append(self._delta(first, [], None if group.request.params.logprobs is None else []))
             results = beam.advance(self.state, group)
             counters.generation_tokens += sum(len(delta.token_ids) for delta in results)
@@ -584,13 +583,11 @@ class Scheduler:
         stop: int | None = None,
         embedding: bytes | None = None,
     ) -> TokenDelta:
-        """What is new of a sequence. Its first delta has what is known of the request by then."""
+        """What is new of a sequence. Its request's first delta has what is known of the request by then."""
         group, cached, prompt_logprobs, times = seq.group, 0, None, None
-        if seq.fresh:
-            seq.fresh = False
-            cached = group.num_cached_tokens or 0
-            if seq.index == 0:
-                prompt_logprobs, times = group.prompt_logprobs, self.state.times(group)
+        if group.fresh:
+            group.fresh, cached = False, group.num_cached_tokens or 0
+            prompt_logprobs, times = group.prompt_logprobs, self.state.times(group)
         return TokenDelta(
             seq.request_id,
             seq.index,

@@ -6,14 +6,14 @@ What only grammars and beams need hangs on a sequence's `Gate`.
 from __future__ import annotations
 
 import enum
-import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from rayllm.api.sampling_params import MAX_SEED
+from rayllm.api.sampling_params import derive_seed
 from rayllm.api.types import GenerationRequest, TokenLogprobs
+from rayllm.errors import InvalidRequestError
 
 NEVER = sys.maxsize
 
@@ -43,7 +43,7 @@ class Constraint(Protocol):
     def accept(self, token: int) -> None:
         """Go on behind a sampled token; the last mask allowed it, and it did not end the sequence."""
 
-    def error(self) -> str | None:
+    def error(self) -> InvalidRequestError | None:
         """Why there will be no further mask, if so: a limit was reached, or no token can follow."""
 
 
@@ -110,10 +110,9 @@ class Sequence:
     def __init__(self, group: SequenceGroup, index: int, key: tuple):
         self.group, self.index, self.key = group, index, key
         self.request_id, self.max_len, self.stop_ids = group.request.request_id, group.max_len, group.stop_ids
-        self.seed = derive_seed(group.seed, index)  # of its sampling noise
+        self.seed = derive_seed(group.request.noise_seed, index)  # of its sampling noise
         self.token_ids = list(group.request.prompt_token_ids)  # tokens whose ids are known, prompt first
         self.status = SequenceStatus.WAITING
-        self.fresh = True  # nothing has been sent to the front yet
         self.gate: Gate | None = None
         # Tokens sampled by steps in flight, whose ids are not known yet; they count as part of the sequence. A pooled
         # prompt's embedding counts as such a token, which is the sequence's last.
@@ -159,13 +158,13 @@ class SequenceGroup:
     """One request: sequences that share a prompt, as samples or as beams."""
 
     request: GenerationRequest
-    seed: int
     # Where the hash chain of its blocks starts; equal prompts share blocks only from equal roots.
     root_hash: bytes
     # Tokens after which its sequences end, and tokens that end them.
     max_len: int
     stop_ids: frozenset[int] = frozenset()
-    # All samples, or the beams that live, best first.
+    # All samples but those that the front ended, or the beams that live, best first; none once all have ended, as they
+    # refer to this, and a request's memory is not to wait for the garbage collector.
     sequences: list[Sequence] = field(default_factory=list)
     # Those of them that have not been forked off the first sequence yet.
     siblings: list[Sequence] = field(default_factory=list)
@@ -173,6 +172,8 @@ class SequenceGroup:
     num_cached_tokens: int | None = None
     # Of all its sequences so far.
     num_preemptions: int = 0
+    # No tokens have been sent to the front yet.
+    fresh: bool = True
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     # The beam search, if it is one.
     search: BeamSearch | None = None
@@ -184,14 +185,6 @@ class SequenceGroup:
     def finished(self) -> bool:
         """True once every sequence of the group is."""
         return all(seq.status is SequenceStatus.FINISHED for seq in self.sequences)
-
-
-def derive_seed(seed: int, index: int) -> int:
-    """The seed of completion `index` of a request: the request's own for the first, an independent one for the rest."""
-    if index == 0:
-        return seed
-    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") & MAX_SEED
 
 
 def policy_order(seq: Sequence) -> tuple:

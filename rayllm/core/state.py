@@ -106,6 +106,7 @@ class SchedulerState:
         seq.status = SequenceStatus.FINISHED
         if seq.group.finished:
             self.groups.pop(seq.request_id, None)
+            seq.group.sequences = []
 
     def preempt_last(self) -> Sequence:
         """Take the last sequence in policy order out of the batch and let it wait, so the first makes progress."""

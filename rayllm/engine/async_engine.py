@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -26,6 +27,7 @@ class AsyncEngine(EngineClient):
         self._server = EngineSocket(self.driver)
         super().__init__(self._server.endpoint.ipc, tokenizer)
         self._info = core.info
+        self._numbers = itertools.count(1)
         self._connecting: asyncio.Task[None] | None = None
 
     @classmethod
@@ -44,6 +46,7 @@ class AsyncEngine(EngineClient):
         self, request: GenerationRequest, prompt_text: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request, as `EngineClient.generate` does; what it raises comes before the first output."""
+        request = request.numbered(next(self._numbers), self.info.seed)
         await self.start()
         async with aclosing(super().generate(request, prompt_text)) as outputs:
             async for output in outputs:

@@ -59,7 +59,14 @@ def start_resolved_engine(config: ResolvedConfig, executor: Executor | None = No
     # Full passes of the garbage collector visit libraries too, for 100 to 200 ms, if these are not left out.
     gc.collect()
     gc.freeze()
-    logger.info("engine ready in %.1f s, %d KV tokens", time.monotonic() - started, core.info.num_kv_tokens)
+    taken, info = time.monotonic() - started, core.info
+    logger.info(
+        "engine ready in %.1f s, %d KV tokens, %d sequences at once, sampling defaults %s",
+        taken,
+        info.num_kv_tokens,
+        info.max_num_seqs,
+        info.sampling_defaults,
+    )
     return core
 
 

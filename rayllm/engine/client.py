@@ -19,9 +19,9 @@ import zmq.asyncio
 
 from rayllm import timeouts
 from rayllm.api import wire
-from rayllm.api.types import EngineInfo, GenerationRequest, RequestOutput, TokenDelta
+from rayllm.api.types import Abort, EngineInfo, GenerationRequest, RequestOutput, TokenDelta
 from rayllm.api.validation import validate_request
-from rayllm.errors import EngineDeadError, InvalidRequestError
+from rayllm.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from rayllm.text.outputs import OutputProcessor, accumulate
 from rayllm.text.tokenizer import Tokenizer
 
@@ -147,8 +147,8 @@ class EngineClient:
         cancelled task) aborts the request. prompt_text goes into the outputs. An output with finish_reason "error"
         means that the engine failed on this request alone.
 
-        Raises InvalidRequestError, at once or, if only the engine can tell, as with grammars, before the first output;
-        EngineDeadError, also in mid-stream.
+        Raises InvalidRequestError, at once or, if only the engine can tell, as with grammars, before the first output,
+        or in mid-stream if its grammar cannot go on; EngineDeadError, also in mid-stream.
         """
         if self.dead is not None:
             raise EngineDeadError(self.dead)
@@ -162,7 +162,7 @@ class EngineClient:
         self._processor.remove(request_id)
         if stream is not None:
             stream.end(StopAsyncIteration())
-            self._abort([request_id])
+            self._abort([Abort(request_id)])
 
     async def close(self) -> None:
         """Disconnect; requests that still run are aborted, and their streams end with EngineDeadError."""
@@ -194,11 +194,11 @@ class EngineClient:
             if self._streams.get(request_id) is stream:
                 del self._streams[request_id]
                 if self._processor.remove(request_id):
-                    self._abort([request_id])
+                    self._abort([Abort(request_id)])
 
-    def _abort(self, request_ids: list[str]) -> None:
+    def _abort(self, aborts: list[Abort]) -> None:
         if self.dead is None:
-            self._send(wire.Abort(request_ids))
+            self._send(wire.Aborts(aborts))
 
     def _send(self, message: wire.FrontMessage) -> None:
         """Send at once, or in order as soon as the socket takes it."""
@@ -231,7 +231,8 @@ class EngineClient:
             refused = deltas.pop(0)
             stream = self._streams.get(refused.request_id)
             if self._processor.remove(refused.request_id) and stream is not None:
-                stream.end(InvalidRequestError(str(refused.stop_reason), refused.bad_param))
+                kind = OverloadedError if refused.try_again else InvalidRequestError
+                stream.end(kind(str(refused.stop_reason), refused.bad_param))
         outputs, aborts = self._processor.process(deltas)
         for output in outputs:
             self._streams[output.request_id].put(output)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, TokenDelta
+from rayllm.api.types import Abort, EngineInfo, EngineStats, GenerationRequest, TokenDelta
 from rayllm.engine.engine import failures, refusal
 from rayllm.errors import EngineDeadError, InvalidRequestError
 
@@ -29,7 +29,7 @@ class Core(Protocol):
     on_compiled: Callable[[], None]
 
     def add(self, request: GenerationRequest) -> None: ...
-    def abort(self, request_ids: list[str]) -> None: ...
+    def abort(self, aborts: list[Abort]) -> None: ...
     def has_work(self) -> bool: ...
     @property
     def is_compiling(self) -> bool: ...
@@ -86,15 +86,15 @@ class EngineDriver:
         with self._lock:
             if front in self._fronts:
                 self._fronts.remove(front)
-                self._inbox.put(lambda: self._drop(front, list(self._live)))
+                self._inbox.put(lambda: self._drop(front, [Abort(request_id) for request_id in self._live]))
 
     def add(self, front: Front, request: GenerationRequest) -> None:
         """Queue a request; one that the core refuses gets a refusing delta. A dead engine has said so already."""
         self._inbox.put(partial(self._admit, front, request))
 
-    def abort(self, front: Front, request_ids: list[str]) -> None:
-        """Stop requests of this front; unknown ids are no error."""
-        self._inbox.put(partial(self._drop, front, request_ids))
+    def abort(self, front: Front, aborts: list[Abort]) -> None:
+        """Stop requests of this front, or completions of them; unknown ones are no error."""
+        self._inbox.put(partial(self._drop, front, aborts))
 
     @property
     def busy(self) -> bool:
@@ -170,10 +170,17 @@ class EngineDriver:
         else:
             self._live[request.request_id] = front, set(indices)
 
-    def _drop(self, front: Front, request_ids: list[str]) -> None:
-        own = [i for i in request_ids if i in self._live and self._live[i][0] is front]
-        for request_id in own:
-            del self._live[request_id]
+    def _drop(self, front: Front, aborts: list[Abort]) -> None:
+        own = []
+        for request_id, index in [(abort.request_id, abort.index) for abort in aborts]:
+            owner, running = self._live.get(request_id, (None, set()))
+            if owner is not front:
+                continue
+            running -= {index}
+            if index is None or not running:
+                del self._live[request_id]
+                index = None
+            own.append(Abort(request_id, index))
         if own:
             self._core.abort(own)
 
@@ -189,6 +196,8 @@ class EngineDriver:
                 running.discard(delta.index)
                 if not running or delta.bad_param is not None:
                     del self._live[delta.request_id]
+                if running and delta.bad_param is not None:  # its other completions end too
+                    self._inbox.put(partial(self._core.abort, [Abort(delta.request_id)]))
         for front, own in by_front.items():
             front.deliver(own)
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, KVBlocks, StartReport, TokenDelta
+from rayllm.api.types import Abort, EngineInfo, EngineStats, GenerationRequest, KVBlocks, StartReport, TokenDelta
 from rayllm.api.validation import validate_request
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.core.check import check_scheduler
@@ -22,7 +22,7 @@ from rayllm.core.memory import KVMemory, KVWindow, WriteAheadLimits
 from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
 from rayllm.core.state import SchedulerState
-from rayllm.errors import ConfigError, InvalidRequestError
+from rayllm.errors import ConfigError, InvalidRequestError, OverloadedError
 from rayllm.executor.base import Executor
 from rayllm.text.grammar import Grammar, bad_grammar
 from rayllm.text.grammar_compiler import GrammarCompiler
@@ -52,7 +52,9 @@ class EngineCore:
             start=executor.report,
             hidden_size=config.spec.hidden_size,
             kv_cache_dtype=config.options.kv_cache_dtype,
-            max_num_seqs=config.options.max_num_seqs,
+            max_num_seqs=blocks.max_num_seqs,
+            seed=config.options.seed,
+            sampling_defaults=config.sampling_defaults,
         )
         self.scheduler = _make_scheduler(config, self.info.max_model_len, blocks, executor.report)
         # Called on another thread when a request that waited for its grammar can go on: `step` has something to do.
@@ -66,7 +68,7 @@ class EngineCore:
         """Queue a request. Raises InvalidRequestError if it can never be served or its id is in use.
 
         One with structured_outputs is queued when its grammar is compiled, which others need not wait for; if that
-        fails, a delta says so.
+        fails, a delta says so. Raises OverloadedError if too many grammars wait.
         """
         validate_request(request, self.info)
         if request.request_id in self.scheduler.state.groups or request.request_id in self._compiling:
@@ -77,15 +79,18 @@ class EngineCore:
             return
         if self._grammars is None:
             raise bad_grammar("needs a tokenizer, and skip_tokenizer_init left it out")
-        grammar = self._grammars.compile(structure, self.has_work())
+        grammar = self._grammars.compile(structure, request.client, gently=self.has_work())
         self._compiling[request.request_id] = request, grammar
         grammar.add_done_callback(lambda _: self.on_compiled())
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests at once; no more deltas come for them. Unknown ids are ignored."""
-        for request_id in request_ids:
-            self._compiling.pop(request_id, None)
-            self.scheduler.abort(request_id)
+    def abort(self, aborts: Iterable[Abort]) -> None:
+        """End requests, or completions of them, at once; no more deltas come for them. Unknown ones are ignored."""
+        for abort in aborts:
+            if abort.index is None and (waiting := self._compiling.pop(abort.request_id, None)) is not None:
+                grammar = waiting[1]
+                if all(grammar is not other for _, other in self._compiling.values()):
+                    grammar.cancel()
+            self.scheduler.abort(abort.request_id, abort.index)
 
     def has_work(self) -> bool:
         """True while `step` has something to do."""
@@ -162,8 +167,15 @@ class EngineCore:
 
 def refusal(request_id: str, error: InvalidRequestError) -> TokenDelta:
     """The only delta of a request that the engine does not take."""
-    bad_param = error.param or "request"
-    return TokenDelta(request_id, 0, [], finish_reason="error", stop_reason=str(error), bad_param=bad_param)
+    return TokenDelta(
+        request_id,
+        0,
+        [],
+        finish_reason="error",
+        stop_reason=str(error),
+        bad_param=error.param or "request",
+        try_again=isinstance(error, OverloadedError),
+    )
 
 
 def failures(request_id: str, indices: Iterable[int], message: str) -> list[TokenDelta]:
@@ -199,7 +211,7 @@ def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks
     )
     state = SchedulerState(
         memory,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=blocks.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=max_model_len,
         eos_token_ids=config.spec.eos_token_ids,
@@ -211,4 +223,4 @@ def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks
     if options.target_itl_ms is not None:
         step_costs = report.ready[0].step_costs if report.ready else {}
         chunk_budget = ChunkBudget(options.target_itl_ms / 1e3, options.max_num_batched_tokens, window, step_costs)
-    return Scheduler(state, policy=POLICIES[options.scheduling_policy], chunk_budget=chunk_budget, seed=options.seed)
+    return Scheduler(state, policy=POLICIES[options.scheduling_policy], chunk_budget=chunk_budget)

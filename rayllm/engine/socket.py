@@ -45,7 +45,7 @@ class _ZmqFront:
         self._server = server
         self.peer, self.front_id = peer, front_id
         self.last_heard = time.monotonic()
-        self.beat = wire.FrontBeat()
+        self.beat: wire.FrontBeat | None = None  # its last; it sends requests only after its first
         self.news: dict[str, wire.Snapshot] = {}  # of the others' metrics, what this front was not told yet
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
@@ -121,7 +121,12 @@ class EngineSocket:
 
     def load(self) -> Load:
         """The work that all fronts have here, as they last said."""
-        return sum((front.beat.here for front in list(self._fronts.values())), Load())
+        beats = [front.beat for front in list(self._fronts.values()) if front.beat is not None]
+        return sum((beat.here for beat in beats), Load())
+
+    def front_ids(self) -> set[str]:
+        """The fronts that know that they are connected."""
+        return {front.front_id for front in list(self._fronts.values()) if front.beat is not None}
 
     def post(self, front: _ZmqFront, message: wire.EngineMessage) -> None:
         """Send a message, from any thread."""
@@ -216,8 +221,8 @@ class EngineSocket:
         match message:
             case wire.Add(request_id):
                 self._add(front, request_id, message)
-            case wire.Abort(request_ids):
-                self._driver.abort(front, request_ids)
+            case wire.Aborts(aborts):
+                self._driver.abort(front, aborts)
             case wire.FrontBeat(metrics=metrics):
                 front.beat = message
                 known = self._metrics.get(front.front_id, wire.Snapshot())
@@ -251,7 +256,7 @@ class EngineSocket:
                 self._send(peer, self._beat_for(front, unhealthy))
 
     def _beat_for(self, front: _ZmqFront, unhealthy: str | None) -> wire.EngineBeat:
-        others = [other.beat for other in self._fronts.values() if other is not front]
+        others = [other.beat for other in self._fronts.values() if other is not front and other.beat is not None]
         news, front.news = front.news, {}
         return wire.EngineBeat(
             stats=self._driver.stats,

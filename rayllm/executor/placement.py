@@ -26,7 +26,7 @@ from rayllm.errors import StartupError
 
 CPUS_PER_RANK = 0.1  # a rank's own thread mostly waits for its GPU; CPU engines share what cores there are
 
-_PASSED_ON = ("RLLM_", "NCCL_", "TORCH_SYMM_MEM", "TORCH_NCCL_", "GLOO_", "TRITON_")
+_PASSED_ON = ("NCCL_", "TORCH_SYMM_MEM", "TORCH_NCCL_", "GLOO_", "TRITON_")
 _DEFAULTS = {
     # Each actor sees its GPU as device 0; symmetric memory takes that for one GPU used twice.
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",

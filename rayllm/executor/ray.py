@@ -89,7 +89,7 @@ class RayExecutor(Executor):
         with timed(self.report.phases, "connect"):
             groups = self._connect(ranks, placement, "nccl" if config.device == "cuda" else "gloo")
         room: list[KVBlocks] = ranks.call("load the model", "load", seconds=seconds)
-        blocks = KVBlocks(min(rank.gpu for rank in room), min(rank.cpu for rank in room))
+        blocks = KVBlocks(*(min(getattr(rank, name) for rank in room) for name in KVBlocks.__struct_fields__))
         self.report.ready.extend(ranks.call("get ready", "build", blocks, seconds=seconds))
         self.report.phases.extend(self.report.ready[0].phases)
         ranks.run()

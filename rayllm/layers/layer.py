@@ -18,6 +18,7 @@ class BuildContext:
 
     Sizes are of the whole model. Each layer keeps the rank's part of its weights, and reads it by itself.
 
+    max_model_len: tokens of a sequence at most; no position reaches it.
     deterministic: a token's result does not depend on the other tokens of a call, to the bit.
     prefix: what the names of weights in the checkpoint begin with: empty, or it ends with a dot.
     """
@@ -25,6 +26,7 @@ class BuildContext:
     tp: TPGroup
     device: torch.device
     dtype: torch.dtype
+    max_model_len: int
     deterministic: bool = False
     prefix: str = ""
 

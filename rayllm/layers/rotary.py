@@ -10,7 +10,8 @@ from rayllm.config.rope import RopeSpec
 
 
 def cos_sin_table(rope: RopeSpec, max_position: int) -> torch.Tensor:
-    """[max_position, rotary_dim] float32 on the CPU: cosines in the first half of a row, sines in the second.
+    """[max_position, rotary_dim] float32 on the CPU, a row for each position below max_position: cosines in the first
+    half of a row, sines in the second.
 
     Computed on the CPU whatever the model's device, so that all devices rotate by the same angles.
     """

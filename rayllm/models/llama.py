@@ -105,8 +105,7 @@ class LlamaForCausalLM(CausalLM):
         super().__init__(build, spec)
         body = build.at("model")
         assert spec.rope is not None
-        # yarn may reach less far than max_position_embeddings claims; the table covers both.
-        rotary = cos_sin_table(spec.rope, max(spec.max_model_len, spec.max_position_embeddings)).to(build.device)
+        rotary = cos_sin_table(spec.rope, build.max_model_len).to(build.device)
         self.embed_tokens = Embedding(body.at("embed_tokens"), spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(LlamaLayer(body.at(f"layers.{i}"), spec, i, rotary) for i in range(spec.num_layers))
         self.norm = RMSNorm(body.at("norm"), spec.hidden_size, spec.norm_eps)

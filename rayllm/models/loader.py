@@ -158,8 +158,8 @@ def load_model(config: ResolvedConfig, tp: TPGroup, device: torch.device) -> Cau
     """
     spec, options, dtype = config.spec, config.options, getattr(torch, config.dtype)
     dummy = options.load_format == "dummy"
-    source = DummyCheckpoint(options.seed, device, dtype) if dummy else Checkpoint(options.model)
-    context = BuildContext(tp, device, dtype, options.deterministic)
+    source = DummyCheckpoint(options.seed or 0, device, dtype) if dummy else Checkpoint(options.model)
+    context = BuildContext(tp, device, dtype, config.max_model_len, options.deterministic)
     with torch.no_grad():
         model = MODEL_CLASSES[spec.architecture](context, spec)
         model.load(source)

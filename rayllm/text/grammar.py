@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from rayllm import timeouts
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.errors import InvalidRequestError
 
@@ -25,14 +27,18 @@ PARAM = "structured_outputs"
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,20}"}
 _MAX_REASON_CHARS = 500
 # The library's limits on one grammar; reaching one ends the request. They bound a mask to some hundred milliseconds and
-# a grammar to some ten MiB. Usual ones take far less: a millisecond and a tenth of a MiB.
+# a grammar to some ten MiB. Usual ones take far less: a millisecond and a tenth of a MiB. A place in the text has 4
+# items for each property that may still come, so that an object can have 2,500 that are optional.
 _PARSER_LIMITS = LLParserLimits(
+    max_items_in_row=10_000,
     initial_lexer_fuel=500_000,
     step_lexer_fuel=20_000,
     max_lexer_states=20_000,
     max_grammar_size=200_000,
     verbose_errors=False,
 )
+_REHEARSED_TOKENS = 16
+_STRUCTURE = '{[",:}]'  # of JSON; what leads deeper comes first
 GRACE_S = 0.002  # an idle engine that has one mask waits this long for the others
 
 
@@ -56,6 +62,7 @@ class GrammarTokenizer:
         self.mask_bytes = (data.vocab_size + 31) // 32 * 4
         n_vocab = max(data.num_tokens, data.vocab_size)
         self.tokens = LLTokenizer(data.tokenizer_json, n_vocab=n_vocab, eos_token=data.eos_token_ids)
+        self._structural = [self.tokens.greedy_tokenize(char)[0] for char in _STRUCTURE]
 
     def mask_of(self, matcher: LLMatcher) -> bytes:
         """The tokens that may come next, as StepPlan.masks has them. Raises ValueError if there are none."""
@@ -73,6 +80,28 @@ class GrammarTokenizer:
             return matcher, self.mask_of(matcher)
         except ValueError as error:
             raise bad_grammar(str(error)) from None
+
+    def rehearse(self, structure: StructuredOutputs) -> LLMatcher:
+        """Compile, and follow the grammar for some tokens, as deep into JSON as it allows. Returns the matcher.
+
+        So a limit that is met in the first tokens refuses the grammar, instead of ending an answer. Raises
+        InvalidRequestError.
+        """
+        matcher, mask = self.compile(structure)
+        place = matcher.deep_copy()
+        try:
+            for _ in range(_REHEARSED_TOKENS):
+                allowed = int.from_bytes(mask, "little")
+                lowest = (allowed & -allowed).bit_length() - 1
+                token = next((token for token in self._structural if allowed >> token & 1), lowest)
+                if token in self.data.eos_token_ids:
+                    break
+                if not place.consume_token(token):
+                    raise ValueError(place.get_error())
+                mask = self.mask_of(place)
+        except ValueError as error:
+            raise bad_grammar(str(error)) from None
+        return matcher
 
 
 def bad_grammar(reason: str) -> InvalidRequestError:
@@ -160,12 +189,12 @@ class GrammarConstraint:
         self._grammar = grammar
         self._matcher: LLMatcher | None = None  # only mask threads use it
         self._mask: bytes | None = grammar.first_mask
-        self._error: str | None = None
+        self._error: InvalidRequestError | None = None
 
     def mask(self) -> bytes | None:
         return self._mask
 
-    def error(self) -> str | None:
+    def error(self) -> InvalidRequestError | None:
         return self._error
 
     def accept(self, token: int) -> None:
@@ -181,7 +210,11 @@ class GrammarConstraint:
                     self._matcher = grammar.matcher.deep_copy()
                 if not self._matcher.consume_token(token):
                     raise ValueError(self._matcher.get_error())
-                self._mask = grammar.tokenizer.mask_of(self._matcher)
+                started = time.thread_time()
+                mask = grammar.tokenizer.mask_of(self._matcher)
+                if time.thread_time() - started > timeouts.MASK_S:
+                    raise ValueError(f"computing what may come next takes longer than {timeouts.MASK_S:g} s")
+                self._mask = mask
         except BaseException as error:  # a panic of the library is no Exception; the sequence must not wait for ever
             grammar.broken = True
-            self._error = str(bad_grammar(str(error) or type(error).__name__))
+            self._error = bad_grammar(f"its text cannot go on: {str(error) or type(error).__name__}")

@@ -9,7 +9,15 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from rayllm.api.types import CompletionOutput, GenerationRequest, Logprob, RequestOutput, TokenDelta, TokenLogprobs
+from rayllm.api.types import (
+    Abort,
+    CompletionOutput,
+    GenerationRequest,
+    Logprob,
+    RequestOutput,
+    TokenDelta,
+    TokenLogprobs,
+)
 from rayllm.errors import InvalidRequestError
 from rayllm.text.detokenizer import StopChecker
 from rayllm.text.tokenizer import Tokenizer
@@ -46,15 +54,15 @@ class OutputProcessor:
         """Forget a request; deltas that still come for it are dropped. False if it was not there."""
         return self._requests.pop(request_id, None) is not None
 
-    def process(self, deltas: Sequence[TokenDelta]) -> tuple[list[RequestOutput], list[str]]:
-        """Take the deltas of a step; return (what is new, one output a request; ids for the caller to abort).
+    def process(self, deltas: Sequence[TokenDelta]) -> tuple[list[RequestOutput], list[Abort]]:
+        """Take the deltas of a step; return (what is new, one output a request; what the caller is to abort).
 
-        The ids are those of requests that are over for the user, by stop strings, while the engine goes on with them.
-        A request whose output cannot be made ends alone, with finish_reason "error". Deltas of unknown requests and
-        of completions that are over are dropped.
+        That is what is over for the user, by stop strings, while the engine goes on with it. A request whose output
+        cannot be made ends alone, with finish_reason "error". Deltas of unknown requests and of completions that are
+        over are dropped.
         """
         outputs: dict[str, RequestOutput] = {}
-        aborts: list[str] = []
+        aborts: list[Abort] = []
         for delta in deltas:
             request = self._requests.get(delta.request_id)
             if request is None:
@@ -64,16 +72,15 @@ class OutputProcessor:
             except Exception as error:
                 logger.exception("request %s: its output could not be made", delta.request_id)
                 output = request.fail(f"internal error while making the output: {error}")
+            if len(request.in_engine) > len(request.running):
+                aborts.append(Abort(delta.request_id, delta.index if request.running else None))
+                request.in_engine &= request.running.keys()
             if output is None:
                 continue
             earlier = outputs.get(delta.request_id)
             outputs[delta.request_id] = output if earlier is None else accumulate(earlier, output)
             if output.finished:
                 del self._requests[delta.request_id]
-                if request.in_engine:
-                    aborts.append(delta.request_id)
-            # A completion that a stop string ended alone could be aborted here, by (request_id, index): it is one that
-            # is in request.in_engine and no longer in request.running.
         return list(outputs.values()), aborts
 
 
@@ -121,8 +128,8 @@ def _extend(total: CompletionOutput, new: CompletionOutput) -> None:
 class _Request:
     """A live request.
 
-    running: its completions that are not over for the user. in_engine: the indices of those that the engine has not
-    ended. They differ where a stop string ended a completion.
+    running: its completions that are not over for the user. in_engine: the indices of those that the engine goes on
+    with, as far as is known here.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, request: GenerationRequest, prompt_text: str | None):

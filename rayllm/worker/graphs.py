@@ -30,6 +30,10 @@ WORDS = 4  # int64 words a sequence in a decode step's packed input: row, positi
 CHUNK_SIZES = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
 MIXED_SIZES = (*CHUNK_SIZES[1:], 3072, 4096, 6144, 8192)
 MAX_CHUNKS = 64  # of a step without decodes, where more would only be padding to walk over
+# Sequences of a step among decodes, which computes logits for as many whether they are there or not; steps with more
+# have graphs of their own.
+MIXED_SEQS = 256
+WIDE_SIZES = tuple(size for size in MIXED_SIZES if size >= 2 * MIXED_SEQS)
 # Above 2,048 tokens, a step is captured if it computes for less than launching it takes: about 20 ms.
 CAPTURED_FLOPS = 1.5e13
 PROBE_CONTEXT = 16384  # tokens of the sequence that a step's attention is timed with
@@ -62,20 +66,28 @@ class RunContext:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes of decode steps to capture: powers of two up to 16, then every 16, and max_num_seqs itself."""
-    sizes = [size for size in (1, 2, 4, 8) if size < max_num_seqs]
-    return [*sizes, *range(16, max_num_seqs, 16), max_num_seqs]
+    """Batch sizes of decode steps to capture, the last being max_num_seqs.
+
+    Powers of two up to 16, then every 16, and above 256 eight sizes from each power of two to the next: a ninth of a
+    step is padding at most, and 1,024 sequences need 36 graphs.
+    """
+    sizes = [1]
+    while sizes[-1] < max_num_seqs:
+        last = sizes[-1]
+        sizes.append(last + (last if last < 16 else max(16, (1 << last.bit_length()) // 16)))
+    return [*sizes[:-1], max_num_seqs]
 
 
 def table_bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
     """Of the token table and of the block tables that eager and captured steps read, on the device."""
-    block_tables = 4 * max_num_seqs + MAX_CHUNKS
+    block_tables = 4 * max_num_seqs + MAX_CHUNKS + (2 * MIXED_SEQS if max_num_seqs > MIXED_SEQS else 0)
     return 4 * (max_num_seqs + 1) * max_model_len + 4 * block_tables * -(-max_model_len // block_size)
 
 
 def graph_bytes(max_num_seqs: int, num_layers: int) -> int:
     """What captured graphs take of the driver's memory. Measured on H200: 33 to 40 KiB a layer and graph."""
-    return 48 * 1024 * num_layers * (len(graph_sizes(max_num_seqs)) + len(CHUNK_SIZES) + len(MIXED_SIZES))
+    wide = len(WIDE_SIZES) if max_num_seqs > MIXED_SEQS else 0
+    return 48 * 1024 * num_layers * (len(graph_sizes(max_num_seqs)) + len(CHUNK_SIZES) + len(MIXED_SIZES) + wide)
 
 
 class _Captured(ABC):
@@ -318,7 +330,7 @@ class StepGraphs:
     @torch.inference_mode()
     def costs(self) -> dict[int, StepCost]:
         """As `RankReady` has them; measured on all ranks together, before the first step."""
-        return {size: self.chunks[-1].cost(size) for size in self.chunks[-1].sizes} if self.chunks else {}
+        return {size: self.chunks[1].cost(size) for size in self.chunks[1].sizes} if self.chunks else {}
 
 
 @torch.inference_mode()
@@ -343,16 +355,19 @@ def capture_graphs(context: RunContext, max_tokens: int, memory: StepMemory) -> 
 
 
 def step_graphs(context: RunContext, max_tokens: int, logits_room: torch.Tensor) -> list[ChunkGraphs]:
-    """Graphs for steps of up to max_tokens tokens: without decodes, and with as many as the batch has rows."""
+    """Graphs for steps of up to max_tokens tokens: without decodes, with up to MIXED_SEQS and with more of them."""
     weights = sum(parameter.numel() for parameter in context.model.parameters())
-    most, seqs = min(max_tokens, max(CHUNK_SIZES[-1], int(CAPTURED_FLOPS / (2 * weights)))), context.max_num_seqs
-    alone = [size for size in CHUNK_SIZES if size <= most]
-    mixed = [size for size in MIXED_SIZES if size <= most]
-    decodes = seqs if context.split_decodes else 0
-    return [
-        ChunkGraphs(context, alone, max_decodes=0, max_chunks=min(MAX_CHUNKS, seqs), logits_room=logits_room),
-        ChunkGraphs(context, mixed, max_decodes=decodes, max_chunks=seqs, logits_room=logits_room),
-    ]
+    most = min(max_tokens, max(CHUNK_SIZES[-1], int(CAPTURED_FLOPS / (2 * weights))))
+    seqs = context.max_num_seqs
+
+    def up_to(decodes: int, chunks: int, sizes: Sequence[int]) -> ChunkGraphs:
+        sizes = [size for size in sizes if size <= most]
+        decodes = decodes if context.split_decodes else 0
+        return ChunkGraphs(context, sizes, max_decodes=decodes, max_chunks=chunks, logits_room=logits_room)
+
+    few = min(seqs, MIXED_SEQS)
+    graphs = [up_to(0, min(MAX_CHUNKS, seqs), CHUNK_SIZES), up_to(few, few, MIXED_SIZES)]
+    return graphs if few == seqs else [*graphs, up_to(seqs, seqs, WIDE_SIZES)]
 
 
 def _logit_rows(batch: ForwardBatch) -> torch.Tensor:

@@ -63,7 +63,7 @@ def scale_for(largest: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
 def _calibrate(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Run) -> list[KVScales]:
     """Scales from the largest keys and values in a cache of the model's own dtype, after one sequence."""
     dtype, device = model.lm_head.weight.dtype, model.lm_head.weight.device
-    tokens = min(CALIBRATION_TOKENS, model.spec.max_model_len)
+    tokens = min(CALIBRATION_TOKENS, model.build.max_model_len)
     blocks = math.ceil(tokens / block_size)
     shape = (2, blocks, model.num_kv_heads_per_rank, block_size, model.spec.head_dim)
     caches = [KVCache(*torch.zeros(shape, dtype=dtype, device=device)) for _ in range(model.spec.num_layers)]

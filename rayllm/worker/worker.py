@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -28,11 +28,13 @@ from rayllm.worker.kv_scales import find_scales
 from rayllm.worker.memory import StepMemory, limit_stacks
 from rayllm.worker.runner import CHANGED_ROWS, PROMPT_LOGITS_ROWS, ModelRunner, PendingResult, sample_all_ways
 from rayllm_kernels import ops
+from rayllm_kernels.device import hardware
 
 GIB, MIB = 1 << 30, 1 << 20
 # By how much the memory of steps may grow after it was measured, because it is cut in other ways. On an H200 it grows
 # by 2 MiB at most, over whole workloads, in either mode.
 ROOM_FOR_GAPS = 32 * MIB
+SEQS_SHARE = 1 / 32  # of the memory for KV, that the most sequences at once may cost
 CPU_POOL_BYTES = GIB  # a rank's pool on a CPU, unless num_gpu_blocks_override says otherwise
 # What the costs of computing and moving KV are measured with.
 PROBE_TOKENS = {"cuda": 8192, "cpu": 64}
@@ -67,6 +69,9 @@ class RankModel:
         heads, size = self.model.num_kv_heads_per_rank, config.options.block_size
         self.block_shape = (config.spec.num_layers, 2, heads, size, config.spec.head_dim)
         self.block_bytes = block_bytes(self.block_shape, self.kv_dtype)
+        self.max_num_seqs = config.num_seqs_choices[0]
+        if len(config.num_seqs_choices) > 1:
+            self.max_num_seqs = most_seqs(config.num_seqs_choices, self.bytes_for_seqs, self._bytes_left())
 
     def count_blocks(self) -> KVBlocks:
         """Blocks that fit on the device and in swap_space. On CUDA the largest batch runs once to see its memory.
@@ -78,16 +83,26 @@ class RankModel:
         if options.preemption_mode == "recompute" and not options.enable_prefix_caching:
             num_cpu_blocks = 0
         if options.num_gpu_blocks_override is not None:
-            return KVBlocks(options.num_gpu_blocks_override, num_cpu_blocks)
+            return KVBlocks(options.num_gpu_blocks_override, num_cpu_blocks, self.max_num_seqs)
         if self.device.type == "cpu":
-            most = options.max_num_seqs * -(-self.config.max_model_len // options.block_size)
-            return KVBlocks(max(1, min(most, CPU_POOL_BYTES // self.block_bytes)), num_cpu_blocks)
+            most = self.max_num_seqs * -(-self.config.max_model_len // options.block_size)
+            num_blocks = max(1, min(most, CPU_POOL_BYTES // self.block_bytes))
+            return KVBlocks(num_blocks, num_cpu_blocks, self.max_num_seqs)
         with timed(self.phases, "size KV cache"):
-            return KVBlocks(self._measure_blocks(num_cpu_blocks), num_cpu_blocks)
+            return KVBlocks(self._measure_blocks(num_cpu_blocks), num_cpu_blocks, self.max_num_seqs)
 
     def build(self, blocks: KVBlocks) -> Worker:
         """The rank with its KV cache, warm. To be called on all ranks together, once."""
+        self.max_num_seqs = blocks.max_num_seqs
         return Worker(self, blocks)
+
+    def bytes_for_seqs(self, num_seqs: int) -> int:
+        """Device memory that sequences take beside their KV if so many run at once: tables, graphs and logits."""
+        options, spec = self.config.options, self.config.spec
+        tables = table_bytes(num_seqs, self.config.max_model_len, options.block_size)
+        tables += 4 * num_seqs * spec.hidden_size  # the pooler's sums
+        logits = num_seqs * self.model.lm_head.num_tokens * self.dtype.itemsize
+        return tables + (0 if options.enforce_eager else graph_bytes(num_seqs, spec.num_layers) + logits)
 
     def new_cache(self, blocks: KVBlocks) -> CacheEngine:
         """Pools of these sizes for this model."""
@@ -118,7 +133,7 @@ class RankModel:
             block_tables=tables,
             seq_lens=starts.diff(),
             query_start_loc=starts,
-            logit_rows=torch.arange(min(max(options.max_num_seqs, PROMPT_LOGITS_ROWS), total), device=device),
+            logit_rows=torch.arange(min(max(self.max_num_seqs, PROMPT_LOGITS_ROWS), total), device=device),
             num_decodes=num_seqs if decodes else 0,
             max_query_len=0 if decodes else length,
         )
@@ -152,19 +167,20 @@ class RankModel:
         del spare, caches
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
-        tables = table_bytes(options.max_num_seqs, self.config.max_model_len, options.block_size)
-        tables += 4 * options.max_num_seqs * spec.hidden_size  # the pooler's sums
-        logits = options.max_num_seqs * self.model.lm_head.num_tokens * self.dtype.itemsize
-        graphs = 0 if options.enforce_eager else graph_bytes(options.max_num_seqs, spec.num_layers) + logits
-        usable = total * options.gpu_memory_utilization - (total - free) - tables - graphs - ROOM_FOR_GAPS
-        blocks = int(usable) // self.block_bytes - staging_blocks(self.block_bytes, num_cpu_blocks)
+        beside = self.bytes_for_seqs(self.max_num_seqs) + ROOM_FOR_GAPS
+        blocks = int(self._bytes_left() - beside) // self.block_bytes - staging_blocks(self.block_bytes, num_cpu_blocks)
         if blocks < 1:
             raise ConfigError(
                 f"gpu_memory_utilization {options.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no memory "
                 f"for the KV cache: weights and the largest step take {(total - free) / GIB:.1f} GiB, tables, graphs "
-                f"and room for gaps {(tables + graphs + ROOM_FOR_GAPS) / GIB:.1f} GiB"
+                f"and room for gaps {beside / GIB:.1f} GiB"
             )
         return blocks
+
+    def _bytes_left(self) -> float:
+        """What gpu_memory_utilization leaves of the device's memory now."""
+        free, total = torch.cuda.mem_get_info()
+        return total * self.config.options.gpu_memory_utilization - (total - free)
 
 
 # (config, this rank's place, its device) -> the rank's model.
@@ -183,8 +199,8 @@ class Worker:
         self._pending: deque[PendingResult] = deque()
         with timed(rank.phases, "allocate KV cache"):
             self._cache = rank.new_cache(blocks)
-            state = PersistentBatch(options.max_num_seqs, rank.config.max_model_len, options.block_size, device)
-            table = SamplingTable(options.max_num_seqs, spec.vocab_size, spec.eos_token_ids)
+            state = PersistentBatch(rank.max_num_seqs, rank.config.max_model_len, options.block_size, device)
+            table = SamplingTable(rank.max_num_seqs, spec.vocab_size, spec.eos_token_ids)
             context = RunContext(rank.model, self._cache.layers, state, split_decodes=not options.deterministic)
             rank.synchronize()
         with timed(rank.phases, "warm up"):
@@ -238,7 +254,7 @@ class Worker:
                 # Prompts and decodes of all sizes: which kernels run depends on the size.
                 for total in _growing(options.max_num_batched_tokens):
                     rank.run_batch(caches, total)
-                for total in _growing(options.max_num_seqs):
+                for total in _growing(rank.max_num_seqs):
                     rank.run_batch(caches, total, length=1)
                 sample_all_ways(context, table)
                 self._cache.copy([(0, 0)])
@@ -301,6 +317,14 @@ class Worker:
         return DeviceMemory(weights, kv_cache, total - free, allowed)
 
 
+def most_seqs(choices: Sequence[int], bytes_for_seqs: Callable[[int], int], bytes_left: float) -> int:
+    """Of the choices, ascending, the last that takes a small share of the memory that is left for KV; or the first.
+
+    So each sequence has many times the memory for its KV that its place among those that run takes.
+    """
+    return max((n for n in choices if bytes_for_seqs(n) <= SEQS_SHARE * bytes_left), default=choices[0])
+
+
 def _growing(most: int) -> list[int]:
     """1 to `most`, each a quarter more than the one before: kernels change at larger distances."""
     sizes = [1]
@@ -311,7 +335,7 @@ def _growing(most: int) -> list[int]:
 
 def _check_kv_dtype(kv_dtype: torch.dtype, config: ResolvedConfig, device: torch.device) -> None:
     """Raise ConfigError for a format that the device does not have; only the rank itself knows its device."""
-    if kv_dtype != torch.float8_e4m3fn or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+    if kv_dtype != torch.float8_e4m3fn or hardware(device).has_e4m3:
         return
     raise ConfigError(
         f"kv_cache_dtype {config.options.kv_cache_dtype} needs a GPU of compute capability 8.9 or more, and "

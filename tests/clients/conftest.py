@@ -1,4 +1,4 @@
-"""One live server for all tests of clients: the one at RLLM_TEST_URL, else one that is started here.
+"""One live server for all tests of clients: the one at RAYLLM_TEST_URL, else one that is started here.
 
 Imports nothing but pytest at the top: the environments of scripts/test-clients lack rayllm.
 """
@@ -13,7 +13,7 @@ import pytest
 @pytest.fixture(scope="session")
 def url(tmp_path_factory) -> str:
     """Of the server, without /v1."""
-    given = os.environ.get("RLLM_TEST_URL")
+    given = os.environ.get("RAYLLM_TEST_URL")
     if given:
         yield given
         return

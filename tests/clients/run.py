@@ -64,7 +64,7 @@ def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as url:
         for name, python in pythons.items():
             print(f"\n== {name}: {' '.join((REQUIREMENTS / f'{name}.txt').read_text().split())}", flush=True)
-            variables = {"RLLM_FUZZ_CASES": FUZZ_CASES} | os.environ | {"RLLM_TEST_URL": url}
+            variables = {"RAYLLM_FUZZ_CASES": FUZZ_CASES} | os.environ | {"RAYLLM_TEST_URL": url}
             # A process a file, as pytest fails if nothing in it ran.
             codes = [
                 subprocess.run([python, *PYTEST, HERE / test], env=variables, cwd=ROOT).returncode

@@ -1,7 +1,7 @@
 """Requests that schemathesis makes of /openapi.json, valid and not, against a live engine.
 
 No answer is a 5xx, none takes longer than TIMEOUT_S, and each is one that the document describes; after each hundred
-requests, the engine still says what it said before. RLLM_FUZZ_CASES says how many cases to make in all, others in each
+requests, the engine still says what it said before. RAYLLM_FUZZ_CASES says how many cases to make, others in each
 run; without it they are few, and the same each time. Refused ones that should be valid are asked again, mended.
 """
 
@@ -23,8 +23,8 @@ from schemathesis.specs.openapi import checks as openapi_checks  # noqa: E402
 
 MODEL = "tiny-pydoc"
 TIMEOUT_S = 60
-CASES = int(os.environ.get("RLLM_FUZZ_CASES", "150"))
-SAME_EACH_TIME = "RLLM_FUZZ_CASES" not in os.environ
+CASES = int(os.environ.get("RAYLLM_FUZZ_CASES", "150"))
+SAME_EACH_TIME = "RAYLLM_FUZZ_CASES" not in os.environ
 # Share of the requests of each operation that takes input, and of which kind. Each text is valid as a model's id.
 SHARES = {
     ("/v1/completions", "positive"): 0.2,

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rayllm.config.model_spec import SUPPORTED_ARCHITECTURES, check_parallel, load_model_spec
+from rayllm.config.model_spec import SUPPORTED_ARCHITECTURES, check_parallel, load_model_spec, load_sampling_defaults
 from rayllm.errors import ModelError
 
 LLAMA = {
@@ -65,6 +65,10 @@ def test_llama(tmp_path):
 def test_defaults_of_the_classes(tmp_path):
     plain = spec_of(tmp_path, num_key_value_heads=..., rms_norm_eps=...)
     assert (plain.num_kv_heads, plain.norm_eps, plain.dtype, plain.eos_token_ids) == (8, 1e-6, "float32", [2])
+    for name, kv_heads in (("Mistral", 8), ("Qwen2", 32), ("Qwen3", 32)):
+        heads = {"num_attention_heads": 32, "hidden_size": 128}
+        assert spec_of(tmp_path, **arch(name), **heads, num_key_value_heads=...).num_kv_heads == kv_heads
+        assert spec_of(tmp_path, **arch(name), **heads, num_key_value_heads=None).num_kv_heads == 32
     assert spec_of(tmp_path, **arch("Qwen2")).eos_token_ids == []
     assert spec_of(tmp_path, **arch("Qwen3")).head_dim == 128
     assert spec_of(tmp_path, **arch("Qwen3"), head_dim=None).head_dim == 8
@@ -81,7 +85,7 @@ def test_defaults_of_the_classes(tmp_path):
     ],
 )
 def test_flags(tmp_path, architecture, qkv, out, mlp, norm):
-    spec = spec_of(tmp_path, **arch(architecture), attention_bias=True, mlp_bias=True)
+    spec = spec_of(tmp_path, **arch(architecture), attention_bias=out, mlp_bias=mlp)
     assert (spec.qkv_bias, spec.attention_out_bias, spec.mlp_bias, spec.qk_norm) == (qkv, out, mlp, norm)
 
 
@@ -116,8 +120,28 @@ def test_rope_yarn(tmp_path):
     assert not weighted.truncate
 
 
-def test_partial_rotary(tmp_path):
-    assert spec_of(tmp_path, partial_rotary_factor=0.5).rope.rotary_dim == 4
+def test_keys_that_change_nothing(tmp_path):
+    """What fine-tunes, converters and older versions leave behind."""
+    plain = spec_of(tmp_path)
+    left = {
+        "_name_or_path": "somebody/model",
+        "auto_map": {"AutoModelForCausalLM": "modeling.Own"},
+        "attention_dropout": 0.1,
+        "max_length": 20,
+        "partial_rotary_factor": 1.0,
+        "pretraining_tp": 2,
+        "pruned_heads": {},
+        "quantization_config": None,
+        "rope_interleaved": False,
+        "sliding_window": None,
+        "tokenizer_class": "LlamaTokenizer",
+        "transformers.js_config": {"dtype": "q4"},
+        "unk_token_id": 0,
+        "unsloth_version": "2024.9",
+    }
+    assert spec_of(tmp_path, **left) == plain
+    for key, value in left.items():
+        assert spec_of(tmp_path, **{key: value}) == plain
 
 
 @pytest.mark.parametrize(
@@ -126,7 +150,7 @@ def test_partial_rotary(tmp_path):
         (arch("Mistral") | {"sliding_window": 24}, (24,) * 4, 3),
         (arch("Mistral") | {"sliding_window": None}, (None,) * 4, 3),
         (arch("Mistral"), (4096,) * 4, 3),
-        (arch("Llama") | {"sliding_window": 24}, (None,) * 4, 3),
+        (arch("Llama") | {"sliding_window": None}, (None,) * 4, 3),
         (arch("Qwen2") | {"sliding_window": 24, "max_window_layers": 2}, (None,) * 4, 3),
         (arch("Qwen3") | {"sliding_window": 24, "use_sliding_window": False}, (None,) * 4, 3),
         (
@@ -159,6 +183,21 @@ def test_generation_config_wins(tmp_path):
     assert spec_of(tmp_path, eos_token_id=7, generation={"temperature": 0.6}).eos_token_ids == [7]
 
 
+def test_sampling_defaults(tmp_path):
+    assert load_sampling_defaults(str(tmp_path)) == {}
+    told = {"do_sample": True, "temperature": 0.6, "top_p": None, "top_k": 20, "min_p": 0, "max_new_tokens": 99}
+    path = write(tmp_path, LLAMA, told | {"repetition_penalty": 1.05, "eos_token_id": 3})
+    expected = {"temperature": 0.6, "top_k": 20, "min_p": 0, "repetition_penalty": 1.05, "max_tokens": 99}
+    assert load_sampling_defaults(path) == expected
+    for bad, message in (
+        ({"top_p": 2}, "top_p must be greater than 0 and at most 1, not 2"),
+        ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
+        ({"max_new_tokens": 0}, "max_tokens must be at least 1, not 0"),
+    ):
+        with pytest.raises(ModelError, match=rf"generation_config.json: {message} \(generation_config none"):
+            load_sampling_defaults(write(tmp_path, LLAMA, bad))
+
+
 def test_opt(tmp_path):
     spec = spec_of(tmp_path, base=OPT, word_embed_proj_dim=32, enable_bias=False)
     assert spec.opt is not None
@@ -177,7 +216,7 @@ BLOOM = {"architectures": ["BloomForCausalLM"], "vocab_size": 259}
 
 
 def test_bloom(tmp_path):
-    spec = spec_of(tmp_path, base=BLOOM, n_embed=96, n_layer=3, n_head=12, eos_token_id=...)
+    spec = spec_of(tmp_path, base=BLOOM, n_embed=96, hidden_size=64, n_layer=3, n_head=12, eos_token_id=...)
     assert (spec.hidden_size, spec.num_layers, spec.num_heads, spec.num_kv_heads) == (96, 3, 12, 12)
     assert (spec.head_dim, spec.intermediate_size, spec.hidden_act) == (8, 384, "gelu_pytorch_tanh")
     assert (spec.max_model_len, spec.eos_token_ids, spec.tie_word_embeddings) == (2048, [2], True)
@@ -189,14 +228,16 @@ def test_bloom(tmp_path):
         base=BLOOM,
         hidden_size=64,
         num_hidden_layers=2,
+        n_layer=5,
         num_attention_heads=4,
+        n_head=2,
         seq_length=4096,
         apply_residual_connection_post_layernorm=True,
     )
     assert (other.hidden_size, other.num_layers, other.num_heads, other.max_model_len) == (64, 2, 4, 4096)
     assert other.bloom is not None
     assert other.bloom.residual_after_norm
-    with pytest.raises(ModelError, match="7 attention heads do not divide hidden_size 64"):
+    with pytest.raises(ModelError, match="num_attention_heads 7 does not divide hidden_size 64"):
         spec_of(tmp_path, base=BLOOM, hidden_size=64, n_head=7)
 
 
@@ -214,17 +255,29 @@ def test_bloom(tmp_path):
         ({"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints \\(awq\\) are not supported"),
         ({"hidden_act": "prelu"}, "hidden_act prelu is not supported"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not supported"),
-        ({"num_key_value_heads": 3}, "3 KV heads do not divide 8 attention heads"),
-        ({"num_attention_heads": 7}, "7 attention heads do not divide hidden_size 64"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 8"),
+        ({"num_attention_heads": 7}, "num_attention_heads 7 does not divide hidden_size 64"),
         ({"head_dim": 512}, "head_dim 512 is more than the 256"),
         ({"eos_token_id": "two"}, "eos_token_id must be an integer or a list"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type dynamic is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type dynamic is not supported"),
         ({"rope_scaling": {"type": "linear"}}, 'has no "rope_scaling.factor"'),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, 'has no "rope_parameters.low_freq_factor"'),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer type"),
-        ({"partial_rotary_factor": 0.4}, "3 rotary entries of head_dim 8 are not supported"),
-        (arch("Qwen3") | {"use_sliding_window": True, "layer_types": ["full_attention"]}, "one entry for each of 4"),
-        (arch("Qwen3") | {"use_sliding_window": True, "layer_types": ["linear_attention"] * 4}, "'linear_attention'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters must be one object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
+        ({"rope_parameters": {"unheard_of": 2.0}}, '"rope_parameters.unheard_of" is not understood'),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"logit_scale": 0.5}, '"logit_scale" is not understood'),
+        ({"sliding_window": 24}, '"sliding_window" is not understood'),
+        (arch("Mistral") | {"mlp_bias": True}, '"mlp_bias" is not understood'),
+        (arch("Qwen2") | {"attention_bias": True}, '"attention_bias" is not understood'),
+        ({"is_causal": False}, '"is_causal" is not understood'),
+        ({"model_type": "mistral"}, "model_type mistral is not that of the architectures, LlamaForCausalLM"),
+        (arch("Qwen3") | {"use_sliding_window": True, "layer_types": ["full_attention"]}, "num_hidden_layers, 4"),
+        (
+            arch("Qwen3") | {"use_sliding_window": True, "layer_types": ["linear_attention"] * 4},
+            "layer_types linear_attention",
+        ),
     ],
 )
 def test_refusals(tmp_path, fields, message):

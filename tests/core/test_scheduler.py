@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -50,7 +52,12 @@ PARAMS = st.fixed_dictionaries(
 )
 ADD = st.tuples(st.just("add"), PROMPTS, PARAMS, st.integers(0, 2), st.sampled_from(["", "", "other"]))
 OPERATIONS = st.lists(
-    st.one_of(ADD, st.tuples(st.just("step"), st.integers(1, 8)), st.tuples(st.just("abort"), st.integers(0, 20))),
+    st.one_of(
+        ADD,
+        st.tuples(st.just("step"), st.integers(1, 8)),
+        st.tuples(st.just("abort"), st.integers(0, 20)),
+        st.tuples(st.just("end"), st.integers(0, 20), st.integers(0, 5)),
+    ),
     max_size=40,
 )
 
@@ -122,6 +129,8 @@ def test_random_histories_leave_every_output_right(
         elif operation[0] == "step":
             for _ in range(operation[1]):
                 harness.step()
+        elif operation[0] == "end":
+            harness.end(f"r{operation[1]}", operation[2])
         else:
             harness.abort(f"r{operation[1]}")
     harness.run()
@@ -164,6 +173,8 @@ def test_a_long_history_in_a_tight_pool_preempts_and_finishes(policy, depth, mod
             harness.step()
         if rng.random() < 0.1:
             harness.abort(f"r{rng.randint(0, i)}")
+        if i % 8 == 7:
+            harness.end(f"r{i - 3}", i % 3)
     harness.run()
     harness.check_done()
     stats = harness.scheduler.stats()
@@ -222,6 +233,74 @@ def test_siblings_share_the_prompt_and_copy_only_its_last_block():
     assert stats.num_used_blocks == 8 + 7, "8 blocks of prompt and one own block for each of 7 siblings"
     harness.run()
     harness.check_done()
+
+
+def test_a_sample_that_is_ended_frees_its_blocks_and_the_others_go_on():
+    harness = Harness(num_blocks=64, block_size=4, depth=2, max_num_seqs=8, max_num_batched_tokens=64, caching=False)
+    harness.add("a", list(range(30)), n=4, max_tokens=9, seed=1, ignore_eos=True)
+    for _ in range(4):
+        harness.step()
+    before = harness.scheduler.stats()
+    harness.end("a", 0)
+    harness.end("a", 2)
+    stats = harness.scheduler.stats()
+    assert before.num_used_blocks > stats.num_used_blocks == 7 + 2, "7 blocks of prompt and one own block for each"
+    assert (before.num_running, stats.num_running) == (4, 2)
+    harness.run()
+    harness.check_done()
+    assert len(harness.outputs["a", 1]) == len(harness.outputs["a", 3]) == 9
+    assert harness.scheduler.stats().generation_tokens - before.generation_tokens < 18
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_another_sample_computes_the_prompt_if_the_first_is_ended(steps):
+    """Before it runs, in its prompt and with its first token in flight; the prompt's log-probabilities come anyway."""
+    harness = Harness(num_blocks=64, block_size=4, depth=2, max_num_batched_tokens=16)
+    delivered, deliver = [], harness.deliver
+    harness.deliver = lambda deltas: delivered.extend(deltas) or deliver(deltas)  # type: ignore[method-assign]
+    harness.add("a", list(range(24)), n=3, max_tokens=4, seed=1, prompt_logprobs=0, ignore_eos=True)
+    for _ in range(steps):
+        harness.step()
+    harness.end("a", 0)
+    harness.run()
+    harness.check_done()
+    assert ("a", 0) not in harness.outputs
+    assert [delta.index for delta in delivered if delta.prompt_logprobs or delta.times] == [1]
+    assert None not in delivered[0].prompt_logprobs[1:]
+
+
+@pytest.mark.parametrize("where", ["waiting", "swapped"])
+def test_a_sample_that_is_ended_while_it_waits(where):
+    mode = "swap" if where == "swapped" else "recompute"
+    harness = Harness(
+        num_blocks=8, block_size=4, num_cpu_blocks=16, preemption_mode=mode, growth_blocks=0, caching=False
+    )
+    harness.add("a", list(range(8)), n=3, max_tokens=20, seed=1, ignore_eos=True)
+    while not (waiting := harness.scheduler.state.waiting) or not harness.outputs.get(("a", waiting[0].index)):
+        harness.step()
+    index = waiting[0].index
+    assert harness.scheduler.stats().num_swapped == (where == "swapped")
+    harness.end("a", index)
+    assert harness.scheduler.stats().num_swapped == harness.scheduler.stats().num_waiting == 0
+    harness.run()
+    harness.check_done()
+
+
+def test_what_has_ended_leaves_no_prompt_behind():
+    """At once, not when the garbage collector comes by, and wherever the request was."""
+    harness = Harness(num_blocks=64, block_size=4, max_num_batched_tokens=64)
+    gc.collect()
+    gc.disable()
+    try:
+        for name, request in (("aborted", {}), ("run", {}), ("beams", {"use_beam_search": True, "best_of": 2})):
+            harness.add(name, list(range(20)), max_tokens=3, seed=1, ignore_eos=True, **request)
+            sequences = [weakref.ref(seq) for seq in harness.scheduler.state.groups[name].sequences]
+            if name == "aborted":
+                harness.abort(name)
+            harness.run()
+            assert [sequence() for sequence in sequences] == [None], name
+    finally:
+        gc.enable()
 
 
 def test_high_priority_overtakes_and_preempts():

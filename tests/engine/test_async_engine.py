@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 import tokenizers
 from support.driver import INFO, FakeCore, fake_request, until, wait_for, whole
+from support.engine import fake_core
 from tokenizers import decoders, models, pre_tokenizers
 
 from rayllm.api.sampling_params import SamplingParams
@@ -46,7 +47,7 @@ async def engine_on(core: FakeCore, tokenizer=TOKENIZER):
     try:
         yield engine
     finally:
-        if core.gated:
+        if getattr(core, "gated", False):
             core.allow(1000)
         await engine.close()
 
@@ -63,6 +64,28 @@ def in_a_loop(test):
 async def stepping_until(core, condition):
     """Let the engine step on, as what was sent to it is taken in between steps."""
     await until(lambda: condition() or core.allow())
+
+
+async def drawn_tokens(**options) -> list[tuple[int, ...]]:
+    """What a new engine makes of five equal requests without a seed, two completions each."""
+    core, _ = fake_core(**options)
+    async with engine_on(core, None) as engine:
+        requests = [fake_request(f"r{i}", max_tokens=12, n=2, ignore_eos=True) for i in range(5)]
+        totals = await asyncio.gather(*(whole(engine.generate(request)) for request in requests))
+    return [tuple(completion.token_ids) for total in totals for completion in total.outputs]
+
+
+@in_a_loop
+async def test_without_a_seed_no_noise_comes_twice():
+    """Neither in one engine, nor in another or after a new start."""
+    assert len({*await drawn_tokens(), *await drawn_tokens()}) == 20
+
+
+@in_a_loop
+async def test_with_a_seed_of_the_engine_every_start_repeats_the_noise_of_the_last():
+    first = await drawn_tokens(seed=3)
+    assert first == await drawn_tokens(seed=3)
+    assert len({*first, *await drawn_tokens(seed=4)}) == 20
 
 
 @in_a_loop

@@ -8,7 +8,7 @@ import time
 
 from support.driver import FakeCore, RecordingFront, fake_request, fake_token, fake_tokens, running, wait_for
 
-from rayllm.api.types import TokenDelta
+from rayllm.api.types import Abort, TokenDelta
 from rayllm.engine.driver import EngineDriver
 
 
@@ -81,7 +81,7 @@ def test_an_id_in_use_is_refused_for_the_other_front():
     with running(core, fronts=2) as (driver, one, two):
         driver.add(one, fake_request("r"))
         driver.add(two, fake_request("r"))
-        driver.abort(two, ["r"])  # not its request
+        driver.abort(two, [Abort("r")])  # not its request
         core.allow(3)
         wait_for(lambda: one.ends() and two.ends())
         assert one.tokens("r") == fake_tokens(fake_request("r"))
@@ -95,12 +95,29 @@ def test_abort_stops_deltas():
         driver.add(front, fake_request("other", max_tokens=4))
         core.allow(1)
         wait_for(lambda: front.steps)
-        driver.abort(front, ["r", "unknown"])
+        driver.abort(front, [Abort("r"), Abort("unknown")])
         core.allow(5)
         wait_for(front.ends)
         assert ("abort", "r") in core.calls
         assert len(front.tokens("r")) <= 2
         assert [end[0] for end in front.ends()] == ["other"]
+
+
+def test_a_completion_that_ends_alone_is_awaited_no_more():
+    core = FakeCore(gated=True)
+    with running(core, fronts=2) as (driver, one, two):
+        driver.add(one, fake_request("r", n=3, max_tokens=50))
+        driver.abort(two, [Abort("r", 1)])  # not its request
+        driver.abort(one, [Abort("r", 1), Abort("r", 1), Abort("r", 9), Abort("r", 0)])
+        wait_for(lambda: any(call[0] == "abort" for call in core.calls))
+        assert core.calls[-1] == ("abort", ("r", 1), ("r", 1), ("r", 9), ("r", 0))
+        driver.abort(one, [Abort("r", 2)])
+        core.allow(1)
+        wait_for(lambda: core.calls[-1] == ("abort", "r"))  # the last of them: all that the core knows of the request
+        core.allow(100)
+        driver.add(one, fake_request("r", max_tokens=2))  # the id is free
+        wait_for(one.ends)
+        assert one.ends() == [("r", 0, "length", None)]
 
 
 def test_a_front_that_leaves_has_its_requests_aborted():
@@ -183,7 +200,7 @@ def test_busy_is_who_has_requests():
         driver.add(front, fake_request("compiling"))
         wait_for(lambda: core.is_compiling)
         assert driver.busy, "a request waits for its grammar"
-        driver.abort(front, ["compiling"])
+        driver.abort(front, [Abort("compiling")])
         wait_for(lambda: not driver.busy)
 
 
@@ -253,9 +270,9 @@ def test_a_refusal_in_mid_step_ends_the_whole_request():
         core.compiled("compiling")
         wait_for(front.ends)
         assert front.ends() == [("compiling", 0, "error", "no")]
-        driver.abort(front, ["compiling"])  # it is not the front's any more
+        driver.abort(front, [Abort("compiling")])  # it is not the front's any more
         driver.shutdown()
-        assert ("abort", "compiling") not in core.calls
+        assert core.calls.count(("abort", "compiling")) == 1, "what the core still had of it"
 
 
 # ---- figures and the end

@@ -165,7 +165,7 @@ class RecordingRank:
         self.pending = deque()
 
     def count_blocks(self):
-        return KVBlocks(64, 0)
+        return KVBlocks(64, 0, 8)
 
     def build(self, blocks):
         context, _room = run_context(self.model.model, self.model.new_cache(blocks).layers, 8, block_size=16)

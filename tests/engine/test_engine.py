@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from support.engine import FakeExecutor, HeldGrammars, bound_request, engine_request, fake_config, fake_core, run_all
 from support.fakes import FakeConstraint, expected_output
 
 from rayllm.api.sampling_params import StructuredOutputs
-from rayllm.api.types import GenerationRequest, KVBlocks, TokenDelta
+from rayllm.api.types import Abort, GenerationRequest, KVBlocks, TokenDelta
 from rayllm.engine import build
 from rayllm.engine.build import start_resolved_engine
 from rayllm.engine.engine import EngineCore, failures, refusal
@@ -59,7 +60,7 @@ def test_abort_ends_a_request_without_a_delta():
     core.add(engine_request("r", 50))
     core.add(engine_request("other", 5))
     core.step()
-    core.abort(["r", "unknown"])
+    core.abort([Abort("r"), Abort("unknown")])
     assert {delta.request_id for delta in run_all(core)} == {"other"}
     core.add(engine_request("r", 2))  # the id is free
     assert tokens_of(run_all(core), "r") == expected(engine_request("r", 2))
@@ -130,8 +131,8 @@ def test_grammars_are_compiled_gently_beside_other_work():
 
 def test_a_grammar_that_is_known_already_delays_nothing():
     class Known(HeldGrammars):
-        def compile(self, structure, gently=False):
-            super().compile(structure, gently)
+        def compile(self, structure, client=None, gently=False):
+            super().compile(structure, client, gently)
             self.release(-1)
             return self.compiling[-1]
 
@@ -163,14 +164,14 @@ def test_refusals_come_first_and_in_a_step_of_their_own():
     assert tokens_of(run_all(core), "free") == expected(engine_request("free", 3))[1:]
 
 
-def test_requests_are_queued_in_the_order_in_which_they_came():
-    """However long their grammars take: those without a seed of their own get one by their place."""
-    texts = []
+def test_tokens_do_not_depend_on_which_grammar_is_ready_first():
+    """A request has the seed of its noise from the start."""
+    texts, requests = [], [bound_request(name, 9, seed=None, temperature=1.0) for name in ("a", "b")]
     for order in ((0, 1), (1, 0)):
         grammars = HeldGrammars()
-        core, _ = fake_core(grammars, seed=3)
-        for name in ("a", "b"):
-            core.add(bound_request(name, 9, seed=None, temperature=1.0))
+        core, _ = fake_core(grammars)
+        for request in requests:
+            core.add(request)
         for index in order:
             grammars.release(index)
         deltas = run_all(core)
@@ -199,14 +200,37 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled():
     grammars = HeldGrammars()
     core, _ = fake_core(grammars)
     core.add(bound_request("r", 3))
-    core.abort(["r"])
+    core.abort([Abort("r")])
     assert not core.is_compiling
     later = bound_request("r", 4, seed=9, structured_outputs=StructuredOutputs(regex="[0-9]+"))
     core.add(later)  # another request of the same id
-    grammars.release(0)
-    assert run_all(core) == [] and core.is_compiling, "the first one's grammar is nobody's"
+    assert grammars.compiling[0].cancelled(), "the first one's grammar is nobody's"
+    assert run_all(core) == [] and core.is_compiling
     grammars.release(1)
     assert tokens_of(run_all(core), "r") == expected(later, FakeConstraint())
+
+
+def test_a_grammar_that_another_request_waits_for_is_not_cancelled():
+    class Shared(HeldGrammars):
+        def compile(self, structure, client=None, gently=False):
+            return self.compiling[0] if self.compiling else super().compile(structure, client, gently)
+
+    grammars = Shared()
+    core, _ = fake_core(grammars)
+    first, second = bound_request("a", 3), bound_request("b", 3)
+    core.add(first)
+    core.add(second)
+    core.abort(["a"])
+    grammars.release(0)
+    assert tokens_of(run_all(core), "b") == expected(second, FakeConstraint())
+
+
+def test_the_client_of_a_request_is_whose_grammar_it_is():
+    grammars = HeldGrammars()
+    core, _ = fake_core(grammars)
+    core.add(msgspec.structs.replace(bound_request("a"), client="alice"))
+    core.add(bound_request("b"))
+    assert grammars.clients == ["alice", None]
 
 
 # ---- limits

@@ -22,6 +22,7 @@ from rayllm.worker import worker
 from rayllm.worker.cache import CacheEngine
 from rayllm.worker.kv_scales import CALIBRATION_TOKENS, MARGIN, find_scales, scale_for
 from rayllm.worker.worker import RankModel
+from rayllm_kernels.device import Hardware, assumed
 from rayllm_kernels.ops import KVScales
 
 CPU = torch.device("cpu")
@@ -85,7 +86,9 @@ def test_e4m3_is_calibrated_with_random_tokens(llama):
 
 @pytest.mark.parametrize(("most", "expected"), [(33, 33), (2 * CALIBRATION_TOKENS, CALIBRATION_TOKENS)])
 def test_calibration_takes_no_more_tokens_than_a_sequence_may_have(tmp_path, most, expected):
-    model = load(factory.make_model(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=most))
+    context = 2 * CALIBRATION_TOKENS
+    folder = factory.make_model(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=context)
+    model = factory.load(folder, max_model_len=most)
     seen = []
     find_scales(model, E4M3, 16, lambda batch, _caches: seen.append(len(batch.positions)))
     assert seen == [expected]
@@ -186,9 +189,9 @@ def test_a_gpu_without_e4m3_is_refused_before_the_model_is_loaded(monkeypatch):
     """Another format goes on to the device, which is none that this test can load a model on."""
 
     def load_on(capability, kv_cache_dtype):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
         config = resolve(EngineConfig(device="cuda", kv_cache_dtype=kv_cache_dtype), num_gpus=1)
-        RankModel(config, TPGroup.single(), torch.device("cuda"))
+        with assumed(torch.device("cuda"), Hardware(108, 163 << 10, capability)):
+            RankModel(config, TPGroup.single(), torch.device("cuda"))
 
     def reached(*_args):
         raise NotImplementedError("the device")

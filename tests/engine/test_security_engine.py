@@ -82,9 +82,9 @@ class RecordingCore(EngineCore):
         super().add(request)
         self.added.append(request.request_id)
 
-    def abort(self, request_ids):
-        super().abort(request_ids)
-        self.aborted += request_ids
+    def abort(self, aborts):
+        super().abort(aborts)
+        self.aborted += [abort.request_id for abort in aborts]
 
 
 class EngineState(FakeState):

@@ -19,7 +19,7 @@ import zmq
 from support.driver import INFO, FakeCore, fake_request, fake_tokens, running, until, wait_for, whole
 
 from rayllm.api import wire
-from rayllm.api.types import GenerationRequest, Load
+from rayllm.api.types import Abort, GenerationRequest, Load
 from rayllm.engine import socket as engine_socket
 from rayllm.engine.client import EngineClient
 from rayllm.engine.driver import EngineDriver
@@ -170,7 +170,7 @@ def test_abort():
         front.send(wire.pack_request(fake_request("r", max_tokens=50)))
         wait_for(core.live)
         front.send(wire.pack_request(fake_request("other", max_tokens=3)))
-        front.send(wire.Abort(["r", "unknown"]))
+        front.send(wire.Aborts([Abort("r"), Abort("unknown")]))
         wait_until_handled(server, front)
         core.allow(4)
         steps = [front.receive(wire.Deltas).deltas for _ in range(4)]
@@ -275,7 +275,7 @@ def test_bad_parameters_do_not_pass_the_wire():
         b"\x80\x04N.",
         b"\x81",
         msgspec.msgpack.encode({"type": "Launch"}),
-        msgspec.msgpack.encode({"type": "Abort", "request_ids": 1}),
+        msgspec.msgpack.encode({"type": "Aborts", "aborts": 1}),
         msgspec.msgpack.encode(wire.Welcome(INFO)),
     ],
 )

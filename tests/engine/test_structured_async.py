@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.driver import RecordingFront, until, wait_for, whole
 
+from rayllm import timeouts
 from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
 from rayllm.api.types import GenerationRequest
 from rayllm.config.options import EngineConfig
@@ -31,7 +32,7 @@ from rayllm.text.tokenizer import load_tokenizer
 
 IDS = itertools.count()
 WORD = StructuredOutputs(regex="[a-z]{3,8}-[0-9]{2}")
-HARD = [f"(((a{{100}}){{100}}){{100}}){{{i}}}" for i in range(90, 100)]  # a quarter of a second each, then too large
+HARD = [f"(((a{{100}}){{100}}){{100}}){{{i}}}" for i in range(96, 100)]  # a quarter of a second each, then too large
 
 
 def request(structure: StructuredOutputs | None = None, max_tokens: int = 30, **options) -> GenerationRequest:
@@ -48,8 +49,8 @@ class Compiler(GrammarCompiler):
 
     held: Future[Grammar] | None = None
 
-    def compile(self, structure: StructuredOutputs, gently: bool = False) -> Future[Grammar]:
-        return self.held or super().compile(structure, gently)
+    def compile(self, structure: StructuredOutputs, client: str | None = None, gently: bool = False) -> Future[Grammar]:
+        return self.held or super().compile(structure, client, gently)
 
     def hold(self) -> Future[Grammar]:
         self.held = Future()
@@ -127,7 +128,7 @@ async def test_a_stream_goes_on_beside_hostile_grammars():
         assert max(counts) - first >= 50, "the stream went on while they were compiled"
         gaps = sorted(b - a for a, b in itertools.pairwise(times[start : start + max(counts) - first]))
         print(
-            f"\n10 hard schemas: {len(gaps)} gaps, median {gaps[len(gaps) // 2] * 1e3:.1f} ms, "
+            f"\n4 hard grammars: {len(gaps)} gaps, median {gaps[len(gaps) // 2] * 1e3:.1f} ms, "
             f"p99 {gaps[len(gaps) * 99 // 100] * 1e3:.1f} ms, longest {gaps[-1] * 1e3:.1f} ms"
         )
         await reading
@@ -158,7 +159,7 @@ async def test_a_request_that_leaves_while_its_grammar_is_compiled():
         await until(lambda: core.is_compiling)
         waiting.cancel()
         await until(lambda: not core.is_compiling)
-        held.set_exception(RuntimeError("late"))
+        assert held.cancelled()
         await until(lambda: not engine.driver.busy)
         assert engine.stats().prompt_tokens == 0, "the request never came as far as the scheduler"
         assert len((await whole(engine.generate(free(5)))).outputs[0].token_ids) == 5
@@ -218,7 +219,7 @@ async def test_others_pass_a_sequence_whose_mask_is_slow(monkeypatch):
 
 
 @in_a_loop
-async def test_a_grammar_that_fails_in_mid_text_ends_its_sequence_alone(monkeypatch):
+async def test_a_grammar_that_fails_in_mid_text_ends_its_request_alone(monkeypatch):
     async with real_engine() as (engine, _core, compiler):
         alone = (await whole(engine.generate(free(60)))).outputs[0].token_ids
         compiler.compile(WORD).result(30)
@@ -230,14 +231,46 @@ async def test_a_grammar_that_fails_in_mid_text_ends_its_sequence_alone(monkeypa
             return real(self, matcher)
 
         monkeypatch.setattr(GrammarTokenizer, "mask_of", failing)
-        bound, other = await asyncio.gather(whole(engine.generate(request(WORD))), whole(engine.generate(free(60))))
-        (completion,) = bound.outputs
-        assert (completion.finish_reason, completion.stop_reason) == (
-            "error",
-            "structured_outputs: the limit is reached",
-        )
-        assert len(completion.token_ids) == 4
-        assert other.outputs[0].token_ids == alone
+        other = asyncio.create_task(whole(engine.generate(free(60))))
+        token_ids: list[int] = []
+
+        async def read() -> None:
+            async for output in engine.generate(request(WORD)):
+                token_ids.extend(output.outputs[0].token_ids)
+
+        with pytest.raises(InvalidRequestError, match="structured_outputs: its text cannot go on: the limit") as caught:
+            await read()
+        assert caught.value.param == "structured_outputs"
+        assert len(token_ids) == 4
+        assert (await other).outputs[0].token_ids == alone
+
+
+@in_a_loop
+async def test_a_limit_that_one_of_several_completions_meets_ends_the_request(monkeypatch):
+    async with real_engine() as (engine, _core, compiler):
+        compiler.compile(WORD).result(30)
+        real, calls = GrammarTokenizer.mask_of, itertools.count()
+
+        def failing(self, matcher):
+            if next(calls) == 8:
+                raise ValueError("the limit is reached")
+            return real(self, matcher)
+
+        monkeypatch.setattr(GrammarTokenizer, "mask_of", failing)
+        with pytest.raises(InvalidRequestError, match="its text cannot go on"):
+            await whole(engine.generate(request(WORD, n=3)))
+        await until(lambda: not engine.driver.busy)
+        assert (engine.stats().num_running, engine.stats().num_waiting) == (0, 0)
+
+
+@in_a_loop
+async def test_a_mask_that_takes_too_long_ends_its_request(monkeypatch):
+    """Ambiguous grammars take longer with each token."""
+    async with real_engine() as (engine, _core, compiler):
+        compiler.compile(WORD).result(30)
+        monkeypatch.setattr(timeouts, "MASK_S", -1.0)
+        with pytest.raises(InvalidRequestError, match="computing what may come next takes longer than -1 s"):
+            await whole(engine.generate(request(WORD)))
 
 
 def test_an_id_is_in_use_while_its_grammar_is_compiled():

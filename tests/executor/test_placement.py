@@ -90,16 +90,16 @@ def test_gloo_and_nccl_are_kept_on_the_interface_of_the_rendezvous(ray_cluster):
 
 
 def test_actors_get_the_users_settings_and_the_way_to_our_modules(monkeypatch, tmp_path):
-    for name in ("NCCL_NVLS_ENABLE", "NCCL_DEBUG", "RLLM_X", "SECRET"):
+    for name in ("NCCL_NVLS_ENABLE", "NCCL_DEBUG", "GLOO_X", "SECRET"):
         monkeypatch.delenv(name, raising=False)
     assert actor_environment()["NCCL_NVLS_ENABLE"] == "0"
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-    monkeypatch.setenv("RLLM_X", "2")
+    monkeypatch.setenv("GLOO_X", "2")
     monkeypatch.setenv("SECRET", "3")
     package = str(Path(rayllm.__file__).parent)
     monkeypatch.setattr(sys, "path", [str(tmp_path), package, str(tmp_path / "missing"), *sys.path])
     environment = actor_environment()
-    assert (environment["NCCL_NVLS_ENABLE"], environment["RLLM_X"]) == ("1", "2")
+    assert (environment["NCCL_NVLS_ENABLE"], environment["GLOO_X"]) == ("1", "2")
     assert environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
     assert "SECRET" not in environment
     folders = environment["PYTHONPATH"].split(os.pathsep)

@@ -33,7 +33,7 @@ def test_any_number_of_heads(heads):
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_share_the_slopes_as_they_share_the_heads(size):
     def slopes(tp):
-        return rank_slopes(BuildContext(tp, CPU, torch.bfloat16), 12)
+        return rank_slopes(BuildContext(tp, CPU, torch.bfloat16, 64), 12)
 
     parts = [slopes(TPGroup(rank, size, object())) for rank in range(size)]
     assert torch.cat(parts).tolist() == slopes(TPGroup.single()).tolist()

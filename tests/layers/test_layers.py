@@ -25,7 +25,7 @@ from rayllm.parallel.tp_group import TPGroup
 from rayllm_kernels.norm.qk_norm_rope_cache import rotate
 
 CPU = torch.device("cpu")
-BUILD = BuildContext(TPGroup.single(), CPU, torch.float32)
+BUILD = BuildContext(TPGroup.single(), CPU, torch.float32, 64)
 ROPES = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},

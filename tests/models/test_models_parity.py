@@ -166,6 +166,22 @@ def test_parity_of_many_tokens(tmp_path, kind):
     assert (logits - expected).abs().max() < TOLERANCE
 
 
+ROPE_KINDS = ("llama", "llama3_rope", "llama_linear", "llama_yarn", "mistral", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("kind", ROPE_KINDS)
+def test_rotary_table_is_as_long_as_sequences_may_be(tmp_path, kind):
+    """Of a context of a million, only max_model_len rows are held, and the angles stay those of the whole context."""
+    folder = factory.make_model(tmp_path, kind, num_hidden_layers=2, max_position_embeddings=2**20)
+    model, prompt = factory.load(folder, max_model_len=48), tokens_of(48, 8)
+    assert {layer.self_attn.attention.rotary.shape for layer in model.layers} == {(48, 16)}
+    assert len({layer.self_attn.attention.rotary.data_ptr() for layer in model.layers}) == 1
+    [logits] = factory.PagedRunner(model).step([("a", prompt)])
+    with torch.inference_mode():
+        expected = reference(folder)(torch.tensor([prompt])).logits[0]
+    assert (logits - expected).abs().max() < TOLERANCE
+
+
 def test_padded_decode_batch(tmp_path):
     """Rows that pad a captured graph write no KV and disturb nobody."""
     folder = factory.make_model(tmp_path, "qwen3")

@@ -54,7 +54,7 @@ class GraphRank:
         self._pending = deque()
 
     def count_blocks(self):
-        return KVBlocks(256, 0)
+        return KVBlocks(256, 0, 8)
 
     def build(self, blocks):
         cache = self._model.new_cache(blocks)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
 from rayllm.api.sampling_params import SamplingParams
-from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, RequestOutput, TokenDelta
+from rayllm.api.types import Abort, EngineInfo, EngineStats, GenerationRequest, RequestOutput, TokenDelta
 from rayllm.engine.driver import EngineDriver
 from rayllm.errors import EngineDeadError, InvalidRequestError
 from rayllm.text.outputs import accumulate
@@ -85,12 +85,14 @@ class FakeCore:
             return
         self._live[request.request_id] = (request, 0)
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, aborts: list[Abort]) -> None:
+        """Whole requests at once; single completions go on, as the driver has to drop what still comes of them."""
         self.thread_ids.add(threading.get_ident())
-        for request_id in request_ids:
+        for request_id in [abort.request_id for abort in aborts if abort.index is None]:
             self._live.pop(request_id, None)
             self._compiling.pop(request_id, None)
-        self.calls.append(("abort", *request_ids))  # last, as tests wait for it
+        names = [a.request_id if a.index is None else (a.request_id, a.index) for a in aborts]
+        self.calls.append(("abort", *names))  # last, as tests wait for it
 
     def check_health(self) -> None:
         if self.lost is not None:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 from support.fakes import EOS, VOCAB, FakeConstraint, FakeWorker
 
 from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
@@ -44,10 +45,11 @@ class FakeExecutor(Executor):
         if self._error is not None:
             raise self._error
         options, window = self._config.options, self._config.spec.kv_window
+        blocks = msgspec.structs.replace(self._blocks, max_num_seqs=self._config.num_seqs_choices[-1])
         if self._blocks.cpu:
             self.report.ready.append(RankReady(kv_costs=KVCosts(1.0, 1e-3, 1e-3)))
-        self._worker = FakeWorker(self._blocks.gpu, options.block_size, options.max_num_seqs, self._blocks.cpu, window)
-        return self._blocks
+        self._worker = FakeWorker(blocks.gpu, options.block_size, blocks.max_num_seqs, blocks.cpu, window)
+        return blocks
 
     def submit(self, plan: StepPlan) -> None:
         assert len(self._in_flight) < self.max_in_flight
@@ -71,10 +73,12 @@ class HeldGrammars:
     def __init__(self) -> None:
         self.compiling: list[Future] = []  # in the order of the requests
         self.gently: list[bool] = []
+        self.clients: list[str | None] = []
         self.closed = False
         self.threads = SimpleNamespace(wait=lambda _timeout: None)
 
-    def compile(self, _structure: StructuredOutputs, gently: bool = False) -> Future:
+    def compile(self, _structure: StructuredOutputs, client: str | None = None, gently: bool = False) -> Future:
+        self.clients.append(client)
         self.compiling.append(Future())
         self.gently.append(gently)
         return self.compiling[-1]

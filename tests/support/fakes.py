@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import SequenceData, StepPlan, StepResult, TokenLogprobs
+from rayllm.errors import InvalidRequestError
 
 VOCAB = 50
 EOS = 7
@@ -98,10 +99,10 @@ class FakeConstraint:
     def error_now(self) -> bool:
         return not self.due and self.fail_after is not None and len(self.generated) >= self.fail_after
 
-    def error(self) -> str | None:
+    def error(self) -> InvalidRequestError | None:
         """Called once in a schedule."""
         self.due = max(0, self.due - 1)
-        return "the grammar gave up" if self.error_now else None
+        return InvalidRequestError("the grammar gave up", "structured_outputs") if self.error_now else None
 
 
 def expected_output(

@@ -37,22 +37,22 @@ class CharTokenizer:
         return "".join(f"{m['role'][0]}:{m['content']};" for m in messages) + "a:" * add_generation_prompt
 
 
-def target(reply_id, tokenizer):
+def target(reply_id, tokenizer, info):
     model = SimpleNamespace(name="m", server=ServerConfig())
-    return Target(model, SimpleNamespace(info=INFO, tokenizer=tokenizer), INFO, reply_id)
+    return Target(model, SimpleNamespace(info=info, tokenizer=tokenizer), info, reply_id)
 
 
-def completion(tokenizer=CharTokenizer(), **fields):
+def completion(tokenizer=CharTokenizer(), info=INFO, **fields):
     """(body, job, target) of a completion."""
     body = CompletionBody.model_validate({"prompt": "hi"} | fields)
-    there = target("cmpl-1", tokenizer)
+    there = target("cmpl-1", tokenizer, info)
     return body, completion_job(body, there), there
 
 
-def chat(tokenizer=CharTokenizer(), **fields):
+def chat(tokenizer=CharTokenizer(), info=INFO, **fields):
     """(body, job, target) of a chat."""
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}]} | fields)
-    there = target("chatcmpl-1", tokenizer)
+    there = target("chatcmpl-1", tokenizer, info)
     return body, chat_job(body, there), there
 
 

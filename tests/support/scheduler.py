@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from support.fakes import EOS, FakeConstraint, FakeWorker, embedding, expected_beams, expected_output
 
-from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.sampling_params import SamplingParams, derive_seed
 from rayllm.api.types import GenerationRequest, KVCosts, StepCost, StepPlan, TokenDelta
 from rayllm.core.check import check_scheduler
 from rayllm.core.chunk_budget import ChunkBudget
 from rayllm.core.memory import KVMemory, WriteAheadLimits
 from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
-from rayllm.core.sequence import derive_seed
 from rayllm.core.state import SchedulerState
 
 CHEAP = KVCosts(recompute_token=1.0, swap_out_block=1e-3, swap_in_block=1e-3)  # to move, that is
@@ -84,6 +83,7 @@ class Harness:
         self.requests: dict[str, GenerationRequest] = {}
         self.constraints: dict[str, dict | None] = {}
         self.aborted: set[str] = set()
+        self.ended: set[tuple[str, int]] = set()
         self.plans: list[StepPlan] = []
         self.last_deltas: dict[tuple[str, int], TokenDelta] = {}
 
@@ -121,6 +121,16 @@ class Harness:
             self.aborted.add(request_id)
         check_scheduler(self.scheduler)
 
+    def end(self, request_id: str, index: int) -> None:
+        """End one completion, if there is such."""
+        self.scheduler.abort(request_id, index)
+        request = self.requests.get(request_id)
+        if request is not None and index < request.params.width and not request.params.use_beam_search:
+            if request.params.width == 1:
+                self.aborted.add(request_id)
+            self.ended.add((request_id, index))
+        check_scheduler(self.scheduler)
+
     def step(self) -> bool:
         """One turn of the engine loop. False if there was nothing to do."""
         plan = self.scheduler.schedule()
@@ -139,7 +149,7 @@ class Harness:
         for delta in deltas:
             key = (delta.request_id, delta.index)
             assert key not in self.reasons, f"{key} got a token after its end"
-            assert delta.request_id not in self.aborted
+            assert delta.request_id not in self.aborted and key not in self.ended
             self.outputs.setdefault(key, []).extend(delta.token_ids)
             if delta.finish_reason:
                 self.reasons[key] = delta.finish_reason
@@ -175,6 +185,10 @@ class Harness:
                 options = self.constraints[request.request_id]
                 constraint = None if options is None else FakeConstraint(**options)
                 expected = expected_output(request.prompt_token_ids, self.seeds[key], limit, stops, constraint)
+                if key in self.ended:
+                    got = self.outputs.get(key, [])
+                    assert got == expected[: len(got)], key
+                    continue
                 assert self.outputs[key] == expected, key
                 reason = "length" if len(request.prompt_token_ids) + len(expected) >= limit else "error"
                 assert self.reasons[key] == ("stop" if expected[-1] in stops else reason)

@@ -12,8 +12,8 @@ class FakeServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, answer):
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, answer, port=0):
+        super().__init__(("127.0.0.1", port), Handler)
         self.answer = answer
         self.models = ["fake<model>"]
         self.key = None  # that requests must have

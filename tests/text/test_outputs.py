@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from rayllm.api.sampling_params import SamplingParams
-from rayllm.api.types import GenerationRequest, Logprob, RequestOutput, RequestTimes, TokenDelta, TokenLogprobs
+from rayllm.api.types import Abort, GenerationRequest, Logprob, RequestOutput, RequestTimes, TokenDelta, TokenLogprobs
 from rayllm.errors import InvalidRequestError
 from rayllm.text.outputs import OutputProcessor, accumulate
 from rayllm.text.tokenizer import Tokenizer
@@ -136,7 +136,7 @@ def test_a_stop_string_ends_a_request_and_aborts_it(include):
     assert completion.token_ids == ids("a START bSTOP"), "tokens end with the one that completes the stop"
     assert (completion.finish_reason, completion.stop_reason) == ("stop", "STOP")
     assert totals["r"].finished
-    assert aborts == ["r"]
+    assert aborts == [Abort("r")]
 
 
 def test_a_stop_string_in_the_engines_last_delta_needs_no_abort():
@@ -196,18 +196,18 @@ def test_completions_stop_one_by_one():
         (1, "a", None),
         (2, "c", None),
     ]
-    assert (outputs[0].finished, aborts) == (False, [])
+    assert (outputs[0].finished, aborts) == (False, [Abort("r", 0)])
     assert processor.process([delta("more", 0)]) == ([], []), "over for the user: dropped"
     totals, aborts, _ = run(processor, delta("d", 1, finish_reason="length"), delta("!", 2))
     assert totals["r"].finished
-    assert aborts == ["r"], "completion 0 still runs in the engine"
+    assert aborts == [Abort("r")], "the last"
 
 
-def test_no_abort_when_the_engine_ended_what_the_user_had_ended():
+def test_no_abort_when_the_engine_ends_the_last_completion():
     processor = processor_for(make_request(n=2, stop=["!"]))
     ends = delta("x", 0, finish_reason="length"), delta("y", 1, finish_reason="stop")
     _, aborts, _ = run(processor, delta("!", 0), *ends)
-    assert aborts == []
+    assert aborts == [Abort("r", 0)]
 
 
 def test_several_deltas_of_a_completion_in_one_call_are_one_output():
@@ -248,7 +248,7 @@ def test_the_best_samples_come_when_all_have_ended_and_end_where_a_stop_string_d
     first, _ = processor.process([delta("a", logprobs=[entry("a", -1.0, 1)], times=RequestTimes(0.0, 1.0))])
     assert [(o.outputs, o.times, o.finished) for o in first] == [([], RequestTimes(0.0, 1.0), False)]
     assert processor.process([delta("b", 1, logprobs=[entry("b", -3.0, 1)])]) == ([], [])
-    assert processor.process([delta("!", 1, logprobs=[entry("!", -1.0, 1)])]) == ([], [])
+    assert processor.process([delta("!", 1, logprobs=[entry("!", -1.0, 1)])]) == ([], [Abort("r", 1)])
     late = [delta("c", 1, logprobs=[entry("c", -9.0, 1)]), delta("a", 2, logprobs=[entry("a", -8.0, 1)])]
     assert processor.process(late) == ([], [])
     outputs, aborts = processor.process(
@@ -258,7 +258,7 @@ def test_the_best_samples_come_when_all_have_ended_and_end_where_a_stop_string_d
         ]
     )
     (last,) = outputs
-    assert aborts == ["r"], "what went on behind the stop string"
+    assert aborts == [], "what went on behind the stop string was ended"
     assert [(o.index, o.text, o.cumulative_logprob, o.finish_reason) for o in last.outputs] == [
         (0, "b", -4.0, "stop"),
         (1, "ay", -8.5, "stop"),
@@ -339,7 +339,7 @@ def test_a_request_whose_output_cannot_be_made_fails_alone():
     processor = processor_for(make_request(n=2, logprobs=1), make_request("canary"))
     poison = TokenLogprobs(0, 0.0, 1, [1, 2], [0.0])  # lists of unequal lengths
     outputs, aborts = processor.process([delta("a", logprobs=[poison]), delta("b", request_id="canary")])
-    assert aborts == ["r"]
+    assert aborts == [Abort("r")]
     assert [(o.index, o.finish_reason) for o in outputs[0].outputs] == [(0, "error"), (1, "error")]
     assert outputs[0].finished
     assert "internal error" in outputs[0].outputs[0].stop_reason

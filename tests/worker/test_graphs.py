@@ -5,6 +5,7 @@ Only capture and replay need a GPU; inputs, padding and the step itself are the 
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -16,7 +17,7 @@ from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import SequenceData, StepPlan
 from rayllm.layers.attention import KVCache
 from rayllm.sampling.sampling_table import DrawColumns, SamplingTable
-from rayllm.worker.graphs import DecodeGraphs, step_graphs
+from rayllm.worker.graphs import DecodeGraphs, graph_sizes, step_graphs
 from rayllm.worker.runner import sample_all_ways
 
 CPU = torch.device("cpu")
@@ -52,6 +53,15 @@ STEPS = [  # (decodes, then chunks), and how many decodes there are
 ]
 
 
+def test_captured_sizes_are_few_and_near_each_other():
+    assert graph_sizes(256) == [1, 2, 4, 8, *range(16, 257, 16)]
+    assert len(graph_sizes(1024)) == 36
+    for most in (1000, 1024, 4096):
+        sizes = graph_sizes(most)
+        assert sizes[-1] == most
+        assert all(after - size <= max(16, size / 8) for size, after in itertools.pairwise(sizes))
+
+
 @pytest.mark.parametrize("split_decodes", [True, False])
 @torch.inference_mode()
 def test_captured_steps_equal_eager_ones_whatever_ran_before(model, split_decodes):
@@ -85,6 +95,23 @@ def test_what_does_not_fit_a_graph(model):
     assert fits([("a", tokens(129, 0))], 0) == (False, False)
     assert fits([("a", tokens(1, 0)), ("b", tokens(5, 0))], 1) == (False, True)
     assert fits([(name, tokens(2, 0)) for name in "cdef"], 0) == (False, False)
+
+
+@torch.inference_mode()
+def test_a_step_of_many_sequences_has_graphs_of_its_own(model):
+    """So that a step of few computes logits for few."""
+    eager, padded = PagedRunner(model, num_blocks=400), PagedRunner(model, num_blocks=400)
+    context, room = run_context(model, padded.caches, 300, max_model_len=64)
+    alone, mixed, wide = step_graphs(context, max_tokens=640, logits_room=room)
+    first = [(str(number), tokens(2, number)) for number in range(280)]
+    then = [(name, tokens(1, 0)) for name, _ in first[:270]] + [("new", tokens(9, 1))]
+    for work, decodes in ((first, 0), (then, 270)):
+        expected = torch.stack([logits[-1] for logits in eager.step(work)])
+        batch = padded.batch(work, num_decodes=decodes, padding=0)
+        assert (alone.fits(batch), mixed.fits(batch), wide.fits(batch)) == (False, False, True)
+        torch.testing.assert_close(wide.run(batch), expected, atol=1e-4, rtol=0)
+    few = padded.batch([("0", tokens(1, 3)), ("new", tokens(3, 4))], num_decodes=1, padding=0)
+    assert mixed.fits(few)
 
 
 def test_padding_by_the_first_layers_alone_touches_nothing(model):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.stand_ins import cpu_config
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import KVBlocks, SequenceData, StepPlan
+from rayllm.parallel.tp_group import TPGroup
 from rayllm.worker.cache import CacheEngine, block_bytes
 from rayllm.worker.graphs import graph_sizes
 from rayllm.worker.inputs import PersistentBatch, build
+from rayllm.worker.worker import RankModel, most_seqs
 
 CPU = torch.device("cpu")
 BLOCK_SHAPE = (3, 2, 2, 4, 8)
@@ -148,3 +151,18 @@ def test_a_table_may_begin_behind_the_window(state):
 )
 def test_captured_sizes_end_at_the_limit(most, expected):
     assert graph_sizes(most) == expected
+
+
+@pytest.mark.parametrize(("gib_left", "expected"), [(3, 256), (15, 256), (16, 512), (32, 1024), (110, 1024)])
+def test_sequences_take_a_small_share_of_the_memory_for_kv(gib_left, expected):
+    """As of a model of 128k tokens of context: about 1 MiB a sequence."""
+    assert most_seqs((256, 512, 1024), lambda num_seqs: num_seqs * 2**20, gib_left * 2**30) == expected
+    assert most_seqs((7,), lambda num_seqs: num_seqs * 2**40, gib_left * 2**30) == 7
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 256), ({"max_num_seqs": 7}, 7)])
+def test_a_rank_on_a_cpu_runs_what_it_is_told_to(options, expected):
+    rank = RankModel(cpu_config(num_gpu_blocks_override=9, **options), TPGroup.single(), CPU)
+    assert rank.count_blocks() == KVBlocks(9, 0, expected)
+    more = [rank.bytes_for_seqs(num_seqs) for num_seqs in (1, 256, 1024)]
+    assert more[2] - more[1] > 2 * (more[1] - more[0]) > 0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..cache.kv_cache import KVCache
 from ..checks import check_last_dim, check_out, check_table, check_vectors, fail
+from ..device import Hardware
 
 MAX_HEAD_DIM = 256
 MAX_WINDOW = 1 << 30  # positions are 32-bit numbers, and windows are added to them
@@ -29,6 +30,36 @@ class Scoring(NamedTuple):
     # entries may hold anything. None: all keys up to p.
     sliding_window: int | None = None
     alibi_slopes: Tensor | None = None  # [Hq] fp32: slope * (key position - query position) is added to a score
+
+
+class Tiles(NamedTuple):
+    """What one program of an attention kernel works with."""
+
+    rows: int  # queries times heads
+    keys: int
+    num_warps: int
+    num_stages: int  # of the pipeline that loads keys and values
+    programs: int = 2  # that a multiprocessor runs at once; asked of decodes only
+
+    def fitted(self, head_dim: int, itemsize: int, cache_itemsize: int, gpu: Hardware) -> Tiles:
+        """These, with as many keys and stages as a program has room for.
+
+        itemsizes: bytes of an element of queries, and of keys and values. Two stages are on their way while one is
+        used; rather than fewer of them, there are fewer keys.
+        """
+        keys, stages = self.keys, self.num_stages
+        padded, least = max(16, 1 << (head_dim - 1).bit_length()), min(3, stages)
+
+        def taken() -> int:
+            # By Triton at most: keys of each stage, values of all but one, queries, and weights on their way.
+            return (2 * stages - 1) * keys * padded * cache_itemsize + self.rows * (padded + keys) * itemsize
+
+        while taken() > gpu.shared_memory and (keys > 16 or stages > 1):
+            if keys > 16 and stages <= least:
+                keys //= 2
+            else:
+                stages -= 1
+        return self._replace(keys=keys, num_stages=stages)
 
 
 def check_attention(q: Tensor, cache: KVCache, contexts: Contexts, scoring: Scoring, out: Tensor | None) -> None:

@@ -30,7 +30,7 @@ from ..cache.fp8 import split_pairs, widen_queries
 from ..cache.kv_cache import KVCache
 from ..compile_ahead import launch
 from ..dependent_launch import announce_and_wait, wait_for_predecessor
-from ..device import can_overlap
+from ..device import hardware
 from .context import Contexts, Scoring
 from .device_functions import finish_scores, load_tile, score_unit, shape_of, slot_offsets
 from .schedule import MAX_HEAD_TILE, DecodeSchedule, choose_tiles, programs_a_range
@@ -266,10 +266,9 @@ def decode(
     """Write attention to `out`; the arguments are checked, and B is at least 1."""
     (batch, heads, _), kv_heads = q.shape, cache.k.shape[1]
     head_tile = min(heads // kv_heads, MAX_HEAD_TILE)
-    rows = max(16, triton.next_power_of_2(head_tile))
     least_dim = 16 if cache.scales is None else 32
-    tiles, overlap = choose_tiles(q, cache), can_overlap(q.device)
-    shape = shape_of(q, cache, head_tile, rows, tiles.keys, least_dim=least_dim, overlap=overlap)
+    tiles, overlap = choose_tiles(q, cache), hardware(q.device).can_overlap
+    shape = shape_of(q, cache, head_tile, tiles.rows, tiles.keys, least_dim=least_dim, overlap=overlap)
     if cache.scales is not None:
         cache = cache._replace(v=cache.v.view(torch.int16))
     strides = (*q.stride()[:2], *cache.k.stride()[:3], *out.stride()[:2], heads)

@@ -37,7 +37,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..cache.kv_cache import KVCache
 from ..compat import copy_async
 from ..compile_ahead import launch
-from ..device import multiprocessors
+from ..device import hardware
 from ..hopper import barriers
 from .context import Contexts
 
@@ -362,6 +362,6 @@ def prefill(q: Tensor, cache: KVCache, contexts: Contexts, scale: float, query_s
     strides, stride_table = (q.stride(), out.stride(), (rows_per_block, rows_per_head)), contexts.block_tables.stride(0)
     unit = scale * LOG2E
     options = {"SHAPE": Shape(kv_heads, group, queries, block_size, box, head_dim), "num_warps": 4}
-    launch(_hopper_kernel, (min(most, multiprocessors(q.device)),))(
+    launch(_hopper_kernel, (min(most, hardware(q.device).multiprocessors),))(
         (q, out, counter), k_desc, v_desc, *contexts, query_start_loc, batch, strides, stride_table, unit, **options
     )

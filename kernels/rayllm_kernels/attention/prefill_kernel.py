@@ -30,8 +30,6 @@ two differ, and tiles of different height, so a deterministic call chooses kerne
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -40,9 +38,9 @@ from torch import Tensor
 from ..cache.fp8 import widen_queries
 from ..cache.kv_cache import KVCache
 from ..compile_ahead import launch
-from ..device import is_hopper
+from ..device import Hardware, hardware
 from ..dispatch import TritonModule
-from .context import Contexts, Scoring
+from .context import Contexts, Scoring, Tiles
 from .device_functions import finish_scores, load_tile, score_unit, shape_of, slot_offsets
 
 # Rows (queries x heads of a group) of the longest chunk up to which the tiles here, half as tall, are faster.
@@ -54,17 +52,16 @@ DETERMINISTIC_ROWS = 64
 _hopper = TritonModule("rayllm_kernels.attention.prefill_hopper")
 
 
-class Tiles(NamedTuple):
-    """What one program works with."""
+def choose_tiles(head_dim: int, itemsize: int, rows: int, gpu: Hardware) -> Tiles:
+    """The fastest tiles on H200 for `rows` of queries times heads, less what does not fit a smaller GPU."""
+    tiles = _fastest_tiles(head_dim, itemsize, rows)
+    row_bytes = triton.next_power_of_2(head_dim) * itemsize
+    while tiles.rows > 16 and 2 * tiles.rows * row_bytes > gpu.shared_memory:  # half is for the keys
+        tiles = _fastest_tiles(head_dim, itemsize, tiles.rows // 2)
+    return tiles.fitted(head_dim, itemsize, itemsize, gpu)
 
-    rows: int  # queries times heads
-    keys: int
-    num_warps: int
-    num_stages: int  # of the pipeline that loads keys and values
 
-
-def choose_tiles(head_dim: int, itemsize: int, rows: int) -> Tiles:
-    """The fastest tiles on H200 for `rows` of queries times heads."""
+def _fastest_tiles(head_dim: int, itemsize: int, rows: int) -> Tiles:
     rows = min(max(16, triton.next_power_of_2(max(rows, 1))), 128)
     if itemsize == 4:  # no tensor cores in exact fp32: larger tiles spill registers
         return Tiles(min(rows, 32), 32 if head_dim <= 64 else 16, 4 if head_dim <= 128 else 8, 2)
@@ -235,13 +232,14 @@ def prefill(
 ) -> None:
     """Write attention to `out`; the arguments are checked."""
     batch, (_, heads, head_dim), kv_heads = contexts.seq_lens.shape[0], q.shape, cache.k.shape[1]
-    group = heads // kv_heads
+    group, gpu = heads // kv_heads, hardware(q.device)
     plain = batch > 0 and scoring.sliding_window is None and scoring.alibi_slopes is None
     tall = deterministic or max_query_len * group > SHORT_CHUNK_ROWS
-    if is_hopper(q.device) and plain and tall and hopper_takes(q, cache):
+    if gpu.is_hopper and plain and tall and hopper_takes(q, cache):
         _hopper.prefill(q, cache, contexts, scoring.scale, query_start_loc, out)
         return
-    tiles = choose_tiles(head_dim, q.element_size(), DETERMINISTIC_ROWS if deterministic else max_query_len * group)
+    rows = DETERMINISTIC_ROWS if deterministic else max_query_len * group
+    tiles = choose_tiles(head_dim, q.element_size(), rows, gpu)
     head_tile = min(group, tiles.rows)
     query_tiles = triton.cdiv(max_query_len, tiles.rows // head_tile)
     shape = shape_of(q, cache, head_tile, tiles.rows, tiles.keys)

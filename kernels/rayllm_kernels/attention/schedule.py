@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..cache.kv_cache import KVCache
 from ..checks import fail
-from ..device import multiprocessors
+from ..device import hardware
 from ..dispatch import TritonModule, on_triton
-from .context import Contexts, Scoring, check_decodes
+from .context import Contexts, Scoring, Tiles, check_decodes
 
 MAX_HEAD_TILE = 64  # query heads of one KV head that one program takes
 RANGE_FIELDS = 8
@@ -45,31 +45,29 @@ class DecodeSchedule(NamedTuple):
             fail("schedule", f"must be on {q.device}", self.ranges.device)
 
 
-class Tiles(NamedTuple):
-    """What one program of the attention kernel works with."""
-
-    keys: int  # of a tile
-    num_warps: int
-    num_stages: int  # of the pipeline that loads tiles
-    programs: int = 2  # that a multiprocessor runs at once
-
-
 def choose_tiles(q: Tensor, cache: KVCache) -> Tiles:
+    """The fastest tiles on H200, less what does not fit a smaller GPU."""
+    itemsizes, gpu = (q.element_size(), cache.k.element_size()), hardware(q.device)
+    head_tile = min(q.shape[1] // cache.k.shape[1], MAX_HEAD_TILE)
+    rows = max(16, 1 << (head_tile - 1).bit_length())
+    return _fastest_tiles(rows, q.shape[2], *itemsizes).fitted(q.shape[2], *itemsizes, gpu)
+
+
+def _fastest_tiles(rows: int, head_dim: int, itemsize: int, cache_itemsize: int) -> Tiles:
     """As measured on H200: 16 KB of keys a tile and two tiles ahead; two programs of that fit a multiprocessor.
 
     Converting fp8 keeps a program from loading, so that more of them, of two warps each, are faster; measured for
     heads of 128.
     """
-    head_dim = q.shape[2]
-    if q.element_size() == 4:  # no tensor cores in exact fp32: larger tiles spill registers
-        return Tiles(32 if head_dim <= 128 else 16, 4, 2)
-    if cache.k.element_size() == 1:
+    if itemsize == 4:  # no tensor cores in exact fp32: larger tiles spill registers
+        return Tiles(rows, 32 if head_dim <= 128 else 16, 4, 2)
+    if cache_itemsize == 1:
         if 64 < head_dim <= 128:
-            return Tiles(64, 2, 3, 4)
-        return Tiles(64 if head_dim > 128 else 128, 4, 3 if head_dim > 64 else 5)
+            return Tiles(rows, 64, 2, 3, 4)
+        return Tiles(rows, 64 if head_dim > 128 else 128, 4, 3 if head_dim > 64 else 5)
     if head_dim > 128:
-        return Tiles(32, 4, 3)
-    return Tiles(64 if head_dim > 64 else 128, 4, 3)
+        return Tiles(rows, 32, 4, 3)
+    return Tiles(rows, 64 if head_dim > 64 else 128, 4, 3)
 
 
 def programs_a_range(heads: int, kv_heads: int) -> int:
@@ -93,7 +91,7 @@ def decode_schedule(
         return None
     tiles = choose_tiles(q, cache)
     if num_ranges is None:
-        num_ranges = max(1, tiles.programs * multiprocessors(q.device) // programs_a_range(heads, kv_heads))
+        num_ranges = max(1, tiles.programs * hardware(q.device).multiprocessors // programs_a_range(heads, kv_heads))
     schedule = DecodeSchedule(
         contexts=torch.empty((batch, 2), dtype=torch.int32, device=q.device),
         ranges=torch.empty((num_ranges, RANGE_FIELDS), dtype=torch.int32, device=q.device),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checks import FLOAT_DTYPES, check_float, check_last_dim, check_like, check_vectors, fail
+from ..device import hardware
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
@@ -57,6 +58,8 @@ class KVCache(NamedTuple):
             if scales is not None:
                 fail("cache.scales", f"must be None for a cache of {k.dtype}", scales)
             return
+        if k.dtype == torch.float8_e4m3fn and not hardware(k.device).has_e4m3:
+            fail("cache.k", "in float8_e4m3fn needs compute capability 8.9 or more", hardware(k.device).capability)
         for name, part in (("cache.k", k), ("cache.v", v)):
             layout = (k.shape[3], *part.stride()[:3], part.storage_offset())
             if any(number % 2 for number in layout):

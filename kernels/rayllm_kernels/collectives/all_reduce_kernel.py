@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
-from ..device import can_overlap
+from ..device import hardware
 from . import all_reduce as op
 from .all_reduce import PeerBuffers
 
@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
 
 def _form_of(buffers: PeerBuffers, two_shot: bool) -> Form:
-    overlap = can_overlap(buffers.uses.device)
+    overlap = hardware(buffers.uses.device).can_overlap
     return Form(
         buffers.size, buffers.row_words, buffers.programs, buffers.row_slots, buffers.max_rows, two_shot, overlap
     )

@@ -266,7 +266,7 @@ def flags(device: torch.device) -> Tensor:
     All calls on a device share them, so these must follow one another in one stream, or wait for one another. Who takes
     memory from a pool that captured graphs use too must have called `ops.prepare` outside of it.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first projection on a device must not be captured: its counters would not be there yet")
     return torch.zeros(2 * MAX_PROGRAMS, dtype=torch.int32, device=device)
 

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
-from ..device import can_overlap, multiprocessors, shared_memory
+from ..device import hardware
 from .device_functions import add_products, no_sums, sums
 from .plans import Tiles, choose_invariant_tiles
 
@@ -103,9 +103,10 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles) -> Te
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    overlap = can_overlap(x.device)
+    gpu = hardware(x.device)
+    overlap = gpu.can_overlap
     stage_bytes = (tiles.tokens + tiles.outputs) * tiles.depth * x.element_size()
-    stages = max(1, min(tiles.num_stages, shared_memory(x.device) // stage_bytes))
+    stages = gpu.stages(tiles.num_stages, stage_bytes)
     options = {"num_warps": tiles.num_warps, "num_stages": stages, "launch_pdl": overlap}
     grid = (triton.cdiv(tokens, tiles.tokens) * triton.cdiv(outputs, tiles.outputs),)
     if tiles.copied:
@@ -125,13 +126,13 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles) -> Te
 def can_copy(tensor: Tensor) -> bool:
     """Whether tensor copies can read this [N, K]: Hopper and later, and only rows at multiples of 16 bytes."""
     row_bytes = tensor.stride(0) * tensor.element_size()
-    hardware = tensor.device.type == "cpu" or can_overlap(tensor.device)
-    return hardware and tensor.data_ptr() % 16 == 0 and row_bytes % 16 == 0 and tensor.stride(1) == 1
+    copies = tensor.device.type == "cpu" or hardware(tensor.device).can_overlap
+    return copies and tensor.data_ptr() % 16 == 0 and row_bytes % 16 == 0 and tensor.stride(1) == 1
 
 
 def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + bias; the arguments are checked."""
-    tiles = choose_invariant_tiles(x.shape[0], weight.shape[0], x.dtype, multiprocessors(x.device))
+    tiles = choose_invariant_tiles(x.shape[0], weight.shape[0], x.dtype, hardware(x.device).multiprocessors)
     if tiles.copied and not (can_copy(x) and can_copy(weight)):
         tiles = tiles._replace(copied=False)
     return multiply(x, weight, bias, tiles)

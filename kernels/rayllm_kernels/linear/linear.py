@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import check_last_dim, check_like, check_out, check_residual, check_rows, check_vectors, fail
-from ..device import is_hopper, multiprocessors, shared_memory
+from ..device import hardware
 from ..dispatch import TritonModule, on_triton
 from ..norm.rms_norm import fused_add_rms_norm, rms_norm
 from ..norm.silu_and_mul import silu_and_mul
@@ -34,7 +34,7 @@ def prepare(device: torch.device) -> None:
     after a capture may lie where the graph, when it is replayed, puts its temporary tensors.
     """
     device = torch.empty(0, device=device).device  # with its index, as tensors name it
-    if is_hopper(device):
+    if hardware(device).is_hopper:
         _hopper_kernel.flags(device)
 
 
@@ -123,20 +123,20 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None,
 
     gated: weight holds gate and up, and the result is silu(gate) * up.
     """
-    (tokens, inputs), rows, processors = x.shape, weight.shape[0], multiprocessors(x.device)
+    (tokens, inputs), rows, gpu = x.shape, weight.shape[0], hardware(x.device)
     if plans.rows_take(x, weight, norm=False):
         row_tiles = plans.choose_rows(tokens, inputs, gated=gated, norm=False)
         return _rows_kernel.linear_rows(x, weight, row_tiles, bias, NO_NORM, gated, out)[0]
-    if is_hopper(x.device) and plans.hopper_takes(x, weight, gated):
-        plan = plans.plan_hopper(tokens, rows, inputs, gated, processors)
+    if gpu.is_hopper and plans.hopper_takes(x, weight, gated):
+        plan = plans.plan_hopper(tokens, rows, inputs, gated, gpu.multiprocessors)
         if plan is not None:
             return _hopper_kernel.linear_hopper(x, weight, plan, bias, gated=gated, out=out)
-        consumers = plans.plan_gated(tokens, rows, inputs, processors) if gated else None
+        consumers = plans.plan_gated(tokens, rows, inputs, gpu.multiprocessors) if gated else None
         if consumers is not None:
-            return _gated_kernel.linear_gated_hopper(x, weight, consumers, processors)
+            return _gated_kernel.linear_gated_hopper(x, weight, consumers, gpu.multiprocessors)
     few = 0 < tokens <= plans.MAX_TILES_TOKENS and rows > 0 and inputs > 0
-    if few and x.dtype != torch.float32 and shared_memory(x.device) >= plans.MIN_SHARED_MEMORY:
-        tiles = plans.choose_tiles(tokens, rows // 2 if gated else rows, gated, processors)
+    if few and x.dtype != torch.float32 and gpu.shared_memory >= plans.MIN_SHARED_MEMORY:
+        tiles = plans.choose_tiles(tokens, rows // 2 if gated else rows, gated, gpu.multiprocessors)
         return _tiles_kernel.linear_tiles(x, weight, tiles, bias, gated=gated, out=out)
     return None
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
-from ..device import can_overlap
+from ..device import hardware
 
 VECTOR_BYTES = 16  # of one row, by one thread
 Norm = tuple[Tensor | None, Tensor | None, float]  # (residual, weight, eps), none of them without a weight
@@ -142,7 +142,7 @@ def linear_rows(
     total = x if residual is None else torch.empty((tokens, inputs), dtype=x.dtype, device=x.device)
     vector = VECTOR_BYTES // x.element_size()
     depth = min(32 * num_warps * vector, max(vector, triton.next_power_of_2(inputs)))
-    overlap = can_overlap(x.device)
+    overlap = hardware(x.device).can_overlap
     form = Form(triton.next_power_of_2(tokens), rows, depth, vector, inputs >= depth, gated, overlap)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0), weight.stride(0))
     sizes = (tokens, inputs, outputs)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
-from ..device import can_overlap
+from ..device import hardware
 from .device_functions import add_products, no_sums, sums
 from .plans import Tiles
 
@@ -99,7 +99,7 @@ def linear_tiles(
     tokens, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
-    overlap = can_overlap(x.device)
+    overlap = hardware(x.device).can_overlap
     form = Form(tiles, inputs % tiles.depth == 0, gated, overlap)
     strides = (x.stride(0), weight.stride(0))
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": overlap}

@@ -24,7 +24,7 @@ from ..cache.fp8 import store_rows
 from ..cache.kv_cache import KVCache
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
-from ..device import can_overlap
+from ..device import hardware
 from .qk_norm_rope_cache import HeadNorms
 
 TILE_ELEMENTS = 2048  # of one token, by one program
@@ -157,7 +157,7 @@ def qk_norm_rope_cache(
     elements = FEW_TOKENS_TILE_ELEMENTS if few else TILE_ELEMENTS
     heads = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), max(1, elements // padded))
     tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
-    overlap = can_overlap(qkv.device)
+    overlap = hardware(qkv.device).can_overlap
     rest_padded = triton.next_power_of_2(rest) if rest else 0
     form = Form(head_dim, padded, half, triton.next_power_of_2(half), rest_padded, heads, block_size, overlap)
     norm, angles = norms or (None, None, 0.0), cos_sin_cache

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..compile_ahead import launch
 from ..dependent_launch import announce_and_wait
-from ..device import can_overlap
+from ..device import hardware
 from .rows import row_layout
 
 TILE_ELEMENTS = 1024  # short rows (the heads of a q/k norm) share a program
@@ -72,7 +72,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     dim = x.shape[-1]
     dim_padded = triton.next_power_of_2(dim)
     rows_per_program = max(1, TILE_ELEMENTS // dim_padded)
-    overlap = can_overlap(x.device)
+    overlap = hardware(x.device).can_overlap
     form, strides = Form(dim, dim_padded, rows_per_program, overlap), (x_strides, residual_strides)
     options = {"num_warps": min(16, max(4, dim_padded // 512)), "launch_pdl": overlap}
     launch(_rms_norm_kernel, (triton.cdiv(rows, rows_per_program),))(

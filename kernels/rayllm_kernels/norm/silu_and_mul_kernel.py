@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
-from ..device import can_overlap
+from ..device import hardware
 from .rows import row_layout
 
 TILE_ELEMENTS = 1024
@@ -46,7 +46,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     dim = x.shape[-1] // 2
     y = torch.empty((*x.shape[:-1], dim), dtype=x.dtype, device=x.device)
     tile = min(TILE_ELEMENTS, triton.next_power_of_2(max(dim, 1)))
-    overlap = can_overlap(x.device)
+    overlap = hardware(x.device).can_overlap
     launch(_silu_and_mul_kernel, (rows, triton.cdiv(dim, tile)))(
         x, y, *layout, DIM=dim, TILE=tile, OVERLAP=overlap, num_warps=4, launch_pdl=overlap
     )

@@ -69,7 +69,8 @@ class ServedModels:
         open_log(self._options.server.log_format, None if folder is None else folder / "serve" / name)
         for model in self._options.models:
             tokenizer = None if model.skip_tokenizer_init else await asyncio.to_thread(load_tokenizer, model.folder)
-            self.models[model.name] = ModelFront(model, tokenizer, self._server_id, self._place.node_id)
+            place = self._place
+            self.models[model.name] = ModelFront(model, tokenizer, self._server_id, place.node_id, place.replica_index)
         self.membership = Membership(self._directory, self._member, self._on_view, self._stop)
         while not all(model.num_replicas for model in self.models.values()):
             await asyncio.sleep(timeouts.REGISTER_S / 10)
@@ -101,7 +102,7 @@ class ServedModels:
             self._tracer.close()
 
     def _member(self) -> ServerMember:
-        return ServerMember(self._server_id, self._place.node_id, self.address, self.is_draining)
+        return ServerMember(self._server_id, self._place.node_id, list(self.models), self.address, self.is_draining)
 
     async def _on_view(self, view: View) -> None:
         for name, model in self.models.items():

@@ -109,7 +109,7 @@ def make_application(
             max_constructor_retry_count=1,  # a config or checkpoint that fails once fails again
             max_surge_percent=_surge_percent(model, free_gpus),
             **common,
-            **autoscaling_options(model.engine.options, model.server),
+            **autoscaling_options(model.server),
             **engine_placement(model.engine),
         )(EngineReplica)
         arguments = (model.engine, model.name, server.replica_drain_timeout)
@@ -142,12 +142,11 @@ class QueuedTokensPolicy:
     averages that, asks this, and applies the bounds and delays. Serve itself sees no requests, since they go past its
     handles, so its own count of them is of no use here.
 
-    target_queued_tokens: that may wait for a replica. max_num_seqs: completions that a replica runs at once.
+    target_queued_tokens: that may wait for a replica.
     """
 
-    def __init__(self, target_queued_tokens: int, max_num_seqs: int):
+    def __init__(self, target_queued_tokens: int):
         self._target = target_queued_tokens
-        self._max_num_seqs = max_num_seqs
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """(replicas wanted, no state). Serve keeps it within its bounds, and applies the delays.
@@ -157,17 +156,16 @@ class QueuedTokensPolicy:
         """
         metrics = context.aggregated_metrics or {}
         queued = sum(metrics.get("queued_tokens", {}).values())
-        completions = sum(metrics.get("completions", {}).values())
-        return max(math.ceil(queued / self._target), math.ceil(completions / self._max_num_seqs), 1), {}
+        batches = sum(metrics.get("batches", {}).values())
+        return max(math.ceil(queued / self._target), math.ceil(batches), 1), {}
 
 
-def autoscaling_options(engine: EngineConfig, server: ModelServerConfig) -> dict[str, Any]:
+def autoscaling_options(server: ModelServerConfig) -> dict[str, Any]:
     """Deployment options: a fixed number of replicas, or autoscaling."""
     if server.max_replicas is None:
         return {"num_replicas": server.num_replicas}
     policy = AutoscalingPolicy(
-        policy_function=QueuedTokensPolicy,
-        policy_kwargs={"target_queued_tokens": server.target_queued_tokens, "max_num_seqs": engine.max_num_seqs},
+        policy_function=QueuedTokensPolicy, policy_kwargs={"target_queued_tokens": server.target_queued_tokens}
     )
     config = AutoscalingConfig(
         min_replicas=server.num_replicas,
@@ -246,7 +244,6 @@ def _front_model(model: ResolvedModel) -> FrontModel:
         folder=options.model,
         server=_without_key(model.server),
         skip_tokenizer_init=options.skip_tokenizer_init,
-        max_num_seqs=options.max_num_seqs,
     )
 
 

@@ -52,6 +52,8 @@ class ServerMember(msgspec.Struct, frozen=True):
     member_id: str
     # Ray's id of its node.
     node_id: str
+    # The models that it serves, by their names in the API.
+    models: list[str] = []
     # Where it listens, "host:port"; empty if it does not listen itself.
     address: str = ""
     # It takes no new requests.

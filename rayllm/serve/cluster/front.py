@@ -8,6 +8,7 @@ replica knows that it may end.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -39,8 +40,6 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     server: ServerConfig = ServerConfig()
     skip_tokenizer_init: bool = False
-    # Completions that one replica runs at once.
-    max_num_seqs: int = 256
 
 
 class _Replica:
@@ -64,7 +63,7 @@ class ModelFront:
     """One model of an API server. All methods are of one event loop.
 
     tokenizer: None with skip_tokenizer_init. front_id: of the API server, unique for each start. node_id: where it is.
-    connect: makes clients.
+    index: of the API server, from 0 on; no two number requests alike. connect: makes clients.
     """
 
     def __init__(
@@ -73,14 +72,14 @@ class ModelFront:
         tokenizer: Tokenizer | None,
         front_id: str,
         node_id: str,
+        index: int = 0,
         connect: Callable[..., EngineClient] = EngineClient,
     ):
         self.name = model.name
         self.server = model.server
         self.tokenizer = tokenizer
         self.metrics = FrontMetrics()
-        self.admission = Admission(model.server, model.max_num_seqs)
-        self._model = model
+        self.admission = Admission(model.server, 0)
         self._front_id, self._node_id = front_id, node_id
         self._make_client = connect
         self._replicas: dict[str, _Replica] = {}
@@ -88,6 +87,7 @@ class ModelFront:
         self._router = Router()
         self._why_not = "the engine is starting"
         self._snapshot, self._next_snapshot = Snapshot(), 0.0
+        self._numbers = itertools.count(1 + (index << 32))
 
     async def close(self) -> None:
         """Disconnect from the engines; what still runs is aborted."""
@@ -116,7 +116,12 @@ class ModelFront:
                 await self._replicas.pop(replica_id).client.close()
         others = [replica.beat.others_total for replica in self._replicas.values()]
         self.admission.others = max(others, default=Load(), key=lambda load: load.completions)
-        self.admission.max_running = self._model.max_num_seqs * max(self.num_replicas, 1)
+        self._count_places()
+
+    def _count_places(self) -> None:
+        """Let as many completions run as the engines can at once; while there is none, as many as before."""
+        places = sum(replica.client.info.max_num_seqs for replica in self._replicas.values() if replica.is_usable)
+        self.admission.max_running = places or self.admission.max_running
 
     # ---- what the routes use
 
@@ -167,6 +172,7 @@ class ModelFront:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request on a replica, as `EngineClient.generate` does. Raises EngineDeadError, InvalidRequestError."""
         replica, waiting = self._route(request)
+        request = request.numbered(next(self._numbers), replica.client.info.seed)
         live = request.params.width
         replica.load += Load(live, waiting)
         try:
@@ -206,6 +212,7 @@ class ModelFront:
         else:
             self._replicas[replica_id] = _Replica(member, client)
             self._router.add_replica(replica_id, client.info.num_kv_tokens)
+            self._count_places()
         finally:
             del self._connecting[replica_id]
 

@@ -363,7 +363,7 @@ def _share_cores(models: list[ModelConfig]) -> None:
 def _max_requests(models: list[ResolvedModel]) -> int:
     """More requests than admission lets live at once."""
     return sum(
-        each.engine.options.max_num_seqs * (each.server.max_replicas or each.server.num_replicas)
+        each.engine.num_seqs_choices[-1] * (each.server.max_replicas or each.server.num_replicas)
         + each.server.max_queued_requests
         for each in models
     )
@@ -379,8 +379,12 @@ def describe_start(info: EngineInfo) -> list[str]:
     report = info.start
     lines = [f"rank {rank}   {place}" for rank, place in enumerate(report.placement)]
     lines += [f"memory   {_describe_memory(report, i)}" for i in range(len(report.ready))]
+    if info.sampling_defaults:
+        defaults = ", ".join(f"{name} {value}" for name, value in info.sampling_defaults.items())
+        lines.append(f"sampling {defaults} by default (generation_config.json)")
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report.phases)
     kind = "" if info.kv_cache_dtype == "auto" else f" in {info.kv_cache_dtype}"
+    lines.append(f"at once  {info.max_num_seqs:,} sequences")
     return [*lines, f"KV cache {info.num_kv_tokens:,} tokens{kind}", f"engine   {phases} s"]
 
 

@@ -47,8 +47,10 @@ class EngineReplica:
         self._place = place or own_place()
         self._driver = EngineDriver(start(config))
         self._socket = EngineSocket(self._driver)
+        self._servers: set[str] | None = None  # the model's API servers; None until the directory has told them
         directory = registry or DirectoryLink(self._place.app_name)
         self._membership = Membership(directory, self._member, self._on_view, self._stop)
+        await self._wait_for_servers()
 
     async def info(self) -> EngineInfo:
         """The engine's limits, and how its start went."""
@@ -60,14 +62,24 @@ class EngineReplica:
             raise EngineDeadError(reason)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For Serve, which hands it to `application.QueuedTokensPolicy`: what all API servers have here."""
+        """For Serve, which hands it to `application.QueuedTokensPolicy`: what all API servers have here.
+
+        Batches are completions, in units of as many as run at once.
+        """
         load = self._socket.load()
-        return {"queued_tokens": float(load.queued_tokens), "completions": float(load.completions)}
+        batches = load.completions / self._driver.info.max_num_seqs
+        return {"queued_tokens": float(load.queued_tokens), "batches": batches}
 
     async def __del__(self) -> None:
         """Serve calls this before it ends the replica."""
         if hasattr(self, "_membership"):  # the constructor may have failed
             await self._membership.stop_within(self._drain_timeout)
+
+    async def _wait_for_servers(self) -> None:
+        """Return when all API servers send requests here: Serve then ends the replicas that this one replaces."""
+        deadline = time.monotonic() + timeouts.JOIN_S
+        while time.monotonic() < deadline and (self._servers is None or self._servers - self._socket.front_ids()):
+            await asyncio.sleep(timeouts.REGISTER_S / 10)
 
     async def _stop(self) -> None:
         """End the engine and its workers, in good order.
@@ -96,6 +108,7 @@ class EngineReplica:
 
     async def _on_view(self, view: View) -> None:
         self._socket.allow([view.front_keys.public])
+        self._servers = {each.member_id for each in view.servers if self._model in each.models and not each.draining}
         elsewhere = any(server.node_id != self._place.node_id for server in view.servers)
         if elsewhere and not self._socket.endpoint.tcp:
             await asyncio.to_thread(self._socket.open_tcp, self._place.host)

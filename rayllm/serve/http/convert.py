@@ -20,6 +20,7 @@ from rayllm.serve.http.protocol import (
     Detokenized,
     EmbeddingBody,
     EngineBody,
+    GenerationBody,
     TokenizeBody,
     Tokens,
 )
@@ -42,7 +43,7 @@ class Job(msgspec.Struct, frozen=True):
 
 def completion_job(body: CompletionBody, target: Target) -> Job:
     """Raises InvalidRequestError naming field and limit if any of the prompts cannot be served."""
-    tokenizer, max_model_len = target.engine.tokenizer, target.info.max_model_len
+    tokenizer, info = target.engine.tokenizer, target.info
     names = {"structured_outputs": body.constraint_field or ""}
     requests, prompts = [], []
     with renamed(names):
@@ -50,11 +51,8 @@ def completion_job(body: CompletionBody, target: Target) -> Job:
         if body.echo and body.logprobs is not None:
             options.setdefault("prompt_logprobs", body.logprobs)
         for index, prompt in enumerate(body.prompt):
-            ids = encode(prompt, body.add_special_tokens is not False, tokenizer, max_model_len)
-            limit = body.token_limit
-            if limit is None:
-                limit = min(DEFAULT_COMPLETION_TOKENS, max_model_len - len(ids))
-            params = SamplingParams(**options, max_tokens=max(limit, 1))
+            ids = encode(prompt, body.add_special_tokens is not False, tokenizer, info.max_model_len)
+            params = _params(body, options, info, len(ids), DEFAULT_COMPLETION_TOKENS)
             requests.append(_request(body, target, index, ids, params))
             text = prompt if isinstance(prompt, str) else None
             if text is None and body.echo and tokenizer is not None:  # only now, when the ids are known to be valid
@@ -90,7 +88,7 @@ def chat_job(body: ChatBody, target: Target) -> Job:
             reply_format = msgspec.structs.replace(reply_format, thinks=True, inside=inside)
         if reply_format.tags & tokenizer.special_texts:
             options.setdefault("skip_special_tokens", False)  # or what has to be looked for would not be in the text
-        params = SamplingParams(**options, max_tokens=body.token_limit)
+        params = _params(body, options, target.info, len(ids), None)
         request = _request(body, target, 0, ids, params)
     return Job([request], [text], names, reply_format)
 
@@ -190,6 +188,24 @@ def _calls_format(body: ChatBody, form: ChatFormat) -> ChatFormat:
     )
 
 
+def _params(
+    body: GenerationBody, options: dict[str, Any], info: EngineInfo, num_tokens: int, limit: int | None
+) -> SamplingParams:
+    """Parameters of these options, with the model's defaults for what they leave out.
+
+    num_tokens: of the prompt. limit: tokens of an output where neither body nor model says it; None for all that fit.
+    """
+    defaults = dict(info.sampling_defaults)
+    limit = defaults.pop("max_tokens", limit)
+    if body.token_limit is not None:
+        limit = body.token_limit
+    elif limit is not None:
+        limit = min(limit, info.max_model_len - num_tokens)
+    if body.use_beam_search:
+        defaults = {}  # they are of sampling
+    return SamplingParams(**defaults | options, max_tokens=None if limit is None else max(limit, 1))
+
+
 def _request(
     body: EngineBody, target: Target, index: int, ids: list[int], params: SamplingParams, pooling: Pooling | None = None
 ) -> GenerationRequest:
@@ -210,6 +226,7 @@ def _request(
         priority=body.priority or 0,
         arrival_time=time.time(),
         cache_salt=body.cache_salt or "",
+        client=target.client,
         pooling=pooling,
     )
     validate_request(request, info)

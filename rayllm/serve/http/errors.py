@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from rayllm.errors import EngineDeadError, InvalidRequestError
+from rayllm.errors import EngineDeadError, InvalidRequestError, OverloadedError
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ def as_api_error(error: Exception, method: str, path: str) -> ApiError:
             return ApiError(400, "the request body must be a JSON object")
         case ValidationError():
             return as_api_error(_first_fault(error), method, path)
+        case OverloadedError():
+            return ApiError(429, str(error), param=error.param, code="queue_full")
         case InvalidRequestError():
             code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
             return ApiError(400, str(error), param=error.param, code=code)

@@ -55,6 +55,7 @@ class RequestContext:
     def __init__(self, scope: Scope, receive: Receive, state: ServerState, server: ServerConfig):
         path = scope["path"][:MAX_PATH_CHARS]
         self.record = RequestRecord("", scope["method"], path, arrival=time.time(), clock=time.perf_counter())
+        self._address = (scope.get("client") or ("",))[0]  # the client's, or that of the last proxy that is not trusted
         self.receive = receive
         self.state = state
         self.server = server
@@ -78,7 +79,8 @@ class RequestContext:
         engine = model.engine()
         self.ticket.move(model.admission)
         self.record.reply_id = f"{kind}-{uuid.uuid4().hex}"
-        self.target = Target(model, engine, engine.info, self.record.reply_id)
+        client = self.record.key or self._address
+        self.target = Target(model, engine, engine.info, self.record.reply_id, client)
         return self.target
 
     async def work(self, function: Callable[Args, Result], *args: Args.args, **options: Args.kwargs) -> Result:

@@ -68,3 +68,4 @@ class Target(NamedTuple):
     engine: Engine
     info: EngineInfo
     reply_id: str
+    client: str = ""  # who asks, as far as it is known

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from support.closeness import check_close
 
 from rayllm_kernels.ops import KVCache
 
@@ -41,47 +42,37 @@ if ON_GPU:
 
 @pytest.mark.parametrize(("seq_lens", "query_lens", "heads", "head_dim", "block_size", "dtype", "cache_dtype"), SHAPES)
 def test_attention(
-    paged_case,
-    assert_kernel_close,
-    kernels,
-    reference,
-    seq_lens,
-    query_lens,
-    heads,
-    head_dim,
-    block_size,
-    dtype,
-    cache_dtype,
+    paged_case, kernels, reference, seq_lens, query_lens, heads, head_dim, block_size, dtype, cache_dtype
 ):
     shape = {"heads": heads, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
     case = paged_case(seq_lens, cache_dtype=cache_dtype, spread=2.0, **shape)
-    assert_kernel_close(case.decode_in_ranges(kernels, 3), case.decode(reference))
+    check_close(case.decode_in_ranges(kernels, 3), case.decode(reference), terms=case.longest)
     case = paged_case(seq_lens, query_lens, cache_dtype=cache_dtype, spread=2.0, **shape)
-    assert_kernel_close(case.prefill(kernels), case.prefill(reference))
+    check_close(case.prefill(kernels), case.prefill(reference), terms=case.longest)
 
 
 @pytest.mark.parametrize(
     ("window", "alibi", "cache_dtype"), [(40, False, E4M3), (None, False, E5M2), (None, True, E4M3), (40, True, E4M3)]
 )
-def test_options(paged_case, assert_kernel_close, kernels, reference, alibi_slopes, window, alibi, cache_dtype):
+def test_options(paged_case, kernels, reference, alibi_slopes, window, alibi, cache_dtype):
     options = {"sliding_window": window, "alibi_slopes": alibi_slopes(4) if alibi else None}
     case = paged_case([70, 0, 50], spread=4.0, cache_dtype=cache_dtype)
-    assert_kernel_close(case.decode(kernels, **options), case.decode(reference, **options))
+    check_close(case.decode(kernels, **options), case.decode(reference, **options), terms=case.longest)
     case = paged_case([70, 0, 50], [20, 0, 13], spread=4.0, cache_dtype=cache_dtype)
-    assert_kernel_close(case.prefill(kernels, **options), case.prefill(reference, **options))
+    check_close(case.prefill(kernels, **options), case.prefill(reference, **options), terms=case.longest)
 
 
 @pytest.mark.parametrize("query_lens", [None, [20, 0, 33]])
 @pytest.mark.parametrize("cache_dtype", FORMATS)
-def test_scales_are_factors_of_what_is_stored(paged_case, assert_close, reference, query_lens, cache_dtype):
+def test_scales_are_factors_of_what_is_stored(paged_case, reference, query_lens, cache_dtype):
     """The reference over an fp8 cache is the reference over the numbers that it stands for."""
     case = paged_case([100, 0, 70], query_lens, cache_dtype=cache_dtype)
     numbers = (part.float() * scale[:, None, None] for part, scale in zip(case.cache, case.cache.scales, strict=False))
     plain = dataclasses.replace(case, cache=KVCache(*numbers))
     if query_lens is None:
-        assert_close(case.decode(reference), plain.decode(reference))
+        check_close(case.decode(reference), plain.decode(reference), terms=case.longest)
     else:
-        assert_close(case.prefill(reference), plain.prefill(reference))
+        check_close(case.prefill(reference), plain.prefill(reference), terms=case.longest)
 
 
 @pytest.mark.parametrize("cache_dtype", FORMATS)
@@ -126,10 +117,10 @@ def test_the_hopper_kernel_takes_no_fp8(paged_case):
 
 
 @pytest.mark.parametrize("seq_lens", [[], [0, 0], [0, 1, 300, 0, 2]])
-def test_ranges_without_keys_and_padding(paged_case, assert_kernel_close, kernels, reference, seq_lens):
+def test_ranges_without_keys_and_padding(paged_case, kernels, reference, seq_lens):
     """Queries stay on chip from tile to tile: each sequence gets its own, also after padding rows."""
     case = paged_case(seq_lens, head_dim=32, cache_dtype=E4M3)
     out = torch.full_like(case.q, float("nan"))
     case.decode_in_ranges(kernels, 4, out)
     if seq_lens:
-        assert_kernel_close(out, case.decode(reference))
+        check_close(out, case.decode(reference), terms=case.longest)

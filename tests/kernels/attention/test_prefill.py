@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.closeness import check_close
 
 from rayllm_kernels import ops
 from rayllm_kernels.ops import Contexts, KVCache
@@ -50,35 +51,43 @@ if ON_GPU:
 
 
 @pytest.mark.parametrize(("seq_lens", "query_lens", "heads", "head_dim", "block_size", "dtype"), SHAPES)
-def test_shapes(
-    paged_case, assert_kernel_close, kernels, reference, seq_lens, query_lens, heads, head_dim, block_size, dtype
-):
+def test_shapes(paged_case, kernels, reference, seq_lens, query_lens, heads, head_dim, block_size, dtype):
     case = paged_case(
         seq_lens, query_lens, heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype, spread=2.0
     )
     # The output is a strided slice, too.
     out = torch.full((sum(query_lens), heads[0] + 1, head_dim), float("nan"), dtype=dtype, device=case.q.device)[:, 1:]
     assert case.prefill(kernels, out) is out
-    assert_kernel_close(out, case.prefill(reference))
+    check_close(out, case.prefill(reference), terms=case.longest)
 
 
 @pytest.mark.parametrize("window", [None, 1, 24, 40, 500])
 @pytest.mark.parametrize("alibi", [False, True])
-def test_options(paged_case, assert_kernel_close, kernels, reference, alibi_slopes, window, alibi):
+def test_options(paged_case, kernels, reference, alibi_slopes, window, alibi):
     case = paged_case([120, 0, 70], [20, 0, 33], spread=4.0)
     options = {"sliding_window": window, "alibi_slopes": alibi_slopes(4) if alibi else None}
     out = torch.full_like(case.q, float("nan"))
     case.prefill(kernels, out, **options)
-    assert_kernel_close(out, case.prefill(reference, **options))
+    check_close(out, case.prefill(reference, **options), terms=case.longest)
+
+
+@pytest.mark.parametrize("window", [None, 31, 32, 33])
+def test_edges_of_tiles(paged_case, kernels, reference, window):
+    """Tiles of fp32 are 32 keys: chunks, diagonals and windows that begin and end on either side of an edge."""
+    lengths = [(past + new, new) for past in (29, 30, 31, 32, 33, 63) for new in (1, 2, 33)]
+    case = paged_case(*zip(*lengths, strict=True), heads=(1, 1), head_dim=16, spread=2.0)
+    out = torch.full_like(case.q, float("nan"))
+    case.prefill(kernels, out, sliding_window=window)
+    check_close(out, case.prefill(reference, sliding_window=window), terms=case.longest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
-def test_large_scores(paged_case, assert_kernel_close, kernels, reference, dtype):
+def test_large_scores(paged_case, kernels, reference, dtype):
     case = paged_case([77, 30], [20, 30], dtype=dtype, spread=100.0)
-    assert_kernel_close(case.prefill(kernels), case.prefill(reference))
+    check_close(case.prefill(kernels), case.prefill(reference), terms=case.longest, exponent=500)
 
 
-def test_chunks_equal_the_whole(paged_case, assert_kernel_close, kernels):
+def test_chunks_equal_the_whole(paged_case, kernels):
     """A prompt in two chunks gives what it gives in one."""
     case = paged_case([75], [75])
     whole = case.prefill(kernels)
@@ -91,13 +100,13 @@ def test_chunks_equal_the_whole(paged_case, assert_kernel_close, kernels):
     second = kernels.paged_prefill_attention(
         case.q[40:], case.cache, case.contexts, case.scoring(), starts - starts // 75 * 40, 35
     )
-    assert_kernel_close(first, head)
-    assert_kernel_close(second, tail)
+    check_close(first, head, terms=case.longest)
+    check_close(second, tail, terms=case.longest)
 
 
-def test_a_chunk_of_one_is_a_decode(paged_case, assert_kernel_close, kernels):
+def test_a_chunk_of_one_is_a_decode(paged_case, kernels):
     case = paged_case([75, 20])
-    assert_kernel_close(case.prefill(kernels), case.decode(kernels))
+    check_close(case.prefill(kernels), case.decode(kernels), terms=case.longest)
 
 
 def test_blocks_before_the_window_are_not_read(paged_case, kernels):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.closeness import check_close
 
 from rayllm_kernels.attention import prefill
 
@@ -59,34 +60,34 @@ def resolved(alibi_slopes):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_decode(paged_case, assert_close, reference, resolved, options):
+def test_decode(paged_case, reference, resolved, options):
     case = paged_case([33, 0, 1, 16, 5], heads=(6, 2), head_dim=32, spread=2.0)
     options = resolved(options, 6)
     out = torch.full_like(case.q, float("nan"))
     assert case.decode(reference, out=out, **options) is out
-    assert_close(out.cpu(), naive(case, **options))
+    check_close(out.cpu(), naive(case, **options), terms=case.longest)
     assert torch.equal(case.decode(reference, **options), out)
     assert not out[1].any()
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_prefill(paged_case, assert_close, reference, resolved, monkeypatch, options):
+def test_prefill(paged_case, reference, resolved, monkeypatch, options):
     monkeypatch.setattr(prefill, "QUERY_CHUNK", 8)
     case = paged_case([30, 0, 4, 40, 17], [12, 0, 4, 1, 17], heads=(4, 2), head_dim=32, spread=2.0)
     options = resolved(options, 4)
     out = torch.full_like(case.q, float("nan"))
     assert case.prefill(reference, out, **options) is out
-    assert_close(out.cpu(), naive(case, **options))
+    check_close(out.cpu(), naive(case, **options), terms=case.longest)
     assert torch.equal(case.prefill(reference, **options), out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("block_size", "heads", "head_dim"), [(1, (3, 3), 80), (5, (8, 1), 96), (32, (4, 2), 64)])
-def test_shapes_and_dtypes(paged_case, assert_close, reference, dtype, block_size, heads, head_dim):
+def test_shapes_and_dtypes(paged_case, reference, dtype, block_size, heads, head_dim):
     case = paged_case([9, 23], heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
-    assert_close(case.decode(reference).cpu(), naive(case))
+    check_close(case.decode(reference).cpu(), naive(case), terms=case.longest)
     case = paged_case([9, 23], [5, 2], heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
-    assert_close(case.prefill(reference).cpu(), naive(case))
+    check_close(case.prefill(reference).cpu(), naive(case), terms=case.longest)
 
 
 def test_blocks_before_the_window_are_not_read(paged_case, reference):
@@ -101,13 +102,13 @@ def test_blocks_before_the_window_are_not_read(paged_case, reference):
     assert torch.equal(case.prefill(reference, sliding_window=17), before)
 
 
-def test_agrees_with_torch_attention(paged_case, assert_close, reference):
+def test_agrees_with_torch_attention(paged_case, reference):
     """The whole-prompt case is torch's own causal attention."""
     case = paged_case([37], [37], heads=(4, 4))
     blocks = case.contexts.block_tables[0, :3].long()
     k, v = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, :37] for cache in case.cache[:2])
     expected = torch.nn.functional.scaled_dot_product_attention(case.q.transpose(0, 1), k, v, is_causal=True)
-    assert_close(case.prefill(reference), expected.transpose(0, 1))
+    check_close(case.prefill(reference), expected.transpose(0, 1), terms=case.longest)
 
 
 def test_empty_batch(paged_case, reference):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rayllm_kernels.attention import schedule as schedule_module
 from rayllm_kernels.attention.schedule import choose_tiles
+from rayllm_kernels.device import INTERPRETER, assumed
 
 CASES = [
     ([], 3),
@@ -60,10 +60,10 @@ def test_every_tile_falls_to_one_range(paged_case, kernels, seq_lens, num_ranges
         ((300, 300), torch.bfloat16, 1),
     ],
 )
-def test_ranges_fill_the_device(paged_case, kernels, monkeypatch, heads, cache_dtype, num_ranges):
-    monkeypatch.setattr(schedule_module, "multiprocessors", lambda _device: 132)
+def test_ranges_fill_the_device(paged_case, kernels, heads, cache_dtype, num_ranges):
     case = paged_case([1], heads=heads, head_dim=128, dtype=torch.bfloat16, cache_dtype=cache_dtype)
-    assert case.schedule(kernels).ranges.shape[0] == num_ranges
+    with assumed(case.q.device, INTERPRETER._replace(multiprocessors=132)):
+        assert case.schedule(kernels).ranges.shape[0] == num_ranges
 
 
 def test_the_reference_needs_no_schedule(paged_case, reference):

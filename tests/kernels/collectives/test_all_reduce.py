@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.closeness import check_close
 from torch import Tensor
 
 from rayllm_kernels import ops
@@ -107,7 +108,7 @@ def run_calls(rank: int, buffers) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.float16), (4, torch.bfloat16)])
-def test_calls_of_all_kinds(size, dtype, assert_kernel_close):
+def test_calls_of_all_kinds(size, dtype):
     ranks = Ranks(size, dtype)
     results = ranks.run(run_calls)
     for other in results[1:]:
@@ -121,11 +122,11 @@ def test_calls_of_all_kinds(size, dtype, assert_kernel_close):
             expected = torch.stack([torch.arange(rows * 2).view(rows, 2) * (rank - 1) for rank in range(size)])
             assert torch.equal(next(left), expected)
         elif kind.startswith("plain"):
-            assert_kernel_close(next(left), total.to(dtype))
+            check_close(next(left), total.to(dtype))
         else:
             y, actual_total = next(left), next(left)
-            assert_kernel_close(actual_total, (total + normal(dtype, 7000 + call, rows, HIDDEN).float()).to(dtype))
-            assert_kernel_close(y, ops.rms_norm(actual_total, normal(dtype, 8000, HIDDEN), EPS))
+            check_close(actual_total, (total + normal(dtype, 7000 + call, rows, HIDDEN).float()).to(dtype))
+            check_close(y, ops.rms_norm(actual_total, normal(dtype, 8000, HIDDEN), EPS))
 
 
 def nan_and_strided(rank: int, buffers) -> list[Tensor]:
@@ -145,7 +146,7 @@ def nan_and_strided(rank: int, buffers) -> list[Tensor]:
     return results
 
 
-def test_nan_passes_and_rows_may_be_strided(assert_kernel_close):
+def test_nan_passes_and_rows_may_be_strided():
     """Data that looks like an empty slot does not stop anyone; one and two shots give the same bits."""
     dtype = torch.bfloat16
     wide = sum(part(dtype, 0, rank, 9).view(3, 3, HIDDEN)[:, 1].float() for rank in range(2))
@@ -153,7 +154,7 @@ def test_nan_passes_and_rows_may_be_strided(assert_kernel_close):
     for nan, y, total, nan_again, y_again, total_again in Ranks(2, dtype).run(nan_and_strided):
         assert bool(nan.isnan().all())
         assert bool(nan_again.isnan().all())
-        assert_kernel_close(total, expected)
+        check_close(total, expected)
         assert torch.equal(total, total_again)
         assert torch.equal(y, y_again)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.closeness import check_close
 
 from rayllm_kernels.linear.plans import HOPPER_TILES, hopper_takes
 
@@ -17,7 +18,7 @@ SHAPES = [(3, 72, 40), (16, 64, 64), (61, 1040, 520), (130, 592, 2056), (257, 10
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("programs", [1, 7, 132, 264])
 @pytest.mark.parametrize("tile", HOPPER_TILES)
-def test_every_tile_by_any_number_of_programs(randn, scaled, assert_kernel_close, reference, tile, programs, gated):
+def test_every_tile_by_any_number_of_programs(randn, scaled, reference, tile, programs, gated):
     from rayllm_kernels.linear.hopper_kernel import linear_hopper
 
     expected_of = reference.linear_silu_mul if gated else reference.linear
@@ -27,18 +28,18 @@ def test_every_tile_by_any_number_of_programs(randn, scaled, assert_kernel_close
         x = randn(tokens, inputs, dtype=torch.bfloat16)
         weight = scaled(2 * outputs if gated else outputs, inputs, torch.bfloat16)
         y = linear_hopper(x, weight, (tile, programs), gated=gated)
-        assert_kernel_close(y, expected_of(x, weight))
+        check_close(y, expected_of(x, weight), terms=inputs)
         assert torch.equal(y, linear_hopper(x, weight, (tile, programs), gated=gated))
 
 
 @on_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 3, 8, 31, 64, 65, 100, 129, 192, 255, 256, 257])
-def test_bias_and_strided_rows(randn, scaled, assert_kernel_close, kernels, reference, tokens, dtype):
+def test_bias_and_strided_rows(randn, scaled, kernels, reference, tokens, dtype):
     x = randn(tokens, 1024 + 64, dtype=dtype)[:, 64:]
     weight, bias = scaled(1536, 1024, dtype), randn(1536, dtype=dtype)
-    assert_kernel_close(kernels.linear(x, weight, bias), reference.linear(x, weight, bias))
-    assert_kernel_close(kernels.linear_silu_mul(x, weight), reference.linear_silu_mul(x, weight))
+    check_close(kernels.linear(x, weight, bias), reference.linear(x, weight, bias), terms=1024)
+    check_close(kernels.linear_silu_mul(x, weight), reference.linear_silu_mul(x, weight), terms=1024)
 
 
 @on_hopper
@@ -53,15 +54,15 @@ def test_shared_tiles_give_the_same_sums_every_time(randn, scaled):
     assert all(torch.equal(y, expected) for y in results)
 
 
-def test_layouts_that_tensor_copies_cannot_take_go_elsewhere(randn, scaled, assert_kernel_close, kernels, reference):
+def test_layouts_that_tensor_copies_cannot_take_go_elsewhere(randn, scaled, kernels, reference):
     x, weight = randn(40, 256, dtype=torch.float16), scaled(64, 256, torch.float16)
     odd = randn(40, 259, dtype=torch.float16)[:, 3:]
     assert hopper_takes(x, weight, gated=True)
     assert not hopper_takes(odd, weight, gated=False)
     assert not hopper_takes(x.float(), weight.float(), gated=False)
     assert not hopper_takes(x, weight[:20], gated=True)
-    assert_kernel_close(kernels.linear(odd, weight), reference.linear(odd, weight))
-    assert_kernel_close(kernels.linear_silu_mul(x, weight[:20]), reference.linear_silu_mul(x, weight[:20]))
+    check_close(kernels.linear(odd, weight), reference.linear(odd, weight), terms=256)
+    check_close(kernels.linear_silu_mul(x, weight[:20]), reference.linear_silu_mul(x, weight[:20]), terms=256)
 
 
 COMPILE = """
@@ -69,7 +70,6 @@ from rayllm_kernels.linear import hopper_kernel
 from rayllm_kernels.linear.plans import NARROW, WIDE, WIDEST
 
 # A CPU has no streams that might be captured.
-hopper_kernel.flags = lambda device: torch.zeros(8, dtype=torch.int32)
 x, bias = torch.zeros(16, 128, dtype=torch.bfloat16), torch.zeros(256, dtype=torch.bfloat16)
 weight = torch.zeros(256, 128, dtype=torch.bfloat16)
 for tile, gated in ((NARROW[16], False), (WIDE[64], True), (WIDEST, False)):

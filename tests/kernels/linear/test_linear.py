@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.closeness import check_close
 
 from rayllm_kernels.linear.plans import choose_rows, choose_tiles
 
 ON_GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # tokens, outputs, inputs
-SHAPES = [(1, 5, 64), (2, 16, 100), (3, 33, 1), (4, 8, 513), (7, 40, 96), (17, 24, 130), (64, 17, 64), (70, 9, 32)]
+SHAPES = [
+    (1, 5, 64),
+    (2, 16, 100),
+    (2, 6, 1100),
+    (3, 33, 1),
+    (4, 8, 513),
+    (7, 40, 96),
+    (17, 24, 130),
+    (64, 17, 64),
+    (70, 9, 32),
+]
 if ON_GPU:
     SHAPES += [(m, n, k) for m in (1, 2, 3, 4, 8, 13, 32, 64) for n, k in ((1024, 3072), (4096, 1024), (5000, 2056))]
     SHAPES += [(1, 4096, 14336), (16, 4096, 14336), (100, 1024, 512)]
@@ -19,67 +30,65 @@ CASES = [(*shape, dtype) for shape in SHAPES for dtype in DTYPES if ON_GPU or sh
 
 
 @pytest.mark.parametrize(("tokens", "outputs", "inputs", "dtype"), CASES)
-def test_linear(randn, scaled, assert_kernel_close, kernels, tokens, outputs, inputs, dtype):
+def test_linear(randn, scaled, kernels, tokens, outputs, inputs, dtype):
     x, bias = randn(tokens, inputs, dtype=dtype), randn(outputs, dtype=dtype)
     weight = scaled(outputs, inputs, dtype)
     exact = x.double() @ weight.double().T
-    assert_kernel_close(kernels.linear(x, weight), exact.to(dtype))
-    assert_kernel_close(kernels.linear(x, weight, bias), (exact + bias.double()).to(dtype))
+    check_close(kernels.linear(x, weight), exact.to(dtype), terms=inputs)
+    check_close(kernels.linear(x, weight, bias), (exact + bias.double()).to(dtype), terms=inputs)
     assert torch.equal(kernels.linear(x, weight, bias), kernels.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 70])
-def test_a_result_goes_where_it_is_wanted(randn, scaled, assert_kernel_close, kernels, tokens):
+def test_a_result_goes_where_it_is_wanted(randn, scaled, kernels, tokens):
     x, weight, bias = randn(tokens, 64), scaled(24, 64, torch.float32), randn(24)
     room = randn(tokens + 1, 24)
     last = room[tokens].clone()
     out = kernels.linear(x, weight, bias, out=room[:tokens])
     assert out.data_ptr() == room.data_ptr()
-    assert_kernel_close(room[:tokens], kernels.linear(x, weight, bias))
+    check_close(room[:tokens], kernels.linear(x, weight, bias), terms=64)
     assert torch.equal(room[tokens], last)
 
 
 @pytest.mark.parametrize(("tokens", "outputs", "inputs", "dtype"), CASES)
-def test_linear_silu_mul(randn, scaled, assert_kernel_close, kernels, tokens, outputs, inputs, dtype):
+def test_linear_silu_mul(randn, scaled, kernels, tokens, outputs, inputs, dtype):
     x, weight = randn(tokens, inputs, dtype=dtype), 2 * scaled(2 * outputs, inputs, dtype)
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
-    assert_kernel_close(kernels.linear_silu_mul(x, weight), (gate * torch.sigmoid(gate) * up).to(dtype))
+    check_close(kernels.linear_silu_mul(x, weight), (gate * torch.sigmoid(gate) * up).to(dtype), terms=inputs)
 
 
 @pytest.mark.parametrize(("tokens", "outputs", "inputs", "dtype"), CASES)
 @pytest.mark.parametrize("with_residual", [True, False])
-def test_add_rms_norm_linear(
-    randn, scaled, assert_kernel_close, kernels, reference, tokens, outputs, inputs, dtype, with_residual
-):
+def test_add_rms_norm_linear(randn, scaled, kernels, reference, tokens, outputs, inputs, dtype, with_residual):
     x, norm_weight = 3 * randn(tokens, inputs, dtype=dtype), randn(inputs, dtype=dtype)
     residual = 5 * randn(tokens, inputs, dtype=dtype) if with_residual else None
     weight, bias = scaled(2 * outputs, inputs, dtype), randn(2 * outputs, dtype=dtype)
     before = x.clone()
     y, total = kernels.add_rms_norm_linear(x, residual, norm_weight, 1e-5, weight, bias)
     expected, expected_total = reference.add_rms_norm_linear(x, residual, norm_weight, 1e-5, weight, bias)
-    assert_kernel_close(total, expected_total)
-    assert_kernel_close(y, expected)
+    check_close(total, expected_total)
+    check_close(y, expected, terms=inputs)
     y, total = kernels.add_rms_norm_linear(x, residual, norm_weight, 1e-5, weight, gated=True)
-    assert_kernel_close(total, expected_total)
-    assert_kernel_close(y, reference.add_rms_norm_linear(x, residual, norm_weight, 1e-5, weight, gated=True)[0])
+    check_close(total, expected_total)
+    check_close(y, reference.add_rms_norm_linear(x, residual, norm_weight, 1e-5, weight, gated=True)[0], terms=inputs)
     assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 6])
-def test_strided_arguments(randn, scaled, assert_kernel_close, kernels, reference, tokens):
+def test_strided_arguments(randn, scaled, kernels, reference, tokens):
     """Slices of wider buffers, aligned and not; a single row may have any stride."""
     for offset in (0, 8, 3):
         x = randn(tokens, 80, dtype=torch.float16)[:, offset : offset + 64]
         residual = randn(tokens, 100, dtype=torch.float16)[:, 1:65]
         weight = scaled(24, 72, torch.float16)[:, offset : offset + 64]
         norm_weight = randn(64, dtype=torch.float16)
-        assert_kernel_close(kernels.linear(x, weight), reference.linear(x, weight))
-        assert_kernel_close(kernels.linear_silu_mul(x, weight), reference.linear_silu_mul(x, weight))
+        check_close(kernels.linear(x, weight), reference.linear(x, weight), terms=64)
+        check_close(kernels.linear_silu_mul(x, weight), reference.linear_silu_mul(x, weight), terms=64)
         actual = kernels.add_rms_norm_linear(x, residual, norm_weight, 1e-6, weight)
         for ours, theirs in zip(
             actual, reference.add_rms_norm_linear(x, residual, norm_weight, 1e-6, weight), strict=True
         ):
-            assert_kernel_close(ours, theirs)
+            check_close(ours, theirs, terms=64)
 
 
 def test_empty_batches(randn, kernels):
@@ -91,13 +100,13 @@ def test_empty_batches(randn, kernels):
     assert total.shape == (0, 32)
 
 
-def test_large_activations_do_not_overflow_fp16(randn, scaled, assert_kernel_close, kernels, reference):
+def test_large_activations_do_not_overflow_fp16(randn, scaled, kernels, reference):
     """The norm's factor is applied last: what is multiplied before must not need fp16's range."""
     x = 3e3 * randn(1, 64, dtype=torch.float16)
     norm_weight = 30 * randn(64).abs().half()
     weight = scaled(16, 64, torch.float16)
     y, _ = kernels.add_rms_norm_linear(x, None, norm_weight, 1e-6, weight)
-    assert_kernel_close(y, reference.add_rms_norm_linear(x, None, norm_weight, 1e-6, weight)[0])
+    check_close(y, reference.add_rms_norm_linear(x, None, norm_weight, 1e-6, weight)[0], terms=64)
 
 
 def choices(gated):
@@ -108,7 +117,7 @@ def choices(gated):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_every_tile_that_may_be_chosen(randn, scaled, assert_kernel_close, reference, gated):
+def test_every_tile_that_may_be_chosen(randn, scaled, reference, gated):
     from rayllm_kernels.linear.linear import NO_NORM
     from rayllm_kernels.linear.rows_kernel import linear_rows
     from rayllm_kernels.linear.tiles_kernel import linear_tiles
@@ -121,9 +130,9 @@ def test_every_tile_that_may_be_chosen(randn, scaled, assert_kernel_close, refer
         expected = module_op(x, weight)
         for row_tiles in rows:
             y, _total = linear_rows(x[:2], weight, row_tiles, None, NO_NORM, gated, None)
-            assert_kernel_close(y, expected[:2])
+            check_close(y, expected[:2], terms=inputs)
         for tile in tiles:
-            assert_kernel_close(linear_tiles(x, weight, tile, gated=gated), expected)
+            check_close(linear_tiles(x, weight, tile, gated=gated), expected, terms=inputs)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs CUDA graphs")
@@ -146,7 +155,8 @@ def test_a_captured_chain_equals_the_eager_one(randn, scaled, kernels, reference
         return x + residual
 
     expected = chain(kernels)
-    assert float((expected - chain(reference)).norm() / expected.norm()) < 3e-2
+    off = (expected - chain(reference)).norm(dim=1) / expected.norm(dim=1)
+    assert float(off.max()) < 4e-2  # of each row, after sixteen products
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

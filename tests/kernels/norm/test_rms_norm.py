@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.closeness import check_close
 
 from rayllm_kernels import ops
 
@@ -23,43 +24,43 @@ def llama_rms_norm(x, weight, eps):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ROWS)
-def test_rms_norm(randn, assert_close, assert_kernel_close, kernels, reference, shape, dtype):
+def test_rms_norm(randn, kernels, reference, shape, dtype):
     x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
     expected = reference.rms_norm(x, weight, 1e-5)
-    assert_close(expected, llama_rms_norm(x, weight, 1e-5))
-    assert_kernel_close(kernels.rms_norm(x, weight, 1e-5), expected)
+    check_close(expected, llama_rms_norm(x, weight, 1e-5))
+    check_close(kernels.rms_norm(x, weight, 1e-5), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ROWS)
-def test_fused_add_rms_norm(randn, assert_close, assert_kernel_close, kernels, reference, shape, dtype):
+def test_fused_add_rms_norm(randn, kernels, reference, shape, dtype):
     x, residual, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
     x_before, residual_before = x.clone(), residual.clone()
     y, total = kernels.fused_add_rms_norm(x, residual, weight, 1e-6)
     expected_y, expected_total = reference.fused_add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(expected_total, x + residual)
-    assert_close(expected_y, llama_rms_norm(x + residual, weight, 1e-6))
-    assert_kernel_close(total, expected_total)
-    assert_kernel_close(y, expected_y)
+    check_close(expected_y, llama_rms_norm(x + residual, weight, 1e-6))
+    check_close(total, expected_total)
+    check_close(y, expected_y)
     assert torch.equal(x, x_before)
     assert torch.equal(residual, residual_before)
 
 
-def test_norms_of_strided_rows(randn, assert_kernel_close, kernels):
+def test_norms_of_strided_rows(randn, kernels):
     """Heads of a fused qkv tensor, and rows of a wider buffer."""
     qkv = randn(5, 12, 32)
     weight = randn(32)
     for heads in (qkv[:, :8], qkv[:, 8:10], qkv[:, 10:]):
-        assert_kernel_close(kernels.rms_norm(heads, weight, 1e-6), llama_rms_norm(heads, weight, 1e-6))
+        check_close(kernels.rms_norm(heads, weight, 1e-6), llama_rms_norm(heads, weight, 1e-6))
     wide, other = randn(6, 80), randn(6, 50)
     y, total = kernels.fused_add_rms_norm(wide[:, 5:37], other[:, :32], weight, 1e-6)
     assert torch.equal(total, wide[:, 5:37] + other[:, :32])
-    assert_kernel_close(y, llama_rms_norm(total, weight, 1e-6))
+    check_close(y, llama_rms_norm(total, weight, 1e-6))
     y, total = kernels.fused_add_rms_norm(qkv[:, :3], randn(5, 3, 32), weight, 1e-6)
-    assert_kernel_close(y, llama_rms_norm(total, weight, 1e-6))
+    check_close(y, llama_rms_norm(total, weight, 1e-6))
     deep = randn(2, 3, 2, 32)
-    assert_kernel_close(kernels.rms_norm(deep, weight, 1e-6), llama_rms_norm(deep, weight, 1e-6))
-    assert_kernel_close(kernels.rms_norm(deep[0, 0, 0], weight, 1e-6), llama_rms_norm(deep[0, 0, 0], weight, 1e-6))
+    check_close(kernels.rms_norm(deep, weight, 1e-6), llama_rms_norm(deep, weight, 1e-6))
+    check_close(kernels.rms_norm(deep[0, 0, 0], weight, 1e-6), llama_rms_norm(deep[0, 0, 0], weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,7 +15,7 @@ from rayllm import timeouts
 from rayllm.serve.cluster.directory import NAMESPACE, Directory, DirectoryLink, Membership, ServerMember
 
 ENGINE = engine_member("one")
-SERVER = ServerMember("api", "here", "127.0.0.1:80")
+SERVER = ServerMember("api", "here", ["m"], "127.0.0.1:80")
 
 
 class Clock:

@@ -110,6 +110,32 @@ async def test_it_is_in_the_directory_and_listens_there(cluster):
     await client.close()
 
 
+def test_it_has_started_when_every_api_server_of_its_model_is_connected():
+    """Serve ends the replicas of the version before then, and an API server must have somewhere to send requests."""
+
+    async def body():
+        cluster = Cluster(30)
+        for member in (
+            ServerMember("front", "here", ["m"]),
+            ServerMember("of another model", "here", ["n"]),
+            ServerMember("that goes", "here", ["m"], draining=True),
+        ):
+            cluster.directory.ask(member)
+        starting = asyncio.create_task(cluster.start())
+        await until(cluster.members)
+        await asyncio.sleep(3 * timeouts.REGISTER_S)
+        assert not starting.done()
+        async with cluster.client(front_id="front"):
+            await asyncio.wait_for(starting, 5)
+        await asyncio.wait_for(cluster.stop(), 10)
+
+    switch_interval = sys.getswitchinterval()
+    try:
+        asyncio.run(body())
+    finally:
+        sys.setswitchinterval(switch_interval)
+
+
 @scenario()
 async def test_running_requests_finish_before_the_engine_ends(cluster):
     async with cluster.client() as client:
@@ -169,10 +195,10 @@ async def test_the_autoscaler_hears_what_all_fronts_have_here(cluster):
     def stats():
         return cluster.replica.record_autoscaling_stats()
 
-    assert stats() == {"queued_tokens": 0.0, "completions": 0.0}
+    assert stats() == {"queued_tokens": 0.0, "batches": 0.0}
     async with cluster.client(beat=beat(1, 10)), cluster.client(beat=beat(2, 5)):
-        await until(lambda: stats() == {"queued_tokens": 15.0, "completions": 3.0})
-    await until(lambda: stats() == {"queued_tokens": 0.0, "completions": 0.0})
+        await until(lambda: stats() == {"queued_tokens": 15.0, "batches": 3 / 256})
+    await until(lambda: stats() == {"queued_tokens": 0.0, "batches": 0.0})
 
 
 @scenario()

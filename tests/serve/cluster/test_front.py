@@ -25,12 +25,12 @@ class FakeClient:
     def __init__(self, cluster, address, tokenizer, *, front_id, beat, server_key, keys):
         self.address, self.front_id, self.beat = address, front_id, beat
         self.server_key, self.keys = server_key, keys
-        self.info = INFO
+        self.info = cluster.info
         self.engine_beat = EngineBeat()
         self.peer_metrics = {}
         self.dead = None
         self.closed = False
-        self.requests = []
+        self.requests, self.seeds = [], []
         self.tick = asyncio.Semaphore(0)
         self._cluster = cluster
 
@@ -53,6 +53,7 @@ class FakeClient:
 
     async def generate(self, request, prompt_text=None):
         self.requests.append(request.request_id)
+        self.seeds.append(request.noise_seed)
         for step in range(request.params.max_tokens):
             await self.tick.acquire()
             if self.dead:
@@ -67,16 +68,17 @@ class FakeClient:
 class Cluster:
     """A front on the node "here", and what the directory says of engines. clients: all that were made."""
 
-    def __init__(self, *members, server=ServerConfig(), max_num_seqs=4):
+    def __init__(self, *members, server=ServerConfig(), max_num_seqs=4, index=0):
         self.members = {each.member_id: each for each in members}
         self.clients, self.unreachable, self.mute = [], set(), set()
+        self.info = msgspec.structs.replace(INFO, max_num_seqs=max_num_seqs)  # of engines that start now
 
         def connect(*args, **fields):
             self.clients.append(FakeClient(self, *args, **fields))
             return self.clients[-1]
 
-        model = FrontModel(name="m", folder="", server=server, max_num_seqs=max_num_seqs)
-        self.front = ModelFront(model, None, "me", "here", connect)
+        model = FrontModel(name="m", folder="", server=server)
+        self.front = ModelFront(model, None, "me", "here", index, connect)
 
     def client(self, name):
         """The newest connection to an engine."""
@@ -125,6 +127,60 @@ def request(request_id="r", tokens=ROUTING_BLOCK, max_tokens=1, n=1, first=0):
 
 async def consume(stream):
     return [output async for output in stream]
+
+
+# ---- limits
+
+
+@scenario(server=ServerConfig(max_queued_requests=0))
+async def test_as_many_run_as_the_engines_say(cluster):
+    """Engines know their own number, and may differ."""
+    front = cluster.front
+    assert front.admission.max_live == 0
+    cluster.members["one"] = engine_member("one")
+    await front.update(list(cluster.members.values()), KEYS)
+    await until(lambda: front.num_replicas == 1)
+    assert front.admission.max_live == 4, "at once, not when the directory is heard the next time"
+    cluster.info = msgspec.structs.replace(INFO, max_num_seqs=1024)
+    cluster.members["two"] = engine_member("two")
+    await cluster.update()
+    assert front.admission.max_live == 1028
+    for client in cluster.clients:
+        client.dead = "gone"
+    cluster.members.clear()
+    await cluster.update()
+    assert front.admission.max_live == 1028, "as before, while there is none"
+
+
+# ---- noise
+
+
+def seeds_sent(engine_seed, index=0):
+    """The seeds of ten requests that bring none, over two replicas."""
+    seeds = []
+
+    @scenario("one", "two", index=index)
+    async def run(cluster):
+        for client in cluster.clients:
+            client.info = msgspec.structs.replace(INFO, seed=engine_seed)
+            for _ in range(10):
+                client.tick.release()
+        for number in range(10):
+            await consume(cluster.front.generate(request(f"r{number}", first=ROUTING_BLOCK * number)))
+        assert all(client.seeds for client in cluster.clients)
+        seeds.extend(seed for client in cluster.clients for seed in client.seeds)
+
+    run()
+    return set(seeds)
+
+
+def test_no_two_replicas_and_no_two_starts_get_the_same_noise():
+    assert len(seeds_sent(None) | seeds_sent(None)) == 20
+
+
+def test_an_engine_with_a_seed_gets_the_same_noise_after_every_start():
+    assert seeds_sent(5) == seeds_sent(5)
+    assert len(seeds_sent(5) | seeds_sent(6) | seeds_sent(5, index=1)) == 30, "other API servers have their own"
 
 
 # ---- following engines

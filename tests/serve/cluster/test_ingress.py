@@ -62,7 +62,7 @@ def api_server(name):
     server.name, server.hold = name, threading.Event()
     server.hold.set()
     server.requests = 0
-    server.member = lambda **fields: ServerMember(name, "here", f"127.0.0.1:{server.server_port}", **fields)
+    server.member = lambda **fields: ServerMember(name, "here", ["m"], f"127.0.0.1:{server.server_port}", **fields)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield server

@@ -9,7 +9,7 @@ import pytest
 from support.chat import Played, chat_fields
 from support.chat_templates import HERMES, LLAMA3, THINKER
 
-from rayllm.errors import EngineDeadError, InvalidRequestError
+from rayllm.errors import EngineDeadError, InvalidRequestError, OverloadedError
 
 WEATHER = {
     "type": "function",
@@ -304,6 +304,26 @@ def test_grammars_that_the_engine_refuses():
                 Played("abc", fails={0: refused}).chat(**fields, stream=stream)
             assert caught.value.body["param"] == param
             assert caught.value.body["message"] == f"{param}: no such keyword"
+
+
+def test_a_grammar_that_cannot_go_on():
+    """In mid-stream too it is the request's fault."""
+    ended = InvalidRequestError("structured_outputs: its text cannot go on: 11 items; max is 10", "structured_outputs")
+    body = {"response_format": {"type": "json_object"}}
+    with pytest.raises(openai.BadRequestError, match="response_format: its text cannot go on: 11 items") as refused:
+        Played("abcdefgh", fails={2: ended}).chat(**body)
+    with pytest.raises(openai.APIError, match="response_format: its text cannot go on: 11 items") as broken:
+        Played("abcdefgh", fails={2: ended}).chunks(**body)
+    for caught in (refused, broken):
+        assert (caught.value.type, caught.value.param) == ("invalid_request_error", "response_format")
+
+
+def test_too_many_grammars_wait():
+    busy = OverloadedError("structured_outputs: 64 grammars of yours wait to be compiled", "structured_outputs")
+    with pytest.raises(openai.RateLimitError, match="response_format: 64 grammars of yours") as caught:
+        Played("abc", fails={0: busy}).chat(response_format={"type": "json_object"})
+    assert (caught.value.code, caught.value.param) == ("queue_full", "response_format")
+    assert caught.value.response.headers["retry-after"] == "1"
 
 
 def test_an_error_in_mid_stream():

@@ -1,8 +1,10 @@
 """Bodies to engine requests."""
 
+import msgspec
 import pytest
-from support.jobs import chat, completion
+from support.jobs import INFO, chat, completion
 
+from rayllm.api.sampling_params import SamplingParams
 from rayllm.errors import InvalidRequestError
 from rayllm.serve.http.errors import ContextLengthError
 
@@ -19,6 +21,21 @@ def test_completion_defaults():
 def test_completion_default_tokens_fit_into_the_context():
     job = completion(prompt=[5] * 30)[1]
     assert job.requests[0].params.max_tokens == 10
+
+
+def test_defaults_of_the_model_fill_what_the_body_leaves_out():
+    defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1, "max_tokens": 25}
+    info = msgspec.structs.replace(INFO, sampling_defaults=defaults)
+    for make in (completion, chat):
+        params = make(info=info)[1].requests[0].params
+        assert params == SamplingParams(**defaults)
+        given = {"temperature": 0, "top_p": 1, "top_k": 0, "repetition_penalty": 1.0, "max_tokens": 3}
+        assert make(info=info, **given)[1].requests[0].params == SamplingParams(**given)
+        assert make(info=info, top_k=None, max_completion_tokens=4)[1].requests[0].params.top_k == 20, "null is absent"
+        beams = make(info=info, use_beam_search=True, n=2)[1].requests[0].params
+        assert beams == SamplingParams(use_beam_search=True, n=2, max_tokens=25), "the others are of sampling"
+    long = completion(info=info, prompt=[5] * 30)[1].requests[0]
+    assert long.params.max_tokens == 10, "what the context has room for"
 
 
 def test_every_sampling_field_arrives():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.app import CHAT, Api, counted, error_of
+from support.app import CHAT, Api, FakeEngine, FakeState, counted, error_of
 from support.fakes import FakeWorker
 from support.scheduler import make_scheduler
 
@@ -466,6 +466,25 @@ def test_hashes_differ_between_processes():
 def test_the_wire_to_the_engine_knows_its_messages_only():
     """The wire to the engine is made of typed structs: a field more or of another type is refused."""
     decode = msgspec.msgpack.Decoder(FrontMessage).decode
-    for message in ({"type": "Exec", "code": "1"}, {"type": "Abort", "request_ids": [1]}, ["x"], pickle.dumps({})):
+    for message in ({"type": "Exec", "code": "1"}, {"type": "Aborts", "aborts": [1]}, ["x"], pickle.dumps({})):
         with pytest.raises(msgspec.ValidationError):
             decode(msgspec.msgpack.encode(message))
+
+
+def test_a_request_says_who_sends_it():
+    """What is shared by client is shared by key, or by address where nobody has a key."""
+
+    class Recording(FakeEngine):
+        async def generate(self, request, prompt_text=None):
+            clients.append(request.client)
+            async for output in super().generate(request, prompt_text):
+                yield output
+
+    clients = []
+    for keys in ([], load_api_keys(ServerConfig(api_key=KEY), {})):
+        state = FakeState()
+        state.fake = Recording()
+        headers = {"authorization": f"Bearer {KEY}"}
+        for path, body in (("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", CHAT)):
+            assert Api(keys=keys, state=state).post(path, json=body, headers=headers).status_code == 200
+    assert clients == ["127.0.0.1", "127.0.0.1", "key-1", "key-1"]

@@ -1,0 +1,317 @@
+"""Keys of config.json, changed one at a time: the same mathematics as transformers, or a refusal that names the key.
+
+Every key of each architecture's class in transformers, those that real checkpoints bring beside them, and those of all
+other causal language models in transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import support.model_factory as factory
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rayllm.config.model_spec import load_model_spec
+from rayllm.errors import ModelError
+
+PLAIN = ("llama", "mistral", "qwen2", "qwen3", "opt", "bloom")
+KINDS = (*PLAIN, "llama3_rope", "llama_linear", "llama_yarn")  # these for the keys of their rotary embedding alone
+ABSENT = "no such key"
+TOLERANCE = 1e-4
+WINDOWED = ["sliding_attention", "full_attention"]
+
+# Values of keys whose type does not tell which values are worth a try. Two layers, 8 heads of 16 (BLOOM: 12 of 8).
+VALUES: dict[str, list[Any]] = {
+    "activation_function": ["gelu", "gelu_new", "silu", "gelu_pytorch_tanh", "gelu_fast", "tanh", "quick_gelu"],
+    "architectures": [["GPT2LMHeadModel"], ["MistralForCausalLM", "LlamaForCausalLM"]],
+    "bos_token_id": [7, None],
+    "dtype": ["bfloat16", "float16"],
+    "eos_token_id": [7, [7, 8], None],
+    "head_dim": [8, 24, None],
+    "hidden_act": ["gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "swish", "relu", "quick_gelu"],
+    "hidden_size": [192],
+    "id2label": [{"0": "a", "1": "b", "2": "c"}],
+    "label2id": [{"a": 0, "b": 1}],
+    "layer_types": [
+        WINDOWED,
+        ["full_attention"] * 2,
+        ["sliding_attention"] * 2,
+        ["chunked_attention"] * 2,
+        ["full_attention"],
+        None,
+    ],
+    "max_position_embeddings": [64, 1024],
+    "max_window_layers": [0, 1],
+    "model_type": ["llama", "mistral", "qwen2", "qwen3", "opt", "bloom", "granite"],
+    "n_embed": [192],
+    "n_head": [4],
+    "n_layer": [3],
+    "num_attention_heads": [4],
+    "num_hidden_layers": [3],
+    "num_key_value_heads": [1, 8, None],
+    "original_max_position_embeddings": [32],
+    "pad_token_id": [7, None],
+    "pretraining_tp": [2],
+    "problem_type": ["regression"],
+    "rms_norm_eps": [1e-2],
+    "rope_theta": [500.0, 100],
+    "sliding_window": [8, None],
+    "torch_dtype": ["bfloat16"],
+    "vocab_size": [300],
+    "word_embed_proj_dim": [64, None],
+}
+# Together with another key that it needs to have a meaning.
+PAIRS: dict[str, list[dict[str, Any]]] = {
+    "layer_types": [
+        {"layer_types": WINDOWED, "use_sliding_window": True, "sliding_window": 8},
+        {"layer_types": WINDOWED, "sliding_window": 8},
+    ],
+    "max_window_layers": [{"max_window_layers": 1, "use_sliding_window": True, "sliding_window": 8}],
+    "slow_but_exact": [{"slow_but_exact": True, "pretraining_tp": 2}],
+    "use_sliding_window": [{"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}],
+}
+# What checkpoints hold that transformers' class of their architecture does not know, from fine-tunes, converters and
+# other frameworks; and keys by which other code computes something else.
+FOUND = {
+    "_attn_implementation": "eager",
+    "_attn_implementation_autoset": True,
+    "_flash_attn_2_enabled": True,
+    "_name_or_path": "somebody/model",
+    "alibi": True,
+    "attention_multiplier": 0.5,
+    "attention_softmax_in_fp32": True,
+    "attn_logit_softcapping": 30.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"},
+    "bias_dropout_fusion": True,
+    "do_sample": True,
+    "dual_chunk_attention_config": {"chunk_size": 8},
+    "embedding_multiplier": 12.0,
+    "final_logit_softcapping": 30.0,
+    "gradient_checkpointing": True,
+    "is_causal": False,
+    "is_decoder": True,
+    "is_llama_config": True,
+    "learned_embeddings": True,
+    "logit_scale": 0.5,
+    "logits_scaling": 8.0,
+    "masked_softmax_fusion": True,
+    "max_length": 20,
+    "max_sequence_length": 2048,
+    "model_max_length": 2048,
+    "n_inner": 300,
+    "no_rope_layers": [1, 0],
+    "num_experts": 8,
+    "num_labels": 3,
+    "offset_alibi": 100,
+    "original_max_position_embeddings": 32,
+    "output_attentions": True,
+    "partial_rotary_factor": 0.5,
+    "per_layer_config": {"0": {"intermediate_size": 64}},
+    "prefix": "</s>",
+    "qk_layernorm": True,
+    "quantization_config": {"quant_method": "awq"},
+    "query_pre_attn_scalar": 256,
+    "residual_multiplier": 0.22,
+    "rope_interleaved": True,
+    "rope_scaling_factor": 2.0,
+    "seq_length": 2048,
+    "skip_bias_add": True,
+    "skip_bias_add_qkv": False,
+    "task_specific_params": {"text-generation": {"do_sample": True}},
+    "temperature": 0.6,
+    "tokenizer_class": "LlamaTokenizer",
+    "torchscript": True,
+    "transformers.js_config": {"dtype": "q4"},
+    "transformers_weights": "other.safetensors",
+    "unk_token_id": 0,
+    "unsloth_version": "2024.9",
+    "use_bfloat16": True,
+    "use_flash_attention": True,
+    "use_mrope": False,
+    "use_sliding_window": True,
+    "use_parallel_residual": True,
+}
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "mrope", "unheard_of")
+ROPE = {
+    "attention_factor": 0.7,
+    "attn_factor": 2.0,
+    "beta_fast": 8.0,
+    "beta_slow": 2.0,
+    "extrapolation_factor": 2.0,
+    "factor": 3.0,
+    "finetuned": True,
+    "high_freq_factor": 8.0,
+    "long_factor": [2.0] * 8,
+    "low_freq_factor": 2.0,
+    "mrope_section": [2, 3, 3],
+    "mscale": 0.7,
+    "mscale_all_dim": 0.5,
+    "original_max_position_embeddings": 32,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 500.0,
+    "short_factor": [2.0] * 8,
+    "truncate": False,
+    "unheard_of": 2.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def other(default: Any) -> Any:
+    """A value that is not the default."""
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return 2 * default or 1
+    return "other" if isinstance(default, str) else 2
+
+
+def defaults_of(config_class: type) -> dict[str, Any]:
+    return {field.name: None if field.default is MISSING else field.default for field in fields(config_class)}
+
+
+def own_changes(base: dict[str, Any], config_class: type) -> list[tuple[str, dict[str, Any]]]:
+    """(key, fields of config.json to write) for the keys of the architecture and of checkpoints."""
+    defaults = dict.fromkeys(VALUES) | base | defaults_of(config_class) | FOUND
+    changes = []
+    for key, default in defaults.items():
+        values = VALUES.get(key) or [FOUND.get(key, other(base.get(key, default)))]
+        changes += [(key, {key: value}) for value in values]
+        changes += [(key, pair) for pair in PAIRS.get(key, [])]
+        if key in base:
+            changes.append((key, {key: ABSENT}))
+    return changes
+
+
+def rope_changes(base: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    told = base["rope_parameters"]
+    changes: list[tuple[str, dict[str, Any]]] = []
+    for key, value in ROPE.items():
+        for name in ("rope_parameters", "rope_scaling"):
+            changes.append((key, {name: told | {key: value}}))
+        changes.append((key, {name: {k: v for k, v in told.items() if k != key}}))
+    for kind in ROPE_TYPES:
+        changes.append(("rope", {"rope_parameters": told | {"rope_type": kind}}))
+        changes.append(("rope", {"rope_parameters": ABSENT, "rope_scaling": {"type": kind, "factor": 2.0}}))
+    changes.append(("rope", {"rope_parameters": {"full_attention": told, "sliding_attention": told}}))
+    changes.append(("rope_theta", {"rope_parameters": ABSENT, "rope_theta": 500.0}))
+    return changes
+
+
+def foreign_changes(base: dict[str, Any], config_class: type) -> dict[str, Any]:
+    """Key -> value, of the configs of all other causal language models in transformers."""
+    known = {*base, *defaults_of(config_class), *FOUND, *VALUES}
+    found: dict[str, Any] = {}
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        for key, default in defaults_of(transformers.CONFIG_MAPPING[model_type]).items():
+            if key not in known:
+                found.setdefault(key, other(default))
+    return found
+
+
+def write(folder: Path, base: dict[str, Any], change: dict[str, Any]) -> None:
+    told = {key: value for key, value in (base | change).items() if value is not ABSENT}
+    (folder / "config.json").write_text(json.dumps(told))
+
+
+def refusal(folder: Path) -> str | None:
+    try:
+        load_model_spec(str(folder))
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def difference(folder: Path) -> float | None:
+    """Largest difference of logits, over their spread, in a prompt of 30 tokens and 3 greedy ones; None if transformers
+    cannot compute the model of this config.json. Both get the same weights, which fit what transformers makes of it.
+    """
+    try:
+        hf_class = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+        hf = hf_class(hf_class.config_class.from_pretrained(folder)).eval()
+    except Exception:
+        return None
+    factory.randomise(hf, 0)
+    tensors, seen = {}, set()
+    for name, tensor in hf.state_dict().items():
+        if tensor.data_ptr() not in seen:  # a tied head is stored once
+            seen.add(tensor.data_ptr())
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    try:
+        runner = factory.PagedRunner(factory.load(folder, max_model_len=64))
+    except ModelError:  # the weights have other shapes
+        return float("inf")
+    ids, cache, worst = torch.randint(0, 256, (30,), generator=torch.Generator().manual_seed(3)).tolist(), None, 0.0
+    for step in range(4):
+        try:
+            with torch.inference_mode():
+                out = hf(torch.tensor([ids]), past_key_values=cache, use_cache=True, return_dict=True)
+        except Exception:
+            return None
+        cache, expected = out.past_key_values, out.logits[0]
+        actual = runner.step([("a", ids)], num_decodes=min(step, 1))[0]
+        worst = max(worst, float((actual - expected).abs().max() / expected.std()))
+        ids = [int(expected[-1].argmax())]
+    return worst
+
+
+# Served, though transformers fails: its validators refuse a null, which counts as absent here, and its layers cannot
+# read a reply of another form.
+FAILS = [{"head_dim": None}, {"num_key_value_heads": None}, {"return_dict": False}]
+
+
+def verdict(folder: Path, base: dict[str, Any], key: str, change: dict[str, Any]) -> str:
+    write(folder, base, change)
+    told = refusal(folder)
+    if told is not None:
+        return "refused" if key in told else f"refused without its name: {told}"
+    apart = difference(folder)
+    if apart is None:
+        return "transformers fails" if change in FAILS else "served, but transformers fails"
+    return "parity" if apart < TOLERANCE else f"different by {apart:.2g}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_mathematics_or_a_refusal(tmp_path, kind):
+    folder = Path(factory.make_model(tmp_path, kind, num_hidden_layers=2))
+    base = json.loads((folder / "config.json").read_text())
+    config_class = transformers.CONFIG_MAPPING[base["model_type"]]
+    changes = rope_changes(base) if "rope_parameters" in base else []
+    changes += own_changes(base, config_class) if kind in PLAIN else []
+    verdicts = [(change, verdict(folder, base, key, change)) for key, change in changes]
+    wrong = [
+        f"{change}: {said}" for change, said in verdicts if said not in ("refused", "parity", "transformers fails")
+    ]
+    print(kind, dict(Counter(said for _, said in verdicts)))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_keys_of_other_models(tmp_path, kind):
+    """Most are refused; the others, served one by one, are at parity together."""
+    folder = Path(factory.make_model(tmp_path, kind, num_hidden_layers=2))
+    base = json.loads((folder / "config.json").read_text())
+    foreign = foreign_changes(base, transformers.CONFIG_MAPPING[base["model_type"]])
+    served = {}
+    for key, value in foreign.items():
+        write(folder, base, {key: value})
+        told = refusal(folder)
+        assert told is None or key in told
+        served |= {key: value} if told is None else {}
+    print(kind, {"refused": len(foreign) - len(served), "parity": len(served)})
+    assert verdict(folder, base, "", served) == "parity"

@@ -1,0 +1,132 @@
+"""The kernels of an engine, compiled for GPUs that are not there: whole steps over tensors without memory (meta).
+
+Which kernels with which tiles is for the engine to say: these are its own model, captured steps, sampling and cache.
+For a process of its own, in which `triton.runtime.driver` names the target (tests/kernels/conftest.py).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rayllm.api.types import KVBlocks
+from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import resolve
+from rayllm.layers.layer import BuildContext
+from rayllm.models.registry import MODEL_CLASSES
+from rayllm.parallel.tp_group import TPGroup
+from rayllm.sampling.sampling_table import SamplingTable
+from rayllm.worker.cache import CacheEngine
+from rayllm.worker.graphs import DecodeGraphs, RunContext, step_graphs
+from rayllm.worker.inputs import PersistentBatch
+from rayllm.worker.runner import sample_all_ways
+from rayllm_kernels import dispatch, ops
+from rayllm_kernels.device import Hardware, assumed
+from rayllm_kernels.ops import KVScales, PeerBuffers
+
+META = torch.device("meta")
+MAX_MODEL_LEN = 8192
+
+# One GPU of each compute capability, by NVIDIA's tables: multiprocessors, and shared memory that a block may opt in to.
+GPUS = {
+    "A100": Hardware(108, 163 << 10, (8, 0)),
+    "A10G": Hardware(80, 99 << 10, (8, 6)),
+    "L4": Hardware(58, 99 << 10, (8, 9)),
+    "L40S": Hardware(142, 99 << 10, (8, 9)),
+    "H200": Hardware(132, 227 << 10, (9, 0)),
+    "B200": Hardware(148, 227 << 10, (10, 0)),
+    "RTX5090": Hardware(170, 99 << 10, (12, 0)),
+}
+
+
+def _llama(architecture: str, hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, **rest: Any) -> dict:
+    return {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": 3,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": 128256,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        **rest,
+    }
+
+
+def _opt(hidden: int, heads: int) -> dict:
+    sizes = {"hidden_size": hidden, "ffn_dim": 4 * hidden, "num_attention_heads": heads, "vocab_size": 50272}
+    return {"architectures": ["OPTForCausalLM"], "num_hidden_layers": 3, "max_position_embeddings": 2048, **sizes}
+
+
+def _bloom(hidden: int, heads: int) -> dict:
+    return {"architectures": ["BloomForCausalLM"], "hidden_size": hidden, "n_layer": 3, "n_head": heads}
+
+
+# config.json of models of which each stands for a head size, a number of query heads a KV head, or a kind of attention.
+MODELS = {
+    "llama-3.1-8b": _llama("Llama", 4096, 14336, 32, 8, 128),
+    "llama-3.2-1b": _llama("Llama", 2048, 8192, 32, 8, 64),
+    "qwen2.5-0.5b": _llama("Qwen2", 896, 4864, 14, 2, 64),
+    "qwen3-0.6b": _llama("Qwen3", 1024, 3072, 16, 8, 128),
+    "mistral-7b-v0.1": _llama("Mistral", 4096, 14336, 32, 8, 128, sliding_window=4096),
+    "heads-of-16": _llama("Llama", 128, 256, 8, 4, 16),
+    "heads-of-32": _llama("Llama", 256, 640, 8, 4, 32),
+    "heads-of-96": _llama("Llama", 3072, 8192, 32, 32, 96),
+    "heads-of-192": _llama("Llama", 3072, 8192, 16, 4, 192),
+    "heads-of-256": _llama("Llama", 2048, 16384, 8, 1, 256),
+    "one-kv-head": _llama("Llama", 8192, 8192, 64, 1, 128),
+    "opt-125m": _opt(768, 12),
+    "opt-2.7b": _opt(2560, 32),
+    "bloom-560m": _bloom(1024, 16),
+    "bloom-7b1": _bloom(4096, 32),
+}
+
+
+@torch.inference_mode()
+def run_engine(model: str, max_tokens: int, max_num_seqs: int, *, sampling: bool, **options: Any) -> None:
+    """Steps of all sizes of one model's engine, on META. options: of the engine."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
+        config = resolve(EngineConfig(model=folder, device="cpu", load_format="dummy", **options), 0)
+    spec, dtype, block_size = config.spec, getattr(torch, config.dtype), config.options.block_size
+    context = BuildContext(TPGroup.single(), META, dtype, config.options.deterministic)
+    rank = MODEL_CLASSES[spec.architecture](context, spec).eval()
+    scales = None
+    if config.kv_dtype != config.dtype:
+        scales = [KVScales(*torch.ones(2, spec.num_kv_heads, device=META))] * spec.num_layers
+    shape = (spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
+    cache = CacheEngine(KVBlocks(64, 0), shape, getattr(torch, config.kv_dtype), META, scales)
+    state = PersistentBatch(max_num_seqs, MAX_MODEL_LEN, block_size, META)
+    run = RunContext(rank, cache.layers, state, split_decodes=not context.deterministic)
+    room = torch.empty(max_num_seqs, rank.lm_head.num_tokens, dtype=dtype, device=META)
+    for graphs in (*step_graphs(run, max_tokens, room), DecodeGraphs(run, room)):
+        graphs.run_all(cache.layers)
+    cache.copy([(0, 0)])
+    if sampling:
+        sample_all_ways(run, SamplingTable(max_num_seqs, spec.vocab_size, spec.eos_token_ids))
+
+
+def run_collectives(dtype: torch.dtype) -> None:
+    """Sums over 8 ranks, on META."""
+    peers, uses = torch.zeros(8, dtype=torch.int64, device=META), torch.zeros(8, dtype=torch.int32, device=META)
+    buffers = PeerBuffers(0, 8, 4096, dtype, 8, 64, peers, uses)
+    x, weight = torch.empty(8, 4096, dtype=dtype, device=META), torch.empty(4096, dtype=dtype, device=META)
+    for two_shot in (False, True):
+        ops.all_reduce(x, buffers, two_shot=two_shot)
+        ops.all_reduce_add_rms_norm(x, x, weight, 1e-5, buffers, two_shot=two_shot)
+    ops.all_gather_small(x[0, :32], buffers)
+
+
+def compile_engines(gpu: str, engines: list[dict[str, Any]]) -> None:
+    """Compile for one of GPUS what `run_engine` runs with each of these arguments, and the collectives."""
+    with assumed(META, GPUS[gpu]), dispatch.forced(triton=True):
+        with ops.compile_only():
+            run_collectives(torch.bfloat16)
+        for arguments in engines:
+            with ops.compile_only():
+                run_engine(**arguments)

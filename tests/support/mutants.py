@@ -1,0 +1,189 @@
+"""Mistakes made on purpose, one at a time, in copies of the kernels: each has to fail a test of its kernel.
+
+`python tests/support/mutants.py [NUMBER...]` runs them in the interpreter, in forks of one process that has imported
+what takes long, and prints a line of JSON for each: its number, what pytest returned (1: a test failed), its output.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+TESTS = Path("tests/kernels")
+CPU_SECONDS = 120  # of one mistake's test, which takes a few
+
+
+class Mutant(NamedTuple):
+    """Code of a kernel's module, what it becomes, and the test that has to notice."""
+
+    file: str
+    test: str
+    code: str
+    becomes: str
+
+
+# (module, test) -> mistakes: edges of tiles that are off by one, and sums, factors and comparisons that are wrong.
+MISTAKES = {
+    ("attention/decode_kernel.py", "attention/test_decode.py::test_borders_of_ranges"): [
+        ("valid = (key < seq_len) &", "valid = (key < seq_len - 1) &"),
+        ("last = position + 1 == origin + tiles", "last = position == origin + tiles"),
+    ],
+    # Of a sequence in more parts than are merged at once.
+    ("attention/decode_kernel.py", "attention/test_decode.py::test_borders_of_ranges[seq_lens9-23-None]"): [
+        ("total = total * decay + tl.sum(weights, 0)", "total = total + tl.sum(weights, 0)"),
+        ("weights = tl.exp2(lse - new_peak)", "weights = tl.exp2(lse - peak)"),
+    ],
+    ("attention/decode_kernel.py", "attention/test_decode.py::test_options"): [
+        ("(key >= first_key)", "(key > first_key)"),
+        ("products, distance, slopes", "products, distance // 64, slopes"),
+    ],
+    ("attention/schedule_kernel.py", "attention/test_decode.py::test_borders_of_ranges"): [
+        ("tl.minimum(first + quota, total)", "tl.minimum(first + quota, total - 1)")
+    ],
+    ("attention/prefill_kernel.py", "attention/test_prefill.py::test_edges_of_tiles"): [
+        ("visible = (distance <= 0)", "visible = (distance < 0)"),
+        ("(distance > -window)", "(distance >= -window)"),
+        ("whole_high = (first_pos + 1) // KEYS", "whole_high = (first_pos + 2) // KEYS"),
+        ("last_pos - window + 1, 0), KEYS)", "last_pos - window, 0), KEYS)"),
+        ("high = tl.cdiv(last_pos + 1, KEYS)", "high = tl.cdiv(last_pos, KEYS)"),
+    ],
+    ("attention/prefill_kernel.py", "attention/test_prefill.py::test_shapes"): [
+        ("total = total * decay + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)")
+    ],
+    ("attention/device_functions.py", "attention/test_prefill.py::test_shapes"): [
+        ("(dims[None, :] < HEAD_DIM), other", "(dims[None, :] < HEAD_DIM - 1), other")
+    ],
+    ("attention/device_functions.py", "attention/test_prefill.py::test_options"): [
+        ("slopes[:, None] * distance", "slopes[:, None] * (distance + distance // 64)")
+    ],
+    ("cache/fp8.py", "attention/test_fp8.py::test_attention"): [
+        ("(pairs >> 8).to(tl.int8)", "(pairs >> 7).to(tl.int8)")
+    ],
+    ("linear/rows_kernel.py", "linear/test_linear.py::test_linear"): [
+        (
+            "weight_ptr + rows + at + DEPTH, mask=at + DEPTH < inputs",
+            "weight_ptr + rows + at + DEPTH, mask=at + DEPTH < inputs - 1",
+        ),
+        ("& (column < outputs))", "& (column < outputs - 1))"),
+    ],
+    ("linear/rows_kernel.py", "linear/test_linear.py::test_add_rms_norm_linear"): [
+        ("tl.sum(squares, 2) / inputs", "tl.sum(squares, 2) / DEPTH")
+    ],
+    ("linear/tiles_kernel.py", "linear/test_linear.py::test_every_tile_that_may_be_chosen"): [
+        (
+            "weights = tl.load(weights_ptr + at, mask=at < inputs",
+            "weights = tl.load(weights_ptr + at, mask=at < inputs - 1",
+        ),
+        ("(token[:, None] < tokens) &", "(token[:, None] < tokens - 1) &"),
+    ],
+    ("linear/device_functions.py", "linear/test_linear.py::test_linear"): [
+        ("mask=column < outputs, other=0.0", "mask=column < outputs - 1, other=0.0")
+    ],
+    ("linear/invariant_kernel.py", "linear/test_invariant.py::test_values"): [
+        ("real & (start + depth < inputs)", "real & (start + depth < inputs - 1)"),
+        ("inside % width, inside // width", "inside // width, inside % width"),
+    ],
+    ("norm/rms_norm_kernel.py", "norm/test_rms_norm.py::test_rms_norm"): [
+        ("(dims < DIM)\n", "(dims < DIM - 1)\n"),
+        ("tl.sum(x * x, 1) / DIM", "tl.sum(x * x, 1) / FORM.dim_padded"),
+    ],
+    ("norm/silu_and_mul_kernel.py", "norm/test_silu_and_mul.py::test_silu_and_mul"): [
+        ("mask = element < DIM", "mask = element < DIM - 1"),
+        ("gate = tl.load(x_ptr + element", "gate = tl.load(x_ptr + (element ^ 1)"),
+    ],
+    ("norm/qk_norm_rope_cache_kernel.py", "norm/test_qk_norm_rope_cache.py::test_equals_the_sequence"): [
+        ("b * cos + a * sin", "b * cos - a * sin"),
+        ("squares += tl.sum(rest", "squares -= tl.sum(rest"),
+        (
+            "                valid = head < num_kv_heads\n                scale = tl.load(cache.scales.k",
+            "                valid = head < num_kv_heads - 1\n                scale = tl.load(cache.scales.k",
+        ),
+    ],
+    ("cache/copy_blocks_kernel.py", "cache/test_copy_blocks.py"): [
+        ("mask = element < block_elements", "mask = element < block_elements - 1")
+    ],
+    ("cache/decode_inputs_kernel.py", "cache/test_decode_inputs.py"): [
+        ("position // block_size + 1, 0)", "(position + 1) // block_size, 0)")
+    ],
+    ("cache/reshape_and_cache_kernel.py", "cache/test_reshape_and_cache.py"): [("if slot < 0", "if slot <= 0")],
+    ("cache/fp8.py", "cache/test_kv_cache.py::test_borders_between_numbers_are_written_to_the_bit"): [
+        ("+ ((bits >> DROPPED) & 1)", "")
+    ],
+    ("sampling/noise_kernel.py", "sampling/test_draw.py"): [
+        ("mask=token < vocab_size, other", "mask=token < vocab_size - 1, other"),
+        ("(top == best) & (first < best_token)", "(top == best) & (first > best_token)"),
+    ],
+    ("sampling/row_selection.py", "sampling/test_logprobs.py::test_logprobs_of_few_tokens_rank_all_of_them"): [
+        ("mask=token < vocab_size, other", "mask=token < vocab_size - 1, other")
+    ],
+    ("sampling/logprobs_kernel.py", "sampling/test_logprobs.py::test_logprobs_of_few_tokens_rank_all_of_them"): [
+        ("(x > chosen)", "(x >= chosen)")
+    ],
+    ("sampling/truncation_kernel.py", "sampling/test_truncation.py::test_draws_follow_the_truncated_distribution"): [
+        ("above += tl.where(x > value", "above += tl.where(x >= value")
+    ],
+    ("sampling/penalties_kernel.py", "sampling/test_penalties.py"): [
+        ("tl.where(count > 1, once", "tl.where(count > 0, once")
+    ],
+    ("collectives/all_reduce_kernel.py", "collectives/test_all_reduce.py::test_calls_of_all_kinds"): [
+        ("high += residual_high", "high += residual_low"),
+        ("mask = column < WORDS", "mask = column < WORDS - 1"),
+    ],
+}
+MUTANTS = [Mutant(*where, *mistake) for where, mistakes in MISTAKES.items() for mistake in mistakes]
+
+
+def mutate(mutant: Mutant, folder: Path) -> None:
+    """A copy of the kernels with the mistake, as `folder`/rayllm_kernels."""
+    copy = folder / "rayllm_kernels"
+    shutil.copytree(ROOT / "kernels/rayllm_kernels", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    path = copy / mutant.file
+    source = path.read_text()
+    if source.count(mutant.code) != 1:
+        raise ValueError(f"{mutant.file} has {mutant.code!r} {source.count(mutant.code)} times")
+    path.write_text(source.replace(mutant.code, mutant.becomes))
+
+
+def _test(mutant: Mutant, folder: Path) -> None:
+    import pytest
+
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    with (folder / "output").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        sys.path.insert(0, str(folder))
+        code = pytest.main(["-x", "-p", "no:cacheprovider", "-W", "ignore", str(TESTS / mutant.test)])
+        sys.stdout.flush()
+    os._exit(int(code))
+
+
+def run(number: int) -> dict[str, object]:
+    """What became of one of MUTANTS."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        mutate(MUTANTS[number], folder)
+        child = multiprocessing.get_context("fork").Process(target=_test, args=(MUTANTS[number], folder))
+        child.start()
+        child.join()
+        return {"number": number, "code": child.exitcode, "output": (folder / "output").read_text()[-3000:]}
+
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.chdir(ROOT)
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import triton.language  # noqa: F401
+
+    torch.set_num_threads(1)  # threads do not outlive a fork
+    for number in map(int, sys.argv[1:]) if sys.argv[1:] else range(len(MUTANTS)):
+        print(json.dumps(run(number)), flush=True)
