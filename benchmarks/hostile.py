@@ -156,7 +156,7 @@ class Watch:
                     with self._waiting("stream"):
                         line = response.readline()
                     last = line if line.strip() else last
-                    if b'"error"' in line:
+                    if b'{"error"' in line:
                         self.broken.append(line.decode()[:200])
                 if not self._stop.is_set() and last.strip() != b"data: [DONE]":
                     self.broken.append(f"ended with {last[:80]!r}")
