@@ -52,6 +52,7 @@ JOIN_S = 10.0  # for all API servers to connect to a new engine, before Serve en
 DIRECTORY_S = 3.0  # for its answer; members go on without
 
 # `rayllm launch`.
+FIND_CLUSTER_S = 5.0  # for the first answer of a Ray cluster that is there already
 START_S = 1800.0
 STATUS_S = 1.0
 STOP_S = 20.0
