@@ -60,6 +60,7 @@ INGRESS_WATCH_S = 0.25
 INGRESS_START_S = 5.0
 INGRESS_RESTART_S = 1.0  # between two starts of one that keeps dying
 END_DESCENDANTS_S = 2.0
+DIE_S = 8.0  # for the kernel to end a killed process, and free gigabytes of memory and a GPU
 
 # HTTP requests.
 BODY_S = 60.0  # to receive a request's body: who sends it slowly must not hold a place for ever

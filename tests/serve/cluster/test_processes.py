@@ -33,7 +33,7 @@ print(os.getpid(), flush=True)
 
 
 class Supervised:
-    """A process that supervises the script's rest. processes: all there are, itself and its child among them."""
+    """A process that supervises the script's rest. child: that runs it. others: all below it, child and guard too."""
 
     def __init__(self, script, **options):
         self.process = subprocess.Popen(
@@ -43,7 +43,7 @@ class Supervised:
         self.itself = psutil.Process(self.process.pid)
         self.others = self.itself.children(recursive=True)
         assert self.child in self.others
-        assert len(self.others) == 4, self.others
+        assert len(self.others) == 5, self.others
 
     def check_nothing_is_left(self):
         left = psutil.wait_procs(self.others, timeout=LIMIT_S)[1]
@@ -69,6 +69,14 @@ WAIT = "time.sleep(77)\n"
 def test_a_parent_that_is_killed_takes_all_along(number):
     found = Supervised(WAIT)
     assert found.send(number).code() == -number
+    found.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_guard_that_is_killed_takes_all_along(number):
+    found = Supervised(WAIT)
+    found.child.parent().send_signal(number)
+    assert found.code() == 128 + number
     found.check_nothing_is_left()
 
 
