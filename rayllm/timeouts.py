@@ -11,7 +11,8 @@
 | new replica - API servers | the replica | their first beats | JOIN_S | it counts as started without them |
 | launch - application | `rayllm launch` | STATUS_S | - | it says what Ray Serve says |
 | launch - ingress | `rayllm launch` | INGRESS_WATCH_S | - | HAProxy is started again |
-| `rayllm launch` - its parent | both, by a pipe and the exit status | - | - | all that it has started is ended |
+| launch - Ray on its host | `rayllm launch` | raylet (and GCS, if it started them) run | - | it ends, exit code 1 |
+| launch - its guard - its parent | the last two, by the ends of processes | - | - | all that was started is ended |
 
 All values are in seconds.
 """
