@@ -12,8 +12,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import msgspec
 import orjson
@@ -88,7 +89,7 @@ def open_log(log_format: str, path: Path | None) -> None:
 class _PrivateFiles(logging.handlers.RotatingFileHandler):
     """Files that no other user may read."""
 
-    def _open(self) -> TextIO:
+    def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
