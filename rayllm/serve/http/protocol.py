@@ -28,9 +28,10 @@ BASE_BYTES = 2**20  # of a body, beside its prompts
 PROMPT_TOKEN_BYTES = 2**10  # of a prompt's token: all of its text's characters escaped, in the largest vocabularies
 BATCH_TOKEN_BYTES = 8 * 2**10  # the same of all prompts in a batch: as token ids, MAX_CHOICES of them
 MAX_VALUES = 2**16  # in a body, beside its prompts: to check one takes microseconds
-# In the text of a body, with a comma as one and what begins an object, an array or a field as four, so that parsing it,
-# which holds the interpreter's lock, takes some 0.1 s; the text of a prompt has fewer than four a token.
-MAX_MARKS = 2**21
+# What a body may cost to parse, which holds the interpreter's lock: a comma of a list 1 (some 50 ns), an object or an
+# array 8, a field 16. They are counted in prompts' text too, which costs less than MAX_TOKEN_COST a token.
+MAX_COST = 2**21
+MAX_TOKEN_COST = 16
 MAX_CHOICES = 1024  # prompts x n of one request
 MAX_INPUTS = 2048  # texts of one embeddings request, as OpenAI has it
 MAX_DETOKENIZED = 2**20  # tokens
@@ -88,8 +89,8 @@ def read_body(kind: type[BodyT], text: bytes, max_model_len: int) -> BodyT:
     Nothing here holds the interpreter's lock for long, so it may run in a thread beside streams.
     Raises InvalidRequestError and ValidationError.
     """
-    marks = text.count(b",") + 4 * sum(map(text.count, (b"{", b"[", b":")))
-    if marks > MAX_MARKS + 4 * max_model_len:
+    cost = text.count(b",") + 8 * (text.count(b"{") + text.count(b"[")) + 16 * text.count(b":")
+    if cost > MAX_COST + MAX_TOKEN_COST * max_model_len:
         raise InvalidRequestError("the request body has too many values")
     try:
         value = from_json(text)
