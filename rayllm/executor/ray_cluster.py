@@ -36,6 +36,8 @@ def connect_to_ray(starts_one: bool | None = None) -> bool:
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     starts_one = has_no_cluster() if starts_one is None else starts_one
+    if starts_one:  # Ray's agent would show its counters, which name the models, to whoever reaches this machine
+        os.environ.setdefault("RAY_enable_metrics_collection", "0")
     if starts_one and not any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         ensure_token(Path.home() / ".ray" / "auth_token")
     try:

@@ -46,6 +46,7 @@ def test_a_cluster_of_ours_has_a_token_and_no_dashboard(monkeypatch, variable):
     assert (asked["address"], asked["include_dashboard"]) == ("local", False)
     assert len(made) == (variable is None)
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert os.environ["RAY_enable_metrics_collection"] == "0"  # noqa: SIM112  (Ray spells it so)
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
