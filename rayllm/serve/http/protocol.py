@@ -91,7 +91,7 @@ def read_body(kind: type[BodyT], text: bytes, max_model_len: int) -> BodyT:
     """
     cost = text.count(b",") + 8 * (text.count(b"{") + text.count(b"[")) + 16 * text.count(b":")
     if cost > MAX_COST + MAX_TOKEN_COST * max_model_len:
-        raise InvalidRequestError("the request body has too many values")
+        raise InvalidRequestError("the request body has too many values, or commas, colons and brackets in its texts")
     try:
         value = from_json(text)
     except ValueError as error:
