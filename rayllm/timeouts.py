@@ -11,7 +11,8 @@
 | new replica - API servers | the replica | their first beats | JOIN_S | it counts as started without them |
 | launch - application | `rayllm launch` | STATUS_S | - | it says what Ray Serve says |
 | launch - ingress | `rayllm launch` | INGRESS_WATCH_S | - | HAProxy is started again |
-| `rayllm launch` - its parent | both, by a pipe and the exit status | - | - | all that it has started is ended |
+| launch - Ray on its host | `rayllm launch` | raylet (and GCS, if it started them) run | - | it ends, exit code 1 |
+| launch - its guard - its parent | the last two, by the ends of processes | - | - | all that was started is ended |
 
 All values are in seconds.
 """
@@ -60,6 +61,7 @@ JOIN_S = 10.0  # for all API servers to connect to a new engine, before Serve en
 DIRECTORY_S = 3.0  # for its answer; members go on without
 
 # `rayllm launch`.
+FIND_CLUSTER_S = 5.0  # for the first answer of a Ray cluster that is there already
 START_S = 1800.0
 STATUS_S = 1.0
 STOP_S = 20.0
@@ -67,6 +69,7 @@ INGRESS_WATCH_S = 0.25
 INGRESS_START_S = 5.0
 INGRESS_RESTART_S = 1.0  # between two starts of one that keeps dying
 END_DESCENDANTS_S = 2.0
+DIE_S = 8.0  # for the kernel to end a killed process, and free gigabytes of memory and a GPU
 
 # HTTP requests.
 REQUEST_S = 10.0  # to receive its headers, and what of its body fits into HAProxy's buffer beside them, 16 KiB in all

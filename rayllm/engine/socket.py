@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from rayllm.api import wire
 from rayllm.api.types import Load, TokenDelta
 from rayllm.engine.driver import EngineDriver
 from rayllm.engine.engine import refusal
+from rayllm.engine.folder import PrivateFolder
 from rayllm.errors import ConfigError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
@@ -67,10 +67,10 @@ class EngineSocket:
     def __init__(self, driver: EngineDriver, *, beat_s: float = timeouts.BEAT_S, silence_s: float = timeouts.SILENCE_S):
         self._driver = driver
         self._beat_s, self._silence_s = beat_s, silence_s
-        self._folder = tempfile.TemporaryDirectory(prefix="rayllm-", ignore_cleanup_errors=True)
-        path = os.path.join(self._folder.name, "engine.sock")
+        self._folder = PrivateFolder()
+        path = str(self._folder.path / "engine.sock")
         if len(os.fsencode(path)) > _MAX_IPC_PATH:
-            self._folder.cleanup()
+            self._folder.remove()
             raise ConfigError(
                 f"the engine's socket path {path} has over {_MAX_IPC_PATH} bytes; set TMPDIR to a shorter one"
             )
@@ -186,7 +186,7 @@ class EngineSocket:
             self._context.destroy(linger=round(timeouts.DISCONNECT_S * 1000))
             self._wake_in.close()
             self._wake_out.close()
-            self._folder.cleanup()
+            self._folder.remove()
 
     def _receive(self, router: Router) -> None:
         with contextlib.suppress(zmq.Again):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -14,14 +13,17 @@ from pathlib import Path
 
 import ray
 
+from rayllm import timeouts
 from rayllm.errors import StartupError
-from rayllm.executor.ray_compat import noted_cluster
+from rayllm.executor.ray_compat import ask_cluster, noted_cluster
 
 logger = logging.getLogger(__name__)
 
 
-def connect_to_ray() -> bool:
+def connect_to_ray(starts_one: bool | None = None) -> bool:
     """Make sure that this process is connected to Ray. Returns whether Ray was started for it, and is its to stop.
+
+    starts_one: what `has_no_cluster` said, if that was asked before.
 
     Takes, in this order: the connection there is (always so inside actors and tasks), the cluster of RAY_ADDRESS, the
     one that `ray start` left running on this machine, a new one on this machine. Raises StartupError.
@@ -33,7 +35,7 @@ def connect_to_ray() -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    starts_one = has_no_cluster()
+    starts_one = has_no_cluster() if starts_one is None else starts_one
     if starts_one:  # Ray's agent would show its counters, which name the models, to whoever reaches this machine
         os.environ.setdefault("RAY_enable_metrics_collection", "0")
     if starts_one and not any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
@@ -50,8 +52,7 @@ def connect_to_ray() -> bool:
     except StartupError:
         raise
     except Exception as error:
-        hint = "" if starts_one or "RAY_AUTH_MODE" in os.environ else " (does the cluster want RAY_AUTH_MODE=token?)"
-        raise StartupError(f"Ray cannot be started or reached: {error}{hint}") from error
+        raise StartupError(f"Ray cannot be started or reached: {error}") from error
     logging.getLogger("ray").setLevel(logging.WARNING)
     return starts_one
 
@@ -99,10 +100,11 @@ def ensure_token(path: Path) -> None:
 def has_no_cluster() -> bool:
     """Whether there is no cluster to join, and `connect_to_ray` would start one.
 
-    Raises StartupError if RAY_ADDRESS names one that is not there.
-
-    Ray itself would wait minutes for a cluster that has crashed, since the note that `ray start` left of it remains.
+    Raises StartupError if RAY_ADDRESS names one that is not there, or if the one that is there takes no orders from
+    this process. Ray itself would try again for 20 s, and wait minutes for a cluster that has crashed, since the note
+    that `ray start` left of it remains.
     """
+    logging.getLogger("ray").setLevel(logging.ERROR)
     if ray.is_initialized():
         return False
     address = os.environ.get("RAY_ADDRESS", "")
@@ -111,20 +113,24 @@ def has_no_cluster() -> bool:
     if "://" in address:
         raise StartupError(f"RAY_ADDRESS {address} is a Ray Client address; the engine has to run inside the cluster")
     if address:
-        if not _answers(address):
+        if not _answers(address, is_noted=False):
             raise StartupError(f"RAY_ADDRESS {address}: no Ray cluster answers there")
         return False
     noted = noted_cluster()
-    if noted and not _answers(noted):
+    if noted and not _answers(noted, is_noted=True):
         logger.warning("the Ray cluster that was started at %s is gone; Ray is started on this machine", noted)
         return True
     return not noted
 
 
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
+def _answers(address: str, is_noted: bool) -> bool:
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    except (OSError, ValueError):
+        ask_cluster(address, timeouts.FIND_CLUSTER_S, use_token=is_noted)
+    except ConnectionError:
         return False
+    except PermissionError:
+        raise StartupError(
+            f"the Ray cluster at {address} wants another token than this process has: RAY_AUTH_MODE=token, and the "
+            "cluster's token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+        ) from None
     return True

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import grpc
 import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._private.grpc_utils import init_grpc_channel
+from ray.core.generated.gcs_service_pb2 import GetClusterIdRequest  # type: ignore[attr-defined]
+from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
 
 def noted_cluster() -> str | None:
@@ -20,3 +25,25 @@ def log_folder() -> Path | None:
     """Where the processes of Ray on this node write their logs; None if this process is not connected to Ray."""
     node = ray._private.worker._global_node
     return None if node is None else Path(node.get_logs_dir_path())
+
+
+def raylet_socket() -> str | None:
+    """The Unix socket of the raylet that this process is connected to; None if there is none."""
+    node = ray._private.worker._global_node
+    return None if node is None else str(node.raylet_socket_name)
+
+
+def ask_cluster(address: str, timeout_s: float, use_token: bool) -> None:
+    """Return if a Ray cluster is at "host:port", and takes this process's token, if that has one.
+
+    use_token: unless RAY_AUTH_MODE says otherwise; `ray.init` does so for a cluster that it finds itself. Raises
+    ConnectionError if no cluster answers, PermissionError if it wants a token that this process has not.
+    """
+    if use_token:
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    with init_grpc_channel(address) as channel:
+        try:
+            NodeInfoGcsServiceStub(channel).GetClusterId(GetClusterIdRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            kind = PermissionError if error.code() is grpc.StatusCode.UNAUTHENTICATED else ConnectionError
+            raise kind(error.details()) from None

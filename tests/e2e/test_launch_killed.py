@@ -1,43 +1,125 @@
-"""`kill -9` of a `rayllm launch` that answers a request: nothing of it lives on, and its port is free for the next."""
+"""Parts of a `rayllm launch` that are killed, and the whole: what clients get, and what is left. Each server but the
+first starts on the port of the one before, as soon as that has ended."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
-from support.launched import Launched, free_port
+import pytest
+from support.launched import Launched, free_port, private_folders, session_processes
 
-LIMIT_S = 5  # until all processes have ended
+ENDED_S = 5  # until all processes of a launch that was killed have ended
+NOTICED_S = 10  # until launch has ended when Ray is lost
 
 
-def test_a_killed_launch_leaves_nothing_behind(tmp_path):
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    body = {"prompt": "def", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    options = ("--port", str(port), "--device", "cpu")
-    first = Launched(tmp_path / "first", *options)
-    second = None
-    try:
-        first.wait_for("ready")
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
-            assert response.status_code == 200
-            next(response.iter_lines())
-            processes = psutil.Process(first.process.pid).children(recursive=True)
-            names = {each.name() for each in processes}
-            assert {"haproxy", "raylet", "gcs_server"} <= names, names
-            os.kill(first.process.pid, signal.SIGKILL)
-            killed = time.monotonic()
-            first.process.wait()
-        _, left = psutil.wait_procs(processes, timeout=LIMIT_S - (time.monotonic() - killed))
+class Server(Launched):
+    """One with two API servers. folders: those that its processes have made."""
+
+    def __init__(self, folder, port):
+        super().__init__(folder / "log", "--port", str(port), "--device", "cpu", "--num-api-servers", "2")
+        self.url = f"http://127.0.0.1:{port}"
+        self.folders = set()
+
+    def complete(self, tokens=3):
+        body = {"prompt": "def", "max_tokens": tokens, "ignore_eos": True}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+
+    def find(self, text):
+        """The processes of whose command line this is a part."""
+        return [pid for pid, command in session_processes(self.session_id) if text in command]
+
+    def check_that_nothing_is_left(self, processes, limit):
+        assert self.folders
+        _, left = psutil.wait_procs(processes, timeout=limit)
         assert not left, left
-        second = Launched(tmp_path / "second", *options)
-        second.wait_for("ready")
-        answer = httpx.post(f"{url}/v1/completions", json=body | {"max_tokens": 3, "stream": False}, timeout=30)
-        assert answer.json()["usage"]["completion_tokens"] == 3
+        assert not [path for path in self.folders if path.exists()]
+
+
+@pytest.fixture(scope="module")
+def port():
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, port):
+    launched = Server(tmp_path_factory.mktemp("server"), port)
+    try:
+        launched.wait_for("ready")
+        yield launched
     finally:
-        first.kill()
-        if second is not None:
-            second.kill()
+        launched.kill()
+
+
+def test_clients_see_little_of_an_api_server_that_is_killed(server):
+    """Its requests go to the other one. With none left the answer is the API's own 503, until there is another one."""
+    (controller,) = server.find("ServeController")
+    os.kill(controller, signal.SIGSTOP)  # it would start another one
+    with ThreadPoolExecutor(6) as clients:
+        answers = [clients.submit(server.complete, 60) for _ in range(6)]
+        time.sleep(0.5)
+        first, second = server.find(":ApiServer")
+        os.kill(first, signal.SIGKILL)
+        assert [answer.result().status_code for answer in answers] == [200] * 6
+        os.kill(second, signal.SIGKILL)
+        refused = [server.complete()]
+        os.kill(controller, signal.SIGCONT)
+        while (answer := server.complete()).status_code != 200:
+            refused.append(answer)
+            time.sleep(0.1)
+    for answer in refused:
+        assert (answer.status_code, answer.headers["content-type"]) == (503, "application/json")
+        assert int(answer.headers["retry-after"]) > 0
+        assert answer.json()["error"]["type"] == "server_error"
+
+
+def test_an_engine_that_is_killed_leaves_no_folder(server):
+    (before,) = private_folders(server.session_id)
+    (engine,) = server.find(":engine-")
+    os.kill(engine, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while server.complete().status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert not before.exists()
+    server.folders |= private_folders(server.session_id)
+
+
+# The last test that needs the server.
+def test_a_killed_launch_leaves_nothing_behind(server):
+    body = {"prompt": "def", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+        assert response.status_code == 200
+        next(response.iter_lines())
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        names = {each.name() for each in processes}
+        assert {"haproxy", "raylet", "gcs_server"} <= names, names
+        os.kill(server.process.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        server.process.wait()
+    server.check_that_nothing_is_left(processes, ENDED_S - (time.monotonic() - killed))
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_server_that_loses_ray_says_so_and_ends(tmp_path, port, name):
+    launched = Server(tmp_path, port)
+    try:
+        launched.wait_for("ready")
+        assert launched.complete().json()["usage"]["completion_tokens"] == 3
+        launched.folders = private_folders(launched.session_id)
+        processes = psutil.Process(launched.process.pid).children(recursive=True)
+        (victim,) = [each for each in processes if each.name() == name]
+        said = len(launched.log.read_text())
+        victim.kill()
+        assert launched.process.wait(NOTICED_S) == 1
+        # Ray itself may have something to say too.
+        assert launched.log.read_text()[said:].endswith(f"error: Ray is lost on this host: {name} has ended\n")
+        launched.check_that_nothing_is_left(processes, 0)
+        with pytest.raises(httpx.ConnectError):
+            launched.complete()
+    finally:
+        launched.kill()

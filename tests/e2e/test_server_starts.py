@@ -25,10 +25,10 @@ from support.launched import (
 )
 
 
-def failing_launch(*args):
-    """(exit code, last line of standard error) of a launch that must not come up."""
+def failing_launch(*args, files=None):
+    """(exit code, last line of standard error) of a launch that must not come up. files: that it may have open."""
     done = subprocess.run(
-        [RAYLLM, "launch", "--port", str(free_port()), *args],
+        [*(["prlimit", f"--nofile={files}"] if files else []), RAYLLM, "launch", "--port", str(free_port()), *args],
         capture_output=True,
         text=True,
         env=clean_environment(),
@@ -70,9 +70,11 @@ def test_deployments_that_cannot_work(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        code, line = failing_launch("--port", str(taken.getsockname()[1]))
-    assert code == 2
-    assert "cannot listen" in line
+        port = taken.getsockname()[1]
+        code, line = failing_launch("--port", str(port), "--device", "cpu")
+    assert (code, line) == (2, f"error: cannot listen on 127.0.0.1 port {port}: Address already in use")
+    code, line = failing_launch("--device", "cpu", files=256)
+    assert (code, line) == (2, "error: the limit of open files (ulimit -Hn) is 256; at least 1,024 are needed")
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has GPUs")

@@ -68,17 +68,16 @@ def test_addresses_that_cannot_work(monkeypatch, address, message):
         connect_to_ray()
 
 
-@pytest.mark.parametrize(("noted", "address"), [(None, "local"), ("127.0.0.1:1", "local"), ("listening", None)])
-def test_a_cluster_of_ray_start_is_joined_if_it_still_lives(monkeypatch, noted, address):
+@pytest.mark.parametrize(("noted", "address"), [(None, "local"), ("127.0.0.1:1", "local"), ("alive", None)])
+def test_a_cluster_of_ray_start_is_joined_if_it_still_lives(ray_cluster, monkeypatch, noted, address):
     addresses = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **options: addresses.append(options["address"]))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        if noted == "listening":
-            noted = f"127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setattr(ray._private.utils, "read_ray_address", lambda: noted)
-        assert connect_to_ray() is (address == "local")
+    if noted == "alive":
+        noted = ray.get_runtime_context().gcs_address
+    monkeypatch.setattr(ray._private.utils, "read_ray_address", lambda: noted)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    assert connect_to_ray() is (address == "local")
     assert addresses == [address]
 
 

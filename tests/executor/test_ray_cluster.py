@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
+import ray
 
 from rayllm.errors import StartupError
 from rayllm.executor import ray_cluster
@@ -80,3 +83,28 @@ def test_files_of_a_cluster_of_ours_are_private(monkeypatch, tmp_path, is_ours):
             assert seen["folder"] == os.environ["RAY_TMPDIR"] == "/elsewhere"
     finally:
         os.umask(before)
+
+
+JOIN = """
+from rayllm.errors import StartupError
+from rayllm.executor.ray_cluster import connect_to_ray
+try:
+    connect_to_ray()
+except StartupError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    "auth", [{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "z" * 32}, {"RAY_AUTH_MODE": "disabled"}]
+)
+def test_a_cluster_with_another_token_is_one_error(ray_cluster, auth):
+    """And not what Ray's own attempts say, once a second."""
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", JOIN]
+    environment = {**os.environ, "RAY_ADDRESS": address, **auth}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith(
+        f"the Ray cluster at {address} wants another token than this process has: RAY_AUTH_MODE"
+    )
+    assert done.stderr == ""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from rayllm.executor.ray_compat import log_folder, noted_cluster
+from pathlib import Path
+
+import pytest
+import ray
+
+from rayllm.executor.ray_compat import ask_cluster, log_folder, noted_cluster, raylet_socket
 
 
 def test_the_cluster_that_ray_start_noted(tmp_path, monkeypatch):
@@ -18,3 +23,13 @@ def test_the_folder_of_the_logs(ray_cluster):
     folder = log_folder()
     assert folder is not None and folder.is_dir()
     assert any(each.name.startswith("raylet") for each in folder.iterdir())
+
+
+def test_the_socket_of_the_raylet(ray_cluster):
+    assert Path(raylet_socket()).is_socket()
+
+
+def test_clusters_that_answer_and_others(ray_cluster):
+    ask_cluster(ray.get_runtime_context().gcs_address, 30, use_token=False)
+    with pytest.raises(ConnectionError):
+        ask_cluster("127.0.0.1:1", 30, use_token=True)

@@ -11,6 +11,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from support.closeness import check_close
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import SequenceData, StepPlan
@@ -42,8 +43,8 @@ def tokens(count, seed):
 
 
 def assert_near(actual, expected):
-    error = (actual.float() - expected.float()).norm() / expected.float().norm()
-    assert error < 2e-2
+    """Up to what two layers of products with sharp weights make of roundings."""
+    check_close(actual, expected, terms=96, slack=8)
 
 
 @torch.inference_mode()

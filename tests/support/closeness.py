@@ -33,18 +33,19 @@ def unit_of(dtype: torch.dtype) -> float:
     return UNIT[dtype] * (2 if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1" else 1)
 
 
-def check_close(actual: Tensor, expected: Tensor, *, terms: int = 0, exponent: float = 0.0) -> None:
+def check_close(actual: Tensor, expected: Tensor, *, terms: int = 0, exponent: float = 0.0, slack: float = 1.0) -> None:
     """Assert that `actual` is `expected` up to rounding; their shapes and dtypes must be equal.
 
     expected: by another way to compute it, rounded to the dtype at the end. terms: how many products each element
     is the sum of, the longest sum counting; 0 if every element is a function of a few numbers. exponent: the largest
-    there is, if it is large. NaN is never close.
+    there is, if it is large. slack: a factor of the unit roundoff, for what many operations in sequence yield. NaN is
+    never close.
     """
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
     if not expected.numel():
         return
-    unit = unit_of(actual.dtype)
+    unit = slack * unit_of(actual.dtype)
     wide = expected.double()
     error = (actual.double() - wide).abs()
     spread = wide.square().mean(-1, keepdim=True).sqrt() if wide.dim() else wide.abs()

@@ -42,11 +42,14 @@ def haproxy_processes(session_id):
     return [process for process in session_processes(session_id) if "/haproxy " in process[1]]
 
 
-def haproxy_folder(session_id):
-    """Where it has its configuration and sockets."""
-    pid, _ = haproxy_processes(session_id)[0]
-    command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    return next(each for each in Path(command[command.index("-f") + 1]).parents if each.name.startswith("rayllm-"))
+def private_folders(session_id):
+    """Those that processes of a session have made and hold."""
+    found = set()
+    for pid, _ in session_processes(session_id):
+        for file in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                found.add(file.readlink())
+    return {path for path in found if path.name.startswith("rayllm-run-")}
 
 
 class Launched:

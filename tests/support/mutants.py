@@ -127,9 +127,10 @@ MISTAKES = {
     ("sampling/logprobs_kernel.py", "sampling/test_logprobs.py::test_logprobs_of_few_tokens_rank_all_of_them"): [
         ("(x > chosen)", "(x >= chosen)")
     ],
-    ("sampling/truncation_kernel.py", "sampling/test_truncation.py::test_draws_follow_the_truncated_distribution"): [
-        ("above += tl.where(x > value", "above += tl.where(x >= value")
-    ],
+    (
+        "sampling/truncation_kernel.py",
+        "sampling/test_truncation.py::test_draws_from_adversarial_rows_equal_the_reference",
+    ): [("above += tl.where(x > value", "above += tl.where(x >= value")],
     ("sampling/penalties_kernel.py", "sampling/test_penalties.py"): [
         ("tl.where(count > 1, once", "tl.where(count > 0, once")
     ],

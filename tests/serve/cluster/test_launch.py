@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -15,10 +15,11 @@ from rayllm.config.options import EngineConfig, ModelConfig, ServerConfig
 from rayllm.errors import ConfigError, EngineDeadError, ModelError, StartupError
 from rayllm.serve.cluster import launch as module
 from rayllm.serve.cluster.directory import ServerMember
-from rayllm.serve.cluster.launch import Deployment, Status, key_warnings, startup_error, watch, with_port
+from rayllm.serve.cluster.launch import Deployment, Status, allow_files, key_warnings, listen, startup_error, watch
 from rayllm.serve.cluster.processes import Orders
 
 BROKEN = "A replica failed to start with exception. Error:\nrayllm.errors.ModelError: weights are broken\n"
+MODEL = ModelConfig(EngineConfig(device="cpu"), ServerConfig())
 SLOW = "Deployment 'engine-a' has 1 replicas that have taken more than 30s to initialize.\nThis may be caused by ..."
 
 
@@ -120,12 +121,40 @@ def test_the_status_says_why():
 
 
 def test_ports():
-    server = with_port(ServerConfig(port=0))
-    assert server.port > 0
-    with socket.create_server((server.host, server.port)), pytest.raises(ConfigError, match="cannot listen on 127"):
-        with_port(server)
+    with listen(ServerConfig(port=0)) as listener:
+        port = listener.getsockname()[1]
+        message = rf"^cannot listen on 127\.0\.0\.1 port {port}: Address already in use$"
+        with pytest.raises(ConfigError, match=message):
+            listen(ServerConfig(port=port))
+        with pytest.raises(ConfigError, match=message):  # before it looks for Ray
+            deployment(None, port=port, ingress="haproxy").join([MODEL], lambda _: None)
     with pytest.raises(ConfigError, match="cannot listen on 203"):
-        with_port(ServerConfig(host="203.0.113.9"))
+        listen(ServerConfig(host="203.0.113.9"))
+    with pytest.raises(ConfigError, match="cannot listen on a b port"):
+        listen(ServerConfig(host="a b"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limits", "soft", "note"),
+    [
+        (1500, (1100, 2000), 1500, None),
+        (1500, (1800, 2000), 1800, None),
+        (3000, (1100, 2000), 2000, r"^the limit of open files \(ulimit -Hn\) is 2,000; .* 3,000 are needed$"),
+    ],
+)
+def test_the_soft_limit_of_open_files_is_raised(monkeypatch, wanted, limits, soft, note):
+    found = [limits]
+    monkeypatch.setattr(module.resource, "getrlimit", lambda _kind: found[-1])
+    monkeypatch.setattr(module.resource, "setrlimit", lambda _kind, both: found.append(both))
+    said = allow_files(wanted)
+    assert found[-1] == (soft, limits[1])
+    assert said is None if note is None else re.match(note, said)
+
+
+def test_a_limit_of_open_files_that_is_too_low(monkeypatch):
+    monkeypatch.setattr(module.resource, "getrlimit", lambda _kind: (256, 256))
+    with pytest.raises(ConfigError, match=r"the limit of open files \(ulimit -Hn\) is 256; at least 1,024 are"):
+        allow_files(10_000)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +164,20 @@ def test_ports():
 def test_it_says_if_haproxy_is_missing(monkeypatch, ingress, is_there, starts_ray, said):
     notes = []
     monkeypatch.setattr(module, "haproxy_binary", lambda: "haproxy" if is_there else None)
-    monkeypatch.setattr(module, "connect_to_ray", lambda: starts_ray)
+    monkeypatch.setattr(module, "has_no_cluster", lambda: starts_ray)
+    monkeypatch.setattr(module, "connect_to_ray", lambda _starts_one: None)
+    started = []
+    monkeypatch.setattr(
+        module,
+        "Ingress",
+        lambda _server, listener, _max: SimpleNamespace(start=lambda: started.append(1), stop=listener.close),
+    )
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    deployment(None, ingress=ingress).join([ModelConfig(EngineConfig(device="cpu"), ServerConfig())], notes.append)
+    found = deployment(None, ingress=ingress, port=0)
+    found.join([MODEL], notes.append)
+    found.leave()
     assert len(notes) == said
+    assert len(started) == (ingress == "auto" and is_there and starts_ray)
 
 
 @pytest.mark.parametrize("options", [{"port": 81}, {"host": "::"}, {"ingress": "serve"}, {"ssl_certfile": "x.pem"}])

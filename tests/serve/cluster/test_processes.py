@@ -15,7 +15,8 @@ LIMIT_S = 5
 
 START = """
 import os, subprocess, sys, time
-from rayllm.serve.cluster.processes import end_descendants, ignore_signals, supervise
+import psutil
+from rayllm.serve.cluster.processes import end_descendants, ignore_signals, supervise, watch_processes
 
 def start_some():
     "A child, one that ignores SIGTERM in a session of its own, and an orphan."
@@ -25,24 +26,24 @@ def start_some():
     subprocess.run(["sh", "-c", "sleep 77 & exit 0"], check=True)
 """
 SUPERVISED = """
-orders = supervise(0.5)
+orders = supervise(0.5, lambda: 1.0)
 start_some()
 print(os.getpid(), flush=True)
 """
 
 
 class Supervised:
-    """A process that supervises the script's rest. processes: all there are, itself and its child among them."""
+    """A process that supervises the script's rest. child: that runs it. others: all below it, child and guard too."""
 
-    def __init__(self, script):
+    def __init__(self, script, **options):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", START + SUPERVISED + script], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", START + SUPERVISED + script], stdout=subprocess.PIPE, text=True, **options
         )
         self.child = psutil.Process(int(self.process.stdout.readline()))
         self.itself = psutil.Process(self.process.pid)
         self.others = self.itself.children(recursive=True)
         assert self.child in self.others
-        assert len(self.others) == 4, self.others
+        assert len(self.others) == 5, self.others
 
     def check_nothing_is_left(self):
         left = psutil.wait_procs(self.others, timeout=LIMIT_S)[1]
@@ -68,6 +69,14 @@ WAIT = "time.sleep(77)\n"
 def test_a_parent_that_is_killed_takes_all_along(number):
     found = Supervised(WAIT)
     assert found.send(number).code() == -number
+    found.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_guard_that_is_killed_takes_all_along(number):
+    found = Supervised(WAIT)
+    found.child.parent().send_signal(number)
+    assert found.code() == 128 + number
     found.check_nothing_is_left()
 
 
@@ -108,6 +117,31 @@ def test_a_second_signal_to_stop_ends_everything_at_once():
     found.send(signal.SIGTERM)
     assert found.line() == "stop"
     assert found.send(signal.SIGUSR1).send(signal.SIGINT).code() == 128 + signal.SIGINT
+    found.check_nothing_is_left()
+
+
+def test_one_that_does_not_stop_in_time_is_ended():
+    found = Supervised(WAIT, stderr=subprocess.PIPE)
+    found.send(signal.SIGTERM)
+    assert found.code() == 1
+    assert found.process.stderr.read() == "error: the server has not stopped within 1 s\n"
+    found.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_end_of_a_process_that_is_needed_ends_all(ignored):
+    """Also while the child hangs in a call."""
+    found = Supervised(
+        "orders.update.wait()\none = psutil.Process(subprocess.Popen(['sleep', '77']).pid)\n"
+        "two = psutil.Process(subprocess.Popen(['sleep', '77']).pid)\n"
+        "ignored = watch_processes([one, two], 'lost')\n"
+        f"if {ignored}: ignored.set()\n"
+        f"two.kill()\ntime.sleep({1 if ignored else 77})\n",
+        stderr=subprocess.PIPE,
+    )
+    found.send(signal.SIGUSR1)
+    assert found.code() == (0 if ignored else 1)
+    assert found.process.stderr.read() == ("" if ignored else "error: lost: sleep has ended\n")
     found.check_nothing_is_left()
 
 
