@@ -56,7 +56,6 @@ defaults
     retry-on conn-failure empty-response
     option redispatch 1
     timeout connect 2s
-    option http-buffer-request
     timeout http-request {request_s}s
     timeout http-keep-alive 60s
     timeout client 1d
