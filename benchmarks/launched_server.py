@@ -69,7 +69,7 @@ def own_session(
         yield process
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # SIGINT is ignored in what a shell starts in the background
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_LIMIT_S)
         deadline = time.monotonic() + KILL_LIMIT_S

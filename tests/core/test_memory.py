@@ -18,7 +18,7 @@ SIZE, NUM_BLOCKS, NUM_CPU_BLOCKS = 4, 10, 7
 
 def make_sequence(memory: KVMemory, ids: list[int], salt: str = "") -> Sequence:
     request = GenerationRequest(request_id="r", prompt_token_ids=ids, params=SamplingParams())
-    return Sequence(SequenceGroup(request, seed=0, root_hash=memory.root_hash(salt), max_len=999), 0, (0,))
+    return Sequence(SequenceGroup(request, root_hash=memory.root_hash(salt), max_len=999), 0, (0,))
 
 
 class Pools(RuleBasedStateMachine):

@@ -220,7 +220,7 @@ def test_a_grammar_that_another_request_waits_for_is_not_cancelled():
     first, second = bound_request("a", 3), bound_request("b", 3)
     core.add(first)
     core.add(second)
-    core.abort(["a"])
+    core.abort([Abort("a")])
     grammars.release(0)
     assert tokens_of(run_all(core), "b") == expected(second, FakeConstraint())
 

@@ -40,7 +40,7 @@ def new_compiler(**options) -> GrammarCompiler:
 
 @pytest.fixture(scope="module")
 def compiler():
-    with closing(new_compiler()) as made:
+    with closing(new_compiler(limit_s=30.0)) as made:  # of a machine that computes other things too
         yield made
 
 
