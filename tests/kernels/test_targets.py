@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from support.gpu_targets import GPUS, MODELS
+
+from rayllm_kernels.attention.prefill_kernel import choose_tiles as prefill_tiles
+from rayllm_kernels.attention.schedule import choose_tiles as decode_tiles
+from rayllm_kernels.device import INTERPRETER, assumed
 
 SPILLED = 256  # bytes of a thread's stack that cost next to nothing: what is read once a tile, not once a key
 FORMATS = (
@@ -47,7 +52,10 @@ def compiled(cache: Path) -> Iterator[Compiled]:
 def engines(gpu: str, full: bool) -> Iterator[list[dict]]:
     """Arguments of `run_engine`, those of one model after the other."""
     if not full:
-        yield [{"model": "llama-3.1-8b", "dtype": "bfloat16", "max_tokens": 64, "max_num_seqs": 8, "sampling": False}]
+        common = {"dtype": "bfloat16", "sampling": False}
+        yield [{"model": "llama-3.1-8b", "max_tokens": 64, "max_num_seqs": 8, **common}]
+        if gpu == "L40S":  # the largest tiles, where there is the least room
+            yield [{"model": "heads-of-256", "max_tokens": 32, "max_num_seqs": 1, **common}]
         return
     formats = [each for each in FORMATS if GPUS[gpu].has_e4m3 or "fp8_e4m3" not in each.values()]
     for model in MODELS:
@@ -67,3 +75,19 @@ def test_kernels_fit(gpu, full_matrix, run_compiler, tmp_path):
     too_large = {kernel for kernel in kernels if kernel.shared > GPUS[gpu].shared_memory}
     assert not too_large, f"{gpu} has {GPUS[gpu].shared_memory} bytes of shared memory"
     assert not {kernel for kernel in kernels if kernel.stack > SPILLED}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+def test_h200_has_room_for_all_that_was_measured_there(paged_case, device, head_dim, dtype):
+    """No tile is smaller than where there is no limit."""
+    for rows in (1, 16, 64, 128, 1000):
+        unlimited = prefill_tiles(head_dim, dtype.itemsize, rows, INTERPRETER)
+        assert prefill_tiles(head_dim, dtype.itemsize, rows, GPUS["H200"]) == unlimited
+    for heads in (1, 8, 32, 64, 130):
+        for cache_dtype in (None, torch.float8_e5m2):
+            case = paged_case([20], heads=(heads, 1), head_dim=head_dim, dtype=dtype, cache_dtype=cache_dtype)
+            with assumed(device, INTERPRETER):
+                unlimited = decode_tiles(case.q, case.cache)
+            with assumed(device, GPUS["H200"]):
+                assert decode_tiles(case.q, case.cache) == unlimited

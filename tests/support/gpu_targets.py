@@ -78,7 +78,7 @@ MODELS = {
     "heads-of-32": _llama("Llama", 256, 640, 8, 4, 32),
     "heads-of-96": _llama("Llama", 3072, 8192, 32, 32, 96),
     "heads-of-192": _llama("Llama", 3072, 8192, 16, 4, 192),
-    "heads-of-256": _llama("Llama", 2048, 16384, 8, 1, 256),
+    "heads-of-256": _llama("Llama", 2048, 16384, 64, 1, 256),
     "one-kv-head": _llama("Llama", 8192, 8192, 64, 1, 128),
     "opt-125m": _opt(768, 12),
     "opt-2.7b": _opt(2560, 32),

@@ -41,18 +41,19 @@ class Tiles(NamedTuple):
     num_stages: int  # of the pipeline that loads keys and values
     programs: int = 2  # that a multiprocessor runs at once; asked of decodes only
 
-    def fitted(self, head_dim: int, itemsize: int, cache_itemsize: int, gpu: Hardware) -> Tiles:
+    def fitted(self, head_dim: int, itemsize: int, cache_itemsize: int, gpu: Hardware, *, queries_move: bool) -> Tiles:
         """These, with as many keys and stages as a program has room for.
 
-        itemsizes: bytes of an element of queries, and of keys and values. Two stages are on their way while one is
-        used; rather than fewer of them, there are fewer keys.
+        itemsizes: bytes of an element of queries, and of keys and values. queries_move: they are loaded as keys are,
+        stage by stage. Two stages are on their way while one is used; rather than fewer of them, there are fewer keys.
         """
         keys, stages = self.keys, self.num_stages
         padded, least = max(16, 1 << (head_dim - 1).bit_length()), min(3, stages)
 
         def taken() -> int:
             # By Triton at most: keys of each stage, values of all but one, queries, and weights on their way.
-            return (2 * stages - 1) * keys * padded * cache_itemsize + self.rows * (padded + keys) * itemsize
+            queries = padded * (stages if queries_move else 1)
+            return (2 * stages - 1) * keys * padded * cache_itemsize + self.rows * (queries + keys) * itemsize
 
         while taken() > gpu.shared_memory and (keys > 16 or stages > 1):
             if keys > 16 and stages <= least:

@@ -58,7 +58,7 @@ def choose_tiles(head_dim: int, itemsize: int, rows: int, gpu: Hardware) -> Tile
     row_bytes = triton.next_power_of_2(head_dim) * itemsize
     while tiles.rows > 16 and 2 * tiles.rows * row_bytes > gpu.shared_memory:  # half is for the keys
         tiles = _fastest_tiles(head_dim, itemsize, tiles.rows // 2)
-    return tiles.fitted(head_dim, itemsize, itemsize, gpu)
+    return tiles.fitted(head_dim, itemsize, itemsize, gpu, queries_move=False)
 
 
 def _fastest_tiles(head_dim: int, itemsize: int, rows: int) -> Tiles:

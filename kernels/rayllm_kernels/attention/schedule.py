@@ -47,10 +47,11 @@ class DecodeSchedule(NamedTuple):
 
 def choose_tiles(q: Tensor, cache: KVCache) -> Tiles:
     """The fastest tiles on H200, less what does not fit a smaller GPU."""
-    itemsizes, gpu = (q.element_size(), cache.k.element_size()), hardware(q.device)
+    head_dim, itemsizes = q.shape[2], (q.element_size(), cache.k.element_size())
     head_tile = min(q.shape[1] // cache.k.shape[1], MAX_HEAD_TILE)
     rows = max(16, 1 << (head_tile - 1).bit_length())
-    return _fastest_tiles(rows, q.shape[2], *itemsizes).fitted(q.shape[2], *itemsizes, gpu)
+    tiles = _fastest_tiles(rows, head_dim, *itemsizes)
+    return tiles.fitted(head_dim, *itemsizes, hardware(q.device), queries_move=cache.scales is None)
 
 
 def _fastest_tiles(rows: int, head_dim: int, itemsize: int, cache_itemsize: int) -> Tiles:
