@@ -21,6 +21,7 @@ from .cache.copy_blocks import copy_blocks
 from .cache.decode_inputs import DecodeInputs, decode_inputs
 from .cache.kv_cache import KVCache, KVScales
 from .cache.reshape_and_cache import reshape_and_cache
+from .cache.token_inputs import token_inputs
 from .collectives.all_reduce import PeerBuffers, all_gather_small, all_reduce, all_reduce_add_rms_norm
 from .dispatch import TritonModule
 from .linear.linear import add_rms_norm_linear, linear, linear_invariant, linear_silu_mul, prepare

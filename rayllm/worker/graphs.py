@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from rayllm.layers.batch import ForwardBatch
 from rayllm.models.base import CausalLM
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.sampling.sampling_table import DrawColumns
-from rayllm.worker.inputs import PersistentBatch
+from rayllm.worker.inputs import PersistentBatch, StepLayout
 from rayllm.worker.memory import StepMemory
 from rayllm_kernels import ops
 
@@ -58,6 +59,11 @@ class RunContext:
     @property
     def max_num_seqs(self) -> int:
         return len(self.batch.num_tokens)
+
+    @property
+    def spare(self) -> int:
+        """The batch row of padding."""
+        return self.max_num_seqs
 
     @property
     def max_blocks(self) -> int:
@@ -120,7 +126,8 @@ class _Captured(ABC):
         graph.replay()
         return output
 
-    def _load_padding(self, size: int) -> None:  # noqa: B027 # nothing to do where inputs are padding at first
+    @abstractmethod
+    def _load_padding(self, size: int) -> None:
         """Fill the inputs of a step of this size with padding alone."""
 
     @abstractmethod
@@ -167,7 +174,7 @@ class DecodeGraphs(_Captured):
         count = len(rows)
         packed = torch.empty(WORDS * size, dtype=torch.int64, pin_memory=self._context.device.type == "cuda")
         words = packed.numpy().reshape(WORDS, size)
-        words[0, :count], words[0, count:] = rows, self._context.max_num_seqs  # the spare row
+        words[0, :count], words[0, count:] = rows, self._context.spare
         words[1, :count], words[1, count:] = positions, -1
         words[2, :count], words[2, count:] = draw.seeds, 0
         floats = words[3].view(np.float32)
@@ -211,11 +218,31 @@ def draw(logits: torch.Tensor, rows: ops.DrawRows, first_token: int, tp: TPGroup
     return ops.tokens_of_keys(tp.gather_small(keys).amax(0))
 
 
+class ChunkInputs(NamedTuple):
+    """What the host sends of a step of size T, with room for S sequences and N rows of logits: views of one buffer.
+
+    Padding is tokens with position -1 that belong to no sequence, and sequences of length 0.
+    """
+
+    # [T] int64, the batch row and position of each token.
+    token_rows: torch.Tensor
+    positions: torch.Tensor
+    # [S] int64, the batch row of each sequence.
+    seq_rows: torch.Tensor
+    # [N] int64, tokens of the step.
+    logit_rows: torch.Tensor
+    # [S] int32, of each sequence's context after the step.
+    seq_lens: torch.Tensor
+    # [S + 1] int32, tokens of the step.
+    query_starts: torch.Tensor
+
+
 class ChunkGraphs(_Captured):
     """Captured steps up to the logits, with prompts and chunks of them, alone or among decodes.
 
-    A graph has room for a number of tokens, of decodes and of chunks; what a step leaves free is padding: tokens with
-    slot -1 that belong to no sequence, and sequences of length 0. `run` returns logits that the next `run` overwrites.
+    A graph has room for a number of tokens, of decodes and of chunks. As for decodes, a step costs the host one copy
+    and one replay: what else it needs of its tokens and sequences is gathered on the device. `run` returns logits that
+    the next `run` overwrites.
 
     sizes: in tokens, ascending. max_decodes, max_chunks: room for sequences with one token that the decode kernel
     attends, and for others; without room for decodes these count as chunks. As many rows of logits as chunks and, with
@@ -228,38 +255,39 @@ class ChunkGraphs(_Captured):
         super().__init__(context, sizes, logits_room)
         self._max_decodes, self._max_chunks = max_decodes, max_chunks
         tokens, seqs, device = max(sizes, default=0), max_decodes + max_chunks, context.device
-        self._input_ids, self._positions = torch.zeros(2, tokens, dtype=torch.int64, device=device)
-        self._slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-        self._logit_rows = torch.zeros(max_chunks, dtype=torch.int64, device=device)
-        self._seq_lens = torch.zeros(seqs, dtype=torch.int32, device=device)
-        self._query_starts = torch.zeros(seqs + 1, dtype=torch.int32, device=device)
+        self._packed = torch.zeros(self._num_words(tokens), dtype=torch.int64, device=device)
+        self._input_ids, self._slots = torch.zeros(2, tokens, dtype=torch.int64, device=device)
         self._tables = torch.zeros(seqs, context.max_blocks, dtype=torch.int32, device=device)
 
     def cost(self, size: int) -> StepCost:
         """What a captured step takes. Must run on all ranks together, before anything else is run."""
-        padding, row = self._seconds(size), self._room(size)
-        width = self._tables.shape[1]
-        context = min(PROBE_CONTEXT, width * self._context.batch.block_size)
-        self._tables[row] = torch.arange(width, device=self._tables.device) % self._context.caches[0].k.shape[0]
-        self._seq_lens[row] = context
-        self._query_starts[row + 1 :] = min(size, context)
+        state, room = self._context.batch, self._room(size)
+        self._load_padding(size)
+        padding = self._seconds(size)
+        width = self._context.max_blocks
+        context = min(PROBE_CONTEXT, width * state.block_size)
+        # A sequence of the spare row, whose blocks nobody reads otherwise.
+        state.block_table[-1] = torch.arange(width, device=self._context.device) % self._context.caches[0].k.shape[0]
+        inputs = self._inputs(self._packed, size)
+        inputs.seq_lens[room] = context
+        inputs.query_starts[room + 1 :] = min(size, context)
         chunk = self._seconds(size)
-        self._seq_lens[row] = 0
-        self._query_starts[row + 1 :] = 0
+        state.block_table[-1] = 0
         return StepCost(padding, chunk, context)
 
-    def fits(self, batch: ForwardBatch) -> bool:
+    def fits(self, layout: StepLayout) -> bool:
         """Whether a step can be replayed."""
-        tokens, seqs = batch.input_ids.shape[0], batch.seq_lens.shape[0]
-        if not self.sizes or tokens > self.sizes[-1] or len(_logit_rows(batch)) > self._max_chunks:
+        if not self.sizes or layout.num_tokens > self.sizes[-1] or layout.num_sampled > self._max_chunks:
             return False
-        decodes = min(batch.num_decodes, self._max_decodes)
-        return (batch.num_decodes == 0 or self._max_decodes > 0) and seqs - decodes <= self._max_chunks
+        decodes = min(layout.num_decodes, self._max_decodes)
+        return decodes == layout.num_decodes and len(layout.rows) - decodes <= self._max_chunks
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """The rank's logits [rows, local tokens] of batch.logit_rows, for a batch that `fits`."""
-        (logits,) = self._replay(self._load(batch))
-        return logits[: len(_logit_rows(batch))]
+    def run(self, layout: StepLayout) -> torch.Tensor:
+        """The rank's logits [num_sampled, local tokens] of a step that `fits`."""
+        size = next(size for size in self.sizes if size >= layout.num_tokens)
+        self._load(size, layout)
+        (logits,) = self._replay(size)
+        return logits[: layout.num_sampled]
 
     def _seconds(self, size: int) -> float:
         taken = 0.0
@@ -275,46 +303,60 @@ class ChunkGraphs(_Captured):
         """Decodes that a graph of `size` tokens has room for."""
         return min(self._max_decodes, size)
 
-    def _load(self, batch: ForwardBatch) -> int:
-        """Copy a batch to where the graphs read it, over what a larger one left there; returns the graph's size."""
-        num_tokens, num_seqs = batch.input_ids.shape[0], batch.seq_lens.shape[0]
-        size = next(size for size in self.sizes if size >= num_tokens)
-        self._input_ids[:num_tokens].copy_(batch.input_ids)
-        self._positions[:num_tokens].copy_(batch.positions)
-        self._slots[:num_tokens].copy_(batch.slot_mapping)
-        self._slots[num_tokens:size].fill_(-1)
-        decodes, room = batch.num_decodes, self._room(size)
-        chunks = slice(room, room + num_seqs - decodes)
-        self._seq_lens[:decodes].copy_(batch.seq_lens[:decodes])
-        self._seq_lens[decodes:room].fill_(0)
-        self._seq_lens[chunks].copy_(batch.seq_lens[decodes:])
-        self._seq_lens[chunks.stop :].fill_(0)
-        self._query_starts[room : chunks.stop + 1].copy_(batch.query_start_loc[decodes:])
-        self._query_starts[chunks.stop + 1 :].fill_(num_tokens)
-        width = batch.block_tables.shape[1]
-        self._tables[:decodes, :width].copy_(batch.block_tables[:decodes])
-        self._tables[chunks, :width].copy_(batch.block_tables[decodes:])
-        rows = _logit_rows(batch)
-        self._logit_rows[: len(rows)].copy_(rows)
-        self._logit_rows[len(rows) :].fill_(0)  # rows of a larger graph would be out of bounds
-        return size
+    def _num_words(self, size: int) -> int:
+        """What the inputs of a graph take of a buffer of int64; its last numbers are half as wide."""
+        return 2 * size + self._max_chunks + 2 * (self._room(size) + self._max_chunks) + 1
+
+    def _inputs(self, packed: torch.Tensor, size: int) -> ChunkInputs:
+        """The inputs of a graph in a buffer of int64, on the host or on the device."""
+        seqs, rows = self._room(size) + self._max_chunks, self._max_chunks
+        wide = packed[: 2 * size + seqs + rows].split([size, size, seqs, rows])
+        narrow = packed[2 * size + seqs + rows :].view(torch.int32)[: 2 * seqs + 1].split([seqs, seqs + 1])
+        return ChunkInputs(*wide, *narrow)
+
+    def _load_padding(self, size: int) -> None:
+        nobody = np.zeros(0, np.int64)
+        self._load(size, StepLayout(nobody, nobody, nobody, 0, 0))
+
+    def _load(self, size: int, layout: StepLayout) -> None:
+        """Send a step to where the graph of `size` reads it."""
+        num_tokens, decodes, room, spare = layout.num_tokens, layout.num_decodes, self._room(size), self._context.spare
+        on_cuda = self._context.device.type == "cuda"
+        packed = torch.empty(self._num_words(size), dtype=torch.int64, pin_memory=on_cuda)
+        parts = self._inputs(packed, size)
+        token_rows, positions, seq_rows, logit_rows, seq_lens, query_starts = (part.numpy() for part in parts)
+        token_rows[:num_tokens], token_rows[num_tokens:] = np.repeat(layout.rows, layout.counts), spare
+        positions[:num_tokens], positions[num_tokens:] = layout.positions, -1
+        chunks = slice(room, room + len(layout.rows) - decodes)
+        seq_rows[:], seq_lens[:] = spare, 0
+        seq_rows[:decodes], seq_rows[chunks] = layout.rows[:decodes], layout.rows[decodes:]
+        seq_lens[:decodes], seq_lens[chunks] = layout.seq_lens[:decodes], layout.seq_lens[decodes:]
+        starts = layout.query_starts
+        query_starts[:room], query_starts[chunks.stop + 1 :] = 0, num_tokens
+        query_starts[room : chunks.stop + 1] = starts[decodes:]
+        logit_rows[: layout.num_sampled] = starts[1 : layout.num_sampled + 1] - 1
+        logit_rows[layout.num_sampled :] = 0
+        self._packed[: len(packed)].copy_(packed, non_blocking=True)
 
     def _step(self, size: int, caches: list[KVCache]) -> tuple[torch.Tensor]:
-        room = self._room(size)
-        seqs = room + self._max_chunks
+        model, state, room = self._context.model, self._context.batch, self._room(size)
+        inputs = self._inputs(self._packed, size)
+        input_ids, slots, tables = self._input_ids[:size], self._slots[:size], self._tables[: len(inputs.seq_rows)]
+        where = (inputs.token_rows, inputs.positions, state.token_table, state.block_table, state.block_size)
+        ops.token_inputs(*where, input_ids, slots)
+        torch.index_select(state.block_table, 0, inputs.seq_rows, out=tables)
         batch = ForwardBatch(
-            input_ids=self._input_ids[:size],
-            positions=self._positions[:size],
-            slot_mapping=self._slots[:size],
-            block_tables=self._tables[:seqs],
-            seq_lens=self._seq_lens[:seqs],
-            query_start_loc=self._query_starts[: seqs + 1],
-            logit_rows=self._logit_rows,
+            input_ids=input_ids,
+            positions=inputs.positions.clamp_min(0),
+            slot_mapping=slots,
+            block_tables=tables,
+            seq_lens=inputs.seq_lens,
+            query_start_loc=inputs.query_starts,
+            logit_rows=inputs.logit_rows,
             num_decodes=room,
             max_query_len=size,
             prefill_row=0,
         )
-        model = self._context.model
         return (model.local_logits(model(batch, caches), self._logits_room),)
 
 
@@ -368,8 +410,3 @@ def step_graphs(context: RunContext, max_tokens: int, logits_room: torch.Tensor)
     few = min(seqs, MIXED_SEQS)
     graphs = [up_to(0, min(MAX_CHUNKS, seqs), CHUNK_SIZES), up_to(few, few, MIXED_SIZES)]
     return graphs if few == seqs else [*graphs, up_to(seqs, seqs, WIDE_SIZES)]
-
-
-def _logit_rows(batch: ForwardBatch) -> torch.Tensor:
-    assert batch.logit_rows is not None  # steps of which all hidden states are wanted are not captured
-    return batch.logit_rows

@@ -1,4 +1,4 @@
-"""From a StepPlan to the tensors of a step: `PersistentBatch` keeps the rows, `build` is a pure function of both."""
+"""From a StepPlan to the tensors of a step: `PersistentBatch` keeps the rows; a step's layout is a function of both."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from rayllm.api.types import StepPlan
 from rayllm.layers.batch import ForwardBatch
 from rayllm.sampling.transfer import to_device
+from rayllm_kernels import ops
 
 
 class PersistentBatch:
@@ -34,12 +35,10 @@ class PersistentBatch:
     def apply(self, plan: StepPlan) -> None:
         """Let the plan's new sequences in, extend block tables, and replace tokens that were not to be taken."""
         for data in plan.new:
-            row, length = data.row, len(data.token_ids)
-            self.num_tokens[row] = length
-            self.num_computed[row] = data.num_computed_tokens
-            self.num_prompt[row] = data.num_prompt_tokens
-            (tokens,) = to_device([np.array(data.token_ids, np.int32)], self.token_table.device)
-            self.token_table[row, :length] = tokens
+            self.num_tokens[data.row] = len(data.token_ids)
+            self.num_computed[data.row] = data.num_computed_tokens
+            self.num_prompt[data.row] = data.num_prompt_tokens
+        tokens = [np.array(data.token_ids, np.int32) for data in plan.new]
         # What lies before the first block of a table is never read.
         updates = [(data.row, data.first_block, data.block_table) for data in plan.new] + plan.block_updates
         if updates:
@@ -49,8 +48,10 @@ class PersistentBatch:
             ends = np.cumsum(counts)
             places = np.arange(int(ends[-1])) + np.repeat(starts - ends + counts, counts)
             blocks = np.fromiter((block for _row, _first, ids in updates for block in ids), np.int32, int(ends[-1]))
-            index, values = to_device([places, blocks], self.block_table.device)
+            index, values, *rows = to_device([places, blocks, *tokens], self.block_table.device)
             self.block_table.view(-1).index_copy_(0, index, values)
+            for data, ids in zip(plan.new, rows, strict=True):
+                self.token_table[data.row, : len(ids)] = ids
         if plan.tokens:
             rows, ids = np.array(plan.tokens, np.int64).T
             where = to_device([rows, self.num_tokens[rows] - 1, ids.astype(np.int32)], self.token_table.device)
@@ -69,49 +70,80 @@ class PersistentBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
-    """A step's ForwardBatch and, on the host, which rows compute how many tokens from which position on.
+class StepLayout:
+    """Which rows compute how many tokens from which position on, on the host: decodes first, as in the plan.
 
-    rows, counts, starts: [S] int64.
+    rows, counts, starts: [S] int64. num_decodes: leading rows that the decode kernel attends. num_sampled: leading rows
+    that sample a token.
     """
 
-    batch: ForwardBatch
     rows: np.ndarray
     counts: np.ndarray
     starts: np.ndarray
+    num_decodes: int
+    num_sampled: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the step."""
+        return int(self.counts.sum())
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        """[S] int64, of each row's context after the step."""
+        return self.starts + self.counts
+
+    @property
+    def query_starts(self) -> np.ndarray:
+        """[S + 1] int64, the index of each row's first token in the step, and that behind the last one's last."""
+        return np.concatenate(([0], np.cumsum(self.counts)))
+
+    @property
+    def positions(self) -> np.ndarray:
+        """[T] int64, where each token stands in its sequence."""
+        # A token's index in the step, shifted so that each sequence begins at its own start.
+        return np.arange(self.num_tokens) + np.repeat(self.starts - self.query_starts[:-1], self.counts)
 
     def spans(self) -> Iterator[tuple[int, int, int, int]]:
         """(row, position of its first token, how many, index of the first in the step) of each sequence."""
-        firsts = self.counts.cumsum() - self.counts
-        columns = (self.rows, self.starts, self.counts, firsts)
+        columns = (self.rows, self.starts, self.counts, self.query_starts[:-1])
         return zip(*(column.tolist() for column in columns), strict=True)
 
 
-def build(state: PersistentBatch, plan: StepPlan, split_decodes: bool = True) -> StepInputs:
-    """The tensors of one step. Reads `state` (after `apply`), changes nothing.
+def lay_out(state: PersistentBatch, plan: StepPlan, split_decodes: bool = True) -> StepLayout:
+    """A step's layout. Reads `state` (after `apply`), changes nothing.
 
     split_decodes: the plan's decodes get the decode kernel; otherwise they are chunks of one token.
     """
-    rows = np.array(plan.rows, np.int64)
-    counts = np.array(plan.num_tokens, np.int64)
-    starts = state.num_computed[rows]
-    ends, seq_lens = np.cumsum(counts), starts + counts
-    # A token's position: its index in the step, shifted so that each sequence begins at its own start.
-    positions = np.arange(int(ends[-1])) + np.repeat(starts - ends + counts, counts)
+    rows, counts = np.array(plan.rows, np.int64), np.array(plan.num_tokens, np.int64)
     decodes = plan.num_decodes if split_decodes else 0
-    wide = [np.repeat(rows, counts), positions, rows, ends[: plan.num_sampled] - 1]
-    narrow = [seq_lens.astype(np.int32), np.append(0, ends).astype(np.int32)]
-    token_rows, where, seq_rows, logit_rows, lens, token_starts = to_device([*wide, *narrow], state.block_table.device)
-    size = state.block_size
-    batch = ForwardBatch(
-        input_ids=state.token_table[token_rows, where].to(torch.int64),
-        positions=where,
-        slot_mapping=state.block_table[token_rows, where // size].to(torch.int64) * size + where % size,
-        block_tables=state.block_table[:, : -(-int(seq_lens.max()) // size)].index_select(0, seq_rows),
-        seq_lens=lens,
-        query_start_loc=token_starts,
-        logit_rows=logit_rows,
-        num_decodes=decodes,
-        max_query_len=int(counts[decodes:].max(initial=0)),
+    return StepLayout(rows, counts, state.num_computed[rows], decodes, plan.num_sampled)
+
+
+def build(state: PersistentBatch, layout: StepLayout) -> ForwardBatch:
+    """The tensors of a step that is not captured. Reads `state` (after `apply`), changes nothing."""
+    query_starts, seq_lens = layout.query_starts, layout.seq_lens
+    token_rows, positions, seq_rows, logit_rows, lens, starts = to_device(
+        [
+            np.repeat(layout.rows, layout.counts),
+            layout.positions,
+            layout.rows,
+            query_starts[1 : layout.num_sampled + 1] - 1,
+            seq_lens.astype(np.int32),
+            query_starts.astype(np.int32),
+        ],
+        state.block_table.device,
     )
-    return StepInputs(batch, rows, counts, starts)
+    input_ids, slots = torch.empty_like(token_rows), torch.empty_like(token_rows)
+    ops.token_inputs(token_rows, positions, state.token_table, state.block_table, state.block_size, input_ids, slots)
+    return ForwardBatch(
+        input_ids=input_ids,
+        positions=positions,
+        slot_mapping=slots,
+        block_tables=state.block_table[:, : -(-int(seq_lens.max()) // state.block_size)].index_select(0, seq_rows),
+        seq_lens=lens,
+        query_start_loc=starts,
+        logit_rows=logit_rows,
+        num_decodes=layout.num_decodes,
+        max_query_len=int(layout.counts[layout.num_decodes :].max(initial=0)),
+    )

@@ -16,7 +16,7 @@ from rayllm.sampling.sampling_table import SamplingTable
 from rayllm.sampling.token_mask import TokenMasks
 from rayllm.sampling.transfer import to_device
 from rayllm.worker.graphs import DecodeGraphs, RunContext, StepGraphs
-from rayllm.worker.inputs import PersistentBatch, StepInputs, build
+from rayllm.worker.inputs import PersistentBatch, StepLayout, build, lay_out
 
 # With these, sampling runs every kernel that it has: on logits as they are, and on changed ones.
 ALL_WAYS = tuple(
@@ -72,15 +72,15 @@ class ModelRunner:
         if decode_graphs is not None and plan.num_decodes == len(plan.rows):
             sampled, sampling = self._decode(decode_graphs, np.array(plan.rows, np.int64), plan)
         else:
-            inputs = build(self._state, plan, self._context.split_decodes)
+            layout = lay_out(self._state, plan, self._context.split_decodes)
             if self._prompt_logprobs_of or self._pooler.wants(plan.rows):
-                logits, prompt_entries, embeddings = self._forward_all(inputs)
+                logits, prompt_entries, embeddings = self._forward_all(layout)
             else:
-                logits = self._forward(inputs)
+                logits = self._forward(layout)
             if plan.num_sampled:
-                ends = (inputs.starts + inputs.counts)[: plan.num_sampled]
-                sampled, sampling = self._sample(logits, inputs.rows[: plan.num_sampled], ends, plan)
-            self._state.advance(inputs.rows, inputs.counts, plan.num_sampled)
+                count = plan.num_sampled
+                sampled, sampling = self._sample(logits, layout.rows[:count], layout.seq_lens[:count], plan)
+            self._state.advance(layout.rows, layout.counts, plan.num_sampled)
         output = None if sampled is None else sampled.to_host()
         if embeddings is not None:
             embeddings = embeddings.to("cpu", non_blocking=True)
@@ -102,20 +102,19 @@ class ModelRunner:
             if data.params.prompt_logprobs is not None:
                 self._prompt_logprobs_of[data.row] = data.params.prompt_logprobs
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+    def _forward(self, layout: StepLayout) -> torch.Tensor:
         """Logits of the sampling sequences [num_sampled, vocab_size]."""
-        batch = inputs.batch
         for graphs in self._graphs.chunks:
-            if graphs.fits(batch):
-                return self._model.gather_logits(graphs.run(batch))
-        return self._model.compute_logits(self._model(batch, self._context.caches))
+            if graphs.fits(layout):
+                return self._model.gather_logits(graphs.run(layout))
+        return self._model.compute_logits(self._model(build(self._state, layout), self._context.caches))
 
-    def _forward_all(self, inputs: StepInputs) -> tuple[torch.Tensor, PromptEntries, torch.Tensor | None]:
+    def _forward_all(self, layout: StepLayout) -> tuple[torch.Tensor, PromptEntries, torch.Tensor | None]:
         """The same, without graphs, and what needs every token's hidden state: prompt logprobs, and embeddings."""
-        batch = inputs.batch
+        batch = build(self._state, layout)
         hidden = self._model(replace(batch, logit_rows=None), self._context.caches)
         logits = self._model.compute_logits(hidden[batch.logit_rows])
-        return logits, self._prompt_entries(inputs, hidden), self._pooler.pool(inputs, hidden, self._state)
+        return logits, self._prompt_entries(layout, hidden), self._pooler.pool(layout, hidden, self._state)
 
     def _decode(
         self, graphs: DecodeGraphs, rows: np.ndarray, plan: StepPlan
@@ -162,10 +161,10 @@ class ModelRunner:
             return SamplerOutput(token_ids, None)
         return SamplerOutput(token_ids, gather(logits, asked.rows, token_ids[asked.rows], max(asked.num_top)))
 
-    def _prompt_entries(self, inputs: StepInputs, hidden: torch.Tensor) -> PromptEntries:
+    def _prompt_entries(self, layout: StepLayout, hidden: torch.Tensor) -> PromptEntries:
         """Logprobs of the prompt tokens that follow the computed ones. hidden: [T, hidden_size] of the whole step."""
         entries = []
-        for row, start, count, first_token in inputs.spans():
+        for row, start, count, first_token in layout.spans():
             num_top = self._prompt_logprobs_of.get(row)
             if num_top is None:
                 continue
@@ -206,13 +205,13 @@ class Pooler:
         """Whether any of a step's rows is pooled."""
         return bool(self._kinds) and any(row in self._kinds for row in rows)
 
-    def pool(self, inputs: StepInputs, hidden: torch.Tensor, state: PersistentBatch) -> torch.Tensor | None:
+    def pool(self, layout: StepLayout, hidden: torch.Tensor, state: PersistentBatch) -> torch.Tensor | None:
         """Embeddings [P, hidden_size] float32 of the P pooled prompts that end in this step, in the step's order.
 
         hidden: [T, hidden_size] of all of the step's tokens. state: before it counts the step. None if P is 0.
         """
         done = []
-        for row, start, count, first in inputs.spans():
+        for row, start, count, first in layout.spans():
             kind = self._kinds.get(row)
             if kind == "mean":
                 self._sums[row] += hidden[first : first + count].sum(0, dtype=torch.float32)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from rayllm.api.types import DeviceMemory, KVBlocks, KVCosts, Phases, RankReady, StepPlan, StepResult, timed
@@ -23,7 +24,7 @@ from rayllm.parallel.tp_group import TPGroup
 from rayllm.sampling.sampling_table import SamplingTable
 from rayllm.worker.cache import CacheEngine, block_bytes, staging_blocks
 from rayllm.worker.graphs import RunContext, StepGraphs, capture_graphs, graph_bytes, table_bytes
-from rayllm.worker.inputs import PersistentBatch
+from rayllm.worker.inputs import PersistentBatch, StepLayout, build
 from rayllm.worker.kv_scales import find_scales
 from rayllm.worker.memory import StepMemory, limit_stacks
 from rayllm.worker.runner import CHANGED_ROWS, PROMPT_LOGITS_ROWS, ModelRunner, PendingResult, sample_all_ways
@@ -257,6 +258,9 @@ class Worker:
                 for total in _growing(rank.max_num_seqs):
                     rank.run_batch(caches, total, length=1)
                 sample_all_ways(context, table)
+                build(
+                    context.batch, StepLayout(np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64), 0, 1)
+                )
                 self._cache.copy([(0, 0)])
             rank.run_batch(caches, options.max_num_batched_tokens)
         graphs = StepGraphs()

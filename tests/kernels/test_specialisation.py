@@ -58,6 +58,7 @@ def step(rows, begin):
     tables = torch.zeros(99, 48, dtype=torch.int32)
     ids, lens = tensor(dtype=torch.int64), tensor(dtype=torch.int32)
     ops.decode_inputs(ids, ids, tables, tables, 16, DecodeInputs(ids, ids, lens, tables[:rows]))
+    ops.token_inputs(ids, array(dtype=torch.int64), tables, tables, 16, ids, array(dtype=torch.int64))
 
     x, weight = tensor(128), torch.zeros(256, 128, dtype=half)
     ops.rms_norm(x, x[0], 1e-6)

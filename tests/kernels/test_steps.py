@@ -63,10 +63,10 @@ def test_steps_with_chunks(case):
     for work, decodes in steps:
         decodes = 0 if deterministic else decodes
         expected = torch.stack([logits[-1] for logits in eager.step(work)])
-        batch = padded.batch(work, num_decodes=decodes, padding=0)
-        chosen = next(g for g in graphs if g.fits(batch))
+        layout = padded.layout(context.batch, work, decodes)
+        chosen = next(g for g in graphs if g.fits(layout))
         with dispatch.forced(triton=True):
-            actual = chosen.run(batch)
+            actual = chosen.run(layout)
         assert_near(actual, expected)
 
 

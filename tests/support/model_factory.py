@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 VOCAB_SIZE = 259  # 256 bytes and three specials; not divisible by 2, 4 or 8
@@ -174,6 +175,7 @@ class PagedRunner:
         random.Random(0).shuffle(self.free)
         self.tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
+        self.rows: dict[str, int] = {}
 
     def step(self, work: list[tuple[str, list[int]]], *, num_decodes: int = 0, padding: int = 0) -> list[torch.Tensor]:
         """Compute (sequence, next tokens) of each item -> its logits [tokens, vocab].
@@ -220,3 +222,16 @@ class PagedRunner:
             num_decodes=num_decodes + padding,
             max_query_len=max(chunks, default=0),
         )
+
+    def layout(self, state: Any, work: list[tuple[str, list[int]]], num_decodes: int) -> Any:
+        """The StepLayout of a step whose logits all items want, of rows that get into `state`; as for `batch`."""
+        from rayllm.worker.inputs import StepLayout
+
+        starts = [self.lengths.get(name, 0) for name, _ in work]
+        self.batch(work, num_decodes, 0)
+        rows = [self.rows.setdefault(name, len(self.rows)) for name, _ in work]
+        for row, start, (name, tokens) in zip(rows, starts, work, strict=True):
+            state.token_table[row, start : start + len(tokens)] = torch.tensor(tokens)
+            state.block_table[row, : len(self.tables[name])] = torch.tensor(self.tables[name])
+        counts = [len(tokens) for _, tokens in work]
+        return StepLayout(*(np.array(column, np.int64) for column in (rows, counts, starts)), num_decodes, len(work))

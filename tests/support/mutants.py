@@ -113,6 +113,10 @@ MISTAKES = {
     ("cache/decode_inputs_kernel.py", "cache/test_decode_inputs.py"): [
         ("position // block_size + 1, 0)", "(position + 1) // block_size, 0)")
     ],
+    ("cache/token_inputs_kernel.py", "cache/test_token_inputs.py"): [
+        ("inside = index < count", "inside = index < count - 1"),
+        ("position % block_size, -1)", "position % block_size, 0)"),
+    ],
     ("cache/reshape_and_cache_kernel.py", "cache/test_reshape_and_cache.py"): [("if slot < 0", "if slot <= 0")],
     ("cache/fp8.py", "cache/test_kv_cache.py::test_borders_between_numbers_are_written_to_the_bit"): [
         ("+ ((bits >> DROPPED) & 1)", "")

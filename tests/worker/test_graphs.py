@@ -18,6 +18,7 @@ from rayllm.api.types import SequenceData, StepPlan
 from rayllm.layers.attention import KVCache
 from rayllm.sampling.sampling_table import DrawColumns, SamplingTable
 from rayllm.worker.graphs import DecodeGraphs, graph_sizes, step_graphs
+from rayllm.worker.inputs import PersistentBatch
 from rayllm.worker.runner import sample_all_ways
 
 CPU = torch.device("cpu")
@@ -73,11 +74,11 @@ def test_captured_steps_equal_eager_ones_whatever_ran_before(model, split_decode
     for work, decodes in STEPS:
         decodes = decodes if split_decodes else 0
         expected = torch.stack([logits[-1] for logits in eager.step(work)])
-        batch = padded.batch(work, num_decodes=decodes, padding=0)
-        graphs = alone if alone.fits(batch) else mixed
-        assert graphs.fits(batch)
+        layout = padded.layout(context.batch, work, decodes)
+        graphs = alone if alone.fits(layout) else mixed
+        assert graphs.fits(layout)
         ran.append(graphs)
-        actual = graphs.run(batch)
+        actual = graphs.run(layout)
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
     assert ran == ([alone, mixed, mixed, mixed, alone] if split_decodes else [alone] * 5)
 
@@ -88,8 +89,8 @@ def test_what_does_not_fit_a_graph(model):
     alone, mixed = step_graphs(context, max_tokens=128, logits_room=room)
 
     def fits(work: list[tuple[str, list[int]]], decodes: int) -> tuple[bool, bool]:
-        batch = runner.batch(work, decodes, 0)
-        return alone.fits(batch), mixed.fits(batch)
+        layout = runner.layout(PersistentBatch(9, 512, 8, CPU), work, decodes)
+        return alone.fits(layout), mixed.fits(layout)
 
     assert fits([("a", tokens(128, 0))], 0) == (True, True)
     assert fits([("a", tokens(129, 0))], 0) == (False, False)
@@ -107,10 +108,10 @@ def test_a_step_of_many_sequences_has_graphs_of_its_own(model):
     then = [(name, tokens(1, 0)) for name, _ in first[:270]] + [("new", tokens(9, 1))]
     for work, decodes in ((first, 0), (then, 270)):
         expected = torch.stack([logits[-1] for logits in eager.step(work)])
-        batch = padded.batch(work, num_decodes=decodes, padding=0)
-        assert (alone.fits(batch), mixed.fits(batch), wide.fits(batch)) == (False, False, True)
-        torch.testing.assert_close(wide.run(batch), expected, atol=1e-4, rtol=0)
-    few = padded.batch([("0", tokens(1, 3)), ("new", tokens(3, 4))], num_decodes=1, padding=0)
+        layout = padded.layout(context.batch, work, decodes)
+        assert (alone.fits(layout), mixed.fits(layout), wide.fits(layout)) == (False, False, True)
+        torch.testing.assert_close(wide.run(layout), expected, atol=1e-4, rtol=0)
+    few = padded.layout(context.batch, [("0", tokens(1, 3)), ("new", tokens(3, 4))], 1)
     assert mixed.fits(few)
 
 

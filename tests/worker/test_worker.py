@@ -12,7 +12,7 @@ from rayllm.api.types import KVBlocks, SequenceData, StepPlan
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.worker.cache import CacheEngine, block_bytes
 from rayllm.worker.graphs import graph_sizes
-from rayllm.worker.inputs import PersistentBatch, build
+from rayllm.worker.inputs import PersistentBatch, build, lay_out
 from rayllm.worker.worker import RankModel, most_seqs
 
 CPU = torch.device("cpu")
@@ -89,8 +89,8 @@ def state() -> PersistentBatch:
 
 def test_a_mixed_plan_becomes_packed_tensors(state):
     plan = make_plan(rows=[0, 2], num_tokens=[1, 6], num_decodes=1, num_sampled=2)
-    inputs = build(state, plan)
-    batch = inputs.batch
+    layout = lay_out(state, plan)
+    batch = build(state, layout)
     assert batch.input_ids.tolist() == [205, 104, 105, 106, 107, 108, 109]
     assert batch.positions.tolist() == [5, 4, 5, 6, 7, 8, 9]
     assert batch.slot_mapping.tolist() == [2 * 4 + 1, 12, 13, 14, 15, 20, 21]
@@ -99,18 +99,19 @@ def test_a_mixed_plan_becomes_packed_tensors(state):
     assert batch.logit_rows.tolist() == [0, 6]
     assert batch.block_tables.tolist() == [[1, 2, 0], [7, 3, 5]]
     assert (batch.num_decodes, batch.max_query_len) == (1, 6)
-    assert list(inputs.spans()) == [(0, 5, 1, 0), (2, 4, 6, 1)]
+    assert list(layout.spans()) == [(0, 5, 1, 0), (2, 4, 6, 1)]
 
 
 def test_building_changes_nothing_and_advancing_counts(state):
     plan = make_plan(rows=[2, 0], num_tokens=[3, 1], num_decodes=0, num_sampled=0)
     before = (state.num_computed.copy(), state.num_tokens.copy(), state.token_table.clone())
-    inputs = build(state, plan)
+    layout = lay_out(state, plan)
+    batch = build(state, layout)
     assert np.array_equal(before[0], state.num_computed)
     assert np.array_equal(before[1], state.num_tokens)
     assert torch.equal(before[2], state.token_table)
-    assert inputs.batch.logit_rows.numel() == 0
-    state.advance(inputs.rows, inputs.counts, plan.num_sampled)
+    assert batch.logit_rows.numel() == 0
+    state.advance(layout.rows, layout.counts, plan.num_sampled)
     state.check_integrity()
     assert state.num_computed[[2, 0]].tolist() == [7, 6]
     assert state.num_tokens[[2, 0]].tolist() == [10, 6]
@@ -119,9 +120,9 @@ def test_building_changes_nothing_and_advancing_counts(state):
 def test_a_row_forgets_its_former_sequence(state):
     state.apply(make_plan(free_rows=[2], new=[SequenceData(2, [9, 8], 2, 0, [6], SamplingParams(), 0)]))
     state.apply(make_plan(block_updates=[(2, 1, [4])]))
-    inputs = build(state, make_plan(rows=[2], num_tokens=[2], num_sampled=1))
-    assert inputs.batch.input_ids.tolist() == [9, 8]
-    assert inputs.batch.slot_mapping.tolist() == [24, 25]
+    batch = build(state, lay_out(state, make_plan(rows=[2], num_tokens=[2], num_sampled=1)))
+    assert batch.input_ids.tolist() == [9, 8]
+    assert batch.slot_mapping.tolist() == [24, 25]
     assert state.block_table[2, :2].tolist() == [6, 4]
 
 
@@ -133,16 +134,16 @@ def test_a_newest_token_is_replaced_where_the_next_step_reads_it(state):
     assert [int(state.token_table[row, n - 1]) for row, n in zip((0, 2), lengths, strict=True)] == [66, 77]
     changed = (state.token_table != before).nonzero().tolist()
     assert changed == [[0, lengths[0] - 1], [2, lengths[1] - 1]]
-    inputs = build(state, make_plan(rows=[2, 0], num_tokens=[1, 1], num_decodes=2, num_sampled=2))
-    assert inputs.batch.input_ids.tolist() == [77, 66]
+    batch = build(state, lay_out(state, make_plan(rows=[2, 0], num_tokens=[1, 1], num_decodes=2, num_sampled=2)))
+    assert batch.input_ids.tolist() == [77, 66]
 
 
 def test_a_table_may_begin_behind_the_window(state):
     data = SequenceData(2, list(range(20)), 18, 17, [6, 4], SamplingParams(), 0, first_block=3)
     state.apply(make_plan(free_rows=[2], new=[data], block_updates=[(2, 5, [9])]))
-    inputs = build(state, make_plan(rows=[2], num_tokens=[3], num_sampled=1))
-    assert inputs.batch.slot_mapping.tolist() == [4 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3]
-    assert inputs.batch.block_tables[0, 3:].tolist() == [6, 4]
+    batch = build(state, lay_out(state, make_plan(rows=[2], num_tokens=[3], num_sampled=1)))
+    assert batch.slot_mapping.tolist() == [4 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3]
+    assert batch.block_tables[0, 3:].tolist() == [6, 4]
     assert state.block_table[2, 5] == 9
 
 

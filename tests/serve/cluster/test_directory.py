@@ -119,8 +119,9 @@ def test_a_follower_says_what_it_is_and_hears_the_rest_and_outlives_errors():
 
 
 @pytest.fixture
-def links(ray_cluster):
-    """Two members' links to the same directory."""
+def links(ray_cluster, monkeypatch):
+    """Two members' links to the same directory, which wait for Ray to start it on a busy machine."""
+    monkeypatch.setattr(timeouts, "DIRECTORY_S", 30.0)
     found = DirectoryLink("test"), DirectoryLink("test")
     yield found
     found[0].remove()
@@ -142,9 +143,9 @@ def test_a_directory_that_dies_is_made_anew_and_members_register_again(links):
         return view is not None and (view.engines, view.servers) == ([ENGINE], [SERVER]) and view
 
     ray.kill(actor(), no_restart=False)  # Ray makes it anew
-    wait_for(register, 30)
+    wait_for(register, 60)
     ray.kill(actor())  # the members have to
-    wait_for(register, 30)
+    wait_for(register, 60)
     assert register().front_keys != before.front_keys
 
 
