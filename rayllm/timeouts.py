@@ -36,6 +36,7 @@ STEP_S = {"cuda": 30.0, "cpu": 300.0}  # no step takes this long; on a CPU, a ch
 RANK_START_SILENCE_S = 60.0  # imports hold the interpreter's lock for seconds, on a busy host for many
 RANK_START_S = 1800.0  # one phase of the start: loading hundreds of gigabytes from a slow disk
 RANK_CONNECT_S = 60.0  # for all ranks to join the process groups
+IDLE_WATCH_S = 0.5  # how often an engine without work looks at the ranks
 RANK_WATCH_S = 0.2  # how often a wait for a result looks at the ranks
 RANK_FAILURE_S = 3.0  # for Ray to notice why a connection broke
 RANK_STOP_S = 5.0  # each wait of the shutdown

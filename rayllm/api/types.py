@@ -208,6 +208,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cumulative_logprob: float | None = None
     # With bad_param: it is refused only because too much waits.
     try_again: bool = False
+    # How often the request began anew because workers were lost; at least in first and last deltas.
+    num_recoveries: int = 0
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -254,6 +256,8 @@ class RequestOutput(msgspec.Struct):
     embedding: array[float] | None = None
     # Tokens of samples that were made and not chosen, for best_of.
     num_discarded_tokens: int = 0
+    # How often it went on with new workers after the loss of the old ones.
+    num_recoveries: int = 0
 
     @property
     def has_begun(self) -> bool:
@@ -279,6 +283,9 @@ class Counters(msgspec.Struct):
     # Preemptions by recompute or swap, and those by swap.
     num_preemptions: int = 0
     num_swap_preemptions: int = 0
+    # Losses of workers after which new ones took over, and the time that there were none.
+    num_recoveries: int = 0
+    recovery_seconds: float = 0.0
     # Tokens looked up in the prefix cache, and those found, on either tier.
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0

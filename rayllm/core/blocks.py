@@ -26,9 +26,14 @@ class BlockManager:
         self.block_size = block_size
         self.cache = PrefixCache(block_size)
         self._on_evict = on_evict
-        self._holders = [0] * num_blocks
         self.num_allocated = 0
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all holders and contents."""
+        self.cache.clear()
+        self._holders = [0] * self.num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
 
     @property
     def num_free(self) -> int:

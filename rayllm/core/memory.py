@@ -139,17 +139,23 @@ class KVMemory:
         )
         self.gpu = BlockManager(num_blocks, block_size, self._demote if self.tiered else None)
         self.cpu = BlockManager(num_cpu_blocks, block_size)
-        self.num_swapped = 0  # sequences that have pinned blocks
         self.num_swapped_out = self.num_swapped_in = 0  # blocks moved so far
         self._num_groups = 0
+        self._ahead = write_ahead._replace(reach=min(write_ahead.reach, num_cpu_blocks // write_ahead.host_share))
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what is in both pools, and who holds it."""
+        self.gpu.clear()
+        self.cpu.clear()
+        self.num_swapped = 0  # sequences that have pinned blocks
         # The plan in the making:
         self._await_write_backs: int | None = None
         self._swap_outs: dict[int, int] = {}  # host block -> device block; a later content replaces an earlier one
         self._swap_ins: dict[int, int] = {}  # device block -> host block, which is held
         # What is copied ahead:
-        self._ahead = write_ahead._replace(reach=min(write_ahead.reach, num_cpu_blocks // write_ahead.host_share))
         self._next: list[int] = []  # device blocks that may have to be copied, the last first
-        self._read_at = 0  # gpu.num_allocated when that was read
+        self._read_at = self.gpu.num_allocated  # when that was read
         self._copied: dict[int, int | None] = {}  # cached device block with a copy -> the step it started with
 
     # ---------------------------------------------------------------------------------------------- prefix cache

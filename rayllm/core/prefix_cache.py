@@ -71,6 +71,11 @@ class PrefixCache:
             del self._block_of[digest]
         return digest
 
+    def clear(self) -> None:
+        """Forget all blocks; roots stay."""
+        self._block_of.clear()
+        self._hash_of.clear()
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the two maps are each other's inverse."""
         assert len(self._block_of) == len(self._hash_of), "prefix cache maps differ in size"

@@ -37,6 +37,7 @@ from rayllm.core.memory import Match
 from rayllm.core.policy import Policy
 from rayllm.core.sequence import Beam, BeamSearch, Gate, MakeConstraint, Sequence, SequenceGroup, SequenceStatus
 from rayllm.core.state import SchedulerState
+from rayllm.core.suspects import FATAL_DEATHS, Suspects
 
 RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
 WATERMARK = 0.01  # share of the blocks that admission leaves free
@@ -269,7 +270,8 @@ class Step:
 
     def _head(self) -> Sequence | None:
         """The first in policy order outside the batch. None also while something about it is not known yet."""
-        head = self.state.waiting[0] if self.state.waiting else None
+        waiting, alone = self.state.waiting, self.state.alone
+        head = next((seq for seq in waiting if alone in (None, seq.request_id)), None)
         # Preempted while its last token is in flight: the id is needed first, and then its mask.
         return None if head is None or head.num_pending or head.closed else head
 
@@ -402,6 +404,7 @@ class Scheduler:
         self._policy = policy
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
+        self._suspects = Suspects()
 
     def add(self, request: GenerationRequest, constrain: MakeConstraint | None = None) -> None:
         """Queue a request that fits the engine's limits and whose id is not in use.
@@ -456,6 +459,10 @@ class Scheduler:
         """
         state = self.state
         self.new_deltas = self._open_gates() if state.awaiting_mask else []
+        if self._suspects or state.alone is not None:
+            self._isolate()
+        if state.alone is not None and any(seq.request_id != state.alone for seq in self._computing()):
+            return None
         step = Step(state, self.chunk_budget)
         if state.preemptive:
             step.yield_to_urgent()
@@ -473,6 +480,46 @@ class Scheduler:
         plan, record = step.finish(next(self._step_ids))
         self.in_flight.append(record)
         return plan
+
+    def restart(self, seconds: float) -> list[TokenDelta]:
+        """Begin anew, with new workers, after the loss of all that the old ones held, plans in flight included.
+
+        Running sequences wait again, with the tokens that are known. Who was in these plans may have been the cause:
+        see `Suspects`. Returns the last deltas of requests that are taken for it. seconds: that there were no workers.
+        """
+        lost = {seq.request_id for seq in self._computing()} & self.state.groups.keys()
+        self.in_flight = []
+        self.state.clear()
+        for group in self.state.groups.values():
+            group.num_recoveries += group.num_cached_tokens is not None
+        self.state.counters.num_recoveries += 1
+        self.state.counters.recovery_seconds += seconds
+        deltas: list[TokenDelta] = []
+        reason = f"the workers died {FATAL_DEATHS} times while they computed this request, the last time it alone"
+        for request_id in self._suspects.died(lost):
+            group = self.state.groups[request_id]
+            live = [seq for seq in group.sequences if seq.status is not FINISHED]
+            of_search = range(group.request.params.num_completions)
+            for index in of_search if group.search is not None else [seq.index for seq in live]:
+                deltas.append(TokenDelta(request_id, index, [], finish_reason="error", stop_reason=reason))
+            for seq in live:
+                self.state.retire(seq)
+        return deltas
+
+    def _computing(self) -> list[Sequence]:
+        """The sequences of plans in flight."""
+        return [seq for step in self.in_flight for seq in (*step.sampled, *step.pooled, *step.by_row.values())]
+
+    def _isolate(self) -> None:
+        """Let the next suspect run alone that is to, or all requests again."""
+        state = self.state
+        alone = self._suspects.next_alone(state.groups)
+        if alone is not None and alone != state.alone:
+            while state.forks:
+                state.send_back(state.forks.pop())
+            while state.running:
+                state.preempt_last()
+        state.alone = alone
 
     def _open_gates(self) -> list[TokenDelta]:
         """Let constrained sequences go on whose next mask has become known; end those whose constraint failed.
@@ -517,6 +564,8 @@ class Scheduler:
             if seq.status is not FINISHED:  # aborted
                 self.state.retire(seq)
                 deltas.append(self._delta(seq, [], None, "stop", embedding=embedding))
+        if self._suspects:
+            self._suspects.got_results(seq.request_id for seq in (*step.sampled, *step.pooled))
         num_others, counters = len(deltas), self.state.counters
         due = self._take_tokens(step.sampled, result, deltas)
         counters.generation_tokens += len(deltas) - num_others
@@ -599,6 +648,7 @@ class Scheduler:
             prompt_logprobs,
             times,
             num_preemptions=group.num_preemptions,
+            num_recoveries=group.num_recoveries,
             embedding=embedding,
         )
 

@@ -172,6 +172,8 @@ class SequenceGroup:
     num_cached_tokens: int | None = None
     # Of all its sequences so far.
     num_preemptions: int = 0
+    # How often it began anew because workers were lost.
+    num_recoveries: int = 0
     # No tokens have been sent to the front yet.
     fresh: bool = True
     prompt_logprobs: list[TokenLogprobs | None] | None = None

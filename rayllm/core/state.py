@@ -65,15 +65,33 @@ class SchedulerState:
         self.preemptive, self.preemption_mode, self.growth_blocks = preemptive, preemption_mode, growth_blocks
         self.clock = clock
         self.groups: dict[str, SequenceGroup] = {}  # live requests by id
+        self.awaiting_mask: list[Sequence] = []  # constrained, with a known last token and no mask for the next one
+        self.alone: str | None = None  # the only request that may run, if there is such
+        self.counters = Counters()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what the workers hold, which are new and empty; all sequences wait, with the tokens that are known."""
+        self.memory.clear()
         self.waiting = InOrder()
         self.running = InOrder()
         self.forks: list[Sequence] = []  # enter the batch in the next step
-        self.awaiting_mask: list[Sequence] = []  # constrained, with a known last token and no mask for the next one
-        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.free_rows = list(range(self.max_num_seqs - 1, -1, -1))
         # For the next plan: rows that the workers are to forget, and by row newest tokens that they are to replace.
         self.left_rows: list[int] = []
         self.chosen_tokens: dict[int, int] = {}
-        self.counters = Counters()
+        awaiting = {id(seq) for seq in self.awaiting_mask}
+        for group in self.groups.values():
+            for seq in group.sequences:
+                if seq.status is SequenceStatus.FINISHED:
+                    continue
+                seq.reset()
+                seq.status, seq.row, seq.pinned = SequenceStatus.WAITING, -1, []
+                seq.num_pending = int(seq.awaits_choice)
+                if seq.gate is not None:
+                    seq.gate.closed = seq.awaits_choice or id(seq) in awaiting
+                if not seq.awaits_choice and all(seq is not sibling for sibling in group.siblings):
+                    self.waiting.add(seq)
 
     def enter(self, seq: Sequence) -> None:
         """Give a sequence a row of the batch; there must be a free one."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from rayllm import timeouts
 from rayllm.api.types import Abort, EngineInfo, EngineStats, GenerationRequest, TokenDelta
 from rayllm.engine.engine import failures, refusal
 from rayllm.errors import EngineDeadError, InvalidRequestError
@@ -33,7 +34,10 @@ class Core(Protocol):
     def has_work(self) -> bool: ...
     @property
     def is_compiling(self) -> bool: ...
+    @property
+    def is_recovering(self) -> bool: ...
     def check_health(self) -> None: ...
+    def watch(self) -> list[TokenDelta]: ...
     def step(self) -> list[TokenDelta]: ...
     def stats(self) -> EngineStats: ...
     def shutdown(self) -> None: ...
@@ -115,7 +119,7 @@ class EngineDriver:
         except EngineDeadError as error:
             return str(error)
         waited = time.monotonic() - self._last_progress
-        if self._idle or waited <= deadline:
+        if self._idle or self._core.is_recovering or waited <= deadline:
             return None
         return f"work is queued and no step has finished for {waited:.1f} s (limit {deadline:g} s)"
 
@@ -147,7 +151,11 @@ class EngineDriver:
         """Do all that is in the inbox, waiting for something if the core has no work. False: stop."""
         wait = self._idle = not self._core.has_work()
         while wait or not self._inbox.empty():
-            act = self._inbox.get()
+            try:
+                act = self._inbox.get(timeout=timeouts.IDLE_WATCH_S if wait else None)
+            except queue.Empty:
+                self._route(self._core.watch())
+                continue
             if wait:
                 self._last_progress, self._idle = time.monotonic(), False
                 wait = False

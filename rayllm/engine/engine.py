@@ -22,7 +22,7 @@ from rayllm.core.memory import KVMemory, KVWindow, WriteAheadLimits
 from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
 from rayllm.core.state import SchedulerState
-from rayllm.errors import ConfigError, InvalidRequestError, OverloadedError
+from rayllm.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
 from rayllm.executor.base import Executor
 from rayllm.text.grammar import Grammar, bad_grammar
 from rayllm.text.grammar_compiler import GrammarCompiler
@@ -57,6 +57,8 @@ class EngineCore:
             sampling_defaults=config.sampling_defaults,
         )
         self.scheduler = _make_scheduler(config, self.info.max_model_len, blocks, executor.report)
+        # New workers are being started in place of some that failed.
+        self.is_recovering = False
         # Called on another thread when a request that waited for its grammar can go on: `step` has something to do.
         self.on_compiled: Callable[[], None] = lambda: None
         self._executor = executor
@@ -104,20 +106,24 @@ class EngineCore:
     def step(self) -> list[TokenDelta]:
         """Schedule and submit one plan, take in the oldest result if enough are in flight. Blocks for at most one step.
 
-        Requests whose grammars cannot be used end first, in a step in which nothing is scheduled. Raises
-        EngineDeadError if a worker failed.
+        Requests whose grammars cannot be used end first, in a step in which nothing is scheduled. If a worker failed,
+        new ones take over, and requests go on where they were; raises EngineDeadError if that can't be done.
         """
         if ended := self._take_compiled():
             return ended
         plan = self.scheduler.schedule()
         deltas = self.scheduler.new_deltas
         in_flight = self.scheduler.in_flight
-        if plan is not None:
-            self._executor.submit(plan)
-        if plan is not None and len(in_flight) < self._executor.max_in_flight:
-            return deltas
-        if in_flight:
-            return deltas + self.scheduler.update(self._executor.collect())
+        try:
+            if plan is not None:
+                self._executor.submit(plan)
+            if plan is not None and len(in_flight) < self._executor.max_in_flight:
+                return deltas
+            result = self._executor.collect() if in_flight else None
+        except EngineDeadError as error:
+            return deltas + self._recover(error)
+        if result is not None:
+            return deltas + self.scheduler.update(result)
         if self.scheduler.state.awaiting_mask:
             assert self._grammars is not None  # who made the constraints
             self._grammars.threads.wait(MASK_WAIT_S)
@@ -129,9 +135,18 @@ class EngineCore:
         """A snapshot for metrics and health."""
         return self.scheduler.stats()
 
+    def watch(self) -> list[TokenDelta]:
+        """Replace workers that failed while there was nothing to do, as `step` does. Cheap if there are none."""
+        try:
+            self._executor.check_health()
+        except EngineDeadError as error:
+            return self._recover(error)
+        return []
+
     def check_health(self) -> None:
-        """Raise EngineDeadError if the workers cannot go on. Cheap, and safe from any thread."""
-        self._executor.check_health()
+        """Raise EngineDeadError if a worker failed that cannot be replaced. Cheap, and safe from any thread."""
+        if not self._executor.can_recover:
+            self._executor.check_health()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the driver's records contradict each other."""
@@ -143,6 +158,21 @@ class EngineCore:
             self._grammars.close()
         self._executor.shutdown()
         gc.unfreeze()
+
+    def _recover(self, error: EngineDeadError) -> list[TokenDelta]:
+        """Have new workers take over. Raises EngineDeadError."""
+        logger.warning("starting new workers: %s", error)
+        started, self.is_recovering = time.monotonic(), True
+        try:
+            self._executor.recover()
+        finally:
+            self.is_recovering = False
+        seconds, report = time.monotonic() - started, self._executor.report
+        deltas = self.scheduler.restart(seconds)
+        phases = ", ".join(f"{name} {taken:.2f} s" for name, taken in report.phases)
+        num_requests = len(self.scheduler.state.groups)
+        logger.warning("new workers took over in %.2f s (%s); %d requests go on", seconds, phases, num_requests)
+        return deltas
 
     def _take_compiled(self) -> list[TokenDelta]:
         """Queue the requests whose grammars have become ready; end those whose grammars cannot be used.

@@ -21,6 +21,7 @@ class Executor(ABC):
     """
 
     max_in_flight = 2  # one plan computes while the next is scheduled; more would only add latency
+    can_recover = False  # workers that failed can be replaced
 
     def __init__(self) -> None:
         self.report = StartReport([], [], [])
@@ -42,8 +43,16 @@ class Executor(ABC):
     def collect(self) -> StepResult:
         """The result of the oldest plan in flight; blocks until it is there. Raises EngineDeadError."""
 
+    def recover(self) -> None:
+        """Replace workers that failed by new ones, which hold nothing; plans in flight are forgotten. Blocks.
+
+        Afterwards plans may be submitted as after `start`, whose pools keep their sizes. Raises EngineDeadError if it
+        can't be done.
+        """
+        raise EngineDeadError(self._dead)
+
     def check_health(self) -> None:
-        """Raise EngineDeadError if the workers cannot go on. From any thread, at any time; cheap."""
+        """Raise EngineDeadError if a worker failed. Cheap; from any thread if workers can't be replaced."""
         if self._dead:
             raise EngineDeadError(self._dead)
 

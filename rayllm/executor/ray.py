@@ -2,6 +2,9 @@
 
 A step is one broadcast of a plan over gloo to all ranks and one message with the result from rank 0, each on a group
 and a thread of its own here, so that the engine's thread never waits for a socket and always finds out who failed.
+
+If a rank fails, all ranks are killed and new ones take their place, in groups of their own: whatever an old process
+that wakes up late sends reaches nobody.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import torch.distributed as dist
 from rayllm import timeouts
 from rayllm.api.types import KVBlocks, StepPlan, StepResult, timed
 from rayllm.config.resolved import ResolvedConfig
-from rayllm.errors import StartupError
+from rayllm.errors import EngineDeadError, StartupError
 from rayllm.executor.base import Executor
 from rayllm.executor.channel import Channel
 from rayllm.executor.placement import Placement, reserve
@@ -37,6 +40,9 @@ from rayllm.worker.worker import LoadRank, RankModel
 logger = logging.getLogger(__name__)
 
 
+RECOVERY_ATTEMPTS = 3  # a rank may be lost during a recovery too
+
+
 class RayExecutor(Executor):
     """Runs one actor a rank. See `Executor` for the contract.
 
@@ -45,6 +51,8 @@ class RayExecutor(Executor):
     load: importable in the actors. owns_ray: Ray was started for this engine, and is to be stopped with it.
     step_seconds: the longest `collect` waits for a result; None takes what is usual for the device.
     """
+
+    can_recover = True
 
     def __init__(
         self,
@@ -59,10 +67,14 @@ class RayExecutor(Executor):
         self._step_seconds = step_seconds or timeouts.STEP_S[config.device]
         self._last_step = "no step has finished"
         self._in_flight: deque[int] = deque()  # step ids
+        self._closed = False  # `shutdown` has been called, perhaps from another thread in the middle of `recover`
         self._next_watch = 0.0  # time.monotonic() from which `collect` looks at the workers again
         self._undo = contextlib.ExitStack()  # what `shutdown` has to do, the last first
+        self._undo_ranks = contextlib.ExitStack()  # what is to be done of it before there can be new ranks
         # Made by `start`.
+        self._blocks: KVBlocks
         self._ranks: RankActors
+        self._groups: Groups
         self._joining: Future[Groups] | None = None
         self._channel: Channel | None = None
 
@@ -72,13 +84,40 @@ class RayExecutor(Executor):
                 "this process has a torch.distributed group already: there can be one Ray engine per process at a time"
             )
         atexit.register(self.shutdown)
-        with self._starting():
-            return self._start()
-
-    def _start(self) -> KVBlocks:
-        config, undo, seconds = self._config, self._undo, timeouts.RANK_START_S
         if self._owns_ray:
-            undo.callback(ray.shutdown)
+            self._undo.callback(ray.shutdown)
+        self._undo.callback(self._undo_ranks.close)
+        with self._starting():
+            room = self._start_ranks()
+            self._blocks = KVBlocks(*(min(getattr(rank, name) for rank in room) for name in KVBlocks.__struct_fields__))
+            self._build_ranks()
+        return self._blocks
+
+    def recover(self) -> None:
+        reason = self._dead
+        for attempt in range(RECOVERY_ATTEMPTS):
+            if self._closed:
+                raise EngineDeadError("the engine was shut down")
+            try:
+                self._undo_ranks.close()
+                self._in_flight.clear()
+                for part in (self.report.phases, self.report.placement, self.report.ready):
+                    part.clear()
+                self._start_ranks()
+                self._build_ranks()
+            except Exception as error:
+                logger.warning(
+                    "new workers failed to start, attempt %d of %d: %s", attempt + 1, RECOVERY_ATTEMPTS, error
+                )
+                if attempt + 1 == RECOVERY_ATTEMPTS:
+                    raise EngineDeadError(f"{reason}; new workers failed to start: {error}") from error
+            else:
+                self._dead = ""
+                return
+
+    def _start_ranks(self) -> list[KVBlocks]:
+        """Start a process for each rank and load the model; returns what each has room for."""
+        config, undo, seconds = self._config, self._undo_ranks, timeouts.RANK_START_S
         undo.callback(self._leave_groups)
         with timed(self.report.phases, "place"):
             placement = undo.enter_context(reserve(config.tp, config.device))
@@ -87,14 +126,15 @@ class RayExecutor(Executor):
             undo.callback(ranks.kill, timeouts.RANK_STOP_S)
             self.report.placement.extend(ranks.wait_until_up(seconds))
         with timed(self.report.phases, "connect"):
-            groups = self._connect(ranks, placement, "nccl" if config.device == "cuda" else "gloo")
-        room: list[KVBlocks] = ranks.call("load the model", "load", seconds=seconds)
-        blocks = KVBlocks(*(min(getattr(rank, name) for rank in room) for name in KVBlocks.__struct_fields__))
-        self.report.ready.extend(ranks.call("get ready", "build", blocks, seconds=seconds))
+            self._groups = self._connect(ranks, placement, "nccl" if config.device == "cuda" else "gloo")
+        return ranks.call("load the model", "load", seconds=seconds)
+
+    def _build_ranks(self) -> None:
+        """Have the ranks allocate the pools, and serve."""
+        self.report.ready.extend(self._ranks.call("get ready", "build", self._blocks, seconds=timeouts.RANK_START_S))
         self.report.phases.extend(self.report.ready[0].phases)
-        ranks.run()
-        self._channel = Channel(groups)
-        return blocks
+        self._ranks.run()
+        self._channel = Channel(self._groups)
 
     def _connect(self, ranks: RankActors, placement: Placement, device_backend: str) -> Groups:
         """Join the control group together with all ranks, on the loopback interface if they are on this node."""
@@ -144,7 +184,7 @@ class RayExecutor(Executor):
 
     def shutdown(self) -> None:
         atexit.unregister(self.shutdown)
-        is_serving = not self._dead
+        self._closed, is_serving = True, not self._dead
         self._dead = self._dead or "the engine was shut down"
         try:
             with self._undo.pop_all():
@@ -162,6 +202,7 @@ class RayExecutor(Executor):
             self._joining.result(timeouts.RANK_STOP_S)
         if self._channel is not None and not self._channel.join(timeouts.RANK_STOP_S):
             logger.warning("a connection to a worker is still open; its thread is left behind")
+        self._joining = self._channel = None
         if dist.is_initialized():
             _on_thread(dist.destroy_process_group).result(timeouts.RANK_STOP_S)
 

@@ -103,6 +103,7 @@ def accumulate(total: RequestOutput | None, new: RequestOutput) -> RequestOutput
         total.prompt_logprobs = new.prompt_logprobs
     total.num_cached_tokens = max(total.num_cached_tokens, new.num_cached_tokens)
     total.num_preemptions = max(total.num_preemptions, new.num_preemptions)
+    total.num_recoveries = max(total.num_recoveries, new.num_recoveries)
     total.times = total.times or new.times
     total.embedding = total.embedding or new.embedding
     total.num_discarded_tokens += new.num_discarded_tokens
@@ -150,6 +151,7 @@ class _Request:
         common = self._common
         common.num_cached_tokens = max(common.num_cached_tokens, delta.num_cached_tokens)
         common.num_preemptions = max(common.num_preemptions, delta.num_preemptions)
+        common.num_recoveries = max(common.num_recoveries, delta.num_recoveries)
         completion = self.running.get(delta.index)
         if completion is None:
             return None

@@ -57,6 +57,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("step"), st.integers(1, 8)),
         st.tuples(st.just("abort"), st.integers(0, 20)),
         st.tuples(st.just("end"), st.integers(0, 20), st.integers(0, 5)),
+        st.tuples(st.just("lose worker")),
     ),
     max_size=40,
 )
@@ -131,6 +132,8 @@ def test_random_histories_leave_every_output_right(
                 harness.step()
         elif operation[0] == "end":
             harness.end(f"r{operation[1]}", operation[2])
+        elif operation[0] == "lose worker":
+            harness.lose_worker()
         else:
             harness.abort(f"r{operation[1]}")
     harness.run()

@@ -23,6 +23,7 @@ from rayllm.errors import InvalidRequestError
 from rayllm.executor.local import LocalExecutor
 from rayllm.sampling.sampling_table import SamplingTable
 from rayllm.worker.graphs import StepGraphs
+from rayllm.worker.inputs import build
 from rayllm.worker.runner import ModelRunner
 from rayllm.worker.worker import RankModel
 
@@ -148,11 +149,12 @@ class Recorder:
     def __init__(self, context):
         self.context, self.steps = context, 0
 
-    def fits(self, _batch):
+    def fits(self, _layout):
         return True
 
-    def run(self, batch):
+    def run(self, layout):
         self.steps += 1
+        batch = build(self.context.batch, layout)
         return self.context.model.local_logits(self.context.model(batch, self.context.caches))
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import ray
-from support.stand_ins import AddingRank, FailingRank, Replica, cpu_config, make_plan, pids_of
+from support.stand_ins import AddingRank, FailingRank, Replica, StumblingRank, cpu_config, make_plan, pids_of
 
 from rayllm import timeouts
 from rayllm.api.types import KVBlocks, KVCosts
@@ -179,6 +179,49 @@ def test_a_step_that_fails(started, rank, where, how, message):
     for call in (executor.check_health, executor.collect, lambda: executor.submit(make_plan(5))):
         with pytest.raises(EngineDeadError, match=message):
             call()
+
+
+@pytest.mark.parametrize("how", ["raise", "kill", "stop"])
+def test_new_ranks_take_over(started, how):
+    """Twice; plans in flight are forgotten, what comes after them is computed, and no old process is left."""
+    executor = started(partial(FailingRank, rank=1, where="submit", how=how))
+    for _ in range(2):
+        executor.submit(make_plan(3))
+        executor.submit(make_plan(4))
+        with pytest.raises(EngineDeadError, match="worker rank 1"):
+            executor.collect()
+        old = pids_of(executor)
+        executor.recover()
+        assert all(is_gone(pid) for pid in old)
+        assert len(pids_of(executor)) == len(executor.report.ready) == 2
+        assert [name for name, _ in executor.report.phases][:3] == ["place", "start actors", "connect"]
+        executor.check_health()
+        plans = [make_plan(5), make_plan(6)]
+        for plan in plans:
+            executor.submit(plan)
+        assert [executor.collect() for _ in plans] == local_results(plans)
+
+
+def test_a_rank_that_dies_while_it_takes_over(started, tmp_path):
+    executor = started(partial(StumblingRank, folder=tmp_path, deadly_starts=(1, 2)))
+    os.kill(pids_of(executor)[0], signal.SIGKILL)
+    executor.submit(make_plan(0))
+    with pytest.raises(EngineDeadError, match="worker rank 0"):
+        executor.collect()
+    executor.recover()
+    assert len(list(tmp_path.iterdir())) == 4, "the first start, two that failed, and the last"
+    executor.submit(make_plan(1))
+    assert executor.collect().step_id == 1
+
+
+def test_ranks_that_cannot_take_over(started, tmp_path):
+    executor = started(partial(StumblingRank, folder=tmp_path, deadly_starts=range(1, 100)))
+    os.kill(pids_of(executor)[0], signal.SIGKILL)
+    executor.submit(make_plan(0))
+    with pytest.raises(EngineDeadError, match="worker rank 0"):
+        executor.collect()
+    with pytest.raises(EngineDeadError, match=r"worker rank 0 .* new workers failed to start: worker rank 1"):
+        executor.recover()
 
 
 def test_a_step_that_hangs_ends_at_the_deadline(started):

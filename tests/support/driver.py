@@ -94,6 +94,11 @@ class FakeCore:
         names = [a.request_id if a.index is None else (a.request_id, a.index) for a in aborts]
         self.calls.append(("abort", *names))  # last, as tests wait for it
 
+    is_recovering = False
+
+    def watch(self) -> list[TokenDelta]:
+        return []
+
     def check_health(self) -> None:
         if self.lost is not None:
             raise EngineDeadError(self.lost)

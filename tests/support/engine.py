@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,7 +32,10 @@ def fake_config(**options: object) -> ResolvedConfig:
 
 
 class FakeExecutor(Executor):
-    """Runs plans on a `FakeWorker`, each when it is collected."""
+    """Runs plans on a `FakeWorker`, each when it is collected.
+
+    fails: asked of each plan that is to run whether the worker fails over it.
+    """
 
     def __init__(self, config: ResolvedConfig, blocks: KVBlocks = KVBlocks(64, 0), error: Exception | None = None):
         super().__init__()
@@ -40,6 +44,9 @@ class FakeExecutor(Executor):
         self.num_shutdowns = 0
         self._config, self._blocks, self._error = config, blocks, error
         self._in_flight: list[StepPlan] = []
+        self.fails: Callable[[StepPlan], bool] = lambda _plan: False
+        self.can_recover = False
+        self.num_recoveries = 0
 
     def start(self) -> KVBlocks:
         if self._error is not None:
@@ -48,8 +55,15 @@ class FakeExecutor(Executor):
         blocks = msgspec.structs.replace(self._blocks, max_num_seqs=self._config.num_seqs_choices[-1])
         if self._blocks.cpu:
             self.report.ready.append(RankReady(kv_costs=KVCosts(1.0, 1e-3, 1e-3)))
-        self._worker = FakeWorker(blocks.gpu, options.block_size, blocks.max_num_seqs, blocks.cpu, window)
+        self._make_worker = lambda: FakeWorker(blocks.gpu, options.block_size, blocks.max_num_seqs, blocks.cpu, window)
+        self._worker = self._make_worker()
         return blocks
+
+    def recover(self) -> None:
+        if not self.can_recover:
+            raise EngineDeadError("there are no more workers")
+        self._worker, self._in_flight, self.lost = self._make_worker(), [], None
+        self.num_recoveries += 1
 
     def submit(self, plan: StepPlan) -> None:
         assert len(self._in_flight) < self.max_in_flight
@@ -57,6 +71,8 @@ class FakeExecutor(Executor):
         self._in_flight.append(plan)
 
     def collect(self):
+        if self.fails(self._in_flight[0]):
+            raise EngineDeadError("a worker failed")
         return self._worker.execute(self._in_flight.pop(0))
 
     def check_health(self) -> None:

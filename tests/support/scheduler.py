@@ -73,9 +73,10 @@ class Harness:
     def __init__(self, *, depth: int = 1, **options: object):
         self.scheduler = make_scheduler(**options)
         state, memory = self.scheduler.state, self.scheduler.state.memory
-        self.worker = FakeWorker(
+        self._make_worker = lambda: FakeWorker(
             memory.gpu.num_blocks, memory.block_size, state.max_num_seqs, memory.cpu.num_blocks, memory.window.tokens
         )
+        self.worker = self._make_worker()
         self.depth = depth
         self.results: list = []
         self.outputs: dict[tuple[str, int], list[int]] = {}
@@ -144,6 +145,11 @@ class Harness:
         if plan is None or len(self.results) >= self.depth:
             self.deliver(self.scheduler.update(self.results.pop(0)))
         return True
+
+    def lose_worker(self) -> None:
+        """Another worker, which knows nothing, takes over; results that are on their way are lost."""
+        self.worker, self.results = self._make_worker(), []
+        self.deliver(self.scheduler.restart(1.0))
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:

@@ -116,6 +116,18 @@ class FailingRank(AddingRank):
         raise kind(f"made to fail in {method}")
 
 
+class StumblingRank(AddingRank):
+    """Rank 1 leaves a file in `folder` whenever it starts, and dies then if the number of the start is a deadly one."""
+
+    def __init__(self, config, tp, device, *, folder, deadly_starts):
+        super().__init__(config, tp, device)
+        if tp.rank == 1:
+            start = len(list(folder.iterdir()))
+            (folder / str(start)).touch()
+            if start in deadly_starts:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
 def pids_of(executor):
     """The processes of an executor's ranks."""
     return [int(re.search(r"process (\d+)", place)[1]) for place in executor.report.placement]

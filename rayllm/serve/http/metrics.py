@@ -50,6 +50,8 @@ _GAUGES = {
 }
 _COUNTERS = {
     "num_preemptions": ("Preemptions, by recompute or swap.", "num_preemptions"),
+    "recoveries": ("Losses of workers after which new ones took over.", "num_recoveries"),
+    "recovery_seconds": ("Time without workers until new ones took over.", "recovery_seconds"),
     "num_swap_preemptions": ("Preemptions by swap.", "num_swap_preemptions"),
     "swapped_out_blocks": ("KV blocks moved to host memory, by swaps and the prefix cache.", "swapped_out_blocks"),
     "swapped_in_blocks": ("KV blocks moved back from host memory.", "swapped_in_blocks"),
