@@ -37,7 +37,7 @@ import orjson
 from hostile import BODIES, ask, make_body, silent
 from http_load import NO_LIMITS, Sample, complete
 from launched_server import free_port, healthy
-from serve_soak import memory_mib
+from serve_soak import memory_mib, print_memory
 
 MIB = 2**20
 SIZES = (31 * MIB, MIB)  # of hostile bodies
@@ -336,23 +336,25 @@ def main() -> int:
     with launch(port) as process:
         soak = Soak(f"http://127.0.0.1:{port}", process.pid, args.seed)
 
-        async def all_of_it() -> tuple[float, float]:
+        async def all_of_it() -> tuple[dict[str, float], dict[str, float]]:
             await soak.complete_server()
             await soak.run(args.streams, 1.0, with_enemies=False)
             await asyncio.sleep(10)
-            before = sum(memory_mib(process.pid).values())
+            before = memory_mib(process.pid)
             await soak.run(args.streams, args.minutes, with_enemies=True)
             await soak.complete_server()
             await soak.run(args.streams, 1.0, with_enemies=False)  # processes that were replaced have done work too
             await asyncio.sleep(10)
-            return before, sum(memory_mib(process.pid).values())
+            return before, memory_mib(process.pid)
 
-        before, after = asyncio.run(all_of_it())
+        kinds_before, kinds_after = asyncio.run(all_of_it())
+        before, after = sum(kinds_before.values()), sum(kinds_after.values())
         seen = soak.seen
     print(f"events: {seen.events.total()} of {len(seen.events)} kinds; deaths: {Counter(k for k, _ in seen.deaths)}")
     print(f"streams: {seen.streams} complete; broken with their process: {dict(seen.victims)}; lost: {len(seen.lost)}")
     print(f"refused and tried again: {dict(seen.refused)}")
     print(f"canaries: {seen.canaries} answered, the slowest after {seen.slowest_canary:.1f} s with its retries")
+    print_memory(kinds_before, kinds_after)
     print(f"memory: {before:.0f} -> {after:.0f} MiB ({after / before - 1:+.1%})")
     for text in (*seen.lost, *seen.dead_canaries):
         print(f"  {text}")

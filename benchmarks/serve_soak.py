@@ -26,6 +26,19 @@ from launched_server import launched
 
 LEAVING_CLIENTS = 100
 
+# What is in a process's command line -> its kind. Others are Ray's.
+KINDS = {
+    ":engine-": "engines",
+    ":ApiServer": "API servers",
+    "/haproxy ": "ingress",
+    "grammar_trial": "processes that try grammars",
+    "ray::Directory": "directory",
+    "rayllm.cli": "launch and its guards",
+    "gcs_server": "Ray: GCS",
+    "raylet/raylet": "Ray: raylet",
+    "ray::ServeController": "Ray: Serve's controller",
+}
+
 
 @dataclass
 class Seen:
@@ -37,19 +50,30 @@ class Seen:
 
 
 def memory_mib(session_id: int) -> dict[str, float]:
-    """Proportional set size of a session's processes, by their names."""
+    """Proportional set size of a session's processes, by their kinds."""
     sizes: dict[str, float] = defaultdict(float)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             if int(stat.read_text().rpartition(")")[2].split()[3]) != session_id:
                 continue
-            name = (stat.parent / "cmdline").read_text().replace("\0", " ").split("/")[-1][:40]
+            command = (stat.parent / "cmdline").read_text().replace("\0", " ")
             rollup = (stat.parent / "smaps_rollup").read_text()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
         match = re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)
-        sizes[name] += int(match.group(1)) / 1024 if match else 0.0
+        kind = next((kind for text, kind in KINDS.items() if text in command), "Ray: others")
+        sizes[kind] += int(match.group(1)) / 1024 if match else 0.0
     return dict(sizes)
+
+
+def print_memory(before: dict[str, float], after: dict[str, float]) -> None:
+    """A table of two answers of `memory_mib`, the kind that has grown most first."""
+    print("| memory of | before, MiB | after, MiB | |\n|---|---|---|---|")
+    rows = {kind: (before.get(kind, 0.0), after.get(kind, 0.0)) for kind in before | after}
+    rows = dict(sorted(rows.items(), key=lambda row: row[1][0] - row[1][1]))
+    rows["all"] = sum(before.values()), sum(after.values())
+    for kind, (old, new) in rows.items():
+        print(f"| {kind} | {old:.0f} | {new:.0f} | {new - old:+.0f} |")
 
 
 async def ask(client: httpx.AsyncClient, url: str, rng: random.Random, seen: Seen) -> None:
@@ -152,8 +176,7 @@ def main() -> int:
         end = memory_mib(session_id)
         seconds, running, used = asyncio.run(leave(url))
     print(f"failures: {dict(seen.failures) or 'none'}")
-    for name in sorted(end, key=lambda each: -end[each]):
-        print(f"  {name}: {start.get(name, 0.0):.0f} -> {end[name]:.0f} MiB")
+    print_memory(start, end)
     in_use_then = f"{running:g} sequences and {used:.2%} of the blocks in use"
     print(f"{LEAVING_CLIENTS} clients left: {in_use_then} after {seconds:.2f} s")
     return int(bool(seen.failures) or running > 0 or used > 0)

@@ -38,6 +38,8 @@ def connect_to_ray(starts_one: bool | None = None) -> bool:
     starts_one = has_no_cluster() if starts_one is None else starts_one
     if starts_one:  # Ray's agent would show its counters, which name the models, to whoever reaches this machine
         os.environ.setdefault("RAY_enable_metrics_collection", "0")
+        # Nor the list of past calls, which only Ray's own tools read: the GCS keeps 100,000, some 200 MiB.
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     if starts_one and not any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         ensure_token(Path.home() / ".ray" / "auth_token")
     try:

@@ -28,6 +28,7 @@ import msgspec
 from rayllm import timeouts
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.errors import InvalidRequestError
+from rayllm.heap import give_back_memory
 from rayllm.text.grammar import GrammarTokenizer, TokenizerData, bad_grammar
 
 MAX_DATA_BYTES = 2 * 2**30  # of a trial's memory
@@ -136,8 +137,7 @@ def main(parent: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, MAX_DATA_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = GrammarTokenizer(msgspec.json.decode(sys.stdin.buffer.readline(), type=TokenizerData))
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)  # give freed memory back where the C library can, so that growth shows
+    give_back_memory()  # so that growth shows
     print("ready", flush=True)
     for line in sys.stdin.buffer:
         structure, limit_s = msgspec.json.decode(line, type=tuple[StructuredOutputs, float])

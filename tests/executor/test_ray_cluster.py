@@ -34,6 +34,7 @@ def test_the_token_is_made_once_and_private(tmp_path):
 def test_a_cluster_of_ours_has_a_token_and_no_dashboard(monkeypatch, variable):
     asked = {}
     made = []
+    monkeypatch.delenv("RAY_task_events_report_interval_ms", raising=False)
     monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray_cluster.ray, "init", lambda **options: asked.update(options))
     monkeypatch.setattr(ray_cluster, "has_no_cluster", lambda: True)
@@ -47,6 +48,7 @@ def test_a_cluster_of_ours_has_a_token_and_no_dashboard(monkeypatch, variable):
     assert len(made) == (variable is None)
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
     assert os.environ["RAY_enable_metrics_collection"] == "0"  # noqa: SIM112  (Ray spells it so)
+    assert os.environ["RAY_task_events_report_interval_ms"] == "0"  # noqa: SIM112
 
 
 @pytest.mark.parametrize("is_ours", [True, False])

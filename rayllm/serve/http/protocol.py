@@ -24,6 +24,7 @@ from rayllm.errors import InvalidRequestError
 
 MAX_BODY_BYTES = 32 * 2**20
 LONG_BODY = 16_384  # bytes; what comes of longer ones is worked on in a thread, so that streams go on
+LARGE_BODY = 2**18  # bytes; what the allocator keeps of longer ones is given back to the system
 BASE_BYTES = 2**20  # of a body, beside its prompts
 PROMPT_TOKEN_BYTES = 2**10  # of a prompt's token: all of its text's characters escaped, in the largest vocabularies
 BATCH_TOKEN_BYTES = 8 * 2**10  # the same of all prompts in a batch: as token ids, MAX_CHOICES of them

@@ -29,12 +29,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rayllm.api.types import GenerationRequest, RequestOutput
 from rayllm.config.options import ServerConfig
 from rayllm.errors import InvalidRequestError
+from rayllm.heap import give_back_memory
 from rayllm.serve.http.auth import ApiKey, check_key, check_origin
 from rayllm.serve.http.convert import Job
 from rayllm.serve.http.errors import ApiError, as_api_error, renamed
 from rayllm.serve.http.limits import Deadlines, Ticket
 from rayllm.serve.http.metrics import RequestTimer
-from rayllm.serve.http.protocol import LONG_BODY, Body, max_bytes, read_body
+from rayllm.serve.http.protocol import LARGE_BODY, LONG_BODY, Body, max_bytes, read_body
 from rayllm.serve.http.replies import DONE, Reply, sse
 from rayllm.serve.http.request_log import PLAIN, RequestRecord, SpanTracer, log_event
 from rayllm.serve.http.served import ServedModel, ServerState, Target
@@ -61,7 +62,7 @@ class RequestContext:
         self.server = server
         self.deadlines = Deadlines(server)
         self.is_trusted = False  # a key came with it, or none is needed
-        self.is_long = False  # the body is longer than LONG_BODY
+        self.body_bytes = 0  # of the body, as far as it has come
         self.holds = ExitStack()  # closed when the answer has ended, however it did
 
     def take_place(self) -> None:
@@ -85,7 +86,7 @@ class RequestContext:
 
     async def work(self, function: Callable[Args, Result], *args: Args.args, **options: Args.kwargs) -> Result:
         """What a function returns that works on the body: in a thread if that is long, so that streams go on."""
-        if self.is_long:
+        if self.body_bytes > LONG_BODY:
             return await asyncio.to_thread(function, *args, **options)
         return function(*args, **options)
 
@@ -183,6 +184,8 @@ class RequestLife:
             if not ended:
                 record.error = record.error or "client_disconnected"
                 self._end(record)
+            if context.body_bytes > LARGE_BODY:  # now that nothing refers to what was made of it
+                asyncio.get_running_loop().run_in_executor(None, give_back_memory)
 
     def _check(self, context: RequestContext, headers: Headers) -> None:
         """Raises ApiError 400 for an id that logs and headers should not carry, 401 for a key that is not valid, and
@@ -261,10 +264,11 @@ class JsonRequest(Request):
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Raises ApiError 413 as soon as it is known that the body is too long."""
-        declared, size = self.headers.get("content-length", ""), 0
+        context, declared, size = context_of(self), self.headers.get("content-length", ""), 0
         self._check_size(int(declared) if declared.isdigit() else 0)
         async for chunk in super().stream():
             size += len(chunk)
+            context.body_bytes = size
             self._check_size(size)
             yield chunk
 
@@ -287,7 +291,6 @@ class JsonRequest(Request):
     async def json(self) -> Body:
         """Checked already, which FastAPI would do in the event loop. Raises ApiError 400 and 413."""
         context, text = context_of(self), await self.body()
-        context.is_long = len(text) > LONG_BODY
         try:
             return await context.work(read_body, self._kind, text, self._max_model_len)
         except (InvalidRequestError, ValidationError) as error:

@@ -3,11 +3,16 @@
 import ast
 import asyncio
 import base64
+import ctypes
 import gc
 import hashlib
 import logging
+import os
 import pickle
+import subprocess
+import sys
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -281,8 +286,8 @@ def test_whoever_starts_a_server_is_warned():
 # ---- limits of the front
 
 
-async def post(app, chunks, headers=(), more=True):
-    """Post a body of chunks to /v1/completions; returns (status, how many chunks were taken)."""
+async def post(app, chunks, headers=(), more=True, path="/v1/completions"):
+    """Post a body of chunks; returns (status, how many chunks were taken)."""
     taken, sent = 0, []
 
     async def receive():
@@ -296,7 +301,7 @@ async def post(app, chunks, headers=(), more=True):
     scope = {
         "type": "http",
         "method": "POST",
-        "path": "/v1/completions",
+        "path": path,
         "raw_path": b"",
         "query_string": b"",
         "headers": list(headers),
@@ -344,6 +349,45 @@ def test_a_refused_body_is_gone_at_once():
     finally:
         gc.enable()
         tracemalloc.stop()
+
+
+TOKENIZES_LONG_TEXTS = """
+import asyncio, re
+from pathlib import Path
+from serve.http.test_security import post
+from support.app import Api
+from rayllm.config.options import BUNDLED_MODEL
+from rayllm.text.tokenizer import load_tokenizer
+
+api = Api()
+api.state.fake.tokenizer = load_tokenizer(BUNDLED_MODEL)
+text = b"The quick brown fox [and] again. "
+
+def grown_by(copies):
+    async def three():
+        for _ in range(3):
+            body = b'{"prompt": "' + text * copies + b'"}'
+            assert (await post(api.app, iter([body]), path="/tokenize", more=False))[0] == 200
+    before = resident_mib()
+    asyncio.run(three())  # which waits for threads
+    return resident_mib() - before
+
+def resident_mib():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+grown_by(1000)  # all that is loaded at the first use
+print(grown_by(30_000))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="freed memory is only given back by glibc")
+def test_long_texts_leave_memory_flat():
+    """In a process of its own, as in this one others may have left free memory, which would be used instead."""
+    path = os.pathsep.join([*sys.path, str(ROOT / "tests")])
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": path})
+    done = run([sys.executable, "-c", TOKENIZES_LONG_TEXTS])
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 30
 
 
 def test_absurd_numbers_are_refused_at_once():
