@@ -3,9 +3,9 @@
 | border | who watches | sign of life | silent after | what follows |
 |---|---|---|---|---|
 | front - engine | both | BEAT_S; a closed connection is seen at once | SILENCE_S | streams end, requests are aborted |
-| driver - rank | the driver | PING_S; a dead process is seen at once | RANK_SILENCE_S | the engine's replica restarts |
+| driver - rank | the driver | PING_S; a dead process is seen at once | RANK_SILENCE_S | new ranks take over |
 | driver - starting rank | the driver | the same | RANK_START_SILENCE_S, RANK_START_S a phase | the start fails |
-| driver - step | the driver | the step's result | STEP_S | the engine's replica restarts |
+| driver - step | the driver | the step's result | STEP_S | new ranks take over |
 | Serve - replica | Ray Serve | HEALTH_PERIOD_S | HEALTH_TIMEOUT_S | Ray Serve replaces the replica |
 | replica, front - directory | the directory | REGISTER_S | MEMBER_SILENCE_S | the entry goes; others stop using it |
 | new replica - API servers | the replica | their first beats | JOIN_S | it counts as started without them |

@@ -204,6 +204,7 @@ def _results(group: SequenceGroup, search: BeamSearch) -> list[TokenDelta]:
                 "length" if stop_id is None else "stop",
                 stop_id if stop_id in params.stop_token_ids else None,
                 num_preemptions=group.num_preemptions,
+                num_recoveries=group.num_recoveries,
                 cumulative_logprob=cumulative,
             )
         )

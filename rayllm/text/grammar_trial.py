@@ -28,8 +28,8 @@ import msgspec
 from rayllm import timeouts
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.errors import InvalidRequestError
-from rayllm.heap import give_back_memory
 from rayllm.text.grammar import GrammarTokenizer, TokenizerData, bad_grammar
+from rayllm.text.heap import give_back_memory
 
 MAX_DATA_BYTES = 2 * 2**30  # of a trial's memory
 NICE = 10  # a tenth of the share of those who do not give way

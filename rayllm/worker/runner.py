@@ -181,12 +181,15 @@ class ModelRunner:
 class Pooler:
     """Pools the rows that ask for it: their last hidden state, or the mean of all, as a vector of length 1 (L2).
 
-    Sums are float32, whatever the model's dtype. They outlast steps, so they are not of the steps' memory.
+    Sums are float64, so that a mean does not depend on the chunks in which its prompt was computed. They outlast steps,
+    so they are not of the steps' memory.
     """
 
     def __init__(self, max_num_seqs: int, hidden_size: int, device: torch.device):
         self._kinds: dict[int, str] = {}  # row -> "last" or "mean"
-        self._sums = torch.zeros(max_num_seqs, hidden_size, device=device)  # of each row's tokens so far
+        self._sums = torch.zeros(
+            max_num_seqs, hidden_size, dtype=torch.float64, device=device
+        )  # of each row's tokens so far
 
     def add(self, data: SequenceData) -> None:
         """Take note of a new row. Raises RuntimeError for a mean that would lack the first tokens."""
@@ -214,9 +217,9 @@ class Pooler:
         for row, start, count, first in layout.spans():
             kind = self._kinds.get(row)
             if kind == "mean":
-                self._sums[row] += hidden[first : first + count].sum(0, dtype=torch.float32)
+                self._sums[row] += hidden[first : first + count].sum(0, dtype=torch.float64)
             if kind is not None and start + count == int(state.num_prompt[row]):
-                done.append(self._sums[row] if kind == "mean" else hidden[first + count - 1].float())
+                done.append((self._sums[row] if kind == "mean" else hidden[first + count - 1]).float())
         # The mean's direction is the sum's.
         return torch.nn.functional.normalize(torch.stack(done), dim=1) if done else None
 

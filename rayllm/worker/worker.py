@@ -101,7 +101,7 @@ class RankModel:
         """Device memory that sequences take beside their KV if so many run at once: tables, graphs and logits."""
         options, spec = self.config.options, self.config.spec
         tables = table_bytes(num_seqs, self.config.max_model_len, options.block_size)
-        tables += 4 * num_seqs * spec.hidden_size  # the pooler's sums
+        tables += 8 * num_seqs * spec.hidden_size  # the pooler's sums
         logits = num_seqs * self.model.lm_head.num_tokens * self.dtype.itemsize
         return tables + (0 if options.enforce_eager else graph_bytes(num_seqs, spec.num_layers) + logits)
 

@@ -29,7 +29,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rayllm.api.types import GenerationRequest, RequestOutput
 from rayllm.config.options import ServerConfig
 from rayllm.errors import InvalidRequestError
-from rayllm.heap import give_back_memory
 from rayllm.serve.http.auth import ApiKey, check_key, check_origin
 from rayllm.serve.http.convert import Job
 from rayllm.serve.http.errors import ApiError, as_api_error, renamed
@@ -39,6 +38,7 @@ from rayllm.serve.http.protocol import LARGE_BODY, LONG_BODY, Body, max_bytes, r
 from rayllm.serve.http.replies import DONE, Reply, sse
 from rayllm.serve.http.request_log import PLAIN, RequestRecord, SpanTracer, log_event
 from rayllm.serve.http.served import ServedModel, ServerState, Target
+from rayllm.text.heap import give_back_memory
 from rayllm.text.outputs import accumulate
 
 MAX_ID_CHARS = 128

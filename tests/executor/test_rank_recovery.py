@@ -1,0 +1,91 @@
+"""A real engine over two ranks that are killed again and again: every request goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+
+import pytest
+from support.engine import outputs_of
+from support.launched import BUNDLED
+
+from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
+from rayllm.api.types import GenerationRequest
+from rayllm.config.options import EngineConfig
+from rayllm.engine.build import start_engine
+from rayllm.text.tokenizer import Tokenizer, load_tokenizer
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+TEXT = "The for statement is used to iterate over the elements of a sequence"
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "maxLength": 30}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
+ALL_KINDS = {
+    "greedy": {"temperature": 0.0},
+    "samples": {"n": 4, "temperature": 1.2, "top_p": 0.9},
+    "penalties": {"temperature": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    "logprobs": {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
+    "stop string": {"temperature": 0.0, "stop": ["of the"]},
+    "min_tokens": {"temperature": 1.0, "min_tokens": 30, "ignore_eos": False},
+    "beams": {"use_beam_search": True, "best_of": 3, "n": 2, "temperature": 0.0},
+    "grammar": {"temperature": 1.0, "structured_outputs": StructuredOutputs(json=json.dumps(SCHEMA))},
+}
+
+
+def make_requests(tokenizer: Tokenizer) -> list[GenerationRequest]:
+    prompt = tokenizer.encode(TEXT)
+    requests = []
+    for seed, (name, params) in enumerate(ALL_KINDS.items()):
+        ids = [*prompt, *tokenizer.encode(" " + name)]
+        sampling = SamplingParams(max_tokens=40, seed=seed, **params)
+        requests.append(GenerationRequest(request_id=name, prompt_token_ids=ids, params=sampling))
+    pooled = {"request_id": "embedding", "prompt_token_ids": prompt * 6, "params": SamplingParams()}
+    requests.append(GenerationRequest(**pooled, pooling="mean"))
+    return requests
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 1, "executor": "ray", "deterministic": True},  # to the bit
+        {"tensor_parallel_size": 2, "dtype": "float32"},  # where only roundings that change no token can differ
+    ],
+)
+def test_requests_of_every_kind_go_on(monkeypatch, options):
+    tokenizer = load_tokenizer(BUNDLED)
+    common = {"model": str(BUNDLED), "device": "cpu", "max_num_batched_tokens": 64, "num_gpu_blocks_override": 200}
+    core = start_engine(EngineConfig(**common, **options))
+    try:
+        undisturbed = outputs_of(core, make_requests(tokenizer), tokenizer)
+        step, num_steps = core.step, 0
+
+        def step_and_kill():
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps in (3, 25, 45):  # in the prompts; among decodes; again
+                pid = re.search(r"process (\d+)", core.info.start.placement[-1])[1]
+                os.kill(int(pid), signal.SIGKILL)
+            return step()
+
+        monkeypatch.setattr(core, "step", step_and_kill)
+        disturbed = outputs_of(core, make_requests(tokenizer), tokenizer)
+        core.check_integrity()
+        assert core.stats().num_recoveries == 3
+        for before, after in zip(undisturbed, disturbed, strict=True):
+            assert after.num_recoveries > 0
+            if "deterministic" in options:
+                assert after.outputs == before.outputs, before.request_id
+                assert after.prompt_logprobs == before.prompt_logprobs
+                assert after.embedding == before.embedding
+                continue
+            for ours, theirs in zip(after.outputs, before.outputs, strict=True):
+                assert (ours.text, ours.token_ids) == (theirs.text, theirs.token_ids), before.request_id
+                assert (ours.finish_reason, ours.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
+                assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+            assert after.embedding == (before.embedding and pytest.approx(before.embedding, abs=1e-5))
+    finally:
+        core.shutdown()
