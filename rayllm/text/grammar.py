@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -197,18 +197,18 @@ class GrammarConstraint:
     def error(self) -> InvalidRequestError | None:
         return self._error
 
-    def accept(self, token: int) -> None:
+    def accept(self, *tokens: int) -> None:
         self._mask = None
-        self._grammar.threads.submit(self._advance, token)
+        self._grammar.threads.submit(self._advance, tokens)
 
-    def _advance(self, token: int) -> None:
+    def _advance(self, tokens: Sequence[int]) -> None:
         """On a mask thread; the scheduler sends no further token before the mask is known."""
         grammar = self._grammar
         try:
             with grammar.lock:
                 if self._matcher is None:
                     self._matcher = grammar.matcher.deep_copy()
-                if not self._matcher.consume_token(token):
+                if not self._matcher.consume_tokens(list(tokens)):
                     raise ValueError(self._matcher.get_error())
                 started = time.thread_time()
                 mask = grammar.tokenizer.mask_of(self._matcher)
