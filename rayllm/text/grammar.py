@@ -135,11 +135,11 @@ class MaskThreads:
         self._num_pending = 0  # masks that are still to be computed
         self._some_new = False  # a mask was computed since the last `wait`
 
-    def submit(self, work: Callable[[int], None], token: int) -> None:
-        """Run work(token), which computes one mask and does not raise."""
+    def submit(self, work: Callable[[Sequence[int]], None], tokens: Sequence[int]) -> None:
+        """Run work(tokens), which computes one mask and does not raise."""
         with self._changed:
             self._num_pending += 1
-        self._pool.submit(self._run, work, token)
+        self._pool.submit(self._run, work, tokens)
 
     def wait(self, timeout: float) -> None:
         """Return when a mask has been computed since the last call, at the latest after `timeout` seconds.
@@ -155,8 +155,8 @@ class MaskThreads:
         """Let what runs end, and start nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, work: Callable[[int], None], token: int) -> None:
-        work(token)
+    def _run(self, work: Callable[[Sequence[int]], None], tokens: Sequence[int]) -> None:
+        work(tokens)
         with self._changed:
             self._num_pending -= 1
             if not self._some_new or not self._num_pending:  # `wait` waits for these two only
