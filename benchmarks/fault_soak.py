@@ -6,9 +6,8 @@ The server has two replicas of the bundled model and two API servers. Every few 
 killed, or stands still for a while) or of `INPUTS` (what no well-meant client sends) happens; all of them, then all
 again in another order. A canary asks the same question all the time, and must get the same answer. Clients try again
 after 429 and 503, as clients do. A stream is lost if it breaks off after its beginning. That is expected only of one
-whose own process was just killed: an engine's death is an error in the stream, that of an API server or of the ingress
-a broken connection. Then the raylet and the GCS are killed: `rayllm launch` has to exit, to leave nothing, and to serve
-on the same port again.
+whose connection ended with the API server or the ingress that was just killed; those of a killed engine go on. Then the
+raylet and the GCS are killed: `rayllm launch` has to exit, to leave nothing, and to serve on the same port again.
 
 Exit code 1 if anything else was lost, the canary had no answer, or memory stays 10% above that of the beginning.
 """
@@ -50,7 +49,7 @@ EXIT_LIMIT_S = 10.0  # of a launch that cannot go on
 
 # A process of the server -> what is in its command line.
 PROCESSES = {"engine": ":engine-", "API server": ":ApiServer", "ingress": "/haproxy "}
-LOSES = {"engine": "error in the stream", "API server": "connection", "ingress": "connection"}
+LOSES = {"API server": "connection", "ingress": "connection"}  # streams of an engine go on elsewhere
 
 
 def processes(session_id: int, text: str) -> list[int]:
@@ -123,7 +122,7 @@ class Soak:
             return
         broken = "error in the stream" if failure.startswith("error in the stream") else "connection"
         for kind, when in reversed(self.seen.deaths):
-            if LOSES[kind] == broken and sample.sent - 1 <= when <= sample.ended <= when + ATTRIBUTION_S:
+            if LOSES.get(kind) == broken and sample.sent - 1 <= when <= sample.ended <= when + ATTRIBUTION_S:
                 self.seen.victims[kind] += 1
                 return
         self.seen.lost.append(f"{sample.ended:.1f} after {sample.ended - sample.sent:.1f} s: {failure}")

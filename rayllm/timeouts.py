@@ -2,7 +2,7 @@
 
 | border | who watches | sign of life | silent after | what follows |
 |---|---|---|---|---|
-| front - engine | both | BEAT_S; a closed connection is seen at once | SILENCE_S | streams end, requests are aborted |
+| front - engine | both | BEAT_S; an end of the connection | SILENCE_S | the engine aborts; requests go on elsewhere |
 | driver - rank | the driver | PING_S; a dead process is seen at once | RANK_SILENCE_S | new ranks take over |
 | driver - starting rank | the driver | the same | RANK_START_SILENCE_S, RANK_START_S a phase | the start fails |
 | driver - step | the driver | the step's result | STEP_S | new ranks take over |
@@ -41,6 +41,10 @@ RANK_WATCH_S = 0.2  # how often a wait for a result looks at the ranks
 RANK_FAILURE_S = 3.0  # for Ray to notice why a connection broke
 RANK_STOP_S = 5.0  # each wait of the shutdown
 PLACEMENT_S = 6.0  # for resources that exist but are taken; an engine that just stopped frees its own in less
+
+# A request whose engine died: how long its front waits for one that takes over, and how often it looks.
+RESUME_S = 120.0
+RESUME_POLL_S = 0.02
 
 # Grammars of structured outputs: a first, short trial, behind which others wait, and a long one for those that need it.
 GRAMMAR_FIRST_S = 0.5

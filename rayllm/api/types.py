@@ -24,6 +24,11 @@ POOLINGS: tuple[str, ...] = get_args(Pooling)
 
 # ---------------------------------------------------------------------------------------------------- requests
 
+# Deaths of workers or engines that computed a request, without a token in between: from when on it runs alone, and
+# with which it ends, if it ran alone at the last.
+ALONE_DEATHS = 2
+FATAL_DEATHS = 3
+
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to continue, or to embed."""
@@ -49,6 +54,16 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # Of its sampling noise where params have none. It is drawn where the request is made, so that the request can go on
     # elsewhere with the same noise.
     seed: int = msgspec.field(default_factory=lambda: secrets.randbelow(MAX_SEED + 1))
+    # The tokens so far of each completion that has not ended, by its index, if another engine had the request before;
+    # None to begin with it.
+    emitted: dict[int, list[int]] | None = None
+    # How often an engine died that had it, since its last token.
+    num_deaths: int = 0
+
+    @property
+    def live_indices(self) -> list[int]:
+        """Of the completions that are to be made."""
+        return list(range(self.params.num_completions)) if self.emitted is None else sorted(self.emitted)
 
     @property
     def noise_seed(self) -> int:
@@ -210,6 +225,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     try_again: bool = False
     # How often the request began anew because workers were lost; at least in first and last deltas.
     num_recoveries: int = 0
+    # The request runs alone from now on until it has a token; nothing else is new.
+    alone: bool = False
 
 
 class Logprob(msgspec.Struct, frozen=True):

@@ -26,6 +26,8 @@ def validate_request(request: GenerationRequest, info: EngineInfo) -> None:
             "structured_outputs: this model has no end-of-sequence token, by which its text could end",
             "structured_outputs",
         )
+    if request.emitted is not None:
+        _check_emitted(request, info)
     if params.use_beam_search:
         _check_beams(params, info)
     for name, ids in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
@@ -33,6 +35,18 @@ def validate_request(request: GenerationRequest, info: EngineInfo) -> None:
         if not 0 <= worst < info.vocab_size:
             message = f"{name} has token id {worst}; ids of this model are 0 to {info.vocab_size - 1}"
             raise InvalidRequestError(message, name)
+
+
+def _check_emitted(request: GenerationRequest, info: EngineInfo) -> None:
+    """What is to go on has not ended yet. A front that keeps books makes it so."""
+    params, emitted = request.params, request.emitted or {}
+    room = min(params.max_tokens or info.max_model_len, info.max_model_len - len(request.prompt_token_ids))
+    if not emitted or params.use_beam_search or request.pooling or not all(0 <= i < params.width for i in emitted):
+        raise InvalidRequestError("emitted must be of completions that the request has, and not of beams", "emitted")
+    if max(map(len, emitted.values())) >= room:
+        raise InvalidRequestError(f"emitted: a completion has {room} tokens or more, as many as it may have", "emitted")
+    if any(not 0 <= token < info.vocab_size for tokens in emitted.values() for token in tokens):
+        raise InvalidRequestError(f"emitted: ids of this model are 0 to {info.vocab_size - 1}", "emitted")
 
 
 def _check_beams(params: SamplingParams, info: EngineInfo) -> None:

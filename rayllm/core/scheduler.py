@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from msgspec.structs import asdict
 
 from rayllm.api.types import (
+    FATAL_DEATHS,
     STEP_TOKEN_BUCKETS,
     EngineStats,
     GenerationRequest,
@@ -37,7 +39,7 @@ from rayllm.core.memory import Match
 from rayllm.core.policy import Policy
 from rayllm.core.sequence import Beam, BeamSearch, Gate, MakeConstraint, Sequence, SequenceGroup, SequenceStatus
 from rayllm.core.state import SchedulerState
-from rayllm.core.suspects import FATAL_DEATHS, Suspects
+from rayllm.core.suspects import Suspects
 
 RUNNING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
 WATERMARK = 0.01  # share of the blocks that admission leaves free
@@ -398,7 +400,8 @@ class Scheduler:
     def __init__(self, state: SchedulerState, *, policy: Policy, chunk_budget: ChunkBudget | None = None):
         self.state = state
         self.in_flight: list[InFlight] = []  # plans without results, oldest first
-        # What fronts are told of the last `schedule`: starts of requests that report them, and failures of constraints.
+        # What fronts are told of the last `schedule`: starts of requests that report them, failures of constraints, and
+        # who runs alone.
         self.new_deltas: list[TokenDelta] = []
         self.chunk_budget = chunk_budget
         self._policy = policy
@@ -423,9 +426,8 @@ class Scheduler:
             search=BeamSearch() if params.use_beam_search else None,
             added_at=state.clock(),
         )
-        key, count = (*self._policy(request), arrival), 1 if params.use_beam_search else params.width
-        group.sequences = [Sequence(group, index, (*key, index)) for index in range(count)]
-        group.siblings = group.sequences[1:]
+        key, indices = (*self._policy(request), arrival), [0] if params.use_beam_search else request.live_indices
+        group.sequences = [Sequence(group, index, (*key, index)) for index in indices]
         for seq in group.sequences:
             if params.use_beam_search:
                 seq.gate = Gate(beam=Beam())
@@ -433,7 +435,25 @@ class Scheduler:
                 seq.gate = Gate(constraint=constrain())
         state.groups[request.request_id] = group
         state.counters.prompt_tokens += prompt
+        if request.num_deaths:
+            self._suspects.add(request.request_id, request.num_deaths)
+        if request.emitted is not None:
+            self._go_on(group, request.emitted)
+            return
+        group.siblings = group.sequences[1:]
         state.waiting.add(group.sequences[0])
+
+    def _go_on(self, group: SequenceGroup, emitted: Mapping[int, list[int]]) -> None:
+        """Queue a request where another engine left it: each sequence computes its own tokens again."""
+        group.fresh, group.prompt_logprobs = False, None
+        for seq in group.sequences:
+            tokens = emitted[seq.index]
+            seq.token_ids += tokens
+            if tokens and seq.gate is not None and seq.gate.constraint is not None:
+                seq.gate.constraint.accept(*tokens)
+                seq.gate.closed = True
+                self.state.awaiting_mask.append(seq)
+            self.state.waiting.add(seq)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its samples, at once, whatever state it is in; unknown ones are ignored."""
@@ -519,6 +539,7 @@ class Scheduler:
                 state.send_back(state.forks.pop())
             while state.running:
                 state.preempt_last()
+            self.new_deltas.append(TokenDelta(alone, state.groups[alone].sequences[0].index, [], alone=True))
         state.alone = alone
 
     def _open_gates(self) -> list[TokenDelta]:

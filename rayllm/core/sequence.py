@@ -40,8 +40,8 @@ class Constraint(Protocol):
     def mask(self) -> bytes | None:
         """Packed bits, token i allowed if bit i % 8 of byte i // 8 is set; None while the answer is not known."""
 
-    def accept(self, token: int) -> None:
-        """Go on behind a sampled token; the last mask allowed it, and it did not end the sequence."""
+    def accept(self, *tokens: int) -> None:
+        """Go on behind sampled tokens; the masks allowed them, and they did not end the sequence."""
 
     def error(self) -> InvalidRequestError | None:
         """Why there will be no further mask, if so: a limit was reached, or no token can follow."""

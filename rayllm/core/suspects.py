@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-ALONE_DEATHS = 2
-FATAL_DEATHS = 3
+from rayllm.api.types import ALONE_DEATHS, FATAL_DEATHS
 
 
 class Suspects:
@@ -22,6 +21,10 @@ class Suspects:
 
     def __bool__(self) -> bool:
         return bool(self._deaths)
+
+    def add(self, request_id: str, num_deaths: int) -> None:
+        """A request comes from an engine that died."""
+        self._deaths[request_id] = num_deaths
 
     def died(self, computed: Iterable[str]) -> list[str]:
         """Note that workers died while they computed these; returns those among them that are the cause."""

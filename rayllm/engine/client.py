@@ -22,7 +22,7 @@ from rayllm.api import wire
 from rayllm.api.types import Abort, EngineInfo, GenerationRequest, RequestOutput, TokenDelta
 from rayllm.api.validation import validate_request
 from rayllm.errors import EngineDeadError, InvalidRequestError, OverloadedError
-from rayllm.text.outputs import OutputProcessor, accumulate
+from rayllm.text.outputs import OutputProcessor, RequestState, accumulate
 from rayllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -150,11 +150,15 @@ class EngineClient:
         Raises InvalidRequestError, at once or, if only the engine can tell, as with grammars, before the first output,
         or in mid-stream if its grammar cannot go on; EngineDeadError, also in mid-stream.
         """
+        return self.run(RequestState(self.tokenizer, request, prompt_text))
+
+    def run(self, state: RequestState) -> AsyncGenerator[RequestOutput, None]:
+        """`generate` for a request that may have begun on another engine, and goes on where it is."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        validate_request(request, self.info)
-        self._processor.check(request)
-        return self._run(request, prompt_text)
+        validate_request(state.request, self.info)
+        self._processor.check(state.request)
+        return self._run(state)
 
     async def abort(self, request_id: str) -> None:
         """End a request, its iterator too, without a last output. Unknown ids are no error."""
@@ -177,14 +181,14 @@ class EngineClient:
             self._socket.context.destroy()
             self._socket = None
 
-    async def _run(self, request: GenerationRequest, prompt_text: str | None) -> AsyncGenerator[RequestOutput, None]:
-        if self.dead is not None:  # since `generate` was called
+    async def _run(self, state: RequestState) -> AsyncGenerator[RequestOutput, None]:
+        if self.dead is not None:  # since `run` was called
             raise EngineDeadError(self.dead)
-        request_id = request.request_id
-        self._processor.add(request, prompt_text)
+        request_id = state.request.request_id
+        self._processor.follow(state)
         stream = self._streams[request_id] = _Stream()
         try:
-            self._send(wire.pack_request(request))
+            self._send(wire.pack_request(state.to_send()))
             async for output in stream:
                 yield output
                 if output.finished:

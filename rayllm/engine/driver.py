@@ -167,7 +167,7 @@ class EngineDriver:
     def _admit(self, front: Front, request: GenerationRequest) -> None:
         if front not in self._fronts:  # gone since; its abort of all requests came first
             return
-        indices = range(request.params.num_completions)
+        indices = request.live_indices
         try:
             self._core.add(request)
         except InvalidRequestError as error:

@@ -190,7 +190,7 @@ class EngineCore:
                 refused.append(refusal(request.request_id, error))
             else:  # the library's panics are no Exceptions; they too end this request alone
                 logger.error("the grammar of request %s could not be compiled", request.request_id, exc_info=error)
-                indices = range(request.params.num_completions)
+                indices = request.live_indices
                 failed += failures(request.request_id, indices, f"internal error while compiling its grammar: {error}")
         return refused + failed
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -135,11 +135,11 @@ class MaskThreads:
         self._num_pending = 0  # masks that are still to be computed
         self._some_new = False  # a mask was computed since the last `wait`
 
-    def submit(self, work: Callable[[int], None], token: int) -> None:
-        """Run work(token), which computes one mask and does not raise."""
+    def submit(self, work: Callable[[Sequence[int]], None], tokens: Sequence[int]) -> None:
+        """Run work(tokens), which computes one mask and does not raise."""
         with self._changed:
             self._num_pending += 1
-        self._pool.submit(self._run, work, token)
+        self._pool.submit(self._run, work, tokens)
 
     def wait(self, timeout: float) -> None:
         """Return when a mask has been computed since the last call, at the latest after `timeout` seconds.
@@ -155,8 +155,8 @@ class MaskThreads:
         """Let what runs end, and start nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, work: Callable[[int], None], token: int) -> None:
-        work(token)
+    def _run(self, work: Callable[[Sequence[int]], None], tokens: Sequence[int]) -> None:
+        work(tokens)
         with self._changed:
             self._num_pending -= 1
             if not self._some_new or not self._num_pending:  # `wait` waits for these two only
@@ -197,18 +197,18 @@ class GrammarConstraint:
     def error(self) -> InvalidRequestError | None:
         return self._error
 
-    def accept(self, token: int) -> None:
+    def accept(self, *tokens: int) -> None:
         self._mask = None
-        self._grammar.threads.submit(self._advance, token)
+        self._grammar.threads.submit(self._advance, tokens)
 
-    def _advance(self, token: int) -> None:
+    def _advance(self, tokens: Sequence[int]) -> None:
         """On a mask thread; the scheduler sends no further token before the mask is known."""
         grammar = self._grammar
         try:
             with grammar.lock:
                 if self._matcher is None:
                     self._matcher = grammar.matcher.deep_copy()
-                if not self._matcher.consume_token(token):
+                if not self._matcher.consume_tokens(list(tokens)):
                     raise ValueError(self._matcher.get_error())
                 started = time.thread_time()
                 mask = grammar.tokenizer.mask_of(self._matcher)

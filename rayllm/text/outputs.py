@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from rayllm.api.types import (
+    FATAL_DEATHS,
     Abort,
     CompletionOutput,
     GenerationRequest,
@@ -33,7 +34,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -47,8 +48,12 @@ class OutputProcessor:
 
     def add(self, request: GenerationRequest, prompt_text: str | None = None) -> None:
         """Expect deltas of a request. prompt_text goes into its outputs. Raises InvalidRequestError (see `check`)."""
-        self.check(request)
-        self._requests[request.request_id] = _Request(self._tokenizer, request, prompt_text)
+        self.follow(RequestState(self._tokenizer, request, prompt_text))
+
+    def follow(self, state: RequestState) -> None:
+        """Expect deltas of a request that may have begun elsewhere. Raises InvalidRequestError (see `check`)."""
+        self.check(state.request)
+        self._requests[state.request.request_id] = state
 
     def remove(self, request_id: str) -> bool:
         """Forget a request; deltas that still come for it are dropped. False if it was not there."""
@@ -126,16 +131,20 @@ def _extend(total: CompletionOutput, new: CompletionOutput) -> None:
         total.finish_reason, total.stop_reason = new.finish_reason, new.stop_reason
 
 
-class _Request:
-    """A live request.
+class RequestState:
+    """A live request: what has come of it so far, so that it can go on where it was on another engine.
 
     running: its completions that are not over for the user. in_engine: the indices of those that the engine goes on
     with, as far as is known here.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, request: GenerationRequest, prompt_text: str | None):
+        self.request = request
         self._tokenizer = tokenizer
         self._n = request.params.n
+        self._begun = self._alone = False  # it has a first delta; the engine said that it runs alone
+        self._lost = 0  # recoveries up to the loss of the last engine, that included
+        self._num_deaths = 0  # of engines, since the last token
         self.in_engine = set(range(request.params.num_completions))
         self.running = {index: _Completion(tokenizer, request, index) for index in self.in_engine}
         # What is the same in all outputs, or so far.
@@ -146,12 +155,18 @@ class _Request:
 
     def advance(self, delta: TokenDelta) -> RequestOutput | None:
         """What a delta brings for the user; None if its completion is over, or not known to be one of the best."""
+        if delta.alone:
+            self._alone = True
+            return None
+        self._begun = True
+        if delta.token_ids:
+            self._alone, self._num_deaths = False, 0
         if delta.finish_reason is not None:
             self.in_engine.discard(delta.index)
         common = self._common
         common.num_cached_tokens = max(common.num_cached_tokens, delta.num_cached_tokens)
         common.num_preemptions = max(common.num_preemptions, delta.num_preemptions)
-        common.num_recoveries = max(common.num_recoveries, delta.num_recoveries)
+        common.num_recoveries = max(common.num_recoveries, self._lost + delta.num_recoveries)
         completion = self.running.get(delta.index)
         if completion is None:
             return None
@@ -165,6 +180,30 @@ class _Request:
         if delta.embedding is not None:
             output.embedding = array("f", delta.embedding)
         return self._choose(output, delta) if self._chooses else output
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that the engine still has to make of it."""
+        params = self.request.params
+        return params.width if params.use_beam_search and self.running else len(self.running)
+
+    def lose_engine(self) -> RequestOutput | None:
+        """Note that the engine has died; returns the last output if it was the request that it died of."""
+        self._num_deaths += 1
+        self._lost = self._common.num_recoveries = self._common.num_recoveries + 1
+        if self._alone and self._num_deaths >= FATAL_DEATHS:
+            return self.fail(f"engines died {FATAL_DEATHS} times while they had this request, at last with it alone")
+        self.in_engine = set(self.running)
+        return None
+
+    def to_send(self) -> GenerationRequest:
+        """The request, for an engine to begin or to go on with. A beam search begins again: nothing is known of it."""
+        emitted = None
+        if self._begun and not self.request.params.use_beam_search and self.request.pooling is None:
+            emitted = {index: completion.token_ids for index, completion in self.running.items()}
+        if emitted is None and not self._num_deaths:
+            return self.request
+        return replace(self.request, emitted=emitted, num_deaths=self._num_deaths)
 
     def fail(self, message: str) -> RequestOutput:
         """End all completions that still run with an error."""
@@ -204,7 +243,7 @@ class _Completion:
         self._tokenizer = tokenizer
         self._index = index
         self._params = params
-        self._num_tokens = 0
+        self.token_ids: list[int] = []  # all that came, also those behind a stop string
         self._cumulative_logprob: float | None = None
         self._detokenizer = None
         if tokenizer is not None and request.pooling is None:  # an embedding has no text
@@ -214,7 +253,7 @@ class _Completion:
     def advance(self, delta: TokenDelta) -> CompletionOutput:
         """New text, tokens and log-probabilities; cut after the token that completes a stop string."""
         text, num_kept, stop = self._text_of(delta)
-        self._num_tokens += num_kept
+        self.token_ids += delta.token_ids
         token_ids, logprobs = delta.token_ids[:num_kept], None
         finish, stop_reason = delta.finish_reason, delta.stop_reason
         if stop is not None:
@@ -242,7 +281,7 @@ class _Completion:
         text, stop = "", None
         for count, token in enumerate(token_ids, start=1):
             piece = detokenizer.step((token,))
-            if self._num_tokens + count > self._params.min_tokens:
+            if len(self.token_ids) + count > self._params.min_tokens:
                 piece, stop = self._stops.feed(piece)
             text += piece
             if stop is not None:

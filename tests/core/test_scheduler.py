@@ -58,6 +58,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("abort"), st.integers(0, 20)),
         st.tuples(st.just("end"), st.integers(0, 20), st.integers(0, 5)),
         st.tuples(st.just("lose worker")),
+        st.tuples(st.just("lose engine")),
     ),
     max_size=40,
 )
@@ -134,6 +135,8 @@ def test_random_histories_leave_every_output_right(
             harness.end(f"r{operation[1]}", operation[2])
         elif operation[0] == "lose worker":
             harness.lose_worker()
+        elif operation[0] == "lose engine":
+            harness.lose_engine()
         else:
             harness.abort(f"r{operation[1]}")
     harness.run()

@@ -154,7 +154,7 @@ def test_a_prefix_is_computed_on_one_replica_only(server):
     assert all(server.figures("prompt_tokens_total", "a").values()), "both replicas had some"
 
 
-def test_a_replica_that_dies_takes_only_its_own_requests_along(server):
+def test_requests_of_a_replica_that_dies_go_on_on_the_other(server):
     before = server.engines("a")
     with Traffic(server) as traffic:
         wait_for(lambda: traffic.count > 4)
@@ -163,8 +163,7 @@ def test_a_replica_that_dies_takes_only_its_own_requests_along(server):
         count = traffic.count
         wait_for(lambda: traffic.count > count + 4)
         wait_for(lambda: victim not in server.engines("a") and server.replicas("a") == 2)
-    assert len(traffic.failed) <= 2, "what ran on it"
-    assert all("engine" in text for _, text in traffic.failed), traffic.failed
+    assert traffic.failed == []
     assert before & server.engines("a") == before - {victim}
     assert httpx.get(server.url + "/health").status_code == 200
 

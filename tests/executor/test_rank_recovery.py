@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -10,42 +9,13 @@ import signal
 import pytest
 from support.engine import outputs_of
 from support.launched import BUNDLED
+from support.requests import requests_of_every_kind
 
-from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
-from rayllm.api.types import GenerationRequest
 from rayllm.config.options import EngineConfig
 from rayllm.engine.build import start_engine
-from rayllm.text.tokenizer import Tokenizer, load_tokenizer
+from rayllm.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-TEXT = "The for statement is used to iterate over the elements of a sequence"
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "string", "maxLength": 30}, "b": {"type": "integer"}},
-    "required": ["a", "b"],
-}
-ALL_KINDS = {
-    "greedy": {"temperature": 0.0},
-    "samples": {"n": 4, "temperature": 1.2, "top_p": 0.9},
-    "penalties": {"temperature": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
-    "logprobs": {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
-    "stop string": {"temperature": 0.0, "stop": ["of the"]},
-    "min_tokens": {"temperature": 1.0, "min_tokens": 30, "ignore_eos": False},
-    "beams": {"use_beam_search": True, "best_of": 3, "n": 2, "temperature": 0.0},
-    "grammar": {"temperature": 1.0, "structured_outputs": StructuredOutputs(json=json.dumps(SCHEMA))},
-}
-
-
-def make_requests(tokenizer: Tokenizer) -> list[GenerationRequest]:
-    prompt = tokenizer.encode(TEXT)
-    requests = []
-    for seed, (name, params) in enumerate(ALL_KINDS.items()):
-        ids = [*prompt, *tokenizer.encode(" " + name)]
-        sampling = SamplingParams(max_tokens=40, seed=seed, **params)
-        requests.append(GenerationRequest(request_id=name, prompt_token_ids=ids, params=sampling))
-    pooled = {"request_id": "embedding", "prompt_token_ids": prompt * 6, "params": SamplingParams()}
-    requests.append(GenerationRequest(**pooled, pooling="mean"))
-    return requests
 
 
 @pytest.mark.parametrize(
@@ -60,7 +30,7 @@ def test_requests_of_every_kind_go_on(monkeypatch, options):
     common = {"model": str(BUNDLED), "device": "cpu", "max_num_batched_tokens": 64, "num_gpu_blocks_override": 200}
     core = start_engine(EngineConfig(**common, **options))
     try:
-        undisturbed = outputs_of(core, make_requests(tokenizer), tokenizer)
+        undisturbed = outputs_of(core, requests_of_every_kind(tokenizer), tokenizer)
         step, num_steps = core.step, 0
 
         def step_and_kill():
@@ -72,7 +42,7 @@ def test_requests_of_every_kind_go_on(monkeypatch, options):
             return step()
 
         monkeypatch.setattr(core, "step", step_and_kill)
-        disturbed = outputs_of(core, make_requests(tokenizer), tokenizer)
+        disturbed = outputs_of(core, requests_of_every_kind(tokenizer), tokenizer)
         core.check_integrity()
         assert core.stats().num_recoveries == 3
         for before, after in zip(undisturbed, disturbed, strict=True):

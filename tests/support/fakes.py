@@ -90,9 +90,10 @@ class FakeConstraint:
             return None
         return sum(1 << token for token in allowed_after(self.generated)).to_bytes(8, "little")
 
-    def accept(self, token: int) -> None:
-        assert token in allowed_after(self.generated), "a token that its mask forbids"
-        self.generated.append(token)
+    def accept(self, *tokens: int) -> None:
+        for token in tokens:
+            assert token in allowed_after(self.generated), "a token that its mask forbids"
+            self.generated.append(token)
         self.due = self.lag
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from support.fakes import EOS, FakeConstraint, FakeWorker, embedding, expected_beams, expected_output
 
@@ -71,6 +72,7 @@ class Harness:
     """
 
     def __init__(self, *, depth: int = 1, **options: object):
+        self._options = options
         self.scheduler = make_scheduler(**options)
         state, memory = self.scheduler.state, self.scheduler.state.memory
         self._make_worker = lambda: FakeWorker(
@@ -108,13 +110,14 @@ class Harness:
             cache_salt=salt,
             pooling=pooling,
         )
-        if constraint is None:
-            self.scheduler.add(request)
-        else:
-            self.scheduler.add(request, lambda: FakeConstraint(**constraint))
         self.requests[request_id] = request
         self.constraints[request_id] = constraint
+        self._send(request)
         check_scheduler(self.scheduler)
+
+    def _send(self, request: GenerationRequest) -> None:
+        constraint = self.constraints[request.request_id]
+        self.scheduler.add(request, None if constraint is None else lambda: FakeConstraint(**constraint))
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
@@ -150,6 +153,21 @@ class Harness:
         """Another worker, which knows nothing, takes over; results that are on their way are lost."""
         self.worker, self.results = self._make_worker(), []
         self.deliver(self.scheduler.restart(1.0))
+
+    def lose_engine(self) -> None:
+        """Another scheduler and worker take over what fronts have of each request that has not ended."""
+        self.scheduler, self.worker, self.results = make_scheduler(**self._options), self._make_worker(), []
+        for request in self.requests.values():
+            keys = [(request.request_id, index) for index in range(request.params.num_completions)]
+            live = [key for key in keys if key not in self.reasons and key not in self.ended]
+            if request.request_id in self.aborted or not live:
+                continue
+            begun = any(key in self.outputs for key in keys) and request.pooling is None
+            if begun and not request.params.use_beam_search:
+                emitted = {key[1]: list(self.outputs.get(key, [])) for key in live}
+                request = msgspec.structs.replace(request, emitted=emitted)
+            self._send(request)
+            check_scheduler(self.scheduler)
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:

@@ -179,7 +179,7 @@ def test_an_idle_engine_waits_for_one_mask_and_a_moment_for_the_others():
         return time.monotonic() - started
 
     for i in (0, 1):
-        threads.submit(lambda token: gates[token].wait(30), i)
+        threads.submit(lambda tokens: gates[tokens[0]].wait(30), [i])
     assert 0.1 <= wait_s(0.1) < 5, "no mask"
     threading.Timer(0.1, gates[0].set).start()
     assert 0.05 < wait_s() < 5, "the first"

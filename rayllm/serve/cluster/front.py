@@ -26,6 +26,7 @@ from rayllm.serve.cluster.directory import EngineMember
 from rayllm.serve.cluster.router import Router, prefix_hashes
 from rayllm.serve.http.limits import Admission
 from rayllm.serve.http.metrics import FrontMetrics
+from rayllm.text.outputs import RequestState
 from rayllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("ray.serve")
@@ -85,12 +86,14 @@ class ModelFront:
         self._replicas: dict[str, _Replica] = {}
         self._connecting: dict[str, asyncio.Task[None]] = {}
         self._router = Router()
+        self._closed = False
         self._why_not = "the engine is starting"
         self._snapshot, self._next_snapshot = Snapshot(), 0.0
         self._numbers = itertools.count(1 + (index << 32))
 
     async def close(self) -> None:
         """Disconnect from the engines; what still runs is aborted."""
+        self._closed = True
         for task in self._connecting.values():
             task.cancel()
         await asyncio.gather(*(replica.client.close() for replica in self._replicas.values()))
@@ -112,6 +115,8 @@ class ModelFront:
         for replica_id, replica in list(self._replicas.items()):
             if replica.client.dead is not None or (replica.beat.draining and not replica.load.completions):
                 self._why_not = replica.client.dead or "the server is shutting down"
+                if replica.client.dead is not None and not replica.beat.draining:
+                    logger.warning("an engine of %s is lost: %s", self.name, replica.client.dead)
                 self._router.remove_replica(replica_id)
                 await self._replicas.pop(replica_id).client.close()
         others = [replica.beat.others_total for replica in self._replicas.values()]
@@ -170,13 +175,34 @@ class ModelFront:
     async def generate(
         self, request: GenerationRequest, prompt_text: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run a request on a replica, as `EngineClient.generate` does. Raises EngineDeadError, InvalidRequestError."""
+        """Run a request on a replica, as `EngineClient.generate` does; if that dies, it goes on on another one.
+
+        Raises EngineDeadError if there is none, InvalidRequestError.
+        """
         replica, waiting = self._route(request)
         request = request.numbered(next(self._numbers), replica.client.info.seed)
-        live = request.params.width
+        state = RequestState(self.tokenizer, request, prompt_text)
+        while True:
+            try:
+                async with aclosing(self._run(replica, state, waiting)) as outputs:
+                    async for output in outputs:
+                        yield output
+                return
+            except EngineDeadError:
+                pass
+            if (end := state.lose_engine()) is not None:
+                yield end
+                return
+            await self._wait_for_successor(replica)
+            replica, waiting = self._route(request)
+            self.metrics.resumed.inc()
+
+    async def _run(self, replica: _Replica, state: RequestState, waiting: int) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request on this replica. waiting: prompt tokens that it probably has to compute."""
+        live = state.num_live
         replica.load += Load(live, waiting)
         try:
-            async with aclosing(replica.client.generate(request, prompt_text)) as outputs:
+            async with aclosing(replica.client.run(state)) as outputs:
                 async for output in outputs:
                     if waiting and output.has_begun:
                         replica.load += Load(0, -waiting)
@@ -187,6 +213,18 @@ class ModelFront:
                     yield output
         finally:
             replica.load += Load(-live, -waiting)
+
+    async def _wait_for_successor(self, lost: _Replica) -> None:
+        """Until there is a replica for what this one had. Raises EngineDeadError if none is to be expected."""
+        deadline = time.monotonic() + timeouts.RESUME_S
+        while True:
+            try:
+                self._usable()
+                return
+            except EngineDeadError:
+                if self._closed or lost.beat.draining or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(timeouts.RESUME_POLL_S)
 
     # ---- connections
 

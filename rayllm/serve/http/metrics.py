@@ -76,6 +76,9 @@ class FrontMetrics:
         self.refused = self._counters(
             "request_refused", "HTTP requests without an answer, by error code.", "code", REFUSALS
         )
+        self.resumed = Counter(
+            "rayllm:request_resumed", "Requests that lost their engine and went on on another.", registry=self.registry
+        )
         self.histograms = {
             name: Histogram(f"rayllm:{name}", text, buckets=buckets, registry=self.registry)
             for name, (text, buckets) in HISTOGRAMS.items()

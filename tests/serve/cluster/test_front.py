@@ -9,7 +9,8 @@ import pytest
 from support.driver import INFO, fake_request, until
 from support.serve import KEYS, engine_member
 
-from rayllm.api.types import CompletionOutput, EngineStats, Load, RequestOutput
+from rayllm import timeouts
+from rayllm.api.types import EngineStats, Load, TokenDelta
 from rayllm.api.wire import EngineBeat, Snapshot
 from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError
@@ -17,6 +18,7 @@ from rayllm.serve.cluster.front import FrontModel, ModelFront
 from rayllm.serve.cluster.router import ROUTING_BLOCK
 from rayllm.serve.http.errors import ApiError
 from rayllm.serve.http.limits import Ticket
+from rayllm.text.outputs import accumulate
 
 
 class FakeClient:
@@ -30,7 +32,7 @@ class FakeClient:
         self.peer_metrics = {}
         self.dead = None
         self.closed = False
-        self.requests, self.seeds = [], []
+        self.requests, self.seeds, self.sent, self.states = [], [], [], []
         self.tick = asyncio.Semaphore(0)
         self._cluster = cluster
 
@@ -51,18 +53,22 @@ class FakeClient:
     def says(self, **fields):
         self.engine_beat = msgspec.structs.replace(self.engine_beat, **fields)
 
-    async def generate(self, request, prompt_text=None):
+    async def run(self, state):
+        request = state.to_send()
+        self.sent.append(request)
+        self.states.append(state)
         self.requests.append(request.request_id)
         self.seeds.append(request.noise_seed)
-        for step in range(request.params.max_tokens):
+        while state.running:
             await self.tick.acquire()
             if self.dead:
                 raise EngineDeadError(self.dead)
-            last = step == request.params.max_tokens - 1
-            parts = [
-                CompletionOutput(i, "x", [7], finish_reason="length" if last else None) for i in range(request.params.n)
-            ]
-            yield RequestOutput(request.request_id, prompt_text, request.prompt_token_ids, parts, last)
+            total = None
+            for index, completion in list(state.running.items()):
+                last = len(completion.token_ids) + 1 == request.params.max_tokens
+                delta = TokenDelta(request.request_id, index, [7], finish_reason="length" if last else None)
+                total = accumulate(total, state.advance(delta))
+            yield total
 
 
 class Cluster:
@@ -277,21 +283,87 @@ async def test_an_engine_that_drains_gets_nothing_new_and_finishes_what_it_has(c
 
 
 @scenario("one", "two")
-async def test_requests_of_a_dead_engine_fail_and_new_ones_go_elsewhere(cluster):
-    tasks = {name: await cluster.start(name, first=first) for name, first in (("a", 0), ("b", 500))}
+async def test_requests_of_a_dead_engine_go_on_elsewhere(cluster):
+    tasks = {"a": await cluster.start("a", max_tokens=5, n=2), "b": await cluster.start("b", first=500)}
     dead = next(each for each in cluster.clients if "a" in each.requests)
     alive = next(each for each in cluster.clients if each is not dead)
     assert alive.requests == ["b"]
+    for _ in range(2):
+        dead.tick.release()
+        await asyncio.sleep(0.01)
     dead.dead = "a worker was lost"
     dead.tick.release()
-    with pytest.raises(EngineDeadError, match="a worker was lost"):
-        await tasks["a"]
-    tasks["c"] = await cluster.start("c")
-    assert alive.requests == ["b", "c"]
-    for _ in range(2):
+    await until(lambda: alive.requests == ["b", "a"])
+    went_on = alive.sent[-1]
+    assert (went_on.emitted, went_on.num_deaths) == ({0: [7, 7], 1: [7, 7]}, 1)
+    assert went_on.noise_seed == dead.sent[0].noise_seed
+    assert dead.beat().here == Load()
+    assert alive.beat().here.completions == 3
+    for _ in range(4):
         alive.tick.release()
-    await asyncio.gather(tasks["b"], tasks["c"])
+    outputs = await tasks["a"]
+    assert [sum(len(each.outputs[i].token_ids) for each in outputs) for i in range(2)] == [5, 5]
+    assert [each.num_recoveries for each in outputs] == [0, 0, 1, 1, 1]
+    await tasks["b"]
+    assert alive.beat().here == Load()
     assert await cluster.front.unhealthy_reason() is None
+
+
+@scenario("one")
+async def test_without_another_engine_a_request_waits_for_the_next_one(cluster):
+    task = await cluster.start("a", max_tokens=2)
+    old = cluster.client("one")
+    old.dead = "a worker was lost"
+    old.tick.release()
+    del cluster.members["one"]
+    await cluster.update()
+    with pytest.raises(EngineDeadError, match="a worker was lost"):  # new ones do not
+        await consume(cluster.front.generate(request("new")))
+    cluster.members["two"] = engine_member("two")
+    await cluster.update()
+    await until(lambda: cluster.client("two").requests == ["a"])
+    assert cluster.client("two").sent[0].emitted is None, "it had not begun"
+    for _ in range(2):
+        cluster.client("two").tick.release()
+    assert (await task)[-1].finished
+
+
+@pytest.mark.parametrize("why", ["nobody comes", "it was to end", "the server ends"])
+def test_a_request_ends_where_nobody_takes_over(why, monkeypatch):
+    monkeypatch.setattr(timeouts, "RESUME_S", 0.05 if why == "nobody comes" else 60)
+
+    @scenario("one")
+    async def body(cluster):
+        task = await cluster.start("a", max_tokens=2)
+        client = cluster.client("one")
+        client.says(draining=why == "it was to end")
+        client.dead = "it was shut down"
+        client.tick.release()
+        await asyncio.sleep(0.01)
+        if why == "the server ends":
+            await cluster.front.close()
+        with pytest.raises(EngineDeadError):
+            await task
+
+    body()
+
+
+@scenario("one", "two", "three")
+async def test_a_request_that_engines_die_of_ends(cluster):
+    """Of three engines the third had it alone."""
+    task = await cluster.start("a", max_tokens=5)
+    for deaths in range(3):
+        client = next(each for each in cluster.clients if each.requests and each.dead is None)
+        assert client.sent[0].num_deaths == deaths
+        if deaths == 2:
+            assert client.states[0].advance(TokenDelta("a", 0, [], alone=True)) is None
+        client.dead = "killed"
+        client.tick.release()
+        await asyncio.sleep(0.05)
+    (output,) = await task
+    assert output.finished
+    assert output.outputs[0].finish_reason == "error"
+    assert "engines died 3 times" in output.outputs[0].stop_reason
 
 
 @scenario("one", "two")
