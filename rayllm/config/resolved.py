@@ -60,9 +60,6 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
     check_parallel(spec, tp)
     if options.executor == "local" and tp > 1:
         raise ConfigError(f'executor "local" runs one rank, but tensor_parallel_size is {tp}: use "ray" or "auto"')
-    if options.deterministic and tp > 1:
-        reason = "because the order in which ranks' sums are added depends on how many tokens are in a step"
-        raise ConfigError(f"deterministic: must be false if tensor_parallel_size is above 1, {reason}")
     if options.preemption_mode == "swap" and not options.swap_space:
         raise ConfigError('preemption_mode: must be "cost" or "recompute" if swap_space is 0, not "swap"')
     if options.max_model_len is not None and options.max_model_len > spec.max_model_len:

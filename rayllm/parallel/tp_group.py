@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +20,8 @@ class TPGroup:
     """One rank's view of a tensor-parallel group, passed to whatever communicates.
 
     rank: 0 <= rank < size. group: the process group of the ranks, in order; None only for a group of one. symmetric:
-    what takes small tensors instead, see `with_symmetric_memory`.
+    what takes small tensors instead, see `with_symmetric_memory`. fixed_order: sums are added in an order that does not
+    depend on their size, so that a row's total is the same to the bit in every step.
     The collectives are called by all ranks in the same order, on tensors of the same shape and dtype. With NCCL they
     can be captured in a CUDA graph.
     """
@@ -28,6 +30,7 @@ class TPGroup:
     size: int
     group: dist.ProcessGroup | None
     symmetric: SymmetricReducer | None = None
+    fixed_order: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -51,9 +54,16 @@ class TPGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum the contiguous `x` over the ranks, in place; returns `x`."""
-        if self.symmetric is not None and self.symmetric.takes(x):
-            return self.symmetric.all_reduce(x)
-        if self.size > 1:
+        if self.symmetric is not None and (parts := self._parts(x)):
+            for part in parts:
+                self.symmetric.all_reduce(part)
+        elif self.size > 1 and self.fixed_order:
+            first, *others = self._gather(x).unbind(0)
+            total = first.float()
+            for other in others:
+                total += other
+            x.copy_(total)
+        elif self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
 
@@ -65,8 +75,10 @@ class TPGroup:
         x, residual: [T, hidden], weight: [hidden]; residual and weight the same on all ranks, whose results are equal
         bit by bit. x may be overwritten.
         """
-        if self.symmetric is not None and self.symmetric.takes(x):
-            return self.symmetric.all_reduce_add_rms_norm(x, residual, weight, eps)
+        if self.symmetric is not None and (parts := self._parts(x)):
+            pairs = zip(parts, residual.split([len(part) for part in parts]), strict=True)
+            sums = [self.symmetric.all_reduce_add_rms_norm(*pair, weight, eps) for pair in pairs]
+            return sums[0] if len(sums) == 1 else (torch.cat([y for y, _ in sums]), torch.cat([t for _, t in sums]))
         return ops.fused_add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     def gather_small(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,6 +94,15 @@ class TPGroup:
         if self.size == 1:
             return x
         return torch.cat(self._gather(x).unbind(0), dim=-1)
+
+    def _parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What `symmetric` is to sum x in: one piece, or several if nothing else may sum a large x; empty for none.
+
+        Its kernels add in the order of the ranks, whatever the number of rows.
+        """
+        assert self.symmetric is not None
+        parts = x.split(self.symmetric.buffers.max_rows) if self.fixed_order else (x,)
+        return parts if all(self.symmetric.takes(part) for part in parts) else ()
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty(self.size, *x.shape)

@@ -187,9 +187,12 @@ class RequestState:
         params = self.request.params
         return params.width if params.use_beam_search and self.running else len(self.running)
 
-    def lose_engine(self) -> RequestOutput | None:
-        """Note that the engine has died; returns the last output if it was the request that it died of."""
-        self._num_deaths += 1
+    def lose_engine(self, died: bool = True) -> RequestOutput | None:
+        """Note that the engine is gone; returns the last output if the request is what it died of.
+
+        died: it was not about to stop anyway.
+        """
+        self._num_deaths += died
         self._lost = self._common.num_recoveries = self._common.num_recoveries + 1
         if self._alone and self._num_deaths >= FATAL_DEATHS:
             return self.fail(f"engines died {FATAL_DEATHS} times while they had this request, at last with it alone")

@@ -76,7 +76,8 @@ class WorkerActor:
 
     def load(self) -> KVBlocks:
         """Load this rank's part of the model; returns the KV blocks that it has room for."""
-        tp = TPGroup(self._rank, self._config.tp, self._groups.device)
+        fixed_order = self._config.options.deterministic
+        tp = TPGroup(self._rank, self._config.tp, self._groups.device, fixed_order=fixed_order)
         self._loaded = self._thread.call(self._load, self._config, tp, self._device)
         return self._thread.call(self._loaded.count_blocks)
 

@@ -40,7 +40,6 @@ def test_where_ranks_run(executor, tp, expected):
             0,
             'preemption_mode: must be "cost" or "recompute" if swap_space is 0, not "swap"',
         ),
-        ({"deterministic": True, "tensor_parallel_size": 2}, 0, "deterministic: must be false if"),
         ({"max_model_len": 10**6}, 0, "max_model_len 1000000 exceeds the model's limit of"),
     ],
 )

@@ -10,9 +10,6 @@ import torch
 from support.model_factory import PagedRunner, load, make_model
 
 from rayllm import LLM, SamplingParams
-from rayllm.config.options import EngineConfig
-from rayllm.config.resolved import resolve
-from rayllm.errors import ConfigError
 
 NUM_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
@@ -84,9 +81,3 @@ def test_captured_steps_with_decodes_of_their_own_are_refused(tmp_path):
         runner.model(batch, runner.caches)
         with pytest.raises(ValueError, match="decodes as chunks"):
             runner.model(replace(batch, prefill_row=0), runner.caches)
-
-
-def test_several_ranks_are_refused():
-    with pytest.raises(ConfigError, match="deterministic: must be false if tensor_parallel_size is above 1"):
-        resolve(EngineConfig(deterministic=True, tensor_parallel_size=2), 0)
-    assert resolve(EngineConfig(deterministic=False, tensor_parallel_size=2), 0).tp == 2

@@ -1,4 +1,4 @@
-"""A real engine over two ranks that are killed again and again: every request goes on as if nothing had happened."""
+"""A real engine whose ranks are killed again and again: every request goes on, to the bit as without that."""
 
 from __future__ import annotations
 
@@ -18,17 +18,11 @@ from rayllm.text.tokenizer import load_tokenizer
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tensor_parallel_size": 1, "executor": "ray", "deterministic": True},  # to the bit
-        {"tensor_parallel_size": 2, "dtype": "float32"},  # where only roundings that change no token can differ
-    ],
-)
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 1, "executor": "ray"}, {"tensor_parallel_size": 2}])
 def test_requests_of_every_kind_go_on(monkeypatch, options):
     tokenizer = load_tokenizer(BUNDLED)
     common = {"model": str(BUNDLED), "device": "cpu", "max_num_batched_tokens": 64, "num_gpu_blocks_override": 200}
-    core = start_engine(EngineConfig(**common, **options))
+    core = start_engine(EngineConfig(**common, **options, deterministic=True))
     try:
         undisturbed = outputs_of(core, requests_of_every_kind(tokenizer), tokenizer)
         step, num_steps = core.step, 0
@@ -47,15 +41,8 @@ def test_requests_of_every_kind_go_on(monkeypatch, options):
         assert core.stats().num_recoveries == 3
         for before, after in zip(undisturbed, disturbed, strict=True):
             assert after.num_recoveries > 0
-            if "deterministic" in options:
-                assert after.outputs == before.outputs, before.request_id
-                assert after.prompt_logprobs == before.prompt_logprobs
-                assert after.embedding == before.embedding
-                continue
-            for ours, theirs in zip(after.outputs, before.outputs, strict=True):
-                assert (ours.text, ours.token_ids) == (theirs.text, theirs.token_ids), before.request_id
-                assert (ours.finish_reason, ours.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
-                assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
-            assert after.embedding == (before.embedding and pytest.approx(before.embedding, abs=1e-5))
+            assert after.outputs == before.outputs, before.request_id
+            assert after.prompt_logprobs == before.prompt_logprobs
+            assert after.embedding == before.embedding
     finally:
         core.shutdown()

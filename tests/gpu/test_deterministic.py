@@ -36,6 +36,18 @@ def generate(llm: LLM, batch: list[list[int]], params: SamplingParams) -> list[o
     ]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_results_of_two_ranks_do_not_depend_on_the_batch():
+    """With prompts and batches on both sides of what the ranks' own kernels sum at once."""
+    engine = partial(LLM, BUNDLED_MODEL, device="cuda", deterministic=True, skip_tokenizer_init=True)
+    mine, others = prompts(4, seed=1), prompts(64, seed=2)
+    crowd = others[:30] + mine + others[30:]
+    with engine(tensor_parallel_size=2, max_num_batched_tokens=8192) as llm:
+        for params in (GREEDY, DRAWN):
+            alone = [generate(llm, [prompt], params)[0] for prompt in mine]
+            assert generate(llm, crowd, params)[30:34] == alone
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_results_do_not_depend_on_the_batch(tmp_path, kind):
     if kind == "bundled":

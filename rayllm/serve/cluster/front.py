@@ -190,7 +190,7 @@ class ModelFront:
                 return
             except EngineDeadError:
                 pass
-            if (end := state.lose_engine()) is not None:
+            if (end := state.lose_engine(died=not replica.beat.draining)) is not None:
                 yield end
                 return
             await self._wait_for_successor(replica)
