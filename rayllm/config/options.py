@@ -73,9 +73,9 @@ class EngineConfig(BaseModel):
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Most sequences that run at once; if absent, 256 on CPUs, and on GPUs 1024, 512 or 256, as many as take little of
     the memory for the KV cache"""
-    max_num_batched_tokens: int = Field(default=8192, ge=1)
-    """Most tokens computed in one step; more raise the throughput, and the pauses of running streams. LLM and rayllm
-    bench offline take 16384 if it is absent"""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens computed in one step; more raise the throughput, and the pauses of running streams; if absent, 8192
+    on GPUs, and 512 on CPUs, which gain nothing by more. LLM and rayllm bench offline take 16384 then"""
     target_itl_ms: float | None = Field(default=None, gt=0)
     """Milliseconds between the tokens of a running stream to aim at while prompts arrive; their chunks become as short
     as that takes, and their first tokens later"""

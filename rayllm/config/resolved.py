@@ -15,6 +15,8 @@ from rayllm.errors import ConfigError
 
 # Where max_num_seqs is not given. A CPU gains nothing by more.
 NUM_SEQS = {"cpu": (256,), "cuda": (256, 512, 1024)}
+# Where max_num_batched_tokens is not given. So many tokens of a small model take a CPU a few tenths of a second.
+BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,8 @@ class ResolvedConfig:
     max_model_len: int
     # Sequences that may run at once, ascending; ranks take the most for which they have the memory.
     num_seqs_choices: tuple[int, ...]
+    # That one step computes at most.
+    max_num_batched_tokens: int
     # Fields of `SamplingParams` that requests have where they say nothing else.
     sampling_defaults: dict[str, Any]
 
@@ -82,6 +86,7 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
         kv_dtype=_kv_dtype(options, spec, dtype),
         max_model_len=options.max_model_len or spec.max_model_len,
         num_seqs_choices=(options.max_num_seqs,) if options.max_num_seqs else NUM_SEQS[device],
+        max_num_batched_tokens=options.max_num_batched_tokens or BATCHED_TOKENS[device],
         sampling_defaults={} if options.generation_config == "none" else load_sampling_defaults(options.model),
     )
 

@@ -237,12 +237,12 @@ def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks
         caching=options.enable_prefix_caching,
         costs=report.kv_costs(),
         sliding_window=window,
-        write_ahead=WriteAheadLimits(2 * options.max_num_batched_tokens // options.block_size),
+        write_ahead=WriteAheadLimits(2 * config.max_num_batched_tokens // options.block_size),
     )
     state = SchedulerState(
         memory,
         max_num_seqs=blocks.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         eos_token_ids=config.spec.eos_token_ids,
         preemptive=options.scheduling_policy == "priority",
@@ -252,5 +252,5 @@ def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks
     chunk_budget = None
     if options.target_itl_ms is not None:
         step_costs = report.ready[0].step_costs if report.ready else {}
-        chunk_budget = ChunkBudget(options.target_itl_ms / 1e3, options.max_num_batched_tokens, window, step_costs)
+        chunk_budget = ChunkBudget(options.target_itl_ms / 1e3, config.max_num_batched_tokens, window, step_costs)
     return Scheduler(state, policy=POLICIES[options.scheduling_policy], chunk_budget=chunk_budget)

@@ -161,10 +161,10 @@ class RankModel:
         with self.memory.active():
             caches = spare.layers[: spec.num_distinct_layers]  # the others use the same memory again
             with ops.compile_only():
-                self.run_batch(caches, options.max_num_batched_tokens)
+                self.run_batch(caches, self.config.max_num_batched_tokens)
             # How memory is cut depends on the steps that came before: on one long prompt, and on many short ones.
             for length in (None, 1024, None, 128):
-                self.run_batch(caches, options.max_num_batched_tokens, length)
+                self.run_batch(caches, self.config.max_num_batched_tokens, length)
         del spare, caches
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
@@ -253,7 +253,7 @@ class Worker:
         with self._memory.active():
             with ops.compile_only():
                 # Prompts and decodes of all sizes: which kernels run depends on the size.
-                for total in _growing(options.max_num_batched_tokens):
+                for total in _growing(rank.config.max_num_batched_tokens):
                     rank.run_batch(caches, total)
                 for total in _growing(rank.max_num_seqs):
                     rank.run_batch(caches, total, length=1)
@@ -262,10 +262,10 @@ class Worker:
                     context.batch, StepLayout(np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64), 0, 1)
                 )
                 self._cache.copy([(0, 0)])
-            rank.run_batch(caches, options.max_num_batched_tokens)
+            rank.run_batch(caches, rank.config.max_num_batched_tokens)
         graphs = StepGraphs()
         if not options.enforce_eager:
-            graphs = capture_graphs(context, options.max_num_batched_tokens, self._memory)
+            graphs = capture_graphs(context, rank.config.max_num_batched_tokens, self._memory)
         rank.synchronize()
         return graphs
 
@@ -275,7 +275,7 @@ class Worker:
         num_blocks = min(cache.pool.shape[0], cache.host_pool.shape[0])
         if not num_blocks:
             return None
-        num_tokens = min(rank.config.options.max_num_batched_tokens, PROBE_TOKENS[kind])
+        num_tokens = min(rank.config.max_num_batched_tokens, PROBE_TOKENS[kind])
         many = min(num_blocks, max(1, PROBE_BYTES[kind] // rank.block_bytes))
         pairs, moves = [(block, block) for block in range(many)], (cache.swaps.swap_out, cache.swaps.swap_in)
         with self._memory.active():

@@ -135,7 +135,12 @@ def test_enforced_tools_whole_streamed_and_answered(client):
         turn = message if isinstance(message, dict) else message.model_dump(exclude_unset=True)
         answer = {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "done"}
         ended = client.chat.completions.create(
-            model=MODEL, messages=[*QUESTION, turn, answer], tools=TOOLS, tool_choice="none", max_tokens=4
+            model=MODEL,
+            messages=[*QUESTION, turn, answer],
+            tools=TOOLS,
+            tool_choice="none",
+            max_tokens=4,
+            temperature=0,
         )
         assert ended.choices[0].message.content
     required = client.chat.completions.create(**fields | {"tool_choice": "required", "parallel_tool_calls": False})
