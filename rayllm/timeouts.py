@@ -24,6 +24,7 @@ BEAT_S = 0.5
 SILENCE_S = 30.0
 METRICS_S = 2.0  # how old the metrics in beats may be
 CONNECT_S = 10.0  # for the first answer of an engine
+CLOSE_S = 5.0  # for ZeroMQ to end: on rare occasions it waits for ever for a connection that was just closed
 DISCONNECT_S = 0.5  # for what is still to be sent when a socket closes
 
 # Engine: with work queued and no step finished for so long it is unhealthy.

@@ -137,7 +137,9 @@ class EngineSocket:
         """Send what is in the outbox, close the sockets and remove the folder."""
         self._closing = True
         self._wake()
-        self._thread.join()
+        self._thread.join(timeouts.CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("ZeroMQ has not closed the engine's sockets; a thread is left behind")
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it wakes up anyway; closed: it has no fronts any more
@@ -183,10 +185,10 @@ class EngineSocket:
                 self._forget(peer)
             if self._authenticator is not None:
                 self._authenticator.stop()
-            self._context.destroy(linger=round(timeouts.DISCONNECT_S * 1000))
             self._wake_in.close()
             self._wake_out.close()
             self._folder.remove()
+            self._context.destroy(linger=round(timeouts.DISCONNECT_S * 1000))  # which may hang, so it comes last
 
     def _receive(self, router: Router) -> None:
         with contextlib.suppress(zmq.Again):

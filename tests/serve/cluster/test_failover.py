@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from support.driver import until
 from support.launched import BUNDLED
-from support.requests import requests_of_every_kind
+from support.request_kinds import requests_of_every_kind
 from support.serve import KEYS
 
 from rayllm.api.types import RequestOutput

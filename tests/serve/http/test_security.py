@@ -354,7 +354,7 @@ def test_a_refused_body_is_gone_at_once():
 TOKENIZES_LONG_TEXTS = """
 import asyncio, re
 from pathlib import Path
-from serve.http.test_security import post
+from test_security import post
 from support.app import Api
 from rayllm.config.options import BUNDLED_MODEL
 from rayllm.text.tokenizer import load_tokenizer
@@ -383,7 +383,7 @@ print(grown_by(30_000))
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="freed memory is only given back by glibc")
 def test_long_texts_leave_memory_flat():
     """In a process of its own, as in this one others may have left free memory, which would be used instead."""
-    path = os.pathsep.join([*sys.path, str(ROOT / "tests")])
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     run = partial(subprocess.run, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": path})
     done = run([sys.executable, "-c", TOKENIZES_LONG_TEXTS])
     assert done.returncode == 0, done.stderr
