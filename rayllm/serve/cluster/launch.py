@@ -43,9 +43,6 @@ TAKES_LONG = "taken more than"  # in what Serve says of replicas that are slow t
 
 GIB = 1 << 30
 MAX_GPUS = 8  # that an engine may ask for
-# Connections that wait to be accepted, as far as the system lets them. HAProxy takes the socket as it is, and the 129th
-# of a burst would wait a second for its next try.
-BACKLOG = 65_536
 MIN_FILES = 1024  # that a process of Ray, an engine, an API server or HAProxy may need with next to no requests
 
 Options = tuple[list[ModelConfig], ServerConfig]
@@ -360,8 +357,7 @@ def listen(server: ServerConfig) -> socket.socket:
     """A socket that listens where the server is to; port 0 is a free one. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
-        place = (server.host, server.port)
-        return socket.create_server(place, family=family, backlog=BACKLOG, dualstack_ipv6=server.host == "::")
+        return socket.create_server((server.host, server.port), family=family, dualstack_ipv6=server.host == "::")
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while")[0]
         raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}") from None
