@@ -328,13 +328,18 @@ class Deployment:
             logger.warning("stopping the server: %s", _last_line(str(error)))
 
     def _drain(self) -> None:
-        """Have all end that runs, in drain_timeout, and wait for it: running requests may end, but not for ever."""
+        """Have all end that runs, in drain_timeout, and wait for it: running requests may end, but not for ever.
+
+        Who comes meanwhile, because Serve replaces what has ended, has no requests: nobody waits for that.
+        """
         self._directory.stop(self._drain_timeout)
         deadline = time.monotonic() + self._drain_timeout + timeouts.STOP_S
-        while time.monotonic() < deadline:
-            view = self._directory.ask()
-            if view is None or not (view.engines or any(server.address for server in view.servers)):
+        left: set[str] | None = None
+        while left != set() and time.monotonic() < deadline:
+            if (view := self._directory.ask()) is None:
                 return
+            there = {each.member_id for each in (*view.engines, *(each for each in view.servers if each.address))}
+            left = there if left is None else left & there
             time.sleep(POLL_S)
 
 

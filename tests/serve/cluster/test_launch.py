@@ -216,6 +216,12 @@ def test_it_waits_for_members_to_leave_and_no_longer(monkeypatch):
     assert seconds < 5 and 50 < given <= 60
     assert leave([ServerMember("behind Serve's proxies", "here")], 60)[0] < 1, "they end with Ray"
 
+    def is_replaced(directory):
+        leaves(directory)
+        threading.Timer(0.1, directory.ask, [engine_member("its successor")]).start()
+
+    assert leave([stays], 60, is_replaced)[0] < 5, "who came since has no requests"
+
 
 def test_one_that_never_ran_is_not_waited_for():
     directory = LocalDirectory()
