@@ -338,7 +338,8 @@ class Deployment:
         while left != set() and time.monotonic() < deadline:
             if (view := self._directory.ask()) is None:
                 return
-            there = {each.member_id for each in (*view.engines, *(each for each in view.servers if each.address))}
+            there = {each.member_id for each in view.engines}
+            there |= {each.member_id for each in view.servers if each.address}
             left = there if left is None else left & there
             time.sleep(POLL_S)
 
