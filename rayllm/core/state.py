@@ -83,11 +83,11 @@ class SchedulerState:
         awaiting = {id(seq) for seq in self.awaiting_mask}
         for group in self.groups.values():
             for seq in group.sequences:
+                seq.num_pending = int(seq.awaits_choice)
                 if seq.status is SequenceStatus.FINISHED:
                     continue
                 seq.reset()
                 seq.status, seq.row, seq.pinned = SequenceStatus.WAITING, -1, []
-                seq.num_pending = int(seq.awaits_choice)
                 if seq.gate is not None:
                     seq.gate.closed = seq.awaits_choice or id(seq) in awaiting
                 if not seq.awaits_choice and all(seq is not sibling for sibling in group.siblings):

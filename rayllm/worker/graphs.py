@@ -34,7 +34,7 @@ MAX_CHUNKS = 64  # of a step without decodes, where more would only be padding t
 # Sequences of a step among decodes, which computes logits for as many whether they are there or not; steps with more
 # have graphs of their own.
 MIXED_SEQS = 256
-WIDE_SIZES = tuple(size for size in MIXED_SIZES if size >= 2 * MIXED_SEQS)
+WIDE_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 # Above 2,048 tokens, a step is captured if it computes for less than launching it takes: about 20 ms.
 CAPTURED_FLOPS = 1.5e13
 PROBE_CONTEXT = 16384  # tokens of the sequence that a step's attention is timed with
@@ -74,13 +74,13 @@ class RunContext:
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes of decode steps to capture, the last being max_num_seqs.
 
-    Powers of two up to 16, then every 16, and above 256 eight sizes from each power of two to the next: a ninth of a
-    step is padding at most, and 1,024 sequences need 36 graphs.
+    Powers of two up to 16, then every 16, and above 256 four sizes from each power of two to the next: steps of 64 and
+    128 rows, which is what matrix products are cut into anyway. 1,024 sequences need 28 graphs.
     """
     sizes = [1]
     while sizes[-1] < max_num_seqs:
         last = sizes[-1]
-        sizes.append(last + (last if last < 16 else max(16, (1 << last.bit_length()) // 16)))
+        sizes.append(last + (last if last < 16 else 16 if last < 256 else (1 << last.bit_length()) // 8))
     return [*sizes[:-1], max_num_seqs]
 
 

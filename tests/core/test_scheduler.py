@@ -15,6 +15,7 @@ from support.scheduler import CHEAP, DEAR, EVEN, Harness
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest, StepResult
 from rayllm.core.memory import KVWindow
+from rayllm.core.sequence import SequenceStatus
 
 PROMPTS = st.one_of(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
@@ -288,6 +289,23 @@ def test_a_sample_that_is_ended_while_it_waits(where):
     assert harness.scheduler.stats().num_swapped == (where == "swapped")
     harness.end("a", index)
     assert harness.scheduler.stats().num_swapped == harness.scheduler.stats().num_waiting == 0
+    harness.run()
+    harness.check_done()
+
+
+def test_a_sample_that_met_a_stop_has_nothing_in_flight_after_its_worker_is_lost():
+    params = {"n": 2, "max_tokens": 6, "seed": 3, "ignore_eos": True}
+    scout = Harness(num_blocks=64, block_size=4)
+    scout.add("r0", [1, 2, 3, 4, 5], **params)
+    scout.run()
+    stop = next(token for token in scout.outputs["r0", 0][:3] if token not in scout.outputs["r0", 1])
+    harness = Harness(num_blocks=64, block_size=4, depth=2)
+    harness.add("r0", [1, 2, 3, 4, 5], **params, stop_token_ids=[stop])
+    first = harness.scheduler.state.groups["r0"].sequences[0]
+    while first.status is not SequenceStatus.FINISHED:
+        harness.step()
+    assert first.num_pending, "sampled beyond its end"
+    harness.lose_worker()
     harness.run()
     harness.check_done()
 
