@@ -3,6 +3,7 @@
 | border | who watches | sign of life | silent after | what follows |
 |---|---|---|---|---|
 | front - engine | both | BEAT_S; an end of the connection | SILENCE_S | the engine aborts; requests go on elsewhere |
+| front - engine's process and host | the front | CONNECTION_PING_S | CONNECTION_SILENCE_S | requests go on elsewhere |
 | driver - rank | the driver | PING_S; a dead process is seen at once | RANK_SILENCE_S | new ranks take over |
 | driver - starting rank | the driver | the same | RANK_START_SILENCE_S, RANK_START_S a phase | the start fails |
 | driver - step | the driver | the step's result | STEP_S | new ranks take over |
@@ -22,6 +23,8 @@ from __future__ import annotations
 # Front and engine: each sends something at least every BEAT_S.
 BEAT_S = 0.5
 SILENCE_S = 30.0
+CONNECTION_PING_S = 0.3
+CONNECTION_SILENCE_S = 1.5  # ZeroMQ's own threads answer: neither the interpreter nor a long step holds them up
 METRICS_S = 2.0  # how old the metrics in beats may be
 CONNECT_S = 10.0  # for the first answer of an engine
 CLOSE_S = 5.0  # for ZeroMQ to end: on rare occasions it waits for ever for a connection that was just closed

@@ -65,7 +65,8 @@ class EngineClient:
     front_id: unique for each start of the front.
     beat: what to tell the engine of this front; called every beat_s.
     server_key, keys: the engine's public key and this front's own keys; required for tcp addresses.
-    silence_s: the engine is given up when it was silent for so long; a closed connection is noticed at once.
+    silence_s: the engine is given up when it was silent for so long; a closed connection is noticed at once, one whose
+    other end is stopped or cannot be reached after CONNECTION_SILENCE_S.
 
     dead: why the engine can't be used any more; None while it can. engine_beat: the engine's last. peer_metrics: those
     of the engine's other fronts, by their ids.
@@ -114,6 +115,9 @@ class EngineClient:
             raise EngineDeadError(self.dead)
         socket = self._socket = zmq.asyncio.Context().socket(zmq.DEALER)
         socket.linger = round(timeouts.DISCONNECT_S * 1000)
+        # A thread of ZeroMQ's answers these in the engine, whatever keeps its interpreter busy.
+        socket.heartbeat_ivl = round(timeouts.CONNECTION_PING_S * 1000)
+        socket.heartbeat_timeout = round(timeouts.CONNECTION_SILENCE_S * 1000)
         if self._keys is not None and self._server_key:
             socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret.encode()
             socket.curve_serverkey = self._server_key.encode()
@@ -258,7 +262,7 @@ class EngineClient:
         await monitor.recv_multipart()
         # What the engine said last may still be on its way up from the socket, and says more than "gone".
         await asyncio.sleep(min(0.1, self._beat_s))
-        self._die(f"the engine at {self._address} closed the connection")
+        self._die(f"the connection to the engine at {self._address} was closed, or is silent")
 
     def _die(self, reason: str) -> None:
         if self.dead is not None:
