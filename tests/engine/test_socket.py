@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import stat
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
