@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.closeness import check_close
 
-from rayllm_kernels.attention import prefill
+from rayllm_kernels.attention import decode, prefill
+from rayllm_kernels.attention.context import Contexts
 
 OPTIONS = [
     {},
@@ -88,6 +91,18 @@ def test_shapes_and_dtypes(paged_case, reference, dtype, block_size, heads, head
     check_close(case.decode(reference).cpu(), naive(case), terms=case.longest)
     case = paged_case([9, 23], [5, 2], heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
     check_close(case.prefill(reference).cpu(), naive(case), terms=case.longest)
+
+
+def test_a_large_batch_of_decodes_is_computed_in_parts(paged_case, reference):
+    lengths = [1100, 0, 3, 1100, 700, 1, 1100, 900, 0, 1000, 20, 1100]
+    case = paged_case(lengths)
+    assert len(lengths) * max(lengths) * 2 * 64 * 8 > 1.3 * decode.GATHERED_BYTES, "several parts"
+    together = case.decode(reference)
+    for row, length in enumerate(lengths):
+        alone = replace(
+            case, q=case.q[row : row + 1], contexts=Contexts(*(each[row : row + 1] for each in case.contexts))
+        )
+        check_close(together[row : row + 1], alone.decode(reference), terms=max(1, length))
 
 
 def test_blocks_before_the_window_are_not_read(paged_case, reference):
