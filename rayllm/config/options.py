@@ -137,8 +137,8 @@ class ServerConfig(ModelServerConfig):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on"""
     num_api_servers: int | None = Field(default=None, ge=1, le=64)
-    """Processes that speak HTTP, without GPUs; if absent, one for every four cores of this machine, at least one and at
-    most eight"""
+    """Processes that speak HTTP, without GPUs; if absent, one for every four cores of each host, at least one and at
+    most eight for each"""
     ingress: Literal["auto", "haproxy", "serve"] = "auto"
     """What takes connections and chooses an API server: serve is the proxy of Ray Serve; haproxy passes several times
     as many tokens a second; auto is haproxy if it is installed and Ray starts with the server"""

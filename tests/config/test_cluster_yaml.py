@@ -42,7 +42,8 @@ def test_ray_accepts_the_variant_for_own_machines(cluster):
     validate_config(config)
     assert config["provider"]["type"] == "local"
     assert config["max_workers"] == len(config["provider"]["worker_ips"]) == 2
-    assert config["head_start_ray_commands"] == cluster["head_start_ray_commands"]
+    ours, start = config["head_start_ray_commands"][-1], cluster["head_start_ray_commands"][-1]
+    assert ours == f"RAY_enable_autoscaler_v2=0 {start}", "the local provider starts one worker only with version 2"
 
 
 def test_a_misspelt_key_would_be_found(cluster):
@@ -56,9 +57,11 @@ def test_nothing_is_open_to_the_network(cluster):
     """The dashboard stays on loopback, every node asks for the token, nodes install this package."""
     commands = cluster["head_start_ray_commands"] + cluster["worker_start_ray_commands"]
     assert any("--dashboard-host=127.0.0.1" in c for c in commands)
+    assert any("--disable-usage-stats" in c for c in commands)
     assert not any("0.0.0.0" in c or "--dashboard-host=0" in c for c in commands)
     setup = " ".join(cluster["setup_commands"])
     assert "RAY_AUTH_MODE=token" in setup
+    assert "chmod 600 ~/.ray/auth_token" in setup
     assert "pip install" in setup
     assert "~/rayllm" in setup
     assert cluster["file_mounts"]["~/rayllm"] == "."

@@ -39,6 +39,7 @@ NUM_CPUS = 0.1
 MAX_ONGOING = 100_000  # requests a replica: the scheduler queues, not Serve
 AUTOSCALING_METRICS_S = 1.0
 AUTOSCALING_LOOK_BACK_S = 5.0
+MAX_API_SERVERS = 64
 
 
 class ResolvedModel(NamedTuple):
@@ -84,12 +85,14 @@ def make_application(
     keys: Sequence[ApiKey] = (),
     free_gpus: float | None = None,
     ingress_node: str | None = None,
+    host_cores: Sequence[float] = (),
 ) -> serve.Application:
     """The Serve application.
 
     keys: of the API (see `load_api_keys`). free_gpus: that an
     update may use before it has freed any; None if that is not known. ingress_node: Ray's id of the node whose ingress
-    passes connections on to API servers that listen themselves; None puts them behind Serve's proxies.
+    passes connections on to API servers that listen themselves; None puts them behind Serve's proxies. host_cores: of
+    each host that replicas may run on; this machine's if there are none yet.
     Raises ConfigError.
     """
     logs = LoggingConfig(enable_access_log=False, encoding=server.log_format.upper())
@@ -125,7 +128,7 @@ def make_application(
     )
     api = serve.deployment(
         name="ApiServer",
-        num_replicas=server.num_api_servers or default_api_servers(os.cpu_count() or 1),
+        num_replicas=server.num_api_servers or default_api_servers(host_cores or [os.cpu_count() or 1]),
         max_surge_percent=100,
         ray_actor_options={"num_cpus": NUM_CPUS},
         **common,
@@ -179,9 +182,16 @@ def autoscaling_options(server: ModelServerConfig) -> dict[str, Any]:
     return {"autoscaling_config": config}
 
 
-def default_api_servers(cores: int) -> int:
-    """API servers on a machine of so many cores; a token costs one of them 137 us on a slow core."""
-    return min(max(cores // 4, 1), 8)
+def default_api_servers(host_cores: Sequence[float]) -> int:
+    """API servers for hosts of so many cores: a token costs one of them 137 us on a slow core, and on several hosts no
+    single one is to hold all streams."""
+    return min(sum(min(max(int(cores) // 4, 1), 8) for cores in host_cores), MAX_API_SERVERS)
+
+
+def cores_by_host() -> list[float]:
+    """Of each host of the Ray cluster that has CPUs for replicas."""
+    nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+    return [cores for cores in nodes if cores > 0]
 
 
 def engine_placement(config: ResolvedConfig) -> dict[str, Any]:
@@ -219,7 +229,9 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     knows = ray.is_initialized()
     num_gpus = ray.cluster_resources().get("GPU", 0) if knows else float(Path("/dev/nvidiactl").exists())
     free = ray.available_resources().get("GPU", 0) if knows else None
-    return make_application(resolve_models(models, num_gpus, may_grow=True), server, keys=keys, free_gpus=free)
+    resolved = resolve_models(models, num_gpus, may_grow=True)
+    cores = cores_by_host() if knows else []
+    return make_application(resolved, server, keys=keys, free_gpus=free, host_cores=cores)
 
 
 def _version(made_of: str) -> str:

@@ -29,7 +29,7 @@ from rayllm.config.resolved import NUM_SEQS, resolve
 from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
 from rayllm.executor.ray_cluster import connect_to_ray, has_no_cluster
 from rayllm.executor.ray_compat import log_folder, raylet_socket
-from rayllm.serve.cluster.application import ResolvedModel, make_application, resolve_models
+from rayllm.serve.cluster.application import ResolvedModel, cores_by_host, make_application, resolve_models
 from rayllm.serve.cluster.directory import DirectoryLink, address
 from rayllm.serve.cluster.ingress import Ingress, haproxy_binary, max_files
 from rayllm.serve.cluster.processes import Orders, ignore_signals, supervise, watch_processes
@@ -71,7 +71,7 @@ def start_server(
     reread: Callable[[], Options] | None = None,
     startup_timeout: float = timeouts.START_S,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; then drain, stop what was started here, and return.
+    """Serve until SIGINT, SIGTERM or SIGHUP; then drain, stop what was started here, and return.
 
     on_ready is called once; report with notes on progress. On SIGUSR1, the options that reread returns replace those of
     now, by a rolling update. Raises ConfigError, ModelError or StartupError if the server does not come up,
@@ -260,7 +260,10 @@ class Deployment:
     ) -> None:
         """Hand Serve the application, in place of one that runs."""
         node = ray.get_runtime_context().get_node_id() if self._ingress is not None else None
-        application = make_application(models, server, keys=keys, free_gpus=free_gpus, ingress_node=node)
+        cores = [] if self._owned else cores_by_host()
+        application = make_application(
+            models, server, keys=keys, free_gpus=free_gpus, ingress_node=node, host_cores=cores
+        )
         target = serve.RunTarget(target=application, name=APP_NAME, route_prefix=None if self._ingress else "/")
         try:
             serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)

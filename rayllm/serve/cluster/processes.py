@@ -19,14 +19,14 @@ from rayllm import timeouts
 from rayllm.engine.folder import remove_orphaned_folders
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOP, UPDATE = b"s", b"u"  # what the parent writes into its pipe to the child
 
 
 class Orders(NamedTuple):
     """What the user has told the server by signals."""
 
-    # SIGINT or SIGTERM. A second one ends everything at once.
+    # SIGINT, SIGTERM, or SIGHUP, when the terminal goes. A second one ends everything at once.
     stop: threading.Event
     # SIGUSR1.
     update: threading.Event
@@ -71,7 +71,8 @@ def supervise(grace_s: float, stop_s: Callable[[], float]) -> Orders:
 
     os.close(out_of_pipe)
     for number in SIGNALS:
-        signal.signal(number, hand_on)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, hand_on)
     _wait_for_end((guard,))
     _end_with(guard, grace_s)
 

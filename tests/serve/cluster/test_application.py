@@ -103,7 +103,9 @@ def test_application_builder_takes_strings_as_the_command_line_has_them():
 
 
 def test_api_servers_come_with_the_cores(monkeypatch, deployed):
-    assert [default_api_servers(cores) for cores in (1, 2, 7, 8, 16, 192)] == [1, 1, 1, 2, 4, 8]
+    assert [default_api_servers([cores]) for cores in (1, 2, 7, 8, 16, 192)] == [1, 1, 1, 2, 4, 8]
+    assert default_api_servers([2, 2]) == 2, "no single one for several hosts"
+    assert default_api_servers([192] * 9) == 64
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     for options, count in (({}, 4), ({"num_api_servers": "3"}, 3)):
         build_app({"device": "cpu", **options})

@@ -65,6 +65,10 @@ class Supervised:
 WAIT = "time.sleep(77)\n"
 
 
+def ignore_hangup():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_parent_that_is_killed_takes_all_along(number):
     found = Supervised(WAIT)
@@ -95,7 +99,7 @@ def test_the_parent_exits_as_the_child_does_and_ends_the_rest(end, code):
     found.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_are_orders(number):
     """Also if somebody sends them to both, as a terminal or a service manager does."""
     found = Supervised(
@@ -110,6 +114,16 @@ def test_signals_are_orders(number):
     assert found.line() == "stop False"
     assert found.code() == 0
     found.check_nothing_is_left()
+
+
+def test_nohup_holds():
+    found = Supervised("orders.stop.wait(); print('stop', flush=True)\n", preexec_fn=ignore_hangup)
+    found.send(signal.SIGHUP).send(signal.SIGHUP)
+    time.sleep(0.2)
+    assert found.process.poll() is None
+    found.send(signal.SIGTERM)
+    assert found.line() == "stop"
+    assert found.code() == 0
 
 
 def test_a_second_signal_to_stop_ends_everything_at_once():
