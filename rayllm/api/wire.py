@@ -47,8 +47,17 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     request: msgspec.Raw
 
 
+class Find(msgspec.Struct, frozen=True, tag=True):
+    """Whether the engine has a request with this key; the answer is Found."""
+
+    key_id: str
+
+
 class Aborts(msgspec.Struct, frozen=True, tag=True):
-    """Stop these requests and completions; nothing more is sent for them."""
+    """Stop these requests and completions; nothing more is sent for them.
+
+    A request with a key goes on without this front, unless all of its completions are stopped one by one.
+    """
 
     aborts: list[Abort]
 
@@ -72,10 +81,10 @@ class FrontBeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
-    """Leaving; all requests of this front are aborted."""
+    """Leaving; all requests of this front without a key are aborted."""
 
 
-FrontMessage = Hello | Add | Aborts | FrontBeat | Bye
+FrontMessage = Hello | Add | Find | Aborts | FrontBeat | Bye
 
 # ---- engine to front
 
@@ -90,6 +99,13 @@ class Deltas(msgspec.Struct, frozen=True, tag=True):
     """All that a step brought for this front's requests."""
 
     deltas: list[TokenDelta]
+
+
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """The answer to Find."""
+
+    key_id: str
+    known: bool
 
 
 class EngineBeat(msgspec.Struct, frozen=True, tag=True):
@@ -113,7 +129,7 @@ class Dead(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-EngineMessage = Welcome | Deltas | EngineBeat | Dead
+EngineMessage = Welcome | Deltas | Found | EngineBeat | Dead
 
 
 def pack_request(request: GenerationRequest) -> Add:

@@ -223,6 +223,8 @@ class EngineSocket:
         match message:
             case wire.Add(request_id):
                 self._add(front, request_id, message)
+            case wire.Find(key_id):
+                self._send(front.peer, wire.Found(key_id, self._driver.knows(key_id)))
             case wire.Aborts(aborts):
                 self._driver.abort(front, aborts)
             case wire.FrontBeat(metrics=metrics):
@@ -252,7 +254,7 @@ class EngineSocket:
         unhealthy = self._driver.unhealthy(timeouts.STALL_S) if self._fronts else None
         for peer, front in list(self._fronts.items()):
             if now - front.last_heard > self._silence_s:
-                logger.warning("a front has been silent for %.1f s; its requests are aborted", now - front.last_heard)
+                logger.warning("a front has been silent for %.1f s and is given up", now - front.last_heard)
                 self._forget(peer)
             else:
                 self._send(peer, self._beat_for(front, unhealthy))
@@ -275,7 +277,7 @@ class EngineSocket:
             router.send_multipart([identity, self._encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:  # no such front any more, or _MAX_FRAMES wait for it
             if peer in self._fronts:
-                logger.warning("a front cannot be reached (%s); its requests are aborted", error)
+                logger.warning("a front cannot be reached (%s) and is given up", error)
                 self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:

@@ -136,7 +136,7 @@ def test_a_stop_string_ends_a_request_and_aborts_it(include):
     assert completion.token_ids == ids("a START bSTOP"), "tokens end with the one that completes the stop"
     assert (completion.finish_reason, completion.stop_reason) == ("stop", "STOP")
     assert totals["r"].finished
-    assert aborts == [Abort("r")]
+    assert aborts == [Abort("r", 0)]
 
 
 def test_a_stop_string_in_the_engines_last_delta_needs_no_abort():
@@ -200,7 +200,7 @@ def test_completions_stop_one_by_one():
     assert processor.process([delta("more", 0)]) == ([], []), "over for the user: dropped"
     totals, aborts, _ = run(processor, delta("d", 1, finish_reason="length"), delta("!", 2))
     assert totals["r"].finished
-    assert aborts == [Abort("r")], "the last"
+    assert aborts == [Abort("r", 2)], "the last"
 
 
 def test_no_abort_when_the_engine_ends_the_last_completion():
@@ -339,7 +339,7 @@ def test_a_request_whose_output_cannot_be_made_fails_alone():
     processor = processor_for(make_request(n=2, logprobs=1), make_request("canary"))
     poison = TokenLogprobs(0, 0.0, 1, [1, 2], [0.0])  # lists of unequal lengths
     outputs, aborts = processor.process([delta("a", logprobs=[poison]), delta("b", request_id="canary")])
-    assert aborts == [Abort("r")]
+    assert aborts == [Abort("r", 0), Abort("r", 1)]
     assert [(o.index, o.finish_reason) for o in outputs[0].outputs] == [(0, "error"), (1, "error")]
     assert outputs[0].finished
     assert "internal error" in outputs[0].outputs[0].stop_reason
