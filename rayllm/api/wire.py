@@ -116,7 +116,8 @@ class EngineBeat(msgspec.Struct, frozen=True, tag=True):
     unhealthy: str | None = None
     # The engine is about to stop and should get no new requests.
     draining: bool = False
-    # The work of all other fronts for this model, and the part of it that this engine has.
+    # The work of all other fronts for this model, and the part of it that this engine has. Both with what is kept here
+    # for nobody.
     others_total: Load = Load()
     others_here: Load = Load()
     # Front id -> its metrics, of other fronts, also of those that are gone; only what is new since the last beat.

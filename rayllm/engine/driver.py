@@ -128,6 +128,11 @@ class EngineDriver:
         return not self._idle or not self._inbox.empty() or self._core.is_compiling
 
     @property
+    def num_orphans(self) -> int:
+        """Sequences of requests with a key that nobody listens to."""
+        return self._kept.num_orphans
+
+    @property
     def num_fronts(self) -> int:
         """How many fronts are attached, and may send requests."""
         return len(self._fronts)
@@ -223,7 +228,7 @@ class EngineDriver:
                 return
             self._live[in_core.request_id] = _Live(None, set(request.live_indices), kept)
             first = TokenDelta(request_id, 0, [], created=key.created)
-            self._kept.begin(kept, in_core.request_id, key.deltas or [first])
+            self._kept.begin(kept, in_core, key.deltas or [first])
             is_here = bool(key.deltas)
         if front not in self._fronts:
             return
@@ -242,7 +247,8 @@ class EngineDriver:
             live.running.discard(index)
             if live.kept is not None and index is None:
                 del self._live[request_id]
-                if self._kept.leave(live.kept, request_id):
+                self._kept.leave(live.kept, request_id)
+                if self._kept.is_wanted(live.kept):
                     continue
             if index is None or not live.running:
                 self._end(request_id, live)
@@ -284,6 +290,10 @@ class EngineDriver:
                 for each in self._kept.take(kept, delta):
                     if (listener := self._live[each.request_id].front) is not None:
                         by_front[listener].append(each)
+                if not self._kept.is_wanted(kept):  # it has become too long for that
+                    self._end(delta.request_id, live)
+                    self._inbox.put(partial(self._core.abort, [Abort(delta.request_id)]))
+                    continue
             if delta.finish_reason is not None:
                 running.discard(delta.index)
                 if not running or delta.bad_param is not None:

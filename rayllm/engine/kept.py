@@ -11,7 +11,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from rayllm import timeouts
-from rayllm.api.types import IdempotencyKey, TokenDelta
+from rayllm.api.types import GenerationRequest, IdempotencyKey, TokenDelta
 from rayllm.text.outputs import DeltaLog
 
 MAX_KEPT = 4096  # requests
@@ -19,18 +19,21 @@ MAX_KEPT_BYTES = 256 * 2**20  # of what came of them all, roughly
 
 
 class KeptRequest:
-    """A request with a key. listeners: the ids of those requests of fronts that get its deltas."""
+    """A request with a key. listeners: the ids of those requests of fronts that get its deltas.
+
+    request_id: in the core; "" until it has it. width: sequences that it runs there.
+    """
 
     def __init__(self, key: IdempotencyKey):
         self.key = replace(key, deltas=[])
         self.log = DeltaLog()
-        self.request_id = ""  # in the core; "" until it has it
+        self.request_id, self.width = "", 0
         self.listeners: set[str] = set()
         self.has_ended = self.has_failed = False
 
 
 class KeptRequests:
-    """All of them. `open` and `in` may be called from any thread, all else from the engine's.
+    """All of them. `open`, `in` and `num_orphans` may be used from any thread, all else from the engine's.
 
     Beyond the bounds, those that ended first are forgotten. If none has ended, a new one, or the one that grows, runs
     on without being kept.
@@ -51,9 +54,15 @@ class KeptRequests:
         """The request with this key, which may be new."""
         return self._by_key.setdefault(key.id, KeptRequest(key))
 
-    def begin(self, kept: KeptRequest, request_id: str, deltas: list[TokenDelta]) -> None:
-        """The core has it. deltas: what came of it so far."""
-        kept.request_id = request_id
+    @property
+    def num_orphans(self) -> int:
+        """Sequences that run although nobody listens."""
+        waiting = [self._by_key.get(key_id) for key_id in list(self.due)]
+        return sum(kept.width for kept in waiting if kept is not None and not kept.has_ended)
+
+    def begin(self, kept: KeptRequest, request: GenerationRequest, deltas: list[TokenDelta]) -> None:
+        """The core has it, as this request. deltas: what came of it so far."""
+        kept.request_id, kept.width = request.request_id, request.params.width
         for delta in deltas:
             self._log(kept, delta)
         if len(self._by_key) > self._max_requests and not self._forget_ended():
@@ -72,11 +81,14 @@ class KeptRequests:
         kept.has_failed = kept.has_failed or delta.finish_reason == "error"
         return [replace(delta, request_id=request_id) for request_id in kept.listeners]
 
-    def leave(self, kept: KeptRequest, request_id: str) -> bool:
-        """A listener goes. Whether the request goes on: not if it isn't kept, and nobody else listens."""
+    def leave(self, kept: KeptRequest, request_id: str) -> None:
+        """A listener goes."""
         kept.listeners.remove(request_id)
         if not kept.listeners:
             self._wait(kept)
+
+    def is_wanted(self, kept: KeptRequest) -> bool:
+        """Whether it is to go on: somebody listens, or it is kept for who may come."""
         return bool(kept.listeners) or self._is_kept(kept)
 
     def end(self, kept: KeptRequest) -> None:

@@ -261,13 +261,14 @@ class EngineSocket:
 
     def _beat_for(self, front: _ZmqFront, unhealthy: str | None) -> wire.EngineBeat:
         others = [other.beat for other in self._fronts.values() if other is not front and other.beat is not None]
+        orphans = Load(self._driver.num_orphans)
         news, front.news = front.news, {}
         return wire.EngineBeat(
             stats=self._driver.stats,
             unhealthy=unhealthy,
             draining=self._draining,
-            others_total=sum((beat.total for beat in others), Load()),
-            others_here=sum((beat.here for beat in others), Load()),
+            others_total=sum((beat.total for beat in others), orphans),
+            others_here=sum((beat.here for beat in others), orphans),
             metrics=news,
         )
 
