@@ -37,7 +37,7 @@ KEY_HEADER = "Idempotency-Key"
 class IdempotencyKey(msgspec.Struct, frozen=True):
     """By which a request that is sent again finds the first one, on whatever API server it arrives."""
 
-    # Of the API key, the route, the model, the client's key and the prompt's number.
+    # Of the API key's name, the route, the model, the client's key and the prompt's number.
     id: str
     # Of the HTTP request's body: another body with the same id is an error.
     fingerprint: bytes

@@ -283,18 +283,18 @@ class EngineDriver:
             live = self._live.get(delta.request_id)
             if live is None:
                 continue
-            front, running, kept = live
-            if front is not None:
+            if (front := live.front) is not None:
                 by_front[front].append(delta)
-            elif kept is not None:
-                for each in self._kept.take(kept, delta):
+            elif live.kept is not None:
+                for each in self._kept.take(live.kept, delta):
                     if (listener := self._live[each.request_id].front) is not None:
                         by_front[listener].append(each)
-                if not self._kept.is_wanted(kept):  # it has become too long for that
+                if not self._kept.is_wanted(live.kept):  # it has become too long for that
                     self._end(delta.request_id, live)
                     self._inbox.put(partial(self._core.abort, [Abort(delta.request_id)]))
                     continue
             if delta.finish_reason is not None:
+                running = live.running
                 running.discard(delta.index)
                 if not running or delta.bad_param is not None:
                     self._end(delta.request_id, live)

@@ -176,9 +176,11 @@ def _copy(delta: TokenDelta, request_id: str) -> TokenDelta:
 
 
 def _size(delta: TokenDelta) -> int:
-    entries = [*(delta.logprobs or ()), *(delta.prompt_logprobs or ())]
-    tops = sum(len(entry.top_ids) for entry in entries if entry is not None)
-    return 100 + 40 * len(delta.token_ids) + 200 * len(entries) + 64 * tops + len(delta.embedding or b"")
+    size = 100 + 40 * len(delta.token_ids) + len(delta.embedding or b"")
+    for entries in (delta.logprobs, delta.prompt_logprobs):
+        if entries is not None:
+            size += sum(200 + 64 * len(entry.top_ids) for entry in entries if entry is not None)
+    return size
 
 
 class RequestState:

@@ -65,8 +65,8 @@ class RequestContext:
         self.deadlines = Deadlines(server)
         self.is_trusted = False  # a key came with it, or none is needed
         self.body_bytes = 0  # of the body, as far as it has come
-        self.key = self.authorization = ""  # its Idempotency-Key, and the API key that it came with, if one is needed
-        self.fingerprint = b""  # of the body, with a key
+        self.idempotency_key = ""
+        self.fingerprint = b""  # of the body, with an idempotency key
         self.holds = ExitStack()  # closed when the answer has ended, however it did
 
     def take_place(self) -> None:
@@ -84,8 +84,8 @@ class RequestContext:
         engine = model.engine()
         self.ticket.move(model.admission)
         reply_id, key = f"{kind}-{uuid.uuid4().hex}", None
-        if self.key:  # the reply's id and time are those of the first request with this key
-            parts = repr((self.authorization, kind, model.name, self.key)).encode()
+        if self.idempotency_key:  # the reply's id and time are those of the first request with this key
+            parts = repr((self.record.key, kind, model.name, self.idempotency_key)).encode()
             reply_id = f"{kind}-{hashlib.sha256(parts).hexdigest()[:32]}"
             key = IdempotencyKey(reply_id, self.fingerprint, int(time.time()))
         self.record.reply_id = reply_id
@@ -205,14 +205,14 @@ class RequestLife:
             message = f"must have at most {MAX_ID_CHARS} characters, only letters, digits and _.:/+-"
             raise ApiError(400, f"the header x-request-id {message}", param="x-request-id")
         record.request_id = given or record.request_id
-        context.key = headers.get(KEY_HEADER, "")
-        if KEY_HEADER in headers and not 1 <= len(context.key) <= MAX_KEY_CHARS:
-            message = f"must have 1 to {MAX_KEY_CHARS} characters, not {len(context.key)}"
-            raise ApiError(400, f"the header {KEY_HEADER} {message}", param=KEY_HEADER)
+        if (key := headers.get(KEY_HEADER)) is not None:
+            if not 1 <= len(key) <= MAX_KEY_CHARS:
+                message = f"must have 1 to {MAX_KEY_CHARS} characters, not {len(key)}"
+                raise ApiError(400, f"the header {KEY_HEADER} {message}", param=KEY_HEADER)
+            context.idempotency_key = key
         check_origin(self.server.allowed_origins, record.method, headers)
         record.key = check_key(self.keys, record.method, record.path, headers.get("authorization"))
         context.is_trusted = record.key is not None or not self.keys
-        context.authorization = headers.get("authorization", "") if self.keys else ""
 
     def _end(self, record: RequestRecord) -> None:
         record.total = time.perf_counter() - record.clock
@@ -305,7 +305,7 @@ class JsonRequest(Request):
     async def json(self) -> Body:
         """Checked already, which FastAPI would do in the event loop. Raises ApiError 400 and 413."""
         context, text = context_of(self), await self.body()
-        if context.key:
+        if context.idempotency_key:
             context.fingerprint = (await context.work(hashlib.sha256, text)).digest()
         try:
             return await context.work(read_body, self._kind, text, self._max_model_len)
