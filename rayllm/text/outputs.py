@@ -161,6 +161,7 @@ class DeltaLog:
             if last.logprobs is not None:
                 last.logprobs.extend(delta.logprobs or [])
             return
+        self.size += 200
         self._deltas.append(_copy(delta, delta.request_id))
         if delta.token_ids:
             self._last[delta.index] = self._deltas[-1]
@@ -176,7 +177,7 @@ def _copy(delta: TokenDelta, request_id: str) -> TokenDelta:
 
 
 def _size(delta: TokenDelta) -> int:
-    size = 100 + 40 * len(delta.token_ids) + len(delta.embedding or b"")
+    size = 40 * len(delta.token_ids) + len(delta.embedding or b"")
     for entries in (delta.logprobs, delta.prompt_logprobs):
         if entries is not None:
             size += sum(200 + 64 * len(entry.top_ids) for entry in entries if entry is not None)

@@ -229,7 +229,7 @@ def test_beyond_the_bounds_those_that_ended_first_are_forgotten():
     for name in "bcd":
         ended(kept, name)
     assert names(kept) == "acd", "by number"
-    ended(kept, "e", 235)
+    ended(kept, "e", 225)
     assert names(kept) == "ade"
     kept.take(running, TokenDelta("kept-a", 0, [7] * 10))
     assert names(kept) == "ae", "by bytes"

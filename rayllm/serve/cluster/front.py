@@ -280,11 +280,9 @@ class ModelFront:
         """As `_route`; but a request with a key goes to the replica that has it, if one does."""
         replicas = list(self._replicas.values())
         if request.key is not None and len(replicas) > 1:
-            for replica, knows in zip(
-                replicas, await asyncio.gather(*(each.client.knows(request.key.id) for each in replicas)), strict=True
-            ):
-                if knows:
-                    return replica, 0
+            known = await asyncio.gather(*(replica.client.knows(request.key.id) for replica in replicas))
+            if True in known:
+                return replicas[known.index(True)], 0
         return self._route(request)
 
     def _route(self, request: GenerationRequest) -> tuple[_Replica, int]:

@@ -25,7 +25,15 @@ from rayllm.serve.http.app import create_app
 from rayllm.text.outputs import accumulate
 
 PROMPT = "The for statement is used to iterate over the elements"
-BODY = {"prompt": PROMPT, "n": 2, "logprobs": 2, "max_tokens": 150, "temperature": 1.0, "stream": True}
+BODY = {
+    "prompt": PROMPT,
+    "n": 2,
+    "logprobs": 2,
+    "max_tokens": 150,
+    "temperature": 1.0,
+    "ignore_eos": True,
+    "stream": True,
+}
 HEADER = {"Idempotency-Key": "8e03978e-40d5-43e8-bc93-6894a57f9324"}
 SERVER = """
 import asyncio, json, sys
