@@ -134,7 +134,7 @@ def test_an_api_server_is_killed_and_another_one_answers_from_the_beginning():
             for engine in engines:
                 engine.close()
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), 90))
 
 
 async def all_kinds(front: ModelFront, name: str, progress: list[int]) -> list[RequestOutput]:
@@ -186,4 +186,4 @@ def test_requests_of_every_kind_are_kept_through_the_death_of_an_engine():
             await front.close()
         other.close()
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), 90))
