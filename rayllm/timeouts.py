@@ -4,6 +4,7 @@
 |---|---|---|---|---|
 | front - engine | both | BEAT_S; an end of the connection | SILENCE_S | the engine aborts; requests go on elsewhere |
 | front - engine's process and host | the front | CONNECTION_PING_S | CONNECTION_SILENCE_S | requests go on elsewhere |
+| engine - request with an idempotency key | the engine | a front that wants its tokens | KEEP_S | it is forgotten |
 | driver - rank | the driver | PING_S; a dead process is seen at once | RANK_SILENCE_S | new ranks take over |
 | driver - starting rank | the driver | the same | RANK_START_SILENCE_S, RANK_START_S a phase | the start fails |
 | driver - step | the driver | the step's result | STEP_S | new ranks take over |
@@ -49,6 +50,10 @@ PLACEMENT_S = 6.0  # for resources that exist but are taken; an engine that just
 # A request whose engine died: how long its front waits for one that takes over, and how often it looks.
 RESUME_S = 120.0
 RESUME_POLL_S = 0.02
+
+# Requests with an idempotency key.
+KEEP_S = 60.0  # after the end of one, or after its last connection broke off, an engine has all that came of it
+FIND_S = 2.0  # for an engine to say whether it has one; one that says nothing does not
 
 # Grammars of structured outputs: a first, short trial, behind which others wait, and a long one for those that need it.
 GRAMMAR_FIRST_S = 0.5

@@ -8,6 +8,7 @@ A *row* is a sequence's place in the workers' persistent batch, 0 <= row < max_n
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from array import array
@@ -28,6 +29,27 @@ POOLINGS: tuple[str, ...] = get_args(Pooling)
 # with which it ends, if it ran alone at the last.
 ALONE_DEATHS = 2
 FATAL_DEATHS = 3
+
+
+KEY_HEADER = "Idempotency-Key"
+
+
+class IdempotencyKey(msgspec.Struct, frozen=True):
+    """By which a request that is sent again finds the first one, on whatever API server it arrives."""
+
+    # Of the API key's name, the route, the model, the client's key and the prompt's number.
+    id: str
+    # Of the HTTP request's body: another body with the same id is an error.
+    fingerprint: bytes
+    # Unix time of the answer: that of the first one holds.
+    created: int
+    # All that came of it, if another engine had it before.
+    deltas: list[TokenDelta] = []
+
+    @property
+    def seed(self) -> int:
+        """Of the noise: should two engines begin with it, they make the same."""
+        return int.from_bytes(hashlib.sha256(self.id.encode()).digest()[:8], "little") & MAX_SEED
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +81,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     emitted: dict[int, list[int]] | None = None
     # How often an engine died that had it, since its last token.
     num_deaths: int = 0
+    # None: it ends with the connection over which it came. Otherwise the engine keeps it, and what comes of it.
+    key: IdempotencyKey | None = None
 
     @property
     def live_indices(self) -> list[int]:
@@ -71,7 +95,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.seed if self.params.seed is None else self.params.seed
 
     def numbered(self, number: int, engine_seed: int | None) -> GenerationRequest:
-        """This as a front's request `number`, 1 and up, whose noise follows from it if the engine has a seed."""
+        """This as a front's request `number`, 1 and up, whose noise follows from it if the engine has a seed.
+
+        With a key, noise follows from that alone.
+        """
+        if self.key is not None:
+            return msgspec.structs.replace(self, seed=self.key.seed)
         if engine_seed is None:
             return self
         return msgspec.structs.replace(self, seed=derive_seed(engine_seed, number))
@@ -227,6 +256,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_recoveries: int = 0
     # The request runs alone from now on until it has a token; nothing else is new.
     alone: bool = False
+    # `IdempotencyKey.created` of the first request with this key. All that came of it follows, from its beginning;
+    # nothing else is new. 0 in all other deltas.
+    created: int = 0
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -275,6 +307,8 @@ class RequestOutput(msgspec.Struct):
     num_discarded_tokens: int = 0
     # How often it went on with new workers after the loss of the old ones.
     num_recoveries: int = 0
+    # As in `TokenDelta`.
+    created: int = 0
 
     @property
     def has_begun(self) -> bool:

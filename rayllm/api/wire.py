@@ -47,8 +47,17 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     request: msgspec.Raw
 
 
+class Find(msgspec.Struct, frozen=True, tag=True):
+    """Whether the engine has a request with this key; the answer is Found."""
+
+    key_id: str
+
+
 class Aborts(msgspec.Struct, frozen=True, tag=True):
-    """Stop these requests and completions; nothing more is sent for them."""
+    """Stop these requests and completions; nothing more is sent for them.
+
+    A request with a key goes on without this front, unless all of its completions are stopped one by one.
+    """
 
     aborts: list[Abort]
 
@@ -72,10 +81,10 @@ class FrontBeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
-    """Leaving; all requests of this front are aborted."""
+    """Leaving; all requests of this front without a key are aborted."""
 
 
-FrontMessage = Hello | Add | Aborts | FrontBeat | Bye
+FrontMessage = Hello | Add | Find | Aborts | FrontBeat | Bye
 
 # ---- engine to front
 
@@ -92,6 +101,13 @@ class Deltas(msgspec.Struct, frozen=True, tag=True):
     deltas: list[TokenDelta]
 
 
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """The answer to Find."""
+
+    key_id: str
+    known: bool
+
+
 class EngineBeat(msgspec.Struct, frozen=True, tag=True):
     """Still here, in this state."""
 
@@ -100,7 +116,8 @@ class EngineBeat(msgspec.Struct, frozen=True, tag=True):
     unhealthy: str | None = None
     # The engine is about to stop and should get no new requests.
     draining: bool = False
-    # The work of all other fronts for this model, and the part of it that this engine has.
+    # The work of all other fronts for this model, and the part of it that this engine has. Both with what is kept here
+    # for nobody.
     others_total: Load = Load()
     others_here: Load = Load()
     # Front id -> its metrics, of other fronts, also of those that are gone; only what is new since the last beat.
@@ -113,7 +130,7 @@ class Dead(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-EngineMessage = Welcome | Deltas | EngineBeat | Dead
+EngineMessage = Welcome | Deltas | Found | EngineBeat | Dead
 
 
 def pack_request(request: GenerationRequest) -> Add:

@@ -97,6 +97,7 @@ class EngineClient:
         self._decode = msgspec.msgpack.Decoder(wire.EngineMessage).decode
         self._processor = OutputProcessor(tokenizer)
         self._streams: dict[str, _Stream] = {}
+        self._searches: dict[str, asyncio.Future[bool]] = {}  # by key id
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._info: EngineInfo | None = None
@@ -148,8 +149,8 @@ class EngineClient:
         """Run a request: an iterator of what is new, the last output with finished=True.
 
         A consumer that is slower than the engine gets several steps in one output. Leaving the iterator (aclose, a
-        cancelled task) aborts the request. prompt_text goes into the outputs. An output with finish_reason "error"
-        means that the engine failed on this request alone.
+        cancelled task) aborts the request; one with a key goes on. prompt_text goes into the outputs. An output with
+        finish_reason "error" means that the engine failed on this request alone.
 
         Raises InvalidRequestError, at once or, if only the engine can tell, as with grammars, before the first output,
         or in mid-stream if its grammar cannot go on; EngineDeadError, also in mid-stream.
@@ -165,15 +166,25 @@ class EngineClient:
         return self._run(state)
 
     async def abort(self, request_id: str) -> None:
-        """End a request, its iterator too, without a last output. Unknown ids are no error."""
+        """As leaving its iterator does, which ends without a last output. Unknown ids are no error."""
         stream = self._streams.pop(request_id, None)
         self._processor.remove(request_id)
         if stream is not None:
             stream.end(StopAsyncIteration())
             self._abort([Abort(request_id)])
 
+    async def knows(self, key_id: str) -> bool:
+        """Whether the engine has a request with this key. False if it does not answer."""
+        if self.dead is not None:
+            return False
+        if (search := self._searches.get(key_id)) is None:
+            search = self._searches[key_id] = asyncio.get_running_loop().create_future()
+            self._send(wire.Find(key_id))
+        await asyncio.wait([search], timeout=timeouts.FIND_S)
+        return search.done() and search.result()
+
     async def close(self) -> None:
-        """Disconnect; requests that still run are aborted, and their streams end with EngineDeadError."""
+        """Disconnect; requests without a key that still run are aborted, and streams end with EngineDeadError."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -227,6 +238,9 @@ class EngineClient:
                     case wire.EngineBeat(metrics=metrics):
                         self.engine_beat = message
                         self.peer_metrics |= metrics
+                    case wire.Found(key_id, known):
+                        if (search := self._searches.pop(key_id, None)) is not None:
+                            search.set_result(known)
                     case wire.Dead(reason):
                         self._die(reason)
         except Exception as error:  # without a reader no request would ever end
@@ -268,6 +282,8 @@ class EngineClient:
         if self.dead is not None:
             return
         self.dead = reason
+        while self._searches:
+            self._searches.popitem()[1].set_result(False)
         for request_id, stream in self._streams.items():
             self._processor.remove(request_id)
             stream.end(EngineDeadError(reason))

@@ -13,11 +13,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from rayllm import timeouts
-from rayllm.api.types import Abort, EngineInfo, EngineStats, GenerationRequest, TokenDelta
+from rayllm.api.types import KEY_HEADER, Abort, EngineInfo, EngineStats, GenerationRequest, IdempotencyKey, TokenDelta
 from rayllm.engine.engine import failures, refusal
+from rayllm.engine.kept import KeptRequest, KeptRequests
 from rayllm.errors import EngineDeadError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
@@ -52,24 +55,34 @@ class Front(Protocol):
         """The engine is dead: all of this front's requests are over, and no deltas will come."""
 
 
+class _Live(NamedTuple):
+    """A request that runs. One with a key is there under the core's id, with no front, and under each listener's."""
+
+    front: Front | None
+    running: set[int]  # its completions that go on
+    kept: KeptRequest | None = None
+
+
 class EngineDriver:
     """Runs a core in a thread of its own. Public methods may be called from any thread.
 
     Each request of a front gets finish reasons for all its completions, unless the front aborted it or is told that
-    the engine is dead. A core that raises in `step` is dead for good.
+    the engine is dead. A core that raises in `step` is dead for good. A request with a key goes on without its front,
+    and others with this key get the same deltas from its beginning (`kept.py`).
 
-    info: the core's limits. dead: why the engine stopped; None while it runs. stats: its figures after the last step.
+    clock: for how long these are kept. info: the core's limits. dead: why the engine stopped; None while it runs.
+    stats: its figures after the last step.
     """
 
-    def __init__(self, core: Core):
+    def __init__(self, core: Core, clock: Callable[[], float] = time.monotonic):
         self.info = core.info
         self.stats = core.stats()
         self.dead: str | None = None
         self._core = core
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: stop
         core.on_compiled = lambda: self._inbox.put(lambda: None)  # there is something to do
-        # Request id -> its front, and the indices of its completions that go on; engine thread only, like the core.
-        self._live: dict[str, tuple[Front, set[int]]] = {}
+        self._live: dict[str, _Live] = {}  # by request id; engine thread only, like the core
+        self._kept = KeptRequests(clock)
         self._lock = threading.Lock()  # of the fronts, and of `dead`
         self._fronts: list[Front] = []
         self._idle = True
@@ -86,7 +99,7 @@ class EngineDriver:
             front.dead(dead)
 
     def detach(self, front: Front) -> None:
-        """Forget a front and abort its requests; nothing is delivered to it any more."""
+        """Forget a front and abort its requests without a key; nothing is delivered to it any more."""
         with self._lock:
             if front in self._fronts:
                 self._fronts.remove(front)
@@ -94,16 +107,30 @@ class EngineDriver:
 
     def add(self, front: Front, request: GenerationRequest) -> None:
         """Queue a request; one that the core refuses gets a refusing delta. A dead engine has said so already."""
+        if request.key is not None:
+            self._kept.open(request.key)  # from now on it `knows` it
         self._inbox.put(partial(self._admit, front, request))
 
     def abort(self, front: Front, aborts: list[Abort]) -> None:
-        """Stop requests of this front, or completions of them; unknown ones are no error."""
+        """Stop requests of this front, or completions of them; unknown ones are no error.
+
+        One with a key only goes on without this front, unless its completions are stopped one by one.
+        """
         self._inbox.put(partial(self._drop, front, aborts))
+
+    def knows(self, key_id: str) -> bool:
+        """Whether it has a request with this key."""
+        return key_id in self._kept
 
     @property
     def busy(self) -> bool:
         """Whether requests run, or wait to be taken in. One that is just being taken in may be missed: ask twice."""
         return not self._idle or not self._inbox.empty() or self._core.is_compiling
+
+    @property
+    def num_orphans(self) -> int:
+        """Sequences of requests with a key that nobody listens to."""
+        return self._kept.num_orphans
 
     @property
     def num_fronts(self) -> int:
@@ -149,11 +176,13 @@ class EngineDriver:
 
     def _take_inbox(self) -> bool:
         """Do all that is in the inbox, waiting for something if the core has no work. False: stop."""
+        self._forget_expired()
         wait = self._idle = not self._core.has_work()
         while wait or not self._inbox.empty():
             try:
                 act = self._inbox.get(timeout=timeouts.IDLE_WATCH_S if wait else None)
             except queue.Empty:
+                self._forget_expired()
                 self._route(self._core.watch())
                 continue
             if wait:
@@ -165,45 +194,110 @@ class EngineDriver:
         return True
 
     def _admit(self, front: Front, request: GenerationRequest) -> None:
+        if request.key is not None:
+            self._admit_kept(front, request, request.key)
+        elif self._add(front, request.request_id, request):
+            self._live[request.request_id] = _Live(front, set(request.live_indices))
+
+    def _add(self, front: Front, request_id: str, request: GenerationRequest) -> bool:
+        """Give the core a request that the front knows as request_id; whether it has it now."""
         if front not in self._fronts:  # gone since; its abort of all requests came first
-            return
-        indices = request.live_indices
+            return False
         try:
             self._core.add(request)
         except InvalidRequestError as error:
-            front.deliver([refusal(request.request_id, error)])
+            front.deliver([refusal(request_id, error)])
         except Exception as error:  # a poisonous request fails alone
-            logger.exception("request %s could not be added", request.request_id)
-            front.deliver(failures(request.request_id, indices, f"internal error while adding it: {error}"))
+            logger.exception("request %s could not be added", request_id)
+            indices = request.live_indices
+            front.deliver(failures(request_id, indices, f"internal error while adding it: {error}"))
         else:
-            self._live[request.request_id] = front, set(indices)
+            return True
+        return False
+
+    def _admit_kept(self, front: Front, request: GenerationRequest, key: IdempotencyKey) -> None:
+        kept, request_id, is_here = self._kept.open(key), request.request_id, False
+        if kept.key.fingerprint != key.fingerprint:
+            error = InvalidRequestError(f"this {KEY_HEADER} came before, with another body", KEY_HEADER)
+            front.deliver([refusal(request_id, error)])
+            return
+        if not kept.request_id:
+            in_core = replace(request, request_id=f"kept-{request_id}", key=None)
+            if not self._add(front, request_id, in_core):
+                self._kept.forget(kept)
+                return
+            self._live[in_core.request_id] = _Live(None, set(request.live_indices), kept)
+            first = TokenDelta(request_id, 0, [], created=key.created)
+            self._kept.begin(kept, in_core, key.deltas or [first])
+            is_here = bool(key.deltas)
+        if front not in self._fronts:
+            return
+        if not kept.has_ended:
+            self._live[request_id] = _Live(front, self._live[kept.request_id].running, kept)
+        deltas = self._kept.join(kept, request_id)
+        if not is_here:  # who sent it has them already
+            front.deliver(deltas)
 
     def _drop(self, front: Front, aborts: list[Abort]) -> None:
         own = []
         for request_id, index in [(abort.request_id, abort.index) for abort in aborts]:
-            owner, running = self._live.get(request_id, (None, set()))
-            if owner is not front:
+            live = self._live.get(request_id)
+            if live is None or live.front is not front:
                 continue
-            running -= {index}
-            if index is None or not running:
+            live.running.discard(index)
+            if live.kept is not None and index is None:
                 del self._live[request_id]
+                self._kept.leave(live.kept, request_id)
+                if self._kept.is_wanted(live.kept):
+                    continue
+            if index is None or not live.running:
+                self._end(request_id, live)
                 index = None
-            own.append(Abort(request_id, index))
+            own.append(Abort(request_id if live.kept is None else live.kept.request_id, index))
         if own:
             self._core.abort(own)
+
+    def _end(self, request_id: str, live: _Live) -> None:
+        """No more deltas are to come."""
+        if live.kept is None:
+            del self._live[request_id]
+            return
+        for name in (live.kept.request_id, *live.kept.listeners):
+            del self._live[name]
+        self._kept.end(live.kept)
+
+    def _forget_expired(self) -> None:
+        """Forget requests with a key for which nobody came; end those that still run."""
+        if not self._kept.due:
+            return
+        ids = [kept.request_id for kept in self._kept.expired() if not kept.has_ended]
+        for request_id in ids:
+            del self._live[request_id]
+        if ids:
+            self._core.abort([Abort(request_id) for request_id in ids])
 
     def _route(self, deltas: list[TokenDelta]) -> None:
         """Deliver the deltas of a step, one call a front."""
         by_front: dict[Front, list[TokenDelta]] = defaultdict(list)
         for delta in deltas:
-            if delta.request_id not in self._live:
+            live = self._live.get(delta.request_id)
+            if live is None:
                 continue
-            front, running = self._live[delta.request_id]
-            by_front[front].append(delta)
+            if (front := live.front) is not None:
+                by_front[front].append(delta)
+            elif live.kept is not None:
+                for each in self._kept.take(live.kept, delta):
+                    if (listener := self._live[each.request_id].front) is not None:
+                        by_front[listener].append(each)
+                if not self._kept.is_wanted(live.kept):  # it has become too long for that
+                    self._end(delta.request_id, live)
+                    self._inbox.put(partial(self._core.abort, [Abort(delta.request_id)]))
+                    continue
             if delta.finish_reason is not None:
+                running = live.running
                 running.discard(delta.index)
                 if not running or delta.bad_param is not None:
-                    del self._live[delta.request_id]
+                    self._end(delta.request_id, live)
                 if running and delta.bad_param is not None:  # its other completions end too
                     self._inbox.put(partial(self._core.abort, [Abort(delta.request_id)]))
         for front, own in by_front.items():

@@ -223,6 +223,8 @@ class EngineSocket:
         match message:
             case wire.Add(request_id):
                 self._add(front, request_id, message)
+            case wire.Find(key_id):
+                self._send(front.peer, wire.Found(key_id, self._driver.knows(key_id)))
             case wire.Aborts(aborts):
                 self._driver.abort(front, aborts)
             case wire.FrontBeat(metrics=metrics):
@@ -252,20 +254,21 @@ class EngineSocket:
         unhealthy = self._driver.unhealthy(timeouts.STALL_S) if self._fronts else None
         for peer, front in list(self._fronts.items()):
             if now - front.last_heard > self._silence_s:
-                logger.warning("a front has been silent for %.1f s; its requests are aborted", now - front.last_heard)
+                logger.warning("a front has been silent for %.1f s and is given up", now - front.last_heard)
                 self._forget(peer)
             else:
                 self._send(peer, self._beat_for(front, unhealthy))
 
     def _beat_for(self, front: _ZmqFront, unhealthy: str | None) -> wire.EngineBeat:
         others = [other.beat for other in self._fronts.values() if other is not front and other.beat is not None]
+        orphans = Load(self._driver.num_orphans)
         news, front.news = front.news, {}
         return wire.EngineBeat(
             stats=self._driver.stats,
             unhealthy=unhealthy,
             draining=self._draining,
-            others_total=sum((beat.total for beat in others), Load()),
-            others_here=sum((beat.here for beat in others), Load()),
+            others_total=sum((beat.total for beat in others), orphans),
+            others_here=sum((beat.here for beat in others), orphans),
             metrics=news,
         )
 
@@ -275,7 +278,7 @@ class EngineSocket:
             router.send_multipart([identity, self._encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:  # no such front any more, or _MAX_FRAMES wait for it
             if peer in self._fronts:
-                logger.warning("a front cannot be reached (%s); its requests are aborted", error)
+                logger.warning("a front cannot be reached (%s) and is given up", error)
                 self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:

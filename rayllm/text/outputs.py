@@ -23,6 +23,8 @@ from rayllm.errors import InvalidRequestError
 from rayllm.text.detokenizer import StopChecker
 from rayllm.text.tokenizer import Tokenizer
 
+MAX_LOG_BYTES = 32 * 2**20
+
 logger = logging.getLogger(__name__)
 
 
@@ -78,8 +80,9 @@ class OutputProcessor:
                 logger.exception("request %s: its output could not be made", delta.request_id)
                 output = request.fail(f"internal error while making the output: {error}")
             if len(request.in_engine) > len(request.running):
-                aborts.append(Abort(delta.request_id, delta.index if request.running else None))
-                request.in_engine &= request.running.keys()
+                ended = request.in_engine - request.running.keys()
+                aborts += [Abort(delta.request_id, index) for index in sorted(ended)]
+                request.in_engine -= ended
             if output is None:
                 continue
             earlier = outputs.get(delta.request_id)
@@ -111,6 +114,7 @@ def accumulate(total: RequestOutput | None, new: RequestOutput) -> RequestOutput
     total.num_recoveries = max(total.num_recoveries, new.num_recoveries)
     total.times = total.times or new.times
     total.embedding = total.embedding or new.embedding
+    total.created = total.created or new.created
     total.num_discarded_tokens += new.num_discarded_tokens
     total.finished = total.finished or new.finished
     return total
@@ -131,6 +135,55 @@ def _extend(total: CompletionOutput, new: CompletionOutput) -> None:
         total.finish_reason, total.stop_reason = new.finish_reason, new.stop_reason
 
 
+class DeltaLog:
+    """All deltas of a request from its beginning, with consecutive tokens of a completion in one.
+
+    size: roughly the bytes that it holds. is_full: it has more than MAX_LOG_BYTES, and holds nothing any more.
+    """
+
+    def __init__(self) -> None:
+        self._deltas: list[TokenDelta] = []
+        self._last: dict[int, TokenDelta] = {}  # of each completion
+        self.size, self.is_full = 0, False
+
+    def add(self, delta: TokenDelta) -> None:
+        """Take the next one."""
+        if self.is_full:
+            return
+        self.size += _size(delta)
+        if self.size > MAX_LOG_BYTES:
+            self._deltas, self._last, self.size, self.is_full = [], {}, 0, True
+            return
+        last = self._last.get(delta.index)
+        has_only_tokens = delta == TokenDelta(delta.request_id, delta.index, delta.token_ids, delta.logprobs)
+        if last is not None and has_only_tokens and (last.logprobs is None) == (delta.logprobs is None):
+            last.token_ids.extend(delta.token_ids)
+            if last.logprobs is not None:
+                last.logprobs.extend(delta.logprobs or [])
+            return
+        self.size += 200
+        self._deltas.append(_copy(delta, delta.request_id))
+        if delta.token_ids:
+            self._last[delta.index] = self._deltas[-1]
+
+    def copy(self, request_id: str) -> list[TokenDelta]:
+        """They, as of a request with this id. The log's own deltas grow."""
+        return [_copy(delta, request_id) for delta in self._deltas]
+
+
+def _copy(delta: TokenDelta, request_id: str) -> TokenDelta:
+    logprobs = None if delta.logprobs is None else list(delta.logprobs)
+    return replace(delta, request_id=request_id, token_ids=list(delta.token_ids), logprobs=logprobs)
+
+
+def _size(delta: TokenDelta) -> int:
+    size = 40 * len(delta.token_ids) + len(delta.embedding or b"")
+    for entries in (delta.logprobs, delta.prompt_logprobs):
+        if entries is not None:
+            size += sum(200 + 64 * len(entry.top_ids) for entry in entries if entry is not None)
+    return size
+
+
 class RequestState:
     """A live request: what has come of it so far, so that it can go on where it was on another engine.
 
@@ -145,6 +198,9 @@ class RequestState:
         self._begun = self._alone = False  # it has a first delta; the engine said that it runs alone
         self._lost = 0  # recoveries up to the loss of the last engine, that included
         self._num_deaths = 0  # of engines, since the last token
+        # With a key: what has come since its beginning, and how many tokens of that each completion has seen before.
+        self._log: DeltaLog | None = None
+        self._seen: dict[int, int] = {}
         self.in_engine = set(range(request.params.num_completions))
         self.running = {index: _Completion(tokenizer, request, index) for index in self.in_engine}
         # What is the same in all outputs, or so far.
@@ -155,6 +211,14 @@ class RequestState:
 
     def advance(self, delta: TokenDelta) -> RequestOutput | None:
         """What a delta brings for the user; None if its completion is over, or not known to be one of the best."""
+        if delta.created:
+            self._common.created, self._log = delta.created, DeltaLog()
+            self._log.add(delta)
+            self._seen = {index: len(completion.token_ids) for index, completion in self.running.items()}
+            return None
+        if self._log is not None:
+            self._log.add(delta)
+            delta = self._unseen(delta)
         if delta.alone:
             self._alone = True
             return None
@@ -201,12 +265,26 @@ class RequestState:
 
     def to_send(self) -> GenerationRequest:
         """The request, for an engine to begin or to go on with. A beam search begins again: nothing is known of it."""
-        emitted = None
+        emitted, key = None, self.request.key
+        if self._log is not None and (self._log.is_full or any(self._seen.values())):
+            # Nobody could be told all that came before, so the next engine is not to keep the request.
+            self.request, self._log, self._seen, key = replace(self.request, key=None), None, {}, None
+        if key is not None and self._log is not None:
+            key = replace(key, deltas=self._log.copy(self.request.request_id))
         if self._begun and not self.request.params.use_beam_search and self.request.pooling is None:
             emitted = {index: completion.token_ids for index, completion in self.running.items()}
-        if emitted is None and not self._num_deaths:
+        if emitted is None and not self._num_deaths and key is self.request.key:
             return self.request
-        return replace(self.request, emitted=emitted, num_deaths=self._num_deaths)
+        return replace(self.request, emitted=emitted, num_deaths=self._num_deaths, key=key)
+
+    def _unseen(self, delta: TokenDelta) -> TokenDelta:
+        """What this has not seen of a delta, if the engine tells from the beginning what another one had told."""
+        seen = min(self._seen.get(delta.index, 0), len(delta.token_ids))
+        if not seen:
+            return delta
+        self._seen[delta.index] -= seen
+        logprobs = None if delta.logprobs is None else delta.logprobs[seen:]
+        return replace(delta, token_ids=delta.token_ids[seen:], logprobs=logprobs)
 
     def fail(self, message: str) -> RequestOutput:
         """End all completions that still run with an error."""

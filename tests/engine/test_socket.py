@@ -20,7 +20,7 @@ import zmq
 from support.driver import INFO, FakeCore, fake_request, fake_tokens, running, until, wait_for, whole
 
 from rayllm.api import wire
-from rayllm.api.types import Abort, GenerationRequest, Load
+from rayllm.api.types import Abort, GenerationRequest, IdempotencyKey, Load
 from rayllm.engine import socket as engine_socket
 from rayllm.engine.client import EngineClient
 from rayllm.engine.driver import EngineDriver
@@ -178,6 +178,34 @@ def test_abort():
         assert core.calls[:4] == [("add", "r"), ("step",), ("add", "other"), ("abort", "r")]
         assert [[d.request_id for d in step] for step in steps] == [["r"], ["other"], ["other"], ["other"]]
         assert steps[-1][0].finish_reason == "length"
+
+
+def test_a_request_with_a_key_outlives_its_front_and_is_found():
+    async def main():
+        core = FakeCore(gated=True)
+        request = msgspec.structs.replace(fake_request("a", max_tokens=9), key=IdempotencyKey("k", b"", 1700))
+        with listening(core, beat_s=0.02) as (server, driver):
+            async with connected(server) as other:
+                async with connected(server) as client:
+                    lost = start(client, request)
+                    await until(core.live)
+                    assert [await other.knows("k"), await other.knows("another")] == [True, False], "during a step"
+                    assert await asyncio.gather(other.knows("k"), other.knows("k")) == [True, True]
+                    core.allow(2)
+                await stepping_until(core, lambda: driver.num_orphans)
+                assert isinstance((await asyncio.gather(lost, return_exceptions=True))[0], EngineDeadError)
+                await until(lambda: other.engine_beat.others_total == other.engine_beat.others_here == Load(1))
+                again = start(other, msgspec.structs.replace(request, request_id="b"))
+                await stepping_until(core, again.done)
+                assert again.result().outputs[0].token_ids == fake_tokens(request)
+                assert again.result().created == 1700
+                assert [call for call in core.calls if call[0] != "step"] == [("add", "kept-a")]
+                changed = IdempotencyKey("k", b"another body", 1)
+                with pytest.raises(InvalidRequestError, match="with another body"):
+                    await whole(other.generate(msgspec.structs.replace(request, key=changed)))
+            assert not await other.knows("k"), "the client is closed"
+
+    asyncio.run(main())
 
 
 def test_a_refused_request_raises_and_the_others_go_on():

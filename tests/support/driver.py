@@ -168,9 +168,9 @@ class RecordingFront:
 
 
 @contextmanager
-def running(core: FakeCore, fronts: int = 1) -> Iterator[tuple]:
+def running(core: FakeCore, fronts: int = 1, **options: Callable[[], float]) -> Iterator[tuple]:
     """A driver that runs the core, and the fronts that are attached to it."""
-    driver = EngineDriver(core)
+    driver = EngineDriver(core, **options)
     attached = [RecordingFront() for _ in range(fronts)]
     for front in attached:
         driver.attach(front)

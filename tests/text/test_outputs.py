@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 
+import msgspec
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -12,9 +13,19 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from rayllm.api.sampling_params import SamplingParams
-from rayllm.api.types import Abort, GenerationRequest, Logprob, RequestOutput, RequestTimes, TokenDelta, TokenLogprobs
+from rayllm.api.types import (
+    Abort,
+    GenerationRequest,
+    IdempotencyKey,
+    Logprob,
+    RequestOutput,
+    RequestTimes,
+    TokenDelta,
+    TokenLogprobs,
+)
 from rayllm.errors import InvalidRequestError
-from rayllm.text.outputs import OutputProcessor, accumulate
+from rayllm.text import outputs as text_outputs
+from rayllm.text.outputs import DeltaLog, OutputProcessor, RequestState, accumulate
 from rayllm.text.tokenizer import Tokenizer
 
 EOS = "<eos>"
@@ -136,7 +147,7 @@ def test_a_stop_string_ends_a_request_and_aborts_it(include):
     assert completion.token_ids == ids("a START bSTOP"), "tokens end with the one that completes the stop"
     assert (completion.finish_reason, completion.stop_reason) == ("stop", "STOP")
     assert totals["r"].finished
-    assert aborts == [Abort("r")]
+    assert aborts == [Abort("r", 0)]
 
 
 def test_a_stop_string_in_the_engines_last_delta_needs_no_abort():
@@ -200,7 +211,7 @@ def test_completions_stop_one_by_one():
     assert processor.process([delta("more", 0)]) == ([], []), "over for the user: dropped"
     totals, aborts, _ = run(processor, delta("d", 1, finish_reason="length"), delta("!", 2))
     assert totals["r"].finished
-    assert aborts == [Abort("r")], "the last"
+    assert aborts == [Abort("r", 2)], "the last"
 
 
 def test_no_abort_when_the_engine_ends_the_last_completion():
@@ -339,7 +350,7 @@ def test_a_request_whose_output_cannot_be_made_fails_alone():
     processor = processor_for(make_request(n=2, logprobs=1), make_request("canary"))
     poison = TokenLogprobs(0, 0.0, 1, [1, 2], [0.0])  # lists of unequal lengths
     outputs, aborts = processor.process([delta("a", logprobs=[poison]), delta("b", request_id="canary")])
-    assert aborts == [Abort("r")]
+    assert aborts == [Abort("r", 0), Abort("r", 1)]
     assert [(o.index, o.finish_reason) for o in outputs[0].outputs] == [(0, "error"), (1, "error")]
     assert outputs[0].finished
     assert "internal error" in outputs[0].outputs[0].stop_reason
@@ -391,3 +402,95 @@ def test_an_embedding_has_values_and_no_text():
     assert output.embedding.tolist() == pytest.approx(values)
     assert (output.outputs[0].text, output.finished, output.num_cached_tokens, aborts) == ("", True, 2, [])
     assert accumulate(accumulate(None, output), output).embedding == output.embedding
+
+
+# ---- requests with an idempotency key
+
+
+def keyed_state(**params) -> RequestState:
+    key = IdempotencyKey("k", b"body", 1800)
+    return RequestState(TOKENIZER, msgspec.structs.replace(make_request(**params), key=key), None)
+
+
+def test_a_log_has_all_deltas_with_tokens_joined():
+    log, times = DeltaLog(), RequestTimes(0.1, 0.2)
+    one, two = entry("b", -1.0, 1), entry("c", -2.0, 1)
+    deltas = [
+        delta("", created=1700),
+        delta("a", times=times),
+        delta("A", 1),
+        delta("b"),
+        delta("c", num_preemptions=1),
+        delta("B", 1, finish_reason="stop"),
+        delta("d"),
+        delta("e", finish_reason="length"),
+        delta("f", 2, logprobs=[one]),
+        delta("g", 2, logprobs=[two]),
+    ]
+    for each in deltas:
+        log.add(each)
+    copy = log.copy("x")
+    assert copy == [
+        delta("", request_id="x", created=1700),
+        delta("ab", request_id="x", times=times),
+        delta("A", 1, request_id="x"),
+        delta("cd", request_id="x", num_preemptions=1),
+        delta("B", 1, request_id="x", finish_reason="stop"),
+        delta("e", request_id="x", finish_reason="length"),
+        delta("fg", 2, request_id="x", logprobs=[one, two]),
+    ]
+    assert [len(each.token_ids) for each in deltas[1:]] == [1] * 9, "those that were delivered are as they were"
+    log.add(delta("h", 2, logprobs=[one]))
+    assert copy[-1].token_ids == ids("fg")
+
+
+def test_a_request_that_moves_takes_along_what_came_and_takes_each_token_once():
+    state, totals = keyed_state(n=2, logprobs=0), None
+    a, b, c = (entry(char, -1.0, 1) for char in "abc")
+    begun = [
+        delta("", created=1700),
+        delta("a", logprobs=[a]),
+        delta("a", 1, logprobs=[a], finish_reason="length"),
+        delta("b", logprobs=[b]),
+    ]
+    for each in begun:
+        if (output := state.advance(each)) is not None:
+            totals = accumulate(totals, output)
+    state.lose_engine()
+    sent = state.to_send()
+    assert (sent.emitted, sent.num_deaths) == ({0: ids("ab")}, 1)
+    log = DeltaLog()
+    for each in begun:
+        log.add(each)
+    assert sent.key.deltas == log.copy("r")
+    # Another front was faster, so the engine has the request already, and less of it: it tells all from the beginning.
+    told = [*begun[:3], delta("bc", logprobs=[b, c]), delta("a", finish_reason="length", logprobs=[a])]
+    for each in told:
+        if (output := state.advance(each)) is not None:
+            totals = accumulate(totals, output)
+    assert [(each.text, each.token_ids, len(each.logprobs)) for each in totals.outputs] == [
+        ("abca", ids("abca"), 4),
+        ("a", ids("a"), 1),
+    ]
+    assert (totals.created, totals.finished) == (1700, True)
+
+
+@pytest.mark.parametrize("why", ["the log is too long", "the next engine told less than was known"])
+def test_a_request_whose_beginning_is_not_known_is_not_kept_by_the_next_engine(why, monkeypatch):
+    monkeypatch.setattr(text_outputs, "MAX_LOG_BYTES", 600 if why == "the log is too long" else 10**6)
+    state = keyed_state()
+    for each in (delta("", created=1700), delta("abc")):
+        state.advance(each)
+    assert state.to_send().key is not None
+    if why == "the log is too long":
+        state.advance(delta("d" * 10))
+    else:
+        state.advance(delta("", created=1700))
+        state.advance(delta("a"))
+    expected = list(state.running[0].token_ids)
+    state.lose_engine()
+    sent = state.to_send()
+    assert (sent.key, sent.emitted) == (None, {0: expected})
+    state.advance(delta("z"))
+    assert state.running[0].token_ids == expected + ids("z"), "the next engine goes on"
+    assert state.to_send().key is None

@@ -177,9 +177,10 @@ class ModelFront:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request on a replica, as `EngineClient.generate` does; if that dies, it goes on on another one.
 
-        Raises EngineDeadError if there is none, InvalidRequestError.
+        One with a key goes to the replica that has it already. Raises EngineDeadError if there is none,
+        InvalidRequestError.
         """
-        replica, waiting = self._route(request)
+        replica, waiting = await self._find_or_route(request)
         request = request.numbered(next(self._numbers), replica.client.info.seed)
         state = RequestState(self.tokenizer, request, prompt_text)
         while True:
@@ -194,7 +195,7 @@ class ModelFront:
                 yield end
                 return
             await self._wait_for_successor(replica)
-            replica, waiting = self._route(request)
+            replica, waiting = await self._find_or_route(state.request)
             self.metrics.resumed.inc()
 
     async def _run(self, replica: _Replica, state: RequestState, waiting: int) -> AsyncGenerator[RequestOutput, None]:
@@ -274,6 +275,15 @@ class ModelFront:
             dead = next((replica.client.dead for replica in replicas if replica.client.dead), self._why_not)
             raise EngineDeadError("the server is shutting down" if draining else dead)
         return {key: replica for key, replica in there.items() if replica.beat.unhealthy is None} or there
+
+    async def _find_or_route(self, request: GenerationRequest) -> tuple[_Replica, int]:
+        """As `_route`; but a request with a key goes to the replica that has it, if one does."""
+        replicas = list(self._replicas.values())
+        if request.key is not None and len(replicas) > 1:
+            known = await asyncio.gather(*(replica.client.knows(request.key.id) for replica in replicas))
+            if True in known:
+                return replicas[known.index(True)], 0
+        return self._route(request)
 
     def _route(self, request: GenerationRequest) -> tuple[_Replica, int]:
         """(the replica for a request, prompt tokens that it probably has to compute). Raises EngineDeadError."""

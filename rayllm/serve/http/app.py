@@ -53,8 +53,10 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 _EVENTS = {"description": "The answer, or with stream: true its parts as events.", "content": {"text/event-stream": {}}}
 
+_KEY_REUSED = {"description": "The Idempotency-Key came before, with another body.", "model": protocol.ErrorAnswer}
+_GENERATION_RESPONSES = _RESPONSES | {200: _EVENTS, 422: _KEY_REUSED}
 
-generation_routes = APIRouter(responses=_RESPONSES | {200: _EVENTS}, route_class=request.GenerationRoute)
+generation_routes = APIRouter(responses=_GENERATION_RESPONSES, route_class=request.GenerationRoute)
 tokenizer_routes = APIRouter(responses=_RESPONSES, route_class=request.JsonRoute)
 server_routes = APIRouter(responses=_RESPONSES)
 OpenContext = Annotated[request.RequestContext, Depends(request.context_of)]  # of a request that needs no key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from typing import Any
 
 import msgspec
@@ -219,8 +220,9 @@ def _request(
             f"prompt has {len(ids)} tokens{asked}; this model's context is {info.max_model_len} tokens{output}",
             "prompt",
         )
+    key = target.key and msgspec.structs.replace(target.key, id=f"{target.key.id}-{index}")
     request = GenerationRequest(
-        request_id=f"{target.reply_id}-{index}",
+        request_id=f"{uuid.uuid4().hex if key else target.reply_id}-{index}",  # a reply with a key may be made twice
         prompt_token_ids=ids,
         params=params,
         priority=body.priority or 0,
@@ -228,6 +230,7 @@ def _request(
         cache_salt=body.cache_salt or "",
         client=target.client,
         pooling=pooling,
+        key=key,
     )
     validate_request(request, info)
     return request

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from rayllm.api.types import KEY_HEADER
 from rayllm.errors import EngineDeadError, InvalidRequestError, OverloadedError
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ def as_api_error(error: Exception, method: str, path: str) -> ApiError:
         case OverloadedError():
             return ApiError(429, str(error), param=error.param, code="queue_full")
         case InvalidRequestError():
+            if error.param == KEY_HEADER:
+                return ApiError(422, str(error), param=error.param, code="idempotency_key_reused")
             code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
             return ApiError(400, str(error), param=error.param, code=code)
         case EngineDeadError():

@@ -56,11 +56,10 @@ class Reply(ABC):
 
     def frames(self, prompt_index: int, output: RequestOutput) -> bytes:
         """The SSE frames of one output; may be empty."""
-        head = {**self._head, "object": self.chunk_object}
         parts = []
         for index, completion in self._completions(prompt_index, output):
             for choice in self._chunks(index, completion):
-                chunk = {**head, "choices": [choice]}
+                chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
                 if self._options.continuous_usage_stats:
                     chunk["usage"] = self._usage()
                 elif self._options.include_usage:
@@ -85,6 +84,8 @@ class Reply(ABC):
 
     def _completions(self, prompt_index: int, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
         """(choice index, what is new in it) of an output, which is counted for the usage."""
+        if output.created:  # the request was sent again: this is the answer of before
+            self._head["created"] = output.created
         if output.prompt_logprobs is not None:
             self._prompt_entries[prompt_index] = output.prompt_logprobs
         self._cached_tokens[prompt_index] = max(self._cached_tokens[prompt_index], output.num_cached_tokens)
@@ -236,7 +237,7 @@ class ChatReply(Reply):
 
     def _chunks(self, index: int, completion: CompletionOutput) -> list[Json]:
         pieces, reason = self._parse(index, completion)
-        chunks = [_chunk(index, _delta(piece)) for piece in pieces]
+        chunks = [_chunk(index, self._delta(index, piece)) for piece in pieces]
         logprobs = self._logprobs(completion)
         if logprobs is not None and logprobs["content"] and not chunks:
             chunks.append(_chunk(index, {"content": ""}))
@@ -254,7 +255,7 @@ class ChatReply(Reply):
         calls: list[Json] = []
         for piece in pieces:
             if piece.kind == "call":
-                calls.append(_call(piece.text))
+                calls.append(self._call(index, piece))
             elif piece.kind == "arguments":
                 calls[piece.call]["function"]["arguments"] = piece.text
             else:
@@ -262,6 +263,19 @@ class ChatReply(Reply):
         if calls:
             message |= {"content": message["content"] or None, "tool_calls": calls}
         return {"index": index, "message": message, "logprobs": self._logprobs(completion), "finish_reason": reason}
+
+    def _delta(self, index: int, piece: Piece) -> Json:
+        """The `delta` of a chunk that carries one piece."""
+        if piece.kind == "call":
+            return {"tool_calls": [{"index": piece.call, **self._call(index, piece)}]}
+        if piece.kind == "arguments":
+            return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+        return {piece.kind: piece.text}
+
+    def _call(self, index: int, piece: Piece) -> Json:
+        """A tool call that begins. Its id follows from the reply's, which is the same if the request is sent again."""
+        unique = uuid.uuid5(uuid.NAMESPACE_OID, f"{self._head['id']}/{index}/{piece.call}").hex[:24]
+        return {"id": f"call_{unique}", "type": "function", "function": {"name": piece.text, "arguments": ""}}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         answer = super().whole(outputs)
@@ -293,20 +307,6 @@ class ChatReply(Reply):
 
 def _chunk(index: int, delta: Json, finish_reason: str | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-
-def _delta(piece: Piece) -> Json:
-    """The `delta` of a chunk that carries one piece."""
-    if piece.kind == "call":
-        return {"tool_calls": [{"index": piece.call, **_call(piece.text)}]}
-    if piece.kind == "arguments":
-        return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
-    return {piece.kind: piece.text}
-
-
-def _call(name: str) -> Json:
-    """A tool call that begins."""
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 def embeddings(body: EmbeddingBody, model: str, outputs: Sequence[RequestOutput]) -> Json:

@@ -8,6 +8,7 @@ side, and answers with what comes.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -26,7 +27,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayllm.api.types import GenerationRequest, RequestOutput
+from rayllm.api.types import KEY_HEADER, GenerationRequest, IdempotencyKey, RequestOutput
 from rayllm.config.options import ServerConfig
 from rayllm.errors import InvalidRequestError
 from rayllm.serve.http.auth import ApiKey, check_key, check_origin
@@ -42,6 +43,7 @@ from rayllm.text.heap import give_back_memory
 from rayllm.text.outputs import accumulate
 
 MAX_ID_CHARS = 128
+MAX_KEY_CHARS = 255
 MAX_PATH_CHARS = 200
 
 _SCOPE_KEY = "rayllm.request"
@@ -63,6 +65,8 @@ class RequestContext:
         self.deadlines = Deadlines(server)
         self.is_trusted = False  # a key came with it, or none is needed
         self.body_bytes = 0  # of the body, as far as it has come
+        self.idempotency_key = ""
+        self.fingerprint = b""  # of the body, with an idempotency key
         self.holds = ExitStack()  # closed when the answer has ended, however it did
 
     def take_place(self) -> None:
@@ -79,9 +83,14 @@ class RequestContext:
         self.record.model = model.name
         engine = model.engine()
         self.ticket.move(model.admission)
-        self.record.reply_id = f"{kind}-{uuid.uuid4().hex}"
+        reply_id, key = f"{kind}-{uuid.uuid4().hex}", None
+        if self.idempotency_key:  # the reply's id and time are those of the first request with this key
+            parts = repr((self.record.key, kind, model.name, self.idempotency_key)).encode()
+            reply_id = f"{kind}-{hashlib.sha256(parts).hexdigest()[:32]}"
+            key = IdempotencyKey(reply_id, self.fingerprint, int(time.time()))
+        self.record.reply_id = reply_id
         client = self.record.key or self._address
-        self.target = Target(model, engine, engine.info, self.record.reply_id, client)
+        self.target = Target(model, engine, engine.info, reply_id, client, key)
         return self.target
 
     async def work(self, function: Callable[Args, Result], *args: Args.args, **options: Args.kwargs) -> Result:
@@ -188,14 +197,19 @@ class RequestLife:
                 asyncio.get_running_loop().run_in_executor(None, give_back_memory)
 
     def _check(self, context: RequestContext, headers: Headers) -> None:
-        """Raises ApiError 400 for an id that logs and headers should not carry, 401 for a key that is not valid, and
-        403 for a web page that may not send this."""
+        """Raises ApiError 400 for an id that logs and headers should not carry and for an idempotency key that is too
+        long, 401 for an API key that is not valid, and 403 for a web page that may not send this."""
         record = context.record
         given, record.request_id = headers.get("x-request-id", ""), uuid.uuid4().hex
         if given and (len(given) > MAX_ID_CHARS or not PLAIN.fullmatch(given)):
             message = f"must have at most {MAX_ID_CHARS} characters, only letters, digits and _.:/+-"
             raise ApiError(400, f"the header x-request-id {message}", param="x-request-id")
         record.request_id = given or record.request_id
+        if (key := headers.get(KEY_HEADER)) is not None:
+            if not 1 <= len(key) <= MAX_KEY_CHARS:
+                message = f"must have 1 to {MAX_KEY_CHARS} characters, not {len(key)}"
+                raise ApiError(400, f"the header {KEY_HEADER} {message}", param=KEY_HEADER)
+            context.idempotency_key = key
         check_origin(self.server.allowed_origins, record.method, headers)
         record.key = check_key(self.keys, record.method, record.path, headers.get("authorization"))
         context.is_trusted = record.key is not None or not self.keys
@@ -291,6 +305,8 @@ class JsonRequest(Request):
     async def json(self) -> Body:
         """Checked already, which FastAPI would do in the event loop. Raises ApiError 400 and 413."""
         context, text = context_of(self), await self.body()
+        if context.idempotency_key:
+            context.fingerprint = (await context.work(hashlib.sha256, text)).digest()
         try:
             return await context.work(read_body, self._kind, text, self._max_model_len)
         except (InvalidRequestError, ValidationError) as error:

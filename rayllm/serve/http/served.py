@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import NamedTuple, Protocol
 
-from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, RequestOutput
+from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, IdempotencyKey, RequestOutput
 from rayllm.config.options import ServerConfig
 from rayllm.serve.http.limits import Admission
 from rayllm.serve.http.metrics import FrontMetrics
@@ -69,3 +69,4 @@ class Target(NamedTuple):
     info: EngineInfo
     reply_id: str
     client: str = ""  # who asks, as far as it is known
+    key: IdempotencyKey | None = None  # of a request that may be sent again

@@ -6,41 +6,13 @@ import asyncio
 
 import pytest
 from support.driver import until
-from support.launched import BUNDLED
+from support.live_engines import LiveEngine, connected
 from support.request_kinds import requests_of_every_kind
 from support.serve import KEYS
 
 from rayllm.api.types import RequestOutput
-from rayllm.config.options import EngineConfig
-from rayllm.engine.build import start_engine
-from rayllm.engine.driver import EngineDriver
-from rayllm.engine.socket import EngineSocket
-from rayllm.serve.cluster.directory import EngineMember
-from rayllm.serve.cluster.front import FrontModel, ModelFront
+from rayllm.serve.cluster.front import ModelFront
 from rayllm.text.outputs import accumulate
-from rayllm.text.tokenizer import load_tokenizer
-
-
-class LiveEngine:
-    """An engine that listens, as a replica has it."""
-
-    def __init__(self, name: str):
-        options = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 200, "deterministic": True}
-        self.driver = EngineDriver(start_engine(EngineConfig(model=str(BUNDLED), device="cpu", **options)))
-        self.socket = EngineSocket(self.driver)
-        self.member = EngineMember(name, "m", 0, "here", self.socket.endpoint)
-
-    def close(self) -> None:
-        self.driver.shutdown()
-        self.socket.close()
-
-
-async def connected(engines: list[LiveEngine]) -> ModelFront:
-    """A front that uses these engines."""
-    front = ModelFront(FrontModel(name="m", folder=""), load_tokenizer(BUNDLED), "me", "here")
-    await front.update([engine.member for engine in engines], KEYS)
-    await until(lambda: front.num_replicas == len(engines))
-    return front
 
 
 async def outputs_of(front: ModelFront, progress: list[int]) -> list[RequestOutput]:

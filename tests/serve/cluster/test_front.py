@@ -10,7 +10,7 @@ from support.driver import INFO, fake_request, until
 from support.serve import KEYS, engine_member
 
 from rayllm import timeouts
-from rayllm.api.types import EngineStats, Load, TokenDelta
+from rayllm.api.types import EngineStats, IdempotencyKey, Load, TokenDelta
 from rayllm.api.wire import EngineBeat, Snapshot
 from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError
@@ -33,6 +33,7 @@ class FakeClient:
         self.dead = None
         self.closed = False
         self.requests, self.seeds, self.sent, self.states = [], [], [], []
+        self.keys_known, self.asked = set(), []
         self.tick = asyncio.Semaphore(0)
         self._cluster = cluster
 
@@ -49,6 +50,10 @@ class FakeClient:
 
     async def close(self):
         self.closed = True
+
+    async def knows(self, key_id):
+        self.asked.append(key_id)
+        return key_id in self.keys_known and self.dead is None
 
     def says(self, **fields):
         self.engine_beat = msgspec.structs.replace(self.engine_beat, **fields)
@@ -346,6 +351,28 @@ def test_a_request_ends_where_nobody_takes_over(why, monkeypatch):
             await task
 
     body()
+
+
+@scenario("one", "two", "three")
+async def test_a_request_with_a_key_goes_to_the_engine_that_has_it(cluster):
+    """Also when it drains; without one it goes where the router says, and begins there with noise of the key's own."""
+    two = cluster.client("two")
+    two.keys_known.add("k")
+    two.says(draining=True)
+    keyed = msgspec.structs.replace(request(max_tokens=2), key=IdempotencyKey("k", b"", 1))
+    first = asyncio.create_task(consume(cluster.front.generate(keyed)))
+    await until(lambda: two.requests)
+    assert all(client.asked == ["k"] for client in cluster.clients)
+    two.dead = "gone"
+    two.tick.release()
+    await until(lambda: sum(len(client.requests) for client in cluster.clients) == 2)
+    taken = next(client for client in cluster.clients if client.requests and client is not two)
+    for _ in range(2):
+        taken.tick.release()
+    assert (await first)[-1].finished
+    assert taken.seeds == two.seeds == [keyed.key.seed]
+    await cluster.start("without a key")
+    assert all(len(client.asked) == 2 for client in cluster.clients)
 
 
 @scenario("one", "two", "three")

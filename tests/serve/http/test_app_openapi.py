@@ -45,7 +45,8 @@ def test_errors_and_keys_are_described():
     document = API.app.openapi()
     chat = document["paths"]["/v1/chat/completions"]["post"]
     assert {"400", "401", "404", "408", "413", "429", "500", "503"} <= chat["responses"].keys()
-    assert "422" not in chat["responses"]
+    assert chat["responses"]["422"]["description"].startswith("The Idempotency-Key")
+    assert "422" not in document["paths"]["/tokenize"]["post"]["responses"], "which is FastAPI's own"
     assert chat["responses"]["400"]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorAnswer")
     assert {"application/json", "text/event-stream"} == chat["responses"]["200"]["content"].keys()
     assert document["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
