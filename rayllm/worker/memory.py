@@ -59,6 +59,8 @@ class StepMemory:
         Its kernels must have run before: a capture forbids to compile or load them, and libraries to allocate.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool.id, stream=self._stream):  # type: ignore[arg-type] # too narrow a stub
+        # What other threads do meanwhile, as waiting for the last result, is no part of it.
+        mode = {"capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graph, pool=self._pool.id, stream=self._stream, **mode):  # type: ignore[arg-type] # too narrow a stub
             result = step()
         return graph, result

@@ -160,8 +160,8 @@ def test_a_rank_may_be_silent_for_longer_while_it_starts(started, monkeypatch):
         (1, "collect", "raise", "worker rank 1 on node .* failed: ValueError: made to fail in collect"),
         (1, "submit", "kill", "worker rank 1 on node .* failed: its process died"),
         (0, "collect", "kill", "worker rank 0 on node .* failed: its process died"),
-        (1, "submit", "stop", "worker rank 1 on node .* has not answered for 6 s; the last finished step was [23]"),
-        (0, "collect", "stop", "worker rank 0 on node .* has not answered for 6 s; the last finished step was 2"),
+        (1, "submit", "stop", "worker rank 1 on node .* has not answered for 3 s; the last finished step was [23]"),
+        (0, "collect", "stop", "worker rank 0 on node .* has not answered for 3 s; the last finished step was 2"),
     ],
 )
 def test_a_step_that_fails(started, rank, where, how, message):
@@ -193,7 +193,7 @@ def test_new_ranks_take_over(started, how):
     executor.recover()
     assert all(is_gone(pid) for pid in old)
     assert len(pids_of(executor)) == len(executor.report.ready) == 2
-    assert [name for name, _ in executor.report.phases][:3] == ["place", "start actors", "connect"]
+    assert [name for name, _ in executor.report.phases][:4] == ["end workers", "place", "start actors", "connect"]
     executor.check_health()
     plans = [make_plan(5), make_plan(6)]
     for plan in plans:
