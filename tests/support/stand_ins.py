@@ -45,9 +45,9 @@ class AddingRank:
         )
         self.pending = deque()
         self.num_closed = 0
+        self.share = torch.arange(8, device=self.device)[self.tp.rank :: self.tp.size].sum()
 
     def count_blocks(self):
-        self.share = torch.arange(8, device=self.device)[self.tp.rank :: self.tp.size].sum()
         return KVBlocks(100 - self.tp.rank, 50 + self.tp.rank)
 
     def build(self, blocks, resumes=False):
@@ -130,7 +130,12 @@ class StumblingRank(AddingRank):
 
 def pids_of(executor):
     """The processes of an executor's ranks."""
-    return [int(re.search(r"process (\d+)", place)[1]) for place in executor.report.placement]
+    return pids_in(executor.report.placement)
+
+
+def pids_in(places):
+    """The processes of these ranks or standbys."""
+    return [int(re.search(r"process (\d+)", place)[1]) for place in places]
 
 
 class Replica:
