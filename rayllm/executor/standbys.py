@@ -63,6 +63,7 @@ class Standbys:
         if ranks is not None and ranks.failure() is not None:
             return None
         self._starting = self._made = None
+        self._next_start = time.monotonic() + timeouts.STANDBY_DELAY_S
         return ranks
 
     def close(self) -> None:

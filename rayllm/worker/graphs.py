@@ -128,7 +128,8 @@ class _Captured(ABC):
         """
         size, self._used = self._used, 0
         if self._missed[size] > 1:
-            self._graphs[size] = memory.capture(partial(self._step, size, self._context.caches))
+            step = partial(self._step, size, self._context.caches)
+            self._graphs[size] = memory.capture(step, "thread_local")
             del self._missed[size]
 
     def _replay(self, size: int) -> tuple[torch.Tensor, ...]:

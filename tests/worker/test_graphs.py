@@ -89,7 +89,7 @@ class FakeMemory:
 
     num_captured = 0
 
-    def capture(self, step):
+    def capture(self, step, mode):
         self.num_captured += 1
         return SimpleNamespace(replay=lambda: None), step()
 
