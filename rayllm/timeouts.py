@@ -35,7 +35,8 @@ STALL_S = 120.0
 # Driver and ranks.
 PING_S = 0.5
 RANK_SILENCE_S = 3.0  # Python code that holds the interpreter's lock, or a host without a free core, takes less
-STANDBY_DELAY_S = 2.0  # from a recovery until new standbys start, whose imports would slow down what waits
+# From a recovery until new standbys start, whose imports on a CPU slow down what is computed again.
+STANDBY_DELAY_S = {"cuda": 0.5, "cpu": 5.0}
 STANDBY_RETRY_S = 10.0  # between two starts of standbys
 STEP_S = {"cuda": 30.0, "cpu": 300.0}  # no step takes this long; on a CPU, a chunk may take minutes
 RANK_START_SILENCE_S = 60.0  # imports hold the interpreter's lock for seconds, on a busy host for many

@@ -140,7 +140,8 @@ class RayExecutor(Executor):
         with timed(self.report.phases, "start actors"):
             self._take(RankActors(self._placement, config, self._load))
             if config.standbys:
-                self.standbys = Standbys(lambda: RankActors(self._placement, config, self._load))
+                delay_s = timeouts.STANDBY_DELAY_S[config.device]
+                self.standbys = Standbys(lambda: RankActors(self._placement, config, self._load), delay_s)
                 self._undo_place.callback(self.standbys.close)
                 if not resumes:
                     self.standbys.begin()

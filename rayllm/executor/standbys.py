@@ -17,11 +17,12 @@ logger = logging.getLogger(__name__)
 class Standbys:
     """All ranks have standbys, or none: if one is lost, all are replaced, which costs nothing but time beside serving.
 
-    start: makes the actors. What takes long runs on a thread of its own, so that no step waits for it.
+    start: makes the actors. delay_s: from a recovery on. What takes long runs on a thread of its own, so that no step
+    waits for it.
     """
 
-    def __init__(self, start: Callable[[], RankActors]):
-        self._start = start
+    def __init__(self, start: Callable[[], RankActors], delay_s: float):
+        self._start, self._delay_s = start, delay_s
         self._made: RankActors | None = None  # also before they are up
         self._starting: Future[RankActors] | None = None
         self._next_start = 0.0  # time.monotonic()
@@ -63,7 +64,7 @@ class Standbys:
         if ranks is not None and ranks.failure() is not None:
             return None
         self._starting = self._made = None
-        self._next_start = time.monotonic() + timeouts.STANDBY_DELAY_S
+        self._next_start = time.monotonic() + self._delay_s
         return ranks
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from support.request_kinds import requests_of_every_kind
 
 from rayllm.config.options import EngineConfig
 from rayllm.engine.build import start_engine
+from rayllm.serve.cluster.launch import describe_start
 from rayllm.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -27,6 +28,7 @@ def test_requests_of_every_kind_go_on(tmp_path, monkeypatch):
     common = {"model": str(folder), "device": "cpu", "max_num_batched_tokens": 64, "num_gpu_blocks_override": 200}
     core = start_engine(EngineConfig(**common, tensor_parallel_size=2, deterministic=True))
     try:
+        assert re.search(r"standbys 0\.\d\d, 0\.\d\d GiB", " ".join(describe_start(core.info)))
         undisturbed = outputs_of(core, requests_of_every_kind(tokenizer), tokenizer)
         step, num_steps = core.step, 0
 

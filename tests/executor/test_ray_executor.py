@@ -233,7 +233,7 @@ def watch_until(executor, condition):
 
 
 def test_standbys_take_over_and_are_replaced(started, tmp_path, monkeypatch):
-    monkeypatch.setattr(timeouts, "STANDBY_DELAY_S", 0.1)
+    monkeypatch.setattr(timeouts, "STANDBY_DELAY_S", {"cpu": 0.1})
     monkeypatch.setattr(timeouts, "STANDBY_RETRY_S", 0.1)
     load = partial(StumblingRank, folder=tmp_path, deadly_starts=(2,))
     executor = RayExecutor(cpu_config(tensor_parallel_size=2, executor="ray", standby_ranks="auto"), load)
