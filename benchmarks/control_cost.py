@@ -29,6 +29,7 @@ from rayllm.engine.build import start_resolved_engine
 from rayllm.engine.engine import EngineCore
 from rayllm.executor.ray import RayExecutor
 from rayllm.executor.ray_cluster import connect_to_ray
+from rayllm.parallel.shared_weights import SharedWeights
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.worker.worker import RankModel
 
@@ -36,7 +37,9 @@ PROMPT_TOKENS = 512
 STEPS, WARM_STEPS = 300, 40
 
 
-def load_timed(config: ResolvedConfig, tp: TPGroup, device: torch.device, *, folder: str) -> RankModel:
+def load_timed(
+    config: ResolvedConfig, tp: TPGroup, device: torch.device, weights: SharedWeights | None = None, *, folder: str
+) -> RankModel:
     """A rank that notes how long replays of its CUDA graphs take on the device.
 
     The first graph that is replayed STEPS / 2 times is that of the first batch's decodes, and so on. Each such graph
@@ -59,7 +62,7 @@ def load_timed(config: ResolvedConfig, tp: TPGroup, device: torch.device, *, fol
             Path(folder, f"{tp.rank} {next(numbers)}").write_text(str(median))
 
     torch.cuda.CUDAGraph.replay = timed_replay  # type: ignore[method-assign, assignment]
-    return RankModel(config, tp, device)
+    return RankModel(config, tp, device, weights)
 
 
 def step_ms(core: EngineCore, batch: int, rng: random.Random) -> float:

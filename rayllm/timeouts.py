@@ -7,6 +7,8 @@
 | engine - request with an idempotency key | the engine | a front that wants its tokens | KEEP_S | it is forgotten |
 | driver - rank | the driver | PING_S; a dead process is seen at once | RANK_SILENCE_S | new ranks take over |
 | driver - starting rank | the driver | the same | RANK_START_SILENCE_S, RANK_START_S a phase | the start fails |
+| driver - standby that takes over | the driver | as a rank's | RANK_RESUME_SILENCE_S | new ranks start |
+| driver - standby | the driver | as a rank's | RANK_SILENCE_S | new standbys start |
 | driver - step | the driver | the step's result | STEP_S | new ranks take over |
 | Serve - replica | Ray Serve | HEALTH_PERIOD_S | HEALTH_TIMEOUT_S | Ray Serve replaces the replica |
 | replica, front - directory | the directory | REGISTER_S | MEMBER_SILENCE_S | the entry goes; others stop using it |
@@ -36,9 +38,13 @@ STALL_S = 120.0
 
 # Driver and ranks.
 PING_S = 0.5
-RANK_SILENCE_S = 6.0  # Python code that holds the interpreter's lock, or a host without a free core, takes less
+RANK_SILENCE_S = 3.0  # Python code that holds the interpreter's lock, or a host without a free core, takes less
+# From a recovery until new standbys start, whose imports on a CPU slow down what is computed again.
+STANDBY_DELAY_S = {"cuda": 0.5, "cpu": 5.0}
+STANDBY_RETRY_S = 10.0  # between two starts of standbys
 STEP_S = {"cuda": 30.0, "cpu": 300.0}  # no step takes this long; on a CPU, a chunk may take minutes
 RANK_START_SILENCE_S = 60.0  # imports hold the interpreter's lock for seconds, on a busy host for many
+RANK_RESUME_SILENCE_S = 10.0  # a standby that takes over has imported all
 RANK_START_S = 1800.0  # one phase of the start: loading hundreds of gigabytes from a slow disk
 RANK_CONNECT_S = 60.0  # for all ranks to join the process groups
 IDLE_WATCH_S = 0.5  # how often an engine without work looks at the ranks

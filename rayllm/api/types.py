@@ -454,6 +454,8 @@ class StartReport(msgspec.Struct, frozen=True):
     # Where each rank is.
     placement: list[str] = []
     ready: list[RankReady] = []
+    # Bytes that each rank's standby takes: of its GPU, or of the host's memory. Empty without standbys.
+    standbys: list[int] = []
 
     def kv_costs(self) -> KVCosts | None:
         """What a step of all ranks together takes: the most that any of them does. None without a host pool."""

@@ -31,6 +31,8 @@ class ResolvedConfig:
     device: Literal["cpu", "cuda"]
     # Where ranks run: in the driver's process, or as Ray actors.
     executor: Literal["local", "ray"]
+    # Each rank has a standby.
+    standbys: bool
     # Of weights and activations, as PyTorch names it.
     dtype: str
     # Of the KV cache, as PyTorch names it.
@@ -82,6 +84,7 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
         spec=spec,
         device=device,
         executor="ray" if uses_ray(options) else "local",
+        standbys=uses_ray(options) and options.standby_ranks == "auto",
         dtype=dtype,
         kv_dtype=_kv_dtype(options, spec, dtype),
         max_model_len=options.max_model_len or spec.max_model_len,

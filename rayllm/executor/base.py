@@ -24,7 +24,7 @@ class Executor(ABC):
     can_recover = False  # workers that failed can be replaced
 
     def __init__(self) -> None:
-        self.report = StartReport([], [], [])
+        self.report = StartReport([], [], [], [])
         self._dead = "the engine has not been started"  # why no step can run; "" while they can
 
     @abstractmethod

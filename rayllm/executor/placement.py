@@ -51,13 +51,16 @@ class Placement:
         here = ray.get_runtime_context().get_node_id()
         return all(node_id == here for node_id, _ in self.nodes)
 
-    def actor_options(self, rank: int) -> dict[str, Any]:
-        """Options of the actor of a rank: all of its bundle's GPU, no restart, the driver's environment."""
+    def actor_options(self, rank: int, share: float) -> dict[str, Any]:
+        """Options of an actor of a rank: a share of its bundle's GPU, no restart, the driver's environment.
+
+        Actors that share a bundle see the same GPU, by Ray's doing, and none is given away before all have ended.
+        """
         bundle = self.bundles[rank]
         resources = self.group.bundle_specs[bundle]
         return {
-            "num_cpus": min(CPUS_PER_RANK, resources.get("CPU", 0)),
-            "num_gpus": min(1, resources.get("GPU", 0)),
+            "num_cpus": share * min(CPUS_PER_RANK, resources.get("CPU", 0)),
+            "num_gpus": share * min(1, resources.get("GPU", 0)),
             "max_restarts": 0,
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, bundle),

@@ -8,6 +8,7 @@ compiles, computes or waits for others.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import time
 from typing import Any, NamedTuple
@@ -23,7 +24,9 @@ from rayllm.executor.placement import Placement
 from rayllm.worker.actor import WorkerActor
 from rayllm.worker.worker import LoadRank
 
-_PINGS = "ping"  # the actors' concurrency group for `ping`
+# Concurrency groups of the actors, beside the one for all else.
+_PINGS = "ping"
+_LIFE = "live"
 _POLL_SECONDS = 0.05
 _LOST_PEER = re.compile(r"gloo|NCCL|connection (closed|reset)|broken pipe", re.IGNORECASE)
 
@@ -40,28 +43,52 @@ class Failure(NamedTuple):
     error: Exception
 
 
+@functools.cache
+def _actor_class() -> Any:
+    """Made once a process: Ray stores each that is made in the cluster's memory before it makes the first actor."""
+    return ray.remote(concurrency_groups={_PINGS: 1, _LIFE: 1})(WorkerActor)  # type: ignore[call-overload] # a gap in Ray's types
+
+
 class RankActors:
-    """Actors in order of rank. `call` is for the start-up; `run`, `failure` and `wait_stopped` for the step loops."""
+    """Actors in order of rank: those that serve, or their standbys.
+
+    `call` is for the start-up, `run` and `wait_stopped` for the step loops, `failure` for both from `wait_until_up` on.
+    places: where each is. weights: where each hands out its weights, from their load on.
+    """
 
     def __init__(self, placement: Placement, config: ResolvedConfig, load: LoadRank):
         self._nodes = placement.nodes
-        actor: Any = ray.remote(concurrency_groups={_PINGS: 1})(WorkerActor)  # type: ignore[call-overload] # a gap in Ray's types
+        share = 0.5 if config.standbys else 1.0
         self._actors: list[Any] = [
-            actor.options(**placement.actor_options(rank)).remote(rank, config, load)
+            _actor_class().options(**placement.actor_options(rank, share)).remote(rank, config, load)
             for rank in range(len(placement.nodes))
         ]
         self._processes: list[psutil.Process] = []  # of this node
         self._pings: list[tuple[float, ray.ObjectRef]] = []  # when each rank was asked last, and the question
         self._loops: list[ray.ObjectRef] = []
+        self.places: list[str] = []
+        self.weights: list[bytes] = []
+        self._has_weights = False
+        self._patience = timeouts.RANK_START_SILENCE_S  # with a rank that is silent while it starts
 
-    def wait_until_up(self, seconds: float) -> list[str]:
-        """Where each rank is, once all processes have started and imported what they need. Raises StartupError."""
+    def wait_until_up(self, seconds: float) -> None:
+        """Returns when all processes have started and imported what they need. Raises StartupError."""
         whereabouts = self.call("start", "whereabouts", seconds=seconds)
         self._pings = [self._ping(rank) for rank in range(len(self._actors))]
+        self._loops = [actor.live.options(concurrency_group=_LIFE).remote() for actor in self._actors]
         places = list(zip(self._nodes, whereabouts, strict=True))
         here = ray.get_runtime_context().get_node_id()
         self._processes = [psutil.Process(pid) for (node_id, _), (pid, _) in places if node_id == here]
-        return [f"node {address}, process {pid}, {device}" for (_, address), (pid, device) in places]
+        self.places = [f"node {address}, process {pid}, {device}" for (_, address), (pid, device) in places]
+
+    def adopt(self, weights: list[bytes], seconds: float) -> None:
+        """As standbys, map the weights of the ranks that serve; they are loaded anew if one of these has ended."""
+        self._patience = timeouts.RANK_RESUME_SILENCE_S
+        self._has_weights = all(self.call("map the weights", "adopt", weights, seconds=seconds))
+
+    def load(self, seconds: float) -> None:
+        """Load the model, collectively."""
+        self.weights = self.call("load the model", "load", self._has_weights, seconds=seconds)
 
     def call(self, purpose: str, method: str, *args: Any, seconds: float) -> list[Any]:
         """Call a method of all ranks; their results in order. purpose: for messages, a verb.
@@ -82,7 +109,7 @@ class RankActors:
                 raise StartupError(reason) from failure.error
             if not pending:
                 return ray.get(calls)
-            if (silent := self._silent(timeouts.RANK_START_SILENCE_S)) is not None:
+            if (silent := self._silent(self._patience)) is not None:
                 raise StartupError(f"{silent} while it had to {purpose}")
             if time.monotonic() > deadline:
                 late = self._name(calls.index(pending[0]))
@@ -108,14 +135,19 @@ class RankActors:
         """Wait until all step loops have ended, in whatever way."""
         ray.wait(self._loops, num_returns=len(self._loops), timeout=seconds)
 
-    def kill(self, seconds: float) -> None:
-        """End the processes, and wait for that as far as it can be seen from here: on this node."""
+    def kill(self, seconds: float, *, at_once: bool = False) -> None:
+        """End the processes, and wait for that as far as it can be seen from here: on this node.
+
+        at_once: those of this node without Ray, which takes a moment, needs the GCS, and calls an end that it was not
+        asked for an error.
+        """
         if not ray.is_initialized():  # they have ended with it
             return
-        for actor in self._actors:
-            with contextlib.suppress(Exception):  # it may be dead already
-                ray.kill(actor)
-        _, left = psutil.wait_procs(self._processes, timeout=seconds / 4)
+        if not at_once or len(self._processes) < len(self._actors):
+            for actor in self._actors:
+                with contextlib.suppress(Exception):  # it may be dead already
+                    ray.kill(actor)
+        _, left = psutil.wait_procs(self._processes, timeout=0 if at_once else seconds / 4)
         for process in left:  # a stopped process does not hear Ray
             with contextlib.suppress(psutil.Error):
                 process.kill()

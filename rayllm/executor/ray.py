@@ -3,8 +3,9 @@
 A step is one broadcast of a plan over gloo to all ranks and one message with the result from rank 0, each on a group
 and a thread of its own here, so that the engine's thread never waits for a socket and always finds out who failed.
 
-If a rank fails, all ranks are killed and new ones take their place, in groups of their own: whatever an old process
-that wakes up late sends reaches nobody.
+If a rank fails, all ranks are killed and their standbys take their place, or else new ones, in groups of their own:
+whatever an old process that wakes up late sends reaches nobody. With standbys on this node that takes no call that the
+GCS would have to answer.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ import os
 import queue
 import socket
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -34,6 +34,8 @@ from rayllm.executor.base import Executor
 from rayllm.executor.channel import Channel
 from rayllm.executor.placement import Placement, reserve
 from rayllm.executor.ranks import RankActors
+from rayllm.executor.standbys import Standbys
+from rayllm.executor.threads import on_thread
 from rayllm.parallel.process_groups import CONNECT_TIMEOUT, Groups, Rendezvous, interface_variables, join_groups
 from rayllm.worker.worker import LoadRank, RankModel
 
@@ -49,7 +51,8 @@ class RayExecutor(Executor):
     This process is connected to Ray, and has one of these at a time, since torch.distributed has one default group.
 
     load: importable in the actors. owns_ray: Ray was started for this engine, and is to be stopped with it.
-    step_seconds: the longest `collect` waits for a result; None takes what is usual for the device.
+    step_seconds: the longest `collect` waits for a result; None takes what is usual for the device. standbys: of the
+    ranks, from `start` on; None if the config has none.
     """
 
     can_recover = True
@@ -63,6 +66,7 @@ class RayExecutor(Executor):
         step_seconds: float | None = None,
     ):
         super().__init__()
+        self.standbys: Standbys | None = None
         self._config, self._load, self._owns_ray = config, load, owns_ray
         self._step_seconds = step_seconds or timeouts.STEP_S[config.device]
         self._last_step = "no step has finished"
@@ -70,9 +74,11 @@ class RayExecutor(Executor):
         self._closed = False  # `shutdown` has been called, perhaps from another thread in the middle of `recover`
         self._next_watch = 0.0  # time.monotonic() from which `collect` looks at the workers again
         self._undo = contextlib.ExitStack()  # what `shutdown` has to do, the last first
-        self._undo_ranks = contextlib.ExitStack()  # what is to be done of it before there can be new ranks
+        self._undo_place = contextlib.ExitStack()  # what is to be done of it before there can be another place
+        self._undo_ranks = contextlib.ExitStack()  # what is to be done of it before there can be other ranks
         # Made by `start`.
         self._blocks: KVBlocks
+        self._placement: Placement
         self._ranks: RankActors
         self._groups: Groups
         self._joining: Future[Groups] | None = None
@@ -86,11 +92,15 @@ class RayExecutor(Executor):
         atexit.register(self.shutdown)
         if self._owns_ray:
             self._undo.callback(ray.shutdown)
+        self._undo.callback(self._undo_place.close)
         self._undo.callback(self._undo_ranks.close)
         with self._starting():
-            room = self._start_ranks()
+            self._start_ranks(resumes=False)
+            self._connect_and_load()
+            self._warm_standbys()
+            room = self._ranks.call("size the KV cache", "count_blocks", seconds=timeouts.RANK_START_S)
             self._blocks = KVBlocks(*(min(getattr(rank, name) for rank in room) for name in KVBlocks.__struct_fields__))
-            self._build_ranks()
+            self._build_ranks(resumes=False)
         return self._blocks
 
     def recover(self) -> None:
@@ -99,12 +109,19 @@ class RayExecutor(Executor):
             if self._closed:
                 raise EngineDeadError("the engine was shut down")
             try:
-                self._undo_ranks.close()
                 self._in_flight.clear()
                 for part in (self.report.phases, self.report.placement, self.report.ready):
                     part.clear()
-                self._start_ranks()
-                self._build_ranks()
+                with timed(self.report.phases, "end workers"):
+                    self._undo_ranks.close()
+                standbys = None if self.standbys is None else self.standbys.take()
+                if standbys is not None:
+                    self._take(standbys)
+                else:
+                    self._undo_place.close()
+                    self._start_ranks(resumes=True)
+                self._connect_and_load()
+                self._build_ranks(resumes=True)
             except Exception as error:
                 logger.warning(
                     "new workers failed to start, attempt %d of %d: %s", attempt + 1, RECOVERY_ATTEMPTS, error
@@ -115,36 +132,63 @@ class RayExecutor(Executor):
                 self._dead = ""
                 return
 
-    def _start_ranks(self) -> list[KVBlocks]:
-        """Start a process for each rank and load the model; returns what each has room for."""
-        config, undo, seconds = self._config, self._undo_ranks, timeouts.RANK_START_S
-        undo.callback(self._leave_groups)
+    def _start_ranks(self, *, resumes: bool) -> None:
+        """Start a process for each rank, and one for its standby: at the same time, or once requests go on."""
+        config = self._config
         with timed(self.report.phases, "place"):
-            placement = undo.enter_context(reserve(config.tp, config.device))
+            self._placement = self._undo_place.enter_context(reserve(config.tp, config.device))
         with timed(self.report.phases, "start actors"):
-            self._ranks = ranks = RankActors(placement, config, self._load)
-            undo.callback(ranks.kill, timeouts.RANK_STOP_S)
-            self.report.placement.extend(ranks.wait_until_up(seconds))
-        with timed(self.report.phases, "connect"):
-            self._groups = self._connect(ranks, placement, "nccl" if config.device == "cuda" else "gloo")
-        return ranks.call("load the model", "load", seconds=seconds)
+            self._take(RankActors(self._placement, config, self._load))
+            if config.standbys:
+                delay_s = timeouts.STANDBY_DELAY_S[config.device]
+                self.standbys = Standbys(lambda: RankActors(self._placement, config, self._load), delay_s)
+                self._undo_place.callback(self.standbys.close)
+                if not resumes:
+                    self.standbys.begin()
+            self._ranks.wait_until_up(timeouts.RANK_START_S)
 
-    def _build_ranks(self) -> None:
+    def _take(self, ranks: RankActors) -> None:
+        """Make these the engine's ranks."""
+        self._ranks = ranks
+        self._undo_ranks.callback(self._leave_groups)
+        self._undo_ranks.callback(lambda: ranks.kill(timeouts.RANK_STOP_S, at_once=not self._closed))
+
+    def _connect_and_load(self) -> None:
+        self.report.placement.extend(self._ranks.places)
+        with timed(self.report.phases, "connect"):
+            self._groups = self._connect(self._ranks, "nccl" if self._config.device == "cuda" else "gloo")
+        self._ranks.load(timeouts.RANK_START_S)
+
+    def _warm_standbys(self) -> None:
+        """Have them take the memory that they take, which the KV cache has to leave to them, and report it."""
+        standbys = None if self.standbys is None else self.standbys.wait()
+        if standbys is None:
+            return
+        with timed(self.report.phases, "standbys"):
+            seconds, on_gpus = timeouts.RANK_START_S, self._config.device == "cuda"
+            before = self._ranks.call("measure memory", "memory", seconds=seconds) if on_gpus else [0] * self._config.tp
+            standbys.call("warm up", "warm_up", seconds=seconds)
+            after = (self._ranks if on_gpus else standbys).call("measure memory", "memory", seconds=seconds)
+            standbys.adopt(self._ranks.weights, seconds)
+        self.report.standbys.extend(more - less for more, less in zip(after, before, strict=True))
+
+    def _build_ranks(self, *, resumes: bool) -> None:
         """Have the ranks allocate the pools, and serve."""
-        self.report.ready.extend(self._ranks.call("get ready", "build", self._blocks, seconds=timeouts.RANK_START_S))
+        ranks, seconds = self._ranks, timeouts.RANK_START_S
+        self.report.ready.extend(ranks.call("get ready", "build", self._blocks, resumes, seconds=seconds))
         self.report.phases.extend(self.report.ready[0].phases)
-        self._ranks.run()
+        ranks.run()
         self._channel = Channel(self._groups)
 
-    def _connect(self, ranks: RankActors, placement: Placement, device_backend: str) -> Groups:
+    def _connect(self, ranks: RankActors, device_backend: str) -> Groups:
         """Join the control group together with all ranks, on the loopback interface if they are on this node."""
-        host = "127.0.0.1" if placement.one_node() else ray.util.get_node_ip_address()
+        host = "127.0.0.1" if self._placement.one_node() else ray.util.get_node_ip_address()
         store = _open_store(host)
         excepthook = sys.excepthook  # which torch replaces, to mark this process's own errors with a rank
         meeting = Rendezvous(host, store.port, self._config.tp, device_backend)
         with _environment(interface_variables(host, ray.util.get_node_ip_address())):
             # On a thread, because it waits for ranks that may fail, which only `ranks.call` would notice.
-            joining = _on_thread(lambda: join_groups(meeting, 0, store, timedelta(seconds=self._step_seconds)))
+            joining = on_thread(lambda: join_groups(meeting, 0, store, timedelta(seconds=self._step_seconds)))
             self._joining = joining
             seconds = 2 * CONNECT_TIMEOUT.total_seconds()
             ranks.call("connect", "connect", meeting, seconds=seconds)
@@ -171,7 +215,7 @@ class RayExecutor(Executor):
             now = time.monotonic()
             if now >= self._next_watch:  # also while results come: they are those of rank 0 alone
                 self._next_watch = now + timeouts.RANK_WATCH_S
-                self._raise_failure()
+                self._watch()
             if result is None and now > deadline:
                 reason = f"no result of step {step_id} came within {self._step_seconds:g} s; the workers hang"
                 self._die(f"{reason}; {self._last_step}")
@@ -180,7 +224,7 @@ class RayExecutor(Executor):
 
     def check_health(self) -> None:
         super().check_health()
-        self._raise_failure()
+        self._watch()
 
     def shutdown(self) -> None:
         atexit.unregister(self.shutdown)
@@ -204,12 +248,17 @@ class RayExecutor(Executor):
             logger.warning("a connection to a worker is still open; its thread is left behind")
         self._joining = self._channel = None
         if dist.is_initialized():
-            _on_thread(dist.destroy_process_group).result(timeouts.RANK_STOP_S)
+            on_thread(dist.destroy_process_group).result(timeouts.RANK_STOP_S)
 
     def _living_channel(self) -> Channel:
         super().check_health()
         assert self._channel is not None
         return self._channel
+
+    def _watch(self) -> None:
+        self._raise_failure()
+        if self.standbys is not None:
+            self.standbys.tend(self._ranks.weights)
 
     def _raise_failure(self, wait_seconds: float = 0.0) -> None:
         if (failure := self._ranks.failure(wait_seconds)) is not None:
@@ -240,17 +289,3 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
-
-
-def _on_thread(function: Callable[[], Groups | None]) -> Future:
-    """Run it on a daemon thread, which may hang without keeping the process alive."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

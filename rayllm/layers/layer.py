@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rayllm.layers.weights import WeightSource
+from rayllm.parallel.shared_weights import SharedWeights
 from rayllm.parallel.tp_group import TPGroup
 
 
@@ -21,6 +22,7 @@ class BuildContext:
     max_model_len: tokens of a sequence at most; no position reaches it.
     deterministic: a token's result does not depend on the other tokens of a call, to the bit.
     prefix: what the names of weights in the checkpoint begin with: empty, or it ends with a dot.
+    memory: of the parameters; None for memory of their own.
     """
 
     tp: TPGroup
@@ -29,6 +31,7 @@ class BuildContext:
     max_model_len: int
     deterministic: bool = False
     prefix: str = ""
+    memory: SharedWeights | None = None
 
     def at(self, name: str) -> Self:
         """The same for the part `name` of what this is for."""
@@ -40,7 +43,9 @@ class BuildContext:
         return replace(self, tp=TPGroup.single())
 
     def parameter(self, *shape: int) -> nn.Parameter:
-        """One to be filled by `WeightSource.write`; its contents are undefined until then."""
+        """One to be filled by `WeightSource.write`, unless its memory is; its contents are undefined until then."""
+        if self.memory is not None:
+            return nn.Parameter(self.memory.take(shape, self.dtype), requires_grad=False)
         return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype), requires_grad=False)
 
     def shard(self, size: int, what: str) -> int:

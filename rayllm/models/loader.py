@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rayllm.layers.layer import BuildContext
 from rayllm.layers.weights import WeightSource
 from rayllm.models.base import CausalLM
 from rayllm.models.registry import MODEL_CLASSES
+from rayllm.parallel.shared_weights import SharedWeights
 from rayllm.parallel.tp_group import TPGroup
 
 # Buffers that old checkpoints hold and that the model derives from its config.
@@ -151,17 +153,26 @@ class DummyCheckpoint(WeightSource):
         return self.tensor(name, shape).narrow(dim, start, stop - start)
 
 
-def load_model(config: ResolvedConfig, tp: TPGroup, device: torch.device) -> CausalLM:
+def load_model(
+    config: ResolvedConfig, tp: TPGroup, device: torch.device, weights: SharedWeights | None = None
+) -> CausalLM:
     """This rank's part of the model in the folder config.options.model, on `device`.
 
-    With load_format "dummy" the weights come from the seed. Raises ModelError if the checkpoint does not fit the spec.
+    With load_format "dummy" the weights come from the seed. weights: where they are to be, or are already; None keeps
+    them for this process alone. Raises ModelError if the checkpoint does not fit the spec.
     """
     spec, options, dtype = config.spec, config.options, getattr(torch, config.dtype)
+    make = MODEL_CLASSES[spec.architecture]
+    context = BuildContext(tp, device, dtype, config.max_model_len, options.deterministic, memory=weights)
+    if weights is not None and weights.is_filled:
+        return make(context, spec).eval()
     dummy = options.load_format == "dummy"
     source = DummyCheckpoint(options.seed or 0, device, dtype) if dummy else Checkpoint(options.model)
-    context = BuildContext(tp, device, dtype, config.max_model_len, options.deterministic)
+    if weights is not None:
+        make(replace(context, device=torch.device("meta")), spec)
+        weights.allocate()
     with torch.no_grad():
-        model = MODEL_CLASSES[spec.architecture](context, spec)
+        model = make(context, spec)
         model.load(source)
     source.finish()
     if unwritten := source.unwritten(model):

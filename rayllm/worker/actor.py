@@ -8,8 +8,10 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, as_completed
+from functools import partial
 from typing import Any
 
+import psutil
 import ray
 import torch
 import torch.distributed as dist
@@ -26,12 +28,17 @@ from rayllm.parallel.process_groups import (
     receive_plan,
     send_result,
 )
+from rayllm.parallel.shared_weights import SharedWeights
 from rayllm.parallel.tp_group import TPGroup
+from rayllm.worker.memory import limit_stacks
 from rayllm.worker.worker import LoadRank, RankModel, Worker
+from rayllm_kernels import ops
 
 
 class WorkerActor:
-    """One rank. Public methods are Ray calls of the driver, each returning when this rank is done with it.
+    """One rank, or its standby. Public methods are Ray calls of the driver, each returning when it is done here.
+
+    A rank gets `connect`, `load`, `build` and `run`. A standby gets `warm_up` and `adopt` before, maybe long before.
 
     All of the rank's methods but `collect` run on one thread of ours, since PyTorch keeps streams, gradient mode and
     the like by thread, and Ray's own thread has to stay free to report an error of either thread at once.
@@ -41,6 +48,7 @@ class WorkerActor:
         self._rank, self._config, self._load = rank, config, load
         self._device = torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu")
         self._thread = _CallThread("worker")
+        self._weights: SharedWeights | None = None  # what `adopt` left
         # What `connect`, `load` and `build` leave, which the driver calls in this order.
         self._groups: Groups
         self._loaded: RankModel
@@ -54,6 +62,40 @@ class WorkerActor:
 
     def ping(self) -> None:
         """Answers as long as this process can run Python; called in a thread of its own."""
+
+    def live(self) -> None:
+        """Returns never; called in a thread of its own, so that Ray tells when this process ends."""
+        threading.Event().wait()
+
+    def memory(self) -> int:
+        """Bytes in use: of this process alone, without what it shares, or on its GPU, of all processes."""
+        if self._device.type == "cpu":
+            num_bytes: int = psutil.Process().memory_full_info().uss
+            return num_bytes
+        free, total = self._thread.call(torch.cuda.mem_get_info, self._device)
+        return total - free
+
+    def warm_up(self) -> None:
+        """Do what needs neither weights nor other ranks: on CUDA, make the context."""
+        if self._device.type == "cuda":
+            self._thread.call(self._make_context)
+        _freeze()
+
+    def _make_context(self) -> None:
+        torch.cuda.set_device(self._device)
+        limit_stacks(self._device)
+        ops.prepare(self._device)
+        part = torch.zeros(64, 64, dtype=getattr(torch, self._config.dtype), device=self._device)
+        torch.mm(part, part)  # loads cuBLAS
+        torch.cuda.synchronize()
+
+    def adopt(self, names: list[bytes]) -> bool:
+        """Map the weights that this rank hands out in another process, by rank; False if that is gone."""
+        weights = SharedWeights(self._device)
+        if not self._thread.call(weights.adopt, names[self._rank]):
+            return False
+        self._weights = weights
+        return True
 
     def connect(self, meeting: Rendezvous) -> None:
         """Join the groups, and try the device group out."""
@@ -74,19 +116,26 @@ class WorkerActor:
             if present.item() != meeting.num_ranks:
                 raise RuntimeError(f"the first all-reduce summed {present.item():g} ranks of {meeting.num_ranks}")
 
-    def load(self) -> KVBlocks:
-        """Load this rank's part of the model; returns the KV blocks that it has room for."""
+    def load(self, has_weights: bool) -> bytes:
+        """Load this rank's part of the model; returns where it hands out the weights, empty if there are no standbys.
+
+        has_weights: all ranks have adopted theirs.
+        """
         fixed_order = self._config.options.deterministic
         tp = TPGroup(self._rank, self._config.tp, self._groups.device, fixed_order=fixed_order)
-        self._loaded = self._thread.call(self._load, self._config, tp, self._device)
-        return self._thread.call(self._loaded.count_blocks)
+        weights = self._weights if has_weights else SharedWeights(self._device) if self._config.standbys else None
+        self._loaded = self._thread.call(self._load, self._config, tp, self._device, weights)
+        return b"" if weights is None else weights.hand_out()
 
-    def build(self, blocks: KVBlocks) -> RankReady:
-        """Allocate the KV cache and get ready to serve."""
-        self._worker = self._thread.call(self._loaded.build, blocks)
-        # Full passes of the garbage collector visit libraries too, for 100 to 200 ms, if these are not left out.
-        gc.collect()
-        gc.freeze()
+    def count_blocks(self) -> KVBlocks:
+        """The KV blocks that this rank has room for."""
+        blocks: KVBlocks = self._thread.call(self._loaded.count_blocks)
+        return blocks
+
+    def build(self, blocks: KVBlocks, resumes: bool) -> RankReady:
+        """Allocate the KV cache and get ready to serve. resumes: as `RankModel.build` has it."""
+        self._worker = self._thread.call(partial(self._loaded.build, blocks, resumes=resumes))
+        _freeze()
         return self._worker.ready
 
     def run(self) -> None:
@@ -116,6 +165,12 @@ class WorkerActor:
         for loop in as_completed([self._thread.start(submit_plans), _CallThread("collect").start(collect_results)]):
             loop.result()
         self._thread.call(worker.close)
+
+
+def _freeze() -> None:
+    """Full passes of the garbage collector visit libraries too, for 100 to 200 ms, if these are not left out."""
+    gc.collect()
+    gc.freeze()
 
 
 class _CallThread:

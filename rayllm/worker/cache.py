@@ -61,7 +61,12 @@ class CacheEngine:
         pinned = device.type == "cuda" and blocks.cpu > 0
         num_staging = staging_blocks(block_bytes(block_shape, dtype), blocks.cpu) if pinned else 0
         # Zeros, not garbage: a masked position times a NaN would still be NaN.
-        with_staging = torch.zeros(blocks.gpu + num_staging, *block_shape, dtype=storage, device=device)
+        shape = (blocks.gpu + num_staging, *block_shape)
+        if device.type == "cpu":  # the system's zeros, when a block is first used: no start has to wait for all of them
+            pages = np.zeros(math.prod(shape) * storage.itemsize, np.uint8)
+            with_staging = torch.from_numpy(pages).view(storage).view(shape)
+        else:
+            with_staging = torch.zeros(shape, dtype=storage, device=device)
         self.pool = with_staging[: blocks.gpu]
         numbers = self.pool.view(dtype)
         self.layers = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -105,6 +106,8 @@ class _Captured(ABC):
     def __init__(self, context: RunContext, sizes: Sequence[int], logits_room: torch.Tensor):
         self._context, self.sizes, self._logits_room = context, sizes, logits_room
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]] = {}
+        self._missed: Counter[int] = Counter()  # how often steps were computed kernel by kernel, by size
+        self._used = 0  # the size of the last such step; 0 if it is captured
 
     def run_all(self, caches: list[KVCache]) -> None:
         """Compute a step of padding of each size, by the layers of `caches`. Must run on all ranks together."""
@@ -118,9 +121,22 @@ class _Captured(ABC):
             self._load_padding(size)
             self._graphs[size] = memory.capture(partial(self._step, size, self._context.caches))
 
+    def capture_used(self, memory: StepMemory) -> None:
+        """Capture the size of the last step if that came for the second time. Must run on all ranks together.
+
+        The first time there may be prompts to compute again, of many sizes that do not come again soon.
+        """
+        size, self._used = self._used, 0
+        if self._missed[size] > 1:
+            step = partial(self._step, size, self._context.caches)
+            self._graphs[size] = memory.capture(step, "thread_local")
+            del self._missed[size]
+
     def _replay(self, size: int) -> tuple[torch.Tensor, ...]:
         """What a step of this size returns, over what has been loaded."""
         if size not in self._graphs:
+            self._used = size
+            self._missed[size] += 1
             return self._step(size, self._context.caches)
         graph, output = self._graphs[size]
         graph.replay()
@@ -370,19 +386,33 @@ class StepGraphs:
     chunks: Sequence[ChunkGraphs] = ()
 
     @torch.inference_mode()
+    def capture_used(self, memory: StepMemory) -> None:
+        """Between steps, where not all sizes were captured before: as `_Captured.capture_used`."""
+        for graphs in (self.decodes, *self.chunks):
+            if graphs is not None:
+                graphs.capture_used(memory)
+
+    @torch.inference_mode()
     def costs(self) -> dict[int, StepCost]:
         """As `RankReady` has them; measured on all ranks together, before the first step."""
         return {size: self.chunks[1].cost(size) for size in self.chunks[1].sizes} if self.chunks else {}
 
 
 @torch.inference_mode()
-def capture_graphs(context: RunContext, max_tokens: int, memory: StepMemory) -> StepGraphs:
-    """Capture decode-only steps of all sizes, and others of up to max_tokens tokens. On all ranks together."""
+def make_graphs(context: RunContext, max_tokens: int) -> StepGraphs:
+    """Decode-only steps of all sizes, and others of up to max_tokens tokens, of which none is captured yet."""
     head = context.model.lm_head
     # Logits are read before the next step runs, so all graphs put theirs here.
     room = torch.empty(context.max_num_seqs, head.num_tokens, dtype=head.weight.dtype, device=context.device)
-    chunks, decodes = step_graphs(context, max_tokens, room), DecodeGraphs(context, room)
-    all_graphs: list[_Captured] = [*reversed(chunks), decodes]  # the largest first
+    return StepGraphs(DecodeGraphs(context, room), step_graphs(context, max_tokens, room))
+
+
+@torch.inference_mode()
+def capture_graphs(context: RunContext, max_tokens: int, memory: StepMemory) -> StepGraphs:
+    """`make_graphs`, and capture all of them. On all ranks together."""
+    made = make_graphs(context, max_tokens)
+    assert made.decodes is not None
+    all_graphs: list[_Captured] = [*reversed(made.chunks), made.decodes]  # the largest first
     caches = context.caches[: context.model.spec.num_distinct_layers]
     with memory.active():
         with ops.compile_only():
@@ -393,7 +423,7 @@ def capture_graphs(context: RunContext, max_tokens: int, memory: StepMemory) -> 
     torch.cuda.synchronize()
     for graphs in all_graphs:
         graphs.capture(memory)
-    return StepGraphs(decodes, chunks)
+    return made
 
 
 def step_graphs(context: RunContext, max_tokens: int, logits_room: torch.Tensor) -> list[ChunkGraphs]:

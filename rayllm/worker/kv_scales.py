@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from rayllm.errors import ModelError
@@ -47,6 +48,17 @@ def find_scales(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Ru
         found = [own or other for own, other in zip(found, measured, strict=True)]
     device = model.lm_head.weight.device
     return [KVScales(scales.k.to(device), scales.v.to(device)) for scales in found if scales is not None]
+
+
+def pack_scales(scales: list[KVScales] | None) -> bytes:
+    """What `unpack_scales` makes the same scales of, to the bit, in another process."""
+    return msgspec.msgpack.encode(scales and [(each.k.tolist(), each.v.tolist()) for each in scales])
+
+
+def unpack_scales(packed: bytes, device: torch.device) -> list[KVScales] | None:
+    """The scales on `device`."""
+    scales = msgspec.msgpack.decode(packed)
+    return scales and [KVScales(torch.tensor(k, device=device), torch.tensor(v, device=device)) for k, v in scales]
 
 
 def scale_for(largest: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:

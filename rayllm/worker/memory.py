@@ -53,12 +53,14 @@ class StepMemory:
         with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
             yield
 
-    def capture(self, step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    def capture(self, step: Callable[[], T], mode: str = "global") -> tuple[torch.cuda.CUDAGraph, T]:
         """A graph of `step`, and what it returns, whose memory stays taken.
 
+        mode: as torch.cuda.graph takes it; "thread_local" while other threads use the device beside the capture.
         Its kernels must have run before: a capture forbids to compile or load them, and libraries to allocate.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool.id, stream=self._stream):  # type: ignore[arg-type] # too narrow a stub
+        pool, stream = self._pool.id, self._stream
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):  # type: ignore[arg-type] # too narrow a stub
             result = step()
         return graph, result

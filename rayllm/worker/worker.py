@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,12 +21,13 @@ from rayllm.errors import ConfigError
 from rayllm.layers.attention import KVCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.models.loader import load_model
+from rayllm.parallel.shared_weights import SharedWeights
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.sampling.sampling_table import SamplingTable
 from rayllm.worker.cache import CacheEngine, block_bytes, staging_blocks
-from rayllm.worker.graphs import RunContext, StepGraphs, capture_graphs, graph_bytes, table_bytes
+from rayllm.worker.graphs import RunContext, StepGraphs, capture_graphs, graph_bytes, make_graphs, table_bytes
 from rayllm.worker.inputs import PersistentBatch, StepLayout, build
-from rayllm.worker.kv_scales import find_scales
+from rayllm.worker.kv_scales import find_scales, pack_scales, unpack_scales
 from rayllm.worker.memory import StepMemory, limit_stacks
 from rayllm.worker.runner import CHANGED_ROWS, PROMPT_LOGITS_ROWS, ModelRunner, PendingResult, sample_all_ways
 from rayllm_kernels import ops
@@ -48,10 +50,11 @@ logger = logging.getLogger(__name__)
 class RankModel:
     """This rank's part of the model on its device, whose KV cache is not sized yet: all ranks have to agree on that.
 
-    For executors: the constructor, `count_blocks` and `build`. Raises ModelError or ConfigError.
+    For executors: the constructor, `count_blocks` and `build`. weights: as for `load_model`; their note has the scales
+    of the KV cache. Raises ModelError or ConfigError.
     """
 
-    def __init__(self, config: ResolvedConfig, tp: TPGroup, device: torch.device):
+    def __init__(self, config: ResolvedConfig, tp: TPGroup, device: torch.device, weights: SharedWeights | None = None):
         self.config, self.device = config, device
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.kv_dtype: torch.dtype = getattr(torch, config.kv_dtype)
@@ -64,9 +67,14 @@ class RankModel:
             ops.prepare(device)  # now, because steps allocate from a pool in which nothing may last
             self.memory = StepMemory(device)
             tp = tp.with_symmetric_memory(config.spec.hidden_size, self.dtype)
-            self.model = load_model(config, tp, device)
+            self.model = load_model(config, tp, device, weights)
             self.synchronize()  # steps run on another stream
-            self.scales = find_scales(self.model, self.kv_dtype, config.options.block_size, self._run_once)
+            if weights is not None and weights.is_filled:
+                self.scales = unpack_scales(weights.note, device)
+            else:
+                self.scales = find_scales(self.model, self.kv_dtype, config.options.block_size, self._run_once)
+                if weights is not None:
+                    weights.note = pack_scales(self.scales)
         heads, size = self.model.num_kv_heads_per_rank, config.options.block_size
         self.block_shape = (config.spec.num_layers, 2, heads, size, config.spec.head_dim)
         self.block_bytes = block_bytes(self.block_shape, self.kv_dtype)
@@ -92,10 +100,14 @@ class RankModel:
         with timed(self.phases, "size KV cache"):
             return KVBlocks(self._measure_blocks(num_cpu_blocks), num_cpu_blocks, self.max_num_seqs)
 
-    def build(self, blocks: KVBlocks) -> Worker:
-        """The rank with its KV cache, warm. To be called on all ranks together, once."""
+    def build(self, blocks: KVBlocks, *, resumes: bool = False) -> Worker:
+        """The rank with its KV cache. To be called on all ranks together, once.
+
+        resumes: requests wait that other ranks served before. So nothing is compiled, captured or measured first: steps
+        begin at once, kernel by kernel, and those that come again are captured between them.
+        """
         self.max_num_seqs = blocks.max_num_seqs
-        return Worker(self, blocks)
+        return Worker(self, blocks, resumes=resumes)
 
     def bytes_for_seqs(self, num_seqs: int) -> int:
         """Device memory that sequences take beside their KV if so many run at once: tables, graphs and logits."""
@@ -184,8 +196,12 @@ class RankModel:
         return total * self.config.options.gpu_memory_utilization - (total - free)
 
 
-# (config, this rank's place, its device) -> the rank's model.
-LoadRank = Callable[[ResolvedConfig, TPGroup, torch.device], RankModel]
+class LoadRank(Protocol):
+    """As `RankModel` is made."""
+
+    def __call__(
+        self, config: ResolvedConfig, tp: TPGroup, device: torch.device, weights: SharedWeights | None = None, /
+    ) -> RankModel: ...
 
 
 class Worker:
@@ -194,7 +210,7 @@ class Worker:
     ready: how its start went.
     """
 
-    def __init__(self, rank: RankModel, blocks: KVBlocks):
+    def __init__(self, rank: RankModel, blocks: KVBlocks, *, resumes: bool = False):
         options, spec, device = rank.config.options, rank.config.spec, rank.device
         self._rank, self._memory = rank, rank.memory
         self._pending: deque[PendingResult] = deque()
@@ -204,11 +220,17 @@ class Worker:
             table = SamplingTable(rank.max_num_seqs, spec.vocab_size, spec.eos_token_ids)
             context = RunContext(rank.model, self._cache.layers, state, split_decodes=not options.deterministic)
             rank.synchronize()
+        self._graphs, step_costs, costs = StepGraphs(), {}, None
+        if device.type == "cuda" and resumes and not options.enforce_eager:
+            self._graphs = make_graphs(context, rank.config.max_num_batched_tokens)
+        self._captures = resumes and self._graphs.decodes is not None
         with timed(rank.phases, "warm up"):
-            graphs = self._warm_up(context, table) if device.type == "cuda" else StepGraphs()
-            self._runner = ModelRunner(context, table, graphs)
-            step_costs = {} if options.target_itl_ms is None else graphs.costs()
-            costs = self._measure_costs()
+            if device.type == "cuda" and not resumes:
+                self._graphs = self._warm_up(context, table)
+            self._runner = ModelRunner(context, table, self._graphs)
+            if not resumes:
+                step_costs = {} if options.target_itl_ms is None else self._graphs.costs()
+                costs = self._measure_costs()
         self.ready = RankReady(self._memory_taken(), step_costs, costs, rank.phases)
 
     def submit(self, plan: StepPlan) -> None:
@@ -218,6 +240,8 @@ class Worker:
             if plan.copies:
                 self._cache.copy(plan.copies)
             self._pending.append(self._runner.submit(plan))
+        if self._captures:  # all ranks compute the same plans, so they come to the same sizes
+            self._graphs.capture_used(self._memory)
 
     def collect(self) -> StepResult:
         """The result of the oldest submitted step, once it is on the host."""
@@ -227,7 +251,7 @@ class Worker:
         """Let go of the device's memory; the worker must not be used any more."""
         self._pending.clear()
         self._cache.close()
-        del self._runner, self._cache, self._memory, self._rank.model, self._rank.memory
+        del self._runner, self._graphs, self._cache, self._memory, self._rank.model, self._rank.memory
         if self._rank.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -29,6 +29,7 @@ def run(tp: int, **options: object) -> tuple[list[list[list[int]]], EngineStats,
     with LLM(
         device="cpu",
         tensor_parallel_size=tp,
+        standby_ranks="none",
         block_size=BLOCK_SIZE,
         max_num_seqs=64,
         max_num_batched_tokens=256,

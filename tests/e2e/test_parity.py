@@ -89,6 +89,7 @@ def test_a_pool_so_small_that_sequences_are_preempted_many_times(cases, kind, tp
     stats = check(
         case,
         tensor_parallel_size=tp,
+        standby_ranks="none",
         block_size=2,  # admission leaves one block a sequence for growth: the smaller, the sooner the pool is short
         num_gpu_blocks_override=120,
         max_num_batched_tokens=128,
@@ -118,6 +119,7 @@ def test_over_ray(cases, kind, tp, ray_cluster, full_matrix):
         check(
             cases[kind],
             tensor_parallel_size=tp,
+            standby_ranks="none",
             max_num_batched_tokens=budget,
             enable_prefix_caching=caching,
             block_size=block_size,

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import ray
-from support.stand_ins import AddingRank, FailingRank, Replica, StumblingRank, cpu_config, make_plan, pids_of
+from support.stand_ins import AddingRank, FailingRank, Replica, StumblingRank, cpu_config, make_plan, pids_in, pids_of
 
 from rayllm import timeouts
 from rayllm.api.types import KVBlocks, KVCosts
@@ -160,8 +160,8 @@ def test_a_rank_may_be_silent_for_longer_while_it_starts(started, monkeypatch):
         (1, "collect", "raise", "worker rank 1 on node .* failed: ValueError: made to fail in collect"),
         (1, "submit", "kill", "worker rank 1 on node .* failed: its process died"),
         (0, "collect", "kill", "worker rank 0 on node .* failed: its process died"),
-        (1, "submit", "stop", "worker rank 1 on node .* has not answered for 6 s; the last finished step was [23]"),
-        (0, "collect", "stop", "worker rank 0 on node .* has not answered for 6 s; the last finished step was 2"),
+        (1, "submit", "stop", "worker rank 1 on node .* has not answered for 3 s; the last finished step was [23]"),
+        (0, "collect", "stop", "worker rank 0 on node .* has not answered for 3 s; the last finished step was 2"),
     ],
 )
 def test_a_step_that_fails(started, rank, where, how, message):
@@ -193,7 +193,7 @@ def test_new_ranks_take_over(started, how):
     executor.recover()
     assert all(is_gone(pid) for pid in old)
     assert len(pids_of(executor)) == len(executor.report.ready) == 2
-    assert [name for name, _ in executor.report.phases][:3] == ["place", "start actors", "connect"]
+    assert [name for name, _ in executor.report.phases][:4] == ["end workers", "place", "start actors", "connect"]
     executor.check_health()
     plans = [make_plan(5), make_plan(6)]
     for plan in plans:
@@ -221,6 +221,63 @@ def test_ranks_that_cannot_take_over(started, tmp_path):
         executor.collect()
     with pytest.raises(EngineDeadError, match=r"worker rank 0 .* new workers failed to start: worker rank 1"):
         executor.recover()
+
+
+def watch_until(executor, condition):
+    """Look at the ranks as an engine without work does."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        executor.check_health()
+        time.sleep(0.05)
+
+
+def test_standbys_take_over_and_are_replaced(started, tmp_path, monkeypatch):
+    monkeypatch.setattr(timeouts, "STANDBY_DELAY_S", {"cpu": 0.1})
+    monkeypatch.setattr(timeouts, "STANDBY_RETRY_S", 0.1)
+    load = partial(StumblingRank, folder=tmp_path, deadly_starts=(2,))
+    executor = RayExecutor(cpu_config(tensor_parallel_size=2, executor="ray", standby_ranks="auto"), load)
+    executor.start()
+    try:
+        assert len(executor.report.standbys) == 2
+        assert min(executor.report.standbys) > 1 << 20
+        waiting = pids_in(executor.standbys.places)
+        everyone = {*pids_of(executor), *waiting}
+
+        def lose_a_rank(step_id):
+            os.kill(pids_of(executor)[0], signal.SIGKILL)
+            executor.submit(make_plan(step_id))
+            with pytest.raises(EngineDeadError, match="worker rank 0"):
+                executor.collect()
+            old = pids_of(executor)
+            executor.recover()
+            assert all(is_gone(pid) for pid in old)
+            executor.submit(make_plan(step_id + 1))
+            assert executor.collect().step_id == step_id + 1
+
+        lose_a_rank(0)
+        assert pids_of(executor) == waiting
+        assert [name for name, _ in executor.report.phases][:2] == ["end workers", "connect"]
+
+        # New ones come while the engine runs, and if one dies, others come.
+        watch_until(executor, lambda: executor.standbys.places)
+        lost = pids_in(executor.standbys.places)
+        assert not everyone & set(lost)
+        os.kill(lost[1], signal.SIGKILL)
+        watch_until(executor, lambda: executor.standbys.places and pids_in(executor.standbys.places)[1] != lost[1])
+        everyone |= {*lost, *pids_in(executor.standbys.places)}
+        watch_until(executor, lambda: is_gone(lost[0]))
+
+        lose_a_rank(2)  # and a standby dies when it takes over
+        assert len(list(tmp_path.iterdir())) == 4
+        assert not everyone & set(pids_of(executor))
+        assert "start actors" in [name for name, _ in executor.report.phases]
+        watch_until(executor, lambda: executor.standbys.places)
+        everyone |= {*pids_of(executor), *pids_in(executor.standbys.places)}
+        assert len(everyone) == 12
+    finally:
+        executor.shutdown()
+    assert all(is_gone(pid) for pid in everyone)
 
 
 def test_a_step_that_hangs_ends_at_the_deadline(started):

@@ -16,16 +16,17 @@ import ray
 SCRIPT = """
 import json, os, sys
 import ray
-from support.stand_ins import AddingRank, cpu_config, make_plan, pids_of
+from support.stand_ins import AddingRank, cpu_config, make_plan, pids_in, pids_of
 from rayllm.executor.ray import RayExecutor
 from rayllm.executor.ray_cluster import connect_to_ray
 
-executor = RayExecutor(cpu_config(executor="ray"), AddingRank, owns_ray=connect_to_ray())
+executor = RayExecutor(cpu_config(executor="ray", standby_ranks="auto"), AddingRank, owns_ray=connect_to_ray())
 executor.start()
 import psutil
 executor.submit(make_plan(1))
 assert executor.collect().token_ids == [0, 29, 58]
 processes = [child.pid for child in psutil.Process().children(recursive=True)] + pids_of(executor)
+processes += pids_in(executor.standbys.places)
 print(json.dumps(processes), flush=True)
 if sys.argv[1] == "shutdown":
     executor.shutdown()

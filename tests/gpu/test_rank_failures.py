@@ -37,8 +37,8 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 class DyingRank(RankModel):
     """Its rank 1 gets a signal while weights load."""
 
-    def __init__(self, config, tp, device, *, number):
-        super().__init__(config, tp, device)
+    def __init__(self, config, tp, device, weights=None, *, number):
+        super().__init__(config, tp, device, weights)
         if tp.rank == 1:
             os.kill(os.getpid(), number)
 

@@ -20,8 +20,8 @@ from rayllm.errors import ConfigError, ModelError
 
 
 def cpu_config(**options):
-    """Settled options of an engine on a CPU."""
-    return resolve(EngineConfig(device="cpu", **options), 0)
+    """Settled options of an engine on a CPU, without standbys unless they are asked for."""
+    return resolve(EngineConfig(**{"device": "cpu", "standby_ranks": "none", **options}), 0)
 
 
 def make_plan(step_id: int, num_rows: int = 3) -> StepPlan:
@@ -36,7 +36,7 @@ class AddingRank:
     It stands in for a `RankModel` and a `Worker`, and as a class it is a `LoadRank`.
     """
 
-    def __init__(self, config, tp, device):
+    def __init__(self, config, tp, device, weights=None):
         self.config, self.tp, self.device = config, tp, device
         self.ready = RankReady(
             DeviceMemory(weights=8 + tp.rank),
@@ -45,12 +45,12 @@ class AddingRank:
         )
         self.pending = deque()
         self.num_closed = 0
+        self.share = torch.arange(8, device=self.device)[self.tp.rank :: self.tp.size].sum()
 
     def count_blocks(self):
-        self.share = torch.arange(8, device=self.device)[self.tp.rank :: self.tp.size].sum()
         return KVBlocks(100 - self.tp.rank, 50 + self.tp.rank)
 
-    def build(self, blocks):
+    def build(self, blocks, resumes=False):
         assert blocks == KVBlocks(100 - (self.tp.size - 1), 50)
         return self
 
@@ -74,8 +74,8 @@ class FailingRank(AddingRank):
     SIGCONT after three seconds), "hang".
     """
 
-    def __init__(self, config, tp, device, *, rank, where, how):
-        super().__init__(config, tp, device)
+    def __init__(self, config, tp, device, weights=None, *, rank, where, how):
+        super().__init__(config, tp, device, weights)
         self.fault = (rank, where, how)
         self._maybe_fail("load")
 
@@ -83,7 +83,7 @@ class FailingRank(AddingRank):
         self._maybe_fail("count_blocks")
         return super().count_blocks()
 
-    def build(self, blocks):
+    def build(self, blocks, resumes=False):
         self._maybe_fail("build")
         return super().build(blocks)
 
@@ -119,8 +119,8 @@ class FailingRank(AddingRank):
 class StumblingRank(AddingRank):
     """Rank 1 leaves a file in `folder` whenever it starts, and dies then if the number of the start is a deadly one."""
 
-    def __init__(self, config, tp, device, *, folder, deadly_starts):
-        super().__init__(config, tp, device)
+    def __init__(self, config, tp, device, weights=None, *, folder, deadly_starts):
+        super().__init__(config, tp, device, weights)
         if tp.rank == 1:
             start = len(list(folder.iterdir()))
             (folder / str(start)).touch()
@@ -130,7 +130,12 @@ class StumblingRank(AddingRank):
 
 def pids_of(executor):
     """The processes of an executor's ranks."""
-    return [int(re.search(r"process (\d+)", place)[1]) for place in executor.report.placement]
+    return pids_in(executor.report.placement)
+
+
+def pids_in(places):
+    """The processes of these ranks or standbys."""
+    return [int(re.search(r"process (\d+)", place)[1]) for place in places]
 
 
 class Replica:

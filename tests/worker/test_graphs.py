@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import SequenceData, StepPlan
 from rayllm.layers.attention import KVCache
 from rayllm.sampling.sampling_table import DrawColumns, SamplingTable
-from rayllm.worker.graphs import DecodeGraphs, graph_sizes, step_graphs
+from rayllm.worker.graphs import DecodeGraphs, StepGraphs, graph_sizes, step_graphs
 from rayllm.worker.inputs import PersistentBatch
 from rayllm.worker.runner import sample_all_ways
 
@@ -81,6 +82,35 @@ def test_captured_steps_equal_eager_ones_whatever_ran_before(model, split_decode
         actual = graphs.run(layout)
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
     assert ran == ([alone, mixed, mixed, mixed, alone] if split_decodes else [alone] * 5)
+
+
+class FakeMemory:
+    """Captures by computing; a replay returns what the capture did."""
+
+    num_captured = 0
+
+    def capture(self, step, mode):
+        self.num_captured += 1
+        return SimpleNamespace(replay=lambda: None), step()
+
+
+@torch.inference_mode()
+def test_sizes_that_come_again_are_captured_between_steps(model):
+    """After a recovery nothing is captured at first. What a size's first steps need is not worth a pause."""
+    runner = PagedRunner(model)
+    context, room = run_context(model, runner.caches, 3)
+    graphs = StepGraphs(DecodeGraphs(context, room), step_graphs(context, max_tokens=128, logits_room=room))
+    layout = runner.layout(context.batch, [("a", tokens(40, 1)), ("b", tokens(9, 2))], 0)
+    alone, memory = graphs.chunks[0], FakeMemory()
+    expected = alone.run(layout).clone()
+    captured = []
+    for _ in range(3):
+        graphs.capture_used(memory)  # the first time after a step that came once
+        captured.append(memory.num_captured)
+        assert torch.equal(alone.run(layout), expected)
+    graphs.capture_used(memory)
+    assert captured == [0, 1, 1]
+    assert memory.num_captured == 1, "a replay is not captured again"
 
 
 def test_what_does_not_fit_a_graph(model):

@@ -431,6 +431,9 @@ def describe_start(info: EngineInfo) -> list[str]:
     report = info.start
     lines = [f"rank {rank}   {place}" for rank, place in enumerate(report.placement)]
     lines += [f"memory   {_describe_memory(report, i)}" for i in range(len(report.ready))]
+    if report.standbys:
+        each = ", ".join(f"{taken / GIB:.2f}" for taken in report.standbys)
+        lines.append(f"standbys {each} GiB beside that, and the weights only once")
     if info.sampling_defaults:
         defaults = ", ".join(f"{name} {value}" for name, value in info.sampling_defaults.items())
         lines.append(f"sampling {defaults} by default (generation_config.json)")
