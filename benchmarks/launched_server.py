@@ -19,12 +19,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import psutil
 
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 60.0  # for a process to end by itself once it is told to
 KILL_LIMIT_S = 10.0  # for what is left of its session to vanish
 LOG_LINES = 30  # of a failed process's log that its error shows
+
+# Kinds of a server's processes, with what is in their command lines. What a server does not have is not found.
+PROCESSES = {
+    "rank": "ray::WorkerActor",
+    "standby": "ray::Standby",
+    "keeper": "ray::WeightKeeper",
+    "engine": ":engine-",
+    "API server": ":ApiServer",
+    "ingress": "/haproxy ",
+    "raylet": "raylet/raylet",
+    "GCS": "gcs_server",
+}
 
 
 class ProcessFailedError(RuntimeError):
@@ -81,14 +92,24 @@ def own_session(
             time.sleep(0.02)
 
 
-def session_processes(session_id: int) -> list[int]:
-    """Ids of a session's live processes."""
+def session_processes(session_id: int, text: str = "") -> list[int]:
+    """Ids of a session's live processes that have `text` in their command lines."""
     found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) == session_id and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session_id and fields[0] != "Z":
+                command = (stat.parent / "cmdline").read_text().replace("\0", " ")
+                if text in command:
+                    found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process stands still by a signal."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def wait_until_healthy(process: subprocess.Popen[bytes], url: str, limit_s: float, log: Path | None = None) -> None:
