@@ -7,7 +7,6 @@ all tries. What came before a break has to be a beginning of the answer in the e
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import time
 import uuid
@@ -28,15 +27,6 @@ KEY_ATTACHES = False
 RETRY_S = 0.5
 TRY_AGAIN = (429, 503)
 TEXT = "The for statement is used to iterate over the elements of a sequence"
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "travel",
-            "parameters": {"type": "object", "properties": {"plan": {"type": "string"}}, "required": ["plan"]},
-        },
-    }
-]
 # The bundled model's own has no place for tools.
 TEMPLATE = """\
 {%- for message in messages %}<|im_start|>{{ message.role }}
@@ -62,6 +52,11 @@ class Request:
     @property
     def stream(self) -> bool:
         return bool(self.body.get("stream"))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the client sees something of each token soon, so that gaps between events say something."""
+        return self.stream and self.path == "/v1/completions" and "structured_outputs" not in self.body
 
     def salted(self, salt: str) -> Request:
         """With prompts that no cache has; nothing else of the answer depends on it."""
@@ -150,6 +145,7 @@ class Result:
     answer: Answer = field(default_factory=Answer)
     failure: str | None = None  # for good
     breaks: list[Answer] = field(default_factory=list)  # what had come whenever a connection broke off
+    broke: list[float] = field(default_factory=list)  # when that was
     refusals: int = 0  # answers that say to try again, at later tries
     first: float | None = None  # when something came of every choice
     last: float = 0.0
@@ -181,6 +177,7 @@ async def ask(client: httpx.AsyncClient, url: str, request: Request, result: Res
             break
         except (httpx.TransportError, _BrokenError):
             result.breaks.append(result.answer)
+            result.broke.append(time.monotonic())
             if not retry:
                 break
         except _RefusedError as error:
@@ -256,15 +253,14 @@ async def make_requests(url: str, tokens: int) -> list[Request]:
     Stop strings are chosen so that they end what the model says to their prompt at three quarters of its length.
     """
     greedy: Json = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
-    noisy = greedy | {"temperature": 1.1, "top_p": 0.95}
+    noisy: Json = greedy | {"temperature": 1.1, "top_p": 0.95}
     penalties: Json = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
-    text = {"type": "string", "minLength": 2 * tokens, "maxLength": 3 * tokens}
+    text: Json = {"type": "string", "minLength": 2 * tokens, "maxLength": 3 * tokens}
     schema = {"type": "object", "properties": {"a": text}, "required": ["a"]}
-    enough = {"max_tokens": 8 * tokens, "temperature": 0.5}  # for a grammar to come to its end
-    tools = json.loads(json.dumps(TOOLS))
-    tools[0]["function"]["parameters"]["properties"]["plan"] = text
+    enough: Json = {"max_tokens": 8 * tokens, "temperature": 0.5}  # for a grammar to come to its end
+    function = {"name": "travel", "parameters": {"type": "object", "properties": {"plan": text}, "required": ["plan"]}}
     chat: Json = {"messages": [{"role": "user", "content": TEXT}]}
-    called = enough | chat | {"tools": tools, "tool_choice": "required"}
+    called = enough | chat | {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
     long = TEXT * 40
     stop = Request("", "/v1/completions", {"prompt": f"{TEXT} until"} | noisy | {"seed": 99})
     async with new_client() as client:
@@ -327,11 +323,6 @@ def difference(request: Request, result: Result, expected: Answer, is_answered: 
 
 
 def _outline(answer: Answer) -> Answer:
-    """How long the choices are, and how they end; their text has to be that of their tokens."""
-    choices = {}
-    for index, choice in answer.choices.items():
-        same = "".join(token[0] for token in choice.tokens) == choice.text
-        choices[index] = Choice(
-            f"as its tokens: {same}", tokens=[len(choice.tokens)], finish_reason=choice.finish_reason
-        )
+    """How long the choices are, and how they end."""
+    choices = {index: replace(choice, text="", tokens=[len(choice.tokens)]) for index, choice in answer.choices.items()}
     return Answer(choices, answer.usage)

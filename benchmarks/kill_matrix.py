@@ -41,7 +41,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -105,7 +105,7 @@ class Server:
         started = time.monotonic()
         outcome = await run_requests(self, None, "undisturbed")
         self.undisturbed = outcome.results
-        gap = max(result.gap for result in outcome.results)
+        gap = longest_gap(self, outcome)
         print(f"  {self.name}, undisturbed: {time.monotonic() - started:.1f} s, longest gap {gap:.1f} s", flush=True)
         failed = [f"{r.kind}: {x.failure}" for r, x in zip(self.requests, outcome.results, strict=True) if x.failure]
         if failed or outcome.missing:
@@ -184,7 +184,7 @@ class Fault:
                 os.kill(process, signal.SIGCONT)
 
 
-Strike = Callable[[Fault], Awaitable[None]]
+Strike = Callable[[Fault], Coroutine[None, None, None]]
 
 
 async def strike_kill(fault: Fault) -> None:
@@ -326,7 +326,7 @@ async def run_requests(
                 outcome.missing.append(f"{request.kind} was over before the fault")
             elif request.stream and (outcome.results[number].first is None) != request.late:
                 outcome.missing.append(f"{request.kind} had {'' if request.late else 'not '}begun before the fault")
-        striking = None if fault is None or strike is None else asyncio.create_task(strike(fault))  # type: ignore[arg-type]
+        striking = None if fault is None or strike is None else asyncio.create_task(strike(fault))
         _, late = await asyncio.wait(tasks.values(), timeout=ANSWER_LIMIT_S)
         for number, task in tasks.items():
             if task in late:
@@ -339,6 +339,11 @@ async def run_requests(
         if striking is not None:
             await striking
     return outcome
+
+
+def longest_gap(server: Server, outcome: Outcome) -> float:
+    """Seconds between two events of a stream that has an event soon after each token."""
+    return max(x.gap for request, x in zip(server.requests, outcome.results, strict=True) if request.is_even)
 
 
 def judge(server: Server, outcome: Outcome, may_break: bool, is_lost: bool) -> tuple[list[str], Counter[str]]:
@@ -389,7 +394,7 @@ async def run_cell(server: Server, cell: Cell, number: int) -> list[str]:
         if seconds is None:
             now = {kind: len(server.find(kind)) for kind in PROCESSES}
             wrong.append(f"the server is not whole again: {now} processes instead of {server.counts}")
-    print_row(cell, figures, f"{max(result.gap for result in outcome.results):.1f}", whole)
+    print_row(cell, figures, f"{longest_gap(server, outcome):.1f}", whole)
     return answers + wrong + ([fault.note] if fault.note else [])
 
 

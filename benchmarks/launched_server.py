@@ -105,6 +105,37 @@ def session_processes(session_id: int, text: str = "") -> list[int]:
     return sorted(found)
 
 
+class Belongings:
+    """Files in temporary folders and segments of shared memory that processes of a session hold; `look` notes them.
+
+    Ports and memory without a name end with the processes. Ray keeps its session's folder, with its logs, on purpose.
+    """
+
+    def __init__(self, session_id: int):
+        self._session_id = session_id
+        self._files: set[Path] = set()
+        self._processes: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._files) + len(self._processes)
+
+    def look(self) -> None:
+        for process in session_processes(self._session_id):
+            self._processes.add(process)
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                names = {os.readlink(each) for each in Path(f"/proc/{process}/fd").glob("*")}
+                lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+                names |= {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
+                self._files |= {Path(name) for name in names if name.startswith(("/dev/shm/", "/tmp/"))}
+
+    def left(self) -> list[str]:
+        """What is still there, once all of the processes should be gone."""
+        found = [f"process {each}" for each in session_processes(self._session_id)]
+        found += [str(path) for path in self._files if "/session_" not in str(path) and path.exists()]
+        segments = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
+        return found + [f"shared memory {each[1]}" for each in segments if int(each[4]) in self._processes]
+
+
 def is_stopped(process: int) -> bool:
     """Whether a process stands still by a signal."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
