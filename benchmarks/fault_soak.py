@@ -427,6 +427,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="of streams, with nothing but deaths beside them")
     parser.add_argument("--every", type=float, default=30.0, help="seconds between these deaths")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end what was started
     if args.count is not None:
         return run_deaths(args.count, args.every, args.streams, args.minutes, args.seed)
     port, faults = free_port(), []
