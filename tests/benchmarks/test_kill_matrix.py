@@ -87,4 +87,4 @@ def test_nothing_is_lost_when_processes_die():
         kill_matrix.Cell("short", target, "KILL", kill_matrix.strike_kill)
         for target in ("rank", "engine", "API server")
     ]
-    assert kill_matrix.run(cells, tokens=32) == []
+    assert kill_matrix.run(cells, tokens=48) == []
