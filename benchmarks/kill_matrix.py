@@ -431,7 +431,7 @@ def run(cells: list[Cell], tokens: int, log: Path | None = None) -> list[str]:
     wrong: list[str] = []
     print(HEADER, flush=True)
     port = free_port()
-    for name in SERVERS:
+    for name in dict.fromkeys(cell.server for cell in cells):
         own = [cell for cell in cells if cell.server == name]
         with contextlib.ExitStack() as stack:
             server = None
@@ -449,7 +449,7 @@ def run(cells: list[Cell], tokens: int, log: Path | None = None) -> list[str]:
                 if found or cell.target in ("raylet", "GCS"):  # the same port has to serve again
                     stack.close()
                     server = None
-            if own and own[-1].target in ("raylet", "GCS"):
+            if own[-1].target in ("raylet", "GCS"):
                 stack.enter_context(launched(name, port, log))
     return wrong
 
