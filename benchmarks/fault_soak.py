@@ -45,11 +45,11 @@ from every_kind import Answer, Request, Result, ask, difference, new_client
 from hostile import BODIES, make_body, silent
 from http_load import NO_LIMITS
 from launched_server import (
-    PROCESSES,
     STOP_LIMIT_S,
     Belongings,
     free_port,
     own_session,
+    processes_of,
     session_processes,
     wait_until_healthy,
 )
@@ -226,7 +226,7 @@ class Soak:
     async def kill(self, kind: str) -> None:
         """SIGKILL of one of the processes of a kind, once all of them are there; returns when all are there again."""
         await self.complete_server()
-        victim = self.rng.choice(session_processes(self.session_id, PROCESSES[kind]))
+        victim = self.rng.choice(processes_of(self.session_id, kind))
         self.seen.deaths.append((kind, time.monotonic()))
         os.kill(victim, signal.SIGKILL)
         await asyncio.sleep(1)
@@ -234,7 +234,7 @@ class Soak:
 
     async def freeze(self, kind: str) -> None:
         """One of the processes of a kind stands still for 3 s."""
-        victim = self.rng.choice(session_processes(self.session_id, PROCESSES[kind]))
+        victim = self.rng.choice(processes_of(self.session_id, kind))
         os.kill(victim, signal.SIGSTOP)
         await asyncio.sleep(3)
         os.kill(victim, signal.SIGCONT)
@@ -247,7 +247,7 @@ class Soak:
                 with contextlib.suppress(httpx.HTTPError):
                     text = (await client.get(f"{self.url}/metrics", timeout=5)).text
                     lines = [line for line in text.splitlines() if line.startswith("rayllm:num_replicas{")]
-                    counts = [len(session_processes(self.session_id, PROCESSES[kind])) for kind in KILLED]
+                    counts = [len(processes_of(self.session_id, kind)) for kind in KILLED]
                     if any(float(line.split()[-1]) == 2 for line in lines) and counts == [2, 2, 2, 1]:
                         return
                 await asyncio.sleep(0.5)
@@ -371,7 +371,7 @@ def kill_ray(port: int, name: str) -> str | None:
 
 def end(soak: Soak, process: subprocess.Popen[bytes]) -> list[str]:
     """Stop the server; returns what is wrong with its end, and with the engines' records then."""
-    (engine, _) = session_processes(process.pid, PROCESSES["engine"])
+    (engine, _) = processes_of(process.pid, "engine")
     logs = Path(os.readlink(f"/proc/{engine}/fd/2")).parent / "serve"  # Ray's, which it keeps
     soak.belongings.look()
     process.send_signal(signal.SIGINT)

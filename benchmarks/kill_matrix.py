@@ -57,6 +57,7 @@ from launched_server import (
     free_port,
     is_stopped,
     own_session,
+    processes_of,
     session_processes,
     wait_until_healthy,
 )
@@ -89,7 +90,7 @@ class Server:
         self.rng = random.Random(0)
 
     def find(self, kind: str) -> list[int]:
-        return session_processes(self.process.pid, PROCESSES[kind])
+        return processes_of(self.process.pid, kind)
 
     async def prepare(self, tokens: int) -> None:
         """Once it is up: count its processes, and have the undisturbed answers. Raises RuntimeError."""

@@ -28,7 +28,7 @@ LOG_LINES = 30  # of a failed process's log that its error shows
 # Kinds of a server's processes, with what is in their command lines. What a server does not have is not found.
 PROCESSES = {
     "rank": "ray::WorkerActor",
-    "standby": "ray::Standby",
+    "standby": "ray::WorkerActor",
     "keeper": "ray::WeightKeeper",
     "engine": ":engine-",
     "API server": ":ApiServer",
@@ -103,6 +103,21 @@ def session_processes(session_id: int, text: str = "") -> list[int]:
                 if text in command:
                     found.append(int(stat.parent.name))
     return sorted(found)
+
+
+def processes_of(session_id: int, kind: str) -> list[int]:
+    """Ids of a session's processes of one of the kinds in PROCESSES."""
+    found = session_processes(session_id, PROCESSES[kind])
+    if kind not in ("rank", "standby"):
+        return found
+    return [each for each in found if _has_joined(each) == (kind == "rank")]  # a standby is in no process group
+
+
+def _has_joined(process: int) -> bool:
+    """Whether a process is in a group of torch.distributed over gloo, which has threads of this name."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return any(each.read_text().startswith("pt_gloo") for each in Path(f"/proc/{process}/task").glob("*/comm"))
+    return False
 
 
 class Belongings:
