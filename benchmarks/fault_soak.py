@@ -1,15 +1,21 @@
 """Streams beside every fault and every hostile input, in random order: what is lost, what stays in memory? CPU.
 
     python benchmarks/fault_soak.py [--minutes 20] [--streams 64] [--seed 0]
+    python benchmarks/fault_soak.py --count 10000 [--every 30] [--minutes 20] [--streams 64] [--seed 0]
 
-The server has two replicas of the bundled model and two API servers. Every few seconds one of `FAULTS` (a process is
-killed, or stands still for a while) or of `INPUTS` (what no well-meant client sends) happens; all of them, then all
-again in another order. A canary asks the same question all the time, and must get the same answer. Clients try again
-after 429 and 503, as clients do. A stream is lost if it breaks off after its beginning. That is expected only of one
-whose connection ended with the API server or the ingress that was just killed; those of a killed engine go on. Then the
-raylet and the GCS are killed: `rayllm launch` has to exit, to leave nothing, and to serve on the same port again.
+The server has two replicas of the bundled model, each with a rank of its own process, and two API servers. Every few
+seconds a process is killed, or stands still for a while, or something of `REQUESTS` and `BODIES` comes, which no
+well-meant client sends; all of them, then all again in another order. With --count there are only deaths, one every
+so many seconds, until so many streams are complete.
 
-Exit code 1 if anything else was lost, the canary had no answer, or memory stays 10% above that of the beginning.
+Streams ask questions whose answers the undisturbed server has given, and must get these, to the bit. A canary asks
+the same question all the time. Clients try again after 429 and 503, and when a connection breaks off, as clients do.
+That may happen to those of an API server or an ingress that was just killed; all other streams go on. In the end the
+server is stopped: the engines' records have to agree, and nothing may be left. Without --count, the raylet and the GCS
+are killed then: `rayllm launch` has to exit, to leave nothing, and to serve on the same port again.
+
+Exit code 1 if anything was lost or different, the canary had no answer, something is left, or memory stays 10% above
+that of the beginning.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import math
 import os
 import random
 import signal
@@ -26,52 +33,57 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import hostile
 import httpx
 import orjson
-from hostile import BODIES, ask, make_body, silent
-from http_load import NO_LIMITS, Sample, complete
-from launched_server import free_port, healthy
+from every_kind import Answer, Request, Result, ask, difference, new_client
+from hostile import BODIES, make_body, silent
+from http_load import NO_LIMITS
+from launched_server import (
+    STOP_LIMIT_S,
+    Belongings,
+    free_port,
+    own_session,
+    processes_of,
+    session_processes,
+    wait_until_healthy,
+)
 from serve_soak import memory_mib, print_memory
 
 MIB = 2**20
 SIZES = (31 * MIB, MIB)  # of hostile bodies
-OPTIONS = ("--device", "cpu", "--num-replicas", "2", "--num-api-servers", "2", "--max-num-seqs", "64")
+OPTIONS = (
+    *("--device", "cpu", "--num-replicas", "2", "--num-api-servers", "2", "--max-num-seqs", "64"),
+    *("--executor", "ray", "--deterministic"),  # so that there are ranks to kill, and answers to compare
+)
 START_LIMIT_S = 180.0
+LEARN_LIMIT_S = 180.0
+STREAM_LIMIT_S = 180.0  # of one stream, with all of its retries
 CANARY_LIMIT_S = 30.0  # with all of its retries
 RETRY_S = 0.5
 ATTRIBUTION_S = 3.0  # a stream that breaks off so soon after a death was its victim
 EXIT_LIMIT_S = 10.0  # of a launch that cannot go on
 
-# A process of the server -> what is in its command line.
-PROCESSES = {"engine": ":engine-", "API server": ":ApiServer", "ingress": "/haproxy "}
-LOSES = {"API server": "connection", "ingress": "connection"}  # streams of an engine go on elsewhere
-
-
-def processes(session_id: int, text: str) -> list[int]:
-    """Ids of a session's processes that have `text` in their command line."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            command = (stat.parent / "cmdline").read_text().replace("\0", " ")
-            if int(fields[3]) == session_id and fields[0] != "Z" and text in command:
-                found.append(int(stat.parent.name))
-    return found
+Enemies = Callable[[], Coroutine[None, None, None]]
+KILLED = ("engine", "rank", "API server", "ingress")
+FROZEN = ("engine", "API server")
+BREAKS = ("API server", "ingress")  # whose connections break off with them; all else goes on
+NUM_QUESTIONS = 100
 
 
 @dataclass
 class Seen:
     """What has happened so far."""
 
-    streams: int = 0  # complete
+    streams: int = 0  # complete, with the answer of the undisturbed server
     refused: Counter[int] = field(default_factory=Counter)  # answers that clients try again after, by status
-    victims: Counter[str] = field(default_factory=Counter)  # streams that broke off with their process, by its kind
-    lost: list[str] = field(default_factory=list)  # other streams
+    victims: Counter[str] = field(default_factory=Counter)  # connections that ended with their process, by its kind
+    lost: list[str] = field(default_factory=list)  # streams that failed, or had another answer
     canaries: int = 0  # answered
     slowest_canary: float = 0.0  # seconds
     dead_canaries: list[str] = field(default_factory=list)
@@ -82,8 +94,12 @@ class Seen:
 class Soak:
     """The server at `url`, whose processes are those of a session, its clients and its enemies."""
 
-    def __init__(self, url: str, session_id: int, seed: int):
+    def __init__(self, url: str, session_id: int, seed: int, most_tokens: int, count: float = math.inf):
         self.url, self.session_id = url, session_id
+        self.questions = make_questions(most_tokens)
+        self.answers: list[Answer] = []
+        self.to_come = count  # streams
+        self.belongings = Belongings(session_id)
         self.host = url.removeprefix("http://")
         self.rng = random.Random(seed)
         self.seen = Seen()
@@ -91,41 +107,46 @@ class Soak:
 
     # ---- clients
 
+    async def learn(self) -> None:
+        """Ask each question once, while nothing disturbs the server. Raises RuntimeError."""
+        async with new_client() as client:
+            asked = [ask(client, self.url, question, Result()) for question in self.questions]
+            results = await asyncio.wait_for(asyncio.gather(*asked), LEARN_LIMIT_S)
+        if failures := [result.failure for result in results if result.failure]:
+            raise RuntimeError(f"undisturbed questions failed: {failures}")
+        self.answers = [result.answer for result in results]
+
     async def stream(self, number: int) -> None:
         """One stream after the other."""
         rng = random.Random(number)
-        async with httpx.AsyncClient(timeout=120, limits=NO_LIMITS) as client:
-            while not self.stop.is_set():
-                tokens = rng.randrange(8, 256)
-                body = {
-                    "prompt": [rng.randrange(4, 250) for _ in range(rng.randrange(8, 128))],
-                    "max_tokens": tokens,
-                    "ignore_eos": True,
-                    "stream": True,
-                    "temperature": 0.8,
-                    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-                }
-                sample = Sample()
-                await complete(client, self.url, orjson.dumps(body), sample, time.monotonic)
-                await self._note(sample, tokens)
+        async with new_client() as client:
+            while not self.stop.is_set() and self.to_come > 0:
+                self.to_come -= 1
+                which, result = rng.randrange(NUM_QUESTIONS), Result()
+                try:
+                    async with asyncio.timeout(STREAM_LIMIT_S):
+                        await ask(client, self.url, self.questions[which], result)
+                except TimeoutError:
+                    result.failure = f"no answer within {STREAM_LIMIT_S:g} s"
+                if result.failure is not None and result.failure.startswith(("status 503", "status 429")):
+                    self.seen.refused[int(result.failure[7:10])] += 1
+                    self.to_come += 1
+                    await asyncio.sleep(RETRY_S)
+                else:
+                    self._note(which, result)
 
-    async def _note(self, sample: Sample, tokens: int) -> None:
-        failure = sample.failure
-        if failure is None and sample.output_tokens != tokens:
-            failure = f"{sample.output_tokens} of {tokens} tokens"
-        if failure is None:
-            self.seen.streams += 1
-            return
-        if failure.startswith(("status 503", "status 429")):
-            self.seen.refused[int(failure[7:10])] += 1
-            await asyncio.sleep(RETRY_S)
-            return
-        broken = "error in the stream" if failure.startswith("error in the stream") else "connection"
-        for kind, when in reversed(self.seen.deaths):
-            if LOSES.get(kind) == broken and sample.sent - 1 <= when <= sample.ended <= when + ATTRIBUTION_S:
-                self.seen.victims[kind] += 1
-                return
-        self.seen.lost.append(f"{sample.ended:.1f} after {sample.ended - sample.sent:.1f} s: {failure}")
+    def _note(self, which: int, result: Result) -> None:
+        seen, wrong = self.seen, result.failure or difference(self.questions[which], result, self.answers[which])
+        for broken in result.broke:
+            killers = [kind for kind, when in seen.deaths if when <= broken <= when + ATTRIBUTION_S and kind in BREAKS]
+            if killers:
+                seen.victims[killers[-1]] += 1
+            else:
+                wrong = wrong or "its connection broke off"
+        if wrong is None:
+            seen.streams += 1
+        else:
+            seen.lost.append(f"{time.monotonic():.1f}: {wrong}")
 
     async def canary(self) -> None:
         """The same question again and again."""
@@ -166,8 +187,8 @@ class Soak:
     async def enemies(self) -> None:
         """All faults and inputs in random order, then all again."""
         everything: dict[str, Callable[[], Awaitable[object]]] = {
-            **{f"{kind} killed": partial(self.kill, kind) for kind in PROCESSES},
-            **{f"{kind} stands still": partial(self.freeze, kind) for kind in ("engine", "API server")},
+            **{f"{kind} killed": partial(self.kill, kind) for kind in KILLED},
+            **{f"{kind} stands still": partial(self.freeze, kind) for kind in FROZEN},
             "silent connections": partial(asyncio.to_thread, silent, self.host, b""),
             "half headers": partial(asyncio.to_thread, silent, self.host, b"POST /v1/completions HTTP/1.1\r\nhost:"),
             "half bodies": partial(asyncio.to_thread, silent, self.host, HALF_BODY),
@@ -190,10 +211,22 @@ class Soak:
                 await everything[name]()
                 await asyncio.sleep(self.rng.uniform(0.5, 2.0))
 
+    async def deaths(self, every: float) -> None:
+        """A random death every so many seconds, as soon as the server has got over the one before."""
+        due = time.monotonic()
+        while True:
+            due += every
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            if self.stop.is_set():
+                return
+            kind = self.rng.choice(KILLED)
+            print(f"  {time.monotonic():.1f} {kind} killed", flush=True)
+            await self.kill(kind)
+
     async def kill(self, kind: str) -> None:
         """SIGKILL of one of the processes of a kind, once all of them are there; returns when all are there again."""
         await self.complete_server()
-        victim = self.rng.choice(processes(self.session_id, PROCESSES[kind]))
+        victim = self.rng.choice(processes_of(self.session_id, kind))
         self.seen.deaths.append((kind, time.monotonic()))
         os.kill(victim, signal.SIGKILL)
         await asyncio.sleep(1)
@@ -201,7 +234,7 @@ class Soak:
 
     async def freeze(self, kind: str) -> None:
         """One of the processes of a kind stands still for 3 s."""
-        victim = self.rng.choice(processes(self.session_id, PROCESSES[kind]))
+        victim = self.rng.choice(processes_of(self.session_id, kind))
         os.kill(victim, signal.SIGSTOP)
         await asyncio.sleep(3)
         os.kill(victim, signal.SIGCONT)
@@ -214,14 +247,14 @@ class Soak:
                 with contextlib.suppress(httpx.HTTPError):
                     text = (await client.get(f"{self.url}/metrics", timeout=5)).text
                     lines = [line for line in text.splitlines() if line.startswith("rayllm:num_replicas{")]
-                    servers = len(processes(self.session_id, PROCESSES["API server"]))
-                    if any(float(line.split()[-1]) == 2 for line in lines) and servers >= 2:
+                    counts = [len(processes_of(self.session_id, kind)) for kind in KILLED]
+                    if any(float(line.split()[-1]) == 2 for line in lines) and counts == [2, 2, 2, 1]:
                         return
                 await asyncio.sleep(0.5)
         raise RuntimeError("the server is not complete again")
 
     async def body(self, name: str, size: int) -> None:
-        await asyncio.to_thread(lambda: ask(self.host, "POST", BODIES[name][0], make_body(name, size)))
+        await asyncio.to_thread(lambda: hostile.ask(self.host, "POST", BODIES[name][0], make_body(name, size)))
 
     async def post(self, path: str, body: object, headers: dict[str, str]) -> None:
         async with httpx.AsyncClient(timeout=60) as client:
@@ -250,17 +283,19 @@ class Soak:
         for connection in connections:
             connection.close()
 
-    async def run(self, streams: int, minutes: float, *, with_enemies: bool) -> None:
-        """Keep it up so long; prints a line a minute."""
+    async def run(
+        self, streams: int, minutes: float, enemies: Callable[[], Coroutine[None, None, None]] | None = None
+    ) -> None:
+        """Keep it up so long, or until no stream is to come; prints a line a minute."""
         self.stop.clear()
         async with asyncio.TaskGroup() as tasks:
-            for number in range(streams):
-                tasks.create_task(self.stream(number))
+            clients = [tasks.create_task(self.stream(number)) for number in range(streams)]
             tasks.create_task(self.canary())
-            if with_enemies:
-                tasks.create_task(self.enemies())
+            if enemies is not None:
+                tasks.create_task(enemies())
             for minute in range(1, max(round(minutes), 1) + 1):
-                await asyncio.sleep(60 * min(minutes, 1.0))
+                await asyncio.wait(clients, timeout=60 * min(minutes, 1.0))
+                self.belongings.look()
                 seen = self.seen
                 figures = f"{seen.streams} streams, {seen.victims.total()} broken with their process"
                 memory = sum(memory_mib(self.session_id).values())
@@ -268,7 +303,26 @@ class Soak:
                     f"minute {minute}: {figures}, {len(seen.lost)} lost, {seen.canaries} canaries, {memory:.0f} MiB",
                     flush=True,
                 )
+                if all(client.done() for client in clients):
+                    break
             self.stop.set()
+
+
+def make_questions(most_tokens: int) -> list[Request]:
+    """Streams of 8 to `most_tokens` tokens, with noise."""
+    rng, questions = random.Random(0), []
+    for seed in range(NUM_QUESTIONS):
+        body = {
+            "prompt": [rng.randrange(4, 250) for _ in range(rng.randrange(8, 128))],
+            "max_tokens": rng.randrange(8, most_tokens),
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": 0.8,
+            "seed": seed,
+            "stream_options": {"include_usage": True},
+        }
+        questions.append(Request(f"question {seed}", "/v1/completions", body))
+    return questions
 
 
 HALF_BODY = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{"
@@ -293,70 +347,113 @@ REQUESTS: dict[str, tuple[str, object, dict[str, str]]] = {
 
 
 @contextlib.contextmanager
-def launch(port: int):  # type: ignore[no-untyped-def]
+def launch(port: int) -> Iterator[subprocess.Popen[bytes]]:
     """The server, ready, as a process in a session of its own; all of it is gone afterwards."""
-    command = [sys.executable, "-m", "rayllm.cli", "launch", "--port", str(port), *OPTIONS]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    try:
-        deadline = time.monotonic() + START_LIMIT_S
-        while not healthy(f"http://127.0.0.1:{port}"):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not come up (exit status {process.poll()})")
-            time.sleep(0.2)
+    with own_session([sys.executable, "-m", "rayllm.cli", "launch", "--port", str(port), *OPTIONS]) as process:
+        wait_until_healthy(process, f"http://127.0.0.1:{port}", START_LIMIT_S)
         yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-        process.wait(60)
 
 
 def kill_ray(port: int, name: str) -> str | None:
     """What was wrong with the end of a launch whose raylet or GCS was killed; None if nothing was."""
     with launch(port) as process:
-        (victim,) = processes(process.pid, name)
+        (victim,) = session_processes(process.pid, name)
         os.kill(victim, signal.SIGKILL)
         start = time.monotonic()
         try:
             code = process.wait(EXIT_LIMIT_S)
         except subprocess.TimeoutExpired:
             return f"it runs {EXIT_LIMIT_S:g} s later"
-        left = processes(process.pid, "")
+        left = session_processes(process.pid)
         print(f"{name} killed: launch exited with {code} after {time.monotonic() - start:.1f} s; left: {len(left)}")
         return None if code != 0 and not left else f"exit status {code}, {len(left)} processes left"
 
 
+def end(soak: Soak, process: subprocess.Popen[bytes]) -> list[str]:
+    """Stop the server; returns what is wrong with its end, and with the engines' records then."""
+    (engine, _) = processes_of(process.pid, "engine")
+    logs = Path(os.readlink(f"/proc/{engine}/fd/2")).parent / "serve"  # Ray's, which it keeps
+    soak.belongings.look()
+    process.send_signal(signal.SIGINT)
+    code = process.wait(STOP_LIMIT_S)
+    wrong = [] if code == 0 else [f"exit code {code}"]
+    said = "".join(path.read_text() for path in logs.glob("replica_*engine-*.log"))
+    good, bad = said.count("its records agree with each other"), said.count("its records contradict each other")
+    print(f"engines that ended in good order: {good} with records that agree, {bad} with others")
+    if good != 2 or bad:
+        wrong.append("the engines' records")
+    left = soak.belongings.left()
+    print(f"left of {len(soak.belongings)} files and processes: {left or 'nothing'}")
+    return wrong + left
+
+
+def print_streams(seen: Seen) -> None:
+    print(f"deaths: {dict(Counter(kind for kind, _ in seen.deaths))}")
+    print(
+        f"streams: {seen.streams} complete and as undisturbed; connections broken with their process and tried again: "
+        f"{dict(seen.victims)}; lost or different: {len(seen.lost)}"
+    )
+    print(f"refused and tried again: {dict(seen.refused)}")
+    print(f"canaries: {seen.canaries} answered, the slowest after {seen.slowest_canary:.1f} s with its retries")
+    for text in (*seen.lost, *seen.dead_canaries):
+        print(f"  {text}")
+
+
+def run_deaths(count: int, every: float, streams: int, minutes: float, seed: int) -> int:
+    """So many streams, of which as many at once as `streams` says, with a death every so many seconds."""
+    port = free_port()
+    with launch(port) as process:
+        soak = Soak(f"http://127.0.0.1:{port}", process.pid, seed, 48, count)
+
+        async def all_of_it() -> None:
+            await soak.complete_server()
+            await soak.learn()
+            await soak.run(streams, minutes, partial(soak.deaths, every))
+            await soak.complete_server()
+
+        asyncio.run(all_of_it())
+        wrong = end(soak, process)
+    seen = soak.seen
+    print_streams(seen)
+    print("\n".join(wrong))
+    return int(bool(wrong or seen.lost or seen.dead_canaries or seen.streams < count))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--streams", type=int, default=64, help="at once")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, help="of streams, with nothing but deaths beside them")
+    parser.add_argument("--every", type=float, default=30.0, help="seconds between these deaths")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end what was started
+    if args.count is not None:
+        return run_deaths(args.count, args.every, args.streams, args.minutes, args.seed)
     port, faults = free_port(), []
     with launch(port) as process:
-        soak = Soak(f"http://127.0.0.1:{port}", process.pid, args.seed)
+        soak = Soak(f"http://127.0.0.1:{port}", process.pid, args.seed, 256)
 
         async def all_of_it() -> tuple[dict[str, float], dict[str, float]]:
             await soak.complete_server()
-            await soak.run(args.streams, 1.0, with_enemies=False)
+            await soak.learn()
+            await soak.run(args.streams, 1.0)
             await asyncio.sleep(10)
             before = memory_mib(process.pid)
-            await soak.run(args.streams, args.minutes, with_enemies=True)
+            await soak.run(args.streams, args.minutes, soak.enemies)
             await soak.complete_server()
-            await soak.run(args.streams, 1.0, with_enemies=False)  # processes that were replaced have done work too
+            await soak.run(args.streams, 1.0)  # processes that were replaced have done work too
             await asyncio.sleep(10)
             return before, memory_mib(process.pid)
 
         kinds_before, kinds_after = asyncio.run(all_of_it())
         before, after = sum(kinds_before.values()), sum(kinds_after.values())
-        seen = soak.seen
-    print(f"events: {seen.events.total()} of {len(seen.events)} kinds; deaths: {Counter(k for k, _ in seen.deaths)}")
-    print(f"streams: {seen.streams} complete; broken with their process: {dict(seen.victims)}; lost: {len(seen.lost)}")
-    print(f"refused and tried again: {dict(seen.refused)}")
-    print(f"canaries: {seen.canaries} answered, the slowest after {seen.slowest_canary:.1f} s with its retries")
+        faults += end(soak, process)
+    seen = soak.seen
+    print(f"events: {seen.events.total()} of {len(seen.events)} kinds")
+    print_streams(seen)
     print_memory(kinds_before, kinds_after)
     print(f"memory: {before:.0f} -> {after:.0f} MiB ({after / before - 1:+.1%})")
-    for text in (*seen.lost, *seen.dead_canaries):
-        print(f"  {text}")
     for name in ("raylet/raylet", "gcs_server"):
         if (wrong := kill_ray(port, name)) is not None:
             faults.append(f"{name} killed: {wrong}")

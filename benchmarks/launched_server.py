@@ -19,12 +19,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import psutil
 
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 60.0  # for a process to end by itself once it is told to
 KILL_LIMIT_S = 10.0  # for what is left of its session to vanish
 LOG_LINES = 30  # of a failed process's log that its error shows
+
+# Kinds of a server's processes, with what is in their command lines. What a server does not have is not found.
+PROCESSES = {
+    "rank": "ray::WorkerActor",
+    "standby": "ray::WorkerActor",
+    "keeper": "ray::WeightKeeper",
+    "engine": ":engine-",
+    "API server": ":ApiServer",
+    "ingress": "/haproxy ",
+    "raylet": "raylet/raylet",
+    "GCS": "gcs_server",
+}
 
 
 class ProcessFailedError(RuntimeError):
@@ -81,14 +92,70 @@ def own_session(
             time.sleep(0.02)
 
 
-def session_processes(session_id: int) -> list[int]:
-    """Ids of a session's live processes."""
+def session_processes(session_id: int, text: str = "") -> list[int]:
+    """Ids of a session's live processes that have `text` in their command lines."""
     found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) == session_id and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session_id and fields[0] != "Z":
+                command = (stat.parent / "cmdline").read_text().replace("\0", " ")
+                if text in command:
+                    found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+def processes_of(session_id: int, kind: str) -> list[int]:
+    """Ids of a session's processes of one of the kinds in PROCESSES."""
+    found = session_processes(session_id, PROCESSES[kind])
+    if kind not in ("rank", "standby"):
+        return found
+    return [each for each in found if _has_joined(each) == (kind == "rank")]  # a standby is in no process group
+
+
+def _has_joined(process: int) -> bool:
+    """Whether a process is in a group of torch.distributed over gloo, which has threads of this name."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return any(each.read_text().startswith("pt_gloo") for each in Path(f"/proc/{process}/task").glob("*/comm"))
+    return False
+
+
+class Belongings:
+    """Files in temporary folders and segments of shared memory that processes of a session hold; `look` notes them.
+
+    Ports and memory without a name end with the processes. Ray keeps its session's folder, with its logs, on purpose.
+    """
+
+    def __init__(self, session_id: int):
+        self._session_id = session_id
+        self._files: set[Path] = set()
+        self._processes: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._files) + len(self._processes)
+
+    def look(self) -> None:
+        for process in session_processes(self._session_id):
+            self._processes.add(process)
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                names = {os.readlink(each) for each in Path(f"/proc/{process}/fd").glob("*")}
+                lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+                names |= {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
+                self._files |= {Path(name) for name in names if name.startswith(("/dev/shm/", "/tmp/"))}
+
+    def left(self) -> list[str]:
+        """What is still there, once all of the processes should be gone."""
+        found = [f"process {each}" for each in session_processes(self._session_id)]
+        found += [str(path) for path in self._files if "/session_" not in str(path) and path.exists()]
+        segments = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
+        return found + [f"shared memory {each[1]}" for each in segments if int(each[4]) in self._processes]
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a process stands still by a signal."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def wait_until_healthy(process: subprocess.Popen[bytes], url: str, limit_s: float, log: Path | None = None) -> None:

@@ -45,6 +45,7 @@ class FakeCore:
         self.calls: list[tuple] = []  # adds, aborts, steps and shutdowns in order
         self.crash: BaseException | None = None  # what the next step raises
         self.lost: str | None = None  # what check_health says of a dead worker
+        self.contradiction = ""  # what check_integrity says
         self.num_polls = 0
         self.thread_ids: set[int] = set()
         self._token = token
@@ -132,6 +133,10 @@ class FakeCore:
 
     def stats(self) -> EngineStats:
         return EngineStats(num_running=len(self._live), num_steps=self._steps)
+
+    def check_integrity(self) -> None:
+        if self.contradiction:
+            raise AssertionError(self.contradiction)
 
     def shutdown(self) -> None:
         self.calls.append(("shutdown",))

@@ -45,7 +45,8 @@ class EngineReplica:
         sys.setswitchinterval(SWITCH_S)
         self._model, self._drain_timeout = model, drain_timeout
         self._place = place or own_place()
-        self._driver = EngineDriver(start(config))
+        self._core = start(config)  # the driver's, while that runs
+        self._driver = EngineDriver(self._core)
         self._socket = EngineSocket(self._driver)
         self._servers: set[str] | None = None  # the model's API servers; None until the directory has told them
         directory = registry or DirectoryLink(self._place.app_name)
@@ -95,6 +96,12 @@ class EngineReplica:
             await asyncio.sleep(0.05)
         await asyncio.to_thread(self._driver.shutdown)
         await asyncio.to_thread(self._socket.close)
+        try:
+            self._core.check_integrity()
+        except AssertionError as error:
+            logger.error("the engine has ended, and its records contradict each other: %s", error)
+        else:
+            logger.info("the engine has ended; its records agree with each other")
 
     def _member(self) -> EngineMember:
         return EngineMember(

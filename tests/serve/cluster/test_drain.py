@@ -152,6 +152,21 @@ async def test_running_requests_finish_before_the_engine_ends(cluster):
     assert not cluster.members()
 
 
+@pytest.mark.parametrize(
+    ("contradiction", "said"),
+    [("", "its records agree with each other"), ("rows are lost", "contradict each other: rows are lost")],
+)
+def test_it_says_whether_its_records_agree(caplog, contradiction, said):
+    @scenario()
+    async def end(cluster):
+        cluster.core.contradiction = contradiction
+        await asyncio.wait_for(cluster.stop(), 10)
+
+    with caplog.at_level("INFO", "ray.serve"):
+        end()
+    assert said in caplog.text
+
+
 @scenario()
 async def test_a_request_of_the_last_moment_still_finds_the_engine(cluster):
     """A front that has not heard of the drain sends one more, and disconnects when it is done."""
