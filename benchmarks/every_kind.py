@@ -22,7 +22,7 @@ from rayllm.config.options import BUNDLED_MODEL
 
 # Whether a repeated request with the same `Idempotency-Key` gets the stream that it had, rather than one of its own:
 # True makes it an error if a request without a seed, whose noise is drawn anew, is answered otherwise at the next try.
-KEY_ATTACHES = False
+KEY_ATTACHES = True
 
 RETRY_S = 0.5
 TRY_AGAIN = (429, 503)

@@ -84,7 +84,7 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
         spec=spec,
         device=device,
         executor="ray" if uses_ray(options) else "local",
-        standbys=uses_ray(options) and options.standby_ranks == "auto",
+        standbys=uses_ray(options) and options.standby_ranks in (("auto", "all") if device == "cpu" else ("all",)),
         dtype=dtype,
         kv_dtype=_kv_dtype(options, spec, dtype),
         max_model_len=options.max_model_len or spec.max_model_len,
