@@ -107,6 +107,7 @@ def test_api_servers_come_with_the_cores(monkeypatch, deployed):
     assert default_api_servers([2, 2]) == 2, "no single one for several hosts"
     assert default_api_servers([192] * 9) == 64
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(application, "cores_by_host", lambda: [16])  # if this process is connected to a Ray
     for options, count in (({}, 4), ({"num_api_servers": "3"}, 3)):
         build_app({"device": "cpu", **options})
         assert (deployed[-1]["name"], deployed[-1]["num_replicas"]) == ("ApiServer", count)

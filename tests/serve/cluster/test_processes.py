@@ -69,6 +69,10 @@ def ignore_hangup():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
+def heed_hangup():
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_parent_that_is_killed_takes_all_along(number):
     found = Supervised(WAIT)
@@ -104,7 +108,8 @@ def test_signals_are_orders(number):
     """Also if somebody sends them to both, as a terminal or a service manager does."""
     found = Supervised(
         "orders.update.wait(); orders.update.clear(); print('update', orders.stop.is_set(), flush=True)\n"
-        "orders.stop.wait(); time.sleep(0.3); print('stop', orders.update.is_set(), flush=True)\n"
+        "orders.stop.wait(); time.sleep(0.3); print('stop', orders.update.is_set(), flush=True)\n",
+        preexec_fn=heed_hangup,  # under nohup, these tests would hand that on
     )
     os.kill(found.child.pid, signal.SIGUSR1)
     found.send(signal.SIGUSR1)
