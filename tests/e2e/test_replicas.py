@@ -1,7 +1,8 @@
-"""Several replicas and models under load: a rolling update, autoscaling. Bundled model, CPU."""
+"""Several replicas and models under load: a replica that dies, a rolling update, autoscaling. Bundled model, CPU."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
@@ -151,6 +152,20 @@ def test_a_prefix_is_computed_on_one_replica_only(server):
     hits = sum(server.figures("prefix_cache_hits_total", "a").values()) - hits
     assert hits > 12 * (tokens - 40), "all but the first of each would be found"
     assert all(server.figures("prompt_tokens_total", "a").values()), "both replicas had some"
+
+
+def test_requests_of_a_replica_that_dies_go_on_on_the_other(server):
+    before = server.engines("a")
+    with Traffic(server) as traffic:
+        wait_for(lambda: traffic.count > 4)
+        victim = min(before)
+        os.kill(victim, signal.SIGKILL)
+        count = traffic.count
+        wait_for(lambda: traffic.count > count + 4)
+        wait_for(lambda: victim not in server.engines("a") and server.replicas("a") == 2)
+    assert traffic.failed == []
+    assert before & server.engines("a") == before - {victim}
+    assert httpx.get(server.url + "/health").status_code == 200
 
 
 def test_an_update_under_load_loses_no_request(server):
