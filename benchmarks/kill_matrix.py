@@ -266,7 +266,6 @@ def _cells() -> Iterator[Cell]:
     for server, target in (
         ("ranks", "rank"),
         ("ranks", "standby"),
-        ("ranks", "keeper"),
         ("ranks", "engine"),
         ("replicas", "engine"),
         ("replicas", "API server"),

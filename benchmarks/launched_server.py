@@ -29,7 +29,6 @@ LOG_LINES = 30  # of a failed process's log that its error shows
 PROCESSES = {
     "rank": "ray::WorkerActor",
     "standby": "ray::WorkerActor",
-    "keeper": "ray::WeightKeeper",
     "engine": ":engine-",
     "API server": ":ApiServer",
     "ingress": "/haproxy ",

@@ -47,8 +47,8 @@ class _Access(ctypes.Structure):
 class SharedWeights:
     """Parameters one after the other, in the order in which a model makes them: models of one config agree on it.
 
-    First `count` what a model takes, made on the device "meta", then `allocate` it, `take` it and `hand_out`; or
-    `adopt` what another process handed out, and `take` that, filled already. On one thread, that of the device.
+    First `take` what a model needs, which is counted only, then `allocate` that much, `take` it again and `hand_out`;
+    or `adopt` what another process handed out, and `take` that, filled already. On one thread, that of the device.
 
     is_filled: the weights are those of another process. note: goes with them.
     """

@@ -89,10 +89,11 @@ def make_application(
 ) -> serve.Application:
     """The Serve application.
 
-    keys: of the API (see `load_api_keys`). free_gpus: that an
-    update may use before it has freed any; None if that is not known. ingress_node: Ray's id of the node whose ingress
-    passes connections on to API servers that listen themselves; None puts them behind Serve's proxies. host_cores: of
-    each host that replicas may run on; this machine's if there are none yet.
+    keys: of the API (see `load_api_keys`).
+    free_gpus: that an update may use before it has freed any; None if that is not known.
+    ingress_node: Ray's id of the node whose ingress passes connections on to API servers that listen themselves; None
+    puts them behind Serve's proxies.
+    host_cores: of each host that replicas may run on; this machine's if there are none yet.
     Raises ConfigError.
     """
     logs = LoggingConfig(enable_access_log=False, encoding=server.log_format.upper())

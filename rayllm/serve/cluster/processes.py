@@ -26,7 +26,7 @@ STOP, UPDATE = b"s", b"u"  # what the parent writes into its pipe to the child
 class Orders(NamedTuple):
     """What the user has told the server by signals."""
 
-    # SIGINT, SIGTERM, or SIGHUP, when the terminal goes. A second one ends everything at once.
+    # SIGINT, SIGTERM, or SIGHUP, when the terminal goes. A second SIGINT or SIGTERM ends all at once.
     stop: threading.Event
     # SIGUSR1.
     update: threading.Event
@@ -63,7 +63,8 @@ def supervise(grace_s: float, stop_s: Callable[[], float]) -> Orders:
 
     def hand_on(number: int, _frame: Any) -> None:
         nonlocal is_told_to_stop
-        if is_told_to_stop and number != signal.SIGUSR1:
+        # A terminal that goes may say so twice: by itself, and by its shell.
+        if is_told_to_stop and number not in (signal.SIGUSR1, signal.SIGHUP):
             _end_all(0.0, 128 + number)
         is_told_to_stop |= number != signal.SIGUSR1
         with contextlib.suppress(BrokenPipeError):

@@ -6,26 +6,8 @@ import asyncio
 
 import pytest
 from support.driver import until
-from support.live_engines import LiveEngine, connected
-from support.request_kinds import requests_of_every_kind
+from support.live_engines import LiveEngine, connected, outputs_of_every_kind
 from support.serve import KEYS
-
-from rayllm.api.types import RequestOutput
-from rayllm.serve.cluster.front import ModelFront
-from rayllm.text.outputs import accumulate
-
-
-async def outputs_of(front: ModelFront, progress: list[int]) -> list[RequestOutput]:
-    """Of requests of every kind, run at once. progress: its only number grows with each output."""
-
-    async def run(request) -> RequestOutput:
-        total = None
-        async for output in front.generate(request):
-            total = accumulate(total, output)
-            progress[0] += 1
-        return total
-
-    return await asyncio.gather(*(run(request) for request in requests_of_every_kind(front.tokenizer)))
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["another engine is there", "another engine comes"])
@@ -33,11 +15,11 @@ def test_requests_of_every_kind_go_on(is_there):
     async def scenario():
         lost, other = LiveEngine("one"), LiveEngine("two")
         calm = await connected([other])
-        undisturbed = await outputs_of(calm, [0])
+        undisturbed = await outputs_of_every_kind(calm, [0])
         await calm.close()
         front = await connected([lost, other] if is_there else [lost])
         progress = [0]
-        disturbed = asyncio.create_task(outputs_of(front, progress))
+        disturbed = asyncio.create_task(outputs_of_every_kind(front, progress))
         await until(lambda: progress[0] > 60)
         await asyncio.to_thread(lost.close)
         if not is_there:

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 from fastapi import FastAPI
 from support.driver import until, whole
-from support.live_engines import LiveEngine, connected
+from support.live_engines import LiveEngine, connected, outputs_of_every_kind
 from support.request_kinds import requests_of_every_kind
 from support.serve import KEYS
 
@@ -22,7 +22,6 @@ from rayllm.api.types import IdempotencyKey, RequestOutput
 from rayllm.config.options import ServerConfig
 from rayllm.serve.cluster.front import ModelFront
 from rayllm.serve.http.app import create_app
-from rayllm.text.outputs import accumulate
 
 PROMPT = "The for statement is used to iterate over the elements"
 BODY = {
@@ -138,18 +137,13 @@ def test_an_api_server_is_killed_and_another_one_answers_from_the_beginning():
 
 
 async def all_kinds(front: ModelFront, name: str, progress: list[int]) -> list[RequestOutput]:
-    """The outputs of requests of every kind with keys. progress: its only number grows with each output."""
+    """As `outputs_of_every_kind`, with keys."""
 
-    async def run(request) -> RequestOutput:
+    def with_key(request):
         key = IdempotencyKey(request.request_id, b"", 1)
-        request = msgspec.structs.replace(request, request_id=f"{name}-{request.request_id}", key=key)
-        total = None
-        async for output in front.generate(request):
-            total = accumulate(total, output)
-            progress[0] += 1
-        return total
+        return msgspec.structs.replace(request, request_id=f"{name}-{request.request_id}", key=key)
 
-    return await asyncio.gather(*(run(request) for request in requests_of_every_kind(front.tokenizer)))
+    return await outputs_of_every_kind(front, progress, with_key)
 
 
 def test_requests_of_every_kind_are_kept_through_the_death_of_an_engine():

@@ -131,6 +131,16 @@ def test_nohup_holds():
     assert found.code() == 0
 
 
+def test_a_terminal_that_goes_says_so_twice():
+    found = Supervised(
+        "orders.stop.wait(); print('stop', flush=True); time.sleep(0.3); print('done', flush=True)\n",
+        preexec_fn=heed_hangup,
+    )
+    assert found.send(signal.SIGHUP).line() == "stop"
+    assert found.send(signal.SIGHUP).line() == "done"
+    assert found.code() == 0
+
+
 def test_a_second_signal_to_stop_ends_everything_at_once():
     found = Supervised("orders.stop.wait()\nprint('stop', flush=True)\n" + WAIT)
     found.send(signal.SIGTERM)
