@@ -144,6 +144,15 @@ def test_random_histories_leave_every_output_right(
     harness.check_done()
 
 
+def test_a_completion_that_ended_before_anything_came_does_not_come_back_with_another_engine():
+    harness = Harness(num_blocks=8, block_size=4)
+    harness.add("a", [0], n=2, max_tokens=1, seed=0)
+    harness.end("a", 0)
+    harness.lose_engine()
+    harness.run()
+    harness.check_done()
+
+
 @pytest.mark.parametrize(
     ("mode", "caching"), [("recompute", True), ("recompute", False), ("swap", True), ("swap", False), ("cost", True)]
 )

@@ -162,7 +162,7 @@ class Harness:
             live = [key for key in keys if key not in self.reasons and key not in self.ended]
             if request.request_id in self.aborted or not live:
                 continue
-            begun = any(key in self.outputs for key in keys) and request.pooling is None
+            begun = any(key in self.outputs or key in self.ended for key in keys) and request.pooling is None
             if begun and not request.params.use_beam_search:
                 emitted = {key[1]: list(self.outputs.get(key, [])) for key in live}
                 request = msgspec.structs.replace(request, emitted=emitted)
