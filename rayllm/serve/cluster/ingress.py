@@ -55,6 +55,8 @@ defaults
     retries 2
     retry-on conn-failure empty-response
     option redispatch 1
+    # Each token goes on at once. Else HAProxy lets the kernel wait for more of the body, for 200 ms.
+    option http-no-delay
     timeout connect 2s
     timeout http-request {request_s}s
     timeout http-keep-alive 60s

@@ -41,6 +41,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.server.requests += 1
+        if self.path == "/stream":
+            self.stream()
+            return
         body = f"{self.server.name} for {self.headers['x-forwarded-for']}".encode()
         self.send_response(200)
         self.send_header("content-length", str(len(body) + 1))
@@ -48,6 +51,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
         self.server.hold.wait(20)
         self.wfile.write(b".")
+
+    def stream(self):
+        """A chunk whenever `server.hold` is set."""
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the client has left
+            while self.server.hold.wait(20):
+                self.server.hold.clear()
+                self.wfile.write(b"1\r\n.\r\n")
 
     def do_POST(self):
         self.server.requests += 1
@@ -133,6 +146,23 @@ def test_requests_are_spread_over_servers_as_they_come_and_go(monkeypatch):
         assert who_answers(found) == {"two"}
         found.update([two.member(), one.member()])
         assert who_answers(found) == {"one", "two"}
+
+
+def test_a_token_is_not_kept_back_for_the_next_one():
+    delays = []
+    with ingress() as found, api_server("one") as one:
+        found.update([one.member()])
+        connection = http.client.HTTPConnection("127.0.0.1", found.port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("GET", "/stream")
+            response = connection.getresponse()
+            assert response.read(1) == b"."
+            for _ in range(8):
+                start = time.monotonic()
+                one.hold.set()
+                assert response.read(1) == b"."
+                delays.append(time.monotonic() - start)
+    assert min(delays) < 0.1, delays
 
 
 def test_an_answer_ends_on_a_server_that_drains():
