@@ -92,5 +92,5 @@ END_DESCENDANTS_S = 2.0
 DIE_S = 8.0  # for the kernel to end a killed process, and free gigabytes of memory and a GPU
 
 # HTTP requests.
-REQUEST_S = 10.0  # to receive its headers, and what of its body fits into HAProxy's buffer beside them, 16 KiB in all
+REQUEST_S = 10.0  # to receive its headers, and what of its body fits into HAProxy's buffer beside them
 BODY_S = 60.0  # to receive a request's body: who sends it slowly must not hold a place for ever

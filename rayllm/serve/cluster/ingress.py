@@ -28,6 +28,9 @@ from rayllm.serve.http.errors import ApiError
 SLOTS = 160  # API servers at once: 64, twice while they are replaced, and some that are gone
 SPARE_CONNECTIONS = 1024  # beside those that admission allows: idle ones, health checks, requests that are refused
 SPARE_FILES = 256
+# Of a request, headers included, that HAProxy takes in before it passes it on: almost all bodies, so that who sends one
+# slowly, or only a part of it, does not keep the API servers busy.
+BUFFER = 256 * 1024
 MAX_FILES = 65_536  # at least, if the system lets it: connections that send nothing are to leave room for others
 THREADS = 4  # one passes on 36,000 tokens a second
 
@@ -43,14 +46,15 @@ TEMPLATE = """\
 global
     fd-hard-limit {max_files}
     nbthread {threads}
+    tune.bufsize {buffer}
     stats socket sockpair@{admin} level admin
 
 defaults
     mode http
     option abortonclose
     option forwardfor
-    # An API server may die with a request. One whose body was short enough to be here (16 KiB with the headers) before
-    # it was passed on goes to another server, if no byte of an answer has come.
+    # An API server may die with a request. One whose body was short enough to be here before it was passed on goes to
+    # another server, if no byte of an answer has come.
     option http-buffer-request
     retries 2
     retry-on conn-failure empty-response
@@ -110,6 +114,7 @@ class Ingress:
         self._settings = {
             "max_files": files,
             "client_connections": connections * 3 // 4,
+            "buffer": BUFFER,
             "threads": min(os.cpu_count() or 1, THREADS),
             "request_s": round(timeouts.REQUEST_S),
             "listener": listener.fileno(),

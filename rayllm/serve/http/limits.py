@@ -5,7 +5,7 @@ A completion is *live* from its request's arrival until the engine is done with 
 prompt tokens wait for their first token; a request that would exceed either is refused at once. A request is never
 refused for its own size: one that comes alone is always let in, as it would be refused for ever otherwise. Each model
 has limits of its own; until a request's body says which model it is for, it counts among those that have arrived, for
-all models together.
+all models together. Bodies that arrive, or wait to be parsed, may together have `BODIES_BYTES`.
 
 One front's limits hold exactly. The live work of the other fronts is known from figures up to a second old, so N fronts
 together may exceed a limit by what they let in within that second, at most N times the limit.
@@ -29,6 +29,8 @@ _DEADLINES = {
     "request_timeout": "the answer was not complete within {:g} s (request_timeout)",
 }
 
+
+BODIES_BYTES = 512 * 2**20  # of an API server
 
 # ---- admission
 
@@ -100,6 +102,27 @@ class Ticket:
     def close(self) -> None:
         """All of it has ended."""
         self.release(self._completions, self._tokens)
+
+
+class Bodies:
+    """What of bodies an API server holds that it has not parsed yet: who sends many, and none to its end, fills no memory.
+
+    num_bytes: of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int, own: int) -> None:
+        """More has come of a body. own: bytes that it had before. Raises ApiError 429 if others' leave no room."""
+        if self.num_bytes > own and self.num_bytes + num_bytes > BODIES_BYTES:
+            message = f"the server holds {self.num_bytes} bytes of request bodies, and takes {BODIES_BYTES}"
+            raise ApiError(429, message, code="queue_full")
+        self.num_bytes += num_bytes
+
+    def remove(self, num_bytes: int) -> None:
+        """A body is parsed, or will never be."""
+        self.num_bytes -= num_bytes
 
 
 # ---- deadlines

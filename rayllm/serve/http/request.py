@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ParamSpec, TypeVar, get_type_hints
 
 import msgspec
@@ -33,7 +33,7 @@ from rayllm.errors import InvalidRequestError
 from rayllm.serve.http.auth import ApiKey, check_key, check_origin
 from rayllm.serve.http.convert import Job
 from rayllm.serve.http.errors import ApiError, as_api_error, renamed
-from rayllm.serve.http.limits import Deadlines, Ticket
+from rayllm.serve.http.limits import Bodies, Deadlines, Ticket
 from rayllm.serve.http.metrics import RequestTimer
 from rayllm.serve.http.protocol import LARGE_BODY, LONG_BODY, Body, max_bytes, read_body
 from rayllm.serve.http.replies import DONE, Reply, sse
@@ -45,6 +45,7 @@ from rayllm.text.outputs import accumulate
 MAX_ID_CHARS = 128
 MAX_KEY_CHARS = 255
 MAX_PATH_CHARS = 200
+GIVE_BACK_S = 0.5  # after the end of a request with a large body, for all that end meanwhile
 
 _SCOPE_KEY = "rayllm.request"
 
@@ -55,13 +56,14 @@ Result = TypeVar("Result")
 class RequestContext:
     """One HTTP request from its arrival to the end of its answer: what is known of it, and what it holds."""
 
-    def __init__(self, scope: Scope, receive: Receive, state: ServerState, server: ServerConfig):
+    def __init__(self, scope: Scope, receive: Receive, state: ServerState, server: ServerConfig, bodies: Bodies):
         path = scope["path"][:MAX_PATH_CHARS]
         self.record = RequestRecord("", scope["method"], path, arrival=time.time(), clock=time.perf_counter())
         self._address = (scope.get("client") or ("",))[0]  # the client's, or that of the last proxy that is not trusted
         self.receive = receive
         self.state = state
         self.server = server
+        self.bodies = bodies
         self.deadlines = Deadlines(server)
         self.is_trusted = False  # a key came with it, or none is needed
         self.body_bytes = 0  # of the body, as far as it has come
@@ -156,12 +158,14 @@ class RequestLife:
     keys: Sequence[ApiKey]
     tracer: SpanTracer | None
     echo_id: bool  # put x-request-id into responses; Ray Serve's proxy does that itself
+    bodies: Bodies = field(default_factory=Bodies)
+    will_give_back: bool = False  # memory, soon
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        context = RequestContext(scope, receive, self.state, self.server)
+        context = RequestContext(scope, receive, self.state, self.server, self.bodies)
         record = context.record
         # A HEAD request is answered as a GET; the HTTP server leaves the body out.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -193,8 +197,13 @@ class RequestLife:
             if not ended:
                 record.error = record.error or "client_disconnected"
                 self._end(record)
-            if context.body_bytes > LARGE_BODY:  # now that nothing refers to what was made of it
-                asyncio.get_running_loop().run_in_executor(None, give_back_memory)
+            if context.body_bytes > LARGE_BODY and not self.will_give_back:  # nothing refers to what was made of it
+                self.will_give_back = True
+                asyncio.get_running_loop().call_later(GIVE_BACK_S, self._give_back)
+
+    def _give_back(self) -> None:
+        self.will_give_back = False
+        asyncio.get_running_loop().run_in_executor(None, give_back_memory)
 
     def _check(self, context: RequestContext, headers: Headers) -> None:
         """Raises ApiError 400 for an id that logs and headers should not carry and for an idempotency key that is too
@@ -282,8 +291,9 @@ class JsonRequest(Request):
         self._check_size(int(declared) if declared.isdigit() else 0)
         async for chunk in super().stream():
             size += len(chunk)
-            context.body_bytes = size
             self._check_size(size)
+            context.bodies.add(len(chunk), context.body_bytes)
+            context.body_bytes = size
             yield chunk
 
     def _check_size(self, size: int) -> None:
@@ -303,14 +313,17 @@ class JsonRequest(Request):
             raise context.failed(error) from None
 
     async def json(self) -> Body:
-        """Checked already, which FastAPI would do in the event loop. Raises ApiError 400 and 413."""
-        context, text = context_of(self), await self.body()
-        if context.idempotency_key:
-            context.fingerprint = (await context.work(hashlib.sha256, text)).digest()
+        """Checked already, which FastAPI would do in the event loop. Raises ApiError 400, 413 and 429."""
+        context = context_of(self)
         try:
+            text = await self.body()
+            if context.idempotency_key:
+                context.fingerprint = (await context.work(hashlib.sha256, text)).digest()
             return await context.work(read_body, self._kind, text, self._max_model_len)
         except (InvalidRequestError, ValidationError) as error:
             raise as_api_error(error, self.method, self.url.path) from None
+        finally:
+            context.bodies.remove(context.body_bytes)
 
 
 # ---- in the engine

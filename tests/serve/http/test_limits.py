@@ -9,6 +9,7 @@ from support.app import Api, counted, staged
 
 from rayllm.api.types import Load
 from rayllm.config.options import ServerConfig
+from rayllm.serve.http import limits, request
 from rayllm.serve.http.errors import ApiError
 from rayllm.serve.http.limits import Admission, Ticket
 
@@ -249,3 +250,45 @@ def test_refused_bodies_hold_no_place():
         assert api.completion(model="gpt-9").status_code == 404
         assert api.post("/v1/completions", content=b"{").status_code == 400
     check_all_is_released(api)
+
+
+def test_bodies_that_are_not_whole_yet_fill_no_memory(monkeypatch):
+    monkeypatch.setattr(limits, "BODIES_BYTES", 300)
+    api, body = staged(), b" " * 120 + json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+
+    async def half(done):
+        yield b" " * 200
+        await done.wait()
+        yield body
+
+    async def scenario():
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=api.app), base_url="http://test")
+        done = asyncio.Event()
+        waiting = asyncio.create_task(client.post("/v1/completions", content=half(done)))
+        await asyncio.sleep(0.05)
+        refused = await client.post("/v1/completions", content=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert "the server holds 200 bytes of request bodies, and takes 300" in refused.text
+        done.set()  # a body that comes alone may be longer
+        assert (await waiting).status_code == 200
+        assert (await client.post("/v1/completions", content=body)).status_code == 200
+
+    asyncio.run(scenario())
+    check_all_is_released(api)
+
+
+def test_memory_is_given_back_once_for_many_large_bodies(monkeypatch):
+    calls = []
+    monkeypatch.setattr(request, "give_back_memory", lambda: calls.append(1))
+    monkeypatch.setattr(request, "GIVE_BACK_S", 0.1)
+    monkeypatch.setattr(request, "LARGE_BODY", 10)
+    api = staged()
+
+    async def scenario():
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=api.app), base_url="http://test")
+        for count in (1, 2):
+            await asyncio.gather(*(client.post("/v1/completions", json={"prompt": "a" * 20}) for _ in range(3)))
+            await asyncio.sleep(0.2)
+            assert len(calls) == count
+
+    asyncio.run(scenario())
