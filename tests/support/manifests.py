@@ -6,6 +6,8 @@ selects nothing, a probe of a port that nobody opens, a secret that nobody makes
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
 import json
 import re
@@ -15,8 +17,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 from jsonschema import Draft202012Validator
+from ray.scripts.scripts import drain_node, start
 from ray.serve.schema import ServeDeploySchema
 from referencing import Registry, Resource
 
@@ -38,7 +42,12 @@ class Wrong(Exception):
 
 
 def load() -> list[dict[str, Any]]:
-    """Every object of the kustomization's files, and the job beside them."""
+    """Every object of the kustomization's files, and the job beside them; the caller's own to change."""
+    return copy.deepcopy(_read())
+
+
+@functools.cache
+def _read() -> list[dict[str, Any]]:
     names = [*yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"], "download-model.yaml"]
     return [document for name in names for document in yaml.safe_load_all((FOLDER / name).read_text())]
 
@@ -109,31 +118,36 @@ class Objects:
         return make_models(check_names(self.application()["args"]))
 
 
-def check_schema(document: dict[str, Any], schema: dict[str, Any] | None = None) -> None:
-    """Unknown fields, wrong types and missing fields. schema: one to use instead of our own."""
-    found = find_validator(document["kind"], document["apiVersion"], schema).iter_errors(document)
-    errors = [f"{'.'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in found]
+def check_schema(document: dict[str, Any]) -> None:
+    """Unknown fields, wrong types and missing fields."""
+    _check_text(json.dumps(document))
+
+
+@functools.cache
+def _check_text(text: str) -> None:
+    """Of a document; those that a test has not changed are checked once."""
+    document = json.loads(text)
+    refuse_errors(find_validator(document["kind"], document["apiVersion"]), document)
+
+
+def refuse_errors(validator: Draft202012Validator, document: dict[str, Any]) -> None:
+    errors = [
+        f"{'.'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in validator.iter_errors(document)
+    ]
     need(not errors, f"{document['kind']} {'; '.join(errors[:9])}")
 
 
-_VALIDATORS: dict[tuple[str, str], Draft202012Validator] = {}
-
-
-def find_validator(kind: str, version: str, schema: dict[str, Any] | None = None) -> Draft202012Validator:
-    if schema is None and (kind, version) in _VALIDATORS:
-        return _VALIDATORS[kind, version]
+@functools.cache
+def find_validator(kind: str, version: str) -> Draft202012Validator:
     folder = files("kubernetes_validate") / "kubernetes-json-schema" / f"v{KUBERNETES}.0-local-strict"
     definitions = Resource.from_contents(json.loads((folder / "_definitions.json").read_text()))
     registry = Registry().with_resources([("k8s", definitions), ("/api/_definitions.json", definitions)])
-    if schema is not None:
-        return Draft202012Validator(schema, registry=registry)
-    own = yaml.safe_load((Path(__file__).parents[1] / "config" / "custom_resources.yaml").read_text())
+    custom = yaml.safe_load((Path(__file__).parents[1] / "config" / "custom_resources.yaml").read_text())
     group, _, number = version.rpartition("/")
     native = folder / f"{'-'.join(filter(None, [kind.lower(), group.partition('.')[0], number]))}.json"
-    need(kind in own or native.is_file(), f"there is no {kind} in {version}")
-    found = own[kind] if kind in own else json.loads(native.read_text())
-    _VALIDATORS[kind, version] = Draft202012Validator(found, registry=registry)
-    return _VALIDATORS[kind, version]
+    need(kind in custom or native.is_file(), f"there is no {kind} in {version}")
+    schema = custom[kind] if kind in custom else json.loads(native.read_text())
+    return Draft202012Validator(schema, registry=registry)
 
 
 def check_ports(objects: Objects) -> None:
@@ -256,6 +270,11 @@ def check_volumes_and_secrets(objects: Objects) -> None:
         volumes = {each["name"]: each for each in objects.pods[pod]["spec"]["volumes"]}
         shared = volumes[mounted.get("/dev/shm", "")] if "/dev/shm" in mounted else {}
         need(shared.get("emptyDir", {}).get("medium") == "Memory", f"pod {pod}: /dev/shm must be memory")
+        has, memory = (
+            int(each.removesuffix("Gi"))
+            for each in (shared["emptyDir"]["sizeLimit"], objects.containers(pod)[0]["resources"]["limits"]["memory"])
+        )
+        need(has >= 0.3 * memory, f"pod {pod}: Ray's object store takes 0.3 of {memory} GiB, /dev/shm has {has}")
 
 
 def _unknown(given: Any, parsed: Any, where: str = "") -> Iterator[str]:
@@ -333,21 +352,31 @@ def check_gpus(objects: Objects) -> None:
             need(same, f"{name}: {resource} must be the same in requests and limits")
         cpus = group["rayStartParams"]["num-cpus"]
         need(cpus == resources["requests"]["cpu"], f"{name}: num-cpus is {cpus}, not the CPUs that it requests")
+    for group in (objects.cluster["headGroupSpec"], *objects.groups):
+        parse_command(start, [f"--{k}" if v == "true" else f"--{k}={v}" for k, v in group["rayStartParams"].items()])
     need(_gpus(objects.containers("head")[0]) == 0, "the head has no use for GPUs")
     need(objects.cluster["headGroupSpec"]["rayStartParams"].get("num-cpus") == "0", "the head must have no replicas")
     for model in models:
         tp = model.engine.tensor_parallel_size
         need(max(pods.values()) >= tp, f"no pod has the {tp} GPUs of tensor_parallel_size")
-    start = sum(model.engine.tensor_parallel_size * model.server.num_replicas for model in models)
+    least = sum(model.engine.tensor_parallel_size * model.server.num_replicas for model in models)
     most = sum(
         model.engine.tensor_parallel_size * (model.server.max_replicas or model.server.num_replicas) for model in models
     )
     has = sum(pods[group["groupName"]] * group["replicas"] for group in objects.groups)
     may_have = sum(pods[group["groupName"]] * group["maxReplicas"] for group in objects.groups)
-    need(start <= has, f"num_replicas needs {start} GPUs; the pods have {has}")
+    need(least <= has, f"num_replicas needs {least} GPUs; the pods have {has}")
     need(most <= may_have, f"max_replicas needs {most} GPUs; the pods have {may_have} at most")
     most_pods = sum(group["maxReplicas"] for group in objects.groups)
     need((server.num_api_servers or 0) >= most_pods, f"num_api_servers: one for each of up to {most_pods} pods")
+
+
+def parse_command(command: click.Command, arguments: list[str]) -> None:
+    """Raises Wrong for options that a command of Ray has not. It is not run."""
+    try:
+        command.make_context(command.name, arguments)
+    except click.ClickException as error:
+        raise Wrong(f"ray {command.name}: {error.format_message()}") from None
 
 
 def check_disruptions_and_drains(objects: Objects) -> None:
@@ -366,6 +395,7 @@ def check_disruptions_and_drains(objects: Objects) -> None:
         pod = group["template"]["spec"]
         command = shlex.split(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1])
         need(command[:2] == ["ray", "drain-node"], f"preStop of {group['groupName']} must drain the node")
+        parse_command(drain_node, command[2 : command.index("&&")] if "&&" in command else command[2:])
         deadline = int(command[command.index("--deadline-remaining-seconds") + 1])
         need(
             deadline >= drain + 300, f"preStop: {deadline} s are too few to start replicas elsewhere, then {drain:g} s"
