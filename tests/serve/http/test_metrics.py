@@ -11,7 +11,7 @@ from support.app import render_metrics
 from rayllm.api.types import EngineStats
 from rayllm.serve.http.metrics import FrontMetrics, ModelFigures, render
 
-DASHBOARD = json.loads((Path(__file__).parents[3] / "configs" / "grafana-dashboard.json").read_text())
+DASHBOARD = json.loads((Path(__file__).parents[3] / "configs" / "kubernetes" / "grafana-dashboard.json").read_text())
 NAMES = [
     "num_requests_running",
     "num_requests_waiting",
