@@ -28,7 +28,7 @@ async def make(kind, *args, **fields):
 
 
 def options(ingress_node="here"):
-    server = ServerConfig(drain_timeout=20, replica_drain_timeout=20)
+    server = ServerConfig(drain_timeout=20, api_server_drain_timeout=20)
     model = FrontModel(name="m", folder="", server=server, skip_tokenizer_init=True)
     return FrontOptions(models=[model], server=server, ingress_node=ingress_node)
 
@@ -41,7 +41,7 @@ class Cluster:
 
     async def start_engine(self):
         start = lambda _config: self.core  # noqa: E731
-        self.engine = await make(EngineReplica, None, "m", 20.0, start, place("engine"), self.directory)
+        self.engine = await make(EngineReplica, None, "m", 20.0, "none", start, place("engine"), self.directory)
 
     async def start_server(self):
         self.server = await make(ApiServer, options(), place=place("api"), registry=self.directory)
