@@ -290,7 +290,8 @@ class Membership:
             self.is_leaving = True
             while not self._has_successor() and not self.is_stopping and time.monotonic() < stop_at:
                 await asyncio.sleep(timeouts.REGISTER_S / 10)
-            await asyncio.sleep(2 * timeouts.REGISTER_S)  # for API servers and HAProxy to find it too
+            if self._has_successor():
+                await asyncio.sleep(2 * timeouts.REGISTER_S)  # for API servers and HAProxy to find it too
         return max(stop_at - time.monotonic(), 0.0)
 
     def _has_successor(self) -> bool:
