@@ -75,4 +75,5 @@ def drain_node(node_id: str, seconds: float, why: str, timeout_s: float) -> None
 
 
 def _gcs() -> Any:
-    return ray._private.worker.global_worker.gcs_client
+    worker: Any = ray._private.worker.global_worker
+    return worker.gcs_client
