@@ -12,6 +12,7 @@
 | driver - step | the driver | the step's result | STEP_S | new ranks take over |
 | Serve - replica | Ray Serve | HEALTH_PERIOD_S | HEALTH_TIMEOUT_S | Ray Serve replaces the replica |
 | replica, front - directory | the directory | REGISTER_S | MEMBER_SILENCE_S | the entry goes; others stop using it |
+| host - its cloud | each replica on it | SPOT_POLL_S | - | Ray drains it; its replicas end LEAVE_S before it goes |
 | new replica - API servers | the replica | their first beats | JOIN_S | it counts as started without them |
 | launch - application | `rayllm launch` | STATUS_S | - | it says what Ray Serve says |
 | launch - ingress | `rayllm launch` | INGRESS_WATCH_S | - | HAProxy is started again |
@@ -76,9 +77,17 @@ KILL_S = 10.0  # after the time that running requests have, before Serve ends a 
 
 # Directory.
 REGISTER_S = 0.5
+REPORT_S = 2.0  # for `rayllm status`
 MEMBER_SILENCE_S = 5.0
 JOIN_S = 10.0  # for all API servers to connect to a new engine, before Serve ends the one that it replaces
 DIRECTORY_S = 3.0  # for its answer; members go on without
+
+# Hosts that are taken away.
+SPOT_POLL_S = 2.0
+METADATA_S = 5.0  # for an answer of a cloud's metadata service
+GCP_WAIT_S = 60  # that the one of GCP waits for news
+GCP_NOTICE_S = 30.0  # from the notice of GCP to the end of the host, which it does not say
+LEAVE_S = 5.0  # before a host goes away, its replicas have handed their requests on
 
 # `rayllm launch`.
 FIND_CLUSTER_S = 5.0  # for the first answer of a Ray cluster that is there already

@@ -13,12 +13,14 @@ from rayllm.cli.collect_env import print_environment
 from rayllm.cli.generate import generate
 from rayllm.cli.launch import launch
 from rayllm.cli.options import make_app
+from rayllm.cli.status import status
 from rayllm.errors import ConfigError, InvalidRequestError, RayllmError
 
 app = make_app("Distributed LLM serving on Ray.")
 app.command()(launch)
 app.command()(generate)
 app.command()(chat)
+app.command()(status)
 app.add_typer(bench.app, name="bench")
 app.command("collect-env")(print_environment)
 

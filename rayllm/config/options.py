@@ -36,6 +36,12 @@ def _check_origins(origins: list[str]) -> list[str]:
     return origins
 
 
+def _check_source(name: str) -> str:
+    if not re.fullmatch(r"auto|aws|gcp|none|[\w.]+:\w+", name):
+        raise ValueError("must be auto, aws, gcp, none, or module:function")
+    return name
+
+
 class EngineConfig(BaseModel):
     """Options of one engine; names and meanings follow vLLM where it has them."""
 
@@ -165,8 +171,13 @@ class ServerConfig(ModelServerConfig):
     """Seconds until the answer is complete; 0 is no limit"""
     drain_timeout: float = Field(default=5, ge=0, le=3600)
     """Seconds that running requests may go on when the server stops"""
-    replica_drain_timeout: float = Field(default=600, ge=0, le=86400)
-    """Seconds that running requests may go on in a replica that is taken away"""
+    replica_drain_timeout: float = Field(default=60, ge=0, le=86400)
+    """Seconds that running requests may go on in a replica that is taken away, before they move to another one"""
+    api_server_drain_timeout: float = Field(default=600, ge=0, le=86400)
+    """Seconds that running requests may go on in an API server that is taken away, before they end with an error"""
+    spot_notices: Annotated[str, AfterValidator(_check_source)] = "auto"
+    """Who says that the cloud takes a host away: aws, gcp, none, or module:function, which returns the seconds until
+    then or None; auto is the cloud that the host is of, if it is one of these"""
     log_format: Literal["text", "json"] = "text"
     """Request log; json is one object a line"""
     otlp_endpoint: str | None = None

@@ -5,12 +5,16 @@ pyproject.toml allows no version of Ray that these were not tried with.
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.grpc_utils import init_grpc_channel
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
 from ray.core.generated.gcs_service_pb2 import GetClusterIdRequest  # type: ignore[attr-defined]
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
@@ -47,3 +51,29 @@ def ask_cluster(address: str, timeout_s: float, use_token: bool) -> None:
         except grpc.RpcError as error:
             kind = PermissionError if error.code() is grpc.StatusCode.UNAUTHENTICATED else ConnectionError
             raise kind(error.details()) from None
+
+
+def draining_nodes(timeout_s: float) -> dict[str, float]:
+    """Ray's id of each node that somebody drains -> seconds until it goes; math.inf if nobody has said when.
+
+    Raises an error of Ray's if the GCS does not answer in time.
+    """
+    deadlines = _gcs().get_draining_nodes(timeout=timeout_s)
+    now_ms = time.time() * 1000
+    return {node: (deadline - now_ms) / 1000 if deadline else math.inf for node, deadline in deadlines.items()}
+
+
+def drain_node(node_id: str, seconds: float, why: str, timeout_s: float) -> None:
+    """Tell Ray that a node goes in so many seconds, as `ray drain-node` does: nothing new is placed there.
+
+    Raises an error of Ray's if the GCS does not answer in time, RuntimeError if Ray refuses.
+    """
+    reason, deadline_ms = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, round((time.time() + seconds) * 1000)
+    is_accepted, refusal = _gcs().drain_node(node_id, reason, why, deadline_ms, timeout=timeout_s)
+    if not is_accepted:
+        raise RuntimeError(refusal)
+
+
+def _gcs() -> Any:
+    worker: Any = ray._private.worker.global_worker
+    return worker.gcs_client

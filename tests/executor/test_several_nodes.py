@@ -17,6 +17,7 @@ from support.stand_ins import AddingRank, cpu_config, make_plan, pids_of
 from rayllm.errors import EngineDeadError
 from rayllm.executor import placement
 from rayllm.executor.ray import RayExecutor
+from rayllm.executor.ray_compat import drain_node, draining_nodes
 
 placement.CPUS_PER_RANK = 1.0  # a node holds one rank, as if each had one GPU
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -54,11 +55,13 @@ again = make()
 again.start()
 again.submit(make_plan(1))
 second = again.collect().token_ids
+drain_node(nodes[0], 60.0, "a test", 30.0)
+draining = draining_nodes(30.0)
 again.shutdown()
 ray.shutdown()
 cluster.shutdown()
 report = {"driver": driver, "nodes": nodes, "tokens": tokens, "message": message, "seconds": seconds, "left": left}
-print(json.dumps({**report, "second": second}))
+print(json.dumps({**report, "second": second, "draining": draining}))
 """
 
 
@@ -80,3 +83,6 @@ def test_an_engine_over_several_nodes_and_its_end():
     assert report["seconds"] < 10
     assert report["left"] == []
     assert report["second"] == [0, 29, 58]
+    ((drained, seconds),) = report["draining"].items()
+    assert drained == report["nodes"][0]
+    assert 20 < seconds <= 60

@@ -116,6 +116,9 @@ class FakeState:
     def door(self):
         return self.admission
 
+    async def describe_cluster(self):
+        return ["hosts", "  10.0.0.1"]
+
     @property
     def num_replicas(self):
         return 0 if self.dead else 1

@@ -3,36 +3,55 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from support.driver import until
 from support.launched import BUNDLED
 from support.request_kinds import requests_of_every_kind
-from support.serve import KEYS
+from support.serve import KEYS, LocalDirectory, place
 
 from rayllm.api.types import GenerationRequest, RequestOutput
 from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import resolve
 from rayllm.engine.build import start_engine
 from rayllm.engine.driver import EngineDriver
 from rayllm.engine.socket import EngineSocket
 from rayllm.serve.cluster.directory import EngineMember
 from rayllm.serve.cluster.front import FrontModel, ModelFront
+from rayllm.serve.cluster.replica import EngineReplica
 from rayllm.text.outputs import accumulate
 from rayllm.text.tokenizer import load_tokenizer
+
+CONFIG = EngineConfig(
+    model=str(BUNDLED), device="cpu", max_num_batched_tokens=64, num_gpu_blocks_override=200, deterministic=True
+)
 
 
 class LiveEngine:
     """An engine that listens, as a replica has it."""
 
     def __init__(self, name: str):
-        options = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 200, "deterministic": True}
-        self.driver = EngineDriver(start_engine(EngineConfig(model=str(BUNDLED), device="cpu", **options)))
+        self.driver = EngineDriver(start_engine(CONFIG))
         self.socket = EngineSocket(self.driver)
         self.member = EngineMember(name, "m", 0, "here", self.socket.endpoint)
+
+    def drain(self) -> None:
+        """Say that it is about to end."""
+        self.socket.drain()
+        time.sleep(0.1)  # for fronts to hear it
 
     def close(self) -> None:
         self.driver.shutdown()
         self.socket.close()
+
+
+async def live_replica(name: str, directory: LocalDirectory, drain_timeout: float) -> EngineReplica:
+    """What Serve runs, with a real engine."""
+    replica = EngineReplica.__new__(EngineReplica)
+    config = resolve(CONFIG, 0)
+    await replica.__init__(config, "m", drain_timeout, place=place(name), registry=directory)  # type: ignore[misc]
+    return replica
 
 
 async def connected(engines: list[LiveEngine], name: str = "me") -> ModelFront:

@@ -1,5 +1,7 @@
 """A directory without Ray, places in a cluster, and the metrics text of one engine."""
 
+import math
+
 from rayllm.api.wire import CurveKeys, Endpoint
 from rayllm.serve.cluster.directory import Directory, EngineMember, Place
 from rayllm.serve.http.metrics import ModelFigures, render
@@ -16,6 +18,9 @@ class LocalDirectory:
     def ask(self, member=None):
         return self.directory.beat(member)
 
+    def tell(self, report):
+        self.directory.tell(report)
+
     def leave(self, member_id):
         self.directory.leave(member_id)
 
@@ -30,10 +35,16 @@ class FakePlace(Place):
     """Of a replica that Serve does not know."""
 
     replica_index = 0
+    leaves_in = math.inf  # seconds
+
+    def time_left(self):
+        return self.leaves_in
 
 
-def place(replica_id, node_id="here"):
-    return FakePlace("app", replica_id, node_id, "127.0.0.1")
+def place(replica_id, node_id="here", leaves_in=math.inf):
+    found = FakePlace("app", replica_id, node_id, "127.0.0.1")
+    found.leaves_in = leaves_in
+    return found
 
 
 def engine_member(name, node_id="here", tcp="", index=0, draining=False):

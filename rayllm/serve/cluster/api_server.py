@@ -16,11 +16,23 @@ import uvicorn
 from fastapi import FastAPI
 
 from rayllm import timeouts
+from rayllm.api.types import Load
 from rayllm.config.options import ModelServerConfig, ServerConfig
 from rayllm.errors import EngineDeadError
 from rayllm.executor.ray_compat import log_folder
-from rayllm.serve.cluster.directory import DirectoryLink, Membership, Place, ServerMember, View, address, own_place
+from rayllm.serve.cluster.directory import (
+    DirectoryLink,
+    Membership,
+    Place,
+    Report,
+    ServerMember,
+    View,
+    address,
+    own_place,
+)
 from rayllm.serve.cluster.front import FrontModel, ModelFront
+from rayllm.serve.cluster.spot import watch_host
+from rayllm.serve.cluster.status import cluster_status, describe
 from rayllm.serve.http.app import create_app
 from rayllm.serve.http.auth import ApiKey
 from rayllm.serve.http.limits import Admission
@@ -72,7 +84,8 @@ class ServedModels:
             tokenizer = None if model.skip_tokenizer_init else await asyncio.to_thread(load_tokenizer, model.folder)
             place = self._place
             self.models[model.name] = ModelFront(model, tokenizer, self._server_id, place.node_id, place.replica_index)
-        self.membership = Membership(self._directory, self._member, self._on_view, self._stop)
+        watch_host(self._options.server.spot_notices, self._place.node_id)
+        self.membership = Membership(self._directory, self._member, self._report, self._on_view, self._stop)
         while not all(model.num_replicas for model in self.models.values()):
             await asyncio.sleep(timeouts.REGISTER_S / 10)
 
@@ -88,6 +101,10 @@ class ServedModels:
             return models[0].admission
         self._door.max_running = sum(model.admission.max_live for model in models)
         return self._door
+
+    async def describe_cluster(self) -> list[str]:
+        """What `rayllm status` prints."""
+        return describe(await asyncio.to_thread(cluster_status))
 
     async def _stop(self) -> None:
         # Until it is idle it listens: if the engines drain too, it says so to new requests.
@@ -105,8 +122,13 @@ class ServedModels:
     def _member(self) -> ServerMember:
         return ServerMember(self._server_id, self._place.node_id, list(self.models), self.address, self.is_draining)
 
+    def _report(self) -> Report:
+        load = sum((model.admission.load for model in self.models.values()), Load())
+        return Report(member=self._member(), load=load, stop_in=self.membership.stop_in)
+
     async def _on_view(self, view: View) -> None:
         for name, model in self.models.items():
+            model.is_last = view.stop_in is not None
             await model.update([engine for engine in view.engines if engine.model == name], view.front_keys)
 
 
@@ -118,7 +140,7 @@ class ApiServer:
     ) -> None:
         """_engines: their deployments, which Serve starts because they are named here."""
         place = place or own_place()
-        self._drain_timeout = max(options.server.drain_timeout, options.server.replica_drain_timeout)
+        self._drain_timeout, self._place = options.server.api_server_drain_timeout, place
         self._models = ServedModels(options, place, registry, self._end_http)
         await self._models.start()
         host = "127.0.0.1" if place.node_id == options.ingress_node else place.host
@@ -144,11 +166,12 @@ class ApiServer:
         if not hasattr(self, "_serving"):  # the constructor failed
             return
         membership = self._models.membership
+        seconds = await membership.time_to_stop(self._drain_timeout, self._place)
         if not membership.is_stopping:
             self._models.is_draining = True
             await membership.announce()
             await asyncio.sleep(2 * timeouts.INGRESS_WATCH_S + timeouts.REGISTER_S)  # for the ingress to see it
-        await membership.stop_within(self._drain_timeout)
+        await membership.stop_within(seconds)
 
     async def _end_http(self) -> None:
         if hasattr(self, "_serving"):  # else the constructor still waits for engines

@@ -97,11 +97,9 @@ def make_application(
     Raises ConfigError.
     """
     logs = LoggingConfig(enable_access_log=False, encoding=server.log_format.upper())
-    drain = max(server.drain_timeout, server.replica_drain_timeout)
     common: dict[str, Any] = {
         "max_ongoing_requests": MAX_ONGOING,
         "graceful_shutdown_wait_loop_s": 0.1,
-        "graceful_shutdown_timeout_s": drain + timeouts.KILL_S,
         "health_check_period_s": timeouts.HEALTH_PERIOD_S,
         "health_check_timeout_s": timeouts.HEALTH_TIMEOUT_S,
         "logging_config": logs,
@@ -112,11 +110,12 @@ def make_application(
             name=model.deployment_name,
             max_constructor_retry_count=1,  # a config or checkpoint that fails once fails again
             max_surge_percent=_surge_percent(model, free_gpus),
+            graceful_shutdown_timeout_s=server.replica_drain_timeout + timeouts.KILL_S,
             **common,
             **autoscaling_options(model.server),
             **engine_placement(model.engine),
         )(EngineReplica)
-        arguments = (model.engine, model.name, server.replica_drain_timeout)
+        arguments = (model.engine, model.name, server.replica_drain_timeout, server.spot_notices)
         # Replicas that were started without autoscaling never report to it.
         made_of = repr((arguments, model.server.max_replicas is not None))
         engines.append(with_version(engine, _version(made_of)).bind(*arguments))
@@ -131,6 +130,7 @@ def make_application(
         name="ApiServer",
         num_replicas=server.num_api_servers or default_api_servers(host_cores or [os.cpu_count() or 1]),
         max_surge_percent=100,
+        graceful_shutdown_timeout_s=server.api_server_drain_timeout + timeouts.KILL_S,
         ray_actor_options={"num_cpus": NUM_CPUS},
         **common,
     )

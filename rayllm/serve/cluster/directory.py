@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
@@ -22,9 +24,14 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from rayllm import timeouts
+from rayllm.api.types import Load
 from rayllm.api.wire import CurveKeys, Endpoint
+from rayllm.executor.ray_compat import draining_nodes
+from rayllm.version import __version__
 
 NAMESPACE = "rayllm"
+MAX_INCIDENTS = 32
+_PREFIX = "directory of "  # of the actors' names
 
 logger = logging.getLogger("ray.serve")
 
@@ -44,6 +51,10 @@ class EngineMember(msgspec.Struct, frozen=True):
     # It takes no new requests.
     draining: bool = False
 
+    def can_replace(self, other: Member) -> bool:
+        """Whether requests for the other one can go here."""
+        return isinstance(other, EngineMember) and self.model == other.model and not self.draining
+
 
 class ServerMember(msgspec.Struct, frozen=True):
     """An API server."""
@@ -58,6 +69,10 @@ class ServerMember(msgspec.Struct, frozen=True):
     address: str = ""
     # It takes no new requests.
     draining: bool = False
+
+    def can_replace(self, other: Member) -> bool:
+        """Whether requests for the other one can go here."""
+        return isinstance(other, ServerMember) and bool(self.address) and not self.draining
 
 
 Member = EngineMember | ServerMember
@@ -74,6 +89,41 @@ class View(msgspec.Struct, frozen=True):
     stop_in: float | None = None
 
 
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a member says of itself for `rayllm status`; other members need not know it."""
+
+    member: Member
+    # Of rayllm.
+    version: str = __version__
+    pid: int = msgspec.field(default_factory=os.getpid)
+    load: Load
+    # Seconds until it ends at the latest; None if nobody has asked for that.
+    stop_in: float | None = None
+    # Where each rank of an engine is.
+    ranks: list[str] = []
+    # How often an engine's workers were replaced since its start, and how long it had none.
+    num_recoveries: int = 0
+    recovery_seconds: float = 0.0
+
+
+class Incident(msgspec.Struct, frozen=True):
+    """A member that was lost, or workers of one that were replaced."""
+
+    # Unix time.
+    at: float
+    member: Member
+    # Without workers; None if the member itself was lost.
+    seconds: float | None
+
+
+class DirectoryStatus(msgspec.Struct, frozen=True):
+    """What the directory knows beside a View."""
+
+    reports: list[Report]
+    # The last ones since this directory was made, latest last.
+    incidents: list[Incident]
+
+
 class Directory:
     """The actor. Entries go when their members leave, or have been silent for MEMBER_SILENCE_S."""
 
@@ -83,6 +133,8 @@ class Directory:
         self._keys = CurveKeys(public.decode(), secret.decode())
         self._members: dict[str, tuple[float, Member]] = {}
         self._stop_at: float | None = None
+        self._reports: dict[str, Report] = {}
+        self._incidents: deque[Incident] = deque(maxlen=MAX_INCIDENTS)
 
     def beat(self, member: Member | None = None) -> View:
         """Take in what a member says of itself; returns what there is to know. None only asks."""
@@ -101,8 +153,27 @@ class Directory:
 
     def leave(self, member_id: str) -> bool:
         """Remove a member; returns whether nobody is left."""
+        self._reports.pop(member_id, None)
         self._members.pop(member_id, None)
         return not self._members
+
+    def tell(self, report: Report) -> None:
+        """Take in a report of a member that is here."""
+        member, before = report.member, self._reports.get(report.member.member_id)
+        if member.member_id not in self._members:
+            return
+        if before is not None and report.num_recoveries > before.num_recoveries:
+            seconds = report.recovery_seconds - before.recovery_seconds
+            self._incidents.append(Incident(time.time(), member, seconds))
+        self._reports[member.member_id] = report
+        for lost in self._reports.keys() - self._members.keys():  # who leaves takes his report along
+            self._incidents.append(Incident(time.time(), self._reports.pop(lost).member, None))
+
+    def status(self) -> DirectoryStatus:
+        """The members' reports, and what broke."""
+        self.beat()
+        there = [report for member_id, report in self._reports.items() if member_id in self._members]
+        return DirectoryStatus(there, list(self._incidents))
 
     def stop(self, seconds: float) -> None:
         """Tell all members to end within so many seconds, as soon as running requests are done."""
@@ -116,13 +187,28 @@ class DirectoryLink:
     """
 
     def __init__(self, app_name: str):
-        self._name = f"directory of {app_name}"
+        self.app_name, self._name = app_name, f"{_PREFIX}{app_name}"
         self._handle: ActorHandle | None = None
+
+    @classmethod
+    def all(cls) -> list[DirectoryLink]:
+        """To all that there are in the Ray cluster."""
+        names = [each["name"] for each in ray.util.list_named_actors(True) if each["namespace"] == NAMESPACE]
+        return [cls(name.removeprefix(_PREFIX)) for name in sorted(names) if name.startswith(_PREFIX)]
 
     def ask(self, member: Member | None = None) -> View | None:
         """Tell of a member, if there is one; returns what the directory knows, None if it does not answer."""
         view: View | None = self._call("beat", member)
         return view
+
+    def tell(self, report: Report) -> None:
+        """See `Directory.tell`."""
+        self._call("tell", report)
+
+    def status(self) -> DirectoryStatus | None:
+        """See `Directory.status`; None if it does not answer."""
+        status: DirectoryStatus | None = self._call("status")
+        return status
 
     def leave(self, member_id: str) -> None:
         """Say that a member goes. The last one takes the directory along."""
@@ -139,14 +225,14 @@ class DirectoryLink:
             ray.kill(ray.get_actor(self._name, namespace=NAMESPACE))
         self._handle = None
 
-    def _call(self, method: str, argument: object) -> Any:
+    def _call(self, method: str, *arguments: object) -> Any:
         """The answer; None if there is none in time."""
         try:
             if self._handle is None:
                 options = {"num_cpus": 0, "max_restarts": -1, "lifetime": "detached", "get_if_exists": True}
                 actor: Any = ray.remote(Directory)
                 self._handle = actor.options(name=self._name, namespace=NAMESPACE, **options).remote()
-            return ray.get(getattr(self._handle, method).remote(argument), timeout=timeouts.DIRECTORY_S)
+            return ray.get(getattr(self._handle, method).remote(*arguments), timeout=timeouts.DIRECTORY_S)
         except RayActorError:
             self._handle = None  # gone for good: the next call makes another one
         except Exception as error:
@@ -157,20 +243,24 @@ class DirectoryLink:
 class Membership:
     """A replica's part in the directory. It tells of the replica every REGISTER_S, until that has stopped.
 
-    directory: where; that of the application if None. member: what the replica is now. on_view: called with what the
-    directory knows. on_stop: ends the replica, by `stop_at` if it can; called once, when `stop_within` was.
-    To be made in an event loop.
+    directory: where; that of the application if None. member: what the replica is now. report: what `rayllm status`
+    shows of it, told every REPORT_S. on_view: called with what the directory knows. on_stop: ends the replica, by
+    `stop_at` if it can; called once, when `stop_within` was. To be made in an event loop.
     """
 
     def __init__(
         self,
         directory: DirectoryLink,
         member: Callable[[], Member],
+        report: Callable[[], Report],
         on_view: Callable[[View], Awaitable[None]],
         on_stop: Callable[[], Awaitable[None]],
     ):
         self._directory, self._member, self._on_view, self._on_stop = directory, member, on_view, on_stop
+        self._report, self._next_report = report, 0.0
         self.stop_at = math.inf  # time.monotonic()
+        self.is_leaving = False  # its host is to go away, and it with it as soon as there is another one
+        self._view: View | None = None  # the latest
         self._stopping: asyncio.Task[None] | None = None
         self._following = asyncio.create_task(self._follow())
 
@@ -179,9 +269,35 @@ class Membership:
         """Whether somebody has asked for that."""
         return self._stopping is not None
 
+    @property
+    def stop_in(self) -> float | None:
+        """Seconds until the replica ends at the latest; None if nobody has asked for that."""
+        return max(self.stop_at - time.monotonic(), 0.0) if self.is_stopping else None
+
     async def announce(self) -> None:
         """Tell the directory at once what has changed."""
         await asyncio.to_thread(self._directory.ask, self._member())
+
+    async def time_to_stop(self, seconds: float, place: Place) -> float:
+        """For a replica that Serve has told to stop: return when it should, with the seconds that are left for that.
+
+        seconds: that it may take. On a host that goes away they end LEAVE_S before that, and Serve may not have waited
+        until another replica was up, so this waits for one.
+        """
+        left = await asyncio.to_thread(place.time_left)
+        stop_at = time.monotonic() + min(seconds, left - timeouts.LEAVE_S)
+        if left < math.inf:
+            self.is_leaving = True
+            while not self._has_successor() and not self.is_stopping and time.monotonic() < stop_at:
+                await asyncio.sleep(timeouts.REGISTER_S / 10)
+            if self._has_successor():
+                await asyncio.sleep(2 * timeouts.REGISTER_S)  # for API servers and HAProxy to find it too
+        return max(stop_at - time.monotonic(), 0.0)
+
+    def _has_successor(self) -> bool:
+        own, view = self._member(), self._view
+        others: list[Member] = [] if view is None else [*view.engines, *view.servers]
+        return any(each.node_id != own.node_id and each.can_replace(own) for each in others)
 
     def stop_within(self, seconds: float) -> asyncio.Task[None]:
         """Have the replica end, and leave. Calling it again can only shorten the time."""
@@ -200,9 +316,13 @@ class Membership:
             try:
                 view = await asyncio.to_thread(self._directory.ask, self._member())
                 if view is not None:
+                    self._view = view
                     await self._on_view(view)
                     if view.stop_in is not None:
                         self.stop_within(view.stop_in)
+                if time.monotonic() >= self._next_report:
+                    self._next_report = time.monotonic() + timeouts.REPORT_S
+                    await asyncio.to_thread(self._directory.tell, self._report())
             except Exception:
                 logger.exception("following the directory")
             await asyncio.sleep(timeouts.REGISTER_S)
@@ -224,6 +344,14 @@ class Place(NamedTuple):
     def replica_index(self) -> int:
         """Serve's rank of the replica: from 0 to the number of replicas - 1, given anew when one has gone."""
         return int(serve.get_replica_context().rank.rank)
+
+    def time_left(self) -> float:
+        """Seconds until the host goes away, math.inf if that is not known. Blocks for DIRECTORY_S at most."""
+        try:
+            return draining_nodes(timeouts.DIRECTORY_S).get(self.node_id, math.inf)
+        except Exception as error:
+            logger.warning("Ray does not say whether this host goes away: %s", error)
+            return math.inf
 
 
 def own_place() -> Place:

@@ -2,7 +2,7 @@
 
 It is the `Engine` that the routes use: `generate` sends a request to the replica that `router.py` chooses. A replica
 that drains gets no new requests; when this server's last one there is done, the connection is closed, by which the
-replica knows that it may end.
+replica knows that it may end. If it ends before that, or dies, its requests go on on another replica.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class ModelFront:
         self._connecting: dict[str, asyncio.Task[None]] = {}
         self._router = Router()
         self._closed = False
+        self.is_last = False  # no engine is to come any more, as all of the deployment ends
         self._why_not = "the engine is starting"
         self._snapshot, self._next_snapshot = Snapshot(), 0.0
         self._numbers = itertools.count(1 + (index << 32))
@@ -194,7 +195,7 @@ class ModelFront:
             if (end := state.lose_engine(died=not replica.beat.draining)) is not None:
                 yield end
                 return
-            await self._wait_for_successor(replica)
+            await self._wait_for_successor()
             replica, waiting = await self._find_or_route(state.request)
             self.metrics.resumed.inc()
 
@@ -215,15 +216,15 @@ class ModelFront:
         finally:
             replica.load += Load(-live, -waiting)
 
-    async def _wait_for_successor(self, lost: _Replica) -> None:
-        """Until there is a replica for what this one had. Raises EngineDeadError if none is to be expected."""
+    async def _wait_for_successor(self) -> None:
+        """Until there is a replica for what a lost one had. Raises EngineDeadError if none is to be expected."""
         deadline = time.monotonic() + timeouts.RESUME_S
         while True:
             try:
                 self._usable()
                 return
             except EngineDeadError:
-                if self._closed or lost.beat.draining or time.monotonic() > deadline:
+                if self._closed or self.is_last or time.monotonic() > deadline:
                     raise
             await asyncio.sleep(timeouts.RESUME_POLL_S)
 

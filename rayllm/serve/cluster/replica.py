@@ -19,7 +19,8 @@ from rayllm.engine.build import start_resolved_engine
 from rayllm.engine.driver import Core, EngineDriver
 from rayllm.engine.socket import EngineSocket
 from rayllm.errors import EngineDeadError
-from rayllm.serve.cluster.directory import DirectoryLink, EngineMember, Membership, Place, View, own_place
+from rayllm.serve.cluster.directory import DirectoryLink, EngineMember, Membership, Place, Report, View, own_place
+from rayllm.serve.cluster.spot import watch_host
 
 logger = logging.getLogger("ray.serve")
 
@@ -29,8 +30,9 @@ SWITCH_S = 2e-4  # the engine's thread gives way so soon to the one that sends i
 class EngineReplica:
     """The engine: scheduler and loop in this process, workers here (one rank) or in actors of its placement group.
 
-    model: the name in the API. drain_timeout: seconds that running requests may go on when Serve stops it. The
-    constructor blocks until the engine is ready and raises ConfigError, ModelError or StartupError.
+    model: the name in the API. drain_timeout: seconds that running requests may go on here when Serve stops it, before
+    they go on elsewhere. spot_notices: as in `ServerConfig`. The constructor blocks until the engine is ready.
+    It raises ConfigError, ModelError or StartupError.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -38,6 +40,7 @@ class EngineReplica:
         config: ResolvedConfig,
         model: str,
         drain_timeout: float,
+        spot_notices: str = "none",
         start: Callable[[ResolvedConfig], Core] = start_resolved_engine,
         place: Place | None = None,
         registry: DirectoryLink | None = None,
@@ -45,12 +48,13 @@ class EngineReplica:
         sys.setswitchinterval(SWITCH_S)
         self._model, self._drain_timeout = model, drain_timeout
         self._place = place or own_place()
+        watch_host(spot_notices, self._place.node_id)
         self._core = start(config)  # the driver's, while that runs
         self._driver = EngineDriver(self._core)
         self._socket = EngineSocket(self._driver)
         self._servers: set[str] | None = None  # the model's API servers; None until the directory has told them
         directory = registry or DirectoryLink(self._place.app_name)
-        self._membership = Membership(directory, self._member, self._on_view, self._stop)
+        self._membership = Membership(directory, self._member, self._report, self._on_view, self._stop)
         await self._wait_for_servers()
 
     async def info(self) -> EngineInfo:
@@ -74,7 +78,8 @@ class EngineReplica:
     async def __del__(self) -> None:
         """Serve calls this before it ends the replica."""
         if hasattr(self, "_membership"):  # the constructor may have failed
-            await self._membership.stop_within(self._drain_timeout)
+            seconds = await self._membership.time_to_stop(self._drain_timeout, self._place)
+            await self._membership.stop_within(seconds)
 
     async def _wait_for_servers(self) -> None:
         """Return when all API servers send requests here: Serve then ends the replicas that this one replaces."""
@@ -86,7 +91,7 @@ class EngineReplica:
         """End the engine and its workers, in good order.
 
         API servers hear at once that it drains; they send new requests elsewhere from then on, and disconnect when the
-        last of theirs here is done. What is left at the end of the time gets an error.
+        last of theirs here is done. What is left at the end of the time they send to another replica.
         """
         self._socket.drain()
         await self._membership.announce()
@@ -110,7 +115,18 @@ class EngineReplica:
             index=self._place.replica_index,
             node_id=self._place.node_id,
             endpoint=self._socket.endpoint,
-            draining=self._membership.is_stopping,
+            draining=self._membership.is_stopping or self._membership.is_leaving,
+        )
+
+    def _report(self) -> Report:
+        stats = self._driver.stats
+        return Report(
+            member=self._member(),
+            load=self._socket.load(),
+            stop_in=self._membership.stop_in,
+            ranks=self._driver.info.start.placement,
+            num_recoveries=stats.num_recoveries,
+            recovery_seconds=stats.recovery_seconds,
         )
 
     async def _on_view(self, view: View) -> None:

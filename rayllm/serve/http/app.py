@@ -159,6 +159,12 @@ async def metrics(context: request.Context) -> Response:
     return Response(await asyncio.to_thread(render, figures), media_type=CONTENT_TYPE_LATEST)
 
 
+@server_routes.get("/cluster", response_class=PlainTextResponse)
+async def cluster(context: request.Context) -> str:
+    """What `rayllm status` prints."""
+    return "\n".join(await context.state.describe_cluster())
+
+
 @server_routes.get("/v1/models", response_model_exclude_none=True)
 async def models(context: request.Context) -> protocol.ModelList:
     """The models served."""

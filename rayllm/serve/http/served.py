@@ -60,6 +60,9 @@ class ServerState(Protocol):
     def door(self) -> Admission:
         """Where a request counts until its model is known."""
 
+    async def describe_cluster(self) -> list[str]:
+        """Lines about hosts, replicas, loads, drains and recoveries."""
+
 
 class Target(NamedTuple):
     """The model and the engine that a request goes to."""

@@ -11,9 +11,11 @@ import pytest
 from support.driver import FakeCore, until
 from support.serve import LocalDirectory, place
 
+from rayllm import timeouts
 from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError
 from rayllm.serve.cluster.api_server import ApiServer, FrontOptions
+from rayllm.serve.cluster.directory import ServerMember
 from rayllm.serve.cluster.front import FrontModel
 from rayllm.serve.cluster.replica import EngineReplica
 
@@ -28,7 +30,7 @@ async def make(kind, *args, **fields):
 
 
 def options(ingress_node="here"):
-    server = ServerConfig(drain_timeout=20, replica_drain_timeout=20)
+    server = ServerConfig(drain_timeout=20, api_server_drain_timeout=20)
     model = FrontModel(name="m", folder="", server=server, skip_tokenizer_init=True)
     return FrontOptions(models=[model], server=server, ingress_node=ingress_node)
 
@@ -41,7 +43,7 @@ class Cluster:
 
     async def start_engine(self):
         start = lambda _config: self.core  # noqa: E731
-        self.engine = await make(EngineReplica, None, "m", 20.0, start, place("engine"), self.directory)
+        self.engine = await make(EngineReplica, None, "m", 20.0, "none", start, place("engine"), self.directory)
 
     async def start_server(self):
         self.server = await make(ApiServer, options(), place=place("api"), registry=self.directory)
@@ -132,6 +134,27 @@ async def test_who_comes_while_all_ends_hears_why(cluster):
         cluster.core.allow(2)
         assert b"[DONE]" in await response.aread()
     await until(lambda: not cluster.servers())
+
+
+def test_on_a_host_that_goes_it_serves_until_there_is_another():
+    async def body():
+        cluster = Cluster()
+        await cluster.start_engine()
+        server = await make(ApiServer, options(), place=place("api", leaves_in=60), registry=cluster.directory)
+        stopping = asyncio.create_task(server.__del__())
+        await asyncio.sleep(3 * timeouts.REGISTER_S)
+        assert not cluster.servers()[0].draining
+        cluster.core.allow(3)
+        async with cluster.client() as client:
+            assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
+        cluster.directory.ask(ServerMember("starts", "there", ["m"]))
+        cluster.directory.ask(ServerMember("another", "there", ["m"], "127.0.0.2:80"))
+        await until(lambda: cluster.servers()[0].draining)
+        await asyncio.wait_for(stopping, 10)
+        cluster.directory.stop(0)
+        await cluster.engine.__del__()
+
+    asyncio.run(body())
 
 
 def test_it_waits_for_an_engine_of_every_model():

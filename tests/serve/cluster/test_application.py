@@ -114,10 +114,12 @@ def test_api_servers_come_with_the_cores(monkeypatch, deployed):
 
 
 def test_serve_waits_longer_than_the_drain(deployed):
-    server = ServerConfig(drain_timeout=5, replica_drain_timeout=60, log_format="json", served_model_name="m")
+    drains = {"replica_drain_timeout": 60, "api_server_drain_timeout": 300}
+    server = ServerConfig(log_format="json", served_model_name="m", **drains)
     make_application(resolve_models([model(server)], 0), server)
     assert [options["name"] for options in deployed] == ["engine-m", "ApiServer"]
-    assert all(options["graceful_shutdown_timeout_s"] > 60 for options in deployed)
+    for options, drain in zip(deployed, (60, 300), strict=True):
+        assert drain < options["graceful_shutdown_timeout_s"] < drain + 30
     assert all(options["logging_config"].encoding == "JSON" for options in deployed)
 
 

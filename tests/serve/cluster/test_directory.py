@@ -12,10 +12,15 @@ from support.driver import until, wait_for
 from support.serve import LocalDirectory, engine_member
 
 from rayllm import timeouts
-from rayllm.serve.cluster.directory import NAMESPACE, Directory, DirectoryLink, Membership, ServerMember
+from rayllm.api.types import Load
+from rayllm.serve.cluster.directory import NAMESPACE, Directory, DirectoryLink, Membership, Report, ServerMember
 
 ENGINE = engine_member("one")
 SERVER = ServerMember("api", "here", ["m"], "127.0.0.1:80")
+
+
+def report(member, **fields):
+    return Report(member=member, load=Load(3, 40), **fields)
 
 
 class Clock:
@@ -83,6 +88,39 @@ def test_api_servers_share_a_key_that_engines_know(clock):
     assert Directory(clock).beat().front_keys != keys
 
 
+# ---- what it tells of them to `rayllm status`
+
+
+def test_reports_come_and_go_with_their_members(clock):
+    directory = Directory(clock)
+    directory.tell(report(ENGINE))
+    assert directory.status().reports == [], "it has not registered with this directory"
+    for member in (ENGINE, SERVER):
+        directory.beat(member)
+        directory.tell(report(member))
+    assert directory.status().reports == [report(ENGINE), report(SERVER)]
+    directory.leave("one")
+    directory.tell(report(ENGINE))  # which was still on its way
+    status = directory.status()
+    assert (status.reports, status.incidents) == ([report(SERVER)], []), "it left in good order"
+
+
+def test_what_broke_lately(clock):
+    directory = Directory(clock)
+    for member in (ENGINE, SERVER):
+        directory.beat(member)
+    directory.tell(report(ENGINE, num_recoveries=1, recovery_seconds=0.5))
+    assert directory.status().incidents == [], "of before the directory was made"
+    directory.tell(report(ENGINE, num_recoveries=2, recovery_seconds=0.75))
+    clock.now += timeouts.MEMBER_SILENCE_S + 0.1
+    assert directory.status().reports == []
+    directory.beat(SERVER)
+    directory.tell(report(SERVER))
+    incidents = directory.status().incidents
+    assert [(each.member, each.seconds) for each in incidents] == [(ENGINE, 0.25), (ENGINE, None)]
+    assert all(0 <= time.time() - each.at < 60 for each in incidents)
+
+
 # ---- following it
 
 
@@ -98,13 +136,15 @@ def test_a_follower_says_what_it_is_and_hears_the_rest_and_outlives_errors():
         async def on_stop():
             stopped.append(membership.stop_at)
 
-        membership = Membership(directory, lambda: member[0], on_view, on_stop)
+        membership = Membership(directory, lambda: member[0], lambda: report(member[0]), on_view, on_stop)
         await until(lambda: len(views) == 2)
         member[0] = msgspec.structs.replace(ENGINE, draining=True)
         directory.ask(SERVER)
         await until(lambda: views[-1].engines == member and views[-1].servers == [SERVER])
         directory.directory = Directory()  # it died, and is made anew
         await until(lambda: views[-1].servers == [] and views[-1].engines == member)
+        await until(lambda: directory.directory.status().reports, 2 * timeouts.REPORT_S)
+        assert directory.directory.status().reports == [report(member[0])]
         assert not membership.is_stopping
         directory.stop(60)
         await until(lambda: stopped)
@@ -133,9 +173,13 @@ def actor():
 
 def test_a_directory_that_dies_is_made_anew_and_members_register_again(links):
     one, two = links
+    assert "test" not in [link.app_name for link in DirectoryLink.all()]
     one.ask(ENGINE)
     before = two.ask(SERVER)
     assert (before.engines, before.servers) == ([ENGINE], [SERVER])
+    one.tell(report(ENGINE))
+    (link,) = [link for link in DirectoryLink.all() if link.app_name == "test"]
+    assert link.status().reports == [report(ENGINE)]
 
     def register():
         one.ask(ENGINE)

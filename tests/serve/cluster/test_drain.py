@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ import httpx
 import pytest
 from support.app import FakeState
 from support.driver import FakeCore, fake_request, fake_tokens, until, whole
-from support.serve import LocalDirectory, place
+from support.serve import LocalDirectory, engine_member, place
 
 from rayllm import timeouts
 from rayllm.api import wire
@@ -33,12 +34,18 @@ def _short_stall(monkeypatch):
 class Cluster:
     """A replica whose core's steps wait for `core.allow`, and its directory."""
 
-    def __init__(self, drain_timeout):
+    def __init__(self, drain_timeout, leaves_in=math.inf):
         self.core = FakeCore(gated=True)
         self.directory = LocalDirectory()
         self.replica = EngineReplica.__new__(EngineReplica)
         self._made = self.replica.__init__(
-            None, "m", drain_timeout, lambda _config: self.core, place("one"), self.directory
+            None,
+            "m",
+            drain_timeout,
+            "none",
+            lambda _config: self.core,
+            place("one", leaves_in=leaves_in),
+            self.directory,
         )
 
     async def start(self):
@@ -62,13 +69,13 @@ class Cluster:
             await client.close()
 
 
-def scenario(drain_timeout=30.0):
+def scenario(drain_timeout=30.0, **options):
     """Runs the test with a cluster whose replica Serve gives so many seconds, and then ends."""
 
     def decorate(test):
         def run():
             async def body():
-                cluster = Cluster(drain_timeout)
+                cluster = Cluster(drain_timeout, **options)
                 await cluster.start()
                 try:
                     await asyncio.wait_for(test(cluster), 20)
@@ -190,6 +197,40 @@ async def test_what_does_not_finish_in_time_gets_an_answer(cluster):
         await asyncio.wait_for(stopping, 10)
         with pytest.raises(EngineDeadError, match="the engine was shut down"):
             await running
+
+
+@scenario(leaves_in=60)
+async def test_on_a_host_that_goes_it_serves_until_there_is_another(cluster):
+    """Serve may not have waited for one."""
+    async with cluster.client() as client:
+        cluster.directory.ask(engine_member("drains too", "there", draining=True))
+        cluster.directory.ask(engine_member("goes with it", "here"))
+        stopping = cluster.stop()
+        await asyncio.sleep(3 * timeouts.REGISTER_S)
+        assert not client.engine_beat.draining
+        assert cluster.members()[0].draining, "no successor for others that go"
+        cluster.core.allow(2)
+        await whole(client.generate(fake_request("a", max_tokens=2)))
+        cluster.directory.ask(engine_member("another", "there"))
+        await until(lambda: client.engine_beat.draining)
+    await asyncio.wait_for(stopping, 5)
+    for other in ("another", "drains too", "goes with it"):
+        cluster.directory.leave(other)
+
+
+@scenario(leaves_in=timeouts.LEAVE_S + 0.5)
+async def test_it_has_handed_on_what_runs_before_its_host_goes(cluster):
+    async with cluster.client() as client:
+        running = start(client, "a", max_tokens=3)
+        await until(lambda: cluster.core.live())
+        stopping = cluster.stop()
+        await asyncio.sleep(0.2)
+        assert not running.done()
+        await asyncio.sleep(0.5)
+        cluster.core.allow(1)
+        with pytest.raises(EngineDeadError, match="the engine was shut down"):
+            await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(stopping, 5)
 
 
 @scenario()

@@ -333,7 +333,28 @@ async def test_without_another_engine_a_request_waits_for_the_next_one(cluster):
     assert (await task)[-1].finished
 
 
-@pytest.mark.parametrize("why", ["nobody comes", "it was to end", "the server ends"])
+@scenario("one")
+async def test_a_request_of_an_engine_that_was_to_end_goes_on_and_that_is_no_death(cluster):
+    task = await cluster.start("a", max_tokens=3)
+    one = cluster.client("one")
+    one.tick.release()
+    await until(lambda: one.states[0].to_send().emitted == {0: [7]})
+    one.says(draining=True)
+    one.dead = "it was shut down"
+    one.tick.release()
+    await asyncio.sleep(0.05)
+    assert not task.done(), "another one may come"
+    cluster.members = {"two": engine_member("two")}
+    await cluster.update()
+    two = cluster.client("two")
+    await until(lambda: two.sent)
+    assert (two.sent[0].emitted, two.sent[0].num_deaths) == ({0: [7]}, 0)
+    for _ in range(2):
+        two.tick.release()
+    assert (await task)[-1].finished
+
+
+@pytest.mark.parametrize("why", ["nobody comes", "all ends", "the server ends"])
 def test_a_request_ends_where_nobody_takes_over(why, monkeypatch):
     monkeypatch.setattr(timeouts, "RESUME_S", 0.05 if why == "nobody comes" else 60)
 
@@ -341,8 +362,9 @@ def test_a_request_ends_where_nobody_takes_over(why, monkeypatch):
     async def body(cluster):
         task = await cluster.start("a", max_tokens=2)
         client = cluster.client("one")
-        client.says(draining=why == "it was to end")
+        client.says(draining=True)
         client.dead = "it was shut down"
+        cluster.front.is_last = why == "all ends"
         client.tick.release()
         await asyncio.sleep(0.01)
         if why == "the server ends":

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import httpx
 import msgspec
+import pytest
 from fastapi import FastAPI
 from support.driver import until, whole
 from support.live_engines import LiveEngine, connected, outputs_of_every_kind
@@ -146,7 +147,8 @@ async def all_kinds(front: ModelFront, name: str, progress: list[int]) -> list[R
     return await outputs_of_every_kind(front, progress, with_key)
 
 
-def test_requests_of_every_kind_are_kept_through_the_death_of_an_engine():
+@pytest.mark.parametrize("drains", [False, True], ids=["it dies", "it was to end"])
+def test_requests_of_every_kind_are_kept_through_the_end_of_an_engine(drains):
     """Two servers listen to them, one from the middle on; a third one comes when all is over."""
 
     async def scenario():
@@ -159,6 +161,8 @@ def test_requests_of_every_kind_are_kept_through_the_death_of_an_engine():
         await until(lambda: progress[0][0] > 40)
         tasks.append(asyncio.create_task(all_kinds(fronts[1], "second", progress[1])))
         await until(lambda: progress[1][0] > 20)
+        if drains:
+            await asyncio.to_thread(lost.drain)
         await asyncio.to_thread(lost.close)
         for front in fronts:
             await front.update([other.member], KEYS)

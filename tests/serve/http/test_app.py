@@ -213,6 +213,7 @@ def test_health(api):
 
 def test_version(api):
     assert api.get("/version").json()["version"]
+    assert api.get("/cluster").text == "hosts\n  10.0.0.1"
 
 
 def test_head_is_answered_as_get(api):

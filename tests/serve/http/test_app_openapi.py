@@ -31,6 +31,7 @@ def test_every_route_is_described():
         "/health": ["get"],
         "/metrics": ["get"],
         "/version": ["get"],
+        "/cluster": ["get"],
         "/v1/models": ["get"],
         "/v1/models/{model_id}": ["get"],
         "/v1/completions": ["post"],
