@@ -2,7 +2,8 @@
 
 An engine sends one `Deltas` a step and front. Beats carry what each side wants to know of the other: loads, metrics and
 health. A front sends one when it has something new to say, at most every `timeouts.BEAT_S`, and at least every
-`timeouts.IDLE_BEAT_S`; an engine answers each, and says at once that it drains or how its health has changed.
+`timeouts.IDLE_BEAT_S`; an engine answers each, and says at once that it drains or how its health has changed. To a
+front with work it sends something every `timeouts.BEAT_S`, by which it notices that the connection has ended.
 """
 
 from __future__ import annotations

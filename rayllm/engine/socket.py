@@ -43,9 +43,14 @@ class _ZmqFront:
     def __init__(self, server: EngineSocket, peer: Peer, front_id: str):
         self._server = server
         self.peer, self.front_id = peer, front_id
-        self.last_heard = time.monotonic()
+        self.last_heard = self.last_told = time.monotonic()
         self.beat: wire.FrontBeat | None = None  # its last; it sends requests only after its first
         self.news: dict[str, wire.Snapshot] = {}  # of the others' metrics, what this front was not told yet
+
+    @property
+    def counts(self) -> bool:
+        """Whether it matters at once if it is gone: its work is counted here, or passed on."""
+        return self.beat is not None and (self.beat.total is not None or self.beat.here != Load())
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         self._server.post(self, wire.Deltas(deltas))
@@ -245,15 +250,15 @@ class EngineSocket:
             front.deliver([refusal(request_id, refused)])
 
     def _beat(self) -> None:
-        """Forget fronts that were silent for too long; tell the others if the engine's state has changed."""
+        """Forget fronts that were silent for too long or whose connections have ended; tell the others what is new."""
         now = time.monotonic()
         before, self._state = self._state, (self._driver.unhealthy(timeouts.STALL_S), self._draining)
         for peer, front in list(self._fronts.items()):
             if now - front.last_heard > self._silence_s:
                 logger.warning("a front has been silent for %.1f s and is given up", now - front.last_heard)
                 self._forget(peer)
-            elif self._state != before:
-                self._answer(front)
+            elif self._state != before or (front.counts and now - front.last_told >= self._beat_s):
+                self._answer(front)  # which fails at once if the connection has ended
 
     def _answer(self, front: _ZmqFront) -> None:
         """Tell a front all that it may want to know."""
@@ -274,6 +279,8 @@ class EngineSocket:
         router, identity = peer
         try:
             router.send_multipart([identity, self._encode(message)], zmq.NOBLOCK)
+            if (front := self._fronts.get(peer)) is not None:
+                front.last_told = time.monotonic()
         except zmq.ZMQError as error:  # no such front any more, or _MAX_FRAMES wait for it
             if peer in self._fronts:
                 logger.warning("a front cannot be reached (%s) and is given up", error)

@@ -538,6 +538,21 @@ def test_a_front_that_vanishes_has_its_requests_aborted():
         assert driver.num_fronts == 0
 
 
+def test_the_work_of_a_front_that_vanishes_counts_no_more_even_if_nothing_is_sent_to_it():
+    core = FakeCore(gated=True)
+    with listening(core, beat_s=0.05, silence_s=60) as (server, driver), raw_front(server) as other:
+        with raw_front(server) as front:
+            front.send(wire.FrontBeat(here=Load(2, 9), total=Load(3, 9)))
+            front.send(wire.pack_request(fake_request("r", max_tokens=LONG)))
+            wait_for(core.live)  # the engine stays in its step
+            wait_for(lambda: server.load() == Load(2, 9))
+        wait_for(lambda: server.load() == Load())
+        assert driver.num_fronts == 1
+        other.receive(wire.EngineBeat)  # with the welcome
+        other.send(wire.FrontBeat())
+        assert other.receive(wire.EngineBeat).others_total == Load()
+
+
 def test_a_silent_front_is_given_up_and_told():
     core = FakeCore(gated=True)
     with listening(core, beat_s=0.02, silence_s=0.5) as (server, driver), raw_front(server) as front:

@@ -1,7 +1,7 @@
 """The directory of an application: who is there, and where. A small Ray actor that its members find by name.
 
-It knows nothing but what its members say again every REGISTER_S, keys included, so one that is lost is made anew. No request
-passes through it, and nobody stops using what he has because it is missing from the directory.
+It knows nothing but what its members say again every REGISTER_S, keys included, so one that is lost is made anew. No
+request passes through it, and nobody stops using what he has because it is missing from the directory.
 """
 
 from __future__ import annotations
