@@ -88,6 +88,10 @@ class Client:
     async def close(self) -> None:
         pass
 
+    def tell(self, now: float) -> int:
+        """What happens with a request; returns the messages."""
+        return self.beat(now) if now - self._beats.sent_at >= timeouts.BEAT_S else 0
+
     def beat(self, now: float) -> int:
         """What happens every BEAT_S; returns the messages."""
         if (beat := self._beats.due(now)) is None:
@@ -195,6 +199,7 @@ class World:
         cached = engine.cache.take(tokens)
         engine.ready_at = max(engine.ready_at, at) + (len(tokens) - cached) / self.options.prefill_rate
         replica.load += Load(1, waiting)
+        phase.messages += replica.client.tell(at)
         engine.live += 1
         self.live += 1
         phase.hits, phase.tokens = phase.hits + cached, phase.tokens + len(tokens)

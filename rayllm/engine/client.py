@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
@@ -67,14 +68,14 @@ class Beats:
     def __init__(self, make: Callable[[], wire.FrontBeat], idle_s: float):
         self._make, self._idle_s = make, idle_s
         self._sent: wire.FrontBeat | None = None
-        self._sent_at = 0.0
+        self.sent_at = -math.inf
 
     def due(self, now: float) -> wire.FrontBeat | None:
         """The beat to send now, in seconds of a clock; None if there is none."""
         beat = self._make()
-        if beat == self._sent and beat.total is None and now - self._sent_at < self._idle_s:
+        if beat == self._sent and beat.total is None and now - self.sent_at < self._idle_s:
             return None
-        self._sent, self._sent_at = beat, now
+        self._sent, self.sent_at = beat, now
         return beat
 
 
@@ -208,6 +209,12 @@ class EngineClient:
         await asyncio.wait([search], timeout=timeouts.ASK_S)
         return search.done() and search.result()
 
+    def tell(self) -> None:
+        """Send what is new now, if the last beat was beat_s ago: the answer says what others have done meanwhile."""
+        now = time.monotonic()
+        if self.dead is None and now - self._beats.sent_at >= self._beat_s:
+            self._send_beat(now)
+
     async def ask(self) -> None:
         """Bring engine_beat and peer_metrics up to date, as far as the engine answers."""
         if self.dead is None:
@@ -305,14 +312,17 @@ class EngineClient:
     async def _beat(self) -> None:
         while True:
             before = time.monotonic()
-            if (beat := self._beats.due(before)) is not None:
-                self._send(beat)
+            self._send_beat(before)
             await asyncio.sleep(self._beat_s)
             now = time.monotonic()
             if now - before > self._beat_s + self._silence_s / 2:
                 self._last_heard = now  # this process stood still itself; what was sent meanwhile is still to be read
             elif now - self._last_heard > self._silence_s:
                 self._die(f"the engine at {self._address} has been silent for {now - self._last_heard:.1f} s")
+
+    def _send_beat(self, now: float) -> None:
+        if (beat := self._beats.due(now)) is not None:
+            self._send(beat)
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         await monitor.recv_multipart()

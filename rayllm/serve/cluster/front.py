@@ -103,7 +103,7 @@ class ModelFront:
         self._router = Router(b"")
         self._pool: _Pool | None = None  # None: to be found out
         self._relays: list[str] = []
-        self._told: set[str] = set()  # relays that know of the servers that this one knows of
+        self._told: dict[str, int] = {}  # relay -> the number of the snapshot that it has
         self._peers: dict[str, Snapshot] = {}  # of the deployment's other servers, by their ids
         self._closed = False
         self._why_not = "the engine is starting"
@@ -164,7 +164,7 @@ class ModelFront:
             places = sum(replica.client.info.max_num_seqs for replica in there.values())
             self.admission.max_running = places or self.admission.max_running
             self._relays = sorted(there)[:RELAYS]
-            self._told &= set(self._relays)
+            self._told = {key: number for key, number in self._told.items() if key in self._relays}
         return self._pool
 
     # ---- what the routes use
@@ -239,6 +239,7 @@ class ModelFront:
         live = state.num_live
         replica.load += Load(live, waiting)
         try:
+            replica.client.tell()
             async with aclosing(replica.client.run(state)) as outputs:
                 async for output in outputs:
                     if waiting and output.has_begun:
@@ -304,9 +305,11 @@ class ModelFront:
         if now >= self._next_snapshot:  # one for all relays
             self._next_snapshot = now + timeouts.METRICS_S
             self._snapshot = Snapshot(self._snapshot.number + 1, self.metrics.figures())
-        peers = {} if replica_id in self._told else self._peers
-        self._told.add(replica_id)
-        return FrontBeat(here, self.admission.load, {**peers, self._front_id: self._snapshot})
+        metrics = {} if replica_id in self._told else dict(self._peers)  # a new one is told of all servers
+        if self._told.get(replica_id) != self._snapshot.number:
+            metrics[self._front_id] = self._snapshot
+        self._told[replica_id] = self._snapshot.number
+        return FrontBeat(here, self.admission.load, metrics)
 
     def _hear_peers(self) -> None:
         for replica in self._replicas.values():
