@@ -160,16 +160,15 @@ class Router:
         usable: the replicas that may be chosen, at least one, all of them added before. load: of a replica; None if it
         may not be chosen.
 
-        It looks at CANDIDATES of them at random (at all, if there are no more), at as many that have most of the
-        prompt, and at its homes. Of those that have some of the prompt and are not too busy, the one that has most;
-        else the less busy home; if they are too busy, the least busy one. Among equals the one with most of its cache
-        free, so that one replica does not evict what would fit into another; then at random.
+        It looks at CANDIDATES of them at random (at all, if there are no more) and at as many that have most of the
+        prompt. Of those that have some of it and are not too busy, it takes the one that has most; else the less busy
+        home; if homes are too busy, the least busy one. Among equals the one with most of its cache free, so that one
+        replica does not evict what would fit into another; then at random.
         """
         hashes = prompt.hashes
         few = len(usable) <= CANDIDATES
-        seen = usable if few else [usable[int(self._rng.random() * len(usable))] for _ in range(CANDIDATES)]
-        homes = list(self._homes(prompt.point, load))
-        loads = {each: load(each) for each in (*seen, *homes, *(() if few else self._with_most(hashes)))}
+        seen = list(usable) if few else [usable[int(self._rng.random() * len(usable))] for _ in range(CANDIDATES)]
+        loads = {each: load(each) for each in (seen if few else seen + self._with_most(hashes))}
         busy = {replica_id: weight(load) for replica_id, load in loads.items() if load is not None}
         matched = {each: self._indexes[each].match(hashes) * ROUTING_BLOCK for each in busy}
         least = min(busy.values())
@@ -178,10 +177,14 @@ class Router:
         fit = [each for each in busy if matched[each] and busy[each] - matched[each] / TOKENS_A_COMPLETION <= limit]
         longest = max((matched[each] for each in fit), default=0)
         candidates = [each for each in fit if matched[each] == longest]
-        candidates = candidates or [each for each in homes if busy[each] <= limit] or list(busy)
+        if not candidates:
+            homes = {each: weight(load(each) or Load()) for each in self._homes(prompt.point, load)}
+            busy |= homes
+            candidates = [each for each in homes if homes[each] <= limit] or list(busy)
         chosen = min(candidates, key=lambda each: (busy[each], self._indexes[each].fill, self._rng.random()))
+        cached = self._indexes[chosen].match(hashes) * ROUTING_BLOCK
         self._add(chosen, hashes)
-        return Choice(chosen, matched[chosen])
+        return Choice(chosen, cached)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an index is broken, or the map or the ring differs from the indexes."""
