@@ -116,7 +116,7 @@ class Router:
         self.key = key
         self._rng = rng or random.Random()
         self._indexes: dict[str, PrefixIndex] = {}
-        self._holders: dict[int, list[str]] = {}  # block -> the replicas whose index has it
+        self._holders: dict[int, tuple[str, ...]] = {}  # block -> the replicas whose index has it
         self._ring: list[tuple[int, str]] = []  # (point, replica), in the order of the points
 
     @property
@@ -227,15 +227,14 @@ class Router:
     def _add(self, replica_id: str, hashes: list[int]) -> None:
         new, forgotten = self._indexes[replica_id].add(hashes, max(MAX_BLOCKS // len(self._indexes), 1))
         for block in new:
-            self._holders.setdefault(block, []).append(replica_id)
+            self._holders[block] = (*self._holders.get(block, ()), replica_id)
         self._forget(replica_id, forgotten)
 
     def _forget(self, replica_id: str, blocks: Iterable[int]) -> None:
         for block in blocks:
-            holders = self._holders[block]
-            holders.remove(replica_id)
-            if not holders:
-                del self._holders[block]
+            holders = self._holders.pop(block)
+            if len(holders) > 1:
+                self._holders[block] = tuple(each for each in holders if each != replica_id)
 
 
 def weight(load: Load) -> float:
