@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from rayllm.api.types import Load
 from rayllm.core.prefix_cache import PrefixCache
-from rayllm.serve.cluster.router import Router, prefix_hashes
+from rayllm.serve.cluster.router import Router
 
 BLOCK = 16
 
@@ -131,7 +131,7 @@ def make_requests(options: argparse.Namespace) -> list[Request]:
     for _ in range(options.requests):
         at += rng.expovariate(options.rate)
         if requests and rng.random() < options.next_turns:
-            earlier = requests[max(0, len(requests) - rng.randint(1, 200))].tokens
+            earlier = requests[max(0, len(requests) - rng.randint(1, options.turn_window))].tokens
             tokens = earlier[: options.max_len] + some(options.tail_len)
         else:
             tokens = rng.choices(prefixes, weights)[0] + some(options.tail_len)
@@ -141,21 +141,21 @@ def make_requests(options: argparse.Namespace) -> list[Request]:
 
 def policies(options: argparse.Namespace) -> dict[str, Choose]:
     """Name -> how a replica is chosen."""
-    turn = itertools.cycle(str(number) for number in range(options.replicas))
-    router = Router(random.Random(options.seed))
+    names = [str(number) for number in range(options.replicas)]
+    turn = itertools.cycle(names)
+    router = Router(b"key", random.Random(options.seed))
     least = random.Random(options.seed)
-    for number in range(options.replicas):
-        router.add_replica(str(number), options.kv_tokens)
+    for name in names:
+        router.add_replica(name, options.kv_tokens)
 
     def least_busy(_tokens: list[int], loads: dict[str, Load]) -> str:
         fewest = min(load.completions for load in loads.values())
         return least.choice([name for name, load in loads.items() if load.completions == fewest])
 
-    return {
-        "round robin": lambda _tokens, _loads: next(turn),
-        "least busy": least_busy,
-        "prefix": lambda tokens, loads: router.choose(prefix_hashes(tokens), loads).replica_id,
-    }
+    def prefix(tokens: list[int], loads: dict[str, Load]) -> str:
+        return router.choose(router.prompt(tokens), names, loads.get).replica_id
+
+    return {"round robin": lambda _tokens, _loads: next(turn), "least busy": least_busy, "prefix": prefix}
 
 
 def main() -> None:
@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--prefix-len", type=int, default=1024)
     parser.add_argument("--tail-len", type=int, default=128)
     parser.add_argument("--max-len", type=int, default=4096, help="of an earlier prompt that a next turn repeats")
+    parser.add_argument("--turn-window", type=int, default=200, help="an earlier one is among so many latest requests")
     parser.add_argument("--next-turns", type=float, default=0.3, help="share of requests that go on an earlier one")
     parser.add_argument("--zipf", type=float, default=1.0, help="0: all prefixes are equally likely")
     parser.add_argument("--kv-tokens", type=int, default=32768, help="that a replica's cache holds")

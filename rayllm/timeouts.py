@@ -2,7 +2,7 @@
 
 | border | who watches | sign of life | silent after | what follows |
 |---|---|---|---|---|
-| front - engine | both | BEAT_S; an end of the connection | SILENCE_S | the engine aborts; requests go on elsewhere |
+| front - engine | both | IDLE_BEAT_S; a connection that ends | SILENCE_S | the engine aborts; requests go elsewhere |
 | front - engine's process and host | the front | CONNECTION_PING_S | CONNECTION_SILENCE_S | requests go on elsewhere |
 | engine - request with an idempotency key | the engine | a front that wants its tokens | KEEP_S | it is forgotten |
 | driver - rank | the driver | PING_S; a dead process is seen at once | RANK_SILENCE_S | new ranks take over |
@@ -24,9 +24,11 @@ All values are in seconds.
 
 from __future__ import annotations
 
-# Front and engine: each sends something at least every BEAT_S.
+# Front and engine: what is new is said within BEAT_S; the front says something every IDLE_BEAT_S, the engine answers.
 BEAT_S = 0.5
+IDLE_BEAT_S = 10.0
 SILENCE_S = 30.0
+ASK_S = 2.0  # for an engine's answer to a question, without which things go on as if it had said nothing
 CONNECTION_PING_S = 0.3
 CONNECTION_SILENCE_S = 1.5  # ZeroMQ's own threads answer: neither the interpreter nor a long step holds them up
 METRICS_S = 2.0  # how old the metrics in beats may be
@@ -60,7 +62,6 @@ RESUME_POLL_S = 0.02
 
 # Requests with an idempotency key.
 KEEP_S = 60.0  # after the end of one, or after its last connection broke off, an engine has all that came of it
-FIND_S = 2.0  # for an engine to say whether it has one; one that says nothing does not
 
 # Grammars of structured outputs: a first, short trial, behind which others wait, and a long one for those that need it.
 GRAMMAR_FIRST_S = 0.5

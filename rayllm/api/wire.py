@@ -1,7 +1,9 @@
 """The messages between fronts and engines: msgspec structs in msgpack, one a ZeroMQ frame; nothing is ever unpickled.
 
-An engine sends one `Deltas` a step and front. Both sides send a beat at least every `timeouts.BEAT_S`, so silence means
-trouble; beats carry what each side wants to know of the other: loads, metrics and health.
+An engine sends one `Deltas` a step and front. Beats carry what each side wants to know of the other: loads, metrics and
+health. A front sends one when it has something new to say, at most every `timeouts.BEAT_S`, and at least every
+`timeouts.IDLE_BEAT_S`; an engine answers each, and says at once that it drains or how its health has changed. To a
+front with work it sends something every `timeouts.BEAT_S`, by which it notices that the connection has ended.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import msgspec
 
 from rayllm.api.types import Abort, EngineInfo, EngineStats, GenerationRequest, Load, TokenDelta
+
+MAX_FRONTS = 256  # whose metrics are kept, those that are gone included
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -71,13 +75,29 @@ class Snapshot(msgspec.Struct, frozen=True):
     figures: dict[str, float] = {}
 
 
+def take_newer(known: dict[str, Snapshot], heard: dict[str, Snapshot]) -> dict[str, Snapshot]:
+    """Bring what is known of fronts, by their ids, up to date; returns what was new.
+
+    Those that changed least recently are forgotten beyond MAX_FRONTS.
+    """
+    newer = {key: each for key, each in heard.items() if each.number > known.get(key, Snapshot()).number}
+    for key, each in newer.items():
+        known.pop(key, None)
+        known[key] = each
+    while len(known) > MAX_FRONTS:
+        del known[next(iter(known))]
+    return newer
+
+
 class FrontBeat(msgspec.Struct, frozen=True, tag=True):
     """Still here, with this much work."""
 
-    # All of the front's work for the engine's model, and the part of it that this engine has.
-    total: Load = Load()
+    # The work that this engine has of the front.
     here: Load = Load()
-    metrics: Snapshot = Snapshot()
+    # All of the front's work for the engine's model, which only engines are told that pass it on to the other fronts.
+    total: Load | None = None
+    # Front id -> its metrics, of this front and of others; passed on too.
+    metrics: dict[str, Snapshot] = {}
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
@@ -116,8 +136,8 @@ class EngineBeat(msgspec.Struct, frozen=True, tag=True):
     unhealthy: str | None = None
     # The engine is about to stop and should get no new requests.
     draining: bool = False
-    # The work of all other fronts for this model, and the part of it that this engine has. Both with what is kept here
-    # for nobody.
+    # The work of all other fronts for this model, of those that have told it, and the part of it that this engine has.
+    # Both with what is kept here for nobody.
     others_total: Load = Load()
     others_here: Load = Load()
     # Front id -> its metrics, of other fronts, also of those that are gone; only what is new since the last beat.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
@@ -58,15 +59,36 @@ class _Stream:
         return output
 
 
+class Beats:
+    """Which of a front's beats are worth a message: those with something new, and one every idle_s.
+
+    One that tells of all of the front's work always is: its answer tells of the other fronts.
+    """
+
+    def __init__(self, make: Callable[[], wire.FrontBeat], idle_s: float):
+        self._make, self._idle_s = make, idle_s
+        self._sent: wire.FrontBeat | None = None
+        self.sent_at = -math.inf
+
+    def due(self, now: float) -> wire.FrontBeat | None:
+        """The beat to send now, in seconds of a clock; None if there is none."""
+        beat = self._make()
+        if beat == self._sent and beat.total is None and now - self.sent_at < self._idle_s:
+            return None
+        self._sent, self.sent_at = beat, now
+        return beat
+
+
 class EngineClient:
     """Runs requests on an engine that listens at `address`. All calls come from one event loop.
 
     tokenizer: None with skip_tokenizer_init; texts are "" then.
     front_id: unique for each start of the front.
-    beat: what to tell the engine of this front; called every beat_s.
+    beat: what to tell the engine of this front; called every beat_s, and sent as `Beats` says.
+    on_change: called when the engine dies, drains, or gets healthy or unhealthy.
     server_key, keys: the engine's public key and this front's own keys; required for tcp addresses.
     silence_s: the engine is given up when it was silent for so long; a closed connection is noticed at once, one whose
-    other end is stopped or cannot be reached after CONNECTION_SILENCE_S.
+    other end is stopped or cannot be reached after CONNECTION_SILENCE_S. idle_s: of `Beats`.
 
     dead: why the engine can't be used any more; None while it can. engine_beat: the engine's last. peer_metrics: those
     of the engine's other fronts, by their ids.
@@ -79,9 +101,11 @@ class EngineClient:
         *,
         front_id: str | None = None,
         beat: Callable[[], wire.FrontBeat] = wire.FrontBeat,
+        on_change: Callable[[], None] = lambda: None,
         server_key: str = "",
         keys: wire.CurveKeys | None = None,
         beat_s: float = timeouts.BEAT_S,
+        idle_s: float = timeouts.IDLE_BEAT_S,
         silence_s: float = timeouts.SILENCE_S,
     ):
         self.tokenizer = tokenizer
@@ -90,7 +114,8 @@ class EngineClient:
         self.peer_metrics: dict[str, wire.Snapshot] = {}
         self._address = address
         self._front_id = front_id or uuid.uuid4().hex
-        self._make_beat = beat
+        self._make_beat, self._beats = beat, Beats(beat, idle_s)
+        self._on_change = on_change
         self._server_key, self._keys = server_key, keys
         self._beat_s, self._silence_s = beat_s, silence_s
         self._encode = msgspec.msgpack.Encoder().encode
@@ -98,6 +123,7 @@ class EngineClient:
         self._processor = OutputProcessor(tokenizer)
         self._streams: dict[str, _Stream] = {}
         self._searches: dict[str, asyncio.Future[bool]] = {}  # by key id
+        self._next_beat: asyncio.Future[None] | None = None  # of the engine, for which somebody waits
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._info: EngineInfo | None = None
@@ -180,8 +206,22 @@ class EngineClient:
         if (search := self._searches.get(key_id)) is None:
             search = self._searches[key_id] = asyncio.get_running_loop().create_future()
             self._send(wire.Find(key_id))
-        await asyncio.wait([search], timeout=timeouts.FIND_S)
+        await asyncio.wait([search], timeout=timeouts.ASK_S)
         return search.done() and search.result()
+
+    def tell(self) -> None:
+        """Send what is new now, if the last beat was beat_s ago: the answer says what others have done meanwhile."""
+        now = time.monotonic()
+        if self.dead is None and now - self._beats.sent_at >= self._beat_s:
+            self._send_beat(now)
+
+    async def ask(self) -> None:
+        """Bring engine_beat and peer_metrics up to date, as far as the engine answers."""
+        if self.dead is None:
+            if self._next_beat is None:
+                self._next_beat = asyncio.get_running_loop().create_future()
+                self._send(self._make_beat())
+            await asyncio.wait([self._next_beat], timeout=timeouts.ASK_S)
 
     async def close(self) -> None:
         """Disconnect; requests without a key that still run are aborted, and streams end with EngineDeadError."""
@@ -235,9 +275,8 @@ class EngineClient:
                 match message:
                     case wire.Deltas(deltas):
                         self._take(deltas)
-                    case wire.EngineBeat(metrics=metrics):
-                        self.engine_beat = message
-                        self.peer_metrics |= metrics
+                    case wire.EngineBeat():
+                        self._take_beat(message)
                     case wire.Found(key_id, known):
                         if (search := self._searches.pop(key_id, None)) is not None:
                             search.set_result(known)
@@ -246,6 +285,15 @@ class EngineClient:
         except Exception as error:  # without a reader no request would ever end
             logger.exception("reading from the engine at %s failed", self._address)
             self._die(f"reading from the engine at {self._address} failed: {error}")
+
+    def _take_beat(self, beat: wire.EngineBeat) -> None:
+        before, self.engine_beat = self.engine_beat, beat
+        self.peer_metrics |= beat.metrics
+        if self._next_beat is not None:
+            self._next_beat.set_result(None)
+            self._next_beat = None
+        if (beat.draining, beat.unhealthy) != (before.draining, before.unhealthy):
+            self._on_change()
 
     def _take(self, deltas: list[TokenDelta]) -> None:
         """Turn a step's deltas into outputs for their streams."""
@@ -264,13 +312,17 @@ class EngineClient:
     async def _beat(self) -> None:
         while True:
             before = time.monotonic()
-            self._send(self._make_beat())
+            self._send_beat(before)
             await asyncio.sleep(self._beat_s)
             now = time.monotonic()
             if now - before > self._beat_s + self._silence_s / 2:
                 self._last_heard = now  # this process stood still itself; what was sent meanwhile is still to be read
             elif now - self._last_heard > self._silence_s:
                 self._die(f"the engine at {self._address} has been silent for {now - self._last_heard:.1f} s")
+
+    def _send_beat(self, now: float) -> None:
+        if (beat := self._beats.due(now)) is not None:
+            self._send(beat)
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         await monitor.recv_multipart()
@@ -282,8 +334,11 @@ class EngineClient:
         if self.dead is not None:
             return
         self.dead = reason
+        self._on_change()
         while self._searches:
             self._searches.popitem()[1].set_result(False)
+        if self._next_beat is not None:
+            self._next_beat.set_result(None)
         for request_id, stream in self._streams.items():
             self._processor.remove(request_id)
             stream.end(EngineDeadError(reason))

@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 _MAX_FRAMES = 8192  # waiting for one front; a front that is so far behind has stopped
 _MAX_FRAME_BYTES = 64 * 2**20
 _MAX_IPC_PATH = 107  # bytes of a Unix socket's address
-_MAX_FRONTS_KEPT = 256  # fronts whose figures are kept, those that are gone included
 
 Router = zmq.Socket[bytes]
 Peer = tuple[Router, bytes]  # a connection: our socket, and ZeroMQ's identity of the other end
@@ -44,9 +43,14 @@ class _ZmqFront:
     def __init__(self, server: EngineSocket, peer: Peer, front_id: str):
         self._server = server
         self.peer, self.front_id = peer, front_id
-        self.last_heard = time.monotonic()
+        self.last_heard = self.last_told = time.monotonic()
         self.beat: wire.FrontBeat | None = None  # its last; it sends requests only after its first
         self.news: dict[str, wire.Snapshot] = {}  # of the others' metrics, what this front was not told yet
+
+    @property
+    def counts(self) -> bool:
+        """Whether it matters at once if it is gone: its work is counted here, or passed on."""
+        return self.beat is not None and (self.beat.total is not None or self.beat.here != Load())
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         self._server.post(self, wire.Deltas(deltas))
@@ -60,8 +64,8 @@ class EngineSocket:
 
     The Unix socket is in a new folder that only this user can enter. ConfigError if its path gets too long.
 
-    endpoint: where it listens. beat_s: how often fronts are shown that the engine is here. silence_s: a front silent
-    for so long is gone.
+    endpoint: where it listens. beat_s: how often it looks for fronts that are gone, and at its health, of which
+    all fronts are told when it has changed. silence_s: a front silent for so long is gone.
     """
 
     def __init__(self, driver: EngineDriver, *, beat_s: float = timeouts.BEAT_S, silence_s: float = timeouts.SILENCE_S):
@@ -89,6 +93,7 @@ class EngineSocket:
         self._fronts: dict[Peer, _ZmqFront] = {}
         self._metrics: dict[str, wire.Snapshot] = {}  # front id -> its latest figures, least recently changed first
         self._next_beat = 0.0
+        self._state: tuple[str | None, bool] = None, False  # (why it is unhealthy, whether it drains) as fronts know it
         self._open(self.endpoint.ipc)
         self._thread = threading.Thread(target=self._run, name="rayllm-zmq", daemon=True)
         self._thread.start()
@@ -216,7 +221,7 @@ class EngineSocket:
         front = self._fronts[peer] = _ZmqFront(self, peer, front_id)
         front.news = {key: metrics for key, metrics in self._metrics.items() if key != front_id}
         self._send(peer, wire.Welcome(self._driver.info))
-        self._send(peer, self._beat_for(front, self._driver.unhealthy(timeouts.STALL_S)))
+        self._answer(front)
         self._driver.attach(front)
 
     def _handle(self, front: _ZmqFront, message: wire.FrontMessage) -> None:
@@ -229,15 +234,11 @@ class EngineSocket:
                 self._driver.abort(front, aborts)
             case wire.FrontBeat(metrics=metrics):
                 front.beat = message
-                known = self._metrics.get(front.front_id, wire.Snapshot())
-                if metrics.number > known.number:
-                    self._metrics.pop(front.front_id, None)
-                    self._metrics[front.front_id] = metrics
+                self._answer(front)
+                for key, snapshot in wire.take_newer(self._metrics, metrics).items():
                     for other in self._fronts.values():
-                        if other.front_id != front.front_id:
-                            other.news[front.front_id] = metrics
-                    while len(self._metrics) > _MAX_FRONTS_KEPT:
-                        del self._metrics[next(iter(self._metrics))]
+                        if other is not front and other.front_id != key:
+                            other.news[key] = snapshot
             case wire.Bye():
                 self._forget(front.peer)
 
@@ -249,33 +250,37 @@ class EngineSocket:
             front.deliver([refusal(request_id, refused)])
 
     def _beat(self) -> None:
-        """Show every front that the engine is here; forget those that were silent for too long."""
+        """Forget fronts that were silent for too long or whose connections have ended; tell the others what is new."""
         now = time.monotonic()
-        unhealthy = self._driver.unhealthy(timeouts.STALL_S) if self._fronts else None
+        before, self._state = self._state, (self._driver.unhealthy(timeouts.STALL_S), self._draining)
         for peer, front in list(self._fronts.items()):
             if now - front.last_heard > self._silence_s:
                 logger.warning("a front has been silent for %.1f s and is given up", now - front.last_heard)
                 self._forget(peer)
-            else:
-                self._send(peer, self._beat_for(front, unhealthy))
+            elif self._state != before or (front.counts and now - front.last_told >= self._beat_s):
+                self._answer(front)  # which fails at once if the connection has ended
 
-    def _beat_for(self, front: _ZmqFront, unhealthy: str | None) -> wire.EngineBeat:
+    def _answer(self, front: _ZmqFront) -> None:
+        """Tell a front all that it may want to know."""
         others = [other.beat for other in self._fronts.values() if other is not front and other.beat is not None]
         orphans = Load(self._driver.num_orphans)
         news, front.news = front.news, {}
-        return wire.EngineBeat(
+        beat = wire.EngineBeat(
             stats=self._driver.stats,
-            unhealthy=unhealthy,
-            draining=self._draining,
-            others_total=sum((beat.total for beat in others), orphans),
+            unhealthy=self._state[0],
+            draining=self._state[1],
+            others_total=sum((beat.total for beat in others if beat.total is not None), orphans),
             others_here=sum((beat.here for beat in others), orphans),
             metrics=news,
         )
+        self._send(front.peer, beat)
 
     def _send(self, peer: Peer, message: wire.EngineMessage) -> None:
         router, identity = peer
         try:
             router.send_multipart([identity, self._encode(message)], zmq.NOBLOCK)
+            if (front := self._fronts.get(peer)) is not None:
+                front.last_told = time.monotonic()
         except zmq.ZMQError as error:  # no such front any more, or _MAX_FRAMES wait for it
             if peer in self._fronts:
                 logger.warning("a front cannot be reached (%s) and is given up", error)

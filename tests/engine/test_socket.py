@@ -22,7 +22,7 @@ from support.driver import INFO, FakeCore, fake_request, fake_tokens, running, u
 from rayllm.api import wire
 from rayllm.api.types import Abort, GenerationRequest, IdempotencyKey, Load
 from rayllm.engine import socket as engine_socket
-from rayllm.engine.client import EngineClient
+from rayllm.engine.client import Beats, EngineClient
 from rayllm.engine.driver import EngineDriver
 from rayllm.engine.socket import EngineSocket
 from rayllm.errors import ConfigError, EngineDeadError, InvalidRequestError
@@ -194,7 +194,8 @@ def test_a_request_with_a_key_outlives_its_front_and_is_found():
                     core.allow(2)
                 await stepping_until(core, lambda: driver.num_orphans)
                 assert isinstance((await asyncio.gather(lost, return_exceptions=True))[0], EngineDeadError)
-                await until(lambda: other.engine_beat.others_total == other.engine_beat.others_here == Load(1))
+                await other.ask()
+                assert other.engine_beat.others_total == other.engine_beat.others_here == Load(1)
                 again = start(other, msgspec.structs.replace(request, request_id="b"))
                 await stepping_until(core, again.done)
                 assert again.result().outputs[0].token_ids == fake_tokens(request)
@@ -343,13 +344,14 @@ def test_a_second_hello_is_a_new_start():
 def test_beats_bring_the_engines_figures_and_health():
     async def main():
         core = FakeCore(gated=True)
-        with listening(core, beat_s=0.02) as (server, _):
+        with listening(core, beat_s=0.02) as (server, driver):
             async with connected(server, beat_s=0.02) as client:
                 assert client.engine_beat.unhealthy is None and not client.engine_beat.draining
                 running = start(client, fake_request("r", max_tokens=3))
                 core.allow(2)
-                await until(lambda: client.engine_beat.stats.num_steps == 2)
-                assert client.engine_beat.stats.num_running == 1
+                await until(lambda: driver.stats.num_steps == 2)
+                await client.ask()
+                assert client.engine_beat.stats.num_running == 1  # of what it was asked for; the rest it says unasked
                 core.lost = "worker rank 1 failed"
                 await until(lambda: client.engine_beat.unhealthy == "worker rank 1 failed")
                 core.lost = None
@@ -394,15 +396,15 @@ def test_a_front_hears_of_the_others():
     async def main():
         with listening(FakeCore(), beat_s=0.02) as (server, _):
             metrics = {name: wire.Snapshot(1, {name: 1}) for name in ("one", "two")}
-            one = saying(total=Load(3, 30), here=Load(1, 10), metrics=metrics["one"])
-            two = saying(total=Load(2, 20), here=Load(2, 15), metrics=metrics["two"])
+            one = saying(total=Load(3, 30), here=Load(1, 10), metrics={"one": metrics["one"]})
+            two = saying(total=Load(2, 20), here=Load(2, 15), metrics={"two": metrics["two"]})
             async with connected(server, front_id="one", beat=one, beat_s=0.02) as first:
                 await until(lambda: server.load() == Load(1, 10))
                 assert (first.engine_beat.others_total, first.engine_beat.others_here) == (Load(), Load())
                 assert first.peer_metrics == {}
                 async with (
                     connected(server, front_id="two", beat=two, beat_s=0.02) as second,
-                    connected(server, beat_s=0.02) as third,
+                    connected(server, beat=saying(total=Load()), beat_s=0.02) as third,
                 ):
                     await until(lambda: first.peer_metrics == {"two": metrics["two"]})
                     assert first.engine_beat.others_total == Load(2, 20)
@@ -421,29 +423,39 @@ def test_a_front_hears_of_the_others():
 def test_metrics_are_sent_when_they_are_new():
     with listening(FakeCore(), beat_s=0.02) as (server, _), raw_front(server) as front, raw_front(server) as other:
 
-        def next_news() -> dict[str, wire.Snapshot]:
-            while not (news := other.receive(wire.EngineBeat).metrics):
-                pass
-            return news
+        def news() -> dict[str, wire.Snapshot]:
+            other.send(wire.FrontBeat())
+            return other.receive(wire.EngineBeat).metrics
 
         front.send(wire.Hello("busy"))
+        for each in (front, other):
+            each.receive(wire.EngineBeat)  # with the welcome
+        front.receive(wire.EngineBeat)  # with the second one
         for number, text in ((1, "1"), (1, "not newer"), (2, "2"), (1, "late"), (3, "3")):
-            front.send(wire.FrontBeat(metrics=wire.Snapshot(number, {text: 1})))
-            if text == str(number):
-                assert next_news() == {"busy": wire.Snapshot(number, {text: 1})}
-        for _ in range(5):
-            assert other.receive(wire.EngineBeat).metrics == {}
+            front.send(wire.FrontBeat(metrics={"busy": wire.Snapshot(number, {text: 1})}))
+            front.receive(wire.EngineBeat)
+            assert news() == ({"busy": wire.Snapshot(number, {text: 1})} if text == str(number) else {})
+            assert news() == {}
+        of_another = {"gone": wire.Snapshot(7, {"x": 1})}  # of which this front has heard
+        front.send(wire.FrontBeat(metrics=of_another))
+        front.receive(wire.EngineBeat)
+        assert news() == of_another
 
 
 def test_metrics_of_a_bounded_number_of_fronts_are_kept(monkeypatch):
-    monkeypatch.setattr(engine_socket, "_MAX_FRONTS_KEPT", 2)
+    monkeypatch.setattr(wire, "MAX_FRONTS", 2)
     with listening(FakeCore(), beat_s=0.02) as (server, _), raw_front(server) as watcher:
         for front_id, number in (("a", 1), ("b", 1), ("a", 2), ("c", 1)):
             sent = (front_id, wire.Snapshot(number, {"text": 1}))
             with RawFront(server.endpoint.ipc) as front:
                 front.send(wire.Hello(front_id))
-                front.send(wire.FrontBeat(metrics=sent[1]))
-                wait_for(lambda sent=sent: sent in watcher.receive(wire.EngineBeat).metrics.items())
+                front.send(wire.FrontBeat(metrics=dict([sent])))
+
+                def is_known(sent=sent):
+                    watcher.send(wire.FrontBeat())
+                    return sent in watcher.receive(wire.EngineBeat).metrics.items()
+
+                wait_for(is_known)
         with raw_front(server) as late:
             kept = late.receive(wire.EngineBeat).metrics
         assert {front_id: snapshot.number for front_id, snapshot in kept.items()} == {"a": 2, "c": 1}
@@ -452,10 +464,44 @@ def test_metrics_of_a_bounded_number_of_fronts_are_kept(monkeypatch):
 def test_beats_keep_idle_connections():
     async def main():
         with listening(FakeCore(), beat_s=0.02, silence_s=0.3) as (server, _):
-            async with connected(server, beat_s=0.02, silence_s=0.3) as client:
+            async with connected(server, beat_s=0.02, idle_s=0.05, silence_s=0.3) as client:
                 await asyncio.sleep(0.7)
                 assert (await start(client, fake_request("r"))).finished
                 assert client.dead is None
+
+    asyncio.run(main())
+
+
+def test_beats_go_when_they_say_something_new_or_are_due():
+    says = wire.FrontBeat()
+    beats = Beats(lambda: says, idle_s=10)
+    assert beats.due(100.0) == says, "the first, by which the engine knows that this front is ready"
+    assert beats.due(101.0) is None
+    says = wire.FrontBeat(Load(1, 5))
+    assert (beats.due(101.5), beats.due(102.0)) == (says, None)
+    assert (beats.due(111.0), beats.due(111.5)) == (None, says)
+    says = wire.FrontBeat(Load(1, 5), Load())
+    assert [beats.due(112.0 + i) for i in range(3)] == [says] * 3, "its answer tells of the other fronts"
+
+
+def test_an_engine_answers_beats_and_says_at_once_that_it_drains():
+    async def main():
+        with listening(FakeCore(), beat_s=0.02) as (server, driver):
+            changes = []
+            async with connected(server, on_change=lambda: changes.append(client.engine_beat.draining)) as client:
+                first = client.engine_beat
+                await asyncio.sleep(0.2)
+                assert client.engine_beat.stats == first.stats and not changes
+                await start(client, fake_request("r", max_tokens=3))
+                await asyncio.gather(client.ask(), client.ask())
+                assert client.engine_beat.stats == driver.stats
+                server.drain()
+                await until(lambda: client.engine_beat.draining)
+                assert changes == [True]
+                driver.shutdown(timeout=5)
+                await until(lambda: client.dead)
+                assert len(changes) == 2
+                await client.ask()  # which nobody answers
 
     asyncio.run(main())
 
@@ -490,6 +536,21 @@ def test_a_front_that_vanishes_has_its_requests_aborted():
             wait_for(core.live)
         wait_for(lambda: ("abort", "r") in core.calls or core.allow())
         assert driver.num_fronts == 0
+
+
+def test_the_work_of_a_front_that_vanishes_counts_no_more_even_if_nothing_is_sent_to_it():
+    core = FakeCore(gated=True)
+    with listening(core, beat_s=0.05, silence_s=60) as (server, driver), raw_front(server) as other:
+        with raw_front(server) as front:
+            front.send(wire.FrontBeat(here=Load(2, 9), total=Load(3, 9)))
+            front.send(wire.pack_request(fake_request("r", max_tokens=LONG)))
+            wait_for(core.live)  # the engine stays in its step
+            wait_for(lambda: server.load() == Load(2, 9))
+        wait_for(lambda: server.load() == Load())
+        assert driver.num_fronts == 1
+        other.receive(wire.EngineBeat)  # with the welcome
+        other.send(wire.FrontBeat())
+        assert other.receive(wire.EngineBeat).others_total == Load()
 
 
 def test_a_silent_front_is_given_up_and_told():
@@ -710,7 +771,7 @@ def test_a_silent_engine_is_given_up():
 def test_a_client_whose_own_process_stood_still_does_not_give_the_engine_up():
     async def main():
         with SilentEngine() as engine:
-            async with engine.welcomed(beat_s=0.02, silence_s=0.5) as client:
+            async with engine.welcomed(beat_s=0.02, idle_s=0.02, silence_s=0.5) as client:
                 await until(engine.messages)
                 time.sleep(1.0)  # nothing runs here, and the engine says nothing
                 engine.messages()

@@ -1,13 +1,14 @@
 """The directory of an application: who is there, and where. A small Ray actor that its members find by name.
 
-It knows nothing but what its members say again every REGISTER_S, so one that is lost is simply made anew. No request
-passes through it, and nobody stops using what he has because it is missing from the directory.
+It knows nothing but what its members say again every REGISTER_S, keys included, so one that is lost is made anew. No
+request passes through it, and nobody stops using what he has because it is missing from the directory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -31,6 +32,7 @@ from rayllm.version import __version__
 
 NAMESPACE = "rayllm"
 MAX_INCIDENTS = 32
+MAX_CHANGES = 10_000  # the latest ones, of which the directory tells without telling all
 _PREFIX = "directory of "  # of the actors' names
 
 logger = logging.getLogger("ray.serve")
@@ -79,14 +81,31 @@ Member = EngineMember | ServerMember
 
 
 class View(msgspec.Struct, frozen=True):
-    """What the directory knows."""
+    """What the directory knows, or what has changed of it since an earlier version."""
 
     engines: list[EngineMember]
     servers: list[ServerMember]
-    # With which API servers identify themselves to engines on other nodes.
+    # With which API servers identify themselves to engines on other nodes, and from which they derive where prompts go.
     front_keys: CurveKeys
     # Seconds until everything that still runs is to end; None if nobody has asked for that.
     stop_in: float | None = None
+    # Grows with each change, also from one directory to the next.
+    version: int = 0
+    # Ids of members that have gone since the version that was asked for; None if the view is whole.
+    gone: list[str] | None = None
+
+    def updated(self, changes: View) -> View:
+        """This whole view, brought up to date."""
+        if changes.gone is None:
+            return changes
+        old = {*changes.gone, *(each.member_id for each in changes.engines)}
+        old |= {each.member_id for each in changes.servers}
+        return msgspec.structs.replace(
+            changes,
+            engines=[each for each in self.engines if each.member_id not in old] + changes.engines,
+            servers=[each for each in self.servers if each.member_id not in old] + changes.servers,
+            gone=None,
+        )
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,36 +144,58 @@ class DirectoryStatus(msgspec.Struct, frozen=True):
 
 
 class Directory:
-    """The actor. Entries go when their members leave, or have been silent for MEMBER_SILENCE_S."""
+    """The actor. Entries go when their members leave, or have been silent for MEMBER_SILENCE_S.
+
+    A beat costs as much as there is new to tell, however many members there are.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        public, secret = zmq.curve_keypair()
         self._clock = clock
-        self._keys = CurveKeys(public.decode(), secret.decode())
-        self._members: dict[str, tuple[float, Member]] = {}
+        self._keys: CurveKeys | None = None
+        self._members: dict[str, tuple[float, Member]] = {}  # with when it was heard, least recent first
+        self._first = self._version = time.time_ns()  # more than any version of a directory before this one
+        self._changed: dict[str, int] = {}  # id -> version of its last change or its end; oldest first
         self._stop_at: float | None = None
         self._reports: dict[str, Report] = {}
         self._incidents: deque[Incident] = deque(maxlen=MAX_INCIDENTS)
 
-    def beat(self, member: Member | None = None) -> View:
-        """Take in what a member says of itself; returns what there is to know. None only asks."""
+    def beat(self, member: Member | None = None, known: View | None = None) -> View:
+        """Take in what a member says of itself; returns what there is to know. None only asks.
+
+        known: the latest whole view that the member had, of which its lists may be left out; what it knows is not said
+        again. A new directory takes over its keys, so that connections and choices stay as they are.
+        """
         now = self._clock()
+        if self._keys is None:
+            public, secret = zmq.curve_keypair()
+            self._keys = CurveKeys(public.decode(), secret.decode()) if known is None else known.front_keys
         if member is not None:
+            if self._members.pop(member.member_id, (now, None))[1] != member:
+                self._note(member.member_id)
             self._members[member.member_id] = (now, member)
-        limit = now - timeouts.MEMBER_SILENCE_S
-        self._members = {key: entry for key, entry in self._members.items() if entry[0] >= limit}
-        members = [member for _, member in self._members.values()]
+        while self._members and next(iter(self._members.values()))[0] < now - timeouts.MEMBER_SILENCE_S:
+            self._remove(next(iter(self._members)))
+        ids, gone = list(self._members), None
+        if known is not None and self._first <= known.version <= self._version:
+            news = itertools.takewhile(lambda each: each[1] > known.version, reversed(self._changed.items()))
+            changed = [member_id for member_id, _ in news]
+            ids = [each for each in changed if each in self._members]
+            gone = [each for each in changed if each not in self._members]
+        members = [self._members[each][1] for each in ids]
         return View(
             engines=[each for each in members if isinstance(each, EngineMember)],
             servers=[each for each in members if isinstance(each, ServerMember)],
             front_keys=self._keys,
             stop_in=None if self._stop_at is None else max(self._stop_at - now, 0.0),
+            version=self._version,
+            gone=gone,
         )
 
     def leave(self, member_id: str) -> bool:
         """Remove a member; returns whether nobody is left."""
         self._reports.pop(member_id, None)
-        self._members.pop(member_id, None)
+        if member_id in self._members:
+            self._remove(member_id)
         return not self._members
 
     def tell(self, report: Report) -> None:
@@ -175,6 +216,18 @@ class Directory:
         there = [report for member_id, report in self._reports.items() if member_id in self._members]
         return DirectoryStatus(there, list(self._incidents))
 
+    def _remove(self, member_id: str) -> None:
+        del self._members[member_id]
+        self._note(member_id)
+
+    def _note(self, member_id: str) -> None:
+        """A member came, changed or went. Who knows no later version than those that are forgotten gets all."""
+        self._version += 1
+        self._changed.pop(member_id, None)
+        self._changed[member_id] = self._version
+        if len(self._changed) > MAX_CHANGES:
+            self._first = self._changed.pop(next(iter(self._changed)))
+
     def stop(self, seconds: float) -> None:
         """Tell all members to end within so many seconds, as soon as running requests are done."""
         self._stop_at = self._clock() + seconds
@@ -189,6 +242,7 @@ class DirectoryLink:
     def __init__(self, app_name: str):
         self.app_name, self._name = app_name, f"{_PREFIX}{app_name}"
         self._handle: ActorHandle | None = None
+        self._view: View | None = None  # the last one, whole
 
     @classmethod
     def all(cls) -> list[DirectoryLink]:
@@ -198,8 +252,11 @@ class DirectoryLink:
 
     def ask(self, member: Member | None = None) -> View | None:
         """Tell of a member, if there is one; returns what the directory knows, None if it does not answer."""
-        view: View | None = self._call("beat", member)
-        return view
+        known = None if self._view is None else msgspec.structs.replace(self._view, engines=[], servers=[])
+        view: View | None = self._call("beat", member, known)
+        if view is not None:
+            self._view = view if self._view is None else self._view.updated(view)
+        return None if view is None else self._view
 
     def tell(self, report: Report) -> None:
         """See `Directory.tell`."""

@@ -3,6 +3,9 @@
 It is the `Engine` that the routes use: `generate` sends a request to the replica that `router.py` chooses. A replica
 that drains gets no new requests; when this server's last one there is done, the connection is closed, by which the
 replica knows that it may end. If it ends before that, or dies, its requests go on on another replica.
+
+Servers hear of each other's work and figures through RELAYS of the replicas, the same for all of them; all other
+replicas are told only of what they have of this server.
 """
 
 from __future__ import annotations
@@ -13,21 +16,24 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import NamedTuple
 
 import msgspec
 
 from rayllm import timeouts
 from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, Load, RequestOutput
-from rayllm.api.wire import CurveKeys, EngineBeat, FrontBeat, Snapshot
+from rayllm.api.wire import CurveKeys, EngineBeat, FrontBeat, Snapshot, take_newer
 from rayllm.config.options import ServerConfig
 from rayllm.engine.client import EngineClient
 from rayllm.errors import EngineDeadError
 from rayllm.serve.cluster.directory import EngineMember
-from rayllm.serve.cluster.router import Router, prefix_hashes
+from rayllm.serve.cluster.router import Router
 from rayllm.serve.http.limits import Admission
 from rayllm.serve.http.metrics import FrontMetrics
 from rayllm.text.outputs import RequestState
 from rayllm.text.tokenizer import Tokenizer
+
+RELAYS = 3  # so that no two servers' relays differ in all while replicas come and go
 
 logger = logging.getLogger("ray.serve")
 
@@ -60,6 +66,15 @@ class _Replica:
         return self.client.dead is None and not self.beat.draining
 
 
+class _Pool(NamedTuple):
+    """The replicas for new requests: healthy ones, or whatever there is."""
+
+    replicas: dict[str, _Replica]
+    names: list[str]
+    # The limits of the one with the smallest context: during an update replicas may differ. None if there is none.
+    info: EngineInfo | None
+
+
 class ModelFront:
     """One model of an API server. All methods are of one event loop.
 
@@ -85,7 +100,11 @@ class ModelFront:
         self._make_client = connect
         self._replicas: dict[str, _Replica] = {}
         self._connecting: dict[str, asyncio.Task[None]] = {}
-        self._router = Router()
+        self._router = Router(b"")
+        self._pool: _Pool | None = None  # None: to be found out
+        self._relays: list[str] = []
+        self._told: dict[str, int] = {}  # relay -> the number of the snapshot that it has
+        self._peers: dict[str, Snapshot] = {}  # of the deployment's other servers, by their ids
         self._closed = False
         self.is_last = False  # no engine is to come any more, as all of the deployment ends
         self._why_not = "the engine is starting"
@@ -104,8 +123,13 @@ class ModelFront:
         """Connect to the engines that are new, let go of those that died, or drained and are done.
 
         engines: of this model, as the directory knows them. One that it misses is used as long as it answers. keys: to
-        identify this server with on other nodes.
+        identify this server with on other nodes, and from which all servers derive the same choices.
         """
+        if self._router.key != (key := keys.secret.encode()):
+            self._router = Router(key)
+            for replica_id, replica in self._replicas.items():
+                self._router.add_replica(replica_id, replica.client.info.num_kv_tokens)
+        self._hear_peers()
         for member in engines:
             replica_id = member.member_id
             if replica_id in self._replicas:
@@ -118,16 +142,31 @@ class ModelFront:
                 self._why_not = replica.client.dead or "the server is shutting down"
                 if replica.client.dead is not None and not replica.beat.draining:
                     logger.warning("an engine of %s is lost: %s", self.name, replica.client.dead)
-                self._router.remove_replica(replica_id)
                 await self._replicas.pop(replica_id).client.close()
-        others = [replica.beat.others_total for replica in self._replicas.values()]
+                self._look_again()
+        # What a replica has cached outlives a connection to it.
+        for replica_id in self._router.replicas - self._replicas.keys() - {member.member_id for member in engines}:
+            self._router.remove_replica(replica_id)
+        self._find_usable()
+        others = [self._replicas[replica_id].beat.others_total for replica_id in self._relays]
         self.admission.others = max(others, default=Load(), key=lambda load: load.completions)
-        self._count_places()
 
-    def _count_places(self) -> None:
-        """Let as many completions run as the engines can at once; while there is none, as many as before."""
-        places = sum(replica.client.info.max_num_seqs for replica in self._replicas.values() if replica.is_usable)
-        self.admission.max_running = places or self.admission.max_running
+    def _look_again(self) -> None:
+        """A replica came, went, or is another way than it was."""
+        self._pool = None
+
+    def _find_usable(self) -> _Pool:
+        """As many completions may run as all of them can at once; while there is none, as many as before."""
+        if self._pool is None:
+            there = {key: replica for key, replica in self._replicas.items() if replica.is_usable}
+            chosen = {key: replica for key, replica in there.items() if replica.beat.unhealthy is None} or there
+            infos = [replica.client.info for replica in chosen.values()]
+            self._pool = _Pool(chosen, list(chosen), min(infos, default=None, key=lambda info: info.max_model_len))
+            places = sum(replica.client.info.max_num_seqs for replica in there.values())
+            self.admission.max_running = places or self.admission.max_running
+            self._relays = sorted(there)[:RELAYS]
+            self._told = {key: number for key, number in self._told.items() if key in self._relays}
+        return self._pool
 
     # ---- what the routes use
 
@@ -138,9 +177,10 @@ class ModelFront:
 
     @property
     def info(self) -> EngineInfo:
-        """The limits of the engine with the smallest context: during an update replicas may differ."""
-        infos = [replica.client.info for replica in self._usable().values()]
-        return min(infos, key=lambda info: info.max_model_len)
+        """The limits of the engine with the smallest context. Raises EngineDeadError while there is none."""
+        info = self._usable().info
+        assert info is not None
+        return info
 
     @property
     def num_replicas(self) -> int:
@@ -150,22 +190,18 @@ class ModelFront:
     async def unhealthy_reason(self) -> str | None:
         """None if requests are being answered, else why not; as of the last beat."""
         try:
-            reasons = [replica.beat.unhealthy for replica in self._usable().values()]
+            return next(iter(self._usable().replicas.values())).beat.unhealthy
         except EngineDeadError as error:
             return str(error)
-        return None if None in reasons else reasons[0]
 
     def peer_metrics(self) -> list[dict[str, float]]:
         """The metrics of the deployment's other servers, as last heard; also of those that are gone."""
-        latest: dict[str, Snapshot] = {}
-        for replica in self._replicas.values():
-            for front_id, snapshot in replica.client.peer_metrics.items():
-                if front_id not in latest or snapshot.number > latest[front_id].number:
-                    latest[front_id] = snapshot
-        return [snapshot.figures for snapshot in latest.values()]
+        self._hear_peers()
+        return [snapshot.figures for snapshot in self._peers.values()]
 
     async def stats(self) -> dict[str, EngineStats]:
-        """Figures of the engines that answer, by the value of their label `engine`; as of their last beat."""
+        """Figures of the engines, by the value of their label `engine`; of now, or as last heard if one is slow."""
+        await asyncio.gather(*(replica.client.ask() for replica in self._replicas.values()))
         found: dict[str, EngineStats] = {}
         for replica_id, replica in self._replicas.items():
             if replica.client.dead is None:
@@ -204,6 +240,7 @@ class ModelFront:
         live = state.num_live
         replica.load += Load(live, waiting)
         try:
+            replica.client.tell()
             async with aclosing(replica.client.run(state)) as outputs:
                 async for output in outputs:
                     if waiting and output.has_begun:
@@ -241,6 +278,7 @@ class ModelFront:
             self.tokenizer,
             front_id=self._front_id,
             beat=lambda: self._beat(replica_id),
+            on_change=self._look_again,
             server_key="" if here else member.endpoint.public_key,
             keys=None if here else keys,
         )
@@ -252,44 +290,61 @@ class ModelFront:
         else:
             self._replicas[replica_id] = _Replica(member, client)
             self._router.add_replica(replica_id, client.info.num_kv_tokens)
-            self._count_places()
+            self._look_again()
+            self._find_usable()
         finally:
             del self._connecting[replica_id]
 
     def _beat(self, replica_id: str) -> FrontBeat:
         """What to tell a replica of this server."""
+        replica = self._replicas.get(replica_id)
+        here = Load() if replica is None else replica.load
+        self._find_usable()
+        if replica_id not in self._relays:
+            return FrontBeat(here)
         now = time.monotonic()
-        if now >= self._next_snapshot:  # one for all replicas
+        if now >= self._next_snapshot:  # one for all relays
             self._next_snapshot = now + timeouts.METRICS_S
             self._snapshot = Snapshot(self._snapshot.number + 1, self.metrics.figures())
-        replica = self._replicas.get(replica_id)
-        return FrontBeat(self.admission.load, Load() if replica is None else replica.load, self._snapshot)
+        metrics = {} if replica_id in self._told else dict(self._peers)  # a new one is told of all servers
+        if self._told.get(replica_id) != self._snapshot.number:
+            metrics[self._front_id] = self._snapshot
+        self._told[replica_id] = self._snapshot.number
+        return FrontBeat(here, self.admission.load, metrics)
+
+    def _hear_peers(self) -> None:
+        for replica in self._replicas.values():
+            take_newer(self._peers, replica.client.peer_metrics)
 
     # ---- which replica
 
-    def _usable(self) -> dict[str, _Replica]:
-        """Replicas for new requests: healthy ones, or whatever there is. Raises EngineDeadError if there is none."""
-        there = {key: replica for key, replica in self._replicas.items() if replica.is_usable}
-        if not there:
+    def _usable(self) -> _Pool:
+        """Replicas for new requests. Raises EngineDeadError if there is none."""
+        pool = self._find_usable()
+        if not pool.names:
             replicas = self._replicas.values()
             draining = any(replica.beat.draining for replica in replicas)
             dead = next((replica.client.dead for replica in replicas if replica.client.dead), self._why_not)
             raise EngineDeadError("the server is shutting down" if draining else dead)
-        return {key: replica for key, replica in there.items() if replica.beat.unhealthy is None} or there
+        return pool
 
     async def _find_or_route(self, request: GenerationRequest) -> tuple[_Replica, int]:
-        """As `_route`; but a request with a key goes to the replica that has it, if one does."""
+        """As `route`; but a request with a key goes to the replica that has it, if one does."""
         replicas = list(self._replicas.values())
         if request.key is not None and len(replicas) > 1:
             known = await asyncio.gather(*(replica.client.knows(request.key.id) for replica in replicas))
             if True in known:
                 return replicas[known.index(True)], 0
-        return self._route(request)
+        return self.route(request)
 
-    def _route(self, request: GenerationRequest) -> tuple[_Replica, int]:
+    def route(self, request: GenerationRequest) -> tuple[_Replica, int]:
         """(the replica for a request, prompt tokens that it probably has to compute). Raises EngineDeadError."""
-        usable = self._usable()
-        hashes = prefix_hashes(request.prompt_token_ids, request.cache_salt)
-        loads = {key: replica.load + replica.beat.others_here for key, replica in usable.items()}
-        replica_id, cached = self._router.choose(hashes, loads)
-        return usable[replica_id], len(request.prompt_token_ids) - cached
+        replicas, names, _ = self._usable()
+
+        def load(replica_id: str) -> Load | None:
+            replica = replicas.get(replica_id)
+            return None if replica is None else replica.load + replica.beat.others_here
+
+        prompt = self._router.prompt(request.prompt_token_ids, request.cache_salt)
+        replica_id, cached = self._router.choose(prompt, names, load)
+        return replicas[replica_id], len(request.prompt_token_ids) - cached

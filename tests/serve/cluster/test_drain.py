@@ -246,7 +246,7 @@ async def test_who_stops_later_can_only_shorten_the_drain(cluster):
 @scenario()
 async def test_the_autoscaler_hears_what_all_fronts_have_here(cluster):
     def beat(completions, tokens):
-        return lambda: wire.FrontBeat(Load(9, 99), Load(completions, tokens))
+        return lambda: wire.FrontBeat(Load(completions, tokens), Load(9, 99))
 
     def stats():
         return cluster.replica.record_autoscaling_stats()

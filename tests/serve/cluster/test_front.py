@@ -14,7 +14,7 @@ from rayllm.api.types import EngineStats, IdempotencyKey, Load, TokenDelta
 from rayllm.api.wire import EngineBeat, Snapshot
 from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError
-from rayllm.serve.cluster.front import FrontModel, ModelFront
+from rayllm.serve.cluster.front import RELAYS, FrontModel, ModelFront
 from rayllm.serve.cluster.router import ROUTING_BLOCK
 from rayllm.serve.http.errors import ApiError
 from rayllm.serve.http.limits import Ticket
@@ -24,18 +24,35 @@ from rayllm.text.outputs import accumulate
 class FakeClient:
     """Stands in for EngineClient: a request goes on when `tick` is set, and has `max_tokens` outputs."""
 
-    def __init__(self, cluster, address, tokenizer, *, front_id, beat, server_key, keys):
-        self.address, self.front_id, self.beat = address, front_id, beat
+    def __init__(self, cluster, address, tokenizer, *, front_id, beat, on_change, server_key, keys):
+        self.address, self.front_id, self.beat, self.on_change = address, front_id, beat, on_change
         self.server_key, self.keys = server_key, keys
         self.info = cluster.info
         self.engine_beat = EngineBeat()
         self.peer_metrics = {}
-        self.dead = None
+        self._dead = None
         self.closed = False
+        self.soon = {}  # what it says when it is asked
+        self.told = []
         self.requests, self.seeds, self.sent, self.states = [], [], [], []
         self.keys_known, self.asked = set(), []
         self.tick = asyncio.Semaphore(0)
         self._cluster = cluster
+
+    @property
+    def dead(self):
+        return self._dead
+
+    @dead.setter
+    def dead(self, reason):
+        self._dead = reason
+        self.on_change()
+
+    def tell(self):
+        self.told.append(self.beat().here)
+
+    async def ask(self):
+        self.says(**self.soon)
 
     @property
     def name(self):
@@ -57,6 +74,7 @@ class FakeClient:
 
     def says(self, **fields):
         self.engine_beat = msgspec.structs.replace(self.engine_beat, **fields)
+        self.on_change()
 
     async def run(self, state):
         request = state.to_send()
@@ -439,6 +457,7 @@ async def test_loads_of_requests_end_with_them(cluster):
     client = cluster.client("one")
     task = await cluster.start(tokens=100, max_tokens=3, n=2)
     assert client.beat().here == Load(2, 100)
+    assert client.told == [Load(2, 100)]
     client.tick.release()
     await until(lambda: client.beat().here == Load(2, 0))
     for _ in range(2):
@@ -498,17 +517,76 @@ async def test_figures_of_all_servers_are_the_newest_that_any_engine_has(cluster
     one, two = cluster.client("one"), cluster.client("two")
     one.peer_metrics = {"other": Snapshot(1, {"old": 1}), "gone": Snapshot(9, {"gone": 9})}
     two.peer_metrics = {"other": Snapshot(2, {"new": 2})}
-    assert cluster.front.peer_metrics() == [{"new": 2}, {"gone": 9}]
+    assert cluster.front.peer_metrics() == [{"gone": 9}, {"new": 2}]
     cluster.front.metrics.finished["stop"].inc()
-    assert one.beat().metrics == two.beat().metrics, "all engines hear the same"
-    assert one.beat().metrics.figures == cluster.front.metrics.figures()
+    said = one.beat().metrics
+    assert said == two.beat().metrics, "all relays hear the same"
+    assert said["me"].figures == cluster.front.metrics.figures()
+    assert said.keys() == {"me", "other", "gone"}, "so that a relay that is new knows of all servers"
+    assert one.beat().metrics == {}, "once"
+    cluster.front._next_snapshot = 0.0
+    assert (one.beat().metrics["me"].number, one.beat().metrics) == (said["me"].number + 1, {})
+    one.dead = "gone"
+    await cluster.update()
+    assert {"gone": 9} in cluster.front.peer_metrics(), "what only it knew"
+
+
+def test_servers_hear_of_each_other_through_the_same_few_replicas():
+    names = [f"r{i}" for i in range(2 * RELAYS)]
+
+    @scenario(*names)
+    async def body(cluster):
+        def relays():
+            return {each.name for each in cluster.clients if each.dead is None and each.beat().total is not None}
+
+        other = Cluster(*reversed(cluster.members.values()))
+        await other.update()
+        assert relays() == set(names[:RELAYS])
+        assert {each.name for each in other.clients if each.beat().total is not None} == relays()
+        cluster.client("r5").says(others_total=Load(99, 0))
+        cluster.client("r1").says(others_total=Load(7, 0))
+        await cluster.update()
+        assert cluster.front.admission.others == Load(7, 0), "of relays alone: others hear of nothing new"
+        cluster.client("r0").dead = "gone"
+        cluster.client("r1").says(draining=True)
+        del cluster.members["r0"], cluster.members["r1"]
+        await cluster.update()
+        assert relays() == {"r2", "r3", "r4"}
+        await other.front.close()
+
+    body()
+
+
+@scenario("one", "two")
+async def test_what_a_replica_has_cached_outlives_the_connection_but_not_the_replica(cluster):
+    async def where(request_id):
+        task = await cluster.start(request_id, tokens=4 * ROUTING_BLOCK, max_tokens=1)
+        client = next(each for each in cluster.clients if request_id in each.requests)
+        load = client.beat().here
+        client.tick.release()
+        await task
+        return client, load
+
+    first, load = await where("a")
+    assert load == Load(1, 4 * ROUTING_BLOCK)
+    first.dead = "the connection broke"
+    await cluster.update()
+    again, load = await where("b")
+    assert again is not first and again.name == first.name
+    assert load == Load(1, 0)
+    again.dead = "the engine died"
+    del cluster.members[first.name]
+    await cluster.update()
+    cluster.members[first.name] = engine_member(first.name)
+    await cluster.update()
+    assert (await where("c"))[1] == Load(1, 4 * ROUTING_BLOCK)
 
 
 @scenario("one", "two")
 async def test_stats_of_engines_that_answer(cluster):
     one, two = cluster.client("one"), cluster.client("two")
-    one.says(stats=EngineStats(num_running=1))
-    two.says(stats=EngineStats(num_running=2))
+    one.soon = {"stats": EngineStats(num_running=1)}
+    two.soon = {"stats": EngineStats(num_running=2)}
     assert {label: stats.num_running for label, stats in (await cluster.front.stats()).items()} == {"0": 1, "1": 2}
     cluster.members["two"] = engine_member("two", index=0)  # for a moment, during an update
     await cluster.update()
@@ -520,8 +598,12 @@ async def test_stats_of_engines_that_answer(cluster):
 @scenario("one", "two")
 async def test_the_smallest_context_is_what_counts(cluster):
     """During an update replicas of two configs run."""
-    cluster.client("two").info = msgspec.structs.replace(INFO, max_model_len=32)
+    cluster.info = msgspec.structs.replace(INFO, max_model_len=32)
+    cluster.members["three"] = engine_member("three")
+    await cluster.update()
     assert cluster.front.info.max_model_len == 32
+    cluster.client("three").says(draining=True)
+    assert cluster.front.info.max_model_len == 1000
 
 
 @scenario("one")
