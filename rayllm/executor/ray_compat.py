@@ -5,10 +5,14 @@ pyproject.toml allows no version of Ray that these were not tried with.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import grpc
+import psutil
 import ray
+import yaml
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.grpc_utils import init_grpc_channel
 from ray.core.generated.gcs_service_pb2 import GetClusterIdRequest  # type: ignore[attr-defined]
@@ -47,3 +51,18 @@ def ask_cluster(address: str, timeout_s: float, use_token: bool) -> None:
         except grpc.RpcError as error:
             kind = PermissionError if error.code() is grpc.StatusCode.UNAUTHENTICATED else ConnectionError
             raise kind(error.details()) from None
+
+
+def autoscaler_config(gcs_address: str) -> dict[str, Any] | None:
+    """The cluster.yaml of the autoscaler that runs on this host, the cluster's head; None if there is none.
+
+    What an autoscaler may add is written nowhere else: Ray's own state has the nodes that there are.
+    """
+    option = "--autoscaling-config="
+    for process in psutil.process_iter(["cmdline"]):
+        arguments = process.info["cmdline"] or []
+        files = [each.removeprefix(option) for each in arguments if each.startswith(option)]
+        if files and f"--gcs-address={gcs_address}" in arguments:
+            config: dict[str, Any] = yaml.safe_load(Path(os.path.expanduser(files[0])).read_text())
+            return config
+    return None

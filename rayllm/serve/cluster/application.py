@@ -27,6 +27,7 @@ from rayllm.config.options import EngineConfig, ModelConfig, ModelServerConfig, 
 from rayllm.config.resolved import ResolvedConfig, resolve
 from rayllm.errors import ConfigError
 from rayllm.serve.cluster.api_server import ApiServer, FrontOptions, app_builder
+from rayllm.serve.cluster.capacity import Capacity
 from rayllm.serve.cluster.front import FrontModel
 from rayllm.serve.cluster.replica import EngineReplica
 from rayllm.serve.cluster.serve_compat import with_version
@@ -49,6 +50,13 @@ class ResolvedModel(NamedTuple):
     name: str
     engine: ResolvedConfig
     server: ServerConfig
+    # Ranks of a replica share a host: an autoscaler would add the smallest hosts, one a rank, if it had the choice.
+    on_one_host: bool = False
+
+    @property
+    def num_gpus(self) -> int:
+        """Of a replica."""
+        return self.engine.tp if self.engine.device == "cuda" else 0
 
     @property
     def deployment_name(self) -> str:
@@ -58,24 +66,30 @@ class ResolvedModel(NamedTuple):
         return f"engine-{plain}" if plain == self.name else f"engine-{plain[:80]}-{digest}"
 
 
-def resolve_models(models: Sequence[ModelConfig], num_gpus: float, *, may_grow: bool = False) -> list[ResolvedModel]:
-    """Settle every model's options. num_gpus: of the cluster; may_grow: it may get more when they are asked for.
+def resolve_models(models: Sequence[ModelConfig], capacity: Capacity) -> list[ResolvedModel]:
+    """Settle every model's options. capacity: of the cluster.
 
-    Raises ConfigError, also if all models together need more GPUs than there are, and ModelError.
+    Raises ConfigError, also if all models together need more GPUs than there can be, and ModelError.
     """
-    settled = [_resolve(model, num_gpus, may_grow) for model in models]
-    needed = {each.name: each.engine.tp * each.server.num_replicas for each in settled if each.engine.device == "cuda"}
+    settled = [_resolve(model, capacity) for model in models]
+    needed = {each.name: each.num_gpus * each.server.num_replicas for each in settled if each.num_gpus}
     total = sum(needed.values())
-    if total > num_gpus and not may_grow:
+    if total > capacity.most_gpus:
         parts = ", ".join(f"{name} {count}" for name, count in needed.items())
-        raise ConfigError(f"the replicas need {total} GPUs ({parts}); the cluster has {num_gpus:g}")
+        raise ConfigError(f"the replicas need {total} GPUs ({parts}); {capacity.describe()}")
     return settled
 
 
-def _resolve(model: ModelConfig, num_gpus: float, may_grow: bool) -> ResolvedModel:
-    if may_grow and (model.engine.device == "cuda" or num_gpus >= 1):
-        num_gpus = max(num_gpus, model.engine.tensor_parallel_size)
-    return ResolvedModel(model.name, resolve(model.engine, num_gpus), model.server)
+def _resolve(model: ModelConfig, capacity: Capacity) -> ResolvedModel:
+    options, num_gpus = model.engine, capacity.num_gpus
+    # More than can be added is refused for all models together. Where nobody knows what can be added, "auto" is what
+    # the nodes that there are have.
+    most = num_gpus if capacity.is_open and options.device != "cuda" else capacity.most_gpus
+    if capacity.grows and most >= 1:
+        num_gpus = max(num_gpus, options.tensor_parallel_size)
+    engine = resolve(options, num_gpus)
+    replicas = model.server.max_replicas or model.server.num_replicas
+    return ResolvedModel(model.name, engine, model.server, capacity.has_hosts_for(replicas, engine.tp))
 
 
 def make_application(
@@ -114,7 +128,7 @@ def make_application(
             max_surge_percent=_surge_percent(model, free_gpus),
             **common,
             **autoscaling_options(model.server),
-            **engine_placement(model.engine),
+            **engine_placement(model.engine, model.on_one_host),
         )(EngineReplica)
         arguments = (model.engine, model.name, server.replica_drain_timeout)
         # Replicas that were started without autoscaling never report to it.
@@ -195,11 +209,11 @@ def cores_by_host() -> list[float]:
     return [cores for cores in nodes if cores > 0]
 
 
-def engine_placement(config: ResolvedConfig) -> dict[str, Any]:
+def engine_placement(config: ResolvedConfig, on_one_host: bool = False) -> dict[str, Any]:
     """Deployment options that reserve the engine's resources.
 
     One rank runs in the replica itself, which then holds the GPU. More ranks, or executor "ray", are actors: bundle 0
-    is the replica's, then one bundle a rank. PACK: on one host if it has the GPUs.
+    is the replica's, then one bundle a rank. PACK: on one host if it has the GPUs. on_one_host: on no other terms.
     """
     gpu = {"GPU": 1} if config.device == "cuda" else {}
     if config.executor == "local":
@@ -207,7 +221,7 @@ def engine_placement(config: ResolvedConfig) -> dict[str, Any]:
     return {
         "ray_actor_options": {"num_cpus": NUM_CPUS},
         "placement_group_bundles": [{"CPU": NUM_CPUS}] + [{"CPU": NUM_CPUS, **gpu}] * config.tp,
-        "placement_group_strategy": "PACK",
+        "placement_group_strategy": "STRICT_PACK" if on_one_host else "PACK",
     }
 
 
@@ -230,7 +244,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     knows = ray.is_initialized()
     num_gpus = ray.cluster_resources().get("GPU", 0) if knows else float(Path("/dev/nvidiactl").exists())
     free = ray.available_resources().get("GPU", 0) if knows else None
-    resolved = resolve_models(models, num_gpus, may_grow=True)
+    resolved = resolve_models(models, Capacity(num_gpus, is_open=True))
     cores = cores_by_host() if knows else []
     return make_application(resolved, server, keys=keys, free_gpus=free, host_cores=cores)
 

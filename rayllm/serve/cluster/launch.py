@@ -30,6 +30,7 @@ from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupErro
 from rayllm.executor.ray_cluster import connect_to_ray, has_no_cluster
 from rayllm.executor.ray_compat import log_folder, raylet_socket
 from rayllm.serve.cluster.application import ResolvedModel, cores_by_host, make_application, resolve_models
+from rayllm.serve.cluster.capacity import Capacity, cluster_capacity
 from rayllm.serve.cluster.directory import DirectoryLink, address
 from rayllm.serve.cluster.ingress import Ingress, haproxy_binary, max_files
 from rayllm.serve.cluster.processes import Orders, ignore_signals, supervise, watch_processes
@@ -101,7 +102,7 @@ def start_server(
             deployment.join(models, report)
             ignore_signals()  # Ray has put a handler of its own in place
         with timed(phases, "serve"):
-            url = deployment.start(models, keys)
+            url = deployment.start(models, keys, report)
         with timed(phases, "engine"):
             is_running = deployment.wait_until_running(orders.stop, report, startup_timeout)
         if is_running:
@@ -215,7 +216,7 @@ class Deployment:
         lost = "Ray is lost on this host" if self._owned else "this host has lost the Ray cluster"
         self._undo.callback(watch_processes(_ray_processes(self._owned), lost).set)
 
-    def start(self, models: list[ModelConfig], keys: list[ApiKey]) -> str:
+    def start(self, models: list[ModelConfig], keys: list[ApiKey], report: Report) -> str:
         """Start Serve, or find it; hand Serve the application, without waiting. Returns the URL.
 
         Raises ConfigError for models that this cluster cannot hold, or if the application is there already;
@@ -242,6 +243,8 @@ class Deployment:
         host, port = server.host, server.port
         if not has_ingress:  # a Serve that ran before keeps its own address
             host, port = serve_http_options().host or "", serve_http_options().port
+        if (missing := _missing_gpus(resolved)) is not None:
+            report(f"{missing}; its autoscaler is to add the rest")
         self._deploy(resolved, server, keys)
         host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
         return f"http{'' if server.ssl_certfile is None else 's'}://{address(host, port)}"
@@ -272,7 +275,13 @@ class Deployment:
         self.models, self._drain_timeout = models, server.drain_timeout
 
     def _resolved(self, models: list[ModelConfig]) -> list[ResolvedModel]:
-        return resolve_models(models, ray.cluster_resources().get("GPU", 0), may_grow=not self._owned)
+        capacity = Capacity(ray.cluster_resources().get("GPU", 0)) if self._owned else cluster_capacity()
+        if capacity.is_open and capacity.num_gpus < 1 and any(each.engine.device == "auto" for each in models):
+            raise ConfigError(
+                'device "auto": no GPU is there yet, and the autoscaler does not know what its nodes have (resources); '
+                'wait for the nodes, or give device "cuda" or "cpu"'
+            )
+        return resolve_models(models, capacity)
 
     def watch_ingress(self) -> None:
         """Tell HAProxy of API servers that came or went, and start it again if it died; to be called often."""
@@ -295,6 +304,7 @@ class Deployment:
             if TAKES_LONG in status.why and status.why != note:
                 report(note := status.why)
             if time.monotonic() > deadline:
+                note = _missing_gpus(self.models) or note
                 raise StartupError(f"the engine was not up after {timeout:g} s" + (f": {note}" if note else ""))
         return False
 
@@ -345,6 +355,13 @@ class Deployment:
             there |= {each.member_id for each in view.servers if each.address}
             left = there if left is None else left & there
             time.sleep(POLL_S)
+
+
+def _missing_gpus(models: list[ResolvedModel]) -> str | None:
+    """What to say if the cluster has fewer GPUs than the replicas need."""
+    needed = sum(model.num_gpus * model.server.num_replicas for model in models)
+    there = ray.cluster_resources().get("GPU", 0) if needed else 0
+    return f"the cluster has {there:g} of the {needed} GPUs that the replicas need" if there < needed else None
 
 
 def startup_error(message: str) -> RayllmError | None:
