@@ -60,7 +60,16 @@ class ServerMember(msgspec.Struct, frozen=True):
     draining: bool = False
 
 
-Member = EngineMember | ServerMember
+class LaunchMember(msgspec.Struct, frozen=True):
+    """The `rayllm launch` to which the application belongs."""
+
+    # Unique for each start.
+    member_id: str
+    # Ray's id of its node.
+    node_id: str
+
+
+Member = EngineMember | ServerMember | LaunchMember
 
 
 class View(msgspec.Struct, frozen=True):
@@ -72,6 +81,7 @@ class View(msgspec.Struct, frozen=True):
     front_keys: CurveKeys
     # Seconds until everything that still runs is to end; None if nobody has asked for that.
     stop_in: float | None = None
+    launches: list[LaunchMember] = []
 
 
 class Directory:
@@ -97,12 +107,13 @@ class Directory:
             servers=[each for each in members if isinstance(each, ServerMember)],
             front_keys=self._keys,
             stop_in=None if self._stop_at is None else max(self._stop_at - now, 0.0),
+            launches=[each for each in members if isinstance(each, LaunchMember)],
         )
 
     def leave(self, member_id: str) -> bool:
         """Remove a member; returns whether nobody is left."""
         self._members.pop(member_id, None)
-        return not self._members
+        return all(isinstance(member, LaunchMember) for _, member in self._members.values())
 
     def stop(self, seconds: float) -> None:
         """Tell all members to end within so many seconds, as soon as running requests are done."""
