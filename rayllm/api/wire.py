@@ -10,6 +10,11 @@ import msgspec
 
 from rayllm.api.types import Abort, EngineInfo, EngineStats, GenerationRequest, Load, TokenDelta
 
+# Grows when a message changes so that a process of the version before would misunderstand it; fields that may be left
+# out can come without. During an update of rayllm itself both are there, and front and engine of unlike versions do not
+# talk to each other: each waits for one of its own.
+VERSION = 1
+
 
 class Endpoint(msgspec.Struct, frozen=True):
     """Where an engine listens, different for each start of it."""
@@ -37,6 +42,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     # Unique for each start of a front; its beats come under it.
     front_id: str
+    # As the front has it.
+    version: int = VERSION
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -93,6 +100,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The answer to Hello."""
 
     info: EngineInfo
+    # As the engine has it.
+    version: int = VERSION
 
 
 class Deltas(msgspec.Struct, frozen=True, tag=True):

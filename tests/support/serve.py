@@ -1,6 +1,6 @@
 """A directory without Ray, places in a cluster, and the metrics text of one engine."""
 
-from rayllm.api.wire import CurveKeys, Endpoint
+from rayllm.api.wire import VERSION, CurveKeys, Endpoint
 from rayllm.serve.cluster.directory import Directory, EngineMember, Place
 from rayllm.serve.http.metrics import ModelFigures, render
 
@@ -36,9 +36,9 @@ def place(replica_id, node_id="here"):
     return FakePlace("app", replica_id, node_id, "127.0.0.1")
 
 
-def engine_member(name, node_id="here", tcp="", index=0, draining=False):
+def engine_member(name, node_id="here", tcp="", index=0, draining=False, version=VERSION):
     endpoint = Endpoint(f"ipc://{name}", tcp, "k" * 40 if tcp else "")
-    return EngineMember(name, "m", index, node_id, endpoint, draining)
+    return EngineMember(name, "m", index, node_id, endpoint, draining, version)
 
 
 def render_metrics(model_name, stats, front):

@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from rayllm import timeouts
+from rayllm.api.wire import VERSION
 from rayllm.config.options import ModelServerConfig, ServerConfig
 from rayllm.errors import EngineDeadError
 from rayllm.executor.ray_compat import log_folder
@@ -63,6 +64,7 @@ class ServedModels:
         self._tracer = make_tracer(options.trace_endpoint)
         self.models: dict[str, ModelFront] = {}
         self.address, self.is_draining = "", False  # as the directory is told
+        self._is_outdated = False
 
     async def start(self) -> None:
         """Return when every model has an engine."""
@@ -103,9 +105,14 @@ class ServedModels:
             self._tracer.close()
 
     def _member(self) -> ServerMember:
-        return ServerMember(self._server_id, self._place.node_id, list(self.models), self.address, self.is_draining)
+        draining = self.is_draining or self._is_outdated
+        return ServerMember(self._server_id, self._place.node_id, list(self.models), self.address, draining)
 
     async def _on_view(self, view: View) -> None:
+        # An update of rayllm has replaced the engines of a model, and other API servers talk to those.
+        lost = {name for name, model in self.models.items() if not model.num_replicas}
+        others = {engine.model for engine in view.engines if engine.version != VERSION}
+        self._is_outdated = bool(self.address) and bool(lost & others)
         for name, model in self.models.items():
             await model.update([engine for engine in view.engines if engine.model == name], view.front_keys)
 

@@ -132,8 +132,9 @@ def make_application(
         )(EngineReplica)
         arguments = (model.engine, model.name, server.replica_drain_timeout)
         # Replicas that were started without autoscaling never report to it.
-        made_of = repr((arguments, model.server.max_replicas is not None))
+        made_of = repr((arguments, model.server.max_replicas is not None, _files(model, "*.json", "*.safetensors")))
         engines.append(with_version(engine, _version(made_of)).bind(*arguments))
+    texts = [_files(model, "*.json", "*.jinja") for model in models]
     options = FrontOptions(
         models=[_front_model(model) for model in models],
         server=_without_key(server),
@@ -149,8 +150,8 @@ def make_application(
         **common,
     )
     if ingress_node is None:
-        return with_version(api(serve.ingress(app_builder(options))()), _version(repr(options))).bind(*engines)
-    return with_version(api(ApiServer), _version(repr(options))).bind(options, *engines)
+        return with_version(api(serve.ingress(app_builder(options))()), _version(repr((options, texts)))).bind(*engines)
+    return with_version(api(ApiServer), _version(repr((options, texts)))).bind(options, *engines)
 
 
 class QueuedTokensPolicy:
@@ -252,6 +253,12 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
 def _version(made_of: str) -> str:
     """What changes when the replicas of a deployment are to be replaced."""
     return hashlib.sha256(f"{__version__} {made_of}".encode()).hexdigest()[:16]
+
+
+def _files(model: ResolvedModel, *patterns: str) -> list[tuple[str, int, int]]:
+    """What changes when a checkpoint is replaced in its place: name, bytes and time of the last change of its files."""
+    files = sorted(path for pattern in patterns for path in Path(model.engine.options.model).glob(pattern))
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
 def _surge_percent(model: ResolvedModel, free_gpus: float | None) -> int:

@@ -22,14 +22,14 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from rayllm import timeouts
-from rayllm.api.wire import CurveKeys, Endpoint
+from rayllm.api.wire import VERSION, CurveKeys, Endpoint
 
 NAMESPACE = "rayllm"
 
 logger = logging.getLogger("ray.serve")
 
 
-class EngineMember(msgspec.Struct, frozen=True):
+class EngineMember(msgspec.Struct, frozen=True, tag=True):
     """A replica of an engine."""
 
     # Unique for each start.
@@ -43,9 +43,11 @@ class EngineMember(msgspec.Struct, frozen=True):
     endpoint: Endpoint
     # It takes no new requests.
     draining: bool = False
+    # Of the protocol between front and engine.
+    version: int = VERSION
 
 
-class ServerMember(msgspec.Struct, frozen=True):
+class ServerMember(msgspec.Struct, frozen=True, tag=True):
     """An API server."""
 
     # Unique for each start.
@@ -58,9 +60,11 @@ class ServerMember(msgspec.Struct, frozen=True):
     address: str = ""
     # It takes no new requests.
     draining: bool = False
+    # Of the protocol between front and engine.
+    version: int = VERSION
 
 
-class LaunchMember(msgspec.Struct, frozen=True):
+class LaunchMember(msgspec.Struct, frozen=True, tag=True):
     """The `rayllm launch` to which the application belongs."""
 
     # Unique for each start.
@@ -85,7 +89,7 @@ class View(msgspec.Struct, frozen=True):
 
 
 class Directory:
-    """The actor. Entries go when their members leave, or have been silent for MEMBER_SILENCE_S."""
+    """What the actor does. Entries go when their members leave, or have been silent for MEMBER_SILENCE_S."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         public, secret = zmq.curve_keypair()
@@ -120,6 +124,26 @@ class Directory:
         self._stop_at = self._clock() + seconds
 
 
+class DirectoryActor:
+    """The actor: a Directory that speaks msgpack, so that members of other versions may have other fields."""
+
+    def __init__(self) -> None:
+        self._directory = Directory()
+
+    def beat(self, member: bytes | None) -> bytes:
+        """See `Directory.beat`."""
+        known = None if member is None else msgspec.msgpack.decode(member, type=Member)
+        return msgspec.msgpack.encode(self._directory.beat(known))
+
+    def leave(self, member_id: str) -> bool:
+        """See `Directory.leave`."""
+        return self._directory.leave(member_id)
+
+    def stop(self, seconds: float) -> None:
+        """See `Directory.stop`."""
+        self._directory.stop(seconds)
+
+
 class DirectoryLink:
     """The way to the directory of an application, which is made if there is none.
 
@@ -132,8 +156,8 @@ class DirectoryLink:
 
     def ask(self, member: Member | None = None) -> View | None:
         """Tell of a member, if there is one; returns what the directory knows, None if it does not answer."""
-        view: View | None = self._call("beat", member)
-        return view
+        view = self._call("beat", None if member is None else msgspec.msgpack.encode(member))
+        return None if view is None else msgspec.msgpack.decode(view, type=View)
 
     def leave(self, member_id: str) -> None:
         """Say that a member goes. The last one takes the directory along."""
@@ -155,7 +179,7 @@ class DirectoryLink:
         try:
             if self._handle is None:
                 options = {"num_cpus": 0, "max_restarts": -1, "lifetime": "detached", "get_if_exists": True}
-                actor: Any = ray.remote(Directory)
+                actor: Any = ray.remote(DirectoryActor)
                 self._handle = actor.options(name=self._name, namespace=NAMESPACE, **options).remote()
             return ray.get(getattr(self._handle, method).remote(argument), timeout=timeouts.DIRECTORY_S)
         except RayActorError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -184,6 +185,27 @@ def test_a_new_version_is_what_replicas_are_made_of(monkeypatch):
     assert more[:2] == first[:2]
     assert versions(ServerConfig(queue_timeout=3))[:2] == first[:2]
     assert versions(ServerConfig(queue_timeout=3))[2] != first[2]
+
+
+def test_a_checkpoint_that_is_replaced_in_its_place_makes_a_new_version(monkeypatch, tmp_path):
+    found = []
+    monkeypatch.setattr(application, "with_version", lambda deployment, version: found.append(version) or deployment)
+    folder = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+
+    def versions():
+        make_application(resolve_models([model(model=str(folder))], Capacity(0)), ServerConfig())
+        last, found[:] = found[:], []
+        return last
+
+    first = versions()
+    assert versions() == first
+    (folder / "README.md").write_text("nothing that is read")
+    assert versions() == first
+    os.utime(next(folder.glob("*.safetensors")), ns=(1, 1))
+    second = versions()
+    assert [a == b for a, b in zip(second, first, strict=True)] == [False, True], "API servers read no weights"
+    os.utime(folder / "tokenizer_config.json", ns=(1, 1))
+    assert [a == b for a, b in zip(versions(), second, strict=True)] == [False, False]
 
 
 def test_updates_start_as_many_replicas_as_there_is_room_for(deployed):

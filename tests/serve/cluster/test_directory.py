@@ -12,7 +12,15 @@ from support.driver import until, wait_for
 from support.serve import LocalDirectory, engine_member
 
 from rayllm import timeouts
-from rayllm.serve.cluster.directory import NAMESPACE, Directory, DirectoryLink, Membership, ServerMember
+from rayllm.serve.cluster.directory import (
+    NAMESPACE,
+    Directory,
+    DirectoryActor,
+    DirectoryLink,
+    Membership,
+    ServerMember,
+    View,
+)
 
 ENGINE = engine_member("one")
 SERVER = ServerMember("api", "here", ["m"], "127.0.0.1:80")
@@ -167,3 +175,15 @@ def test_members_go_on_without_an_answer(links, monkeypatch):
     links[0].leave("one")
     monkeypatch.setattr(timeouts, "DIRECTORY_S", 30.0)
     assert links[0].ask(SERVER).servers == [SERVER]
+
+
+def test_members_of_another_version_may_have_other_fields():
+    class ServerMemberOfTomorrow(msgspec.Struct, tag="ServerMember"):
+        member_id: str
+        node_id: str
+        colour: str = "blue"
+
+    actor = DirectoryActor()
+    seen = actor.beat(msgspec.msgpack.encode(ServerMemberOfTomorrow("new", "there")))
+    assert msgspec.msgpack.decode(seen, type=View).servers == [ServerMember("new", "there")]
+    assert msgspec.msgpack.decode(actor.beat(None), type=View).servers[0].member_id == "new"
