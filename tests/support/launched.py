@@ -55,7 +55,7 @@ def private_folders(session_id):
 class Launched:
     """A `rayllm launch` in a session of its own, so that all its descendants can be told from other processes."""
 
-    def __init__(self, log, *args):
+    def __init__(self, log, *args, **environment):
         self.log = log
         with log.open("w") as output:
             self.process = subprocess.Popen(
@@ -63,7 +63,7 @@ class Launched:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=clean_environment(),
+                env={**clean_environment(), **environment},
                 start_new_session=True,
                 cwd="/",
             )

@@ -100,6 +100,7 @@ def make_application(
     free_gpus: float | None = None,
     ingress_node: str | None = None,
     host_cores: Sequence[float] = (),
+    grows: bool = False,
 ) -> serve.Application:
     """The Serve application.
 
@@ -107,7 +108,7 @@ def make_application(
     free_gpus: that an update may use before it has freed any; None if that is not known.
     ingress_node: Ray's id of the node whose ingress passes connections on to API servers that listen themselves; None
     puts them behind Serve's proxies.
-    host_cores: of each host that replicas may run on; this machine's if there are none yet.
+    host_cores: of each host that replicas may run on; this machine's if there are none yet. grows: there may be more.
     Raises ConfigError.
     """
     logs = LoggingConfig(enable_access_log=False, encoding=server.log_format.upper())
@@ -144,7 +145,7 @@ def make_application(
     )
     api = serve.deployment(
         name="ApiServer",
-        num_replicas=server.num_api_servers or default_api_servers(host_cores or [os.cpu_count() or 1]),
+        num_replicas=server.num_api_servers or default_api_servers(host_cores or [os.cpu_count() or 1], grows),
         max_surge_percent=100,
         ray_actor_options={"num_cpus": NUM_CPUS},
         **common,
@@ -198,10 +199,11 @@ def autoscaling_options(server: ModelServerConfig) -> dict[str, Any]:
     return {"autoscaling_config": config}
 
 
-def default_api_servers(host_cores: Sequence[float]) -> int:
+def default_api_servers(host_cores: Sequence[float], grows: bool = False) -> int:
     """API servers for hosts of so many cores: a token costs one of them 137 us on a slow core, and on several hosts no
     single one is to hold all streams."""
-    return min(sum(min(max(int(cores) // 4, 1), 8) for cores in host_cores), MAX_API_SERVERS)
+    count = sum(min(max(int(cores) // 4, 1), 8) for cores in host_cores)
+    return min(max(count, 2 if grows else 1), MAX_API_SERVERS)
 
 
 def cores_by_host() -> list[float]:

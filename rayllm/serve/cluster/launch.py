@@ -144,13 +144,26 @@ def watch(
             last = status
         if updating and status != "DEPLOYING":
             updating = False
-            report("updated" if status == "RUNNING" else "the update failed; the replicas that there were go on")
+            if status == "RUNNING":
+                deployment.keep()
+                report("updated")
+            else:
+                deployment.go_back()
+                report("the update failed; the replicas that there were go on")
 
 
 def _check(models: list[ModelConfig]) -> None:
     """All that can be known before Ray runs. Raises ConfigError or ModelError."""
     for model in models:
         resolve(model.engine, MAX_GPUS)
+
+
+class Deployed(NamedTuple):
+    """What Ray Serve was handed."""
+
+    target: serve.RunTarget
+    models: list[ResolvedModel]
+    drain_timeout: float
 
 
 class Status(NamedTuple):
@@ -180,8 +193,11 @@ class Deployment:
         self._applications = applications
         self._drain_timeout = server.drain_timeout
         self.models: list[ResolvedModel] = []
+        self._handed: Deployed | None = None  # to Ray Serve
+        self._kept: Deployed | None = None  # the last that ran
         self._ingress: Ingress | ClusterIngress | None = None
         self._owned = False  # Ray was started here
+        self._grows = False  # the cluster has an autoscaler
         self._node_id = ""  # Ray's id of this process's node
         self._id = uuid.uuid4().hex  # in the directory
         self._end_application: Callable[[], None] | None = None  # for `leave`, once one that was taken over runs
@@ -276,14 +292,29 @@ class Deployment:
         node = None if self._ingress is None else self._node_id if self._owned else ""
         cores = [] if self._owned else cores_by_host()
         application = make_application(
-            models, server, keys=keys, free_gpus=free_gpus, ingress_node=node, host_cores=cores
+            models, server, keys=keys, free_gpus=free_gpus, ingress_node=node, host_cores=cores, grows=self._grows
         )
         target = serve.RunTarget(target=application, name=APP_NAME, route_prefix=None if self._ingress else "/")
+        self._hand(Deployed(target, models, server.drain_timeout))
+
+    def _hand(self, new: Deployed) -> None:
         try:
-            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+            serve.run_many(
+                [new.target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+            )
         except Exception as error:  # for instance, another application has the route
             raise StartupError(f"Ray Serve refuses the application: {_last_line(str(error))}") from None
-        self.models, self._drain_timeout = models, server.drain_timeout
+        self._handed, self.models, self._drain_timeout = new, new.models, new.drain_timeout
+
+    def keep(self) -> None:
+        """What Ray Serve was handed last runs."""
+        self._kept = self._handed
+
+    def go_back(self) -> None:
+        """Hand Serve again what ran last. Replicas of it that there still are go on, and are the ones to be replaced
+        if they die; others start again. Raises StartupError."""
+        if self._kept is not None:
+            self._hand(self._kept)
 
     def _resolved(self, models: list[ModelConfig]) -> list[ResolvedModel]:
         capacity = Capacity(ray.cluster_resources().get("GPU", 0)) if self._owned else cluster_capacity()
@@ -292,6 +323,7 @@ class Deployment:
                 'device "auto": no GPU is there yet, and the autoscaler does not know what its nodes have (resources); '
                 'wait for the nodes, or give device "cuda" or "cpu"'
             )
+        self._grows = capacity.grows
         return resolve_models(models, capacity)
 
     def watch_ingress(self) -> None:
@@ -336,6 +368,7 @@ class Deployment:
             self.watch_ingress()
             status = self.status()
             if status.name == "RUNNING":
+                self.keep()
                 self._keep_until_end()
                 self._undo.callback(self._drain)
                 return True

@@ -148,6 +148,7 @@ def test_api_servers_come_with_the_cores(monkeypatch, deployed):
     assert [default_api_servers([cores]) for cores in (1, 2, 7, 8, 16, 192)] == [1, 1, 1, 2, 4, 8]
     assert default_api_servers([2, 2]) == 2, "no single one for several hosts"
     assert default_api_servers([192] * 9) == 64
+    assert default_api_servers([2], grows=True) == 2, "there will be more hosts"
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(application, "cores_by_host", lambda: [16])  # if this process is connected to a Ray
     for options, count in (({}, 4), ({"num_api_servers": "3"}, 3)):

@@ -280,6 +280,13 @@ class FakeDeployment:
     def __init__(self, orders, statuses):
         self._orders, self._left = orders, list(statuses)
         self.looks = 0
+        self.kept, self.went_back = 0, 0
+
+    def keep(self):
+        self.kept += 1
+
+    def go_back(self):
+        self.went_back += 1
 
     def watch_ingress(self):
         self.looks += 1
@@ -301,6 +308,8 @@ def watched(statuses, update=lambda: None, told=True):
     deployment = FakeDeployment(orders, statuses)
     watch(deployment, orders, said.append, update, status_s=0)
     assert deployment.looks >= len(statuses)
+    assert deployment.kept == said.count("updated")
+    assert deployment.went_back == sum("update failed" in each for each in said)
     return said
 
 
