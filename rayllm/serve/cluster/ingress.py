@@ -125,8 +125,8 @@ class ClusterIngress:
             port = int(ray.get(answer))
         except RayActorError as error:
             raise ConfigError(_reason(error)) from None
-        server, *others = self._arguments
-        self._arguments = (server.model_copy(update={"port": port}), *others)
+        server, max_requests, app_name = self._arguments
+        self._arguments = (server.model_copy(update={"port": port}), max_requests, app_name)
         return port
 
     def update(self, servers: Sequence[ServerMember]) -> None:

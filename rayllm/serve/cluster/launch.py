@@ -148,8 +148,11 @@ def watch(
                 deployment.keep()
                 report("updated")
             else:
-                deployment.go_back()
                 report("the update failed; the replicas that there were go on")
+                try:
+                    deployment.go_back()
+                except StartupError as error:
+                    report(f"the old options cannot be restored: {error}")
 
 
 def _check(models: list[ModelConfig]) -> None:
