@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -15,15 +17,16 @@ from support.driver import wait_for
 from support.launched import BUNDLED, MODEL, Launched, clean_environment, free_port, session_processes
 
 HEAD = "f" * 51 + "00000"  # as Ray's stand-in for a cloud knows it
-# A replica and an API server need a tenth of a core each, so a host has room for two.
+# A replica and an API server need a tenth of a core each, so a host has room for two. The autoscaler overlooks
+# nodes that have less than one of everything.
 CLUSTER = {
     "cluster_name": "elastic",
     "max_workers": 3,
     "idle_timeout_minutes": 0.05,
-    "head_node_type": "head",
+    "head_node_type": "ray.head.default",
     "available_node_types": {
-        "head": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
-        "host": {"resources": {"CPU": 0.2}, "node_config": {}, "min_workers": 0, "max_workers": 3},
+        "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+        "host": {"resources": {"CPU": 0.2, "host": 1}, "node_config": {}, "min_workers": 0, "max_workers": 3},
     },
     **{name: {} for name in ("auth", "docker", "file_mounts")},
     **{f"{which}setup_commands": [] for which in ("", "head_", "worker_")},
@@ -72,7 +75,8 @@ def cluster(tmp_path):
     finally:
         while left := session_processes(head.pid):
             for pid, _ in left:
-                os.kill(pid, 9)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def test_hosts_come_for_replicas_and_go(cluster, tmp_path):

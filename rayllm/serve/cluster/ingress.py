@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayllm import timeouts
@@ -123,7 +123,7 @@ class ClusterIngress:
         self._starting = {}
         try:
             port = int(ray.get(answer))
-        except RayActorError as error:
+        except RayError as error:
             raise ConfigError(_reason(error)) from None
         server, max_requests, app_name = self._arguments
         self._arguments = (server.model_copy(update={"port": port}), max_requests, app_name)
@@ -138,7 +138,7 @@ class ClusterIngress:
             node_id = self._starting.pop(answer)
             try:
                 ray.get(answer)
-            except RayActorError as error:
+            except RayError as error:
                 self._report(f"host {_host(node_id)} takes no connections: {_reason(error)}")
 
     def stop(self) -> None:
@@ -348,7 +348,7 @@ def _end_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _reason(error: RayActorError) -> str:
+def _reason(error: RayError) -> str:
     """The last line of what an actor's constructor raised."""
     return str(error).strip().splitlines()[-1].removeprefix("rayllm.errors.ConfigError: ")
 

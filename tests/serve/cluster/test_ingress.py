@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 from support.driver import wait_for
 from support.serve import LocalDirectory
 
@@ -29,8 +30,8 @@ from rayllm import timeouts
 from rayllm.config.options import ServerConfig
 from rayllm.errors import ConfigError
 from rayllm.serve.cluster import ingress as module
-from rayllm.serve.cluster.directory import ServerMember
-from rayllm.serve.cluster.ingress import HostIngress, Ingress, haproxy_binary
+from rayllm.serve.cluster.directory import DirectoryLink, ServerMember
+from rayllm.serve.cluster.ingress import ClusterIngress, HostIngress, Ingress, haproxy_binary
 from rayllm.serve.cluster.launch import listen
 
 pytestmark = pytest.mark.skipif(haproxy_binary() is None, reason="needs HAProxy")
@@ -417,3 +418,33 @@ def test_it_ends_with_the_process_that_started_it():
         ours = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     wait_for(lambda: not ours.is_running() or ours.status() == "zombie")
+
+
+def test_a_cluster_has_one_on_each_host(ray_cluster):
+    node_id = ray.get_runtime_context().get_node_id()
+
+    def cluster_ingress(app_name="app", port=0):
+        return ClusterIngress(ServerConfig(port=port), 100, app_name, node_id, lambda _: None)
+
+    found = cluster_ingress()
+    try:
+        port = found.start()
+        assert get(SimpleNamespace(port=port))[0] == 503, "no API server yet"
+        assert cluster_ingress().start() == port, "who takes the application over finds it"
+        with pytest.raises(ConfigError, match=rf"^cannot listen on 127\.0\.0\.1 port {port}: Address already in use$"):
+            cluster_ingress("another app", port).start()
+        with api_server("one") as one:
+            DirectoryLink("app").ask(one.member())
+            wait_for(lambda: get(SimpleNamespace(port=port))[0] == 200)
+    finally:
+        found.stop()
+        DirectoryLink("app").ask()
+        DirectoryLink("app").remove()
+
+    def is_gone():
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return False
+        return True
+
+    wait_for(is_gone)
