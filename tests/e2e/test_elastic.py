@@ -17,8 +17,10 @@ from support.driver import wait_for
 from support.launched import BUNDLED, MODEL, Launched, clean_environment, free_port, session_processes
 
 HEAD = "f" * 51 + "00000"  # as Ray's stand-in for a cloud knows it
-# A replica and an API server need a tenth of a core each, so a host has room for two. The autoscaler overlooks
-# nodes that have less than one of everything.
+# Replicas and API servers ask for half a core here instead of a tenth: a host has room for two of them.
+PROGRAM = (
+    "from rayllm.serve.cluster import application; application.NUM_CPUS = 0.5; from rayllm.cli.main import main; main()"
+)
 CLUSTER = {
     "cluster_name": "elastic",
     "max_workers": 3,
@@ -26,7 +28,7 @@ CLUSTER = {
     "head_node_type": "ray.head.default",
     "available_node_types": {
         "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
-        "host": {"resources": {"CPU": 0.2, "host": 1}, "node_config": {}, "min_workers": 0, "max_workers": 3},
+        "host": {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 3},
     },
     **{name: {} for name in ("auth", "docker", "file_mounts")},
     **{f"{which}setup_commands": [] for which in ("", "head_", "worker_")},
@@ -94,6 +96,7 @@ def test_hosts_come_for_replicas_and_go(cluster, tmp_path):
         *elastic,
         "--num-gpu-blocks-override",
         "500",
+        program=(sys.executable, "-c", PROGRAM),
         RAY_ADDRESS=address,
         RAY_AUTH_MODE="disabled",
     )

@@ -55,11 +55,11 @@ def private_folders(session_id):
 class Launched:
     """A `rayllm launch` in a session of its own, so that all its descendants can be told from other processes."""
 
-    def __init__(self, log, *args, **environment):
+    def __init__(self, log, *args, program=(RAYLLM,), **environment):
         self.log = log
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [RAYLLM, "launch", "--num-api-servers", "1", *args],
+                [*program, "launch", "--num-api-servers", "1", *args],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
