@@ -210,7 +210,8 @@ CONNECTIONS: dict[str, bytes] = {
     "half-sent headers": b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n",
     "half-sent bodies": b'POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{"prompt": ',
     "half-sent long bodies": b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 40000\r\n\r\n%30000s" % b"",
-    "half-sent longest bodies": b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 400000\r\n\r\n%300000s" % b"",
+    "half-sent longest bodies": b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 400000\r\n\r\n%300000s"
+    % b"",
 }
 
 

@@ -92,6 +92,7 @@ LEAVE_S = 5.0  # before a host goes away, its replicas have handed their request
 
 # `rayllm launch`.
 FIND_CLUSTER_S = 5.0  # for the first answer of a Ray cluster that is there already
+FIND_AUTOSCALER_S = 60.0  # for the head to say what its autoscaler may add; it may have to start a process for that
 START_S = 1800.0
 STATUS_S = 1.0
 STOP_S = 20.0

@@ -12,6 +12,10 @@ import msgspec
 
 from rayllm.api.types import Abort, EngineInfo, EngineStats, GenerationRequest, Load, TokenDelta
 
+# Grows when a message changes so that a process of the version before would misunderstand it; fields that may be left
+# out can come without. During an update of rayllm itself both are there, and front and engine of unlike versions do not
+# talk to each other: each waits for one of its own.
+VERSION = 1
 MAX_FRONTS = 256  # whose metrics are kept, those that are gone included
 
 
@@ -41,6 +45,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     # Unique for each start of a front; its beats come under it.
     front_id: str
+    # As the front has it.
+    version: int = VERSION
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -113,6 +119,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The answer to Hello."""
 
     info: EngineInfo
+    # As the engine has it.
+    version: int = VERSION
 
 
 class Deltas(msgspec.Struct, frozen=True, tag=True):

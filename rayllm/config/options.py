@@ -151,7 +151,7 @@ class ServerConfig(ModelServerConfig):
     most eight for each"""
     ingress: Literal["auto", "haproxy", "serve"] = "auto"
     """What takes connections and chooses an API server: serve is the proxy of Ray Serve; haproxy passes several times
-    as many tokens a second; auto is haproxy if it is installed and Ray starts with the server"""
+    as many tokens a second; auto is haproxy if it is installed"""
     ssl_certfile: str | None = None
     """PEM file of certificates, to listen with TLS"""
     ssl_keyfile: str | None = None

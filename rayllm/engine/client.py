@@ -161,6 +161,8 @@ class EngineClient:
             if self.dead is None:
                 raise
             raise EngineDeadError(self.dead) from None  # `close` took the socket away
+        if isinstance(answer, wire.Welcome) and answer.version != wire.VERSION:
+            answer = wire.Dead(f"the engine speaks version {answer.version} of the protocol, not {wire.VERSION}")
         if not isinstance(answer, wire.Welcome):
             await self.close()
             raise EngineDeadError(answer.reason if isinstance(answer, wire.Dead) else f"unexpected answer: {answer}")

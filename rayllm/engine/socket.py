@@ -206,16 +206,19 @@ class EngineSocket:
                     logger.warning("a front sent something that is no message: %s", error)
                     continue
                 if isinstance(message, wire.Hello):
-                    self._welcome(peer, message.front_id)
+                    self._welcome(peer, message)
                 elif (front := self._fronts.get(peer)) is not None:
                     front.last_heard = time.monotonic()
                     self._handle(front, message)
                 elif not isinstance(message, wire.Bye):
                     self._send(peer, wire.Dead("the engine does not know this front, or gave it up for not reading"))
 
-    def _welcome(self, peer: Peer, front_id: str) -> None:
-        if self._driver.dead is not None:
-            self._send(peer, wire.Dead(self._driver.dead))
+    def _welcome(self, peer: Peer, hello: wire.Hello) -> None:
+        reason, front_id = self._driver.dead, hello.front_id
+        if hello.version != wire.VERSION:
+            reason = f"the engine speaks version {wire.VERSION} of the protocol, and the API server {hello.version}"
+        if reason is not None:
+            self._send(peer, wire.Dead(reason))
             return
         self._forget(peer)
         front = self._fronts[peer] = _ZmqFront(self, peer, front_id)

@@ -6,12 +6,15 @@ pyproject.toml allows no version of Ray that these were not tried with.
 from __future__ import annotations
 
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import ray
+import yaml
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.grpc_utils import init_grpc_channel
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
@@ -77,3 +80,18 @@ def drain_node(node_id: str, seconds: float, why: str, timeout_s: float) -> None
 def _gcs() -> Any:
     worker: Any = ray._private.worker.global_worker
     return worker.gcs_client
+
+
+def autoscaler_config(gcs_address: str) -> dict[str, Any] | None:
+    """The cluster.yaml of the autoscaler that runs on this host, the cluster's head; None if there is none.
+
+    What an autoscaler may add is written nowhere else: Ray's own state has the nodes that there are.
+    """
+    option = "--autoscaling-config="
+    for process in psutil.process_iter(["cmdline"]):
+        arguments = process.info["cmdline"] or []
+        files = [each.removeprefix(option) for each in arguments if each.startswith(option)]
+        if files and f"--gcs-address={gcs_address}" in arguments:
+            config: dict[str, Any] = yaml.safe_load(Path(os.path.expanduser(files[0])).read_text())
+            return config
+    return None

@@ -54,7 +54,7 @@ class Hosts:
         args = "--ingress haproxy --num-replicas 2 --num-api-servers 2 --device cpu --num-gpu-blocks-override 600"
         drain = "--replica-drain-timeout 0 --spot-notices cloud_of_test:notice"
         args = [*args.split(), *drain.split(), "--port", str(self.port)]
-        self.server = Launched(folder / "log", *args, environment=self.environment)
+        self.server = Launched(folder / "log", *args, **self.environment)
 
     def close(self):
         self.server.kill()

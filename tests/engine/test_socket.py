@@ -915,3 +915,26 @@ def test_the_folder_is_private_and_the_path_short(tmp_path, monkeypatch):
 def test_each_start_of_an_engine_has_a_folder_of_its_own():
     with listening(FakeCore()) as (one, _), listening(FakeCore()) as (two, _):
         assert one.endpoint != two.endpoint
+
+
+# ---- other versions
+
+
+def test_a_front_of_another_version_is_told_so():
+    with listening(FakeCore()) as (server, driver), RawFront(server.endpoint.ipc) as front:
+        front.send(wire.Hello("old", wire.VERSION - 1))
+        assert f"speaks version {wire.VERSION} of the protocol" in front.receive(wire.Dead).reason
+        assert driver.num_fronts == 0
+
+
+def test_an_engine_of_another_version_is_no_engine():
+    async def main():
+        with SilentEngine() as engine:
+            async with client_at(engine.address) as client:
+                connecting = asyncio.create_task(client.connect())
+                await until(lambda: any(isinstance(message, wire.Hello) for message in engine.messages()))
+                engine.send(wire.Welcome(INFO, wire.VERSION + 1))
+                with pytest.raises(EngineDeadError, match=f"version {wire.VERSION + 1} of the protocol"):
+                    await connecting
+
+    asyncio.run(main())

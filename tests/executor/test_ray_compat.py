@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import ray
+from ray._private import services
 
-from rayllm.executor.ray_compat import ask_cluster, log_folder, noted_cluster, raylet_socket
+from rayllm.executor.ray_compat import ask_cluster, autoscaler_config, log_folder, noted_cluster, raylet_socket
 
 
 def test_the_cluster_that_ray_start_noted(tmp_path, monkeypatch):
@@ -33,3 +36,20 @@ def test_clusters_that_answer_and_others(ray_cluster):
     ask_cluster(ray.get_runtime_context().gcs_address, 30, use_token=False)
     with pytest.raises(ConnectionError):
         ask_cluster("127.0.0.1:1", 30, use_token=True)
+
+
+def test_the_autoscaler_that_ray_starts(tmp_path, monkeypatch):
+    """By the command line that Ray gives it."""
+    started = []
+    monkeypatch.setattr(services, "start_ray_process", lambda command, *_args, **_more: started.append(command))
+    config = tmp_path / "cluster.yaml"
+    config.write_text("max_workers: 3\n")
+    for is_v2 in (False, True):
+        services.start_monitor("10.1.2.3:6379", "logs", autoscaling_config=str(config), autoscaler_v2=is_v2)
+        command = [sys.executable, "-c", "input()", *started[-1][2:]]
+        with subprocess.Popen(command, stdin=subprocess.PIPE):
+            assert autoscaler_config("10.1.2.3:6379") == {"max_workers": 3}
+            assert autoscaler_config("10.1.2.3:6380") is None
+    services.start_monitor("10.1.2.3:6381", "logs")
+    with subprocess.Popen([sys.executable, "-c", "input()", *started[-1][2:]], stdin=subprocess.PIPE):
+        assert autoscaler_config("10.1.2.3:6381") is None, "every Ray has one, which adds nothing without a config"

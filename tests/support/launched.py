@@ -55,15 +55,15 @@ def private_folders(session_id):
 class Launched:
     """A `rayllm launch` in a session of its own, so that all its descendants can be told from other processes."""
 
-    def __init__(self, log, *args, environment=None):
+    def __init__(self, log, *args, program=(RAYLLM,), **environment):
         self.log = log
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                [RAYLLM, "launch", "--num-api-servers", "1", *args],
+                [*program, "launch", "--num-api-servers", "1", *args],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment or clean_environment(),
+                env={**clean_environment(), **environment},
                 start_new_session=True,
                 cwd="/",
             )

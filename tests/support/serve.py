@@ -2,7 +2,7 @@
 
 import math
 
-from rayllm.api.wire import CurveKeys, Endpoint
+from rayllm.api.wire import VERSION, CurveKeys, Endpoint
 from rayllm.serve.cluster.directory import Directory, EngineMember, Place
 from rayllm.serve.http.metrics import ModelFigures, render
 
@@ -47,9 +47,9 @@ def place(replica_id, node_id="here", leaves_in=math.inf):
     return found
 
 
-def engine_member(name, node_id="here", tcp="", index=0, draining=False):
+def engine_member(name, node_id="here", tcp="", index=0, draining=False, version=VERSION):
     endpoint = Endpoint(f"ipc://{name}", tcp, "k" * 40 if tcp else "")
-    return EngineMember(name, "m", index, node_id, endpoint, draining)
+    return EngineMember(name, "m", index, node_id, endpoint, draining, version)
 
 
 def render_metrics(model_name, stats, front):

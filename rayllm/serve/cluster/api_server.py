@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from rayllm import timeouts
 from rayllm.api.types import Load
+from rayllm.api.wire import VERSION
 from rayllm.config.options import ModelServerConfig, ServerConfig
 from rayllm.errors import EngineDeadError
 from rayllm.executor.ray_compat import log_folder
@@ -75,6 +76,7 @@ class ServedModels:
         self._tracer = make_tracer(options.trace_endpoint)
         self.models: dict[str, ModelFront] = {}
         self.address, self.is_draining = "", False  # as the directory is told
+        self._is_outdated = False
 
     async def start(self) -> None:
         """Return when every model has an engine."""
@@ -120,13 +122,18 @@ class ServedModels:
             self._tracer.close()
 
     def _member(self) -> ServerMember:
-        return ServerMember(self._server_id, self._place.node_id, list(self.models), self.address, self.is_draining)
+        draining = self.is_draining or self._is_outdated
+        return ServerMember(self._server_id, self._place.node_id, list(self.models), self.address, draining)
 
     def _report(self) -> Report:
         load = sum((model.admission.load for model in self.models.values()), Load())
         return Report(member=self._member(), load=load, stop_in=self.membership.stop_in)
 
     async def _on_view(self, view: View) -> None:
+        # An update of rayllm has replaced the engines of a model, and other API servers talk to those.
+        lost = {name for name, model in self.models.items() if not model.num_replicas}
+        others = {engine.model for engine in view.engines if engine.version != VERSION}
+        self._is_outdated = bool(self.address) and bool(lost & others)
         for name, model in self.models.items():
             model.is_last = view.stop_in is not None
             await model.update([engine for engine in view.engines if engine.model == name], view.front_keys)

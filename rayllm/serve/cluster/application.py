@@ -27,6 +27,7 @@ from rayllm.config.options import EngineConfig, ModelConfig, ModelServerConfig, 
 from rayllm.config.resolved import ResolvedConfig, resolve
 from rayllm.errors import ConfigError
 from rayllm.serve.cluster.api_server import ApiServer, FrontOptions, app_builder
+from rayllm.serve.cluster.capacity import Capacity
 from rayllm.serve.cluster.front import FrontModel
 from rayllm.serve.cluster.replica import EngineReplica
 from rayllm.serve.cluster.serve_compat import with_version
@@ -49,6 +50,13 @@ class ResolvedModel(NamedTuple):
     name: str
     engine: ResolvedConfig
     server: ServerConfig
+    # Ranks of a replica share a host: an autoscaler would add the smallest hosts, one a rank, if it had the choice.
+    on_one_host: bool = False
+
+    @property
+    def num_gpus(self) -> int:
+        """Of a replica."""
+        return self.engine.tp if self.engine.device == "cuda" else 0
 
     @property
     def deployment_name(self) -> str:
@@ -58,24 +66,30 @@ class ResolvedModel(NamedTuple):
         return f"engine-{plain}" if plain == self.name else f"engine-{plain[:80]}-{digest}"
 
 
-def resolve_models(models: Sequence[ModelConfig], num_gpus: float, *, may_grow: bool = False) -> list[ResolvedModel]:
-    """Settle every model's options. num_gpus: of the cluster; may_grow: it may get more when they are asked for.
+def resolve_models(models: Sequence[ModelConfig], capacity: Capacity) -> list[ResolvedModel]:
+    """Settle every model's options. capacity: of the cluster.
 
-    Raises ConfigError, also if all models together need more GPUs than there are, and ModelError.
+    Raises ConfigError, also if all models together need more GPUs than there can be, and ModelError.
     """
-    settled = [_resolve(model, num_gpus, may_grow) for model in models]
-    needed = {each.name: each.engine.tp * each.server.num_replicas for each in settled if each.engine.device == "cuda"}
+    settled = [_resolve(model, capacity) for model in models]
+    needed = {each.name: each.num_gpus * each.server.num_replicas for each in settled if each.num_gpus}
     total = sum(needed.values())
-    if total > num_gpus and not may_grow:
+    if total > capacity.most_gpus:
         parts = ", ".join(f"{name} {count}" for name, count in needed.items())
-        raise ConfigError(f"the replicas need {total} GPUs ({parts}); the cluster has {num_gpus:g}")
+        raise ConfigError(f"the replicas need {total} GPUs ({parts}); {capacity.describe()}")
     return settled
 
 
-def _resolve(model: ModelConfig, num_gpus: float, may_grow: bool) -> ResolvedModel:
-    if may_grow and (model.engine.device == "cuda" or num_gpus >= 1):
-        num_gpus = max(num_gpus, model.engine.tensor_parallel_size)
-    return ResolvedModel(model.name, resolve(model.engine, num_gpus), model.server)
+def _resolve(model: ModelConfig, capacity: Capacity) -> ResolvedModel:
+    options, num_gpus = model.engine, capacity.num_gpus
+    # More than can be added is refused for all models together. Where nobody knows what can be added, "auto" is what
+    # the nodes that there are have.
+    most = num_gpus if capacity.is_open and options.device != "cuda" else capacity.most_gpus
+    if capacity.grows and most >= 1:
+        num_gpus = max(num_gpus, options.tensor_parallel_size)
+    engine = resolve(options, num_gpus)
+    replicas = model.server.max_replicas or model.server.num_replicas
+    return ResolvedModel(model.name, engine, model.server, capacity.has_hosts_for(replicas, engine.tp))
 
 
 def make_application(
@@ -86,6 +100,7 @@ def make_application(
     free_gpus: float | None = None,
     ingress_node: str | None = None,
     host_cores: Sequence[float] = (),
+    grows: bool = False,
 ) -> serve.Application:
     """The Serve application.
 
@@ -93,7 +108,7 @@ def make_application(
     free_gpus: that an update may use before it has freed any; None if that is not known.
     ingress_node: Ray's id of the node whose ingress passes connections on to API servers that listen themselves; None
     puts them behind Serve's proxies.
-    host_cores: of each host that replicas may run on; this machine's if there are none yet.
+    host_cores: of each host that replicas may run on; this machine's if there are none yet. grows: there may be more.
     Raises ConfigError.
     """
     logs = LoggingConfig(enable_access_log=False, encoding=server.log_format.upper())
@@ -113,12 +128,13 @@ def make_application(
             graceful_shutdown_timeout_s=server.replica_drain_timeout + timeouts.KILL_S,
             **common,
             **autoscaling_options(model.server),
-            **engine_placement(model.engine),
+            **engine_placement(model.engine, model.on_one_host),
         )(EngineReplica)
         arguments = (model.engine, model.name, server.replica_drain_timeout, server.spot_notices)
         # Replicas that were started without autoscaling never report to it.
-        made_of = repr((arguments, model.server.max_replicas is not None))
+        made_of = repr((arguments, model.server.max_replicas is not None, _files(model, "*.json", "*.safetensors")))
         engines.append(with_version(engine, _version(made_of)).bind(*arguments))
+    texts = [_files(model, "*.json", "*.jinja") for model in models]
     options = FrontOptions(
         models=[_front_model(model) for model in models],
         server=_without_key(server),
@@ -128,15 +144,15 @@ def make_application(
     )
     api = serve.deployment(
         name="ApiServer",
-        num_replicas=server.num_api_servers or default_api_servers(host_cores or [os.cpu_count() or 1]),
+        num_replicas=server.num_api_servers or default_api_servers(host_cores or [os.cpu_count() or 1], grows),
         max_surge_percent=100,
         graceful_shutdown_timeout_s=server.api_server_drain_timeout + timeouts.KILL_S,
         ray_actor_options={"num_cpus": NUM_CPUS},
         **common,
     )
     if ingress_node is None:
-        return with_version(api(serve.ingress(app_builder(options))()), _version(repr(options))).bind(*engines)
-    return with_version(api(ApiServer), _version(repr(options))).bind(options, *engines)
+        return with_version(api(serve.ingress(app_builder(options))()), _version(repr((options, texts)))).bind(*engines)
+    return with_version(api(ApiServer), _version(repr((options, texts)))).bind(options, *engines)
 
 
 class QueuedTokensPolicy:
@@ -183,10 +199,11 @@ def autoscaling_options(server: ModelServerConfig) -> dict[str, Any]:
     return {"autoscaling_config": config}
 
 
-def default_api_servers(host_cores: Sequence[float]) -> int:
+def default_api_servers(host_cores: Sequence[float], grows: bool = False) -> int:
     """API servers for hosts of so many cores: a token costs one of them 137 us on a slow core, and on several hosts no
     single one is to hold all streams."""
-    return min(sum(min(max(int(cores) // 4, 1), 8) for cores in host_cores), MAX_API_SERVERS)
+    count = sum(min(max(int(cores) // 4, 1), 8) for cores in host_cores)
+    return min(max(count, 2 if grows else 1), MAX_API_SERVERS)
 
 
 def cores_by_host() -> list[float]:
@@ -195,11 +212,11 @@ def cores_by_host() -> list[float]:
     return [cores for cores in nodes if cores > 0]
 
 
-def engine_placement(config: ResolvedConfig) -> dict[str, Any]:
+def engine_placement(config: ResolvedConfig, on_one_host: bool = False) -> dict[str, Any]:
     """Deployment options that reserve the engine's resources.
 
     One rank runs in the replica itself, which then holds the GPU. More ranks, or executor "ray", are actors: bundle 0
-    is the replica's, then one bundle a rank. PACK: on one host if it has the GPUs.
+    is the replica's, then one bundle a rank. PACK: on one host if it has the GPUs. on_one_host: on no other terms.
     """
     gpu = {"GPU": 1} if config.device == "cuda" else {}
     if config.executor == "local":
@@ -207,7 +224,7 @@ def engine_placement(config: ResolvedConfig) -> dict[str, Any]:
     return {
         "ray_actor_options": {"num_cpus": NUM_CPUS},
         "placement_group_bundles": [{"CPU": NUM_CPUS}] + [{"CPU": NUM_CPUS, **gpu}] * config.tp,
-        "placement_group_strategy": "PACK",
+        "placement_group_strategy": "STRICT_PACK" if on_one_host else "PACK",
     }
 
 
@@ -230,7 +247,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     knows = ray.is_initialized()
     num_gpus = ray.cluster_resources().get("GPU", 0) if knows else float(Path("/dev/nvidiactl").exists())
     free = ray.available_resources().get("GPU", 0) if knows else None
-    resolved = resolve_models(models, num_gpus, may_grow=True)
+    resolved = resolve_models(models, Capacity(num_gpus, is_open=True))
     cores = cores_by_host() if knows else []
     return make_application(resolved, server, keys=keys, free_gpus=free, host_cores=cores)
 
@@ -238,6 +255,12 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
 def _version(made_of: str) -> str:
     """What changes when the replicas of a deployment are to be replaced."""
     return hashlib.sha256(f"{__version__} {made_of}".encode()).hexdigest()[:16]
+
+
+def _files(model: ResolvedModel, *patterns: str) -> list[tuple[str, int, int]]:
+    """What changes when a checkpoint is replaced in its place: name, bytes and time of the last change of its files."""
+    files = sorted(path for pattern in patterns for path in Path(model.engine.options.model).glob(pattern))
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
 def _surge_percent(model: ResolvedModel, free_gpus: float | None) -> int:

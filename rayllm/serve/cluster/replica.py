@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from rayllm import timeouts
 from rayllm.api.types import EngineInfo
+from rayllm.api.wire import VERSION
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.engine.build import start_resolved_engine
 from rayllm.engine.driver import Core, EngineDriver
@@ -131,7 +132,9 @@ class EngineReplica:
 
     async def _on_view(self, view: View) -> None:
         self._socket.allow([view.front_keys.public])
-        self._servers = {each.member_id for each in view.servers if self._model in each.models and not each.draining}
+        servers = [each for each in view.servers if self._model in each.models and not each.draining]
+        mine = {each.member_id for each in servers if each.version == VERSION}
+        self._servers = mine if mine or not servers else None  # those of its own version are still to come
         elsewhere = any(server.node_id != self._place.node_id for server in view.servers)
         if elsewhere and not self._socket.endpoint.tcp:
             await asyncio.to_thread(self._socket.open_tcp, self._place.host)

@@ -105,7 +105,7 @@ class Ticket:
 
 
 class Bodies:
-    """What of bodies an API server holds that it has not parsed yet: who sends many, and none to its end, fills no memory.
+    """What an API server holds of bodies that it has not parsed yet: many that break off must not fill its memory.
 
     num_bytes: of all of them.
     """

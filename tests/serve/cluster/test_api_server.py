@@ -9,9 +9,10 @@ import sys
 import httpx
 import pytest
 from support.driver import FakeCore, until
-from support.serve import LocalDirectory, place
+from support.serve import LocalDirectory, engine_member, place
 
 from rayllm import timeouts
+from rayllm.api.wire import VERSION
 from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError
 from rayllm.serve.cluster.api_server import ApiServer, FrontOptions
@@ -187,3 +188,17 @@ def test_only_the_node_of_the_ingress_is_reached_by_loopback(ingress_node, host)
         await cluster.engine.__del__()
 
     asyncio.run(body())
+
+
+@scenario
+async def test_one_whose_engines_were_replaced_by_another_version_drains(cluster):
+    assert not cluster.servers()[0].draining
+    cluster.directory.ask(engine_member("new", version=VERSION + 1))
+    await asyncio.sleep(2 * timeouts.REGISTER_S)
+    assert not cluster.servers()[0].draining, "it still has its own"
+    ending = asyncio.create_task(cluster.engine.__del__())
+    await until(
+        lambda: cluster.directory.ask(engine_member("new", version=VERSION + 1)) and cluster.servers()[0].draining
+    )
+    cluster.directory.leave("new")
+    await ending

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from ray.serve.deployment import Application
 
 from rayllm.config.options import BUNDLED_MODEL, EngineConfig, ModelConfig, ServerConfig
@@ -23,6 +26,7 @@ from rayllm.serve.cluster.application import (
     make_application,
     resolve_models,
 )
+from rayllm.serve.cluster.capacity import Capacity, planned_capacity
 
 
 def model(server=ServerConfig(), **options):
@@ -70,20 +74,58 @@ def test_replicas_of_all_models_need_gpus():
         model(server.model_copy(update={"served_model_name": device}), device=device)
         for device in ("cuda", "cpu", "auto")
     ]
-    found = resolve_models(models, 4)
+    found = resolve_models(models, Capacity(4))
     assert [(each.name, each.engine.device) for each in found] == [("cuda", "cuda"), ("cpu", "cpu"), ("auto", "cuda")]
     with pytest.raises(ConfigError, match=r"the replicas need 4 GPUs \(cuda 2, auto 2\); the cluster has 3"):
-        resolve_models(models, 3)
+        resolve_models(models, Capacity(3))
 
 
-def test_a_cluster_that_grows_may_get_the_gpus_that_are_asked_for():
+def test_a_cluster_that_may_grow_somehow_gets_the_gpus_that_are_asked_for():
     large = model(device="cuda", tensor_parallel_size=4)
     with pytest.raises(ConfigError, match="needs 4 GPUs"):
-        resolve_models([large], 1)
-    assert resolve_models([large], 0, may_grow=True)[0].engine.device == "cuda"
+        resolve_models([large], Capacity(1))
+    assert resolve_models([large], Capacity(0, is_open=True))[0].engine.device == "cuda"
     unspecified = model(device="auto", tensor_parallel_size=4)
-    assert resolve_models([unspecified], 1, may_grow=True)[0].engine.device == "cuda"
-    assert resolve_models([unspecified], 0, may_grow=True)[0].engine.device == "cpu"
+    assert resolve_models([unspecified], Capacity(1, is_open=True))[0].engine.device == "cuda"
+    assert resolve_models([unspecified], Capacity(0, is_open=True))[0].engine.device == "cpu"
+
+
+CLUSTER = yaml.safe_load(Path(__file__).parents[3].joinpath("cluster.yaml").read_text())
+
+
+def test_an_autoscaler_has_hosts_for_some_replicas():
+    """The pool of hosts with four GPUs begins with none."""
+    capacity = planned_capacity(CLUSTER, 1, 2)
+    large = model(ServerConfig(num_replicas=2), device="auto", tensor_parallel_size=4)
+    (found,) = resolve_models([large], capacity)
+    assert found.engine.device == "cuda" and found.on_one_host
+    assert engine_placement(found.engine, found.on_one_host)["placement_group_strategy"] == "STRICT_PACK"
+    (spread,) = resolve_models([model(device="auto", tensor_parallel_size=8)], capacity)
+    assert not spread.on_one_host, "no host has eight"
+    with pytest.raises(
+        ConfigError,
+        match=r"the replicas need 12 GPUs \(m 12\); the cluster has 1, and its autoscaler can "
+        r"bring it to 10 \(at most 4 nodes: 4 gpu-1 of 1, 2 gpu-4 of 4\)",
+    ):
+        resolve_models(
+            [model(ServerConfig(num_replicas=3, served_model_name="m"), tensor_parallel_size=4, device="auto")],
+            capacity,
+        )
+    small = [named(name, device="auto", tensor_parallel_size=4) for name in "abc"]
+    with pytest.raises(ConfigError, match=r"need 12 GPUs \(a 4, b 4, c 4\)"):
+        resolve_models(small, capacity)
+
+
+def test_node_types_that_say_nothing():
+    """As on machines of one's own, whose GPUs Ray finds when they have come."""
+    config = {"max_workers": 2, "head_node_type": "h", "available_node_types": {"h": {"resources": {}}, "w": {}}}
+    assert planned_capacity(config, 0, 2).is_open
+    whole = planned_capacity(config, 2, 3)
+    assert not whole.is_open and whole.most_gpus == 2 and not planned_capacity(config, 0, 3).has_hosts_for(1, 1)
+    config["available_node_types"]["w"] = {"resources": {"CPU": 4}}
+    assert resolve_models([model(device="auto")], planned_capacity(config, 0, 1))[0].engine.device == "cpu"
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        resolve_models([model(device="cuda")], planned_capacity(config, 0, 1))
 
 
 def test_application_builder_takes_strings_as_the_command_line_has_them():
@@ -106,6 +148,7 @@ def test_api_servers_come_with_the_cores(monkeypatch, deployed):
     assert [default_api_servers([cores]) for cores in (1, 2, 7, 8, 16, 192)] == [1, 1, 1, 2, 4, 8]
     assert default_api_servers([2, 2]) == 2, "no single one for several hosts"
     assert default_api_servers([192] * 9) == 64
+    assert default_api_servers([2], grows=True) == 2, "there will be more hosts"
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(application, "cores_by_host", lambda: [16])  # if this process is connected to a Ray
     for options, count in (({}, 4), ({"num_api_servers": "3"}, 3)):
@@ -116,7 +159,7 @@ def test_api_servers_come_with_the_cores(monkeypatch, deployed):
 def test_serve_waits_longer_than_the_drain(deployed):
     drains = {"replica_drain_timeout": 60, "api_server_drain_timeout": 300}
     server = ServerConfig(log_format="json", served_model_name="m", **drains)
-    make_application(resolve_models([model(server)], 0), server)
+    make_application(resolve_models([model(server)], Capacity(0)), server)
     assert [options["name"] for options in deployed] == ["engine-m", "ApiServer"]
     for options, drain in zip(deployed, (60, 300), strict=True):
         assert drain < options["graceful_shutdown_timeout_s"] < drain + 30
@@ -130,7 +173,7 @@ def test_a_new_version_is_what_replicas_are_made_of(monkeypatch):
 
     def versions(server=ServerConfig(), **options):
         other = model(server.model_copy(update={"served_model_name": "other"}))
-        make_application(resolve_models([model(server, **options), other], 0), server)
+        make_application(resolve_models([model(server, **options), other], Capacity(0)), server)
         last, found[:] = found[:], []
         return last
 
@@ -147,10 +190,31 @@ def test_a_new_version_is_what_replicas_are_made_of(monkeypatch):
     assert versions(ServerConfig(queue_timeout=3))[2] != first[2]
 
 
+def test_a_checkpoint_that_is_replaced_in_its_place_makes_a_new_version(monkeypatch, tmp_path):
+    found = []
+    monkeypatch.setattr(application, "with_version", lambda deployment, version: found.append(version) or deployment)
+    folder = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+
+    def versions():
+        make_application(resolve_models([model(model=str(folder))], Capacity(0)), ServerConfig())
+        last, found[:] = found[:], []
+        return last
+
+    first = versions()
+    assert versions() == first
+    (folder / "README.md").write_text("nothing that is read")
+    assert versions() == first
+    os.utime(next(folder.glob("*.safetensors")), ns=(1, 1))
+    second = versions()
+    assert [a == b for a, b in zip(second, first, strict=True)] == [False, True], "API servers read no weights"
+    os.utime(folder / "tokenizer_config.json", ns=(1, 1))
+    assert [a == b for a, b in zip(versions(), second, strict=True)] == [False, False]
+
+
 def test_updates_start_as_many_replicas_as_there_is_room_for(deployed):
     def percent(free_gpus, device="cuda", num_replicas=4, tp=2):
         server = ServerConfig(num_replicas=num_replicas)
-        models = resolve_models([model(server, device=device, tensor_parallel_size=tp)], num_replicas * tp)
+        models = resolve_models([model(server, device=device, tensor_parallel_size=tp)], Capacity(num_replicas * tp))
         make_application(models, server, free_gpus=free_gpus)
         return deployed[-2]["max_surge_percent"]
 
@@ -162,7 +226,7 @@ def test_updates_start_as_many_replicas_as_there_is_room_for(deployed):
 
 def test_deployment_names_are_harmless_and_differ():
     names = ["tiny", "org/tiny", "org-tiny", "x#y", "é" * 200]
-    found = [each.deployment_name for each in resolve_models([named(name) for name in names], 0)]
+    found = [each.deployment_name for each in resolve_models([named(name) for name in names], Capacity(0))]
     assert found[0] == "engine-tiny"
     assert len(set(found)) == len(names)
     assert all(re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name) for name in found)

@@ -16,7 +16,16 @@ from support.serve import LocalDirectory, engine_member
 from rayllm import timeouts
 from rayllm.api.types import Load
 from rayllm.serve.cluster import directory as module
-from rayllm.serve.cluster.directory import NAMESPACE, Directory, DirectoryLink, Membership, Report, ServerMember
+from rayllm.serve.cluster.directory import (
+    NAMESPACE,
+    Directory,
+    DirectoryActor,
+    DirectoryLink,
+    Membership,
+    Report,
+    ServerMember,
+    View,
+)
 
 ENGINE = engine_member("one")
 SERVER = ServerMember("api", "here", ["m"], "127.0.0.1:80")
@@ -272,3 +281,16 @@ def test_members_go_on_without_an_answer(links, monkeypatch):
     links[0].leave("one")
     monkeypatch.setattr(timeouts, "DIRECTORY_S", 30.0)
     assert links[0].ask(SERVER).servers == [SERVER]
+
+
+def test_members_of_another_version_may_have_other_fields():
+    class ServerMemberOfTomorrow(msgspec.Struct, tag="ServerMember"):
+        member_id: str
+        node_id: str
+        colour: str = "blue"
+
+    actor = DirectoryActor()
+    seen = actor.beat(msgspec.msgpack.encode((ServerMemberOfTomorrow("new", "there"), None)))
+    assert msgspec.msgpack.decode(seen, type=View).servers == [ServerMember("new", "there")]
+    seen = actor.beat(msgspec.msgpack.encode((None, None)))
+    assert msgspec.msgpack.decode(seen, type=View).servers[0].member_id == "new"

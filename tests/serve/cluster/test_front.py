@@ -11,7 +11,7 @@ from support.serve import KEYS, engine_member
 
 from rayllm import timeouts
 from rayllm.api.types import EngineStats, IdempotencyKey, Load, TokenDelta
-from rayllm.api.wire import EngineBeat, Snapshot
+from rayllm.api.wire import VERSION, EngineBeat, Snapshot
 from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError
 from rayllm.serve.cluster.front import RELAYS, FrontModel, ModelFront
@@ -613,3 +613,15 @@ async def test_an_engine_that_never_answers_holds_up_nobody(cluster):
     await cluster.update()
     assert cluster.front.num_replicas == 2
     assert [each.name for each in cluster.clients] == ["one", "slow", "two"], "it is asked once"
+
+
+@scenario()
+async def test_an_engine_of_another_version_of_rayllm_is_left_alone(cluster):
+    cluster.members["one"] = engine_member("one", version=VERSION - 1)
+    await cluster.update()
+    assert not cluster.clients
+    with pytest.raises(EngineDeadError, match="the engine is of another version of rayllm than this API server"):
+        cluster.front.engine()
+    cluster.members["two"] = engine_member("two")
+    await cluster.update()
+    assert cluster.front.num_replicas == 1 and cluster.client("two")

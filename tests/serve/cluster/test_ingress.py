@@ -18,17 +18,20 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 from support.driver import wait_for
+from support.serve import LocalDirectory
 
 from rayllm import timeouts
 from rayllm.config.options import ServerConfig
 from rayllm.errors import ConfigError
 from rayllm.serve.cluster import ingress as module
-from rayllm.serve.cluster.directory import ServerMember
-from rayllm.serve.cluster.ingress import Ingress, haproxy_binary
+from rayllm.serve.cluster.directory import DirectoryLink, ServerMember
+from rayllm.serve.cluster.ingress import ClusterIngress, HostIngress, Ingress, haproxy_binary
 from rayllm.serve.cluster.launch import listen
 
 pytestmark = pytest.mark.skipif(haproxy_binary() is None, reason="needs HAProxy")
@@ -402,3 +405,76 @@ def test_it_takes_the_connections_that_admission_allows():
     with ingress(max_requests=2000) as found:
         said = found._ask("show info")
     assert int(re.search(r"^Maxconn: (\d+)", said, re.MULTILINE).group(1)) > 2000 + 900
+
+
+# ---- in a cluster
+
+
+def test_a_host_of_a_cluster_asks_the_directory_itself():
+    with api_server("one") as one, api_server("two") as two:
+        directory = LocalDirectory()
+        directory.ask(one.member())
+        host = HostIngress(ServerConfig(port=0), 100, "app", directory)
+        found = SimpleNamespace(port=host.port())
+        try:
+            wait_for(lambda: get(found)[2] == "one for 127.0.0.1.")
+            directory.ask = lambda: None  # Ray's head is gone
+            time.sleep(3 * timeouts.INGRESS_WATCH_S)
+            assert get(found)[2] == "one for 127.0.0.1."
+            directory.directory.leave("one")
+            directory.ask = lambda: directory.directory.beat(two.member())
+            wait_for(lambda: "two" in who_answers(found))
+            with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1 port"):
+                HostIngress(ServerConfig(port=host.port()), 100, "app", directory)
+        finally:
+            host.stop()
+
+
+PARENT = """
+import os, sys
+from rayllm.config.options import ServerConfig
+from rayllm.serve.cluster.ingress import Ingress, listen
+server = ServerConfig(port=0)
+found = Ingress(server, listen(server), 100)
+found.start()
+print(found._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_ends_with_the_process_that_started_it():
+    """Ray's actors have no parent that would do it."""
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        ours = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    wait_for(lambda: not ours.is_running() or ours.status() == "zombie")
+
+
+def test_a_cluster_has_one_on_each_host(ray_cluster):
+    node_id = ray.get_runtime_context().get_node_id()
+
+    def cluster_ingress(app_name="app", port=0):
+        return ClusterIngress(ServerConfig(port=port), 100, app_name, node_id, lambda _: None)
+
+    found = cluster_ingress()
+    try:
+        port = found.start()
+        assert get(SimpleNamespace(port=port))[0] == 503, "no API server yet"
+        assert cluster_ingress().start() == port, "who takes the application over finds it"
+        with pytest.raises(ConfigError, match=rf"^cannot listen on 127\.0\.0\.1 port {port}: Address already in use$"):
+            cluster_ingress("another app", port).start()
+        with api_server("one") as one:
+            DirectoryLink("app").ask(one.member())
+            wait_for(lambda: get(SimpleNamespace(port=port))[0] == 200)
+    finally:
+        found.stop()
+        DirectoryLink("app").ask()
+        DirectoryLink("app").remove()
+
+    def is_gone():
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return False
+        return True
+
+    wait_for(is_gone)

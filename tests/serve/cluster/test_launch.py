@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import resource
 import threading
 import time
 from types import SimpleNamespace
@@ -144,22 +146,28 @@ def test_ports():
 )
 def test_the_soft_limit_of_open_files_is_raised(monkeypatch, wanted, limits, soft, note):
     found = [limits]
-    monkeypatch.setattr(module.resource, "getrlimit", lambda _kind: found[-1])
-    monkeypatch.setattr(module.resource, "setrlimit", lambda _kind, both: found.append(both))
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: found[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _kind, both: found.append(both))
     said = allow_files(wanted)
     assert found[-1] == (soft, limits[1])
     assert said is None if note is None else re.match(note, said)
 
 
 def test_a_limit_of_open_files_that_is_too_low(monkeypatch):
-    monkeypatch.setattr(module.resource, "getrlimit", lambda _kind: (256, 256))
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 256))
     with pytest.raises(ConfigError, match=r"the limit of open files \(ulimit -Hn\) is 256; at least 1,024 are"):
         allow_files(10_000)
 
 
 @pytest.mark.parametrize(
     ("ingress", "is_there", "starts_ray", "said"),
-    [("auto", True, True, 0), ("auto", False, True, 1), ("auto", False, False, 0), ("serve", False, True, 0)],
+    [
+        ("auto", True, True, 0),
+        ("auto", False, True, 1),
+        ("auto", False, False, 1),
+        ("auto", True, False, 0),
+        ("serve", False, True, 0),
+    ],
 )
 def test_it_says_if_haproxy_is_missing(monkeypatch, ingress, is_there, starts_ray, said):
     notes = []
@@ -185,6 +193,39 @@ def test_an_update_cannot_move_the_server(options):
     found = deployment(app("RUNNING"), port=80, ingress="haproxy")
     with pytest.raises(ConfigError, match=f"{next(iter(options))} cannot change from .* while the server runs"):
         found.update([], ServerConfig(**{"port": 80, "ingress": "haproxy", **options}), [])
+
+
+def test_an_application_has_one_launch(monkeypatch):
+    """One that was killed leaves the application behind, for the next one to take over."""
+    monkeypatch.setattr(timeouts, "MEMBER_SILENCE_S", 0.3)
+    directory = LocalDirectory()
+    first, second = deployment(app("RUNNING"), directory=directory), deployment(app("RUNNING"), directory=directory)
+    wait(first)
+    alive = threading.Event()
+
+    def beat():
+        while not alive.wait(0.05):
+            first.watch_ingress()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(ConfigError, match="serves an application 'rayllm' already, of another rayllm launch"):
+        second._wait_for_other_launch()
+    alive.set()
+    thread.join()
+    second._wait_for_other_launch()
+    assert not directory.ask().launches
+
+
+def test_one_that_was_taken_over_outlives_a_launch_that_failed():
+    ended = []
+    for status in ("RUNNING", "DEPLOY_FAILED"):
+        found = deployment(app("DEPLOYING"), app(status))
+        found._end_application = lambda status=status: ended.append(status)
+        with contextlib.suppress(StartupError):
+            wait(found)
+        found.leave()
+    assert ended == ["RUNNING"]
 
 
 # ---- the end
@@ -239,6 +280,13 @@ class FakeDeployment:
     def __init__(self, orders, statuses):
         self._orders, self._left = orders, list(statuses)
         self.looks = 0
+        self.kept, self.went_back = 0, 0
+
+    def keep(self):
+        self.kept += 1
+
+    def go_back(self):
+        self.went_back += 1
 
     def watch_ingress(self):
         self.looks += 1
@@ -260,6 +308,8 @@ def watched(statuses, update=lambda: None, told=True):
     deployment = FakeDeployment(orders, statuses)
     watch(deployment, orders, said.append, update, status_s=0)
     assert deployment.looks >= len(statuses)
+    assert deployment.kept == said.count("updated")
+    assert deployment.went_back == sum("update failed" in each for each in said)
     return said
 
 

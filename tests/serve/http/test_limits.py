@@ -9,7 +9,8 @@ from support.app import Api, counted, staged
 
 from rayllm.api.types import Load
 from rayllm.config.options import ServerConfig
-from rayllm.serve.http import limits, request
+from rayllm.serve.http import limits as module
+from rayllm.serve.http import request
 from rayllm.serve.http.errors import ApiError
 from rayllm.serve.http.limits import Admission, Ticket
 
@@ -253,7 +254,7 @@ def test_refused_bodies_hold_no_place():
 
 
 def test_bodies_that_are_not_whole_yet_fill_no_memory(monkeypatch):
-    monkeypatch.setattr(limits, "BODIES_BYTES", 300)
+    monkeypatch.setattr(module, "BODIES_BYTES", 300)
     api, body = staged(), b" " * 120 + json.dumps({"prompt": "a", "max_tokens": 1}).encode()
 
     async def half(done):

@@ -31,6 +31,7 @@ from rayllm.core.prefix_cache import PrefixCache
 from rayllm.errors import ConfigError
 from rayllm.serve.cluster import application as deployment
 from rayllm.serve.cluster.application import build_app, make_application, resolve_models
+from rayllm.serve.cluster.capacity import Capacity
 from rayllm.serve.cluster.launch import key_warnings
 from rayllm.serve.http import auth
 from rayllm.serve.http.auth import check_key, load_api_keys
@@ -264,7 +265,7 @@ def test_keys_are_in_no_dump(monkeypatch, capsys):
     bound = []
     real = deployment.FrontOptions
     monkeypatch.setattr(deployment, "FrontOptions", lambda **options: bound.append(real(**options)) or bound[0])
-    make_application(resolve_models([ModelConfig(EngineConfig(device="cpu"), server)], 0), server, keys=keys)
+    make_application(resolve_models([ModelConfig(EngineConfig(device="cpu"), server)], Capacity(0)), server, keys=keys)
     monkeypatch.undo()
     assert KEY.encode() not in pickle.dumps(bound[0])  # what Ray keeps
     assert hashlib.sha256(KEY.encode()).digest() in pickle.dumps(bound[0])
