@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 
 import pytest
 import yaml
 from support import cluster_file, guide
 from support.hosts import VENV
-from support.ray_hosts import check_private, engines, processes
+from support.ray_hosts import check_private, engines, processes, wait_for
 
 IDLE_MINUTES = 0.2
 
@@ -38,15 +37,6 @@ def run(laptop, scripts, text, limit=120):
         said = laptop.run(f"cd ~/rayllm\n{script}", timeout=limit)
         if text in script:
             return said
-
-
-def wait_for(found, what, limit=90.0):
-    """Seconds until found() is true."""
-    start = time.monotonic()
-    while not found():
-        assert time.monotonic() - start < limit, what
-        time.sleep(0.2)
-    return time.monotonic() - start
 
 
 def test_cluster_yaml(scripts, hosts, laptop, supervisor, phases):

@@ -1,0 +1,75 @@
+"""A worker dies silently under streams, and comes back; the head dies, and comes back with what Redis has."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.ray_hosts import OwnCluster, Streams, wait_for
+
+STREAMS = 12
+TOKENS = 600
+LIMIT_S = 10.0  # of a pause; on a machine that has time it is much shorter, which the table at the end shows
+REDIS_PORT = 6380
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts, laptop):
+    redis = f"redis-server --bind {laptop.ip} --port {REDIS_PORT} --protected-mode no --save ''"
+    laptop.start(f"{redis} > redis.log")
+    wait_for(lambda: "Ready to accept" in laptop.run("cat redis.log"), "Redis does not start")
+    cluster = OwnCluster(hosts, laptop, redis=f"{laptop.ip}:{REDIS_PORT}")
+    cluster.launch("--num-replicas 3 --deterministic")
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, laptop):
+    """Texts of all streams, by number."""
+    return {each.number: each.text for each in streams(cluster, laptop, cluster.workers[:2]).results()}
+
+
+def streams(cluster, laptop, names):
+    """Streams from the laptop to these workers."""
+    return Streams(laptop, urls=[cluster.url(name) for name in names], count=STREAMS, max_tokens=TOKENS)
+
+
+def check_whole(results, undisturbed):
+    """Every stream has all of its tokens, none twice or another one; returns the longest pause, seconds."""
+    assert [each.error for each in results if each.error] == []
+    assert {each.num_tokens for each in results} == {TOKENS}
+    assert {each.number: each.text for each in results} == undisturbed
+    return max(each.longest_gap for each in results)
+
+
+def test_a_worker_dies_silently(cluster, hosts, laptop, undisturbed, phases):
+    """Streams go on whose engine was there. The connections of its own proxy are lost, and no others: none is open."""
+    assert all(len(there) == 1 for there in cluster.engines().values())
+    running = streams(cluster, laptop, cluster.workers[:2])
+    hosts[cluster.workers[2]].cut_network()
+    gap = check_whole(running.results(), undisturbed)
+    phases.add("a worker dies silently: longest gap of its streams", gap)
+    assert gap < LIMIT_S
+
+
+def test_the_worker_comes_back(cluster, hosts, laptop, phases):
+    hosts[cluster.workers[2]].mend_network()
+    phases.add("it is back: Ray knows it", cluster.wait_for_nodes())
+
+
+def test_the_head_dies_and_comes_back(cluster, hosts, laptop, undisturbed, phases):
+    """Streams go on and new requests are answered meanwhile; afterwards the same engines are there."""
+    before = cluster.engines()
+    running = streams(cluster, laptop, cluster.workers[:2])
+    cluster.head.stop()
+    new = streams(cluster, laptop, cluster.workers[:2])
+    phases.add("the head dies: longest gap of streams", check_whole(running.results(), undisturbed))
+    check_whole(new.results(), undisturbed)
+    hosts.reboot("head")
+    with phases.timed("ray up brings the head back"):
+        cluster.up()
+    phases.add("Ray knows all workers", cluster.wait_for_nodes())
+    wait_for(
+        lambda: re.search("rayllm.*\n.*RUNNING", cluster.head.run("serve status", check=False)), "Serve is not back"
+    )
+    assert cluster.engines() == before

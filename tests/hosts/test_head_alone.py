@@ -1,0 +1,44 @@
+"""The head dies for good, and no Redis has what its GCS knew."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from support.ray_hosts import OwnCluster, Streams, wait_for
+
+STREAMS = 8
+TOKENS = 600
+SERVED_S = 40.0  # for at least so long; Ray's workers wait 60 s for the GCS
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts, laptop):
+    cluster = OwnCluster(hosts, laptop, num_workers=2)
+    cluster.launch("--num-replicas 2")
+    return cluster
+
+
+def ask(laptop, url):
+    """Whether a request is answered."""
+    body = {"model": "tiny-pydoc", "prompt": "Hello", "max_tokens": 4}
+    curl = "curl --silent --max-time 10 --header 'content-type: application/json'"
+    return '"usage"' in laptop.run(f"{curl} --data '{json.dumps(body)}' {url}/v1/completions", check=False)
+
+
+def test_streams_and_new_requests_go_on(cluster, laptop, phases):
+    """On the workers, which have engines, API servers and proxies; then Ray ends all of them."""
+    urls = [cluster.url(name) for name in cluster.workers]
+    running = Streams(laptop, urls=urls, count=STREAMS, max_tokens=TOKENS)
+    cluster.head.stop()
+    died = time.monotonic()
+    results = running.results()
+    assert [each.error for each in results if each.error] == []
+    assert {each.num_tokens for each in results} == {TOKENS}
+    phases.add("the head dies without Redis: longest gap of streams", max(each.longest_gap for each in results))
+    while time.monotonic() - died < SERVED_S:
+        assert all(ask(laptop, url) for url in urls)
+        time.sleep(1)
+    wait_for(lambda: not any(cluster.engines().values()), "Ray waits longer for the GCS than the documents say", 120)
+    phases.add("until Ray ends the workers' processes", time.monotonic() - died)
