@@ -54,8 +54,8 @@ class Streams:
 class OwnCluster:
     """A cluster of own machines, the bundled model with a replica on each worker: `head`, and `workers` by name.
 
-    Made by `ray up` with cluster.yaml, from a laptop. redis: where the head's GCS keeps what it knows, "HOST:PORT";
-    None for in its memory.
+    Made by `ray up` with cluster.yaml, from a laptop. redis: where the head's GCS keeps what it knows, "HOST:PORT",
+    with the password "secret"; None for in its memory.
     """
 
     def __init__(self, hosts: Hosts, laptop: Host, redis: str | None = None, num_workers: int = 3):
@@ -69,7 +69,7 @@ class OwnCluster:
         config["min_workers"] = config["max_workers"] = num_workers
         if redis is not None:
             *others, start = config["head_start_ray_commands"]
-            config["head_start_ray_commands"] = [*others, f"RAY_REDIS_ADDRESS={redis} {start}"]
+            config["head_start_ray_commands"] = [*others, f"RAY_REDIS_ADDRESS={redis} {start} --redis-password=secret"]
         laptop.path("rayllm/own.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         laptop.run("(umask 077; ray get-auth-token --generate)")
         self.up()
