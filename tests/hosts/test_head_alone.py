@@ -8,6 +8,8 @@ import time
 import pytest
 from support.ray_hosts import OwnCluster, Streams, wait_for
 
+pytestmark = pytest.mark.timeout(600)  # for machines without a free core
+
 STREAMS = 8
 TOKENS = 600
 SERVED_S = 40.0  # for at least so long; Ray's workers wait 60 s for the GCS

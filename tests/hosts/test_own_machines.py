@@ -12,6 +12,8 @@ from support import cluster_file, guide
 from support.hosts import VENV
 from support.ray_hosts import check_private, engines, processes
 
+pytestmark = pytest.mark.timeout(600)  # for machines without a free core
+
 # What differs from what the guide says. All else runs as it stands there.
 SUBSTITUTIONS = {
     # Hosts have these programs, and an environment with all packages, and no way to the internet.
