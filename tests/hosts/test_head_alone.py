@@ -6,13 +6,13 @@ import json
 import time
 
 import pytest
-from support.ray_hosts import OwnCluster, Streams, wait_for
+from support.ray_hosts import OwnCluster, Streams
 
 pytestmark = pytest.mark.timeout(600)  # for machines without a free core
 
 STREAMS = 8
 TOKENS = 600
-SERVED_S = 40.0  # for at least so long; Ray's workers wait 60 s for the GCS
+SERVED_S = 90.0  # for at least so long; docs/operations.md says no more
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,8 @@ def ask(laptop, url):
 
 
 def test_streams_and_new_requests_go_on(cluster, laptop, phases):
-    """On the workers, which have engines, API servers and proxies; then Ray ends all of them."""
+    """On the workers, which have engines, API servers and proxies of their own."""
+    before = cluster.engines()
     urls = [cluster.url(name) for name in cluster.workers]
     running = Streams(laptop, urls=urls, count=STREAMS, max_tokens=TOKENS)
     cluster.head.stop()
@@ -42,5 +43,4 @@ def test_streams_and_new_requests_go_on(cluster, laptop, phases):
     while time.monotonic() - died < SERVED_S:
         assert all(ask(laptop, url) for url in urls)
         time.sleep(1)
-    wait_for(lambda: not any(cluster.engines().values()), "Ray waits longer for the GCS than the documents say", 120)
-    phases.add("until Ray ends the workers' processes", time.monotonic() - died)
+    assert cluster.engines() == before
