@@ -11,7 +11,7 @@ from support.ray_hosts import OwnCluster, Streams, wait_for
 pytestmark = pytest.mark.timeout(600)  # for machines without a free core
 
 STREAMS = 12
-TOKENS = 600
+TOKENS = 400
 LIMIT_S = 10.0  # of a pause; on a machine that has time it is much shorter, which the table at the end shows
 REDIS_PORT = 6380
 

@@ -11,7 +11,7 @@ from support.ray_hosts import OwnCluster, Streams
 pytestmark = pytest.mark.timeout(600)  # for machines without a free core
 
 STREAMS = 8
-TOKENS = 600
+TOKENS = 400
 SERVED_S = 90.0  # for at least so long; docs/operations.md says no more
 
 
