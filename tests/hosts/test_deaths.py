@@ -20,7 +20,7 @@ REDIS_PORT = 6380
 def cluster(hosts, laptop):
     redis = f"redis-server --bind {laptop.ip} --port {REDIS_PORT} --requirepass secret --save ''"
     laptop.start(f"{redis} > redis.log")
-    wait_for(lambda: "Ready to accept" in laptop.run("cat redis.log"), "Redis does not start")
+    wait_for(lambda: "Ready to accept" in laptop.run("cat redis.log", check=False), "Redis does not start")
     cluster = OwnCluster(hosts, laptop, redis=f"{laptop.ip}:{REDIS_PORT}")
     cluster.launch("--num-replicas 3 --deterministic")
     return cluster
