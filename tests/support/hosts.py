@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -75,15 +76,16 @@ def what_is_missing() -> str | None:
 class Host:
     """One host, which is up.
 
-    name: its own, and of its link on the bridge. ip: its address. All methods raise TimeoutExpired rather than hang.
+    name: its own, and of its link on the bridge. ip: its address. folder: where the files of all hosts are. cgroup: to
+    be made. All methods raise TimeoutExpired rather than hang.
     """
 
-    def __init__(self, name: str, ip: str, folder: Path):
+    def __init__(self, name: str, ip: str, folder: Path, cgroup: Path):
         self.name, self.ip = name, ip
         self._root = folder / name
         self._root.mkdir(mode=0o700, exist_ok=True)
         self._log = self._root / "log"
-        self._cgroup = CGROUPS / f"{folder.name}-{name}"
+        self._cgroup = cgroup
         self._cgroup.mkdir()
         for limit in LIMITS:
             if (self._cgroup / limit).exists():
@@ -98,8 +100,8 @@ class Host:
             self._pid = self._wait_for(self._find_init, "process")
             # A new host may get the address of one that is gone. With the same MAC address nobody has to ask again.
             mac = f"02:00:00:00:00:{int(ip.rpartition('.')[2]):02x}"
-            _ip(f"link add {name} type veth peer name eth0 address {mac} netns {self._pid}")
-            _ip(f"link set {name} master {BRIDGE} up")
+            _ip(f"link add name {name} type veth peer name eth0 address {mac} netns {self._pid}")
+            _ip(f"link set dev {name} master {BRIDGE} up")
             self._wait_for(self._answers, "sshd")
         except BaseException:
             self.stop()
@@ -130,11 +132,11 @@ class Host:
 
     def cut_network(self) -> None:
         """Let nothing in or out, silently: what runs goes on, and nobody is told."""
-        _ip(f"link set {self.name} down")
+        _ip(f"link set dev {self.name} down")
 
     def mend_network(self) -> None:
         """Undo `cut_network`."""
-        _ip(f"link set {self.name} up")
+        _ip(f"link set dev {self.name} up")
 
     def pause(self, paused: bool = True) -> None:
         """Stop all processes of the host, as a host that hangs; or let them go on."""
@@ -144,7 +146,7 @@ class Host:
 
     def stop(self) -> None:
         """End the host and everything on it, at once; nobody is told, as if its power had gone."""
-        subprocess.run(["ip", "link", "del", self.name], stderr=subprocess.DEVNULL, timeout=STOP_S)
+        subprocess.run(["ip", "link", "del", "dev", self.name], stderr=subprocess.DEVNULL, timeout=STOP_S)
         self._process.kill()  # and the kernel its child, which is the init of all others
         self._process.wait(STOP_S)
         deadline = time.monotonic() + STOP_S
@@ -184,7 +186,10 @@ class Hosts:
     """The bridge, and all hosts on it."""
 
     def __init__(self):
-        self._folder = Path(tempfile.mkdtemp(prefix="hosts-"))
+        # One folder for all tests: each sees a file system of its own there, which ends with its namespaces.
+        self._folder = Path(tempfile.gettempdir(), "test-hosts")
+        self._folder.mkdir(exist_ok=True)
+        self._id = f"hosts-{secrets.token_hex(4)}"  # of the cgroups, which have no namespace
         _run("mount", "-t", "tmpfs", "tmpfs", str(self._folder))
         (self._folder / "modules").mkdir()
         for old in CGROUPS.glob("hosts-*"):  # of tests that were killed; those that are in use stay
@@ -202,7 +207,8 @@ class Hosts:
 
     def start(self, name: str, number: int) -> Host:
         """Make a host. number: the last part of its address."""
-        self._hosts[name] = host = Host(name, f"{NETWORK}.{number}", self._folder)
+        cgroup = CGROUPS / f"{self._id}-{name}"
+        self._hosts[name] = host = Host(name, f"{NETWORK}.{number}", self._folder, cgroup)
         return host
 
     def stop(self, name: str) -> None:
@@ -229,7 +235,6 @@ class Hosts:
             self.stop(name)
         _ip(f"link del {BRIDGE}")
         _run("umount", "-l", str(self._folder))
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _run(*command: str) -> None:
