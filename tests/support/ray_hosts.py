@@ -15,6 +15,7 @@ from support import cluster_file
 from support.hosts import Host, Hosts
 from support.stream_client import Options, Result
 
+AUTOSCALER = "--autoscaling-config=~/ray_bootstrap_config.yaml"
 LIMIT_S = 200  # of a client, beginning to end
 
 
@@ -70,6 +71,7 @@ class OwnCluster:
         if redis is not None:
             *others, start = config["head_start_ray_commands"]
             config["head_start_ray_commands"] = [*others, f"RAY_REDIS_ADDRESS={redis} {start} --redis-password=secret"]
+        self._start_head = config["head_start_ray_commands"][-1]
         laptop.path("rayllm/own.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         laptop.run("(umask 077; ray get-auth-token --generate)")
         self.up()
@@ -84,10 +86,19 @@ class OwnCluster:
         """`ray up`."""
         return self._laptop.run("cd ~/rayllm; ray up --yes own.yaml", timeout=120)
 
+    def start_head(self) -> None:
+        """Start Ray on the head again, as docs/operations.md has it."""
+        command = self._start_head.replace(AUTOSCALER, "")
+        assert command != self._start_head
+        self._laptop.run(f"ssh -o StrictHostKeyChecking=no ubuntu@{self.head.ip} 'bash -ic \"{command}\"'")
+
     def wait_for_nodes(self, limit: float = 120.0) -> float:
         """Return when Ray knows the head and all workers; how long that took, seconds."""
-        there = f" {1 + len(self.workers)} local.cluster.node"
-        return wait_for(lambda: there in self.head.run("ray status", check=False), "workers are missing", limit)
+        alive = "import ray; ray.init(log_to_driver=False); print('alive', sum(n['Alive'] for n in ray.nodes()))"
+        there = f"alive {1 + len(self.workers)}\n"
+        return wait_for(
+            lambda: there in self.head.run(f'python -c "{alive}"', check=False), "workers are missing", limit
+        )
 
     def launch(self, options: str = "") -> float:
         """Serve, and return when all workers answer; how long that took, seconds."""
