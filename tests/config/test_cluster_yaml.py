@@ -1,28 +1,15 @@
 """cluster.yaml passes Ray's own checks, as it is and in its commented variant for own machines."""
 
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
-import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
-
-ROOT = Path(__file__).parents[2]
-FILE = ROOT / "cluster.yaml"
+from support import cluster_file
 
 
 @pytest.fixture
 def cluster():
-    return yaml.safe_load(FILE.read_text())
-
-
-def on_premise(cluster):
-    """The file with the sections of its last comment in place of the cloud's."""
-    comment = FILE.read_text().split("# On your own machines:")[1]
-    lines = [line.removeprefix("# ") for line in comment.splitlines() if line.startswith("# ")]
-    start = next(i for i, line in enumerate(lines) if line.startswith("provider:"))
-    kept = {k: v for k, v in cluster.items() if k not in ("docker", "head_node_type", "available_node_types")}
-    return kept | yaml.safe_load("\n".join(lines[start:]))
+    return cluster_file.cloud()
 
 
 def test_ray_accepts_it(cluster):
@@ -38,12 +25,21 @@ def test_ray_accepts_it(cluster):
 
 
 def test_ray_accepts_the_variant_for_own_machines(cluster):
-    config = prepare_config(on_premise(cluster))
+    config = prepare_config(cluster_file.own_machines())
     validate_config(config)
     assert config["provider"]["type"] == "local"
     assert config["max_workers"] == len(config["provider"]["worker_ips"]) == 2
     ours, start = config["head_start_ray_commands"][-1], cluster["head_start_ray_commands"][-1]
     assert ours == f"RAY_enable_autoscaler_v2=0 {start}", "the local provider starts one worker only with version 2"
+
+
+def test_test_hosts_run_what_it_says(cluster):
+    """What scripts/test-hosts executes passes Ray's checks, and has the file's own commands and mounts."""
+    config = cluster_file.for_test_hosts("10.0.0.254:1")
+    validate_config(prepare_config(deepcopy(config)))
+    same = cluster.keys() - {"provider", "docker", "auth", "available_node_types"}
+    assert {name: config[name] for name in same} == {name: cluster[name] for name in same}
+    assert config["available_node_types"].keys() == cluster["available_node_types"].keys()
 
 
 def test_a_misspelt_key_would_be_found(cluster):

@@ -1,0 +1,90 @@
+"""A worker dies silently under streams, and comes back; the head dies, and comes back with what Redis has."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from support.ray_hosts import OwnCluster, Streams, wait_for
+
+pytestmark = pytest.mark.timeout(600)  # for machines without a free core
+
+STREAMS = 12
+TOKENS = 400
+LIMIT_S = 10.0  # of a pause; on a machine that has time it is much shorter, which the table at the end shows
+REDIS_PORT = 6380
+SETTLE_S = 20.0  # in which Ray or Serve would replace what they do not take for theirs
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts, laptop):
+    redis = f"redis-server --bind {laptop.ip} --port {REDIS_PORT} --requirepass secret --save ''"
+    laptop.start(f"{redis} > redis.log")
+    wait_for(lambda: "Ready to accept" in laptop.run("cat redis.log", check=False), "Redis does not start")
+    cluster = OwnCluster(hosts, laptop, redis=f"{laptop.ip}:{REDIS_PORT}")
+    cluster.launch("--num-replicas 3 --deterministic")
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, laptop):
+    """Texts of all streams, by number."""
+    return {each.number: each.text for each in streams(cluster, laptop, cluster.workers[:2]).results()}
+
+
+def streams(cluster, laptop, names):
+    """Streams from the laptop to these workers."""
+    return Streams(laptop, urls=[cluster.url(name) for name in names], count=STREAMS, max_tokens=TOKENS)
+
+
+def check_whole(results, undisturbed):
+    """Every stream has all of its tokens, none twice or another one; returns the longest pause, seconds."""
+    assert [each.error for each in results if each.error] == []
+    assert {each.num_tokens for each in results} == {TOKENS}
+    assert {each.number: each.text for each in results} == undisturbed
+    return max(each.longest_gap for each in results)
+
+
+def test_a_worker_dies_silently(cluster, hosts, laptop, undisturbed, phases):
+    """Streams whose engine was there go on elsewhere. Connections to its own proxy are lost, and no others."""
+    *others, dying = cluster.workers
+    assert all(len(there) == 1 for there in cluster.engines().values())
+    running = streams(cluster, laptop, others)
+    its_own = Streams(laptop, urls=[cluster.url(dying)], count=2, max_tokens=TOKENS)
+    died = time.time()
+    hosts[dying].cut_network()
+    results = running.results()
+    gap = check_whole(results, undisturbed)
+    moved = [each.longest_gap for each in results if each.gap_at - each.longest_gap < died + 0.5 < each.gap_at]
+    figures = laptop.run(f"curl --silent --fail {cluster.url(others[0])}/metrics")  # of all API servers
+    resumed = sum(float(n) for n in re.findall(r"^rayllm:request_resumed_total.* (\S+)$", figures, re.MULTILINE))
+    assert moved and resumed, "no stream had its engine on the host that died"
+    phases.add("a worker dies silently: shortest gap of a stream that moves", min(moved))
+    phases.add("a worker dies silently: longest gap of any stream", gap)
+    assert gap < LIMIT_S
+    assert all(each.error for each in its_own.results()), "the network was not cut"
+
+
+def test_the_worker_comes_back(cluster, hosts, laptop, phases):
+    hosts[cluster.workers[2]].mend_network()
+    phases.add("it is back: Ray knows it", cluster.wait_for_nodes())
+
+
+def test_the_head_dies_and_comes_back(cluster, hosts, laptop, undisturbed, phases):
+    """Streams go on and new requests are answered meanwhile; afterwards the same engines are there."""
+    before = cluster.engines()
+    running = streams(cluster, laptop, cluster.workers[:2])
+    cluster.head.stop()
+    new = streams(cluster, laptop, cluster.workers[:2])
+    phases.add("the head dies: longest gap of streams", check_whole(running.results(), undisturbed))
+    check_whole(new.results(), undisturbed)
+    hosts.reboot("head")
+    with phases.timed("Ray runs on the head again"):
+        cluster.start_head()
+    phases.add("Ray knows all workers", cluster.wait_for_nodes())
+    wait_for(
+        lambda: re.search("rayllm.*\n.*RUNNING", cluster.head.run("serve status", check=False)), "Serve is not back"
+    )
+    time.sleep(SETTLE_S)
+    assert cluster.engines() == before
