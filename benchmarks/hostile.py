@@ -205,13 +205,13 @@ def silent(host: str, data: bytes) -> str:
     return ", ".join(f"{n} {what}" for what, n in found.items())
 
 
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b"
 CONNECTIONS: dict[str, bytes] = {
     "silent connections": b"",
     "half-sent headers": b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n",
-    "half-sent bodies": b'POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{"prompt": ',
-    "half-sent long bodies": b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 40000\r\n\r\n%30000s" % b"",
-    "half-sent longest bodies": b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 400000\r\n\r\n%300000s"
-    % b"",
+    "half-sent bodies": POST % (100, b'{"prompt": '),
+    "half-sent long bodies": POST % (40_000, b" " * 30_000),
+    "half-sent longest bodies": POST % (400_000, b" " * 300_000),
 }
 
 

@@ -90,7 +90,8 @@ class LaunchMember(msgspec.Struct, frozen=True, tag=True):
     node_id: str
 
 
-Member = EngineMember | ServerMember | LaunchMember
+Replica = EngineMember | ServerMember
+Member = Replica | LaunchMember
 
 
 class View(msgspec.Struct, frozen=True):
@@ -112,7 +113,7 @@ class View(msgspec.Struct, frozen=True):
         """This whole view, brought up to date."""
         if changes.gone is None:
             return changes
-        changed = (*changes.engines, *changes.servers, *changes.launches)
+        changed: list[Member] = [*changes.engines, *changes.servers, *changes.launches]
         old = {*changes.gone, *(each.member_id for each in changed)}
         return msgspec.structs.replace(
             changes,
@@ -126,7 +127,7 @@ class View(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What a member says of itself for `rayllm status`; other members need not know it."""
 
-    member: Member
+    member: Replica
     # Of rayllm.
     version: str = __version__
     pid: int = msgspec.field(default_factory=os.getpid)
@@ -145,7 +146,7 @@ class Incident(msgspec.Struct, frozen=True):
 
     # Unix time.
     at: float
-    member: Member
+    member: Replica
     # Without workers; None if the member itself was lost.
     seconds: float | None
 
@@ -354,7 +355,7 @@ class Membership:
     def __init__(
         self,
         directory: DirectoryLink,
-        member: Callable[[], Member],
+        member: Callable[[], Replica],
         report: Callable[[], Report],
         on_view: Callable[[View], Awaitable[None]],
         on_stop: Callable[[], Awaitable[None]],
@@ -399,7 +400,7 @@ class Membership:
 
     def _has_successor(self) -> bool:
         own, view = self._member(), self._view
-        others: list[Member] = [] if view is None else [*view.engines, *view.servers]
+        others: list[Replica] = [] if view is None else [*view.engines, *view.servers]
         return any(each.node_id != own.node_id and each.can_replace(own) for each in others)
 
     def stop_within(self, seconds: float) -> asyncio.Task[None]:

@@ -16,7 +16,7 @@ import ray
 from rayllm import timeouts
 from rayllm.errors import EngineDeadError
 from rayllm.executor.ray_compat import draining_nodes
-from rayllm.serve.cluster.directory import DirectoryLink, EngineMember, Incident, Member, Report, ServerMember
+from rayllm.serve.cluster.directory import DirectoryLink, EngineMember, Incident, Replica, Report, ServerMember
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ def describe(status: ClusterStatus) -> list[str]:
     """The lines that `rayllm status` prints."""
     addresses = {host.node_id: host.address for host in status.hosts}
 
-    def where(member: Member) -> str:
+    def where(member: Replica) -> str:
         return addresses.get(member.node_id, f"node {member.node_id[:12]}")
 
     lines = ["hosts"]
@@ -116,7 +116,7 @@ def describe(status: ClusterStatus) -> list[str]:
     return lines
 
 
-def _name(member: Member) -> str:
+def _name(member: Replica) -> str:
     if isinstance(member, EngineMember):
         return f"{member.model} replica {member.index}"
     return f"API server {member.address or 'behind Serve'}"
