@@ -51,7 +51,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.section("phases")
         terminalreporter.write_line("| scenario | phase | seconds |\n|---|---|---|")
     for scenario, what, seconds in rows:
-        terminalreporter.write_line(f"| {scenario} | {what} | {seconds:.1f} |")
+        terminalreporter.write_line(f"| {scenario} | {what} | {seconds:.{1 if seconds >= 0.1 else 4}f} |")
 
 
 @pytest.fixture(autouse=True)

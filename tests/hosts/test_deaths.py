@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from support.ray_hosts import OwnCluster, Streams, wait_for
+from support.ray_hosts import OwnCluster, Streams, Texts, resumed, wait_for
 
 pytestmark = pytest.mark.timeout(600)  # for machines without a free core
 
@@ -28,9 +28,11 @@ def cluster(hosts, laptop):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster, laptop):
-    """Texts of all streams, by number."""
-    return {each.number: each.text for each in streams(cluster, laptop, cluster.workers[:2]).results()}
+def texts(cluster, laptop):
+    """Of all streams, undisturbed."""
+    texts = Texts()
+    texts.check(streams(cluster, laptop, cluster.workers[:2]).results(), TOKENS)
+    return texts
 
 
 def streams(cluster, laptop, names):
@@ -38,15 +40,7 @@ def streams(cluster, laptop, names):
     return Streams(laptop, urls=[cluster.url(name) for name in names], count=STREAMS, max_tokens=TOKENS)
 
 
-def check_whole(results, undisturbed):
-    """Every stream has all of its tokens, none twice or another one; returns the longest pause, seconds."""
-    assert [each.error for each in results if each.error] == []
-    assert {each.num_tokens for each in results} == {TOKENS}
-    assert {each.number: each.text for each in results} == undisturbed
-    return max(each.longest_gap for each in results)
-
-
-def test_a_worker_dies_silently(cluster, hosts, laptop, undisturbed, phases):
+def test_a_worker_dies_silently(cluster, hosts, laptop, texts, phases):
     """Streams whose engine was there go on elsewhere. Connections to its own proxy are lost, and no others."""
     *others, dying = cluster.workers
     assert all(len(there) == 1 for there in cluster.engines().values())
@@ -55,11 +49,9 @@ def test_a_worker_dies_silently(cluster, hosts, laptop, undisturbed, phases):
     died = time.time()
     hosts[dying].cut_network()
     results = running.results()
-    gap = check_whole(results, undisturbed)
+    gap = texts.check(results, TOKENS)
     moved = [each.longest_gap for each in results if each.gap_at - each.longest_gap < died + 0.5 < each.gap_at]
-    figures = laptop.run(f"curl --silent --fail {cluster.url(others[0])}/metrics")  # of all API servers
-    resumed = sum(float(n) for n in re.findall(r"^rayllm:request_resumed_total.* (\S+)$", figures, re.MULTILINE))
-    assert moved and resumed, "no stream had its engine on the host that died"
+    assert moved and resumed(laptop, cluster.url(others[0])), "no stream had its engine on the host that died"
     phases.add("a worker dies silently: shortest gap of a stream that moves", min(moved))
     phases.add("a worker dies silently: longest gap of any stream", gap)
     assert gap < LIMIT_S
@@ -71,14 +63,14 @@ def test_the_worker_comes_back(cluster, hosts, laptop, phases):
     phases.add("it is back: Ray knows it", cluster.wait_for_nodes())
 
 
-def test_the_head_dies_and_comes_back(cluster, hosts, laptop, undisturbed, phases):
+def test_the_head_dies_and_comes_back(cluster, hosts, laptop, texts, phases):
     """Streams go on and new requests are answered meanwhile; afterwards the same engines are there."""
     before = cluster.engines()
     running = streams(cluster, laptop, cluster.workers[:2])
     cluster.head.stop()
     new = streams(cluster, laptop, cluster.workers[:2])
-    phases.add("the head dies: longest gap of streams", check_whole(running.results(), undisturbed))
-    check_whole(new.results(), undisturbed)
+    phases.add("the head dies: longest gap of streams", texts.check(running.results(), TOKENS))
+    texts.check(new.results(), TOKENS)
     hosts.reboot("head")
     with phases.timed("Ray runs on the head again"):
         cluster.start_head()

@@ -9,14 +9,24 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import yaml
 from support import cluster_file
+from support.host_provider import Supervisor
 from support.hosts import Host, Hosts
 from support.stream_client import Options, Result
 
 AUTOSCALER = "--autoscaling-config=~/ray_bootstrap_config.yaml"
 LIMIT_S = 200  # of a client, beginning to end
+LAUNCH = "python -m half_cores launch"
+# Replicas and API servers ask for half a core each instead of a tenth.
+HALF_CORES = """
+from rayllm.serve.cluster import application
+application.NUM_CPUS = 0.5
+from rayllm.cli.main import main
+main()
+"""
 
 
 def processes(host: Host) -> str:
@@ -39,17 +49,47 @@ def check_private(host: Host) -> None:
 
 
 class Streams:
-    """Streams that a client on a host has begun; the constructor returns when all have."""
+    """Streams that a client on a host asks for. wait: the constructor returns when all have begun."""
 
-    def __init__(self, host: Host, **options):
+    def __init__(self, host: Host, wait: bool = True, **options):
         command = f"timeout {LIMIT_S} python -m stream_client '{json.dumps(asdict(Options(**options)))}'"
         self._process = host.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        first = json.loads(self._process.stdout.readline())
-        assert "begun" in first, first
+        if wait:
+            first = json.loads(self._process.stdout.readline())
+            assert "begun" in first, first
 
     def results(self) -> list[Result]:
         """Of all, when the last has ended."""
-        return [Result(**json.loads(line)) for line in self._process.stdout]
+        said = [json.loads(line) for line in self._process.stdout]
+        return [Result(**each) for each in said if "begun" not in each]
+
+
+class Texts:
+    """What streams said, by number. Whatever happens meanwhile, all of the same number have to say the same."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, dict[int, str]] = {}  # number -> tokens -> text
+
+    def check(self, results: list[Result], num_tokens: int) -> float:
+        """No stream failed, and each has so many tokens, none lost, twice or another one.
+
+        Returns the longest pause of any, seconds.
+        """
+        assert [each.error for each in results if each.error] == []
+        assert {each.num_tokens for each in results} == {num_tokens}
+        for each in results:
+            text = each.text.rstrip("\ufffd")  # half a character, at the end of what was asked for
+            texts = self._texts.setdefault(each.number, {})
+            for count, other in texts.items():
+                assert text == other if count == num_tokens else text[: len(other)] == other[: len(text)], each
+            texts[num_tokens] = text
+        return max(each.longest_gap for each in results)
+
+
+def resumed(host: Host, url: str) -> float:
+    """Requests that have gone on on another replica, as the server at an URL counts them, asked from a host."""
+    figures = host.run(f"curl --silent --fail {url}/metrics")  # of all API servers
+    return sum(float(n) for n in re.findall(r"^rayllm:request_resumed_total.* (\S+)$", figures, re.MULTILINE))
 
 
 class OwnCluster:
@@ -115,6 +155,82 @@ class OwnCluster:
     def engines(self) -> dict[str, list[int]]:
         """Ids of the processes of replicas, by worker."""
         return {name: engines(self._hosts[name]) for name in self.workers}
+
+
+class Status(NamedTuple):
+    """What `rayllm status` prints."""
+
+    text: str
+    # (host, or the address of one that is gone; process id) of each that has come up, and has not left.
+    engines: list[tuple[str, int]]
+    # (host, address) of each API server.
+    servers: list[tuple[str, str]]
+
+
+class GrowingCluster:
+    """A cluster whose hosts Ray's autoscaler makes, by a `supervisor`: `head`, and two to four workers of one type.
+
+    A worker has room for two of what Ray Serve starts: API servers, replicas of one rank, or ranks. Made by `ray up`
+    with cluster.yaml, from a laptop.
+    """
+
+    TYPE: ClassVar[dict[str, str]] = {"ray-user-node-type": "gpu-1"}
+
+    def __init__(self, hosts: Hosts, laptop: Host, supervisor: Supervisor):
+        self._hosts, self._laptop, self._supervisor = hosts, laptop, supervisor
+        (hosts.modules / "half_cores.py").write_text(HALF_CORES)
+        config = cluster_file.for_test_hosts(supervisor.address, cpus=1, idle_timeout_minutes=0.15)
+        del config["available_node_types"]["gpu-4"]
+        config["available_node_types"]["gpu-1"]["min_workers"] = 2
+        # The clone is used where it lies: `test_cloud` installs it, which takes a host seconds.
+        _, *setup = config["setup_commands"]
+        use = "echo 'export PYTHONPATH=~/rayllm:~/rayllm/kernels:$PYTHONPATH' >> ~/.bashrc"
+        config["setup_commands"] = [use, *setup]
+        laptop.path("rayllm/cluster.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        laptop.run("(umask 077; ray get-auth-token --generate)")
+        laptop.run("cd ~/rayllm; ray up --yes cluster.yaml", timeout=120)
+        self.head = hosts["n1"]
+        wait_for(lambda: len(self.workers) == 2, "the workers of min_workers are missing")
+
+    @property
+    def workers(self) -> list[str]:
+        """Names of those that are up."""
+        return self._supervisor.nodes({**self.TYPE, "ray-node-status": "up-to-date"})
+
+    def configure(self, **options: Any) -> None:
+        """Write the file of the launch."""
+        self.head.path("service.yaml").write_text(yaml.safe_dump(options))
+
+    def launch(self) -> float:
+        """Serve, and return when the launch says that all is ready; how long that took, seconds."""
+        launch = f"{LAUNCH} --config ~/service.yaml 2>&1 | tee launch.log"
+        self._laptop.run(f"cd ~/rayllm; ray exec --tmux cluster.yaml '{launch}'")
+        return wait_for(lambda: "\nready " in self.said(), self.head.path("launch.log"))
+
+    def update(self) -> None:
+        """Have the launch read its file again, and return."""
+        self.head.run(f"kill -USR1 $(pgrep -of '^{LAUNCH}')")
+
+    def said(self) -> str:
+        """What the launch has said."""
+        log = self.head.path("launch.log")
+        return log.read_text() if log.exists() else ""
+
+    def url(self, name: str) -> str:
+        """Of the ingress on a host."""
+        return f"http://{self._hosts[name].ip}:8000"
+
+    def status(self) -> Status:
+        """What the cluster says of itself, over the head's ingress."""
+        text = self.head.run("curl --silent --fail http://127.0.0.1:8000/cluster")
+        names = {self._hosts[name].ip: name for name in self._hosts.names()}
+        engines = re.findall(r"^  \S+ replica \d+  (\S+)  process (\d+)", text, re.MULTILINE)
+        servers = re.findall(r"^  API server ((\S+):\d+)  ", text, re.MULTILINE)
+        return Status(
+            text,
+            sorted((names.get(ip, ip), int(pid)) for ip, pid in engines),
+            sorted((names.get(ip, ip), address) for address, ip in servers),
+        )
 
 
 def wait_for(found: Callable[[], object], what: object, limit: float = 90.0) -> float:

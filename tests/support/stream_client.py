@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 
 import httpx
 
-SILENCE_S = 20.0  # of a server, after which the client gives a stream up
-
 
 @dataclass
 class Options:
@@ -28,6 +26,8 @@ class Options:
     model: str = "tiny-pydoc"
     # Seconds between two streams' beginnings.
     interval: float = 0.0
+    # Of a server, in seconds, after which the client gives a stream up.
+    silence: float = 20.0
 
 
 @dataclass
@@ -110,7 +110,7 @@ async def main(options: Options) -> None:
             print(json.dumps({"begun": begun}), flush=True)
 
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(SILENCE_S, connect=5)) as client:
+    async with httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(options.silence, connect=5)) as client:
         tasks = []
         for number in range(options.count):
             tasks.append(asyncio.create_task(stream(client, options, number, on_begin)))

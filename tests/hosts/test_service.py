@@ -1,0 +1,214 @@
+"""A service on hosts that Ray's autoscaler makes: growth, an update under load, hosts that are taken away, ranks on two
+hosts, an ingress that dies. Streams go on through all of it.
+
+The tests follow one another on one cluster. A worker has two places: for an API server, a replica, or a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import time
+
+import pytest
+from support.ray_hosts import GrowingCluster, Streams, Texts, resumed, wait_for
+
+pytestmark = pytest.mark.timeout(600)  # for machines without a free core
+
+OPTIONS = {
+    "device": "cpu",
+    "num_gpu_blocks_override": 2000,
+    "host": "0.0.0.0",
+    "deterministic": True,
+    "num_api_servers": 2,
+    "max_num_seqs": 6,
+    "replica_drain_timeout": 1,
+    "spot_notices": "cloud_of_test:notice",
+}
+ELASTIC = {"max_replicas": 3, "target_queued_tokens": 40, "upscale_delay": 1, "downscale_delay": 5}
+CLOUD = """
+import json, pathlib, time
+import ray
+
+def notice():
+    at = json.loads(pathlib.Path(__file__).with_name("notices").read_text()).get(ray.util.get_node_ip_address())
+    return None if at is None else at - time.time()
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts, laptop, supervisor, request):
+    (hosts.modules / "cloud_of_test.py").write_text(CLOUD)
+    (hosts.modules / "notices").write_text("{}")
+    cluster = GrowingCluster(hosts, laptop, supervisor)
+    cluster.configure(**OPTIONS, **ELASTIC)
+    cluster.launch()
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return Texts()
+
+
+def urls(cluster, *without):
+    """Of the ingress on the head, and on all hosts with API servers but these."""
+    return [cluster.url(name) for name in ["n1", *sorted({name for name, _ in cluster.status().servers} - {*without})]]
+
+
+def ask(laptop, url):
+    """Tokens of an answer, the likeliest ones, as text."""
+    body = {"model": "tiny-pydoc", "prompt": "The for statement", "max_tokens": 24, "temperature": 0}
+    curl = "curl --silent --fail --max-time 20 --header 'content-type: application/json'"
+    return json.loads(laptop.run(f"{curl} --data '{json.dumps(body)}' {url}/v1/completions"))["choices"][0]["text"]
+
+
+def update(cluster, **options):
+    """Have the launch take other options; returns what it says in the end."""
+    before = len(cluster.said())
+    cluster.configure(**OPTIONS | options)
+    cluster.update()
+    ends = r"rayllm: (updated|the update failed.*|the options stay.*)"
+    wait_for(lambda: re.search(ends, cluster.said()[before:]), cluster.head.path("launch.log"))
+    return re.search(ends, cluster.said()[before:])[1]
+
+
+def test_hosts_come_for_queued_tokens_and_go(cluster, laptop, supervisor, texts, phases):
+    assert len(cluster.status().engines) == 1
+    first, where = cluster.workers, urls(cluster)
+    load = Streams(laptop, wait=False, urls=where, count=24, max_tokens=1200, silence=120)
+    phases.add(
+        "from 1 to 3 replicas, a host included", wait_for(lambda: len(cluster.status().engines) == 3, supervisor)
+    )
+    assert len(cluster.workers) == 3
+    texts.check(load.results(), 1200)
+    start = time.monotonic()
+    few = Streams(laptop, wait=False, urls=where, count=10, max_tokens=1000, interval=2.0)
+    wait_for(lambda: len(cluster.status().engines) == 1, supervisor.history)
+    phases.add("back to 1 replica, 10 s of calm included", time.monotonic() - start)
+    phases.add("back to 1 replica: longest pause of a stream", texts.check(few.results(), 1000))
+    wait_for(lambda: cluster.workers == first, supervisor.history)
+    phases.add("and to two workers, 9 s of idleness included", time.monotonic() - start)
+    assert [what for _, what, _ in supervisor.history] == ["create"] * 4 + ["terminate"]
+
+
+def test_what_a_host_between_costs(cluster, hosts, laptop, phases):
+    """Figures, for benchmarks/RESULTS.md: clients beside the API server on the engine's host, and beside the other."""
+    status = cluster.status()
+    (engine,) = {name for name, _ in status.engines}
+    assert len({name for name, _ in status.servers}) == 2
+    for name, address in status.servers:
+        way, url = "ipc" if name == engine else "tcp, CURVE", f"http://{address}"
+        single = Streams(hosts[name], urls=[url], count=30, max_tokens=2, interval=0.1).results()
+        phases.add(f"first token, {way}", statistics.median(each.first - each.asked for each in single))
+        many = Streams(hosts[name], urls=[url], count=6, max_tokens=500).results()
+        seconds = max(each.last for each in many) - min(each.asked for each in many)
+        phases.add(f"1,000 tokens of 6 streams, {way}", seconds / 3)
+
+
+def test_an_update_loses_no_stream(cluster, laptop, texts, phases):
+    """Streams are longer than replicas have to drain."""
+    where = urls(cluster)
+    before = resumed(laptop, where[0])
+    running = Streams(laptop, urls=where, count=20, max_tokens=1000, interval=1.5, wait=False)
+    with phases.timed("update under load, a host for it included"):
+        assert update(cluster, num_replicas=2, max_model_len=2000) == "updated"
+    phases.add("update: longest pause of a stream", texts.check(running.results(), 1000))
+    assert resumed(laptop, where[0]) > before
+    for url in where:
+        models = json.loads(laptop.run(f"curl --silent --fail {url}/v1/models"))["data"]
+        assert [each["max_model_len"] for each in models] == [2000]
+
+
+def test_an_update_that_does_not_come_up(cluster, laptop, texts, phases):
+    wait_for(lambda: len(cluster.status().engines) == 2, "the update leaves old replicas")
+    before, where = cluster.status().engines, urls(cluster)
+    running = Streams(laptop, urls=where, count=6, max_tokens=1000)
+    with phases.timed("an update that fails"):
+        said = update(cluster, num_replicas=2, max_model_len=2000, num_gpu_blocks_override=20)
+    assert said == "the update failed; the replicas that there were go on"
+    texts.check(running.results(), 1000)
+    assert cluster.status().engines == before
+    assert [ask(laptop, url) for url in where]
+
+
+def test_an_ingress_dies(cluster, hosts, laptop, texts, phases):
+    """Only the connections through it are lost; others are served elsewhere meanwhile, and it comes back."""
+    *others, gone = urls(cluster)
+    host = hosts[cluster.status().servers[-1][0]]
+    its_own = Streams(laptop, urls=[gone], count=2, max_tokens=1500)
+    running = Streams(laptop, urls=others, count=4, max_tokens=1000)
+    host.run("kill -KILL $(pgrep -f ^ray::HostIngress)")
+    assert [ask(laptop, url) for url in others]
+    listens = f"curl --silent --fail --output /dev/null --max-time 5 {gone}/health && echo yes"
+    back = wait_for(lambda: laptop.run(listens, check=False) == "yes\n", "the ingress does not come back")
+    phases.add("an ingress that dies is back", back)
+    assert all(each.error for each in its_own.results())
+    texts.check(running.results(), 1000)
+
+
+def drained(cluster, hosts, laptop, texts, phases, what, take):
+    """Have a host with an engine and an API server taken away, by take(host), under streams through other hosts."""
+    status = cluster.status()
+    victim = next(name for name, _ in status.engines if name in [server for server, _ in status.servers])
+    where = urls(cluster, victim)
+    before = resumed(laptop, where[0])
+    running = Streams(laptop, urls=where, count=6, max_tokens=1500)
+    start = time.monotonic()
+    take(hosts[victim])
+    drains = rf"^  {hosts[victim].ip}  .* drains, goes in \d+ s$"
+    wait_for(lambda: re.search(drains, cluster.head.run("rayllm status"), re.MULTILINE), "nobody drains")
+    wait_for(lambda: victim not in {name for names in cluster.status()[1:] for name, _ in names}, "nobody leaves")
+    phases.add(f"{what}: all have left the host", time.monotonic() - start)
+    phases.add(f"{what}: longest pause of a stream", texts.check(running.results(), 1500))
+    status = cluster.status()
+    assert len(status.engines) == len(status.servers) == 2
+    assert "last recoveries" not in status.text, "nobody died"
+    assert resumed(laptop, where[0]) > before
+    assert [ask(laptop, url) for url in urls(cluster)]
+
+
+def test_a_host_is_drained(cluster, hosts, laptop, texts, phases):
+    def drain(host):
+        nodes = json.loads(cluster.head.run("rayllm status --json 2> /dev/null"))["hosts"]
+        (node_id,) = [each["node_id"] for each in nodes if each["address"] == host.ip and each["alive"]]
+        reason = "--reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'a test' --deadline-remaining-seconds 60"
+        cluster.head.run(f"ray drain-node --node-id {node_id} {reason}")
+
+    drained(cluster, hosts, laptop, texts, phases, "drain", drain)
+
+
+def test_the_cloud_takes_a_host_away(cluster, hosts, laptop, texts, phases):
+    def notice(host):
+        (hosts.modules / "notices").write_text(json.dumps({host.ip: time.time() + 60}))
+
+    drained(cluster, hosts, laptop, texts, phases, "spot notice", notice)
+
+
+def test_ranks_on_two_hosts(cluster, hosts, laptop, phases):
+    """A replica of two ranks where no host has room for both; one of its hosts dies silently."""
+    text = ask(laptop, cluster.url("n1"))
+    with phases.timed("update to ranks on two hosts, hosts for them included"):
+        assert update(cluster, tensor_parallel_size=2) == "updated"
+    wait_for(lambda: len(cluster.status().engines) == 1, "the update leaves old replicas")
+    other = rank_host(cluster, hosts)
+    where = urls(cluster)
+    assert cluster.url(other) not in where, "an API server is on the host that is to die"
+    assert [ask(laptop, url) for url in where] == [text] * len(where)
+
+    texts = Texts()
+    options = {"urls": where, "count": 6, "max_tokens": 800, "silence": 90}
+    texts.check(Streams(laptop, **options).results(), 800)
+    running = Streams(laptop, **options)
+    hosts[other].cut_network()
+    phases.add("the host of a rank dies silently: longest pause of a stream", texts.check(running.results(), 800))
+    assert rank_host(cluster, hosts) != other
+
+
+def rank_host(cluster, hosts):
+    """Of a replica with ranks on two hosts, the one where its driver is not."""
+    status = cluster.status()
+    ((driver, _),) = status.engines
+    (other,) = set(re.findall(r"^    rank \d+  node (\S+),", status.text, re.MULTILINE)) - {hosts[driver].ip}
+    return next(name for name in hosts.names() if hosts[name].ip == other)
