@@ -98,6 +98,7 @@ STATUS_S = 1.0
 STOP_S = 20.0
 INGRESS_WATCH_S = 0.25
 INGRESS_START_S = 5.0
+INGRESS_LEAVE_S = 30.0  # without an API server on its host; one that has died is back in less
 INGRESS_RESTART_S = 1.0  # between two starts of one that keeps dying
 END_DESCENDANTS_S = 2.0
 DIE_S = 8.0  # for the kernel to end a killed process, and free gigabytes of memory and a GPU

@@ -38,7 +38,7 @@ def notice():
 
 
 @pytest.fixture(scope="module")
-def cluster(hosts, laptop, supervisor, request):
+def cluster(hosts, laptop, supervisor):
     (hosts.modules / "cloud_of_test.py").write_text(CLOUD)
     (hosts.modules / "notices").write_text("{}")
     cluster = GrowingCluster(hosts, laptop, supervisor)
@@ -77,20 +77,21 @@ def update(cluster, **options):
 def test_hosts_come_for_queued_tokens_and_go(cluster, laptop, supervisor, texts, phases):
     assert len(cluster.status().engines) == 1
     first, where = cluster.workers, urls(cluster)
-    load = Streams(laptop, wait=False, urls=where, count=24, max_tokens=1200, silence=120)
+    load = Streams(laptop, wait=False, urls=where, count=60, max_tokens=200, interval=0.5, silence=120)
     phases.add(
-        "from 1 to 3 replicas, a host included", wait_for(lambda: len(cluster.status().engines) == 3, supervisor)
+        "from 1 to 3 replicas, a host included",
+        wait_for(lambda: len(cluster.status().engines) == 3, supervisor.history),
     )
     assert len(cluster.workers) == 3
-    texts.check(load.results(), 1200)
+    texts.check(load.results(), 200)
     start = time.monotonic()
-    few = Streams(laptop, wait=False, urls=where, count=10, max_tokens=1000, interval=2.0)
+    few = Streams(laptop, wait=False, urls=where, count=5, max_tokens=250, interval=2.0, repeat=True)
     wait_for(lambda: len(cluster.status().engines) == 1, supervisor.history)
     phases.add("back to 1 replica, 10 s of calm included", time.monotonic() - start)
-    phases.add("back to 1 replica: longest pause of a stream", texts.check(few.results(), 1000))
+    phases.add("back to 1 replica: longest pause of a stream", texts.check(few.results(), 250))
     wait_for(lambda: cluster.workers == first, supervisor.history)
     phases.add("and to two workers, 9 s of idleness included", time.monotonic() - start)
-    assert [what for _, what, _ in supervisor.history] == ["create"] * 4 + ["terminate"]
+    assert [what for _, what, _ in supervisor.history][-2:] == ["create", "terminate"]
 
 
 def test_what_a_host_between_costs(cluster, hosts, laptop, phases):
@@ -100,21 +101,21 @@ def test_what_a_host_between_costs(cluster, hosts, laptop, phases):
     assert len({name for name, _ in status.servers}) == 2
     for name, address in status.servers:
         way, url = "ipc" if name == engine else "tcp, CURVE", f"http://{address}"
-        single = Streams(hosts[name], urls=[url], count=30, max_tokens=2, interval=0.1).results()
+        single = Streams(hosts[name], wait=False, urls=[url], count=30, max_tokens=2, interval=0.1).results()
         phases.add(f"first token, {way}", statistics.median(each.first - each.asked for each in single))
-        many = Streams(hosts[name], urls=[url], count=6, max_tokens=500).results()
+        many = Streams(hosts[name], wait=False, urls=[url], count=6, max_tokens=200).results()
         seconds = max(each.last for each in many) - min(each.asked for each in many)
-        phases.add(f"1,000 tokens of 6 streams, {way}", seconds / 3)
+        phases.add(f"1,000 tokens of 6 streams, {way}", seconds / 1.2)
 
 
 def test_an_update_loses_no_stream(cluster, laptop, texts, phases):
     """Streams are longer than replicas have to drain."""
     where = urls(cluster)
     before = resumed(laptop, where[0])
-    running = Streams(laptop, urls=where, count=20, max_tokens=1000, interval=1.5, wait=False)
+    running = Streams(laptop, urls=where, count=5, max_tokens=250, interval=2.0, repeat=True, wait=False)
     with phases.timed("update under load, a host for it included"):
         assert update(cluster, num_replicas=2, max_model_len=2000) == "updated"
-    phases.add("update: longest pause of a stream", texts.check(running.results(), 1000))
+    phases.add("update: longest pause of a stream", texts.check(running.results(), 250))
     assert resumed(laptop, where[0]) > before
     for url in where:
         models = json.loads(laptop.run(f"curl --silent --fail {url}/v1/models"))["data"]
@@ -124,11 +125,11 @@ def test_an_update_loses_no_stream(cluster, laptop, texts, phases):
 def test_an_update_that_does_not_come_up(cluster, laptop, texts, phases):
     wait_for(lambda: len(cluster.status().engines) == 2, "the update leaves old replicas")
     before, where = cluster.status().engines, urls(cluster)
-    running = Streams(laptop, urls=where, count=6, max_tokens=1000)
+    running = Streams(laptop, urls=where, count=5, max_tokens=250, repeat=True)
     with phases.timed("an update that fails"):
         said = update(cluster, num_replicas=2, max_model_len=2000, num_gpu_blocks_override=20)
     assert said == "the update failed; the replicas that there were go on"
-    texts.check(running.results(), 1000)
+    texts.check(running.results(), 250)
     assert cluster.status().engines == before
     assert [ask(laptop, url) for url in where]
 
@@ -137,31 +138,32 @@ def test_an_ingress_dies(cluster, hosts, laptop, texts, phases):
     """Only the connections through it are lost; others are served elsewhere meanwhile, and it comes back."""
     *others, gone = urls(cluster)
     host = hosts[cluster.status().servers[-1][0]]
-    its_own = Streams(laptop, urls=[gone], count=2, max_tokens=1500)
-    running = Streams(laptop, urls=others, count=4, max_tokens=1000)
+    its_own = Streams(laptop, urls=[gone], count=2, max_tokens=250)
+    running = Streams(laptop, urls=others, count=4, max_tokens=250)
     host.run("kill -KILL $(pgrep -f ^ray::HostIngress)")
     assert [ask(laptop, url) for url in others]
     listens = f"curl --silent --fail --output /dev/null --max-time 5 {gone}/health && echo yes"
     back = wait_for(lambda: laptop.run(listens, check=False) == "yes\n", "the ingress does not come back")
     phases.add("an ingress that dies is back", back)
     assert all(each.error for each in its_own.results())
-    texts.check(running.results(), 1000)
+    texts.check(running.results(), 250)
 
 
 def drained(cluster, hosts, laptop, texts, phases, what, take):
-    """Have a host with an engine and an API server taken away, by take(host), under streams through other hosts."""
+    """Have a host with an engine, and an API server if possible, taken away by take(host), under streams."""
     status = cluster.status()
-    victim = next(name for name, _ in status.engines if name in [server for server, _ in status.servers])
+    with_server = [name for name, _ in status.servers]
+    victim = max((name for name, _ in status.engines), key=with_server.count)
     where = urls(cluster, victim)
     before = resumed(laptop, where[0])
-    running = Streams(laptop, urls=where, count=6, max_tokens=1500)
+    running = Streams(laptop, urls=where, count=5, max_tokens=250, interval=2.0, repeat=True)
     start = time.monotonic()
     take(hosts[victim])
     drains = rf"^  {hosts[victim].ip}  .* drains, goes in \d+ s$"
     wait_for(lambda: re.search(drains, cluster.head.run("rayllm status"), re.MULTILINE), "nobody drains")
     wait_for(lambda: victim not in {name for names in cluster.status()[1:] for name, _ in names}, "nobody leaves")
     phases.add(f"{what}: all have left the host", time.monotonic() - start)
-    phases.add(f"{what}: longest pause of a stream", texts.check(running.results(), 1500))
+    phases.add(f"{what}: longest pause of a stream", texts.check(running.results(), 250))
     status = cluster.status()
     assert len(status.engines) == len(status.servers) == 2
     assert "last recoveries" not in status.text, "nobody died"
@@ -198,11 +200,11 @@ def test_ranks_on_two_hosts(cluster, hosts, laptop, phases):
     assert [ask(laptop, url) for url in where] == [text] * len(where)
 
     texts = Texts()
-    options = {"urls": where, "count": 6, "max_tokens": 800, "silence": 90}
-    texts.check(Streams(laptop, **options).results(), 800)
+    options = {"urls": where, "count": 6, "max_tokens": 200, "silence": 90}
+    texts.check(Streams(laptop, **options).results(), 200)
     running = Streams(laptop, **options)
     hosts[other].cut_network()
-    phases.add("the host of a rank dies silently: longest pause of a stream", texts.check(running.results(), 800))
+    phases.add("the host of a rank dies silently: longest pause of a stream", texts.check(running.results(), 200))
     assert rank_host(cluster, hosts) != other
 
 

@@ -53,13 +53,15 @@ class Streams:
 
     def __init__(self, host: Host, wait: bool = True, **options):
         command = f"timeout {LIMIT_S} python -m stream_client '{json.dumps(asdict(Options(**options)))}'"
-        self._process = host.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        pipe = subprocess.PIPE
+        self._process = host.start(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
         if wait:
             first = json.loads(self._process.stdout.readline())
             assert "begun" in first, first
 
     def results(self) -> list[Result]:
-        """Of all, when the last has ended."""
+        """Of all, when the last has ended. None is repeated any more."""
+        self._process.stdin.close()
         said = [json.loads(line) for line in self._process.stdout]
         return [Result(**each) for each in said if "begun" not in each]
 
@@ -168,7 +170,7 @@ class Status(NamedTuple):
 
 
 class GrowingCluster:
-    """A cluster whose hosts Ray's autoscaler makes, by a `supervisor`: `head`, and two to four workers of one type.
+    """A cluster whose hosts Ray's autoscaler makes, by a `supervisor`: `head`, and two workers of one type or more.
 
     A worker has room for two of what Ray Serve starts: API servers, replicas of one rank, or ranks. Made by `ray up`
     with cluster.yaml, from a laptop.
@@ -181,7 +183,8 @@ class GrowingCluster:
         (hosts.modules / "half_cores.py").write_text(HALF_CORES)
         config = cluster_file.for_test_hosts(supervisor.address, cpus=1, idle_timeout_minutes=0.15)
         del config["available_node_types"]["gpu-4"]
-        config["available_node_types"]["gpu-1"]["min_workers"] = 2
+        config["available_node_types"]["gpu-1"] |= {"min_workers": 2, "max_workers": 6}
+        config["max_workers"] = 6  # hosts that drain count until they are gone
         # The clone is used where it lies: `test_cloud` installs it, which takes a host seconds.
         _, *setup = config["setup_commands"]
         use = "echo 'export PYTHONPATH=~/rayllm:~/rayllm/kernels:$PYTHONPATH' >> ~/.bashrc"

@@ -1,6 +1,6 @@
 """A client that streams completions, for test hosts: `python -m stream_client JSON`, whose object `Options` describes.
 
-It prints a line of JSON when all streams have begun, {"begun": N}, and one for each stream at its end: `Result`. On
+It prints a line of JSON when so many streams have begun, {"begun": N}, and one for each stream at its end: `Result`. On
 hosts this module is on its own, so it imports nothing of ours.
 """
 
@@ -26,6 +26,8 @@ class Options:
     model: str = "tiny-pydoc"
     # Seconds between two streams' beginnings.
     interval: float = 0.0
+    # Each is followed by another one like it, until standard input ends.
+    repeat: bool = False
     # Of a server, in seconds, after which the client gives a stream up.
     silence: float = 20.0
 
@@ -101,7 +103,14 @@ def take(result: Result, event: dict, on_begin) -> None:
 
 async def main(options: Options) -> None:
     """Run all streams, and print what became of them."""
-    begun = 0
+    begun, is_last = 0, asyncio.Event()
+
+    async def stream_on(number: int) -> None:
+        while True:
+            result = await stream(client, options, number, on_begin)
+            print(json.dumps(asdict(result)), flush=True)
+            if result.error or not options.repeat or is_last.is_set():
+                return
 
     def on_begin() -> None:
         nonlocal begun
@@ -113,10 +122,12 @@ async def main(options: Options) -> None:
     async with httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(options.silence, connect=5)) as client:
         tasks = []
         for number in range(options.count):
-            tasks.append(asyncio.create_task(stream(client, options, number, on_begin)))
+            tasks.append(asyncio.create_task(stream_on(number)))
             await asyncio.sleep(options.interval)
-        for each in asyncio.as_completed(tasks):
-            print(json.dumps(asdict(await each)), flush=True)
+        if options.repeat:
+            await asyncio.to_thread(sys.stdin.read)
+            is_last.set()
+        await asyncio.gather(*tasks)
 
 
 if __name__ == "__main__":

@@ -109,8 +109,9 @@ class ClusterIngress:
     """The ingress of a cluster: an actor of `HostIngress` on this host, and, if it is to listen on all addresses, on
     every host that has API servers.
 
-    They outlive this process: who takes the application over takes them along. report: for hosts that take no
-    connections. node_id: Ray's id of this process's node.
+    They outlive this process: who takes the application over takes them along. One whose host has had no API server for
+    INGRESS_LEAVE_S ends when its connections have: Ray gives no host back that has an actor. report: for hosts that
+    take no connections. node_id: Ray's id of this process's node.
     """
 
     def __init__(
@@ -121,6 +122,8 @@ class ClusterIngress:
         self._everywhere = server.host in ("0.0.0.0", "::")
         self._actors: dict[str, Any] = {}  # node id -> actor
         self._starting: dict[Any, str] = {}  # answer to come -> node id
+        self._leaving: dict[Any, str] = {}  # the same
+        self._needed: dict[str, float] = {}  # node id -> time.monotonic() when it had API servers
 
     def start(self) -> int:
         """Returns the port. Raises ConfigError if this host cannot take connections there."""
@@ -146,6 +149,14 @@ class ClusterIngress:
                 ray.get(answer)
             except RayError as error:
                 self._report(f"host {_host(node_id)} takes no connections: {_reason(error)}")
+        now = time.monotonic()
+        self._needed |= dict.fromkeys(hosts | {self._here}, now)
+        for node_id in self._actors.keys() - self._leaving.values():
+            if now - self._needed[node_id] > timeouts.INGRESS_LEAVE_S:
+                answer = self._actors[node_id].leave.remote(self._arguments[0].api_server_drain_timeout)
+                self._leaving[answer] = node_id
+        for answer in ray.wait(list(self._leaving), timeout=0)[0] if self._leaving else ():
+            ray.kill(self._actors.pop(self._leaving.pop(answer)))
 
     def stop(self) -> None:
         """End all of them at once."""
@@ -185,6 +196,12 @@ class HostIngress:
     def port(self) -> int:
         """Where it listens."""
         return int(self._listener.getsockname()[1])
+
+    def leave(self, seconds: float) -> None:
+        """See `Ingress.leave`."""
+        self._stopping.set()
+        self._following.join()
+        self._ingress.leave(seconds)
 
     def stop(self) -> None:
         """End it at once."""
@@ -274,6 +291,14 @@ class Ingress:
                 commands += _commands(slot, wanted.get(slot))
         if commands and self._ask("; ".join(commands)):
             self._applied = wanted
+
+    def leave(self, seconds: float) -> None:
+        """Take no more connections; return when those that there are have ended, or after so many seconds."""
+        self._listener.close()
+        if self._process is not None:
+            self._process.send_signal(signal.SIGUSR1)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
 
     def stop(self) -> None:
         """End HAProxy at once, and close the listener."""

@@ -336,7 +336,7 @@ class Deployment:
         """
         if self._ingress is not None or not self._owned:
             view = self._directory.ask(None if self._owned else LaunchMember(self._id, self._node_id))
-            if self._ingress is not None:
+            if self._ingress is not None and (view is not None or self._owned):
                 self._ingress.update([] if view is None else view.servers)
 
     def _wait_for_other_launch(self) -> None:

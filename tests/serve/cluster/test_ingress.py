@@ -407,6 +407,31 @@ def test_it_takes_the_connections_that_admission_allows():
     assert int(re.search(r"^Maxconn: (\d+)", said, re.MULTILINE).group(1)) > 2000 + 900
 
 
+def test_one_that_leaves_refuses_connections_and_waits_for_those_that_there_are():
+    with ingress() as found, api_server("one") as one, ThreadPoolExecutor(1) as pool:
+        found.update([one.member()])
+        wait_for(lambda: who_answers(found) == {"one"})
+        one.hold.clear()
+        with socket.create_connection(("127.0.0.1", found.port)) as client:
+            client.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+            client.recv(4096)
+            leaves = pool.submit(found.leave, 20.0)
+            wait_for(lambda: is_closed(found.port))
+            assert not leaves.done()
+            one.hold.set()
+            assert client.recv(4096)
+        leaves.result(10)
+        assert found.is_dead
+
+
+def is_closed(port):
+    """Whether nobody listens there."""
+    with contextlib.suppress(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port)).close()
+        return False
+    return True
+
+
 # ---- in a cluster
 
 
@@ -471,10 +496,4 @@ def test_a_cluster_has_one_on_each_host(ray_cluster):
         DirectoryLink("app").ask()
         DirectoryLink("app").remove()
 
-    def is_gone():
-        with contextlib.suppress(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port)).close()
-            return False
-        return True
-
-    wait_for(is_gone)
+    wait_for(lambda: is_closed(port))
