@@ -15,7 +15,7 @@
 | host - its cloud | each replica on it | SPOT_POLL_S | - | Ray drains it; its replicas end LEAVE_S before it goes |
 | new replica - API servers | the replica | their first beats | JOIN_S | it counts as started without them |
 | launch - application | `rayllm launch` | STATUS_S | - | it says what Ray Serve says |
-| launch - ingress | `rayllm launch` | INGRESS_WATCH_S | - | HAProxy is started again |
+| launch - ingress | `rayllm launch`, an actor on other hosts | INGRESS_WATCH_S; an answer every INGRESS_ASK_S | INGRESS_SILENCE_S | HAProxy is started again |
 | launch - Ray on its host | `rayllm launch` | raylet (and GCS, if it started them) run | - | it ends, exit code 1 |
 | launch - its guard - its parent | the last two, by the ends of processes | - | - | all that was started is ended |
 
@@ -97,6 +97,8 @@ START_S = 1800.0
 STATUS_S = 1.0
 STOP_S = 20.0
 INGRESS_WATCH_S = 0.25
+INGRESS_ASK_S = 1.0
+INGRESS_SILENCE_S = 3.0  # its answers come from a thread that also passes connections on
 INGRESS_START_S = 5.0
 INGRESS_RESTART_S = 1.0  # between two starts of one that keeps dying
 END_DESCENDANTS_S = 2.0
