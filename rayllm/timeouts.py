@@ -15,7 +15,7 @@
 | host - its cloud | each replica on it | SPOT_POLL_S | - | Ray drains it; its replicas end LEAVE_S before it goes |
 | new replica - API servers | the replica | their first beats | JOIN_S | it counts as started without them |
 | launch - application | `rayllm launch` | STATUS_S | - | it says what Ray Serve says |
-| launch - ingress | its host's launch or actor | it runs; answers every INGRESS_ASK_S | INGRESS_SILENCE_S | HAProxy starts anew |
+| ingress | its host's launch or actor | an answer every INGRESS_ASK_S | INGRESS_SILENCE_S | HAProxy starts anew |
 | launch - Ray on its host | `rayllm launch` | raylet (and GCS, if it started them) run | - | it ends, exit code 1 |
 | launch - its guard - its parent | the last two, by the ends of processes | - | - | all that was started is ended |
 
