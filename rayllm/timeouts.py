@@ -54,6 +54,7 @@ IDLE_WATCH_S = 0.5  # how often an engine without work looks at the ranks
 RANK_WATCH_S = 0.2  # how often a wait for a result looks at the ranks
 RANK_FAILURE_S = 3.0  # for Ray to notice why a connection broke
 RANK_STOP_S = 5.0  # each wait of the shutdown
+RANK_HANGUP_S = 0.3  # for gloo to notice that a process is gone: mostly at once, on rare occasions never
 PLACEMENT_S = 6.0  # for resources that exist but are taken; an engine that just stopped frees its own in less
 
 # A request whose engine died: how long its front waits for one that takes over, and how often it looks.

@@ -248,7 +248,7 @@ class RayExecutor(Executor):
             return
         with contextlib.suppress(Exception):  # it failed, or still waits for a rank that will not come
             self._joining.result(timeouts.RANK_STOP_S)
-        if self._channel is not None and not self._channel.join(timeouts.RANK_STOP_S):
+        if self._channel is not None and not self._channel.join(timeouts.RANK_HANGUP_S):
             logger.warning("a connection to a worker is still open; its thread is left behind")
         self._joining = self._channel = None
         if dist.is_initialized():

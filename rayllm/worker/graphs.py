@@ -412,15 +412,15 @@ def make_graphs(context: RunContext, max_tokens: int) -> StepGraphs:
 def capture_graphs(context: RunContext, max_tokens: int, memory: StepMemory) -> StepGraphs:
     """`make_graphs`, run all of them, and capture those of up to MIXED_SEQS sequences. On all ranks together."""
     made = make_graphs(context, max_tokens)
-    decodes, (alone, mixed, *_wide) = made.decodes, made.chunks
+    decodes, (alone, mixed, *wide) = made.decodes, made.chunks
     assert decodes is not None
-    all_graphs: list[_Captured] = [*reversed(made.chunks), decodes]  # the largest first
+    all_graphs: list[_Captured] = [*wide, mixed, alone, decodes]  # the largest first
     caches = context.caches[: context.model.spec.num_distinct_layers]
     with memory.active():
         with ops.compile_only():
             for graphs in all_graphs:
                 graphs.run_all(caches)
-        for graphs in all_graphs:
+        for graphs in all_graphs[len(wide) :]:
             graphs.run_all(caches)
     torch.cuda.synchronize()
     mixed.capture(mixed.sizes, memory)
