@@ -15,7 +15,7 @@
 | host - its cloud | each replica on it | SPOT_POLL_S | - | Ray drains it; its replicas end LEAVE_S before it goes |
 | new replica - API servers | the replica | their first beats | JOIN_S | it counts as started without them |
 | launch - application | `rayllm launch` | STATUS_S | - | it says what Ray Serve says |
-| launch - ingress | `rayllm launch` | INGRESS_WATCH_S | - | HAProxy is started again |
+| ingress | its host's launch or actor | an answer every INGRESS_ASK_S | INGRESS_SILENCE_S | HAProxy starts anew |
 | launch - Ray on its host | `rayllm launch` | raylet (and GCS, if it started them) run | - | it ends, exit code 1 |
 | launch - its guard - its parent | the last two, by the ends of processes | - | - | all that was started is ended |
 
@@ -54,6 +54,7 @@ IDLE_WATCH_S = 0.5  # how often an engine without work looks at the ranks
 RANK_WATCH_S = 0.2  # how often a wait for a result looks at the ranks
 RANK_FAILURE_S = 3.0  # for Ray to notice why a connection broke
 RANK_STOP_S = 5.0  # each wait of the shutdown
+RANK_HANGUP_S = 0.3  # for gloo to notice that a process is gone: mostly at once, on rare occasions never
 PLACEMENT_S = 6.0  # for resources that exist but are taken; an engine that just stopped frees its own in less
 
 # A request whose engine died: how long its front waits for one that takes over, and how often it looks.
@@ -97,6 +98,8 @@ START_S = 1800.0
 STATUS_S = 1.0
 STOP_S = 20.0
 INGRESS_WATCH_S = 0.25
+INGRESS_ASK_S = 1.0
+INGRESS_SILENCE_S = 3.0  # its answers come from a thread that also passes connections on
 INGRESS_START_S = 5.0
 INGRESS_LEAVE_S = 30.0  # without an API server on its host; one that has died is back in less
 INGRESS_RESTART_S = 1.0  # between two starts of one that keeps dying

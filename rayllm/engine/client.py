@@ -125,6 +125,7 @@ class EngineClient:
         self._searches: dict[str, asyncio.Future[bool]] = {}  # by key id
         self._next_beat: asyncio.Future[None] | None = None  # of the engine, for which somebody waits
         self._socket: zmq.asyncio.Socket | None = None
+        self._monitor: zmq.asyncio.Socket
         self._tasks: list[asyncio.Task[None]] = []
         self._info: EngineInfo | None = None
         self._last_heard = 0.0
@@ -140,7 +141,7 @@ class EngineClient:
         """Raises EngineDeadError if no engine answers."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        socket = self._socket = zmq.asyncio.Context().socket(zmq.DEALER)
+        socket = self._socket = _context().socket(zmq.DEALER)
         socket.linger = round(timeouts.DISCONNECT_S * 1000)
         # A thread of ZeroMQ's answers these in the engine, whatever keeps its interpreter busy.
         socket.heartbeat_ivl = round(timeouts.CONNECTION_PING_S * 1000)
@@ -149,7 +150,8 @@ class EngineClient:
             socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret.encode()
             socket.curve_serverkey = self._server_key.encode()
         socket.ipv6 = "[" in self._address
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://{uuid.uuid4().hex}")
+        self._monitor = monitor
         socket.connect(self._address)
         self._send(wire.Hello(self._front_id))
         try:
@@ -159,6 +161,7 @@ class EngineClient:
             raise EngineDeadError(f"no engine answers at {self._address}") from None
         except asyncio.CancelledError:
             if self.dead is None:
+                await self.close()
                 raise
             raise EngineDeadError(self.dead) from None  # `close` took the socket away
         if isinstance(answer, wire.Welcome) and answer.version != wire.VERSION:
@@ -235,7 +238,8 @@ class EngineClient:
         if self._socket is not None:
             self._send(wire.Bye())
             self._socket.disable_monitor()
-            self._socket.context.destroy()
+            self._monitor.close()
+            self._socket.close()
             self._socket = None
 
     async def _run(self, state: RequestState) -> AsyncGenerator[RequestOutput, None]:
@@ -344,6 +348,13 @@ class EngineClient:
         for request_id, stream in self._streams.items():
             self._processor.remove(request_id)
             stream.end(EngineDeadError(reason))
+
+
+def _context() -> zmq.asyncio.Context:
+    """Of all connections of this process. It never ends, since ZeroMQ may wait for ever for closed connections then."""
+    context = zmq.asyncio.Context.instance()
+    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
+    return context
 
 
 def _ignore_result(future: asyncio.Future[Any]) -> None:

@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 
 import ray
+import torch
 import torch.distributed as dist
 
 from rayllm import timeouts
@@ -32,11 +33,14 @@ from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import EngineDeadError, StartupError
 from rayllm.executor.base import Executor
 from rayllm.executor.channel import Channel
+from rayllm.executor.checkpoints import fetch_checkpoint
 from rayllm.executor.placement import Placement, reserve
 from rayllm.executor.ranks import RankActors
 from rayllm.executor.standbys import Standbys
 from rayllm.executor.threads import on_thread
 from rayllm.parallel.process_groups import CONNECT_TIMEOUT, Groups, Rendezvous, interface_variables, join_groups
+from rayllm.parallel.shared_weights import SharedWeights
+from rayllm.parallel.tp_group import TPGroup
 from rayllm.worker.worker import LoadRank, RankModel
 
 logger = logging.getLogger(__name__)
@@ -60,14 +64,14 @@ class RayExecutor(Executor):
     def __init__(
         self,
         config: ResolvedConfig,
-        load: LoadRank = RankModel,
+        load: LoadRank | None = None,
         *,
         owns_ray: bool = False,
         step_seconds: float | None = None,
     ):
         super().__init__()
         self.standbys: Standbys | None = None
-        self._config, self._load, self._owns_ray = config, load, owns_ray
+        self._config, self._load, self._owns_ray = config, load or load_on_this_host, owns_ray
         self._step_seconds = step_seconds or timeouts.STEP_S[config.device]
         self._last_step = "no step has finished"
         self._in_flight: deque[int] = deque()  # step ids
@@ -244,7 +248,7 @@ class RayExecutor(Executor):
             return
         with contextlib.suppress(Exception):  # it failed, or still waits for a rank that will not come
             self._joining.result(timeouts.RANK_STOP_S)
-        if self._channel is not None and not self._channel.join(timeouts.RANK_STOP_S):
+        if self._channel is not None and not self._channel.join(timeouts.RANK_HANGUP_S):
             logger.warning("a connection to a worker is still open; its thread is left behind")
         self._joining = self._channel = None
         if dist.is_initialized():
@@ -289,3 +293,12 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
+
+
+def load_on_this_host(
+    config: ResolvedConfig, tp: TPGroup, device: torch.device, weights: SharedWeights | None = None, /
+) -> RankModel:
+    """A rank whose checkpoint is copied first if its host lacks that."""
+    if weights is None or not weights.is_filled:
+        fetch_checkpoint(config.options.model)
+    return RankModel(config, tp, device, weights)

@@ -168,6 +168,9 @@ def _check_user(connection: socket.socket) -> None:
 
 
 def _cuda(function: str, *args: Any) -> None:
-    """Call CUDA's driver. Raises RuntimeError."""
-    if error := getattr(ctypes.CDLL("libcuda.so.1"), function)(*args):
-        raise RuntimeError(f"{function}: CUDA error {error}")
+    """Call CUDA's driver. Raises RuntimeError with the driver's words."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    if error := getattr(driver, function)(*args):
+        words = ctypes.c_char_p()
+        driver.cuGetErrorString(error, ctypes.byref(words))
+        raise RuntimeError(f"CUDA's {function} failed: {(words.value or b'unknown error').decode()} (error {error})")

@@ -33,7 +33,8 @@ CHUNK_SIZES = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 
 MIXED_SIZES = (*CHUNK_SIZES[1:], 3072, 4096, 6144, 8192)
 MAX_CHUNKS = 64  # of a step without decodes, where more would only be padding to walk over
 # Sequences of a step among decodes, which computes logits for as many whether they are there or not; steps with more
-# have graphs of their own.
+# have graphs of their own. Those, and decode steps of more, are captured when they come: few servers need them, and
+# with 1,024 sequences they would be a quarter of all graphs.
 MIXED_SEQS = 256
 WIDE_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 # Above 2,048 tokens, a step is captured if it computes for less than launching it takes: about 20 ms.
@@ -115,9 +116,9 @@ class _Captured(ABC):
             self._load_padding(size)
             self._step(size, caches)
 
-    def capture(self, memory: StepMemory) -> None:
-        """Capture all sizes, largest first. Must run on all ranks together."""
-        for size in reversed(self.sizes):
+    def capture(self, sizes: Sequence[int], memory: StepMemory) -> None:
+        """Capture these sizes, ascending; the largest goes first. Must run on all ranks together."""
+        for size in reversed(sizes):
             self._load_padding(size)
             self._graphs[size] = memory.capture(partial(self._step, size, self._context.caches))
 
@@ -387,7 +388,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture_used(self, memory: StepMemory) -> None:
-        """Between steps, where not all sizes were captured before: as `_Captured.capture_used`."""
+        """Between steps: as `_Captured.capture_used`."""
         for graphs in (self.decodes, *self.chunks):
             if graphs is not None:
                 graphs.capture_used(memory)
@@ -409,20 +410,22 @@ def make_graphs(context: RunContext, max_tokens: int) -> StepGraphs:
 
 @torch.inference_mode()
 def capture_graphs(context: RunContext, max_tokens: int, memory: StepMemory) -> StepGraphs:
-    """`make_graphs`, and capture all of them. On all ranks together."""
+    """`make_graphs`, run all of them, and capture those of up to MIXED_SEQS sequences. On all ranks together."""
     made = make_graphs(context, max_tokens)
-    assert made.decodes is not None
-    all_graphs: list[_Captured] = [*reversed(made.chunks), made.decodes]  # the largest first
+    decodes, (alone, mixed, *wide) = made.decodes, made.chunks
+    assert decodes is not None
+    all_graphs: list[_Captured] = [*wide, mixed, alone, decodes]  # the largest first
     caches = context.caches[: context.model.spec.num_distinct_layers]
     with memory.active():
         with ops.compile_only():
             for graphs in all_graphs:
                 graphs.run_all(caches)
-        for graphs in all_graphs:
+        for graphs in all_graphs[len(wide) :]:
             graphs.run_all(caches)
     torch.cuda.synchronize()
-    for graphs in all_graphs:
-        graphs.capture(memory)
+    mixed.capture(mixed.sizes, memory)
+    alone.capture(alone.sizes, memory)
+    decodes.capture([size for size in decodes.sizes if size <= MIXED_SEQS], memory)
     return made
 
 

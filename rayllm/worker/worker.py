@@ -223,7 +223,6 @@ class Worker:
         self._graphs, step_costs, costs = StepGraphs(), {}, None
         if device.type == "cuda" and resumes and not options.enforce_eager:
             self._graphs = make_graphs(context, rank.config.max_num_batched_tokens)
-        self._captures = resumes and self._graphs.decodes is not None
         with timed(rank.phases, "warm up"):
             if device.type == "cuda" and not resumes:
                 self._graphs = self._warm_up(context, table)
@@ -240,8 +239,7 @@ class Worker:
             if plan.copies:
                 self._cache.copy(plan.copies)
             self._pending.append(self._runner.submit(plan))
-        if self._captures:  # all ranks compute the same plans, so they come to the same sizes
-            self._graphs.capture_used(self._memory)
+        self._graphs.capture_used(self._memory)  # all ranks compute the same plans, so they come to the same sizes
 
     def collect(self) -> StepResult:
         """The result of the oldest submitted step, once it is on the host."""

@@ -13,8 +13,9 @@ import psutil
 import pytest
 from support.launched import Launched, free_port, private_folders, session_processes
 
-ENDED_S = 5  # until all processes of a launch that was killed have ended
-NOTICED_S = 10  # until launch has ended when Ray is lost
+# Until all processes of a launch that was killed have ended, and until launch has ended when Ray is lost. Each takes
+# about a second on a machine that is not busy.
+ENDED_S = 30
 
 
 class Server(Launched):
@@ -33,9 +34,9 @@ class Server(Launched):
         """The processes of whose command line this is a part."""
         return [pid for pid, command in session_processes(self.session_id) if text in command]
 
-    def check_that_nothing_is_left(self, processes, limit):
+    def check_that_nothing_is_left(self, processes):
         assert self.folders
-        _, left = psutil.wait_procs(processes, timeout=limit)
+        _, left = psutil.wait_procs(processes, timeout=ENDED_S)
         assert not left, left
         assert not [path for path in self.folders if path.exists()]
 
@@ -99,9 +100,8 @@ def test_a_killed_launch_leaves_nothing_behind(server):
         names = {each.name() for each in processes}
         assert {"haproxy", "raylet", "gcs_server"} <= names, names
         os.kill(server.process.pid, signal.SIGKILL)
-        killed = time.monotonic()
         server.process.wait()
-    server.check_that_nothing_is_left(processes, ENDED_S - (time.monotonic() - killed))
+    server.check_that_nothing_is_left(processes)
 
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
@@ -115,10 +115,10 @@ def test_a_server_that_loses_ray_says_so_and_ends(tmp_path, port, name):
         (victim,) = [each for each in processes if each.name() == name]
         said = len(launched.log.read_text())
         victim.kill()
-        assert launched.process.wait(NOTICED_S) == 1
+        assert launched.process.wait(ENDED_S) == 1
         # Ray itself may have something to say too.
         assert launched.log.read_text()[said:].endswith(f"error: Ray is lost on this host: {name} has ended\n")
-        launched.check_that_nothing_is_left(processes, 0)
+        launched.check_that_nothing_is_left(processes)
         with pytest.raises(httpx.ConnectError):
             launched.complete()
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import stat
@@ -15,6 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import zmq
 from support.driver import INFO, FakeCore, fake_request, fake_tokens, running, until, wait_for, whole
@@ -81,8 +83,7 @@ class RawFront:
     """A front's socket without a client: it says what the test wants, or nothing."""
 
     def __init__(self, address: str, **options: int):
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.linger, self.socket.rcvtimeo = 0, 10_000
         for name, value in options.items():
             setattr(self.socket, name, value)
@@ -106,7 +107,6 @@ class RawFront:
 
     def close(self) -> None:
         self.socket.close()
-        self.context.term()
 
 
 @contextmanager
@@ -679,8 +679,7 @@ class SilentEngine:
     """The engine's end of a connection; it says only what the test sends."""
 
     def __init__(self):
-        self.context = zmq.Context()
-        self.router = self.context.socket(zmq.ROUTER)
+        self.router = zmq.Context.instance().socket(zmq.ROUTER)
         self.router.linger = 0
         self.address = f"tcp://127.0.0.1:{self.router.bind_to_random_port('tcp://127.0.0.1')}"
         self._identity = b""
@@ -690,7 +689,6 @@ class SilentEngine:
 
     def __exit__(self, *_exc: object) -> None:
         self.router.close()
-        self.context.term()
 
     def messages(self) -> list[wire.FrontMessage]:
         """What has come."""
@@ -938,3 +936,23 @@ def test_an_engine_of_another_version_is_no_engine():
                     await connecting
 
     asyncio.run(main())
+
+
+def test_connections_share_threads_and_leave_none_behind():
+    async def scenario(address):
+        before, clients = 0, [EngineClient(address, None) for _ in range(9)]
+        for client in clients:
+            await client.connect()
+            before = before or psutil.Process().num_threads()
+        assert psutil.Process().num_threads() == before
+        for client in clients[:8]:
+            await client.close()
+        cut_off = EngineClient(f"ipc://{tempfile.gettempdir()}/nobody", None)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(cut_off.connect(), 0.1)
+        gc.collect()
+        assert await whole(clients[8].generate(fake_request("a", max_tokens=2)))
+        await clients[8].close()
+
+    with listening(FakeCore()) as (server, _):
+        asyncio.run(scenario(server.endpoint.ipc))

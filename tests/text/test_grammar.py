@@ -332,7 +332,7 @@ threading.Event().wait()
         for each in (pid, *trials):
             os.kill(each, signal.SIGSTOP)  # it cannot notice by itself
         engine.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while any(map(is_alive, (pid, *trials))) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(is_alive, (pid, *trials)))

@@ -20,6 +20,7 @@ from rayllm.api.types import Load
 from rayllm.api.wire import VERSION
 from rayllm.config.options import ModelServerConfig, ServerConfig
 from rayllm.errors import EngineDeadError
+from rayllm.executor.checkpoints import fetch_checkpoint
 from rayllm.executor.ray_compat import log_folder
 from rayllm.serve.cluster.directory import (
     DirectoryLink,
@@ -38,7 +39,7 @@ from rayllm.serve.http.app import create_app
 from rayllm.serve.http.auth import ApiKey
 from rayllm.serve.http.limits import Admission
 from rayllm.serve.http.request_log import make_tracer, open_log
-from rayllm.text.tokenizer import load_tokenizer
+from rayllm.text.tokenizer import Tokenizer, load_tokenizer
 
 KEEP_ALIVE_S = 90  # of idle connections; longer than the ingress keeps them
 
@@ -83,7 +84,7 @@ class ServedModels:
         folder, name = log_folder(), f"requests_{self._place.replica_id}.log"  # beside Serve's own logs
         open_log(self._options.server.log_format, None if folder is None else folder / "serve" / name)
         for model in self._options.models:
-            tokenizer = None if model.skip_tokenizer_init else await asyncio.to_thread(load_tokenizer, model.folder)
+            tokenizer = None if model.skip_tokenizer_init else await asyncio.to_thread(_load_tokenizer, model.folder)
             place = self._place
             self.models[model.name] = ModelFront(model, tokenizer, self._server_id, place.node_id, place.replica_index)
         watch_host(self._options.server.spot_notices, self._place.node_id)
@@ -185,6 +186,11 @@ class ApiServer:
             self._server.config.timeout_graceful_shutdown = 1  # for ends of answers that are still to be sent
             self._server.should_exit = True
             await self._serving
+
+
+def _load_tokenizer(folder: str) -> Tokenizer:
+    fetch_checkpoint(folder, weights=False)
+    return load_tokenizer(folder)
 
 
 def app_builder(options: FrontOptions) -> Callable[[], FastAPI]:

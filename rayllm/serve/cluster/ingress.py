@@ -249,7 +249,7 @@ class Ingress:
             pem = _certificate(server.ssl_certfile, server.ssl_keyfile)
             self._settings["tls"] = f" ssl crt {self._file(pem)} alpn h2,http/1.1"
         self._process: subprocess.Popen[bytes] | None = None
-        self._started = 0.0  # time.monotonic()
+        self._started = self._answered = 0.0  # time.monotonic()
         self._slots: dict[str, int] = {}  # member id -> its place in the backend
         self._seen: dict[str, tuple[float, ServerMember]] = {}  # member id -> (time.monotonic(), as last heard)
         self._applied: dict[int, tuple[str, bool]] = {}  # place -> (address, draining) as HAProxy has it
@@ -272,7 +272,7 @@ class Ingress:
         return self._process is None or self._process.poll() is not None
 
     def update(self, servers: Sequence[ServerMember]) -> None:
-        """Bring HAProxy up to date with the API servers; start it again if it has died.
+        """Bring HAProxy up to date with the API servers; start it again if it has died, or does not answer.
 
         A server that is missing is kept for a while, as the directory may be new; HAProxy sees by itself if it is gone.
         """
@@ -282,6 +282,11 @@ class Ingress:
         free = set(range(1, SLOTS + 1)) - {self._slots.get(key) for key in self._seen}
         self._slots = {key: self._slots.get(key) or free.pop() for key in self._seen}
         wanted = {self._slots[key]: (member.address, member.draining) for key, (_, member) in self._seen.items()}
+        if now - self._answered > timeouts.INGRESS_ASK_S and self._ask("show info"):
+            self._answered = now
+        if now - self._answered > timeouts.INGRESS_SILENCE_S and self._process is not None:
+            self._process.kill()
+            self._process.wait()
         if self.is_dead and now - self._started > timeouts.INGRESS_RESTART_S:
             logger.warning("HAProxy has died and is started again")
             self._run(wanted)
@@ -314,6 +319,7 @@ class Ingress:
     def _run(self, servers: Mapping[int, tuple[str, bool]]) -> None:
         """Start HAProxy with these servers: place -> (address, draining)."""
         self._applied, self._started = dict(servers), time.monotonic()
+        self._answered = self._started
         lines = [
             f"server api{slot} {servers[slot][0]}{' disabled' if servers[slot][1] else ''}"
             if slot in servers

@@ -26,6 +26,7 @@ from rayllm.api.types import DeviceMemory, EngineInfo, Phases, StartReport, time
 from rayllm.config.options import ModelConfig, ServerConfig
 from rayllm.config.resolved import NUM_SEQS, resolve
 from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
+from rayllm.executor.checkpoints import offer_checkpoint
 from rayllm.executor.ray_cluster import connect_to_ray, has_no_cluster
 from rayllm.executor.ray_compat import log_folder, raylet_socket
 from rayllm.serve.cluster.application import ResolvedModel, cores_by_host, make_application, resolve_models
@@ -204,6 +205,7 @@ class Deployment:
         self._node_id = ""  # Ray's id of this process's node
         self._id = uuid.uuid4().hex  # in the directory
         self._end_application: Callable[[], None] | None = None  # for `leave`, once one that was taken over runs
+        self._offers: dict[str, Callable[[], None]] = {}  # checkpoint -> what ends that others may copy it
         self._undo = ExitStack()  # what `leave` has to do, the last first
 
     @property
@@ -294,6 +296,8 @@ class Deployment:
         # In a cluster several hosts have an ingress, and all API servers must be reached from them.
         node = None if self._ingress is None else self._node_id if self._owned else ""
         cores = [] if self._owned else cores_by_host()
+        for folder in {each.engine.options.model for each in models} if not self._owned else ():
+            self._offers[folder] = offer_checkpoint(folder, self._node_id)
         application = make_application(
             models, server, keys=keys, free_gpus=free_gpus, ingress_node=node, host_cores=cores, grows=self._grows
         )
@@ -362,6 +366,8 @@ class Deployment:
             self._ingress.stop()
         serve.shutdown() if delete is None else delete(APP_NAME)
         self._directory.remove()
+        for end in self._offers.values():
+            end()
 
     def wait_until_running(self, stop: threading.Event, report: Report, timeout: float) -> bool:
         """Whether it runs; False if told to stop. Raises what a replica raised, StartupError after the timeout."""

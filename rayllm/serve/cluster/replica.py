@@ -20,6 +20,7 @@ from rayllm.engine.build import start_resolved_engine
 from rayllm.engine.driver import Core, EngineDriver
 from rayllm.engine.socket import EngineSocket
 from rayllm.errors import EngineDeadError
+from rayllm.executor.checkpoints import fetch_checkpoint
 from rayllm.serve.cluster.directory import DirectoryLink, EngineMember, Membership, Place, Report, View, own_place
 from rayllm.serve.cluster.spot import watch_host
 
@@ -42,7 +43,7 @@ class EngineReplica:
         model: str,
         drain_timeout: float,
         spot_notices: str = "none",
-        start: Callable[[ResolvedConfig], Core] = start_resolved_engine,
+        start: Callable[[ResolvedConfig], Core] | None = None,
         place: Place | None = None,
         registry: DirectoryLink | None = None,
     ) -> None:
@@ -50,7 +51,7 @@ class EngineReplica:
         self._model, self._drain_timeout = model, drain_timeout
         self._place = place or own_place()
         watch_host(spot_notices, self._place.node_id)
-        self._core = start(config)  # the driver's, while that runs
+        self._core = (start or _start)(config)  # the driver's, while that runs
         self._driver = EngineDriver(self._core)
         self._socket = EngineSocket(self._driver)
         self._servers: set[str] | None = None  # the model's API servers; None until the directory has told them
@@ -138,3 +139,8 @@ class EngineReplica:
         elsewhere = any(server.node_id != self._place.node_id for server in view.servers)
         if elsewhere and not self._socket.endpoint.tcp:
             await asyncio.to_thread(self._socket.open_tcp, self._place.host)
+
+
+def _start(config: ResolvedConfig) -> Core:
+    fetch_checkpoint(config.options.model)
+    return start_resolved_engine(config)

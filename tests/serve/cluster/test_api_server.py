@@ -150,7 +150,7 @@ def test_on_a_host_that_goes_it_serves_until_there_is_another():
             assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200
         cluster.directory.ask(ServerMember("starts", "there", ["m"]))
         cluster.directory.ask(ServerMember("another", "there", ["m"], "127.0.0.2:80"))
-        await until(lambda: cluster.servers()[0].draining)
+        await until(lambda: any(each.draining for each in cluster.servers()))
         await asyncio.wait_for(stopping, 10)
         cluster.directory.stop(0)
         await cluster.engine.__del__()

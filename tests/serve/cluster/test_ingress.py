@@ -208,6 +208,29 @@ def test_one_that_dies_is_started_again_and_no_connection_is_refused(monkeypatch
         assert haproxy() != first
 
 
+def test_one_that_is_stopped_is_started_again(monkeypatch):
+    monkeypatch.setattr(timeouts, "INGRESS_ASK_S", 0.1)
+    monkeypatch.setattr(timeouts, "INGRESS_SILENCE_S", 0.5)
+    monkeypatch.setattr(timeouts, "INGRESS_RESTART_S", 0.1)
+    with ingress() as found, api_server("one") as one:
+        found.update([one.member()])
+        first = haproxy()
+        first.suspend()
+        with ThreadPoolExecutor() as clients:
+            answer = clients.submit(get, found)
+            wait_for(lambda: found.update([]) or not first.is_running())
+            # The connection that it had taken is lost, if there was one.
+            with contextlib.suppress(ConnectionError, http.client.HTTPException):
+                answer.result()
+        wait_for(lambda: found.update([]) or not found.is_dead)
+        second = haproxy()
+        for _ in range(10):
+            found.update([])
+            time.sleep(0.1)
+        assert get(found)[2] == "one for 127.0.0.1."
+        assert haproxy() == second, "one that answers stays"
+
+
 def test_a_request_goes_to_another_server_if_its_own_one_dies_before_it_answers():
     """With a body too, which comes after the headers. One that has begun to answer leaves an answer that breaks off."""
     body = b'{"model": "m"}'

@@ -29,6 +29,7 @@ SUPERVISED = """
 orders = supervise(0.5, lambda: 1.0)
 start_some()
 print(os.getpid(), flush=True)
+sys.stdin.readline()
 """
 
 
@@ -37,13 +38,18 @@ class Supervised:
 
     def __init__(self, script, **options):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", START + SUPERVISED + script], stdout=subprocess.PIPE, text=True, **options
+            [sys.executable, "-c", START + SUPERVISED + script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            **options,
         )
         self.child = psutil.Process(int(self.process.stdout.readline()))
         self.itself = psutil.Process(self.process.pid)
         self.others = self.itself.children(recursive=True)
         assert self.child in self.others
         assert len(self.others) == 5, self.others
+        print(file=self.process.stdin, flush=True)  # from here on it runs the script
 
     def check_nothing_is_left(self):
         left = psutil.wait_procs(self.others, timeout=LIMIT_S)[1]

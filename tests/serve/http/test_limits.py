@@ -255,7 +255,7 @@ def test_refused_bodies_hold_no_place():
 
 def test_bodies_that_are_not_whole_yet_fill_no_memory(monkeypatch):
     monkeypatch.setattr(module, "BODIES_BYTES", 300)
-    api, body = staged(), b" " * 120 + json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    api, body = staged(), b" " * 120 + json.dumps({"prompt": "go", "max_tokens": 1}).encode()
 
     async def half(done):
         yield b" " * 200
@@ -288,7 +288,7 @@ def test_memory_is_given_back_once_for_many_large_bodies(monkeypatch):
     async def scenario():
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app=api.app), base_url="http://test")
         for count in (1, 2):
-            await asyncio.gather(*(client.post("/v1/completions", json={"prompt": "a" * 20}) for _ in range(3)))
+            await asyncio.gather(*(client.post("/v1/completions", json={"prompt": "go"}) for _ in range(3)))
             await asyncio.sleep(0.2)
             assert len(calls) == count
 

@@ -358,6 +358,7 @@ from pathlib import Path
 from test_security import post
 from support.app import Api
 from rayllm.config.options import BUNDLED_MODEL
+from rayllm.serve.http import request
 from rayllm.text.tokenizer import load_tokenizer
 
 api = Api()
@@ -369,6 +370,8 @@ def grown_by(copies):
         for _ in range(3):
             body = b'{"prompt": "' + text * copies + b'"}'
             assert (await post(api.app, iter([body]), path="/tokenize", more=False))[0] == 200
+        del body
+        await asyncio.sleep(2 * request.GIVE_BACK_S)
     before = resident_mib()
     asyncio.run(three())  # which waits for threads
     return resident_mib() - before

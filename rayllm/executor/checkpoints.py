@@ -1,0 +1,160 @@
+"""Checkpoints that a host does not have: copied once from the host of `rayllm launch`, over Ray's object store.
+
+A copy lies at the same path as the original, with the same times of change, and says that it is one: a folder that
+somebody else has put there is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import shutil
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rayllm.errors import ModelError
+
+CHUNK = 64 * 2**20  # bytes
+IN_FLIGHT = 4  # chunks; while one is written, the next ones are on their way
+MARK = ".copied-by-rayllm"
+NAMESPACE = "rayllm"
+
+logger = logging.getLogger("ray.serve")
+
+
+class File(NamedTuple):
+    """One of a checkpoint's files."""
+
+    # Below the folder.
+    path: str
+    size: int
+    # Of the last change, nanoseconds.
+    time: int
+
+    @property
+    def is_weights(self) -> bool:
+        """Whether only ranks need it."""
+        return self.path.endswith(".safetensors")
+
+
+class CheckpointSource:
+    """The Ray actor on the host that has the folder."""
+
+    def __init__(self, folder: str):
+        self._folder = Path(folder)
+
+    def files(self) -> list[File]:
+        """All of them but hidden ones."""
+        return list_files(self._folder)
+
+    def read(self, path: str, offset: int, size: int) -> np.ndarray:
+        """Bytes of a file. Raises FileNotFoundError for one that is not of the checkpoint."""
+        if path not in {file.path for file in self.files()}:
+            raise FileNotFoundError(path)
+        return np.fromfile(self._folder / path, np.uint8, size, offset=offset)
+
+
+def offer_checkpoint(folder: str, node_id: str) -> Callable[[], None]:
+    """Let other hosts copy a folder of this one, also when this process has gone.
+
+    node_id: Ray's id of this node. Returns what ends that.
+    """
+    actor: Any = ray.remote(CheckpointSource)
+    actor = actor.options(
+        name=_name(folder),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,
+        max_concurrency=IN_FLIGHT,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    ).remote(folder)
+    return lambda: ray.kill(actor)
+
+
+def fetch_checkpoint(folder: str, *, weights: bool = True) -> int:
+    """Bring what this host lacks of a checkpoint; returns the bytes. Returns at once if it has one of its own.
+
+    weights: those too. Waits while another process of this host does the same. Raises ModelError.
+    """
+    target = Path(folder)
+    if not ray.is_initialized() or (target.exists() and not (target / MARK).exists()):
+        return 0
+    try:
+        source = ray.get_actor(_name(folder), namespace=NAMESPACE)
+    except ValueError:  # nobody offers it
+        return 0
+    try:
+        return copy_checkpoint(target, ray.get(source.files.remote()), _chunks_of(source), weights=weights)
+    except (OSError, RayError) as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        raise ModelError(
+            f"{folder} is not on host {socket.gethostname()}, nor can it be copied there: {reason}"
+        ) from None
+
+
+def copy_checkpoint(
+    target: Path, files: list[File], chunks: Callable[[File], Iterator[np.ndarray]], *, weights: bool = True
+) -> int:
+    """Copy files that are not there as they are; returns the bytes. chunks: of a file, in order. Raises OSError."""
+    target.mkdir(parents=True, exist_ok=True)
+    with (target / MARK).open("w") as mark:
+        fcntl.flock(mark, fcntl.LOCK_EX)  # one process a host
+        there = set(list_files(target))
+        missing = [file for file in files if file not in there and (weights or not file.is_weights)]
+        num_bytes, free = sum(file.size for file in missing), shutil.disk_usage(target).free
+        if num_bytes > free:
+            raise OSError(f"it takes {num_bytes} bytes, and {free} are free")
+        for file in missing:
+            logger.info("copying %s, %d bytes", target / file.path, file.size)
+            _write(target / file.path, file, chunks(file))
+    return num_bytes
+
+
+def list_files(folder: Path) -> list[File]:
+    """All files below a folder but hidden ones."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    plain = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    return [File(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in plain]
+
+
+def _chunks_of(source: Any) -> Callable[[File], Iterator[np.ndarray]]:
+    def chunks(file: File) -> Iterator[np.ndarray]:
+        offsets = iter(range(0, file.size, CHUNK))
+        coming = deque(source.read.remote(file.path, offset, CHUNK) for offset in itertools.islice(offsets, IN_FLIGHT))
+        while coming:
+            yield ray.get(coming.popleft())
+            coming.extend(source.read.remote(file.path, offset, CHUNK) for offset in itertools.islice(offsets, 1))
+
+    return chunks
+
+
+def _write(path: Path, file: File, chunks: Iterator[np.ndarray]) -> None:
+    """A file appears whole, or not at all: engines map them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    with contextlib.ExitStack() as undo:
+        undo.callback(part.unlink, missing_ok=True)
+        with part.open("wb") as output:
+            for chunk in chunks:
+                output.write(chunk.data)
+        if part.stat().st_size != file.size:
+            raise OSError(f"{file.path} has changed while it was copied")
+        os.utime(part, ns=(file.time, file.time))
+        part.rename(path)
+
+
+def _name(folder: str) -> str:
+    return f"checkpoint {folder}"
