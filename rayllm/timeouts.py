@@ -11,6 +11,7 @@
 | driver - standby | the driver | as a rank's | RANK_SILENCE_S | new standbys start |
 | driver - step | the driver | the step's result | STEP_S | new ranks take over |
 | Serve - replica | Ray Serve | HEALTH_PERIOD_S | HEALTH_TIMEOUT_S | Ray Serve replaces the replica |
+| its process - replica | a process beside it | it is not stopped by a signal | STOPPED_S | the replica is killed |
 | replica, front - directory | the directory | REGISTER_S | MEMBER_SILENCE_S | the entry goes; others stop using it |
 | host - its cloud | each replica on it | SPOT_POLL_S | - | Ray drains it; its replicas end LEAVE_S before it goes |
 | new replica - API servers | the replica | their first beats | JOIN_S | it counts as started without them |
@@ -73,6 +74,7 @@ GRAMMAR_WORKER_START_S = 60.0  # a worker imports little, but the machine may be
 GRAMMAR_WORKER_SILENCE_S = 5.0  # beyond a trial's limit, after which the worker is taken to be stuck
 
 # Ray Serve and its replicas.
+STOPPED_S = 10.0  # by SIGSTOP or the like, after which a replica is killed; it is given up long before that
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
 KILL_S = 10.0  # after the time that running requests have, before Serve ends a replica by force

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from launched_server import ProcessFailedError
 from offline import custom_workload, fit_vocabulary
+from support.processes import is_running
 from support.sse_server import FakeServer
 
 from rayllm.config.options import BUNDLED_MODEL
@@ -94,7 +95,7 @@ def test_a_server_is_loaded_and_ends_with_all_its_processes(kind, python, notes,
         (f"{load}, first token p50", "ms", 2),
     ]
     assert all(value > 0 for each in figures.values() for value in each.values)
-    assert not any(map(is_alive, start["pids"]))
+    assert not any(map(is_running, start["pids"]))
 
 
 def test_a_shape_without_a_tokenizer_is_served_with_one(python, notes, tmp_path, impatient):
@@ -106,10 +107,6 @@ def test_a_shape_without_a_tokenizer_is_served_with_one(python, notes, tmp_path,
     with compare.served(compare.find_engine("vllm", python), args, folder, {}):
         assert notes()[0]["server"]["model"] == str(folder)
         assert {"config.json", "tokenizer.json"} <= {each.name for each in folder.iterdir()}
-
-
-def is_alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_server_that_is_running():
@@ -186,7 +183,7 @@ def test_sigterm_ends_the_engine():
             time.sleep(0.02)
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
-        assert not is_alive(engines[0].pid)
+        assert not is_running(engines[0].pid)
     finally:
         process.kill()
 

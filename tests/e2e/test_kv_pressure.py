@@ -49,8 +49,9 @@ def expected() -> dict[int, list[list[list[int]]]]:
     return {}
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(("mode", "caching"), [("recompute", True), ("swap", True), ("cost", False)])
+@pytest.mark.parametrize(
+    ("tp", "mode", "caching"), [(1, "recompute", True), (1, "swap", True), (1, "cost", False), (2, "swap", True)]
+)
 def test_a_fifth_of_the_room(tp, mode, caching, expected, request):
     if tp > 1:
         request.getfixturevalue("ray_cluster")

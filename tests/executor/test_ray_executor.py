@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import ray
+from support.processes import is_running
 from support.stand_ins import AddingRank, FailingRank, Replica, StumblingRank, cpu_config, make_plan, pids_in, pids_of
 
 from rayllm import timeouts
@@ -37,14 +38,6 @@ def local_results(plans):
     return results
 
 
-def is_gone(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 def live_groups():
     return {key for key, group in ray.util.placement_group_table().items() if group["state"] == "CREATED"}
 
@@ -64,7 +57,7 @@ def started():
         began = time.monotonic()
         executor.shutdown()
         assert time.monotonic() - began < SOON
-        assert all(is_gone(pid) for pid in pids_of(executor))
+        assert not any(map(is_running, pids_of(executor)))
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -95,7 +88,7 @@ def test_results_come_in_order_and_equal_the_local_ones(started, tp):
     executor.submit(make_plan(21))
     executor.shutdown()
     executor.shutdown()
-    assert all(is_gone(pid) for pid in pids_of(executor))
+    assert not any(map(is_running, pids_of(executor)))
     with pytest.raises(EngineDeadError, match="was shut down"):
         executor.submit(make_plan(22))
     with pytest.raises(EngineDeadError, match="was shut down"):
@@ -126,7 +119,7 @@ def test_a_start_that_fails(where, how, error, message):
         executor.start()
     assert type(raised.value) is error
     assert time.monotonic() - began - sum(seconds for _, seconds in executor.report.phases) < SOON
-    assert all(is_gone(pid) for pid in pids_of(executor))
+    assert not any(map(is_running, pids_of(executor)))
     with pytest.raises(EngineDeadError):
         executor.submit(make_plan(0))
 
@@ -140,7 +133,7 @@ def test_a_rank_that_stops_while_it_starts(monkeypatch, where, purpose):
         StartupError, match=f"worker rank 1 on node .* has not answered for 3 s while it had to {purpose}"
     ):
         executor.start()
-    assert all(is_gone(pid) for pid in pids_of(executor))
+    assert not any(map(is_running, pids_of(executor)))
 
 
 def test_a_rank_may_be_silent_for_longer_while_it_starts(started, monkeypatch):
@@ -192,7 +185,7 @@ def test_new_ranks_take_over(started, how):
         executor.collect()
     old = pids_of(executor)
     executor.recover()
-    assert all(is_gone(pid) for pid in old)
+    assert not any(map(is_running, old))
     assert len(pids_of(executor)) == len(executor.report.ready) == 2
     assert [name for name, _ in executor.report.phases][:4] == ["end workers", "place", "start actors", "connect"]
     executor.check_health()
@@ -252,7 +245,7 @@ def test_standbys_take_over_and_are_replaced(started, tmp_path, monkeypatch):
                 executor.collect()
             old = pids_of(executor)
             executor.recover()
-            assert all(is_gone(pid) for pid in old)
+            assert not any(map(is_running, old))
             executor.submit(make_plan(step_id + 1))
             assert executor.collect().step_id == step_id + 1
 
@@ -267,7 +260,7 @@ def test_standbys_take_over_and_are_replaced(started, tmp_path, monkeypatch):
         os.kill(lost[1], signal.SIGKILL)
         watch_until(executor, lambda: executor.standbys.places and pids_in(executor.standbys.places)[1] != lost[1])
         everyone |= {*lost, *pids_in(executor.standbys.places)}
-        watch_until(executor, lambda: is_gone(lost[0]))
+        watch_until(executor, lambda: not is_running(lost[0]))
 
         lose_a_rank(2)  # and a standby dies when it takes over
         assert len(list(tmp_path.iterdir())) == 4
@@ -278,7 +271,7 @@ def test_standbys_take_over_and_are_replaced(started, tmp_path, monkeypatch):
         assert len(everyone) == 12
     finally:
         executor.shutdown()
-    assert all(is_gone(pid) for pid in everyone)
+    assert not any(map(is_running, everyone))
 
 
 def test_a_step_that_hangs_ends_at_the_deadline(started):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from support.processes import is_running
 
 SCRIPT = """
 import json, os, sys
@@ -35,13 +36,6 @@ if sys.argv[1] == "shutdown":
 elif sys.argv[1] == "wait":
     sys.stdin.read()
 """
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait_until_gone(pids: list[int], seconds: float) -> list[int]:

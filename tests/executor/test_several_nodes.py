@@ -11,8 +11,8 @@ from pathlib import Path
 SCRIPT = """
 import json, os, signal, time
 import ray
-import psutil
 from ray.cluster_utils import Cluster
+from support.processes import is_running
 from support.stand_ins import AddingRank, cpu_config, make_plan, pids_of
 from rayllm.errors import EngineDeadError
 from rayllm.executor import placement
@@ -50,7 +50,7 @@ except EngineDeadError as error:
     message = str(error)
 seconds = time.monotonic() - began
 executor.shutdown()
-left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+left = [pid for pid in pids if is_running(pid)]
 again = make()
 again.start()
 again.submit(make_plan(1))

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from support.engine import outputs_of
 from support.model_factory import make_model
+from support.processes import is_running
 from support.stand_ins import pids_of
 
 from rayllm import LLM, SamplingParams, timeouts
@@ -63,13 +63,6 @@ def memory_in_use() -> list[int]:
     """MiB of each device, whoever holds them."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return [int(line) for line in subprocess.check_output(query, text=True).split()]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def assert_nothing_is_left(pids: list[int], before: list[int]) -> None:

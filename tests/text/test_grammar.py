@@ -16,8 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 from support.driver import wait_for
+from support.processes import is_running
 
 import rayllm
 from rayllm import timeouts
@@ -199,23 +201,14 @@ STUCK = [  # for minutes
 DATA = TokenizerData(TOKENIZER.backend.to_str(), TOKENIZER.vocab_size, VOCAB, EOS)
 
 
-def status(pid: int) -> list[str]:
-    """State and parent of a process; empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    except OSError:
-        return []
-
-
-def is_alive(pid: int) -> bool:
-    return status(pid)[:1] not in ([], ["Z"])
-
-
 def worker_processes(parent: int | None = None) -> set[int]:
     """Pids of the living trial workers of a process, of this one by default."""
-    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    children = [pid for pid in pids if status(pid)[1:] == [str(parent or os.getpid())] and is_alive(pid)]
-    return {pid for pid in children if b"grammar_trial" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    pids = set()
+    for child in psutil.Process(parent).children():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if any("grammar_trial" in word for word in child.cmdline()) and is_running(child.pid):
+                pids.add(child.pid)
+    return pids
 
 
 @contextlib.contextmanager
@@ -308,7 +301,7 @@ def test_a_worker_that_does_not_answer_is_killed_and_blames_no_grammar():
 def test_a_trial_is_small_and_gives_way_to_others():
     with stuck_trial() as (_worker, trial, _outcome):
         while os.getpriority(os.PRIO_PROCESS, trial) != os.getpriority(os.PRIO_PROCESS, 0) + grammar_trial.NICE:
-            assert is_alive(trial)
+            assert is_running(trial)
         assert not re.search("torch|transformers|numpy|/ray/", Path(f"/proc/{trial}/maps").read_text())
         os.kill(trial, signal.SIGKILL)
 
@@ -333,9 +326,9 @@ threading.Event().wait()
             os.kill(each, signal.SIGSTOP)  # it cannot notice by itself
         engine.kill()
     deadline = time.monotonic() + 30
-    while any(map(is_alive, (pid, *trials))) and time.monotonic() < deadline:
+    while any(map(is_running, (pid, *trials))) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not any(map(is_alive, (pid, *trials)))
+    assert not any(map(is_running, (pid, *trials)))
 
 
 def test_a_script_without_a_guard_compiles_grammars(tmp_path):

@@ -35,6 +35,7 @@ from rayllm.serve.cluster.directory import (
 from rayllm.serve.cluster.front import FrontModel, ModelFront
 from rayllm.serve.cluster.spot import watch_host
 from rayllm.serve.cluster.status import cluster_status, describe
+from rayllm.serve.cluster.stopped import end_if_stopped
 from rayllm.serve.http.app import create_app
 from rayllm.serve.http.auth import ApiKey
 from rayllm.serve.http.limits import Admission
@@ -147,6 +148,8 @@ class ApiServer:
         self, options: FrontOptions, *_engines: Any, place: Place | None = None, registry: DirectoryLink | None = None
     ) -> None:
         """_engines: their deployments, which Serve starts because they are named here."""
+        if place is None:  # in a process of its own
+            end_if_stopped(timeouts.STOPPED_S)
         place = place or own_place()
         self._drain_timeout, self._place = options.server.api_server_drain_timeout, place
         self._models = ServedModels(options, place, registry, self._end_http)
@@ -197,6 +200,7 @@ def app_builder(options: FrontOptions) -> Callable[[], FastAPI]:
     """For `serve.ingress`: the app of an API server behind Serve's proxies, built on each replica."""
 
     def build() -> FastAPI:
+        end_if_stopped(timeouts.STOPPED_S)
         models = ServedModels(options, own_place())
 
         @contextlib.asynccontextmanager

@@ -23,6 +23,7 @@ from rayllm.errors import EngineDeadError
 from rayllm.executor.checkpoints import fetch_checkpoint
 from rayllm.serve.cluster.directory import DirectoryLink, EngineMember, Membership, Place, Report, View, own_place
 from rayllm.serve.cluster.spot import watch_host
+from rayllm.serve.cluster.stopped import end_if_stopped
 
 logger = logging.getLogger("ray.serve")
 
@@ -48,6 +49,8 @@ class EngineReplica:
         registry: DirectoryLink | None = None,
     ) -> None:
         sys.setswitchinterval(SWITCH_S)
+        if place is None:  # in a process of its own
+            end_if_stopped(timeouts.STOPPED_S)
         self._model, self._drain_timeout = model, drain_timeout
         self._place = place or own_place()
         watch_host(spot_notices, self._place.node_id)
