@@ -239,7 +239,8 @@ class Worker:
             if plan.copies:
                 self._cache.copy(plan.copies)
             self._pending.append(self._runner.submit(plan))
-        self._graphs.capture_used(self._memory)  # all ranks compute the same plans, so they come to the same sizes
+        if self._graphs.decodes is not None:  # all ranks compute the same plans, so they come to the same sizes
+            self._graphs.capture_used(self._memory)
 
     def collect(self) -> StepResult:
         """The result of the oldest submitted step, once it is on the host."""

@@ -49,7 +49,7 @@ def test_queue_and_prefill_time_of_each_request():
     clock.now = 10.0
     scheduler.add(fake_request("a", max_tokens=1, prompt=[1, 2, 3, 4, 5, 6]))
     clock.now = 11.0
-    scheduler.add(fake_request("b", max_tokens=2, prompt=[7]))
+    scheduler.add(fake_request("b", max_tokens=2, prompt=[7], ignore_eos=True))
     assert step(12.0) == []  # the first four tokens of a
     (first,) = step(20.0)
     assert (first.request_id, first.times) == ("a", RequestTimes(2.0, 8.5))
@@ -92,7 +92,7 @@ def test_a_start_is_an_output_without_tokens():
 
 def test_tokens_of_steps():
     scheduler, _, step = clocked_scheduler(max_num_batched_tokens=16)
-    scheduler.add(fake_request("a", max_tokens=4, prompt=[1] * 20))
+    scheduler.add(fake_request("a", max_tokens=4, prompt=[1] * 20, ignore_eos=True))
     while scheduler.has_work():
         step(1.0)
     stats = scheduler.stats()
