@@ -108,13 +108,18 @@ def test_what_a_host_between_costs(cluster, hosts, laptop, phases):
         phases.add(f"1,000 tokens of 6 streams, {way}", seconds / 1.2)
 
 
-def test_an_update_loses_no_stream(cluster, laptop, texts, phases):
-    """Streams are longer than replicas have to drain."""
+def test_an_update_loses_no_stream(cluster, hosts, laptop, texts, phases):
+    """Streams are longer than replicas have to drain. The new replicas' hosts copy the checkpoint from the head."""
+    folder = cluster.head.run(
+        "mkdir ~/models; cp -r ~/rayllm/rayllm/assets/tiny-pydoc ~/models; echo ~/models/*"
+    ).strip()
     where = urls(cluster)
     before = resumed(laptop, where[0])
     running = Streams(laptop, urls=where, count=5, max_tokens=250, interval=2.0, repeat=True, wait=False)
     with phases.timed("update under load, a host for it included"):
-        assert update(cluster, num_replicas=2, max_model_len=2000) == "updated"
+        assert update(cluster, num_replicas=2, max_model_len=2000, model=folder) == "updated"
+    for name, _ in cluster.status().engines:
+        assert hosts[name].run(f"cat {folder}/.copied-by-rayllm")
     phases.add("update: longest pause of a stream", texts.check(running.results(), 250))
     assert resumed(laptop, where[0]) > before
     for url in where:

@@ -55,15 +55,17 @@ class Streams:
         command = f"timeout {LIMIT_S} python -m stream_client '{json.dumps(asdict(Options(**options)))}'"
         pipe = subprocess.PIPE
         self._process = host.start(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-        if wait:
-            first = json.loads(self._process.stdout.readline())
-            assert "begun" in first, first
+        self._said: list[dict[str, Any]] = []
+        while wait and not any("begun" in each for each in self._said):  # some may have ended before others begin
+            line = self._process.stdout.readline()
+            assert line, "the client ended before all streams had begun"
+            self._said.append(json.loads(line))
 
     def results(self) -> list[Result]:
         """Of all, when the last has ended. None is repeated any more."""
         self._process.stdin.close()
-        said = [json.loads(line) for line in self._process.stdout]
-        return [Result(**each) for each in said if "begun" not in each]
+        self._said += [json.loads(line) for line in self._process.stdout]
+        return [Result(**each) for each in self._said if "begun" not in each]
 
 
 class Texts:

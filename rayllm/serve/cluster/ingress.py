@@ -158,6 +158,11 @@ class ClusterIngress:
         for answer in ray.wait(list(self._leaving), timeout=0)[0] if self._leaving else ():
             ray.kill(self._actors.pop(self._leaving.pop(answer)))
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether a host that `update` has added does not take connections yet."""
+        return bool(self._starting)
+
     def stop(self) -> None:
         """End all of them at once."""
         for actor in self._actors.values():

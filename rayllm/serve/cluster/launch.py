@@ -376,7 +376,7 @@ class Deployment:
         while not stop.wait(POLL_S):
             self.watch_ingress()
             status = self.status()
-            if status.name == "RUNNING":
+            if status.name == "RUNNING" and (self._takes_connections() or time.monotonic() > deadline):
                 self.keep()
                 self._keep_until_end()
                 self._undo.callback(self._drain)
@@ -389,6 +389,11 @@ class Deployment:
                 note = _missing_gpus(self.models) or note
                 raise StartupError(f"the engine was not up after {timeout:g} s" + (f": {note}" if note else ""))
         return False
+
+    def _takes_connections(self) -> bool:
+        """Whether every host does that has API servers, once all have come up."""
+        self.watch_ingress()
+        return not (isinstance(self._ingress, ClusterIngress) and self._ingress.is_starting)
 
     def ask_engines(self) -> list[EngineInfo]:
         """What one replica of each model says of itself. Raises StartupError if one does not answer."""
