@@ -17,7 +17,7 @@
 | new replica - API servers | the replica | their first beats | JOIN_S | it counts as started without them |
 | launch - application | `rayllm launch` | STATUS_S | - | it says what Ray Serve says |
 | ingress | its host's launch or actor | an answer every INGRESS_ASK_S | INGRESS_SILENCE_S | HAProxy starts anew |
-| API servers of a host - its ingress | `rayllm launch` | one is there | INGRESS_LEAVE_S | the ingress ends after its connections |
+| host's API servers - its ingress | `rayllm launch` | one is there | INGRESS_LEAVE_S | it ends after its connections |
 | launch - Ray on its host | `rayllm launch` | raylet (and GCS, if it started them) run | - | it ends, exit code 1 |
 | launch - its guard - its parent | the last two, by the ends of processes | - | - | all that was started is ended |
 
