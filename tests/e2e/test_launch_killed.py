@@ -34,10 +34,14 @@ class Server(Launched):
         """The processes of whose command line this is a part."""
         return [pid for pid, command in session_processes(self.session_id) if text in command]
 
+    def describe(self, processes):
+        """For a failure: these, all of the session, and what the server has said."""
+        return "\n".join(map(str, [*processes, *session_processes(self.session_id), self.log.read_text()]))
+
     def check_that_nothing_is_left(self, processes):
         assert self.folders
         _, left = psutil.wait_procs(processes, timeout=ENDED_S)
-        assert not left, left
+        assert not left, self.describe(left)
         assert not [path for path in self.folders if path.exists()]
 
 
@@ -98,7 +102,7 @@ def test_a_killed_launch_leaves_nothing_behind(server):
         next(response.iter_lines())
         processes = psutil.Process(server.process.pid).children(recursive=True)
         names = {each.name() for each in processes}
-        assert {"haproxy", "raylet", "gcs_server"} <= names, names
+        assert {"haproxy", "raylet", "gcs_server"} <= names, server.describe(processes)
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
     server.check_that_nothing_is_left(processes)
@@ -112,9 +116,10 @@ def test_a_server_that_loses_ray_says_so_and_ends(tmp_path, port, name):
         assert launched.complete().json()["usage"]["completion_tokens"] == 3
         launched.folders = private_folders(launched.session_id)
         processes = psutil.Process(launched.process.pid).children(recursive=True)
-        (victim,) = [each for each in processes if each.name() == name]
+        victims = [each for each in processes if each.name() == name]
+        assert len(victims) == 1, launched.describe(processes)
         said = len(launched.log.read_text())
-        victim.kill()
+        victims[0].kill()
         assert launched.process.wait(ENDED_S) == 1
         # Ray itself may have something to say too.
         assert launched.log.read_text()[said:].endswith(f"error: Ray is lost on this host: {name} has ended\n")

@@ -225,4 +225,4 @@ def test_options_that_cannot_work_change_nothing(server):
 
 # The last test that needs the server.
 def test_nothing_is_left(server):
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log.read_text()

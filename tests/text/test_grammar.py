@@ -211,6 +211,11 @@ def worker_processes(parent: int | None = None) -> set[int]:
     return pids
 
 
+def wait_until_nice(trial: int) -> None:
+    while os.getpriority(os.PRIO_PROCESS, trial) != os.getpriority(os.PRIO_PROCESS, 0) + grammar_trial.NICE:
+        assert is_running(trial)
+
+
 @contextlib.contextmanager
 def trial_worker(**options):
     """A worker and its pid."""
@@ -300,8 +305,7 @@ def test_a_worker_that_does_not_answer_is_killed_and_blames_no_grammar():
 
 def test_a_trial_is_small_and_gives_way_to_others():
     with stuck_trial() as (_worker, trial, _outcome):
-        while os.getpriority(os.PRIO_PROCESS, trial) != os.getpriority(os.PRIO_PROCESS, 0) + grammar_trial.NICE:
-            assert is_running(trial)
+        wait_until_nice(trial)
         assert not re.search("torch|transformers|numpy|/ray/", Path(f"/proc/{trial}/maps").read_text())
         os.kill(trial, signal.SIGKILL)
 
@@ -322,6 +326,8 @@ threading.Event().wait()
         (pid,) = worker_processes(engine.pid)
         while not (trials := worker_processes(pid)):
             time.sleep(0.01)
+        for each in trials:
+            wait_until_nice(each)  # then the kernel is to end it with its parent
         for each in (pid, *trials):
             os.kill(each, signal.SIGSTOP)  # it cannot notice by itself
         engine.kill()

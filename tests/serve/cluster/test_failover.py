@@ -56,7 +56,9 @@ def test_a_rolling_replacement_under_requests_of_every_kind():
 
     async def scenario():
         directory = LocalDirectory()
-        replicas = [await live_replica(name, directory, drain_timeout=0.1) for name in ("one", "two", "three", "four")]
+        replicas = {}
+        for name in ("one", "two", "three", "four"):
+            replicas[name] = await live_replica(name, directory, drain_timeout=0.1)
         members = {each.member_id: each for each in directory.ask().engines}
         front = await connected_to([members["one"], members["two"]], "me")
         undisturbed = await outputs_of_every_kind(front, [0])
@@ -67,7 +69,7 @@ def test_a_rolling_replacement_under_requests_of_every_kind():
             await until(lambda before=before: progress[0] > before + 50)
             await front.update([members[new]], KEYS)
             await until(lambda: front.num_replicas == 3)
-            await replicas[list(members).index(old)].__del__()
+            await replicas[old].__del__()
             await front.update([], KEYS)
             assert (front.num_replicas, old in {each.member_id for each in directory.ask().engines}) == (2, False)
         for outputs in await asyncio.wait_for(asyncio.gather(*disturbed), 60):
@@ -77,8 +79,8 @@ def test_a_rolling_replacement_under_requests_of_every_kind():
                 assert after.embedding == before.embedding
         assert front.metrics.registry.get_sample_value("rayllm:request_resumed_total") > 4, "some moved twice"
         await front.close()
-        for replica in replicas[2:]:
-            await replica.__del__()
+        for name in ("three", "four"):
+            await replicas[name].__del__()
 
     switch_interval = sys.getswitchinterval()
     try:
