@@ -22,7 +22,7 @@ def serving(folder: Path) -> Iterator[str]:
     port = free_port()
     server = Launched(folder / "log", str(model), "--port", str(port), "--device", "cpu", *LIMITS)
     try:
-        server.wait_for("ready")
+        server.wait_for("\nready ")
         yield f"http://127.0.0.1:{port}"
         assert server.stop() == 0, server.log.read_text()
     finally:

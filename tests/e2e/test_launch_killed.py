@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import psutil
 import pytest
+from support.driver import wait_for
 from support.launched import Launched, free_port, private_folders, session_processes
 
 # Until all processes of a launch that was killed have ended, and until launch has ended when Ray is lost. Each takes
@@ -54,7 +55,7 @@ def port():
 def server(tmp_path_factory, port):
     launched = Server(tmp_path_factory.mktemp("server"), port)
     try:
-        launched.wait_for("ready")
+        launched.wait_for("\nready ")
         yield launched
     finally:
         launched.kill()
@@ -96,6 +97,7 @@ def test_an_engine_that_is_killed_leaves_no_folder(server):
 
 # The last test that needs the server.
 def test_a_killed_launch_leaves_nothing_behind(server):
+    wait_for(lambda: {server.complete().status_code for _ in range(6)} == {200})  # both API servers have the new engine
     body = {"prompt": "def", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
         assert response.status_code == 200
@@ -112,7 +114,7 @@ def test_a_killed_launch_leaves_nothing_behind(server):
 def test_a_server_that_loses_ray_says_so_and_ends(tmp_path, port, name):
     launched = Server(tmp_path, port)
     try:
-        launched.wait_for("ready")
+        launched.wait_for("\nready ")
         assert launched.complete().json()["usage"]["completion_tokens"] == 3
         launched.folders = private_folders(launched.session_id)
         processes = psutil.Process(launched.process.pid).children(recursive=True)

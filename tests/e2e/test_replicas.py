@@ -119,7 +119,7 @@ def wait_for(condition):
 def server(tmp_path_factory):
     launched = Deployment(tmp_path_factory.mktemp("server"))
     try:
-        launched.wait_for("ready")
+        launched.wait_for("\nready ")
         yield launched
     finally:
         launched.kill()

@@ -58,7 +58,7 @@ def server(tmp_path_factory):
     del os.environ["RAYLLM_API_KEY"]
     launched.port, launched.url = port, f"http://127.0.0.1:{port}"
     try:
-        launched.wait_for("ready")
+        launched.wait_for("\nready ")
         yield launched
     finally:
         launched.kill()

@@ -25,7 +25,7 @@ def server(tmp_path_factory):
     launched = Launched(tmp_path_factory.mktemp("server") / "log", "--port", str(port), "--device", "cpu")
     launched.url = f"http://127.0.0.1:{port}"
     try:
-        launched.wait_for("ready")
+        launched.wait_for("\nready ")
         yield launched
     finally:
         launched.kill()

@@ -110,7 +110,7 @@ def test_without_haproxy(tmp_path):
     port = free_port()
     server = Launched(tmp_path / "log", "--port", str(port), "--device", "cpu", "--ingress", "serve")
     try:
-        server.wait_for("ready")
+        server.wait_for("\nready ")
         url = f"http://127.0.0.1:{port}"
         assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == MODEL
         body = {"model": MODEL, "prompt": "def", "max_tokens": 5, "ignore_eos": True, "stream": True}
