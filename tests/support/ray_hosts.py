@@ -79,7 +79,8 @@ class Texts:
 
         Returns the longest pause of any, seconds.
         """
-        assert [each.error for each in results if each.error] == []
+        failed = [(each.url, each.num_tokens, each.error) for each in results if each.error]
+        assert not failed, failed
         assert {each.num_tokens for each in results} == {num_tokens}
         for each in results:
             text = each.text.rstrip("\ufffd")  # half a character, at the end of what was asked for

