@@ -109,7 +109,7 @@ def copy_checkpoint(
     target: Path, files: list[File], chunks: Callable[[File], Iterator[np.ndarray]], *, weights: bool = True
 ) -> int:
     """Copy files that are not there as they are; returns the bytes. chunks: of a file, in order. Raises OSError."""
-    target.mkdir(parents=True, exist_ok=True)
+    _make_copy(target)
     with (target / MARK).open("w") as mark:
         fcntl.flock(mark, fcntl.LOCK_EX)  # one process a host
         there = set(list_files(target))
@@ -121,6 +121,22 @@ def copy_checkpoint(
             logger.info("copying %s, %d bytes", target / file.path, file.size)
             _write(target / file.path, file, chunks(file))
     return num_bytes
+
+
+def _make_copy(target: Path) -> None:
+    """A folder that is marked as a copy from its first moment on, unless there is one: others look for the mark."""
+    if target.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = target.parent / f".{target.name}.{os.getpid()}"
+    new.mkdir(exist_ok=True)
+    (new / MARK).touch()
+    try:
+        new.rename(target)
+    except OSError:
+        shutil.rmtree(new)
+        if not target.exists():  # then it is not that another process was first
+            raise
 
 
 def list_files(folder: Path) -> list[File]:

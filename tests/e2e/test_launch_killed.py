@@ -15,7 +15,7 @@ from support.driver import wait_for
 from support.launched import Launched, free_port, private_folders, session_processes
 
 # Until all processes of a launch that was killed have ended, and until launch has ended when Ray is lost. Each takes
-# about a second on a machine that is not busy.
+# 0.4 to 2 s on a machine that is not busy.
 ENDED_S = 30
 
 

@@ -332,7 +332,7 @@ class Ingress:
         self._files = []
 
     def _take(self, free: set[int], member: ServerMember) -> int:
-        """A free place, below SLOTS for a server that goes first."""
+        """A free place, up to SLOTS for a server that goes first, above for another one."""
         is_first = self._node_id in (None, member.node_id)
         slot = next(each for each in free if (each <= SLOTS) == is_first)
         free.remove(slot)

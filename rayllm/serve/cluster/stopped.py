@@ -1,4 +1,4 @@
-"""`end_if_stopped`: a process that a signal stops ends after a while, with what it holds of GPUs and memory.
+"""`end_if_stopped`: a process that a signal has stopped is killed after a while, which frees its GPU and memory.
 
 Ray asks processes to end, and one that is stopped does not hear. This file is also the program that watches.
 """
@@ -24,21 +24,19 @@ def end_if_stopped(seconds: float, poll_s: float = POLL_S) -> None:
     subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
 
-def state_of(pid: int) -> tuple[str, int]:
-    """State, as in proc(5), and parent of a process. OSError if there is none."""
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        state, parent = file.read().rpartition(")")[2].split()[:2]
-    return state, int(parent)
-
-
 def watch(pid: int, seconds: float, poll_s: float) -> None:
     """Kill a process, the parent of this one, when it has been stopped for so long; return when it is gone."""
     stopped = 0.0
     while stopped < seconds:
         time.sleep(poll_s)
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                state = file.read().rpartition(")")[2].split()[0]  # as in proc(5)
+        except OSError:
+            return
         if os.getppid() != pid:
             return
-        stopped = stopped + poll_s if state_of(pid)[0] == "T" else 0.0
+        stopped = stopped + poll_s if state == "T" else 0.0
     print(f"process {pid} has been stopped for {seconds:g} s and is killed", file=sys.stderr, flush=True)
     os.kill(pid, signal.SIGKILL)
 
