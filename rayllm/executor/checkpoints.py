@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import socket
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,8 +129,8 @@ def _make_copy(target: Path) -> None:
     if target.exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    new = target.parent / f".{target.name}.{os.getpid()}"
-    new.mkdir(exist_ok=True)
+    new = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+    new.mkdir()
     (new / MARK).touch()
     try:
         new.rename(target)

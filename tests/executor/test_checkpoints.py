@@ -138,7 +138,7 @@ def test_by_ray(folder, tmp_path, ray_cluster, monkeypatch):
         assert fetch_checkpoint(str(target)) == 0
         (tmp_path / "file").write_text("")
         with pytest.raises(
-            ModelError, match=r"file/model is not on host .* nor can it be copied there: .*Not a directory"
+            ModelError, match=r"file/model is not on host .* nor can it be copied there: .*File exists: .*/file'"
         ):
             fetch_checkpoint(str(tmp_path / "file" / "model"))
     finally:
