@@ -8,11 +8,13 @@ seconds a process is killed, or stands still for a while, or something of `REQUE
 well-meant client sends; all of them, then all again in another order. With --count there are only deaths, one every
 so many seconds, until so many streams are complete.
 
-Streams ask questions whose answers the undisturbed server has given, and must get these, to the bit. A canary asks
-the same question all the time. Clients try again after 429 and 503, and when a connection breaks off, as clients do.
-That may happen to those of an API server or an ingress that was just killed; all other streams go on. In the end the
-server is stopped: the engines' records have to agree, and nothing may be left. Without --count, the raylet and the GCS
-are killed then: `rayllm launch` has to exit, to leave nothing, and to serve on the same port again.
+Streams ask questions that the undisturbed server has answered. With --count the server is in its deterministic mode,
+and they must get the same answers, to the bit; else as many tokens with the same end, since that mode takes CPUs
+minutes for some of the long inputs. What has come is never contradicted by the next try. A canary asks the same
+question all the time. Clients try again after 429 and 503, and when a connection breaks off, as clients do. That may
+happen to those of an API server or an ingress that was just killed; all other streams go on. In the end the server is
+stopped: the engines' records have to agree, and nothing may be left. Without --count, the raylet and the GCS are killed
+then: `rayllm launch` has to exit, to leave nothing, and to serve on the same port again.
 
 Exit code 1 if anything was lost or different, the canary had no answer, something is left, or memory stays 10% above
 that of the beginning.
@@ -48,6 +50,7 @@ from launched_server import (
     STOP_LIMIT_S,
     Belongings,
     free_port,
+    num_replicas,
     own_session,
     processes_of,
     session_processes,
@@ -59,7 +62,7 @@ MIB = 2**20
 SIZES = (31 * MIB, MIB)  # of hostile bodies
 OPTIONS = (
     *("--device", "cpu", "--num-replicas", "2", "--num-api-servers", "2", "--max-num-seqs", "64"),
-    *("--executor", "ray", "--deterministic"),  # so that there are ranks to kill, and answers to compare
+    *("--executor", "ray"),  # so that there are ranks to kill
 )
 START_LIMIT_S = 180.0
 LEARN_LIMIT_S = 180.0
@@ -95,8 +98,9 @@ class Soak:
     """The server at `url`, whose processes are those of a session, its clients and its enemies."""
 
     def __init__(self, url: str, session_id: int, seed: int, most_tokens: int, count: float = math.inf):
+        """count: of streams; if it is given, the server is in its deterministic mode."""
         self.url, self.session_id = url, session_id
-        self.questions = make_questions(most_tokens)
+        self.questions = make_questions(most_tokens, repeats=count < math.inf)
         self.answers: list[Answer] = []
         self.to_come = count  # streams
         self.belongings = Belongings(session_id)
@@ -242,15 +246,11 @@ class Soak:
     async def complete_server(self) -> None:
         """Wait until two replicas are used by two API servers."""
         deadline = time.monotonic() + START_LIMIT_S
-        async with httpx.AsyncClient() as client:
-            while time.monotonic() < deadline:
-                with contextlib.suppress(httpx.HTTPError):
-                    text = (await client.get(f"{self.url}/metrics", timeout=5)).text
-                    lines = [line for line in text.splitlines() if line.startswith("rayllm:num_replicas{")]
-                    counts = [len(processes_of(self.session_id, kind)) for kind in KILLED]
-                    if any(float(line.split()[-1]) == 2 for line in lines) and counts == [2, 2, 2, 1]:
-                        return
-                await asyncio.sleep(0.5)
+        while time.monotonic() < deadline:
+            seen = await asyncio.to_thread(num_replicas, self.url)
+            if seen == 2 and [len(processes_of(self.session_id, kind)) for kind in KILLED] == [2, 2, 2, 1]:
+                return
+            await asyncio.sleep(0.5)
         raise RuntimeError("the server is not complete again")
 
     async def body(self, name: str, size: int) -> None:
@@ -308,8 +308,8 @@ class Soak:
             self.stop.set()
 
 
-def make_questions(most_tokens: int) -> list[Request]:
-    """Streams of 8 to `most_tokens` tokens, with noise."""
+def make_questions(most_tokens: int, repeats: bool) -> list[Request]:
+    """Streams of 8 to `most_tokens` tokens, with noise. repeats: each has one answer, whatever runs beside it."""
     rng, questions = random.Random(0), []
     for seed in range(NUM_QUESTIONS):
         body = {
@@ -321,7 +321,7 @@ def make_questions(most_tokens: int) -> list[Request]:
             "seed": seed,
             "stream_options": {"include_usage": True},
         }
-        questions.append(Request(f"question {seed}", "/v1/completions", body))
+        questions.append(Request(f"question {seed}", "/v1/completions", body, repeats=repeats))
     return questions
 
 
@@ -347,9 +347,10 @@ REQUESTS: dict[str, tuple[str, object, dict[str, str]]] = {
 
 
 @contextlib.contextmanager
-def launch(port: int) -> Iterator[subprocess.Popen[bytes]]:
+def launch(port: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """The server, ready, as a process in a session of its own; all of it is gone afterwards."""
-    with own_session([sys.executable, "-m", "rayllm.cli", "launch", "--port", str(port), *OPTIONS]) as process:
+    command = [sys.executable, "-m", "rayllm.cli", "launch", "--port", str(port), *OPTIONS, *options]
+    with own_session(command) as process:
         wait_until_healthy(process, f"http://127.0.0.1:{port}", START_LIMIT_S)
         yield process
 
@@ -402,7 +403,7 @@ def print_streams(seen: Seen) -> None:
 def run_deaths(count: int, every: float, streams: int, minutes: float, seed: int) -> int:
     """So many streams, of which as many at once as `streams` says, with a death every so many seconds."""
     port = free_port()
-    with launch(port) as process:
+    with launch(port, "--deterministic") as process:
         soak = Soak(f"http://127.0.0.1:{port}", process.pid, seed, 48, count)
 
         async def all_of_it() -> None:

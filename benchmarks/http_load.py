@@ -37,6 +37,7 @@ class Sample:
     prompt_tokens: int = 0
     output_tokens: int = 0
     gaps: array[float] = field(default_factory=lambda: array("d"))  # a chunk after the first: seconds a token
+    longest_gap: float = 0.0  # between two chunks, seconds
     failure: str | None = None  # what went wrong, if anything did
 
 
@@ -173,5 +174,6 @@ def _count_tokens(data: bytes, sample: Sample, now: float) -> None:
         sample.first = now
     else:
         sample.gaps.append((now - sample.last) / new)
+        sample.longest_gap = max(sample.longest_gap, now - sample.last)
     sample.last = now
     sample.output_tokens += new

@@ -175,6 +175,16 @@ def healthy(url: str) -> bool:
         return False
 
 
+def num_replicas(url: str) -> int:
+    """Replicas that the API server which answers /metrics sends requests to; 0 if none answers."""
+    try:
+        lines = httpx.get(f"{url}/metrics", timeout=5).text.splitlines()
+    except httpx.HTTPError:
+        return 0
+    found = [float(line.split()[-1]) for line in lines if line.startswith("rayllm:num_replicas{")]
+    return int(found[0]) if found else 0
+
+
 def with_tokenizer(model: str, folder: str) -> str:
     """Make `folder` a model of the same shape with a tokenizer of made-up words: what has no text is not streamed."""
     from tokenizers import Tokenizer

@@ -14,6 +14,7 @@ would be what is measured.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import random
 import tempfile
@@ -125,6 +126,10 @@ class Served(NamedTuple):
     failures: list[str]  # what went wrong with each request that failed
 
 
+def quantile(ascending: list[float], share: float) -> float:
+    return ascending[int(share * (len(ascending) - 1))] if ascending else math.nan
+
+
 def http_rate(url: str, case: Case, args: argparse.Namespace, run: int) -> Served:
     """What clients see over HTTP; one process sends what comes at random times. run: makes prompts of its own.
 
@@ -191,12 +196,14 @@ def main() -> None:
                 served = [http_rate(url, case, args, run) for run, case in enumerate(cases)]
             print(f"\ningress {ingress}, {args.num_api_servers} API servers, {args.clients} client processes\n")
             print(
-                "| requests | engine alone | over HTTP | ratio | chunks a token | failed |\n|---|---|---|---|---|---|"
+                "| requests | engine alone | over HTTP | ratio | first token p50, p99 | chunks a token | failed |\n"
+                "|---|---|---|---|---|---|---|"
             )
             for case, engine, http in zip(cases, alone, served, strict=True):
+                p50, p99 = (1000 * quantile(http.first_tokens, share) for share in (0.5, 0.99))
                 print(
                     f"| {case} | {engine:,.0f} tokens/s | {http.rate:,.0f} | {http.rate / engine:.2f} | "
-                    f"{http.chunks:.2f} | {len(http.failures)} |",
+                    f"{p50:.1f}, {p99:.1f} ms | {http.chunks:.2f} | {len(http.failures)} |",
                     flush=True,
                 )
 
