@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--signal", nargs="+", choices=["KILL", "STOP"], default=["KILL", "STOP"])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--standby-ranks", default="all")
+    parser.add_argument("--standby-ranks", default="auto")
     parser.add_argument("--limit", type=float, default=150.0)
     args = parser.parse_args()
     end_after(args.limit)

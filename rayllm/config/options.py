@@ -53,10 +53,9 @@ class EngineConfig(BaseModel):
     """GPUs or CPU processes that share the weights"""
     executor: Literal["auto", "local", "ray"] = "auto"
     """Workers: local is one, in this process; ray is one actor a rank; auto is local for one"""
-    standby_ranks: Literal["auto", "all", "none"] = "auto"
-    """Processes that wait to take over from workers that fail, with all imported and the weights mapped: all is one for
-    each worker that is an actor, auto is the same on CPUs and none on GPUs, where this has not been tried yet; with
-    none, new workers start and load the model, and streams pause for longer"""
+    standby_ranks: Literal["auto", "none"] = "auto"
+    """Processes that wait to take over from workers that fail, with all imported and the weights mapped: auto is one
+    for each worker that is an actor; with none, new workers start and load the model, and streams pause for longer"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What the model runs on; auto is cuda where a GPU is visible"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

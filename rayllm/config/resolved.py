@@ -66,10 +66,6 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
     check_parallel(spec, tp)
     if options.executor == "local" and tp > 1:
         raise ConfigError(f'executor "local" runs one rank, but tensor_parallel_size is {tp}: use "ray" or "auto"')
-    if options.standby_ranks == "all" and not uses_ray(options):
-        raise ConfigError(
-            'standby_ranks: "all" needs workers that are actors, which one rank has with executor "ray" only'
-        )
     if options.preemption_mode == "swap" and not options.swap_space:
         raise ConfigError('preemption_mode: must be "cost" or "recompute" if swap_space is 0, not "swap"')
     if options.max_model_len is not None and options.max_model_len > spec.max_model_len:
@@ -88,7 +84,7 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
         spec=spec,
         device=device,
         executor="ray" if uses_ray(options) else "local",
-        standbys=uses_ray(options) and options.standby_ranks in (("auto", "all") if device == "cpu" else ("all",)),
+        standbys=uses_ray(options) and options.standby_ranks == "auto",
         dtype=dtype,
         kv_dtype=_kv_dtype(options, spec, dtype),
         max_model_len=options.max_model_len or spec.max_model_len,

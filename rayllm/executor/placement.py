@@ -58,14 +58,25 @@ class Placement:
         """
         bundle = self.bundles[rank]
         resources = self.group.bundle_specs[bundle]
+        environment = actor_environment()
+        if not resources.get("GPU"):
+            environment["OMP_NUM_THREADS"] = self._threads()
         return {
             "num_cpus": share * min(CPUS_PER_RANK, resources.get("CPU", 0)),
             "num_gpus": share * min(1, resources.get("GPU", 0)),
             "max_restarts": 0,
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, bundle),
-            "runtime_env": {"env_vars": actor_environment()},
+            "runtime_env": {"env_vars": environment},
         }
+
+    def _threads(self) -> str:
+        """Of a CPU rank: as many as this process was told to have, else its share of this host's cores.
+
+        Threads that spin for each other on a busy core make a step many times slower, so replicas on one host are told.
+        """
+        cores = len(os.sched_getaffinity(0))
+        return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // len(self.bundles)))
 
 
 @contextmanager

@@ -106,8 +106,6 @@ class WorkerActor:
     def _connect(self, meeting: Rendezvous) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        else:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // meeting.num_ranks))
         self._groups = join_groups(meeting, self._rank + 1, None, FOREVER)
         if self._groups.device is not None:
             # NCCL connects at the first collective: better here than in the middle of loading.

@@ -105,3 +105,21 @@ def test_actors_get_the_users_settings_and_the_way_to_our_modules(monkeypatch, t
     assert folders[0] == str(tmp_path)
     assert package not in folders
     assert not any(folder.startswith(sys.prefix) for folder in folders)
+
+
+@pytest.mark.parametrize("told", ["1", None])
+def test_threads_of_cpu_ranks(ray_cluster, monkeypatch, told):
+    """As many as the driver's process was told to have, or the cores shared out; never all cores for each replica."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    with reserve(1, "cpu") as place:
+        ask = ray.remote(_Threads).options(**place.actor_options(0, 1.0)).remote()
+        assert ray.get(ask.count.remote()) == int(told or len(os.sched_getaffinity(0)))
+
+
+class _Threads:
+    def count(self):
+        import torch
+
+        return torch.get_num_threads()
