@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import secrets
 import signal
 import statistics
 import sys
@@ -85,6 +86,7 @@ def shared_gpu(replicas: int) -> Iterator[int]:
     """A Ray that believes in a GPU for each replica; its session."""
     port = free_port()
     os.environ |= {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "RAY_ADDRESS": f"127.0.0.1:{port}"}
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", str(port)]
     with own_session([*command, "--num-gpus", str(replicas), "--include-dashboard", "false"]) as process:
         time.sleep(10)
