@@ -3,9 +3,9 @@
     python benchmarks/hostile.py [--model FOLDER] [--mib 31 2.9] [--copies 1] [--only text ids]
 
 Starts the server, keeps streams going, asks /health every 20 ms, and sends each input of `BODIES`, made as long as each
-of --mib says, --copies at once; then the connections of `CONNECTIONS`. Prints for each the statuses, its time, the
-longest time that /health took and that a stream went without a token, and the memory of all of the server's processes
-before and after. Exit code 1 if a stream broke off.
+of --mib says, --copies at once; then the connections of `CONNECTIONS`, all from another process. Prints for each the
+statuses, its time, the longest time that /health took and that a stream went without a token, and the memory of all of
+the server's processes before and after. Exit code 1 if a stream broke off.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import argparse
 import contextlib
 import http.client
 import json
+import multiprocessing
 import socket
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 from http_load import first_model
@@ -231,6 +233,14 @@ def several(copies: int, call: Callable[[], tuple[int, str]]) -> str:
     return ", ".join(f"{n} x {text}" for text, n in Counter(found).items())
 
 
+def attack(host: str, name: str, mib: float, copies: int) -> str:
+    """Send one of the inputs; what came of it."""
+    if name in BODIES:
+        body, path = make_body(name, int(mib * 2**20)), BODIES[name][0]
+        return several(copies, partial(ask, host, "POST", path, body))
+    return silent(host, CONNECTIONS[name]) if name in CONNECTIONS else nothing()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a checkpoint; the bundled one if absent")
@@ -247,13 +257,14 @@ def main() -> int:
 
         print("| input | MiB | answer | s | /health, ms | between tokens, ms | memory, MiB |", flush=True)
         print("|---|---|---|---|---|---|---|", flush=True)
-        with Watch(host, model) as watch:
+        spawn = multiprocessing.get_context("spawn")
+        with Watch(host, model) as watch, ProcessPoolExecutor(1, mp_context=spawn) as attackers:
 
-            def measure(name: str, size: float, send: Callable[[], str]) -> None:
+            def measure(name: str, size: float) -> None:
                 before = memory()
                 watch.worst()
                 start = time.monotonic()
-                answer = send()
+                answer = attackers.submit(attack, host, name, size, args.copies).result()
                 seconds = time.monotonic() - start
                 time.sleep(0.5)
                 health, gap = watch.worst()
@@ -263,15 +274,10 @@ def main() -> int:
                     flush=True,
                 )
 
+            attackers.submit(nothing).result()  # it has started
             for name in args.only or ["nothing", *BODIES, *CONNECTIONS]:
-                if name in BODIES:
-                    for mib in args.mib:
-                        body, path = make_body(name, int(mib * 2**20)), BODIES[name][0]
-                        measure(name, mib, partial(several, args.copies, partial(ask, host, "POST", path, body)))
-                elif name in CONNECTIONS:
-                    measure(name, 0, partial(silent, host, CONNECTIONS[name]))
-                else:
-                    measure(name, 0, nothing)
+                for size in args.mib if name in BODIES else [0]:
+                    measure(name, size)
     for line, count in Counter(watch.broken).items():
         print(f"{count} x {line}")
     return 1 if watch.broken else 0
