@@ -7,7 +7,7 @@
 | engine - request with an idempotency key | the engine | a front that wants its tokens | KEEP_S | it is forgotten |
 | driver - rank | the driver | PING_S; a dead process is seen at once | RANK_SILENCE_S | new ranks take over |
 | driver - starting rank | the driver | the same | RANK_START_SILENCE_S, RANK_START_S a phase | the start fails |
-| driver - standby that takes over | the driver | as a rank's | RANK_RESUME_SILENCE_S | new ranks start |
+| driver - standby that takes over | the driver | the same | STANDBY_ANSWER_S, RANK_RESUME_SILENCE_S | new ranks start |
 | driver - standby | the driver | as a rank's | RANK_SILENCE_S | new standbys start |
 | driver - step | the driver | the step's result | STEP_S | new ranks take over |
 | Serve - replica | Ray Serve | HEALTH_PERIOD_S | HEALTH_TIMEOUT_S | Ray Serve replaces the replica |
@@ -47,6 +47,7 @@ RANK_SILENCE_S = 3.0  # Python code that holds the interpreter's lock, or a host
 # From a recovery until new standbys start, whose imports on a CPU slow down what is computed again.
 STANDBY_DELAY_S = {"cuda": 0.5, "cpu": 5.0}
 STANDBY_RETRY_S = 10.0  # between two starts of standbys
+STANDBY_ANSWER_S = 1.0  # for one that is to take over; without an answer new processes start
 STEP_S = {"cuda": 30.0, "cpu": 300.0}  # no step takes this long; on a CPU, a chunk may take minutes
 RANK_START_SILENCE_S = 60.0  # imports hold the interpreter's lock for seconds, on a busy host for many
 RANK_RESUME_SILENCE_S = 10.0  # a standby that takes over has imported all

@@ -131,6 +131,11 @@ class RankActors:
             return None if silent is None else (silent, TimeoutError(silent))
         return f"{self._name(found.rank)} failed: {_explain(found.error)}", found.error
 
+    def answer(self, seconds: float) -> bool:
+        """Whether all answer within so many seconds."""
+        questions = [self._ping(rank)[1] for rank in range(len(self._actors))]
+        return len(ray.wait(questions, num_returns=len(questions), timeout=seconds)[0]) == len(questions)
+
     def wait_stopped(self, seconds: float) -> None:
         """Wait until all step loops have ended, in whatever way."""
         ray.wait(self._loops, num_returns=len(self._loops), timeout=seconds)

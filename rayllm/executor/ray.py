@@ -247,7 +247,8 @@ class RayExecutor(Executor):
         if self._joining is None:
             return
         with contextlib.suppress(Exception):  # it failed, or still waits for a rank that will not come
-            self._joining.result(timeouts.RANK_STOP_S)
+            # Before new groups can be joined, this has to have ended.
+            self._joining.result(timeouts.RANK_STOP_S if self._closed else timeouts.RANK_CONNECT_S)
         if self._channel is not None and not self._channel.join(timeouts.RANK_HANGUP_S):
             logger.warning("a connection to a worker is still open; its thread is left behind")
         self._joining = self._channel = None

@@ -59,9 +59,9 @@ class Standbys:
             self._starting = None
 
     def take(self) -> RankActors | None:
-        """All of them, if they live, to be ranks from now on; those that are about to be up are worth a wait."""
+        """All of them, if they live and answer, to be ranks from now on; waits for those that are about to be up."""
         ranks = None if self._starting is None else self.wait()
-        if ranks is not None and ranks.failure() is not None:
+        if ranks is not None and (ranks.failure() is not None or not ranks.answer(timeouts.STANDBY_ANSWER_S)):
             return None
         self._starting = self._made = None
         self._next_start = time.monotonic() + self._delay_s

@@ -195,8 +195,9 @@ def test_new_ranks_take_over(started, how):
     assert [executor.collect() for _ in plans] == local_results(plans)
 
 
-def test_a_rank_that_dies_while_it_takes_over(started, tmp_path):
-    executor = started(partial(StumblingRank, folder=tmp_path, deadly_starts=(1, 2)))
+@pytest.mark.parametrize("where", ["load", "build"])
+def test_a_rank_that_dies_while_it_takes_over(started, tmp_path, where):
+    executor = started(partial(StumblingRank, folder=tmp_path, deadly_starts=(1, 2), where=where))
     os.kill(pids_of(executor)[0], signal.SIGKILL)
     executor.submit(make_plan(0))
     with pytest.raises(EngineDeadError, match="worker rank 0"):
@@ -272,6 +273,27 @@ def test_standbys_take_over_and_are_replaced(started, tmp_path, monkeypatch):
     finally:
         executor.shutdown()
     assert not any(map(is_running, everyone))
+
+
+def test_a_standby_that_stands_still_when_it_is_needed(monkeypatch):
+    """It cannot connect; processes that are started then take over instead, and nothing of it is left."""
+    monkeypatch.setattr(timeouts, "RANK_START_SILENCE_S", 2.0)
+    executor = RayExecutor(cpu_config(tensor_parallel_size=2, executor="ray", standby_ranks="auto"), AddingRank)
+    executor.start()
+    try:
+        ranks, waiting = pids_of(executor), pids_in(executor.standbys.places)
+        os.kill(waiting[1], signal.SIGSTOP)
+        os.kill(ranks[0], signal.SIGKILL)
+        executor.submit(make_plan(0))
+        with pytest.raises(EngineDeadError, match="worker rank 0"):
+            executor.collect()
+        executor.recover()
+        assert not {*ranks, *waiting} & set(pids_of(executor))
+        assert not any(map(is_running, [*ranks, *waiting]))
+        executor.submit(make_plan(1))
+        assert executor.collect().step_id == 1
+    finally:
+        executor.shutdown()
 
 
 def test_a_step_that_hangs_ends_at_the_deadline(started):

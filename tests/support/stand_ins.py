@@ -117,15 +117,27 @@ class FailingRank(AddingRank):
 
 
 class StumblingRank(AddingRank):
-    """Rank 1 leaves a file in `folder` whenever it starts, and dies then if the number of the start is a deadly one."""
+    """Rank 1 leaves a file in `folder` whenever it starts, and dies if the number of the start is a deadly one.
 
-    def __init__(self, config, tp, device, weights=None, *, folder, deadly_starts):
+    where: "load" (when it is made) or "build".
+    """
+
+    def __init__(self, config, tp, device, weights=None, *, folder, deadly_starts, where="load"):
         super().__init__(config, tp, device, weights)
+        self.dies_in = ""
         if tp.rank == 1:
             start = len(list(folder.iterdir()))
             (folder / str(start)).touch()
-            if start in deadly_starts:
-                os.kill(os.getpid(), signal.SIGKILL)
+            self.dies_in = where if start in deadly_starts else ""
+        self._maybe_die("load")
+
+    def build(self, blocks, resumes=False):
+        self._maybe_die("build")
+        return super().build(blocks)
+
+    def _maybe_die(self, method):
+        if method == self.dies_in:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def pids_of(executor):
