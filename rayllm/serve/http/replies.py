@@ -19,6 +19,7 @@ import orjson
 from rayllm.api.types import CompletionOutput, Logprob, RequestOutput
 from rayllm.serve.http.chat_format import ChatParser, Piece, ReasoningCounter
 from rayllm.serve.http.convert import Job
+from rayllm.serve.http.errors import ApiError
 from rayllm.serve.http.protocol import ChatBody, CompletionBody, EmbeddingBody, GenerationBody, StreamOptions
 from rayllm.serve.http.served import Target
 
@@ -29,9 +30,10 @@ Entries = Sequence[Mapping[int, Logprob] | None]
 Json = dict[str, Any]
 
 
-def sse(payload: Json) -> bytes:
-    """One SSE frame."""
-    return b"data: " + orjson.dumps(payload) + b"\n\n"
+def sse(payload: Json, event: str = "") -> bytes:
+    """One SSE frame. event: its name, where the API has named events."""
+    name = b"event: " + event.encode() + b"\n" if event else b""
+    return name + b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
 class Reply(ABC):
@@ -72,6 +74,10 @@ class Reply(ABC):
         if not self._options.include_usage:
             return DONE
         return sse({**self._head, "object": self.chunk_object, "choices": [], "usage": self._usage()}) + DONE
+
+    def error_frames(self, error: ApiError) -> bytes:
+        """What ends a stream in which something failed."""
+        return sse(error.body()) + DONE
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         """The answer as one JSON object. outputs: the whole output of each prompt."""

@@ -36,7 +36,7 @@ from rayllm.serve.http.errors import ApiError, as_api_error, renamed
 from rayllm.serve.http.limits import Bodies, Deadlines, Ticket
 from rayllm.serve.http.metrics import RequestTimer
 from rayllm.serve.http.protocol import LARGE_BODY, LONG_BODY, Body, max_bytes, read_body
-from rayllm.serve.http.replies import DONE, Reply, sse
+from rayllm.serve.http.replies import Reply
 from rayllm.serve.http.request_log import PLAIN, RequestRecord, SpanTracer, log_event
 from rayllm.serve.http.served import ServedModel, ServerState, Target
 from rayllm.text.heap import give_back_memory
@@ -375,7 +375,7 @@ async def _events(context: RequestContext, group: RequestGroup, reply: Reply, ou
             outputs = await group.next()
         yield reply.last_frames()
     except Exception as error:
-        yield sse(context.failed(error).body()) + DONE
+        yield reply.error_frames(context.failed(error))
 
 
 class RequestGroup:
