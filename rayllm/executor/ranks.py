@@ -21,7 +21,7 @@ from rayllm import timeouts
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ConfigError, RayllmError, StartupError
 from rayllm.executor.placement import Placement
-from rayllm.worker.actor import WorkerActor
+from rayllm.worker.actor import Whereabouts, WorkerActor
 from rayllm.worker.worker import LoadRank
 
 # Concurrency groups of the actors, beside the one for all else.
@@ -63,6 +63,7 @@ class RankActors:
             _actor_class().options(**placement.actor_options(rank, share)).remote(rank, config, load)
             for rank in range(len(placement.nodes))
         ]
+        self._whereabouts: list[Whereabouts] = []
         self._processes: list[psutil.Process] = []  # of this node
         self._pings: list[tuple[float, ray.ObjectRef]] = []  # when each rank was asked last, and the question
         self._loops: list[ray.ObjectRef] = []
@@ -73,13 +74,18 @@ class RankActors:
 
     def wait_until_up(self, seconds: float) -> None:
         """Returns when all processes have started and imported what they need. Raises StartupError."""
-        whereabouts = self.call("start", "whereabouts", seconds=seconds)
+        self._whereabouts = self.call("start", "whereabouts", seconds=seconds)
         self._pings = [self._ping(rank) for rank in range(len(self._actors))]
         self._loops = [actor.live.options(concurrency_group=_LIFE).remote() for actor in self._actors]
-        places = list(zip(self._nodes, whereabouts, strict=True))
+        places = list(zip(self._nodes, self._whereabouts, strict=True))
         here = ray.get_runtime_context().get_node_id()
-        self._processes = [psutil.Process(pid) for (node_id, _), (pid, _) in places if node_id == here]
-        self.places = [f"node {address}, process {pid}, {device}" for (_, address), (pid, device) in places]
+        self._processes = [psutil.Process(place.pid) for (node_id, _), place in places if node_id == here]
+        self.places = [f"node {address}, process {place.pid}, {place.device}" for (_, address), place in places]
+
+    def end_before(self, ranks: RankActors, seconds: float) -> None:
+        """As standbys, end the processes of these ranks on other hosts, for which `kill` can only ask Ray."""
+        if len(ranks._processes) < len(ranks._actors):
+            self.call("end the rank before it", "end", ranks._whereabouts, seconds, seconds=2 * seconds)
 
     def adopt(self, weights: list[bytes], seconds: float) -> None:
         """As standbys, map the weights of the ranks that serve; they are loaded anew if one of these has ended."""

@@ -120,6 +120,7 @@ class RayExecutor(Executor):
                     self._undo_ranks.close()
                 standbys = None if self.standbys is None else self.standbys.take()
                 if standbys is not None:
+                    standbys.end_before(self._ranks, timeouts.RANK_STOP_S)
                     self._take(standbys)
                 else:
                     self._undo_place.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import queue
@@ -9,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, as_completed
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import ray
@@ -35,10 +36,19 @@ from rayllm.worker.worker import LoadRank, RankModel, Worker
 from rayllm_kernels import ops
 
 
+class Whereabouts(NamedTuple):
+    """The process of a rank on its host. created: seconds since the epoch."""
+
+    pid: int
+    created: float
+    device: str
+
+
 class WorkerActor:
     """One rank, or its standby. Public methods are Ray calls of the driver, each returning when it is done here.
 
-    A rank gets `connect`, `load`, `build` and `run`. A standby gets `warm_up` and `adopt` before, maybe long before.
+    A rank gets `connect`, `load`, `build` and `run`. A standby gets `warm_up` and `adopt` before, maybe long before,
+    and `end` when it takes over.
 
     All of the rank's methods but `collect` run on one thread of ours, since PyTorch keeps streams, gradient mode and
     the like by thread, and Ray's own thread has to stay free to report an error of either thread at once.
@@ -54,11 +64,10 @@ class WorkerActor:
         self._loaded: RankModel
         self._worker: Worker
 
-    def whereabouts(self) -> tuple[int, str]:
+    def whereabouts(self) -> Whereabouts:
         """This process and its device, once everything it needs is imported."""
-        if self._device.type == "cpu":
-            return os.getpid(), "CPU"
-        return os.getpid(), f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}"
+        device = "CPU" if self._device.type == "cpu" else f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}"
+        return Whereabouts(os.getpid(), psutil.Process().create_time(), device)
 
     def ping(self) -> None:
         """Answers as long as this process can run Python; called in a thread of its own."""
@@ -96,6 +105,18 @@ class WorkerActor:
             return False
         self._weights = weights
         return True
+
+    def end(self, ranks: list[Whereabouts], seconds: float) -> None:
+        """Kill the process that was this rank before, on this host, and wait for its end.
+
+        Ray would ask it to end, and a process that is stopped does not hear. Raises psutil.TimeoutExpired.
+        """
+        before = ranks[self._rank]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(before.pid)
+            if abs(process.create_time() - before.created) < 1:  # else its number has gone to another process
+                process.kill()
+                process.wait(seconds)
 
     def connect(self, meeting: Rendezvous) -> None:
         """Join the groups, and try the device group out."""

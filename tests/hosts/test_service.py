@@ -208,9 +208,22 @@ def test_ranks_on_two_hosts(cluster, hosts, laptop, phases):
     options = {"urls": where, "count": 6, "max_tokens": 200, "silence": 90}
     texts.check(Streams(laptop, **options).results(), 200)
     running = Streams(laptop, **options)
+    stopped = rank_process(cluster, hosts[other].ip)
+    hosts[other].run(f"kill -STOP {stopped}")
+    phases.add("a rank on another host is stopped: longest pause of a stream", texts.check(running.results(), 200))
+    assert rank_process(cluster, hosts[other].ip) != stopped
+    assert "gone" in hosts[other].run(f"test -e /proc/{stopped} || echo gone", check=False)
+
+    running = Streams(laptop, **options)
     hosts[other].cut_network()
     phases.add("the host of a rank dies silently: longest pause of a stream", texts.check(running.results(), 200))
     assert rank_host(cluster, hosts) != other
+
+
+def rank_process(cluster, ip):
+    """The process of the one rank on a host."""
+    (process,) = re.findall(rf"^    rank \d+  node {re.escape(ip)}, process (\d+)", cluster.status().text, re.MULTILINE)
+    return int(process)
 
 
 def rank_host(cluster, hosts):
