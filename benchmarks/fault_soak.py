@@ -63,6 +63,7 @@ SIZES = (31 * MIB, MIB)  # of hostile bodies
 OPTIONS = (
     *("--device", "cpu", "--num-replicas", "2", "--num-api-servers", "2", "--max-num-seqs", "64"),
     *("--executor", "ray"),  # so that there are ranks to kill
+    *("--num-gpu-blocks-override", "1536"),  # a pool that is in use as a whole before memory is looked at
 )
 START_LIMIT_S = 180.0
 LEARN_LIMIT_S = 180.0
@@ -115,6 +116,7 @@ class Soak:
         """Ask each question once, while nothing disturbs the server. Raises RuntimeError."""
         async with new_client() as client:
             asked = [ask(client, self.url, question, Result()) for question in self.questions]
+            await self.post("/v1/completions", schema_request({"type": "boolean"}), JSON)  # starts what tries grammars
             results = await asyncio.wait_for(asyncio.gather(*asked), LEARN_LIMIT_S)
         if failures := [result.failure for result in results if result.failure]:
             raise RuntimeError(f"undisturbed questions failed: {failures}")
@@ -146,7 +148,10 @@ class Soak:
             if killers:
                 seen.victims[killers[-1]] += 1
             else:
-                wrong = wrong or "its connection broke off"
+                since = [
+                    f"{broken - when:.1f} s after the {kind}'s death" for kind, when in seen.deaths if when <= broken
+                ]
+                wrong = wrong or f"its connection broke off {(since or ['without a death'])[-1]}"
         if wrong is None:
             seen.streams += 1
         else:

@@ -33,6 +33,8 @@ KINDS = {
     "/haproxy ": "ingress",
     "grammar_trial": "processes that try grammars",
     "ray::Directory": "directory",
+    "ray::WorkerActor": "ranks and their standbys",
+    "ray::IDLE": "Ray: idle workers",
     "rayllm.cli": "launch and its guards",
     "gcs_server": "Ray: GCS",
     "raylet/raylet": "Ray: raylet",
