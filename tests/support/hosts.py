@@ -63,7 +63,7 @@ def what_is_missing() -> str | None:
         return "only root may make namespaces"
     if [name for _, name in socket.if_nameindex() if name not in ("lo", BRIDGE)]:
         return "not in namespaces of its own: scripts/test-hosts starts it in them, where that is permitted"
-    probe = CGROUPS / f"hosts-{os.getpid()}-probe"
+    probe = CGROUPS / f"hosts-{secrets.token_hex(4)}-probe"
     try:
         probe.mkdir()
         has_limit = any((probe / limit).exists() for limit in LIMITS)
