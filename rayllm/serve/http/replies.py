@@ -11,13 +11,13 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from rayllm.api.types import CompletionOutput, Logprob, RequestOutput
-from rayllm.serve.http.chat_format import ChatParser, Piece, ReasoningCounter
+from rayllm.serve.http.chat_format import ChatFormat, ChatParser, Piece, ReasoningCounter
 from rayllm.serve.http.convert import Job
 from rayllm.serve.http.errors import ApiError
 from rayllm.serve.http.protocol import ChatBody, CompletionBody, EmbeddingBody, GenerationBody, StreamOptions
@@ -37,24 +37,66 @@ def sse(payload: Json, event: str = "") -> bytes:
 
 
 class Reply(ABC):
-    """Base of both replies: ids, usage, and what has been sent."""
+    """Base of all replies, whatever API they belong to: ids, usage, and the completions of each output."""
+
+    def __init__(self, stream: bool, n: int, job: Job, target: Target):
+        self.stream = stream
+        self._n = n
+        self._job = job
+        self._tokenizer = target.engine.tokenizer
+        self._head: Json = {"id": target.reply_id, "created": int(time.time()), "model": target.model.name}
+        self._prompt_entries: dict[int, Entries] = {}  # prompt index -> its log-probabilities
+        self._prompt_tokens = sum(len(r.prompt_token_ids) for r in job.requests)
+        self._cached_tokens = [0] * len(job.requests)
+        self._completion_tokens = 0
+
+    @abstractmethod
+    def frames(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """The SSE frames of one output; may be empty."""
+
+    @abstractmethod
+    def last_frames(self) -> bytes:
+        """What ends a stream in good order."""
+
+    @abstractmethod
+    def error_frames(self, error: ApiError) -> bytes:
+        """What ends a stream in which something failed."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json:
+        """The answer as one JSON object. outputs: the whole output of each prompt."""
+
+    def _completions(self, prompt_index: int, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
+        """(choice index, what is new in it) of an output, which is counted for the usage."""
+        if output.created:  # the request was sent again: this is the answer of before
+            self._head["created"] = output.created
+        if output.prompt_logprobs is not None:
+            self._prompt_entries[prompt_index] = output.prompt_logprobs
+        self._cached_tokens[prompt_index] = max(self._cached_tokens[prompt_index], output.num_cached_tokens)
+        for completion in output.outputs:
+            if self._job.discard_output:
+                finish_reason = completion.finish_reason and "length"
+                completion = CompletionOutput(completion.index, "", [], finish_reason=finish_reason)
+            self._completion_tokens += len(completion.token_ids)
+            yield prompt_index * self._n + completion.index, completion
+        if not self._job.discard_output:
+            self._completion_tokens += output.num_discarded_tokens
+
+    def _token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+
+class ChoicesReply(Reply):
+    """Base of the replies of completions and chats, which have `choices`."""
 
     chunk_object: str
     whole_object: str
 
     def __init__(self, body: GenerationBody, job: Job, target: Target):
-        self.stream = bool(body.stream)
-        self._n = body.n or 1
-        self._job = job
-        self._tokenizer = target.engine.tokenizer
-        self._head = {"id": target.reply_id, "created": int(time.time()), "model": target.model.name}
+        super().__init__(bool(body.stream), body.n or 1, job, target)
         self._options = body.stream_options or StreamOptions()
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
         self._started: set[int] = set()  # choices of which something was sent
-        self._prompt_entries: dict[int, Entries] = {}  # prompt index -> its log-probabilities
-        self._prompt_tokens = sum(len(r.prompt_token_ids) for r in job.requests)
-        self._cached_tokens = [0] * len(job.requests)
-        self._completion_tokens = 0
 
     def frames(self, prompt_index: int, output: RequestOutput) -> bytes:
         """The SSE frames of one output; may be empty."""
@@ -88,22 +130,6 @@ class Reply(ABC):
         ]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage()}
 
-    def _completions(self, prompt_index: int, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
-        """(choice index, what is new in it) of an output, which is counted for the usage."""
-        if output.created:  # the request was sent again: this is the answer of before
-            self._head["created"] = output.created
-        if output.prompt_logprobs is not None:
-            self._prompt_entries[prompt_index] = output.prompt_logprobs
-        self._cached_tokens[prompt_index] = max(self._cached_tokens[prompt_index], output.num_cached_tokens)
-        for completion in output.outputs:
-            if self._job.discard_output:
-                finish_reason = completion.finish_reason and "length"
-                completion = CompletionOutput(completion.index, "", [], finish_reason=finish_reason)
-            self._completion_tokens += len(completion.token_ids)
-            yield prompt_index * self._n + completion.index, completion
-        if not self._job.discard_output:
-            self._completion_tokens += output.num_discarded_tokens
-
     def _is_first(self, index: int) -> bool:
         """Whether nothing of this choice was sent before. Asked once for each output."""
         first = index not in self._started
@@ -117,9 +143,6 @@ class Reply(ABC):
             "total_tokens": self._prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
         }
-
-    def _token_text(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     def _prompt_logprobs(self, prompt_index: int) -> list[Json | None]:
         """The `prompt_logprobs` extension: {id: {logprob, rank, decoded_token}} a token, null for the first."""
@@ -140,7 +163,7 @@ class Reply(ABC):
         """The entry of a whole completion in a whole reply's `choices`."""
 
 
-class CompletionReply(Reply):
+class CompletionReply(ChoicesReply):
     """Answers POST /v1/completions."""
 
     chunk_object = whole_object = "text_completion"
@@ -220,7 +243,36 @@ class CompletionReply(Reply):
         return best
 
 
-class ChatReply(Reply):
+class ChatReader:
+    """Finds out what one completion of a chat is made of, whatever API its answer belongs to."""
+
+    def __init__(self, form: ChatFormat, token_text: Callable[[int], str]):
+        """token_text: of a token by its id."""
+        self._parser = ChatParser(form)
+        self._counter = ReasoningCounter(form) if form.thinks else None
+        self._token_text = token_text
+
+    def read(self, completion: CompletionOutput) -> tuple[list[Piece], str | None]:
+        """(what the new text turned out to be, the finish reason in OpenAI's words) of the next output."""
+        reason = completion.finish_reason
+        pieces = self._parser.feed(completion.text, last=reason is not None)
+        if self._counter is not None:
+            for token_id in completion.token_ids:
+                self._counter.add(self._token_text(token_id))
+        return pieces, "tool_calls" if reason == "stop" and self._parser.num_calls else reason
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens up to and with the closing tag so far; None if the model is not known to reason."""
+        return None if self._counter is None else self._counter.tokens
+
+
+def call_id(reply_id: str, index: int, call: int) -> str:
+    """Of a tool call of a choice. It follows from the reply's id, which is the same if the request is sent again."""
+    return f"call_{uuid.uuid5(uuid.NAMESPACE_OID, f'{reply_id}/{index}/{call}').hex[:24]}"
+
+
+class ChatReply(ChoicesReply):
     """Answers POST /v1/chat/completions."""
 
     chunk_object, whole_object = "chat.completion.chunk", "chat.completion"
@@ -228,21 +280,10 @@ class ChatReply(Reply):
     def __init__(self, body: ChatBody, job: Job, target: Target):
         super().__init__(body, job, target)
         self._top = (body.top_logprobs or 0) if body.logprobs else None
-        form = job.reply_format
-        self._parsers = [ChatParser(form) for _ in range(self._n)]
-        self._counters = [ReasoningCounter(form) for _ in range(self._n)] if form.thinks else []
-
-    def _parse(self, index: int, completion: CompletionOutput) -> tuple[list[Piece], str | None]:
-        """(what the new text turned out to be, the finish reason)."""
-        parser, reason = self._parsers[index], completion.finish_reason
-        pieces = parser.feed(completion.text, last=reason is not None)
-        if self._counters:
-            for token_id in completion.token_ids:
-                self._counters[index].add(self._token_text(token_id))
-        return pieces, "tool_calls" if reason == "stop" and parser.num_calls else reason
+        self._readers = [ChatReader(job.reply_format, self._token_text) for _ in range(self._n)]
 
     def _chunks(self, index: int, completion: CompletionOutput) -> list[Json]:
-        pieces, reason = self._parse(index, completion)
+        pieces, reason = self._readers[index].read(completion)
         chunks = [_chunk(index, self._delta(index, piece)) for piece in pieces]
         logprobs = self._logprobs(completion)
         if logprobs is not None and logprobs["content"] and not chunks:
@@ -256,7 +297,7 @@ class ChatReply(Reply):
         return chunks
 
     def _choice(self, index: int, completion: CompletionOutput) -> Json:
-        pieces, reason = self._parse(index, completion)
+        pieces, reason = self._readers[index].read(completion)
         message: Json = {"role": "assistant", "content": ""}
         calls: list[Json] = []
         for piece in pieces:
@@ -279,9 +320,9 @@ class ChatReply(Reply):
         return {piece.kind: piece.text}
 
     def _call(self, index: int, piece: Piece) -> Json:
-        """A tool call that begins. Its id follows from the reply's, which is the same if the request is sent again."""
-        unique = uuid.uuid5(uuid.NAMESPACE_OID, f"{self._head['id']}/{index}/{piece.call}").hex[:24]
-        return {"id": f"call_{unique}", "type": "function", "function": {"name": piece.text, "arguments": ""}}
+        """A tool call that begins."""
+        name = {"name": piece.text, "arguments": ""}
+        return {"id": call_id(self._head["id"], index, piece.call), "type": "function", "function": name}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         answer = super().whole(outputs)
@@ -291,8 +332,9 @@ class ChatReply(Reply):
 
     def _usage(self) -> Json:
         usage = super()._usage()
-        if self._counters:
-            usage["completion_tokens_details"] = {"reasoning_tokens": sum(c.tokens for c in self._counters)}
+        counts = [reader.reasoning_tokens for reader in self._readers]
+        if None not in counts:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(count or 0 for count in counts)}
         return usage
 
     def _logprobs(self, completion: CompletionOutput) -> Json | None:
