@@ -31,6 +31,7 @@ from rayllm.serve.http.metrics import ModelFigures, render
 from rayllm.serve.http.replies import ChatReply, CompletionReply, embeddings
 from rayllm.serve.http.request_log import NO_TELEMETRY, SpanTracer
 from rayllm.serve.http.served import ServedModel, ServerState
+from rayllm.serve.http.unknown_fields import HEADER
 from rayllm.text.tokenizer import Tokenizer
 from rayllm.version import __version__
 
@@ -104,7 +105,7 @@ def create_app(
             allow_origins=server.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", HEADER],
         )
     return app
 

@@ -1,26 +1,37 @@
 """The bodies of all requests as pydantic models, which say what is honoured, and the answers as the API describes them.
 
-There are three kinds of request fields: honoured (typed here), harmless (client metadata that has no effect on an
-answer), and known but not honoured (`_NOT_HONOURED`: refused with a message that says so, unless the value asks for
-nothing). Unknown fields are refused, never ignored, and nothing is coerced: "1" is not 1. Null means "not given", as
-OpenAI has it. Sampling parameters are those of `SamplingParams`, which checks their ranges; types, and what depends on
-more than one field, are checked here. A validator's `ValueError` gets the path of its field in front (see `errors.py`);
-an `InvalidRequestError` names the field itself.
+Known request fields are honoured, without effect on an answer (client metadata), or refused (`NotSupported`). Unknown
+ones are ignored and reported, or refused with `strict_fields` (see `unknown_fields.py`). Nothing is coerced: "1" is not
+1. Null means "not given", as OpenAI has it. Sampling parameters are those of `SamplingParams`, which checks their
+ranges; types, and what depends on more than one field, are checked here. A validator's `ValueError` gets the path of
+its field in front (see `errors.py`); an `InvalidRequestError` names the field itself.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Json, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Json,
+    PrivateAttr,
+    ValidationInfo,
+    create_model,
+    model_validator,
+)
 from pydantic_core import CoreSchema, from_json
 
 from rayllm.api.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from rayllm.api.types import Pooling
 from rayllm.errors import InvalidRequestError
+from rayllm.serve.http.unknown_fields import UnknownField, UnknownFields
 
 MAX_BODY_BYTES = 32 * 2**20
 LONG_BODY = 16_384  # bytes; what comes of longer ones is worked on in a thread, so that streams go on
@@ -42,23 +53,24 @@ MAX_SCHEMA_DEPTH = 64
 MAX_TEMPLATE_KWARGS = 16
 MAX_TEMPLATE_TEXT = 1024  # characters of a name or a value in chat_template_kwargs
 
-# Known fields that an endpoint does not honour -> the value beside null that asks for nothing, and so is accepted.
-_NOT_HONOURED: dict[str, Any] = {
-    **dict.fromkeys(("audio", "chat_template", "prediction", "truncate_prompt_tokens", "web_search_options")),
-    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "verbosity")),
-    **dict.fromkeys(("function_call", "reasoning_effort", "tool_choice"), "none"),
-    **{"documents": [], "functions": [], "tools": [], "modalities": ["text"]},
-    **{"chat_template_kwargs": {}, "continue_final_message": False, "suffix": ""},
-}
-
 Rules = Iterator[tuple[bool, str, str]]  # whether a rule is broken, the field at fault, what is said then
 
 
 class Body(BaseModel):
-    """Base of all request parts."""
+    """Base of all request parts. Fields that a part does not know are added to the context, an `UnknownFields`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
-    token_bytes: ClassVar[int] = PROMPT_TOKEN_BYTES
+    model_config = ConfigDict(
+        extra="ignore",
+        strict=True,
+        frozen=True,
+        protected_namespaces=(),
+        json_schema_extra={"additionalProperties": True},
+    )
+    _names: ClassVar[frozenset[str]]  # of the fields in JSON
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        cls._names = frozenset(str(field.validation_alias or name) for name, field in cls.model_fields.items())
 
     def _rules(self) -> Rules:
         """What depends on more than one field. The field at fault is "" if it is this part itself."""
@@ -66,29 +78,46 @@ class Body(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _check_rules(cls, data: Any, check_fields: Callable[[Any], Self]) -> Self:
+    def _check_rules(cls, data: Any, check_fields: Callable[[Any], Self], info: ValidationInfo) -> Self:
         if isinstance(data, cls):
             return data  # checked before: FastAPI gets what `read_body` has made
         body = check_fields(data)
         for is_broken, field, message in body._rules():
             if is_broken:
                 raise InvalidRequestError(message, field) if field else ValueError(message)
+        if isinstance(info.context, UnknownFields) and isinstance(data, dict):
+            info.context.add(data, cls._names)
         return body
 
 
-BodyT = TypeVar("BodyT", bound=Body)
+class RequestBody(Body):
+    """Base of the whole bodies of requests."""
+
+    token_bytes: ClassVar[int] = PROMPT_TOKEN_BYTES
+    prompts: ClassVar[Sequence[str]] = ()  # fields that hold only texts and token ids, and do not count as values
+    model: str | None = None
+    strict_fields: bool | None = None  # an extension: unknown fields are refused, or ignored; by the server's option
+    _unknown: list[UnknownField] = PrivateAttr(default_factory=list)
+
+    @property
+    def unknown_fields(self) -> list[UnknownField]:
+        """Fields that were ignored, in the body or its parts, as `read_body` found them."""
+        return self._unknown
 
 
-def max_bytes(kind: type[Body], max_model_len: int) -> int:
+BodyT = TypeVar("BodyT", bound=RequestBody)
+
+
+def max_bytes(kind: type[RequestBody], max_model_len: int) -> int:
     """How long a body of this kind may be: it has room for what a full context needs, and for full batches of ids."""
     return min(MAX_BODY_BYTES, BASE_BYTES + kind.token_bytes * max_model_len)
 
 
-def read_body(kind: type[BodyT], text: bytes, max_model_len: int) -> BodyT:
-    """The body in a text that is no longer than `max_bytes` says.
+def read_body(kind: type[BodyT], text: bytes, max_model_len: int, strict_fields: bool = False) -> BodyT:
+    """The body in a text that is no longer than `max_bytes` says, with its `unknown_fields`.
 
-    Nothing here holds the interpreter's lock for long, so it may run in a thread beside streams.
-    Raises InvalidRequestError and ValidationError.
+    strict_fields: whether these are refused if the body does not say it itself. Nothing here holds the interpreter's
+    lock for long, so it may run in a thread beside streams. Raises InvalidRequestError and ValidationError.
     """
     cost = text.count(b",") + 8 * (text.count(b"{") + text.count(b"[")) + 16 * text.count(b":")
     if cost > MAX_COST + MAX_TOKEN_COST * max_model_len:
@@ -98,13 +127,17 @@ def read_body(kind: type[BodyT], text: bytes, max_model_len: int) -> BodyT:
     except ValueError as error:
         raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
     if len(text) > LONG_BODY:
-        _check_size(value)
-    return kind.model_validate(value)
+        _check_size(value, kind.prompts)
+    unknown = UnknownFields()
+    body = kind.model_validate(value, context=unknown)
+    if strict_fields if body.strict_fields is None else body.strict_fields:
+        unknown.check(value, kind.prompts)
+    body._unknown = unknown.fields(value, kind.prompts)
+    return body
 
 
-def _check_size(body: Any) -> None:
+def _check_size(body: Any, prompts: Sequence[str]) -> None:
     """Refuse what would take long to validate, or to list the errors of. Prompts are validated up to the first one."""
-    prompts = ("prompt", "input", "tokens")
     level = [value for name, value in body.items() if name not in prompts] if isinstance(body, dict) else [body]
     count = len(level)
     while level and count <= MAX_VALUES:
@@ -130,7 +163,7 @@ def _check_depth(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _text_of(content: Any) -> str:
+def _text_of(content: Any, info: ValidationInfo) -> str:
     """A message's content as one text."""
     if isinstance(content, str) or content is None:
         return content or ""
@@ -140,7 +173,12 @@ def _text_of(content: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise ValueError(f"content of type {kind!r} is not supported yet")
-    return "\n".join(TextPart.model_validate(part).text for part in content)
+    return "\n".join(TextPart.model_validate(part, context=info.context).text for part in content)
+
+
+def _refuse(value: Any) -> None:
+    if value is not None:
+        raise ValueError("is not supported")
 
 
 @dataclass(frozen=True)
@@ -159,6 +197,7 @@ SchemaOrText = Annotated[Schema | Json[Schema], OneOf("must be a JSON schema: an
 ObjectText = Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: "{}" if text == "" else text)]
 SentBack = Annotated[Any, Field(exclude=True)]  # what a client adds to messages, and sends back with them
 Empty = Annotated[Literal[""] | Annotated[list[Any], Field(max_length=0)], OneOf("is not supported")]
+NotSupported = Annotated[None, BeforeValidator(_refuse)]  # a known field that asks for what no model here does
 Unused = Annotated[Empty | None, Field(exclude=True)]  # a field that only audio, refusals or old clients fill
 
 TemplateText = Annotated[str, Field(max_length=MAX_TEMPLATE_TEXT)]
@@ -322,10 +361,9 @@ class StreamOptions(Body):
 # ---- whole bodies
 
 
-class EngineBody(Body):
+class EngineBody(RequestBody):
     """What all requests to an engine share."""
 
-    model: str | None = None
     user: str | None = None  # client metadata without any effect on the answer
     # Extensions.
     add_special_tokens: bool | None = None
@@ -336,7 +374,7 @@ class EngineBody(Body):
 class EmbeddingBody(EngineBody):
     """POST /v1/embeddings."""
 
-    token_bytes = BATCH_TOKEN_BYTES
+    token_bytes, prompts = BATCH_TOKEN_BYTES, ("input",)
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None  # only the model's own number
@@ -373,16 +411,16 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_is_not_honoured(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        others = {name: value for name, value in data.items() if name in _NOT_HONOURED.keys() - cls.model_fields.keys()}
-        for name, value in others.items():
-            if value not in (None, _NOT_HONOURED[name]):
-                raise InvalidRequestError(f"{name} is not supported here", name)
-        return {name: value for name, value in data.items() if name not in others}
+    # Refused by name.
+    audio: NotSupported = None
+    chat_template: NotSupported = None  # only the model's own is ever used
+    web_search_options: NotSupported = None
+    guided_choice: NotSupported = None
+    guided_grammar: NotSupported = None
+    guided_json: NotSupported = None
+    guided_regex: NotSupported = None
+    suffix: NotSupported = None
+    truncate_prompt_tokens: NotSupported = None
 
     def _rules(self) -> Rules:
         only_streams = self.stream_options is not None and not self.stream
@@ -430,7 +468,7 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    token_bytes = BATCH_TOKEN_BYTES
+    token_bytes, prompts = BATCH_TOKEN_BYTES, ("prompt",)
     prompt: Prompts
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -503,10 +541,10 @@ class ChatBody(GenerationBody):
         return [] if self.tool_choice == "none" else self.tools or []
 
 
-class TokenizeBody(Body):
+class TokenizeBody(RequestBody):
     """POST /tokenize. Either prompt, or messages, which go through the chat template as in /v1/chat/completions."""
 
-    model: str | None = None
+    prompts = ("prompt",)
     prompt: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = None  # as the tokenizer does by itself: true for a prompt, false for messages
@@ -516,10 +554,10 @@ class TokenizeBody(Body):
         yield (self.prompt is None) == (self.messages is None), "prompt", "give either prompt or messages"
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
-    model: str | None = None
+    prompts = ("tokens",)
     tokens: list[int] = Field(max_length=MAX_DETOKENIZED, fail_fast=True)
 
 

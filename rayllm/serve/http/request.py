@@ -35,10 +35,11 @@ from rayllm.serve.http.convert import Job
 from rayllm.serve.http.errors import ApiError, as_api_error, renamed
 from rayllm.serve.http.limits import Bodies, Deadlines, Ticket
 from rayllm.serve.http.metrics import RequestTimer
-from rayllm.serve.http.protocol import LARGE_BODY, LONG_BODY, Body, max_bytes, read_body
+from rayllm.serve.http.protocol import LARGE_BODY, LONG_BODY, RequestBody, max_bytes, read_body
 from rayllm.serve.http.replies import Reply
 from rayllm.serve.http.request_log import PLAIN, RequestRecord, SpanTracer, log_event
 from rayllm.serve.http.served import ServedModel, ServerState, Target
+from rayllm.serve.http.unknown_fields import HEADER, FieldLog, header_value
 from rayllm.text.heap import give_back_memory
 from rayllm.text.outputs import accumulate
 
@@ -56,7 +57,15 @@ Result = TypeVar("Result")
 class RequestContext:
     """One HTTP request from its arrival to the end of its answer: what is known of it, and what it holds."""
 
-    def __init__(self, scope: Scope, receive: Receive, state: ServerState, server: ServerConfig, bodies: Bodies):
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        state: ServerState,
+        server: ServerConfig,
+        bodies: Bodies,
+        field_log: FieldLog,
+    ):
         path = scope["path"][:MAX_PATH_CHARS]
         self.record = RequestRecord("", scope["method"], path, arrival=time.time(), clock=time.perf_counter())
         self._address = (scope.get("client") or ("",))[0]  # the client's, or that of the last proxy that is not trusted
@@ -64,8 +73,10 @@ class RequestContext:
         self.state = state
         self.server = server
         self.bodies = bodies
+        self._field_log = field_log
         self.deadlines = Deadlines(server)
         self.is_trusted = False  # a key came with it, or none is needed
+        self.ignored = ""  # the header of that name, if the body has unknown fields
         self.body_bytes = 0  # of the body, as far as it has come
         self.idempotency_key = ""
         self.fingerprint = b""  # of the body, with an idempotency key
@@ -111,6 +122,16 @@ class RequestContext:
         self.ticket.admit(record.choices, record.prompt_tokens)
         record.started = True
         log_event("start", record)
+
+    def note_unknown(self, body: RequestBody) -> None:
+        """Report the fields that were ignored, if there are any: in a header, the log and a figure of the model."""
+        if not body.unknown_fields:
+            return
+        self.ignored = header_value(body.unknown_fields)
+        self._field_log.note(body.unknown_fields, self.record.path)
+        models = self.state.models
+        if (name := next(iter(models)) if body.model is None else body.model) in models:
+            models[name].metrics.ignored.inc()
 
     def failed(self, error: Exception) -> ApiError:
         """The answer to a request that failed, which is counted and noted."""
@@ -159,13 +180,14 @@ class RequestLife:
     tracer: SpanTracer | None
     echo_id: bool  # put x-request-id into responses; Ray Serve's proxy does that itself
     bodies: Bodies = field(default_factory=Bodies)
+    field_log: FieldLog = field(default_factory=FieldLog)
     will_give_back: bool = False  # memory, soon
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        context = RequestContext(scope, receive, self.state, self.server, self.bodies)
+        context = RequestContext(scope, receive, self.state, self.server, self.bodies, self.field_log)
         record = context.record
         # A HEAD request is answered as a GET; the HTTP server leaves the body out.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -178,6 +200,8 @@ class RequestLife:
                 record.status = message["status"]
                 if self.echo_id:
                     MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                if context.ignored:
+                    MutableHeaders(scope=message)[HEADER] = context.ignored
             elif not message.get("more_body", False):
                 ended = True
                 self._end(record)
@@ -255,6 +279,8 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handle, kind = super().get_route_handler(), get_type_hints(self.endpoint)["body"]
+        if not issubclass(kind, RequestBody):
+            raise TypeError(f"{self.path}: {kind.__name__} is no RequestBody")
 
         async def handle_json(request: Request) -> Response:
             context = context_of(request)
@@ -281,7 +307,7 @@ class JsonRequest(Request):
     kind: of the body. max_model_len: the longest of the models that the body may be for.
     """
 
-    def __init__(self, request: Request, kind: type[Body], max_model_len: int):
+    def __init__(self, request: Request, kind: type[RequestBody], max_model_len: int):
         super().__init__(request.scope, request.receive)
         self._kind, self._max_model_len = kind, max_model_len
 
@@ -312,14 +338,17 @@ class JsonRequest(Request):
         except ClientDisconnect as error:
             raise context.failed(error) from None
 
-    async def json(self) -> Body:
+    async def json(self) -> RequestBody:
         """Checked already, which FastAPI would do in the event loop. Raises ApiError 400, 413 and 429."""
         context = context_of(self)
         try:
             text = await self.body()
             if context.idempotency_key:
                 context.fingerprint = (await context.work(hashlib.sha256, text)).digest()
-            return await context.work(read_body, self._kind, text, self._max_model_len)
+            strict = context.server.strict_fields
+            body = await context.work(read_body, self._kind, text, self._max_model_len, strict)
+            context.note_unknown(body)
+            return body
         except (InvalidRequestError, ValidationError) as error:
             raise as_api_error(error, self.method, self.url.path) from None
         finally:
