@@ -244,8 +244,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise _bad(name, f"must be 1 with temperature 0, where all completions are equal; it is {many}")
 
     def _check_collections(self) -> None:
-        if not isinstance(self.stop, list) or not all(isinstance(s, str) and s for s in self.stop):
-            raise _bad("stop", "must be a list of non-empty strings")
+        if not isinstance(self.stop, list) or not all(isinstance(s, str) for s in self.stop):
+            raise _bad("stop", "must be a string or a list of strings")
+        if "" in self.stop:
+            raise _bad("stop", "must not hold an empty string; leave it out to stop at no string")
         if not isinstance(self.stop_token_ids, list) or not all(_is_int(t) and t >= 0 for t in self.stop_token_ids):
             raise _bad("stop_token_ids", "must be a list of token ids (integers >= 0)")
         if not isinstance(self.logit_bias, dict | None):

@@ -45,6 +45,7 @@ _ERRORS: dict[int | str, str] = {
     404: "No such model.",
     408: "A deadline was missed before the first token.",
     413: "The body is too long.",
+    415: "The body's content-encoding is neither gzip nor identity.",
     429: "The queue is full; retry-after says when to try again.",
     500: "The request failed on the server.",
     503: "There is no engine to answer now; retry-after says when to try again.",
@@ -175,6 +176,8 @@ async def models(context: request.Context) -> protocol.ModelList:
 @server_routes.get("/v1/models/{model_id:path}", response_model_exclude_none=True)
 async def model(model_id: str, context: request.Context) -> protocol.ModelCard:
     """One model."""
+    if not model_id:
+        raise HTTPException(404)
     return _card(request.find_model(context.state, model_id))
 
 

@@ -9,6 +9,7 @@ its field in front (see `errors.py`); an `InvalidRequestError` names the field i
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def read_body(kind: type[BodyT], text: bytes, max_model_len: int, strict_fields:
     if cost > MAX_COST + MAX_TOKEN_COST * max_model_len:
         raise InvalidRequestError("the request body has too many values, or commas, colons and brackets in its texts")
     try:
-        value = from_json(text)
+        value = from_json(text.removeprefix(codecs.BOM_UTF8))
     except ValueError as error:
         raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
     if len(text) > LONG_BODY:
@@ -213,6 +214,7 @@ Prompts = Annotated[
 # Forms of JSON that `SamplingParams` does not have.
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,10}$"), AfterValidator(int)]
 Stop = Annotated[str | list[str], OneOf("must be a string or a list of strings")]
+TokenLimit = Annotated[int, Field(lt=2**31, json_schema_extra={"minimum": 0})]
 EarlyStopping = Annotated[bool | Literal["never"], OneOf('must be true, false or "never"')]
 
 
@@ -398,8 +400,8 @@ SamplingBody = create_model("SamplingBody", __base__=EngineBody, **_SAMPLING)
 class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
     """What completions and chat share: sampling, streaming, extensions, client metadata."""
 
-    max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
-    max_completion_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -435,8 +437,15 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         message = f"max_tokens ({self.max_tokens}) and max_completion_tokens ({self.max_completion_tokens}) differ; "
         yield len(limits) > 1, "max_completion_tokens", message + "give one of them"
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        least, otherwise = self._least_tokens()
+        yield min(limits, default=least) < least, name, f"{name} must be at least {otherwise}, not {self.token_limit}"
         both = self.structured_outputs and self.response_format and self.response_format.type != "text"
         yield bool(both), "structured_outputs", "give response_format or structured_outputs, not both"
+
+    def _least_tokens(self) -> tuple[int, str]:
+        """The least token limit, and how it is told."""
+        return 1, "1"
 
     @property
     def constraint_field(self) -> str | None:
@@ -476,20 +485,18 @@ class CompletionBody(GenerationBody):
     def _rules(self) -> Rules:
         yield from super()._rules()
         yield not self.prompt, "prompt", "prompt must not be empty"
-        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        without = self.token_limit == 0 and not self.echo
-        yield without, name, f"{name} must be at least 1, or 0 with echo: true"
         choices, factor = len(self.prompt) * self.num_sampled, "n" if self.num_sampled == (self.n or 1) else "best_of"
         message = f"prompts x {factor} is {choices}; one request takes at most {MAX_CHOICES} completions"
         yield choices > MAX_CHOICES, factor if self.num_sampled > 1 else "prompt", message
+
+    def _least_tokens(self) -> tuple[int, str]:
+        return (0, "0") if self.echo else (1, "1, or 0 with echo: true")
 
 
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)

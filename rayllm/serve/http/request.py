@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import time
 import uuid
+import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ from rayllm.text.outputs import accumulate
 MAX_ID_CHARS = 128
 MAX_KEY_CHARS = 255
 MAX_PATH_CHARS = 200
+UNZIPPED_BYTES = 2**20
 GIVE_BACK_S = 0.5  # after the end of a request with a large body, for all that end meanwhile
 
 _SCOPE_KEY = "rayllm.request"
@@ -312,10 +314,15 @@ class JsonRequest(Request):
         self._kind, self._max_model_len = kind, max_model_len
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Raises ApiError 413 as soon as it is known that the body is too long."""
+        """The body, decompressed. Raises ApiError 413 as soon as it is known that it is too long, 415 and 400."""
         context, declared, size = context_of(self), self.headers.get("content-length", ""), 0
         self._check_size(int(declared) if declared.isdigit() else 0)
-        async for chunk in super().stream():
+        chunks = super().stream()
+        encoding = self.headers.get("content-encoding", "identity").lower()
+        if encoding not in ("identity", "gzip", "x-gzip"):
+            message = f"the content-encoding {encoding[:80]!r} is not supported; send the body as it is, or as gzip"
+            raise ApiError(415, message, param="content-encoding", headers={"accept-encoding": "gzip"})
+        async for chunk in chunks if encoding == "identity" else _unzipped(chunks):
             size += len(chunk)
             self._check_size(size)
             context.bodies.add(len(chunk), context.body_bytes)
@@ -353,6 +360,26 @@ class JsonRequest(Request):
             raise as_api_error(error, self.method, self.url.path) from None
         finally:
             context.bodies.remove(context.body_bytes)
+
+
+async def _unzipped(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """What was compressed by gzip, in pieces of UNZIPPED_BYTES at most, each as it is asked for.
+
+    Raises ApiError 400.
+    """
+    unzip = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    try:
+        async for chunk in chunks:
+            piece = b""
+            while (chunk or len(piece) == UNZIPPED_BYTES) and not unzip.eof:
+                yield (piece := unzip.decompress(chunk, UNZIPPED_BYTES))
+                chunk = unzip.unconsumed_tail
+                await asyncio.sleep(0)  # a piece takes milliseconds
+        is_whole = unzip.eof and not unzip.unused_data
+    except zlib.error:
+        is_whole = False
+    if not is_whole:
+        raise ApiError(400, "the request body is not what gzip makes, or not all of it", param="content-encoding")
 
 
 # ---- in the engine

@@ -33,6 +33,7 @@ def test_models(api):
     assert (card["id"], card["object"], card["max_model_len"]) == ("org/fake", "model", 64)
     assert api.get("/v1/models/org/fake").json() == card
     assert error_of(api.get("/v1/models/other"), 404)["code"] == "model_not_found"
+    assert error_of(api.get("/v1/models/"), 404)["message"] == "no such path: GET /v1/models/"
 
 
 def test_completion_and_chat(api):

@@ -144,6 +144,24 @@ def test_field_combinations():
     assert completion(max_tokens=7, max_completion_tokens=7).token_limit == 7
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_the_least_token_limit_is_told_alike(name):
+    for value in (0, -1, -(10**20)):
+        assert refusal(chat, **{name: value}) == (f"{name} must be at least 1, not {value}", name)
+        message = f"{name} must be at least 1, or 0 with echo: true, not {value}"
+        assert refusal(completion, **{name: value}) == (message, name)
+    assert refusal(completion, echo=True, **{name: -1}) == (f"{name} must be at least 0, not -1", name)
+    assert completion(echo=True, **{name: 0}).token_limit == 0
+
+
+def test_no_stop_string_is_empty():
+    for stop in ("", [""], ["a", ""]):
+        message, param = refusal(completion, stop=stop)
+        assert (message.startswith("stop must not hold an empty string"), param) == (True, "stop")
+    for stop in (None, []):
+        assert not completion(stop=stop).stop
+
+
 def test_product_of_prompts_and_n_is_capped():
     completion(prompt=["a"] * 8, n=128)
     message, param = refusal(completion, prompt=["a"] * 9, n=128)
@@ -164,6 +182,10 @@ def test_a_body_is_json_whatever_its_content_type():
     for content_type in ("application/x-www-form-urlencoded", "text/plain", "multipart/form-data", "application/json"):
         answer = API.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": content_type})
         assert answer.status_code == 200
+
+
+def test_a_byte_order_mark_is_left_out():
+    assert API.post("/v1/completions", content=b'\xef\xbb\xbf{"prompt": "x"}').status_code == 200
 
 
 @pytest.mark.parametrize(
