@@ -66,6 +66,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time: float = 0.0
     # Prefix-cache blocks are shared only between requests of the same salt.
     cache_salt: str = ""
+    # Requests with the same key are likely to begin alike: a hint for choosing among replicas, without other effect.
+    prompt_cache_key: str = ""
     # Who sends it: requests of one client share what is limited by client. None if there is nobody to share with.
     client: str | None = None
     # Send a delta without tokens as soon as the request is first scheduled.

@@ -47,12 +47,14 @@ def completion_job(body: CompletionBody, target: Target) -> Job:
     tokenizer, info = target.engine.tokenizer, target.info
     names = {"structured_outputs": body.constraint_field or ""}
     requests, prompts = [], []
+    marks = _infill_marks(tokenizer) if body.suffix else None
     with renamed(names):
         options = body.sampling_options(body.logprobs)
         if body.echo and body.logprobs is not None:
             options.setdefault("prompt_logprobs", body.logprobs)
         for index, prompt in enumerate(body.prompt):
-            ids = encode(prompt, body.add_special_tokens is not False, tokenizer, info.max_model_len)
+            text = f"{marks[0]}{prompt}{marks[1]}{body.suffix}{marks[2]}" if marks else prompt
+            ids = encode(text, body.add_special_tokens is not False, tokenizer, info.max_model_len)
             params = _params(body, options, info, len(ids), DEFAULT_COMPLETION_TOKENS)
             requests.append(_request(body, target, index, ids, params))
             text = prompt if isinstance(prompt, str) else None
@@ -72,7 +74,8 @@ def chat_job(body: ChatBody, target: Target) -> Job:
     if tokenizer is None:
         raise InvalidRequestError("this server runs without a tokenizer; only token ids in /v1/completions work")
     form = chat_format(target.model.server, tokenizer)
-    constraint_field = "tools" if body.must_call else body.constraint_field
+    tools_field = "functions" if body.functions else "tools"
+    constraint_field = tools_field if body.must_call else body.constraint_field
     names = {"structured_outputs": constraint_field or "", "prompt": "messages"}
     with renamed(names):
         text = _prompt_text(body, tokenizer)
@@ -130,6 +133,14 @@ def encode(prompt: Any, special: bool, tokenizer: Tokenizer | None, limit: int) 
     return tokenizer.encode(prompt, special)
 
 
+def _infill_marks(tokenizer: Tokenizer | None) -> tuple[str, str, str]:
+    """What stands before a text, before its suffix, and before what the model fills in. Raises InvalidRequestError."""
+    marks = None if tokenizer is None else tokenizer.infill_marks
+    if marks is None:
+        raise InvalidRequestError("suffix: this model has no tokens for filling in the middle of a text", "suffix")
+    return marks
+
+
 def tokens_of(body: TokenizeBody, info: EngineInfo, tokenizer: Tokenizer) -> Tokens:
     """The answer of /tokenize. Raises InvalidRequestError."""
     text, special = body.prompt or "", body.add_special_tokens
@@ -159,14 +170,18 @@ def _prompt_text(body: ChatBody, tokenizer: Tokenizer) -> str:
     """The conversation by the model's template. Refuses what the template would ignore."""
     options: dict[str, Any] = {}
     tools, extra = body.offered_tools, body.chat_template_kwargs or {}
-    if tools or extra:
+    hints = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}  # clients send them to any model
+    hints = {name: value for name, value in hints.items() if value is not None}
+    if tools or extra or hints:
         known = tokenizer.chat_template_variables(with_tools=bool(tools))
         if tools and "tools" not in known:
-            raise InvalidRequestError("tools: this model's chat template has no place for tools", "tools")
+            field = "functions" if body.functions else "tools"
+            raise InvalidRequestError(f"{field}: this model's chat template has no place for tools", field)
         for name in extra:
             if name not in known:
                 message = f"chat_template_kwargs: this model's chat template has no variable {name[:80]!r}"
                 raise InvalidRequestError(message, "chat_template_kwargs")
+        extra = {name: value for name, value in hints.items() if name in known} | extra
         options = {"tools": [tool.for_template() for tool in tools] or None, "template_kwargs": extra or None}
     turns = [message.for_template() for message in body.messages]
     return tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)
@@ -229,6 +244,7 @@ def _request(
         arrival_time=time.time(),
         cache_salt=body.cache_salt or "",
         client=target.client,
+        prompt_cache_key=body.prompt_cache_key or "",
         pooling=pooling,
         key=key,
     )

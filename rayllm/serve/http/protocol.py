@@ -51,6 +51,7 @@ MAX_DETOKENIZED = 2**20  # tokens
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 * 1024  # of all tools of a request, as JSON
 MAX_SCHEMA_DEPTH = 64
+MAX_CACHE_KEY = 1024  # characters
 MAX_TEMPLATE_KWARGS = 16
 MAX_TEMPLATE_TEXT = 1024  # characters of a name or a value in chat_template_kwargs
 
@@ -197,6 +198,7 @@ Schema = Annotated[dict[str, Any], AfterValidator(_check_depth)]
 SchemaOrText = Annotated[Schema | Json[Schema], OneOf("must be a JSON schema: an object, or its text")]
 ObjectText = Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: "{}" if text == "" else text)]
 SentBack = Annotated[Any, Field(exclude=True)]  # what a client adds to messages, and sends back with them
+Hint = Annotated[Any, Field(exclude=True)]  # what to cache; all prompts are
 Empty = Annotated[Literal[""] | Annotated[list[Any], Field(max_length=0)], OneOf("is not supported")]
 NotSupported = Annotated[None, BeforeValidator(_refuse)]  # a known field that asks for what no model here does
 Unused = Annotated[Empty | None, Field(exclude=True)]  # a field that only audio, refusals or old clients fill
@@ -223,6 +225,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: Hint = None
 
 
 class FunctionCall(Body):
@@ -245,29 +248,41 @@ class MessageToolCall(Body):
 class Message(Body):
     """One turn of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[Any, AfterValidator(_text_of)] = ""
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, exclude=True)  # the same under the name that others give it
+    cache_control: Hint = None
     parsed: SentBack = None  # openai-python's own reading of the content
     provider_specific_fields: SentBack = None  # LiteLLM's own notes
-    function_call: Unused = None
+    function_call: FunctionCall | None = Field(default=None, exclude=True)  # OpenAI's older form of one tool call
     refusal: Unused = None
     audio: Unused = None
     annotations: Unused = None
 
     def _rules(self) -> Rules:
-        for name in ("tool_calls", "reasoning_content"):
+        for name in ("tool_calls", "function_call", "reasoning_content", "reasoning"):
             is_broken = bool(getattr(self, name)) and self.role != "assistant"
             yield is_broken, "", f"only assistant messages have {name}"
         is_broken = (self.role == "tool") != (self.tool_call_id is not None)
         yield is_broken, "", "tool_call_id belongs to messages of role tool, each one"
+        is_broken = self.role == "function" and self.name is None
+        yield is_broken, "", "name is required in messages of role function"
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates know it: "developer" is OpenAI's newer name for "system"."""
-        turn = self.model_dump() | {"role": "system" if self.role == "developer" else self.role}
+        """The message as chat templates know it, with the newer names of what OpenAI and others have several for."""
+        turn = self.model_dump()
+        if self.role == "developer":
+            turn["role"] = "system"
+        if self.role == "function":  # the answer to the call of this name
+            turn |= {"role": "tool", "tool_call_id": f"call_{self.name}"}
+        if self.function_call is not None and not self.tool_calls:
+            call = {"id": f"call_{self.function_call.name}", "type": "function"}
+            turn["tool_calls"] = [call | {"function": self.function_call.model_dump()}]
+        turn["reasoning_content"] = self.reasoning_content or self.reasoning
         return {name: value for name, value in turn.items() if value or name == "content"}
 
 
@@ -289,6 +304,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+    cache_control: Hint = None
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates show it to the model."""
@@ -306,9 +322,27 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class ToolsAllowed(Body):
+    """Which of `tools` the model may call, and whether it must call one."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolsAllowed
+
+
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool,
-    OneOf('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools,
+    OneOf(
+        'must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
+    ),
+]
+FunctionChoice = Annotated[
+    Literal["none", "auto"] | NamedFunction, OneOf('must be "none", "auto" or an object with the name of a function')
 ]
 
 
@@ -358,6 +392,7 @@ class StructuredOutputsBody(Body):
 class StreamOptions(Body):
     include_usage: bool | None = None  # a last chunk with the usage
     continuous_usage_stats: bool | None = None  # the usage so far on every chunk
+    include_obfuscation: bool | None = None  # no chunk is padded either way
 
 
 # ---- whole bodies
@@ -367,6 +402,7 @@ class EngineBody(RequestBody):
     """What all requests to an engine share."""
 
     user: str | None = None  # client metadata without any effect on the answer
+    prompt_cache_key: str | None = Field(default=None, max_length=MAX_CACHE_KEY)  # a hint for choosing a replica
     # Extensions.
     add_special_tokens: bool | None = None
     cache_salt: str | None = Field(default=None, max_length=256)
@@ -406,12 +442,14 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputsBody | None = None
-    # Client metadata without any effect on the answer.
+    # Without any effect on the answer.
+    prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    prediction: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
 
     # Refused by name.
     audio: NotSupported = None
@@ -421,7 +459,6 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
     guided_grammar: NotSupported = None
     guided_json: NotSupported = None
     guided_regex: NotSupported = None
-    suffix: NotSupported = None
     truncate_prompt_tokens: NotSupported = None
 
     def _rules(self) -> Rules:
@@ -479,12 +516,16 @@ class CompletionBody(GenerationBody):
 
     token_bytes, prompts = BATCH_TOKEN_BYTES, ("prompt",)
     prompt: Prompts
+    suffix: str | None = None  # the model fills in what stands between it and the prompt
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     def _rules(self) -> Rules:
         yield from super()._rules()
         yield not self.prompt, "prompt", "prompt must not be empty"
+        is_broken = bool(self.suffix) and not all(isinstance(prompt, str) for prompt in self.prompt)
+        yield is_broken, "suffix", "suffix is only allowed with prompts that are text"
+        yield bool(self.suffix and self.echo), "suffix", "suffix is not available with echo: true"
         choices, factor = len(self.prompt) * self.num_sampled, "n" if self.num_sampled == (self.n or 1) else "best_of"
         message = f"prompts x {factor} is {choices}; one request takes at most {MAX_CHOICES} completions"
         yield choices > MAX_CHOICES, factor if self.num_sampled > 1 else "prompt", message
@@ -502,6 +543,11 @@ class ChatBody(GenerationBody):
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[Function] | None = Field(default=None, max_length=MAX_TOOLS)  # OpenAI's older form of tools
+    function_call: FunctionChoice | None = None
+    # Variables of the chat template, where it has them.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     chat_template_kwargs: TemplateKwargs | None = Field(default=None, max_length=MAX_TEMPLATE_KWARGS)
     add_generation_prompt: Literal[True] | None = None
 
@@ -514,38 +560,65 @@ class ChatBody(GenerationBody):
             asked |= {call.id for call in message.tool_calls or ()}
             text = f"messages: tool_call_id {message.tool_call_id!r} is of no tool call in the messages before it"
             yield message.tool_call_id not in asked, "messages", text
-        tools = self.tools or []
-        names = [tool.function.name for tool in tools]
+        both = bool(self.tools and self.functions)
+        yield both, "functions", "give tools or functions, its older form, not both"
+        field, choice = ("functions", "function_call") if self.functions else ("tools", "tool_choice")
+        names = [tool.function.name for tool in self.all_tools]
         for name in names:
-            yield names.count(name) > 1, "tools", f"tools has two functions of the name {name!r}"
-        size = sum(len(tool.model_dump_json()) for tool in tools)
-        yield size > MAX_TOOLS_BYTES, "tools", f"tools takes at most {MAX_TOOLS_BYTES} bytes in all, not {size}"
-        without = not tools and self.tool_choice not in (None, "none")
-        yield without, "tool_choice", "tool_choice is only allowed with tools"
-        is_unknown = self.named_tool not in (None, *names)
-        yield is_unknown, "tool_choice", f"tool_choice names {str(self.named_tool)[:80]!r}, which tools lacks"
+            yield names.count(name) > 1, field, f"{field} has two functions of the name {name!r}"
+        size = sum(len(tool.model_dump_json()) for tool in self.all_tools)
+        yield size > MAX_TOOLS_BYTES, field, f"{field} takes at most {MAX_TOOLS_BYTES} bytes in all, not {size}"
+        for each, owner, given in (
+            ("tool_choice", "tools", self.tools),
+            ("function_call", "functions", self.functions),
+        ):
+            is_broken = not given and getattr(self, each) not in (None, "none")
+            yield is_broken, each, f"{each} is only allowed with {owner}"
+        for name in self._chosen_names or ():
+            yield name not in names, choice, f"{choice} names {name[:80]!r}, which {field} lacks"
         field, reason = self.constraint_field or "", "holds for the whole output, which leaves no room for tool calls"
         yield bool(self.offered_tools and field), field, f"{field} {reason}; set tool_choice to none"
 
     @property
+    def all_tools(self) -> list[Tool]:
+        """What `tools` holds, or its older form `functions`."""
+        return self.tools or [Tool(type="function", function=each) for each in self.functions or ()]
+
+    @property
+    def _chosen_names(self) -> list[str] | None:
+        """The functions that the model may call; None for all of them."""
+        choice = self.function_call if self.functions else self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        named = choice.function if isinstance(choice, NamedTool) else choice
+        return [named.name] if isinstance(named, NamedFunction) else None
+
+    @property
     def named_tool(self) -> str | None:
         """The one tool that must be called."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        chosen = self._chosen_names
+        return None if chosen is None or isinstance(self.tool_choice, AllowedTools) else chosen[0]
 
     @property
     def must_call(self) -> bool:
         """Whether the answer has to be a tool call."""
-        return self.named_tool is not None or self.tool_choice == "required"
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+        return self.named_tool is not None or mode == "required"
 
     @property
     def single_call(self) -> bool:
-        """Whether the answer has at most one tool call."""
-        return self.named_tool is not None or self.parallel_tool_calls is False
+        """Whether the answer has at most one tool call. In the form of `functions` there is no place for more."""
+        return self.named_tool is not None or self.parallel_tool_calls is False or bool(self.functions)
 
     @property
     def offered_tools(self) -> list[Tool]:
         """The tools that the model may call."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        choice = self.function_call if self.functions else self.tool_choice
+        if choice == "none":
+            return []
+        allowed = self._chosen_names if isinstance(choice, AllowedTools) else None
+        return [tool for tool in self.all_tools if allowed is None or tool.function.name in allowed]
 
 
 class TokenizeBody(RequestBody):

@@ -281,6 +281,7 @@ class ChatReply(ChoicesReply):
         super().__init__(body, job, target)
         self._top = (body.top_logprobs or 0) if body.logprobs else None
         self._readers = [ChatReader(job.reply_format, self._token_text) for _ in range(self._n)]
+        self._calls_functions = bool(body.functions)  # calls have OpenAI's older form
 
     def _chunks(self, index: int, completion: CompletionOutput) -> list[Json]:
         pieces, reason = self._readers[index].read(completion)
@@ -293,7 +294,7 @@ class ChatReply(ChoicesReply):
         if self._is_first(index):
             chunks.insert(0, _chunk(index, {"role": "assistant", "content": ""}))
         if reason is not None:
-            chunks.append(_chunk(index, {}, reason))
+            chunks.append(_chunk(index, {}, self._reason(reason)))
         return chunks
 
     def _choice(self, index: int, completion: CompletionOutput) -> Json:
@@ -308,11 +309,19 @@ class ChatReply(ChoicesReply):
             else:
                 message[piece.kind] = message.get(piece.kind, "") + piece.text
         if calls:
-            message |= {"content": message["content"] or None, "tool_calls": calls}
-        return {"index": index, "message": message, "logprobs": self._logprobs(completion), "finish_reason": reason}
+            made = {"function_call": calls[0]["function"]} if self._calls_functions else {"tool_calls": calls}
+            message |= {"content": message["content"] or None, **made}
+        logprobs = self._logprobs(completion)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reason(reason)}
+
+    def _reason(self, reason: str | None) -> str | None:
+        return "function_call" if reason == "tool_calls" and self._calls_functions else reason
 
     def _delta(self, index: int, piece: Piece) -> Json:
         """The `delta` of a chunk that carries one piece."""
+        if self._calls_functions and piece.kind in ("call", "arguments"):
+            begin = {"name": piece.text, "arguments": ""}
+            return {"function_call": begin if piece.kind == "call" else {"arguments": piece.text}}
         if piece.kind == "call":
             return {"tool_calls": [{"index": piece.call, **self._call(index, piece)}]}
         if piece.kind == "arguments":
