@@ -24,6 +24,7 @@ class Engine(Protocol):
     def generate(
         self, request: GenerationRequest, prompt_text: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]: ...
+    def forget(self, key_id: str) -> None: ...
 
 
 class ServedModel(Protocol):

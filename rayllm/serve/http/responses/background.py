@@ -219,6 +219,9 @@ class _Run:
                 self._store.log(self._id, lines(new))
 
         await asyncio.to_thread(finish)
+        for request in self._job.requests:  # the store has all that came of it
+            if request.key is not None:
+                self._context.target.engine.forget(request.key.id)
 
 
 class _Seen:
