@@ -5,6 +5,7 @@
 | front - engine | both | IDLE_BEAT_S; a connection that ends | SILENCE_S | the engine aborts; requests go elsewhere |
 | front - engine's process and host | the front | CONNECTION_PING_S | CONNECTION_SILENCE_S | requests go on elsewhere |
 | engine - request with an idempotency key | the engine | a front that wants its tokens | KEEP_S | it is forgotten |
+| API server - response in the background | who asks for it | RESPONSE_BEAT_S | RESPONSE_SILENCE_S | it is taken over |
 | driver - rank | the driver | PING_S; a dead process is seen at once | RANK_SILENCE_S | new ranks take over |
 | driver - starting rank | the driver | the same | RANK_START_SILENCE_S, RANK_START_S a phase | the start fails |
 | driver - standby that takes over | the driver | the same | STANDBY_ANSWER_S, RANK_RESUME_SILENCE_S | new ranks start |
@@ -66,6 +67,12 @@ RESUME_POLL_S = 0.02
 
 # Requests with an idempotency key.
 KEEP_S = 60.0  # after the end of one, or after its last connection broke off, an engine has all that came of it
+
+# Responses that run in the background. Who takes one over finds its tokens in the engine for KEEP_S.
+RESPONSE_BEAT_S = 0.5  # how often its API server says that it runs, and looks whether it is to be cancelled
+RESPONSE_SILENCE_S = 5.0
+RESPONSE_POLL_S = 0.1  # how often its events are written, and who follows them looks for more
+RESPONSE_CANCEL_S = 3.0  # for a cancelled one to end, before its API server is taken to be dead
 
 # Grammars of structured outputs: a first, short trial, behind which others wait, and a long one for those that need it.
 GRAMMAR_FIRST_S = 0.5

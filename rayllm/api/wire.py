@@ -63,6 +63,12 @@ class Find(msgspec.Struct, frozen=True, tag=True):
     key_id: str
 
 
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Nobody will come for the request with this key any more: it ends as soon as nobody wants its tokens."""
+
+    key_id: str
+
+
 class Aborts(msgspec.Struct, frozen=True, tag=True):
     """Stop these requests and completions; nothing more is sent for them.
 
@@ -110,7 +116,7 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     """Leaving; all requests of this front without a key are aborted."""
 
 
-FrontMessage = Hello | Add | Find | Aborts | FrontBeat | Bye
+FrontMessage = Hello | Add | Find | Forget | Aborts | FrontBeat | Bye
 
 # ---- engine to front
 

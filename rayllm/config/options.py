@@ -171,6 +171,15 @@ class ServerConfig(ModelServerConfig):
     """Seconds until the first token of each prompt; 0 is no limit"""
     request_timeout: float = Field(default=0, ge=0)
     """Seconds until the answer is complete; 0 is no limit"""
+    response_folder: str | None = Field(default=None, min_length=1)
+    """Folder for stored responses of /v1/responses; hosts that share it know each other's; if absent, each host has one
+    of its own, which goes with its last API server"""
+    response_ttl: float | None = Field(default=None, gt=0)
+    """Seconds that a response is stored; if absent, an hour, and 30 days in a response_folder"""
+    max_responses: int = Field(default=10_000, ge=1, le=1_000_000)
+    """Most responses that are stored in a folder; the oldest go first"""
+    response_space: float = Field(default=1, gt=0)
+    """GiB that stored responses of a folder may have; the oldest go first"""
     drain_timeout: float = Field(default=5, ge=0, le=3600)
     """Seconds that running requests may go on when the server stops"""
     replica_drain_timeout: float = Field(default=60, ge=0, le=86400)

@@ -214,6 +214,11 @@ class EngineClient:
         await asyncio.wait([search], timeout=timeouts.ASK_S)
         return search.done() and search.result()
 
+    def forget(self, key_id: str) -> None:
+        """Nobody will send the request with this key again: it ends when its streams here and elsewhere are left."""
+        if self.dead is None and self._socket is not None:
+            self._send(wire.Forget(key_id))
+
     def tell(self) -> None:
         """Send what is new now, if the last beat was beat_s ago: the answer says what others have done meanwhile."""
         now = time.monotonic()

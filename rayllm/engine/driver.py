@@ -123,6 +123,10 @@ class EngineDriver:
         """Whether it has a request with this key."""
         return key_id in self._kept
 
+    def forget(self, key_id: str) -> None:
+        """Keep the request with this key no more. It ends when nobody listens to it."""
+        self._inbox.put(partial(self._forget, key_id))
+
     @property
     def busy(self) -> bool:
         """Whether requests run, or wait to be taken in. One that is just being taken in may be missed: ask twice."""
@@ -266,6 +270,14 @@ class EngineDriver:
         for name in (live.kept.request_id, *live.kept.listeners):
             del self._live[name]
         self._kept.end(live.kept)
+
+    def _forget(self, key_id: str) -> None:
+        if (kept := self._kept.get(key_id)) is None:
+            return
+        self._kept.forget(kept)
+        if kept.request_id and not kept.has_ended and not kept.listeners:
+            del self._live[kept.request_id]
+            self._core.abort([Abort(kept.request_id)])
 
     def _forget_expired(self) -> None:
         """Forget requests with a key for which nobody came; end those that still run."""

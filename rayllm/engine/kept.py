@@ -54,6 +54,10 @@ class KeptRequests:
         """The request with this key, which may be new."""
         return self._by_key.setdefault(key.id, KeptRequest(key))
 
+    def get(self, key_id: str) -> KeptRequest | None:
+        """The request with this key, if there is one."""
+        return self._by_key.get(key_id)
+
     @property
     def num_orphans(self) -> int:
         """Sequences that run although nobody listens."""

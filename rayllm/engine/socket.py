@@ -233,6 +233,8 @@ class EngineSocket:
                 self._add(front, request_id, message)
             case wire.Find(key_id):
                 self._send(front.peer, wire.Found(key_id, self._driver.knows(key_id)))
+            case wire.Forget(key_id):
+                self._driver.forget(key_id)
             case wire.Aborts(aborts):
                 self._driver.abort(front, aborts)
             case wire.FrontBeat(metrics=metrics):

@@ -11,7 +11,8 @@ import tempfile
 
 import pytest
 
-from rayllm.engine.folder import PrivateFolder, remove_orphaned_folders
+from rayllm.engine.folder import PrivateFolder, SharedFolder, remove_orphaned_folders
+from rayllm.errors import StartupError
 
 OWNER = """
 import sys, time
@@ -58,3 +59,38 @@ def test_those_of_killed_owners_are_removed_and_no_others(tmp_path):
             owner.wait()
             owner.stdout.close()
     assert killed not in os.listdir(tmp_path)
+
+
+def test_the_last_one_to_leave_removes_a_shared_one(tmp_path):
+    first, second = SharedFolder("x1"), SharedFolder("x1")
+    assert first.path == second.path and stat.S_IMODE(first.path.stat().st_mode) == 0o700
+    (first.path / "file").touch()
+    first.leave()
+    remove_orphaned_folders()
+    assert (second.path / "file").exists()
+    second.leave()
+    assert os.listdir(tmp_path) == []
+    third = SharedFolder("x1")
+    assert list(third.path.iterdir()) == [], "whoever comes later begins anew"
+    third.leave()
+
+
+def test_a_shared_one_that_nobody_has_any_more_is_removed(tmp_path):
+    (tmp_path / "rayllm-run-x1").mkdir(mode=0o700)
+    (tmp_path / "rayllm-run-x1" / "file").touch()
+    other = SharedFolder("x2")
+    remove_orphaned_folders()
+    assert os.listdir(tmp_path) == [other.path.name]
+    other.leave()
+
+
+def test_a_shared_one_is_no_other_users(tmp_path):
+    path = tmp_path / "rayllm-run-x1"
+    path.mkdir()
+    path.chmod(0o755)
+    with pytest.raises(StartupError, match="must belong to this user"):
+        SharedFolder("x1")
+    path.rmdir()
+    path.symlink_to(tmp_path)
+    with pytest.raises(OSError, match=r"Not a directory|symbolic"):
+        SharedFolder("x1")

@@ -110,6 +110,32 @@ def test_a_completion_that_one_of_them_stops_is_over_for_all():
         assert num_adds(core) == 1
 
 
+def test_one_that_nobody_will_come_for_ends_with_its_last_listener():
+    core = FakeCore(gated=True)
+    with running(core) as (driver, front):
+        driver.add(front, keyed("a", max_tokens=500))
+        core.allow(1)
+        wait_for(lambda: front.tokens("a"))
+        driver.forget("k")
+        driver.forget("unknown")
+        wait_for(lambda: not driver.knows("k"))
+        core.allow(2)
+        wait_for(lambda: len(front.tokens("a")) == 3)
+        driver.abort(front, [Abort("a")])
+        core.allow(1)
+        wait_for(lambda: ("abort", "kept-a") in core.calls)
+        wait_for(lambda: not driver.busy)
+        driver.add(front, keyed("b", max_tokens=500))
+        core.allow(2)
+        wait_for(lambda: front.tokens("b"))
+        driver.abort(front, [Abort("b")])
+        wait_for(lambda: driver.num_orphans)
+        driver.forget("k")  # now nobody listens
+        core.allow(1)
+        wait_for(lambda: ("abort", "kept-b") in core.calls)
+        wait_for(lambda: not driver.busy)
+
+
 def test_another_body_is_refused():
     with running(FakeCore()) as (driver, front):
         driver.add(front, keyed("a"))

@@ -1,7 +1,9 @@
 """A fake engine with its tokenizer and server state, and the app over them with blocking calls."""
 
 import asyncio
+import tempfile
 from array import array
+from pathlib import Path
 
 import httpx
 
@@ -9,8 +11,10 @@ from rayllm.api.types import CompletionOutput, EngineInfo, EngineStats, Logprob,
 from rayllm.config.options import ServerConfig
 from rayllm.errors import EngineDeadError
 from rayllm.serve.http.app import create_app
+from rayllm.serve.http.jobs import Jobs
 from rayllm.serve.http.limits import Admission
 from rayllm.serve.http.metrics import FrontMetrics, ModelFigures, render
+from rayllm.serve.http.responses.store import ResponseStore
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -111,6 +115,9 @@ class FakeState:
         self.reason = None
         self.dead = False
         self.models = {name: self}
+        self.jobs = Jobs()
+        self._folder = tempfile.TemporaryDirectory(prefix="rayllm-test-")
+        self.response_store = ResponseStore(Path(self._folder.name))
 
     @property
     def door(self):

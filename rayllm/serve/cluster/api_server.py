@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import hashlib
+import os
 import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +22,8 @@ from rayllm import timeouts
 from rayllm.api.types import Load
 from rayllm.api.wire import VERSION
 from rayllm.config.options import ModelServerConfig, ServerConfig
-from rayllm.errors import EngineDeadError
+from rayllm.engine.folder import SharedFolder
+from rayllm.errors import ConfigError, EngineDeadError
 from rayllm.executor.checkpoints import fetch_checkpoint
 from rayllm.executor.ray_compat import log_folder
 from rayllm.serve.cluster.directory import (
@@ -38,11 +42,16 @@ from rayllm.serve.cluster.status import cluster_status, describe
 from rayllm.serve.cluster.stopped import end_if_stopped
 from rayllm.serve.http.app import create_app
 from rayllm.serve.http.auth import ApiKey
+from rayllm.serve.http.jobs import Jobs
 from rayllm.serve.http.limits import Admission
 from rayllm.serve.http.request_log import make_tracer, open_log
+from rayllm.serve.http.responses.store import ResponseStore, StoreLimits
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
 
 KEEP_ALIVE_S = 90  # of idle connections; longer than the ingress keeps them
+# How long responses are stored if no option says it: in a folder of this deployment, and in one that was named.
+OWN_TTL_S, NAMED_TTL_S = 3600.0, 30 * 86400.0
+GIB = 2**30
 
 
 class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,11 +86,16 @@ class ServedModels:
         self._door = Admission(ModelServerConfig(max_queued_requests=0), 0)
         self._tracer = make_tracer(options.trace_endpoint)
         self.models: dict[str, ModelFront] = {}
+        self.jobs = Jobs()
+        self._responses: ResponseStore | None = None  # once it is known where
+        self._folder: SharedFolder | None = None
         self.address, self.is_draining = "", False  # as the directory is told
         self._is_outdated = False
 
     async def start(self) -> None:
-        """Return when every model has an engine."""
+        """Return when every model has an engine. Raises ConfigError, StartupError."""
+        if (named := self._options.server.response_folder) is not None:
+            self._responses = _open_store(_named_folder(named), self._options.server, NAMED_TTL_S)
         folder, name = log_folder(), f"requests_{self._place.replica_id}.log"  # beside Serve's own logs
         open_log(self._options.server.log_format, None if folder is None else folder / "serve" / name)
         for model in self._options.models:
@@ -106,6 +120,12 @@ class ServedModels:
         self._door.max_running = sum(model.admission.max_live for model in models)
         return self._door
 
+    @property
+    def response_store(self) -> ResponseStore:
+        """Where responses are stored; it is known before any model has an engine."""
+        assert self._responses is not None
+        return self._responses
+
     async def describe_cluster(self) -> list[str]:
         """What `rayllm status` prints."""
         return describe(await asyncio.to_thread(cluster_status))
@@ -116,10 +136,13 @@ class ServedModels:
             if time.monotonic() > self.membership.stop_at:
                 break
             await asyncio.sleep(0.05)
+        await self.jobs.close()  # what they run, API servers that go on take over
         if self._end_http is not None:
             await self._end_http()
         for model in self.models.values():
             await model.close()
+        if self._folder is not None:
+            self._folder.leave()
         if self._tracer is not None:
             self._tracer.close()
 
@@ -132,6 +155,10 @@ class ServedModels:
         return Report(member=self._member(), load=load, stop_in=self.membership.stop_in)
 
     async def _on_view(self, view: View) -> None:
+        if self._responses is None:  # of this deployment and host: all API servers find the same name, and nobody else
+            secret = f"responses {view.front_keys.secret}".encode()
+            self._folder = SharedFolder(hashlib.sha256(secret).hexdigest()[:32])
+            self._responses = _open_store(self._folder.path, self._options.server, OWN_TTL_S)
         # An update of rayllm has replaced the engines of a model, and other API servers talk to those.
         lost = {name for name, model in self.models.items() if not model.num_replicas}
         others = {engine.model for engine in view.engines if engine.version != VERSION}
@@ -189,6 +216,23 @@ class ApiServer:
             self._server.config.timeout_graceful_shutdown = 1  # for ends of answers that are still to be sent
             self._server.should_exit = True
             await self._serving
+
+
+def _open_store(folder: Path, server: ServerConfig, ttl: float) -> ResponseStore:
+    num_bytes = int(server.response_space * GIB)
+    return ResponseStore(folder, StoreLimits(server.max_responses, num_bytes, server.response_ttl or ttl))
+
+
+def _named_folder(name: str) -> Path:
+    """The folder of the option, which is made if need be. Raises ConfigError."""
+    folder = Path(name)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"response_folder {name}: {error.strerror}") from None
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"response_folder {name}: this user may not write to it")
+    return folder
 
 
 def _load_tokenizer(folder: str) -> Tokenizer:

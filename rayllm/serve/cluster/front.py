@@ -237,6 +237,11 @@ class ModelFront:
             replica, waiting = await self._find_or_route(state.request)
             self.metrics.resumed.inc()
 
+    def forget(self, key_id: str) -> None:
+        """Nobody will send the request with this key again; whichever replica has it keeps it no more."""
+        for replica in self._replicas.values():
+            replica.client.forget(key_id)
+
     async def _run(self, replica: _Replica, state: RequestState, waiting: int) -> AsyncGenerator[RequestOutput, None]:
         """Run a request on this replica. waiting: prompt tokens that it probably has to compute."""
         live = state.num_live

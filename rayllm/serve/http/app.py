@@ -30,6 +30,7 @@ from rayllm.serve.http.errors import ApiError
 from rayllm.serve.http.metrics import ModelFigures, render
 from rayllm.serve.http.replies import ChatReply, CompletionReply, embeddings
 from rayllm.serve.http.request_log import NO_TELEMETRY, SpanTracer
+from rayllm.serve.http.responses.routes import add_routes as add_response_routes
 from rayllm.serve.http.served import ServedModel, ServerState
 from rayllm.serve.http.unknown_fields import HEADER
 from rayllm.text.tokenizer import Tokenizer
@@ -215,6 +216,9 @@ async def embed(body: protocol.EmbeddingBody, context: request.Context) -> Respo
     target = context.enter(body.model, "embd")
     outputs = await request.run(context, await context.work(embedding_job, body, target))
     return request.json_response(embeddings(body, target.model.name, outputs))
+
+
+add_response_routes(generation_routes, tokenizer_routes, server_routes)
 
 
 def _card(model: ServedModel) -> protocol.ModelCard:

@@ -8,6 +8,7 @@ side, and answers with what comes.
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import time
 import uuid
@@ -89,19 +90,20 @@ class RequestContext:
         self.ticket = Ticket(self.state.door)
         self.holds.callback(self.ticket.close)
 
-    def enter(self, name: str | None, kind: str) -> Target:
+    def enter(self, name: str | None, kind: str, separator: str = "-", again: IdempotencyKey | None = None) -> Target:
         """Where the body wants to go; the request counts among that model's load from now on.
 
-        kind: what the reply's id begins with. Raises ApiError, EngineDeadError.
+        kind: what the reply's id begins with, up to a separator. again: of a request that was made before, whose reply
+        has the id of its key. Raises ApiError, EngineDeadError.
         """
         model = find_model(self.state, name)
         self.record.model = model.name
         engine = model.engine()
         self.ticket.move(model.admission)
-        reply_id, key = f"{kind}-{uuid.uuid4().hex}", None
-        if self.idempotency_key:  # the reply's id and time are those of the first request with this key
+        reply_id, key = f"{kind}{separator}{uuid.uuid4().hex}" if again is None else again.id, again
+        if self.idempotency_key and again is None:  # id and time are those of the first request with it
             parts = repr((self.record.key, kind, model.name, self.idempotency_key)).encode()
-            reply_id = f"{kind}-{hashlib.sha256(parts).hexdigest()[:32]}"
+            reply_id = f"{kind}{separator}{hashlib.sha256(parts).hexdigest()[:32]}"
             key = IdempotencyKey(reply_id, self.fingerprint, int(time.time()))
         self.record.reply_id = reply_id
         client = self.record.key or self._address
@@ -113,6 +115,15 @@ class RequestContext:
         if self.body_bytes > LONG_BODY:
             return await asyncio.to_thread(function, *args, **options)
         return function(*args, **options)
+
+    def detach(self) -> RequestContext:
+        """The context of work that goes on without the connection. What this one holds is that one's from now on, to be
+        closed by whoever does the work."""
+        other = copy.copy(self)
+        other.record = msgspec.structs.replace(self.record, arrival=time.time(), clock=time.perf_counter())
+        other.deadlines = Deadlines(self.server)
+        other.holds, other.receive = self.holds.pop_all(), _never
+        return other
 
     def start(self, job: Job, stream: bool) -> None:
         """The engine is about to get the request. Raises ApiError 429 if it turned out to be too much."""
@@ -145,6 +156,12 @@ class RequestContext:
         for model in [models[record.model]] if record.model else models.values():
             model.metrics.count_refusal(record.error)
         return answer
+
+
+async def _never() -> Message:
+    """What comes over no connection."""
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets this event")
 
 
 def context_of(request: Request) -> RequestContext:
@@ -389,22 +406,28 @@ LONG_ANSWER = 4096  # tokens; longer answers are put together in a thread, so th
 Outputs = list[tuple[int, RequestOutput]]  # what is new, each with the index of its prompt
 
 
-async def generate(context: RequestContext, job: Job, reply: Reply) -> Response:
+async def generate(
+    context: RequestContext, job: Job, reply: Reply, finish: Callable[[], Awaitable[None]] | None = None
+) -> Response:
     """Run a job and answer with it.
 
-    An error before the first token is an HTTP status; after it, an event in the stream. Raises what the engine raises,
-    and ApiError: 408 for a missed deadline, 429 for too much work, 499 when the client has left.
+    finish: is waited for when the reply is complete, before the last of it is sent. An error before the first token is
+    an HTTP status; after it, an event in the stream. Raises what the engine raises, and ApiError: 408 for a missed
+    deadline, 429 for too much work, 499 when the client has left.
     """
     if not reply.stream:
         outputs = await run(context, job)
         if context.record.prompt_tokens + context.record.completion_tokens > LONG_ANSWER:
-            return await asyncio.to_thread(lambda: json_response(reply.whole(outputs)))
-        return json_response(reply.whole(outputs))
+            answer = await asyncio.to_thread(lambda: json_response(reply.whole(outputs)))
+        else:
+            answer = json_response(reply.whole(outputs))
+        if finish is not None:
+            await finish()
+        return answer
     context.start(job, stream=True)
     group = RequestGroup(context, job)
     first = await group.next()
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(_events(context, group, reply, first), headers=headers, media_type="text/event-stream")
+    return event_stream(_events(context, group, reply, first, finish))
 
 
 async def run(context: RequestContext, job: Job) -> list[RequestOutput]:
@@ -418,18 +441,33 @@ async def run(context: RequestContext, job: Job) -> list[RequestOutput]:
     return [total for total in totals if total is not None]
 
 
+def event_stream(frames: AsyncIterator[bytes]) -> Response:
+    """An answer in server-sent events."""
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(frames, headers=headers, media_type="text/event-stream")
+
+
 def json_response(payload: object) -> Response:
     return Response(orjson.dumps(payload), media_type="application/json")
 
 
-async def _events(context: RequestContext, group: RequestGroup, reply: Reply, outputs: Outputs) -> AsyncIterator[bytes]:
+async def _events(
+    context: RequestContext,
+    group: RequestGroup,
+    reply: Reply,
+    outputs: Outputs,
+    finish: Callable[[], Awaitable[None]] | None,
+) -> AsyncIterator[bytes]:
     """Server-sent events."""
     try:
         while outputs:
             if frames := b"".join(reply.frames(index, output) for index, output in outputs):
                 yield frames
             outputs = await group.next()
-        yield reply.last_frames()
+        last = reply.last_frames()
+        if finish is not None:
+            await finish()
+        yield last
     except Exception as error:
         yield reply.error_frames(context.failed(error))
 

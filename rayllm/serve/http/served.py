@@ -7,8 +7,10 @@ from typing import NamedTuple, Protocol
 
 from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, IdempotencyKey, RequestOutput
 from rayllm.config.options import ServerConfig
+from rayllm.serve.http.jobs import Jobs
 from rayllm.serve.http.limits import Admission
 from rayllm.serve.http.metrics import FrontMetrics
+from rayllm.serve.http.responses.store import ResponseStore
 from rayllm.text.tokenizer import Tokenizer
 
 
@@ -22,6 +24,7 @@ class Engine(Protocol):
     def generate(
         self, request: GenerationRequest, prompt_text: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]: ...
+    def forget(self, key_id: str) -> None: ...
 
 
 class ServedModel(Protocol):
@@ -55,6 +58,14 @@ class ServerState(Protocol):
     @property
     def models(self) -> Mapping[str, ServedModel]:
         """By their names, at least one."""
+
+    @property
+    def response_store(self) -> ResponseStore:
+        """Where responses are stored."""
+
+    @property
+    def jobs(self) -> Jobs:
+        """What runs without a connection."""
 
     @property
     def door(self) -> Admission:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import tempfile
 
 import httpx
+import msgspec
 import pytest
 from support.driver import FakeCore, until
 from support.serve import LocalDirectory, engine_member, place
@@ -14,11 +16,12 @@ from support.serve import LocalDirectory, engine_member, place
 from rayllm import timeouts
 from rayllm.api.wire import VERSION
 from rayllm.config.options import ServerConfig
-from rayllm.errors import EngineDeadError
+from rayllm.errors import ConfigError, EngineDeadError
 from rayllm.serve.cluster.api_server import ApiServer, FrontOptions
 from rayllm.serve.cluster.directory import ServerMember
 from rayllm.serve.cluster.front import FrontModel
 from rayllm.serve.cluster.replica import EngineReplica
+from rayllm.serve.http.responses.store import StoredResponse
 
 PROMPT = {"prompt": [1, 2, 3], "max_tokens": 3, "stream": True}
 
@@ -202,3 +205,45 @@ async def test_one_whose_engines_were_replaced_by_another_version_drains(cluster
     )
     cluster.directory.leave("new")
     await ending
+
+
+def test_api_servers_of_a_host_share_a_folder_of_responses(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def run():
+        cluster = Cluster()
+        await cluster.start_engine()
+        first, second = [
+            await make(ApiServer, options(), place=place(name), registry=cluster.directory) for name in "ab"
+        ]
+        stores = [server._models.response_store for server in (first, second)]
+        stores[0].write(StoredResponse("", {"id": f"resp_{'a' * 32}", "status": "completed"}, []))
+        assert stores[1].read(f"resp_{'a' * 32}", "") is not None
+        folders = [path for path in tmp_path.iterdir() if len(path.name) > 40]
+        assert len(folders) == 1
+        await first.__del__()
+        assert folders[0].exists()
+        await second.__del__()
+        assert not folders[0].exists()
+        await cluster.engine.__del__()
+
+    asyncio.run(run())
+
+
+def test_responses_in_a_folder_that_was_named(tmp_path):
+    async def run():
+        cluster = Cluster()
+        await cluster.start_engine()
+        folder = tmp_path / "deep" / "responses"
+        named = msgspec.structs.replace(options(), server=ServerConfig(drain_timeout=20, response_folder=str(folder)))
+        server = await make(ApiServer, named, place=place("a"), registry=cluster.directory)
+        server._models.response_store.write(StoredResponse("", {"id": f"resp_{'a' * 32}", "status": "completed"}, []))
+        await server.__del__()
+        assert (folder / f"resp_{'a' * 32}.json").exists(), "it stays when the server ends"
+        (tmp_path / "file").touch()
+        bad = msgspec.structs.replace(options(), server=ServerConfig(response_folder=str(tmp_path / "file")))
+        with pytest.raises(ConfigError, match=r"response_folder .*: File exists"):
+            await make(ApiServer, bad, place=place("b"), registry=cluster.directory)
+        await cluster.engine.__del__()
+
+    asyncio.run(run())
