@@ -75,7 +75,7 @@ def chat_job(body: ChatBody, target: Target) -> Job:
     constraint_field = "tools" if body.must_call else body.constraint_field
     names = {"structured_outputs": constraint_field or "", "prompt": "messages"}
     with renamed(names):
-        text = _prompt_text(body, tokenizer)
+        text = prompt_text(body, tokenizer)
         # The template writes the special tokens itself; a second begin-of-sequence would change the answer.
         ids = encode(text, body.add_special_tokens or False, tokenizer, target.info.max_model_len)
         reply_format = _calls_format(body, form)
@@ -155,7 +155,7 @@ def text_of(body: DetokenizeBody, info: EngineInfo, tokenizer: Tokenizer) -> Det
     return Detokenized(prompt=tokenizer.decode(body.tokens, False))
 
 
-def _prompt_text(body: ChatBody, tokenizer: Tokenizer) -> str:
+def prompt_text(body: ChatBody, tokenizer: Tokenizer) -> str:
     """The conversation by the model's template. Refuses what the template would ignore."""
     options: dict[str, Any] = {}
     tools, extra = body.offered_tools, body.chat_template_kwargs or {}

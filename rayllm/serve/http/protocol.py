@@ -233,7 +233,7 @@ class Message(Body):
 class Function(Body):
     """A function that the model may call."""
 
-    name: Name
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]  # as long as Anthropic has them
     description: str | None = None
     parameters: Schema | None = None
     strict: bool | None = Field(default=None, exclude=True)  # arguments are held to the schema if a call is enforced

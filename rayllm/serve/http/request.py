@@ -32,7 +32,7 @@ from rayllm.config.options import ServerConfig
 from rayllm.errors import InvalidRequestError
 from rayllm.serve.http.auth import ApiKey, check_key, check_origin
 from rayllm.serve.http.convert import Job
-from rayllm.serve.http.errors import ApiError, as_api_error, renamed
+from rayllm.serve.http.errors import ApiError, as_api_error, is_anthropic, renamed
 from rayllm.serve.http.limits import Bodies, Deadlines, Ticket
 from rayllm.serve.http.metrics import RequestTimer
 from rayllm.serve.http.protocol import LARGE_BODY, LONG_BODY, Body, max_bytes, read_body
@@ -145,7 +145,8 @@ Context = Annotated[RequestContext, KEYED]
 
 async def answer_error(request: Request, error: Exception) -> Response:
     """The exception handler of the app."""
-    return context_of(request).failed(error).response()
+    context = context_of(request)
+    return context.failed(error).response(context.record.path, context.record.request_id)
 
 
 @dataclass
@@ -178,6 +179,8 @@ class RequestLife:
                 record.status = message["status"]
                 if self.echo_id:
                     MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                if is_anthropic(record.path):
+                    MutableHeaders(scope=message)["request-id"] = record.request_id
             elif not message.get("more_body", False):
                 ended = True
                 self._end(record)
@@ -190,7 +193,7 @@ class RequestLife:
         except Exception as error:
             answer = context.failed(error)
             if not record.status:
-                await answer.response()(scope, receive, send_and_note)
+                await answer.response(record.path, record.request_id)(scope, receive, send_and_note)
             elif not isinstance(error, ClientDisconnect):
                 raise
         finally:
@@ -220,7 +223,8 @@ class RequestLife:
                 raise ApiError(400, f"the header {KEY_HEADER} {message}", param=KEY_HEADER)
             context.idempotency_key = key
         check_origin(self.server.allowed_origins, record.method, headers)
-        record.key = check_key(self.keys, record.method, record.path, headers.get("authorization"))
+        credentials = headers.get("authorization"), headers.get("x-api-key")
+        record.key = check_key(self.keys, record.method, record.path, *credentials)
         context.is_trusted = record.key is not None or not self.keys
 
     def _end(self, record: RequestRecord) -> None:
