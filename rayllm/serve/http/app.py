@@ -196,7 +196,7 @@ async def detokenize(body: protocol.DetokenizeBody, context: request.Context) ->
 @generation_routes.post("/v1/completions", response_model=protocol.Completion)
 async def completions(body: protocol.CompletionBody, context: request.Context) -> Response:
     """Complete prompts."""
-    target = context.enter(body.model, "cmpl")
+    target = context.enter(body.model, "cmpl", body.request_id)
     job = await context.work(completion_job, body, target)
     return await request.generate(context, job, CompletionReply(body, job, target))
 
@@ -204,7 +204,7 @@ async def completions(body: protocol.CompletionBody, context: request.Context) -
 @generation_routes.post("/v1/chat/completions", response_model=protocol.ChatCompletion)
 async def chat_completions(body: protocol.ChatBody, context: request.Context) -> Response:
     """Answer a conversation."""
-    target = context.enter(body.model, "chatcmpl")
+    target = context.enter(body.model, "chatcmpl", body.request_id)
     job = await context.work(chat_job, body, target)
     return await request.generate(context, job, ChatReply(body, job, target))
 
@@ -212,7 +212,7 @@ async def chat_completions(body: protocol.ChatBody, context: request.Context) ->
 @generation_routes.post("/v1/embeddings", response_model=protocol.Embeddings)
 async def embed(body: protocol.EmbeddingBody, context: request.Context) -> Response:
     """Embed texts: by the last token's hidden state after the model's final norm, or the mean of all tokens'."""
-    target = context.enter(body.model, "embd")
+    target = context.enter(body.model, "embd", body.request_id)
     outputs = await request.run(context, await context.work(embedding_job, body, target))
     return request.json_response(embeddings(body, target.model.name, outputs))
 

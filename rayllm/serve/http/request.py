@@ -89,10 +89,11 @@ class RequestContext:
         self.ticket = Ticket(self.state.door)
         self.holds.callback(self.ticket.close)
 
-    def enter(self, name: str | None, kind: str) -> Target:
+    def enter(self, name: str | None, kind: str, request_id: str | None = None) -> Target:
         """Where the body wants to go; the request counts among that model's load from now on.
 
-        kind: what the reply's id begins with. Raises ApiError, EngineDeadError.
+        kind: what the reply's id begins with. request_id: the rest of it, if the client chooses. Raises ApiError,
+        EngineDeadError.
         """
         model = find_model(self.state, name)
         self.record.model = model.name
@@ -103,6 +104,8 @@ class RequestContext:
             parts = repr((self.record.key, kind, model.name, self.idempotency_key)).encode()
             reply_id = f"{kind}-{hashlib.sha256(parts).hexdigest()[:32]}"
             key = IdempotencyKey(reply_id, self.fingerprint, int(time.time()))
+        if request_id is not None:
+            reply_id = f"{kind}-{request_id}"
         self.record.reply_id = reply_id
         client = self.record.key or self._address
         self.target = Target(model, engine, engine.info, reply_id, client, key)
