@@ -215,7 +215,7 @@ def test_bad_requests_are_refused_and_the_engine_goes_on(llm, prompts, params, m
         ({"logprobs": 21}, "logprobs must be at least 0 and at most 20"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"seed": -1}, "seed must be at least 0"),
-        ({"stop": [""]}, "non-empty strings"),
+        ({"stop": [""]}, "empty string"),
         ({"repetition_penalty": float("nan")}, "repetition_penalty must be a number"),
         ({"logit_bias": {"a": 1}}, "logit_bias keys must be token ids"),
     ],

@@ -60,12 +60,16 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     # The defaults if the prompt is to be embedded.
     params: SamplingParams
+    # The token sequences by which the words of params.bad_words may be written.
+    bad_token_ids: list[list[int]] = []
     # Lower runs first, with the scheduling policy "priority".
     priority: int = 0
     # Seconds on the front's clock, for metrics and for the order within a priority.
     arrival_time: float = 0.0
     # Prefix-cache blocks are shared only between requests of the same salt.
     cache_salt: str = ""
+    # Requests with the same key are likely to begin alike: a hint for choosing among replicas, without other effect.
+    prompt_cache_key: str = ""
     # Who sends it: requests of one client share what is limited by client. None if there is nobody to share with.
     client: str | None = None
     # Send a delta without tokens as soon as the request is first scheduled.

@@ -162,6 +162,9 @@ class ServerConfig(ModelServerConfig):
     allowed_origins: Annotated[list[str], AfterValidator(_check_origins)] = []
     """Origins whose web pages may send requests, as https://example.org, or *; if none, no other page than the server's
     own may"""
+    strict_fields: bool = False
+    """Refuse requests with unknown fields, unless they say strict_fields: false themselves; else such fields are
+    ignored, and named in the response header x-rayllm-ignored"""
     queue_timeout: float = Field(default=0, ge=0)
     """Seconds from a request's arrival until its engine starts it, else it gets a 408; 0 is no limit"""
     first_token_timeout: float = Field(default=0, ge=0)

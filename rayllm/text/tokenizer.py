@@ -21,6 +21,12 @@ from rayllm.text.detokenizer import ByteDetokenizer, ByteVocabulary, Detokenizer
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 LONG_TEXT = 16_384  # characters or tokens; while more of them are worked on, other threads can run
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_INFILL_MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5 Coder
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SmolLM2
+    ("<|fim\u2581begin|>", "<|fim\u2581hole|>", "<|fim\u2581end|>"),  # DeepSeek Coder
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # Code Llama
+)
 
 
 class Tokenizer:
@@ -32,6 +38,8 @@ class Tokenizer:
 
     special_ids: ids that skip_special_tokens leaves out of the text.
     special_texts: the same tokens as they are written.
+    infill_marks: what to put before a text, before its suffix and before what the model is to fill in between them;
+    None if the model has no such tokens.
     apply_chat_template: the prompt text of a conversation by the model's own template, see `ChatTemplate.render`.
     chat_template_source: the template that requests with or without tools get, see `ChatTemplate.source`.
     chat_template_variables: what this template may read from outside, see `ChatTemplate.variables`.
@@ -47,6 +55,8 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.special_tokens = special_tokens or {}
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        self.infill_marks = next((marks for marks in _INFILL_MARKS if added >= set(marks)), None)
         special = {i: token.content for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(special)
         self.special_texts = frozenset(special.values())

@@ -347,6 +347,6 @@ class ModelFront:
             replica = replicas.get(replica_id)
             return None if replica is None else replica.load + replica.beat.others_here
 
-        prompt = self._router.prompt(request.prompt_token_ids, request.cache_salt)
+        prompt = self._router.prompt(request.prompt_token_ids, request.cache_salt, request.prompt_cache_key)
         replica_id, cached = self._router.choose(prompt, names, load)
         return replicas[replica_id], len(request.prompt_token_ids) - cached

@@ -7,8 +7,8 @@ have a block, so a choice looks at a few replicas, however many there are.
 
 It knows nothing of what other fronts sent, or what it sent before it was started again. So a beginning that it has not
 seen goes to one of its homes: replicas that follow from the beginning alone, and from a key that all fronts share, on a
-ring on which a replica that comes or goes moves only its own part (consistent hashing, Karger et al. 1997). A wrong
-guess costs a prefill, never a wrong answer.
+ring on which a replica that comes or goes moves only its own part (consistent hashing, Karger et al. 1997). A request
+may bring a key that stands for its beginning there. A wrong guess costs a prefill, never a wrong answer.
 
 Pure Python without a clock or Ray; `front.py` feeds it.
 """
@@ -137,8 +137,10 @@ class Router:
             self._forget(replica_id, index)
             self._ring = [each for each in self._ring if each[1] != replica_id]
 
-    def prompt(self, token_ids: list[int], salt: str = "") -> Prompt:
+    def prompt(self, token_ids: list[int], salt: str = "", cache_key: str = "") -> Prompt:
         """What `choose` takes. Prompts of different salts share no block.
+
+        cache_key: if given, prompts with the same one have the same homes, however long they are and begin.
 
         Blocks are for this process alone, so Python's own hash will do, which is keyed for each process: collisions are
         harmless, and cannot be aimed at.
@@ -150,6 +152,8 @@ class Router:
         for start in range(0, len(data) - size + 1, size):
             parent = hash((parent, data[start : start + size]))
             hashes.append(parent)
+        if cache_key:
+            return Prompt(hashes, self._point(f"{salt} {cache_key}".encode()))
         if len(token_ids) < HOME_TOKENS:
             return Prompt(hashes, None)
         return Prompt(hashes, self._point(salt.encode() + data[: HOME_TOKENS * 8]))

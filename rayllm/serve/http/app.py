@@ -34,6 +34,7 @@ from rayllm.serve.http.metrics import ModelFigures, render
 from rayllm.serve.http.replies import ChatReply, CompletionReply, embeddings
 from rayllm.serve.http.request_log import NO_TELEMETRY, SpanTracer
 from rayllm.serve.http.served import ServedModel, ServerState
+from rayllm.serve.http.unknown_fields import HEADER
 from rayllm.text.tokenizer import Tokenizer
 from rayllm.version import __version__
 
@@ -47,6 +48,7 @@ _ERRORS: dict[int | str, str] = {
     404: "No such model.",
     408: "A deadline was missed before the first token.",
     413: "The body is too long.",
+    415: "The body's content-encoding is neither gzip nor identity.",
     429: "The queue is full; retry-after says when to try again.",
     500: "The request failed on the server.",
     503: "There is no engine to answer now; retry-after says when to try again.",
@@ -111,7 +113,7 @@ def create_app(
             allow_origins=server.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", HEADER],
         )
     return app
 
@@ -181,6 +183,8 @@ async def models(context: request.Context) -> protocol.ModelList:
 @server_routes.get("/v1/models/{model_id:path}", response_model_exclude_none=True)
 async def model(model_id: str, context: request.Context) -> protocol.ModelCard:
     """One model."""
+    if not model_id:
+        raise HTTPException(404)
     return _card(request.find_model(context.state, model_id))
 
 
@@ -208,7 +212,7 @@ async def tokenizer_info(context: request.Context, model: str | None = None) -> 
 @generation_routes.post("/v1/completions", response_model=protocol.Completion)
 async def completions(body: protocol.CompletionBody, context: request.Context) -> Response:
     """Complete prompts."""
-    target = context.enter(body.model, "cmpl")
+    target = context.enter(body.model, "cmpl", body.request_id)
     job = await context.work(completion_job, body, target)
     return await request.generate(context, job, CompletionReply(body, job, target))
 
@@ -216,7 +220,7 @@ async def completions(body: protocol.CompletionBody, context: request.Context) -
 @generation_routes.post("/v1/chat/completions", response_model=protocol.ChatCompletion)
 async def chat_completions(body: protocol.ChatBody, context: request.Context) -> Response:
     """Answer a conversation."""
-    target = context.enter(body.model, "chatcmpl")
+    target = context.enter(body.model, "chatcmpl", body.request_id)
     job = await context.work(chat_job, body, target)
     return await request.generate(context, job, ChatReply(body, job, target))
 
@@ -245,7 +249,7 @@ async def count_message_tokens(
 @generation_routes.post("/v1/embeddings", response_model=protocol.Embeddings)
 async def embed(body: protocol.EmbeddingBody, context: request.Context) -> Response:
     """Embed texts: by the last token's hidden state after the model's final norm, or the mean of all tokens'."""
-    target = context.enter(body.model, "embd")
+    target = context.enter(body.model, "embd", body.request_id)
     outputs = await request.run(context, await context.work(embedding_job, body, target))
     return request.json_response(embeddings(body, target.model.name, outputs))
 

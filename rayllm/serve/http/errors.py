@@ -123,7 +123,6 @@ def _first_fault(error: ValidationError) -> InvalidRequestError:
         return InvalidRequestError("the request body must be a JSON object")
     path = ".".join(map(str, place))[:200]
     messages = {
-        "extra_forbidden": f"unknown field {path!r}",
         "missing": f"{path} is required",
         "too_short": f"{path} must not be empty",
         "value_error": f"{path}: {causes[0]}",

@@ -79,6 +79,11 @@ class FrontMetrics:
         self.resumed = Counter(
             "rayllm:request_resumed", "Requests that lost their engine and went on on another.", registry=self.registry
         )
+        self.ignored = Counter(
+            "rayllm:request_ignored_fields",
+            "HTTP requests with unknown fields, which were ignored.",
+            registry=self.registry,
+        )
         self.histograms = {
             name: Histogram(f"rayllm:{name}", text, buckets=buckets, registry=self.registry)
             for name, (text, buckets) in HISTOGRAMS.items()

@@ -1,26 +1,38 @@
 """The bodies of all requests as pydantic models, which say what is honoured, and the answers as the API describes them.
 
-There are three kinds of request fields: honoured (typed here), harmless (client metadata that has no effect on an
-answer), and known but not honoured (`_NOT_HONOURED`: refused with a message that says so, unless the value asks for
-nothing). Unknown fields are refused, never ignored, and nothing is coerced: "1" is not 1. Null means "not given", as
-OpenAI has it. Sampling parameters are those of `SamplingParams`, which checks their ranges; types, and what depends on
-more than one field, are checked here. A validator's `ValueError` gets the path of its field in front (see `errors.py`);
-an `InvalidRequestError` names the field itself.
+Known request fields are honoured, without effect on an answer (client metadata), or refused (`NotSupported`). Unknown
+ones are ignored and reported, or refused with `strict_fields` (see `unknown_fields.py`). Nothing is coerced: "1" is not
+1. Null means "not given", as OpenAI has it. Sampling parameters are those of `SamplingParams`, which checks their
+ranges; types, and what depends on more than one field, are checked here. A validator's `ValueError` gets the path of
+its field in front (see `errors.py`); an `InvalidRequestError` names the field itself.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Json, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Json,
+    PrivateAttr,
+    ValidationInfo,
+    create_model,
+    model_validator,
+)
 from pydantic_core import CoreSchema, from_json
 
 from rayllm.api.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from rayllm.api.types import Pooling
 from rayllm.errors import InvalidRequestError
+from rayllm.serve.http.unknown_fields import UnknownField, UnknownFields
 
 MAX_BODY_BYTES = 32 * 2**20
 LONG_BODY = 16_384  # bytes; what comes of longer ones is worked on in a thread, so that streams go on
@@ -39,26 +51,29 @@ MAX_DETOKENIZED = 2**20  # tokens
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 * 1024  # of all tools of a request, as JSON
 MAX_SCHEMA_DEPTH = 64
+MAX_CACHE_KEY = 1024  # characters
+MAX_DOCUMENTS = 128
 MAX_TEMPLATE_KWARGS = 16
 MAX_TEMPLATE_TEXT = 1024  # characters of a name or a value in chat_template_kwargs
-
-# Known fields that an endpoint does not honour -> the value beside null that asks for nothing, and so is accepted.
-_NOT_HONOURED: dict[str, Any] = {
-    **dict.fromkeys(("audio", "chat_template", "prediction", "truncate_prompt_tokens", "web_search_options")),
-    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex", "verbosity")),
-    **dict.fromkeys(("function_call", "reasoning_effort", "tool_choice"), "none"),
-    **{"documents": [], "functions": [], "tools": [], "modalities": ["text"]},
-    **{"chat_template_kwargs": {}, "continue_final_message": False, "suffix": ""},
-}
 
 Rules = Iterator[tuple[bool, str, str]]  # whether a rule is broken, the field at fault, what is said then
 
 
 class Body(BaseModel):
-    """Base of all request parts."""
+    """Base of all request parts. Fields that a part does not know are added to the context, an `UnknownFields`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
-    token_bytes: ClassVar[int] = PROMPT_TOKEN_BYTES
+    model_config = ConfigDict(
+        extra="ignore",
+        strict=True,
+        frozen=True,
+        protected_namespaces=(),
+        json_schema_extra={"additionalProperties": True},
+    )
+    _names: ClassVar[frozenset[str]]  # of the fields in JSON
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        cls._names = frozenset(str(field.validation_alias or name) for name, field in cls.model_fields.items())
 
     def _rules(self) -> Rules:
         """What depends on more than one field. The field at fault is "" if it is this part itself."""
@@ -66,45 +81,66 @@ class Body(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _check_rules(cls, data: Any, check_fields: Callable[[Any], Self]) -> Self:
+    def _check_rules(cls, data: Any, check_fields: Callable[[Any], Self], info: ValidationInfo) -> Self:
         if isinstance(data, cls):
             return data  # checked before: FastAPI gets what `read_body` has made
         body = check_fields(data)
         for is_broken, field, message in body._rules():
             if is_broken:
                 raise InvalidRequestError(message, field) if field else ValueError(message)
+        if isinstance(info.context, UnknownFields) and isinstance(data, dict):
+            info.context.add(data, cls._names)
         return body
 
 
-BodyT = TypeVar("BodyT", bound=Body)
+class RequestBody(Body):
+    """Base of the whole bodies of requests."""
+
+    token_bytes: ClassVar[int] = PROMPT_TOKEN_BYTES
+    prompts: ClassVar[Sequence[str]] = ()  # fields that hold only texts and token ids, and do not count as values
+    model: str | None = None
+    strict_fields: bool | None = None  # an extension: unknown fields are refused, or ignored; by the server's option
+    _unknown: list[UnknownField] = PrivateAttr(default_factory=list)
+
+    @property
+    def unknown_fields(self) -> list[UnknownField]:
+        """Fields that were ignored, in the body or its parts, as `read_body` found them."""
+        return self._unknown
 
 
-def max_bytes(kind: type[Body], max_model_len: int) -> int:
+BodyT = TypeVar("BodyT", bound=RequestBody)
+
+
+def max_bytes(kind: type[RequestBody], max_model_len: int) -> int:
     """How long a body of this kind may be: it has room for what a full context needs, and for full batches of ids."""
     return min(MAX_BODY_BYTES, BASE_BYTES + kind.token_bytes * max_model_len)
 
 
-def read_body(kind: type[BodyT], text: bytes, max_model_len: int) -> BodyT:
-    """The body in a text that is no longer than `max_bytes` says.
+def read_body(kind: type[BodyT], text: bytes, max_model_len: int, strict_fields: bool = False) -> BodyT:
+    """The body in a text that is no longer than `max_bytes` says, with its `unknown_fields`.
 
-    Nothing here holds the interpreter's lock for long, so it may run in a thread beside streams.
-    Raises InvalidRequestError and ValidationError.
+    strict_fields: whether these are refused if the body does not say it itself. Nothing here holds the interpreter's
+    lock for long, so it may run in a thread beside streams. Raises InvalidRequestError and ValidationError.
     """
     cost = text.count(b",") + 8 * (text.count(b"{") + text.count(b"[")) + 16 * text.count(b":")
     if cost > MAX_COST + MAX_TOKEN_COST * max_model_len:
         raise InvalidRequestError("the request body has too many values, or commas, colons and brackets in its texts")
     try:
-        value = from_json(text)
+        value = from_json(text.removeprefix(codecs.BOM_UTF8))
     except ValueError as error:
         raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
     if len(text) > LONG_BODY:
-        _check_size(value)
-    return kind.model_validate(value)
+        _check_size(value, kind.prompts)
+    unknown = UnknownFields()
+    body = kind.model_validate(value, context=unknown)
+    if strict_fields if body.strict_fields is None else body.strict_fields:
+        unknown.check(value, kind.prompts)
+    body._unknown = unknown.fields(value, kind.prompts)
+    return body
 
 
-def _check_size(body: Any) -> None:
+def _check_size(body: Any, prompts: Sequence[str]) -> None:
     """Refuse what would take long to validate, or to list the errors of. Prompts are validated up to the first one."""
-    prompts = ("prompt", "input", "tokens")
     level = [value for name, value in body.items() if name not in prompts] if isinstance(body, dict) else [body]
     count = len(level)
     while level and count <= MAX_VALUES:
@@ -130,7 +166,7 @@ def _check_depth(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _text_of(content: Any) -> str:
+def _text_of(content: Any, info: ValidationInfo) -> str:
     """A message's content as one text."""
     if isinstance(content, str) or content is None:
         return content or ""
@@ -140,7 +176,12 @@ def _text_of(content: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise ValueError(f"content of type {kind!r} is not supported yet")
-    return "\n".join(TextPart.model_validate(part).text for part in content)
+    return "\n".join(TextPart.model_validate(part, context=info.context).text for part in content)
+
+
+def _refuse(value: Any) -> None:
+    if value is not None:
+        raise ValueError("is not supported")
 
 
 @dataclass(frozen=True)
@@ -158,12 +199,15 @@ Schema = Annotated[dict[str, Any], AfterValidator(_check_depth)]
 SchemaOrText = Annotated[Schema | Json[Schema], OneOf("must be a JSON schema: an object, or its text")]
 ObjectText = Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: "{}" if text == "" else text)]
 SentBack = Annotated[Any, Field(exclude=True)]  # what a client adds to messages, and sends back with them
+Hint = Annotated[Any, Field(exclude=True)]  # what to cache; all prompts are
 Empty = Annotated[Literal[""] | Annotated[list[Any], Field(max_length=0)], OneOf("is not supported")]
+NotSupported = Annotated[None, BeforeValidator(_refuse)]  # a known field that asks for what no model here does
 Unused = Annotated[Empty | None, Field(exclude=True)]  # a field that only audio, refusals or old clients fill
 
 TemplateText = Annotated[str, Field(max_length=MAX_TEMPLATE_TEXT)]
 _TEMPLATE_VALUES = f"must be a string of at most {MAX_TEMPLATE_TEXT} characters, a number, true, false or null"
 TemplateKwargs = dict[TemplateText, Annotated[TemplateText | int | float | bool, OneOf(_TEMPLATE_VALUES)] | None]
+Documents = list[dict[str, str]]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Prompt = str | TokenIds
 Prompts = Annotated[
@@ -174,6 +218,7 @@ Prompts = Annotated[
 # Forms of JSON that `SamplingParams` does not have.
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,10}$"), AfterValidator(int)]
 Stop = Annotated[str | list[str], OneOf("must be a string or a list of strings")]
+TokenLimit = Annotated[int, Field(lt=2**31, json_schema_extra={"minimum": 0})]
 EarlyStopping = Annotated[bool | Literal["never"], OneOf('must be true, false or "never"')]
 
 
@@ -182,6 +227,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: Hint = None
 
 
 class FunctionCall(Body):
@@ -204,29 +250,41 @@ class MessageToolCall(Body):
 class Message(Body):
     """One turn of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[Any, AfterValidator(_text_of)] = ""
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, exclude=True)  # the same under the name that others give it
+    cache_control: Hint = None
     parsed: SentBack = None  # openai-python's own reading of the content
     provider_specific_fields: SentBack = None  # LiteLLM's own notes
-    function_call: Unused = None
+    function_call: FunctionCall | None = Field(default=None, exclude=True)  # OpenAI's older form of one tool call
     refusal: Unused = None
     audio: Unused = None
     annotations: Unused = None
 
     def _rules(self) -> Rules:
-        for name in ("tool_calls", "reasoning_content"):
+        for name in ("tool_calls", "function_call", "reasoning_content", "reasoning"):
             is_broken = bool(getattr(self, name)) and self.role != "assistant"
             yield is_broken, "", f"only assistant messages have {name}"
         is_broken = (self.role == "tool") != (self.tool_call_id is not None)
         yield is_broken, "", "tool_call_id belongs to messages of role tool, each one"
+        is_broken = self.role == "function" and self.name is None
+        yield is_broken, "", "name is required in messages of role function"
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates know it: "developer" is OpenAI's newer name for "system"."""
-        turn = self.model_dump() | {"role": "system" if self.role == "developer" else self.role}
+        """The message as chat templates know it, with the newer names of what OpenAI and others have several for."""
+        turn = self.model_dump()
+        if self.role == "developer":
+            turn["role"] = "system"
+        if self.role == "function":  # the answer to the call of this name
+            turn |= {"role": "tool", "tool_call_id": f"call_{self.name}"}
+        if self.function_call is not None and not self.tool_calls:
+            call = {"id": f"call_{self.function_call.name}", "type": "function"}
+            turn["tool_calls"] = [call | {"function": self.function_call.model_dump()}]
+        turn["reasoning_content"] = self.reasoning_content or self.reasoning
         return {name: value for name, value in turn.items() if value or name == "content"}
 
 
@@ -248,6 +306,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+    cache_control: Hint = None
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates show it to the model."""
@@ -265,9 +324,27 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class ToolsAllowed(Body):
+    """Which of `tools` the model may call, and whether it must call one."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolsAllowed
+
+
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool,
-    OneOf('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools,
+    OneOf(
+        'must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
+    ),
+]
+FunctionChoice = Annotated[
+    Literal["none", "auto"] | NamedFunction, OneOf('must be "none", "auto" or an object with the name of a function')
 ]
 
 
@@ -317,18 +394,25 @@ class StructuredOutputsBody(Body):
 class StreamOptions(Body):
     include_usage: bool | None = None  # a last chunk with the usage
     continuous_usage_stats: bool | None = None  # the usage so far on every chunk
+    include_obfuscation: bool | None = None  # no chunk is padded either way
 
 
 # ---- whole bodies
 
 
-class EngineBody(Body):
+class EngineBody(RequestBody):
     """What all requests to an engine share."""
 
-    model: str | None = None
     user: str | None = None  # client metadata without any effect on the answer
+    prompt_cache_key: str | None = Field(default=None, max_length=MAX_CACHE_KEY)  # a hint for choosing a replica
     # Extensions.
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(
+        default=None, ge=-1, lt=2**31
+    )  # keep so many of its end; -1: all that fit
+    request_id: str | None = Field(
+        default=None, pattern="^[a-zA-Z0-9_.:/+-]{1,128}$"
+    )  # of the answer, behind its prefix
     cache_salt: str | None = Field(default=None, max_length=256)
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
 
@@ -336,7 +420,7 @@ class EngineBody(Body):
 class EmbeddingBody(EngineBody):
     """POST /v1/embeddings."""
 
-    token_bytes = BATCH_TOKEN_BYTES
+    token_bytes, prompts = BATCH_TOKEN_BYTES, ("input",)
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None  # only the model's own number
@@ -357,32 +441,41 @@ _SAMPLING: dict[str, Any] = {
 SamplingBody = create_model("SamplingBody", __base__=EngineBody, **_SAMPLING)
 
 
+# Fields of which each says what form the whole output has.
+_CONSTRAINTS = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
 class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
     """What completions and chat share: sampling, streaming, extensions, client metadata."""
 
-    max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
-    max_completion_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputsBody | None = None
-    # Client metadata without any effect on the answer.
+    # vLLM's older names of what structured_outputs has.
+    guided_json: SchemaOrText | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    return_token_ids: bool | None = None  # an extension: the answer has the token ids of prompts and completions too
+    # Without any effect on the answer.
+    prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    prediction: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_is_not_honoured(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        others = {name: value for name, value in data.items() if name in _NOT_HONOURED.keys() - cls.model_fields.keys()}
-        for name, value in others.items():
-            if value not in (None, _NOT_HONOURED[name]):
-                raise InvalidRequestError(f"{name} is not supported here", name)
-        return {name: value for name, value in data.items() if name not in others}
+    # Refused by name.
+    audio: NotSupported = None
+    chat_template: NotSupported = None  # only the model's own is ever used
+    web_search_options: NotSupported = None
 
     def _rules(self) -> Rules:
         only_streams = self.stream_options is not None and not self.stream
@@ -397,24 +490,43 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         message = f"max_tokens ({self.max_tokens}) and max_completion_tokens ({self.max_completion_tokens}) differ; "
         yield len(limits) > 1, "max_completion_tokens", message + "give one of them"
-        both = self.structured_outputs and self.response_format and self.response_format.type != "text"
-        yield bool(both), "structured_outputs", "give response_format or structured_outputs, not both"
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        least, otherwise = self._least_tokens()
+        yield min(limits, default=least) < least, name, f"{name} must be at least {otherwise}, not {self.token_limit}"
+        given = self._constraint_fields
+        yield len(given) > 1, given[-1] if given else "", f"give {' or '.join(given)}, not both"
+
+    def _least_tokens(self) -> tuple[int, str]:
+        """The least token limit, and how it is told."""
+        return 1, "1"
 
     @property
     def constraint_field(self) -> str | None:
         """The field that the form of the whole output comes from; None for any text."""
-        if self.structured_outputs is not None:
-            return "structured_outputs"
-        return "response_format" if self.response_format and self.response_format.type != "text" else None
+        return next(iter(self._constraint_fields), None)
+
+    @property
+    def _constraint_fields(self) -> list[str]:
+        fields = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
+        is_text = self.response_format is not None and self.response_format.type == "text"
+        return [name for name in fields if name != "response_format" or not is_text]
+
+    def _structured_outputs(self) -> StructuredOutputs | None:
+        """What the form of the output must be. Raises InvalidRequestError."""
+        if (field := self.constraint_field) is None:
+            return None
+        value = getattr(self, field)
+        if field.startswith("guided_"):
+            value = StructuredOutputsBody.model_validate({field.removeprefix("guided_"): value})
+        return value.structured_outputs()
 
     def sampling_options(self, logprobs: int | None) -> dict[str, Any]:
         """What `SamplingParams` is made of but the limit: the fields that were given, with null as not given.
 
         logprobs: how many an output token has. Raises InvalidRequestError naming structured_outputs.
         """
-        form = self.structured_outputs or self.response_format
         options = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
-        return options | {"structured_outputs": form and form.structured_outputs(), "logprobs": logprobs}
+        return options | {"structured_outputs": self._structured_outputs(), "logprobs": logprobs}
 
     @property
     def num_sampled(self) -> int:
@@ -430,38 +542,49 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    token_bytes = BATCH_TOKEN_BYTES
+    token_bytes, prompts = BATCH_TOKEN_BYTES, ("prompt",)
     prompt: Prompts
+    suffix: str | None = None  # the model fills in what stands between it and the prompt
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     def _rules(self) -> Rules:
         yield from super()._rules()
         yield not self.prompt, "prompt", "prompt must not be empty"
-        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        without = self.token_limit == 0 and not self.echo
-        yield without, name, f"{name} must be at least 1, or 0 with echo: true"
+        is_broken = bool(self.suffix) and not all(isinstance(prompt, str) for prompt in self.prompt)
+        yield is_broken, "suffix", "suffix is only allowed with prompts that are text"
+        yield bool(self.suffix and self.echo), "suffix", "suffix is not available with echo: true"
         choices, factor = len(self.prompt) * self.num_sampled, "n" if self.num_sampled == (self.n or 1) else "best_of"
         message = f"prompts x {factor} is {choices}; one request takes at most {MAX_CHOICES} completions"
         yield choices > MAX_CHOICES, factor if self.num_sampled > 1 else "prompt", message
+
+    def _least_tokens(self) -> tuple[int, str]:
+        return (0, "0") if self.echo else (1, "1, or 0 with echo: true")
 
 
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[Function] | None = Field(default=None, max_length=MAX_TOOLS)  # OpenAI's older form of tools
+    function_call: FunctionChoice | None = None
+    # Variables of the chat template, where it has them.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     chat_template_kwargs: TemplateKwargs | None = Field(default=None, max_length=MAX_TEMPLATE_KWARGS)
-    add_generation_prompt: Literal[True] | None = None
+    add_generation_prompt: bool | None = None  # true if absent, unless the last message is to be continued
+    continue_final_message: bool | None = None
+    documents: Documents | None = Field(default=None, max_length=MAX_DOCUMENTS)  # for the chat template
 
     def _rules(self) -> Rules:
         yield from super()._rules()
+        both = bool(self.continue_final_message and self.add_generation_prompt)
+        yield both, "continue_final_message", "continue_final_message needs add_generation_prompt: false"
         without = self.top_logprobs is not None and not self.logprobs
         yield without, "top_logprobs", "top_logprobs is only allowed with logprobs: true"
         asked: set[str | None] = {None}
@@ -469,44 +592,71 @@ class ChatBody(GenerationBody):
             asked |= {call.id for call in message.tool_calls or ()}
             text = f"messages: tool_call_id {message.tool_call_id!r} is of no tool call in the messages before it"
             yield message.tool_call_id not in asked, "messages", text
-        tools = self.tools or []
-        names = [tool.function.name for tool in tools]
+        both = bool(self.tools and self.functions)
+        yield both, "functions", "give tools or functions, its older form, not both"
+        field, choice = ("functions", "function_call") if self.functions else ("tools", "tool_choice")
+        names = [tool.function.name for tool in self.all_tools]
         for name in names:
-            yield names.count(name) > 1, "tools", f"tools has two functions of the name {name!r}"
-        size = sum(len(tool.model_dump_json()) for tool in tools)
-        yield size > MAX_TOOLS_BYTES, "tools", f"tools takes at most {MAX_TOOLS_BYTES} bytes in all, not {size}"
-        without = not tools and self.tool_choice not in (None, "none")
-        yield without, "tool_choice", "tool_choice is only allowed with tools"
-        is_unknown = self.named_tool not in (None, *names)
-        yield is_unknown, "tool_choice", f"tool_choice names {str(self.named_tool)[:80]!r}, which tools lacks"
+            yield names.count(name) > 1, field, f"{field} has two functions of the name {name!r}"
+        size = sum(len(tool.model_dump_json()) for tool in self.all_tools)
+        yield size > MAX_TOOLS_BYTES, field, f"{field} takes at most {MAX_TOOLS_BYTES} bytes in all, not {size}"
+        for each, owner, given in (
+            ("tool_choice", "tools", self.tools),
+            ("function_call", "functions", self.functions),
+        ):
+            is_broken = not given and getattr(self, each) not in (None, "none")
+            yield is_broken, each, f"{each} is only allowed with {owner}"
+        for name in self._chosen_names or ():
+            yield name not in names, choice, f"{choice} names {name[:80]!r}, which {field} lacks"
         field, reason = self.constraint_field or "", "holds for the whole output, which leaves no room for tool calls"
         yield bool(self.offered_tools and field), field, f"{field} {reason}; set tool_choice to none"
 
     @property
+    def all_tools(self) -> list[Tool]:
+        """What `tools` holds, or its older form `functions`."""
+        return self.tools or [Tool(type="function", function=each) for each in self.functions or ()]
+
+    @property
+    def _chosen_names(self) -> list[str] | None:
+        """The functions that the model may call; None for all of them."""
+        choice = self.function_call if self.functions else self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        named = choice.function if isinstance(choice, NamedTool) else choice
+        return [named.name] if isinstance(named, NamedFunction) else None
+
+    @property
     def named_tool(self) -> str | None:
         """The one tool that must be called."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        chosen = self._chosen_names
+        return None if chosen is None or isinstance(self.tool_choice, AllowedTools) else chosen[0]
 
     @property
     def must_call(self) -> bool:
         """Whether the answer has to be a tool call."""
-        return self.named_tool is not None or self.tool_choice == "required"
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+        return self.named_tool is not None or mode == "required"
 
     @property
     def single_call(self) -> bool:
-        """Whether the answer has at most one tool call."""
-        return self.named_tool is not None or self.parallel_tool_calls is False
+        """Whether the answer has at most one tool call. In the form of `functions` there is no place for more."""
+        return self.named_tool is not None or self.parallel_tool_calls is False or bool(self.functions)
 
     @property
     def offered_tools(self) -> list[Tool]:
         """The tools that the model may call."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        choice = self.function_call if self.functions else self.tool_choice
+        if choice == "none":
+            return []
+        allowed = self._chosen_names if isinstance(choice, AllowedTools) else None
+        return [tool for tool in self.all_tools if allowed is None or tool.function.name in allowed]
 
 
-class TokenizeBody(Body):
+class TokenizeBody(RequestBody):
     """POST /tokenize. Either prompt, or messages, which go through the chat template as in /v1/chat/completions."""
 
-    model: str | None = None
+    prompts = ("prompt",)
     prompt: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = None  # as the tokenizer does by itself: true for a prompt, false for messages
@@ -516,10 +666,10 @@ class TokenizeBody(Body):
         yield (self.prompt is None) == (self.messages is None), "prompt", "give either prompt or messages"
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
-    model: str | None = None
+    prompts = ("tokens",)
     tokens: list[int] = Field(max_length=MAX_DETOKENIZED, fail_fast=True)
 
 

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import time
 import uuid
+import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
@@ -35,16 +36,18 @@ from rayllm.serve.http.convert import Job
 from rayllm.serve.http.errors import ApiError, as_api_error, is_anthropic, renamed
 from rayllm.serve.http.limits import Bodies, Deadlines, Ticket
 from rayllm.serve.http.metrics import RequestTimer
-from rayllm.serve.http.protocol import LARGE_BODY, LONG_BODY, Body, max_bytes, read_body
+from rayllm.serve.http.protocol import LARGE_BODY, LONG_BODY, RequestBody, max_bytes, read_body
 from rayllm.serve.http.replies import Reply
 from rayllm.serve.http.request_log import PLAIN, RequestRecord, SpanTracer, log_event
 from rayllm.serve.http.served import ServedModel, ServerState, Target
+from rayllm.serve.http.unknown_fields import HEADER, FieldLog, header_value
 from rayllm.text.heap import give_back_memory
 from rayllm.text.outputs import accumulate
 
 MAX_ID_CHARS = 128
 MAX_KEY_CHARS = 255
 MAX_PATH_CHARS = 200
+UNZIPPED_BYTES = 2**20
 GIVE_BACK_S = 0.5  # after the end of a request with a large body, for all that end meanwhile
 
 _SCOPE_KEY = "rayllm.request"
@@ -56,7 +59,15 @@ Result = TypeVar("Result")
 class RequestContext:
     """One HTTP request from its arrival to the end of its answer: what is known of it, and what it holds."""
 
-    def __init__(self, scope: Scope, receive: Receive, state: ServerState, server: ServerConfig, bodies: Bodies):
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        state: ServerState,
+        server: ServerConfig,
+        bodies: Bodies,
+        field_log: FieldLog,
+    ):
         path = scope["path"][:MAX_PATH_CHARS]
         self.record = RequestRecord("", scope["method"], path, arrival=time.time(), clock=time.perf_counter())
         self._address = (scope.get("client") or ("",))[0]  # the client's, or that of the last proxy that is not trusted
@@ -64,8 +75,10 @@ class RequestContext:
         self.state = state
         self.server = server
         self.bodies = bodies
+        self._field_log = field_log
         self.deadlines = Deadlines(server)
         self.is_trusted = False  # a key came with it, or none is needed
+        self.ignored = ""  # the header of that name, if the body has unknown fields
         self.body_bytes = 0  # of the body, as far as it has come
         self.idempotency_key = ""
         self.fingerprint = b""  # of the body, with an idempotency key
@@ -76,10 +89,11 @@ class RequestContext:
         self.ticket = Ticket(self.state.door)
         self.holds.callback(self.ticket.close)
 
-    def enter(self, name: str | None, kind: str) -> Target:
+    def enter(self, name: str | None, kind: str, request_id: str | None = None) -> Target:
         """Where the body wants to go; the request counts among that model's load from now on.
 
-        kind: what the reply's id begins with. Raises ApiError, EngineDeadError.
+        kind: what the reply's id begins with. request_id: the rest of it, if the client chooses. Raises ApiError,
+        EngineDeadError.
         """
         model = find_model(self.state, name)
         self.record.model = model.name
@@ -90,6 +104,8 @@ class RequestContext:
             parts = repr((self.record.key, kind, model.name, self.idempotency_key)).encode()
             reply_id = f"{kind}-{hashlib.sha256(parts).hexdigest()[:32]}"
             key = IdempotencyKey(reply_id, self.fingerprint, int(time.time()))
+        if request_id is not None:
+            reply_id = f"{kind}-{request_id}"
         self.record.reply_id = reply_id
         client = self.record.key or self._address
         self.target = Target(model, engine, engine.info, reply_id, client, key)
@@ -111,6 +127,16 @@ class RequestContext:
         self.ticket.admit(record.choices, record.prompt_tokens)
         record.started = True
         log_event("start", record)
+
+    def note_unknown(self, body: RequestBody) -> None:
+        """Report the fields that were ignored, if there are any: in a header, the log and a figure of the model."""
+        if not body.unknown_fields:
+            return
+        self.ignored = header_value(body.unknown_fields)
+        self._field_log.note(body.unknown_fields, self.record.path)
+        models = self.state.models
+        if (name := next(iter(models)) if body.model is None else body.model) in models:
+            models[name].metrics.ignored.inc()
 
     def failed(self, error: Exception) -> ApiError:
         """The answer to a request that failed, which is counted and noted."""
@@ -160,13 +186,14 @@ class RequestLife:
     tracer: SpanTracer | None
     echo_id: bool  # put x-request-id into responses; Ray Serve's proxy does that itself
     bodies: Bodies = field(default_factory=Bodies)
+    field_log: FieldLog = field(default_factory=FieldLog)
     will_give_back: bool = False  # memory, soon
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        context = RequestContext(scope, receive, self.state, self.server, self.bodies)
+        context = RequestContext(scope, receive, self.state, self.server, self.bodies, self.field_log)
         record = context.record
         # A HEAD request is answered as a GET; the HTTP server leaves the body out.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -181,6 +208,8 @@ class RequestLife:
                     MutableHeaders(scope=message)["x-request-id"] = record.request_id
                 if is_anthropic(record.path):
                     MutableHeaders(scope=message)["request-id"] = record.request_id
+                if context.ignored:
+                    MutableHeaders(scope=message)[HEADER] = context.ignored
             elif not message.get("more_body", False):
                 ended = True
                 self._end(record)
@@ -259,6 +288,8 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handle, kind = super().get_route_handler(), get_type_hints(self.endpoint)["body"]
+        if not issubclass(kind, RequestBody):
+            raise TypeError(f"{self.path}: {kind.__name__} is no RequestBody")
 
         async def handle_json(request: Request) -> Response:
             context = context_of(request)
@@ -285,15 +316,20 @@ class JsonRequest(Request):
     kind: of the body. max_model_len: the longest of the models that the body may be for.
     """
 
-    def __init__(self, request: Request, kind: type[Body], max_model_len: int):
+    def __init__(self, request: Request, kind: type[RequestBody], max_model_len: int):
         super().__init__(request.scope, request.receive)
         self._kind, self._max_model_len = kind, max_model_len
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Raises ApiError 413 as soon as it is known that the body is too long."""
+        """The body, decompressed. Raises ApiError 413 as soon as it is known that it is too long, 415 and 400."""
         context, declared, size = context_of(self), self.headers.get("content-length", ""), 0
         self._check_size(int(declared) if declared.isdigit() else 0)
-        async for chunk in super().stream():
+        chunks = super().stream()
+        encoding = self.headers.get("content-encoding", "identity").lower()
+        if encoding not in ("identity", "gzip", "x-gzip"):
+            message = f"the content-encoding {encoding[:80]!r} is not supported; send the body as it is, or as gzip"
+            raise ApiError(415, message, param="content-encoding", headers={"accept-encoding": "gzip"})
+        async for chunk in chunks if encoding == "identity" else _unzipped(chunks):
             size += len(chunk)
             self._check_size(size)
             context.bodies.add(len(chunk), context.body_bytes)
@@ -316,18 +352,41 @@ class JsonRequest(Request):
         except ClientDisconnect as error:
             raise context.failed(error) from None
 
-    async def json(self) -> Body:
+    async def json(self) -> RequestBody:
         """Checked already, which FastAPI would do in the event loop. Raises ApiError 400, 413 and 429."""
         context = context_of(self)
         try:
             text = await self.body()
             if context.idempotency_key:
                 context.fingerprint = (await context.work(hashlib.sha256, text)).digest()
-            return await context.work(read_body, self._kind, text, self._max_model_len)
+            strict = context.server.strict_fields
+            body = await context.work(read_body, self._kind, text, self._max_model_len, strict)
+            context.note_unknown(body)
+            return body
         except (InvalidRequestError, ValidationError) as error:
             raise as_api_error(error, self.method, self.url.path) from None
         finally:
             context.bodies.remove(context.body_bytes)
+
+
+async def _unzipped(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """What was compressed by gzip, in pieces of UNZIPPED_BYTES at most, each as it is asked for.
+
+    Raises ApiError 400.
+    """
+    unzip = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    try:
+        async for chunk in chunks:
+            piece = b""
+            while (chunk or len(piece) == UNZIPPED_BYTES) and not unzip.eof:
+                yield (piece := unzip.decompress(chunk, UNZIPPED_BYTES))
+                chunk = unzip.unconsumed_tail
+                await asyncio.sleep(0)  # a piece takes milliseconds
+        is_whole = unzip.eof and not unzip.unused_data
+    except zlib.error:
+        is_whole = False
+    if not is_whole:
+        raise ApiError(400, "the request body is not what gzip makes, or not all of it", param="content-encoding")
 
 
 # ---- in the engine

@@ -180,6 +180,23 @@ def test_fronts_agree_on_where_a_new_beginning_goes_and_restarts_change_nothing(
     assert router.prompt(list(range(HOME_TOKENS))).point != router.prompt(list(range(HOME_TOKENS)), "tenant").point
 
 
+def test_a_cache_key_stands_for_the_beginning():
+    """Requests with the same key have the same homes, whatever their prompts and however short these are."""
+    names = [f"r{i}" for i in range(16)]
+    routers = [Router(b"key", random.Random(seed)) for seed in range(2)]
+    for router in routers:
+        for name in names:
+            router.add_replica(name, 10**6)
+    idle = lambda _: Load()  # noqa: E731
+    chosen = {
+        router.choose(router.prompt([seed, seed + 1], cache_key="mine"), names, idle).replica_id
+        for seed, router in enumerate(routers * 20)
+    }
+    assert len(chosen) <= 2
+    others = {routers[0].choose(routers[0].prompt([1], cache_key=str(i)), names, idle).replica_id for i in range(100)}
+    assert len(others) > 8
+
+
 def test_a_change_of_replicas_moves_what_it_must():
     names = [f"r{i}" for i in range(100)]
     router = make_router(*names)

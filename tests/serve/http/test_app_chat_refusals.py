@@ -6,6 +6,7 @@ from support.chat import Played
 from support.chat_templates import PLAIN
 
 NOW = {"type": "function", "function": {"name": "now"}}
+STRICT = {"extra_body": {"strict_fields": True}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -51,7 +52,7 @@ def deep(levels):
         ({"tools": [tool(parameters=[1])]}, "tools", "tools.0.function.parameters"),
         ({"tools": [tool(parameters=deep(40))]}, "tools", "deeper than 64"),
         ({"tools": [tool(description="x" * 300_000)]}, "tools", "at most 262144 bytes"),
-        ({"tools": [tool(colour=1)]}, "tools", "unknown field 'tools.0.function.colour'"),
+        (STRICT | {"tools": [tool(colour=1)]}, "tools", "unknown field 'tools.0.function.colour'"),
         ({"tools": [{"type": "retrieval"}]}, "tools", "tools.0"),
         ({"tools": [NOW], "response_format": {"type": "json_object"}}, "response_format", "tool_choice to none"),
         (

@@ -59,9 +59,9 @@ def test_errors_and_keys_are_described():
 def test_bodies_are_those_of_the_models():
     schemas = API.app.openapi()["components"]["schemas"]
     completion = schemas["CompletionBody"]
-    assert completion["additionalProperties"] is False
+    assert completion["additionalProperties"] is True
     assert completion["required"] == ["prompt"]
-    assert {"prompt", "max_tokens", "stream", "cache_salt"} <= completion["properties"].keys()
+    assert {"prompt", "max_tokens", "stream", "cache_salt", "strict_fields"} <= completion["properties"].keys()
     assert schemas["ChatBody"]["required"] == ["messages"]
 
 

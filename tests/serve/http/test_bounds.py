@@ -84,7 +84,7 @@ def test_long_bodies_are_validated_in_a_thread(api, monkeypatch):
     monkeypatch.setattr(
         protocol.CompletionBody,
         "model_validate",
-        lambda value: threads.append(threading.get_ident()) or validate(value),
+        lambda value, **options: threads.append(threading.get_ident()) or validate(value, **options),
     )
     for prompt in ("x", "x" * 40_000):
         api.completion(prompt=prompt)
@@ -121,7 +121,7 @@ TOO_MANY = {
 def test_too_many_values_are_refused_before_they_are_checked(api, name, monkeypatch):
     """Each would take the validation, and the list of its errors, a second or more."""
     for kind in (protocol.ChatBody, protocol.CompletionBody, protocol.TokenizeBody, protocol.EmbeddingBody):
-        monkeypatch.setattr(kind, "model_validate", lambda _: pytest.fail("it was validated"))
+        monkeypatch.setattr(kind, "model_validate", lambda *_, **__: pytest.fail("it was validated"))
     with_context(api, 4096)
     path, begin, unit, end = TOO_MANY[name]
     count = 600_000 if unit == "[1]," else 70_000

@@ -28,7 +28,12 @@ from rayllm.text.tokenizer import Tokenizer
 Json = dict[str, Any]
 
 # Fields of a `ChatBody` and of the engine's requests -> the fields that they come from.
-_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "prompt": "messages"}
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "prompt": "messages",
+    "continue_final_message": "messages",
+}
 # A line that coding agents put in front of their system prompt for Anthropic's accounts. It is another one in each
 # request, so no prompt that it begins would be found in the prefix cache.
 _BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
@@ -82,29 +87,28 @@ def _chat_body(body: PromptBody, tokenizer: Tokenizer | None, sampling: Json) ->
         named = {"type": "function", "function": {"name": choice.name}}
         chat["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
         chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if body.messages[-1].role == "assistant":  # what the answer begins with already
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    if body.output_config is not None:
+        chat["reasoning_effort"] = body.output_config.effort
     if body.format is not None:
         form = {"name": "output", "schema": body.format.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": form}
     if tokenizer is not None:
         with_tools = bool(body.tools) and chat.get("tool_choice") != "none"
         known = tokenizer.chat_template_variables(with_tools=with_tools)
-        asked = {name: value for name, value in _variables(body).items() if name in known}
+        asked = {name: value for name, value in _thinking(body).items() if name in known}
         chat["chat_template_kwargs"] = asked | (body.chat_template_kwargs or {})
     return ChatBody.model_validate(chat)
 
 
-def _variables(body: PromptBody) -> Json:
-    """Variables of chat templates, each under all names that models have for it, which this body gives a value."""
-    variables: Json = {}
-    if body.thinking is not None:
-        thinks = body.thinking.type != "disabled"
-        variables |= {"enable_thinking": thinks, "thinking": thinks}
-        if body.thinking.budget_tokens is not None:
-            variables["thinking_budget"] = body.thinking.budget_tokens
-    effort = body.output_config and body.output_config.effort
-    if effort is not None:
-        variables["reasoning_effort"] = "high" if effort in ("xhigh", "max") else effort
-    return variables
+def _thinking(body: PromptBody) -> Json:
+    """What chat templates call thinking, each of the names that models have for it."""
+    if body.thinking is None:
+        return {}
+    thinks, budget = body.thinking.type != "disabled", body.thinking.budget_tokens
+    variables: Json = {"enable_thinking": thinks, "thinking": thinks}
+    return variables if budget is None else variables | {"thinking_budget": budget}
 
 
 # ---- messages

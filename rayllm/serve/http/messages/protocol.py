@@ -8,30 +8,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
-from rayllm.serve.http.protocol import MAX_TEMPLATE_KWARGS, MAX_TOOLS, Body, Rules, Schema, TemplateKwargs
+from rayllm.serve.http.protocol import MAX_TEMPLATE_KWARGS, MAX_TOOLS, Body, RequestBody, Rules, Schema, TemplateKwargs
 
 NoEffect = Annotated[Any, Field(exclude=True)]  # of no use to a server that caches every prefix and runs no tools
-
-
-class MessagesPart(Body):
-    """Base of all parts. Fields of Anthropic's that are not declared are ignored: each release has new ones."""
-
-    model_config = ConfigDict(extra="ignore")
 
 
 # ---- content
 
 
-class TextBlock(MessagesPart):
+class TextBlock(Body):
     type: Literal["text"]
     text: str
     cache_control: NoEffect = None
     citations: NoEffect = None
 
 
-class ThinkingBlock(MessagesPart):
+class ThinkingBlock(Body):
     """Reasoning of an earlier turn. Whether the model sees it is up to its chat template."""
 
     type: Literal["thinking"]
@@ -39,14 +33,14 @@ class ThinkingBlock(MessagesPart):
     signature: NoEffect = None
 
 
-class RedactedThinkingBlock(MessagesPart):
+class RedactedThinkingBlock(Body):
     """Reasoning that only Anthropic can read. No model sees it here."""
 
     type: Literal["redacted_thinking"]
     data: NoEffect = None
 
 
-class ToolUseBlock(MessagesPart):
+class ToolUseBlock(Body):
     """A call that the model made in an earlier turn."""
 
     type: Literal["tool_use"]
@@ -78,7 +72,7 @@ Text = Annotated[TextBlock, _known("text")]
 Texts = Annotated[list[Text], FromText]
 
 
-class ToolResultBlock(MessagesPart):
+class ToolResultBlock(Body):
     """What came of a call."""
 
     type: Literal["tool_result"]
@@ -97,7 +91,7 @@ Block = Annotated[
 _SPEAKERS = {"text": ("system", "user", "assistant"), "tool_result": ("user",)}  # of all other blocks: the assistant
 
 
-class Turn(MessagesPart):
+class Turn(Body):
     """One of `messages`."""
 
     role: Literal["user", "assistant", "system"]
@@ -118,7 +112,7 @@ def _only_custom(kind: Any) -> Any:
     return kind
 
 
-class ClientTool(MessagesPart):
+class ClientTool(Body):
     """A tool that the client runs."""
 
     # First, as a tool of Anthropic's lacks an input_schema too.
@@ -135,7 +129,7 @@ class ClientTool(MessagesPart):
         yield kind != "object", "", f"input_schema must be a schema of type object, not {str(kind)[:80]!r}"
 
 
-class Choice(MessagesPart):
+class Choice(Body):
     """`tool_choice`."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -146,7 +140,7 @@ class Choice(MessagesPart):
         yield (self.type == "tool") != (self.name is not None), "", "name belongs to type tool, and is required there"
 
 
-class Thinking(MessagesPart):
+class Thinking(Body):
     """Whether the model is to think, as far as its chat template can say so."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -154,26 +148,25 @@ class Thinking(MessagesPart):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(MessagesPart):
+class OutputFormat(Body):
     """The form of the answer's text. It is always enforced."""
 
     type: Literal["json_schema"]
     schema_: Schema = Field(alias="schema")  # the name would hide a method of pydantic's
 
 
-class OutputConfig(MessagesPart):
+class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
-class MessagesMetadata(MessagesPart):
+class MessagesMetadata(Body):
     user_id: str | None = None
 
 
-class PromptBody(MessagesPart):
+class PromptBody(RequestBody):
     """POST /v1/messages/count_tokens: what the prompt is made of."""
 
-    model: str | None = None
     messages: list[Turn] = Field(min_length=1)
     system: Texts | None = None
     tools: list[ClientTool] | None = Field(default=None, max_length=MAX_TOOLS)
@@ -187,8 +180,6 @@ class PromptBody(MessagesPart):
 
     def _rules(self) -> Rules:
         yield bool(self.mcp_servers), "mcp_servers", "mcp_servers is not supported: this server runs no tools"
-        message = "messages: the last one is the assistant's; that a model continues a text is not supported"
-        yield self.messages[-1].role == "assistant", "messages", message
         both = self.output_format is not None and self.output_config is not None and self.output_config.format
         yield bool(both), "output_format", "give output_config.format or output_format, not both"
 

@@ -219,6 +219,13 @@ def test_input_that_is_cut_or_no_json():
     assert Answered(big).message(tools=TOOLS).content[0].input == {"n": 123456789012345678901234567890}
 
 
+def test_an_answer_that_was_begun():
+    app = Answered("r dogs.", source=PLAIN)
+    turns = [{"role": "user", "content": "List."}, {"role": "assistant", "content": [{"type": "text", "text": "Fou"}]}]
+    assert blocks(app.message(messages=turns)) == ["r dogs."]
+    assert app.engine.prompts == ["user: List.\nassistant: Fou"]
+
+
 # ---- how it ends
 
 
@@ -287,7 +294,7 @@ def test_variables_of_templates():
     app = Answered(*[""] * 3, source=source)
     config = {"thinking": {"type": "enabled", "budget_tokens": 2000}, "output_config": {"effort": "max"}}
     app.message(**config, extra_body={"chat_template_kwargs": {"mood": "calm"}})
-    assert app.engine.prompts[-1].endswith('[true, 2000, "high", "calm"]')
+    assert app.engine.prompts[-1].endswith('[true, 2000, "max", "calm"]')
     given = {"chat_template_kwargs": {"thinking_budget": 1, "mood": None}}
     app.message(thinking={"type": "disabled"}, output_config={"effort": "low"}, extra_body=given)
     assert app.engine.prompts[-1].endswith('[false, 1, "low", null]')

@@ -88,6 +88,21 @@ def test_sampling_and_extensions():
     assert (request.cache_salt, request.priority) == ("tenant", 3)
 
 
+def test_fields_that_are_not_known():
+    fields = {"context_management": {"edits": []}, "speed": "fast", "tools": [TOOL | {"defer_loading": False}]}
+    api = Api()
+    api.state.fake = Answered("x", source=SHOW).engine
+    response = api.post("/v1/messages", json=HI | fields)
+    assert response.status_code == 200
+    assert set(response.headers["x-rayllm-ignored"].split(", ")) == {
+        "context_management",
+        "speed",
+        "tools.defer_loading",
+    }
+    strict = api.post("/v1/messages", json=HI | fields | {"strict_fields": True})
+    assert "unknown field" in refusal(strict, 400, "invalid_request_error")
+
+
 # ---- refusals
 
 HI = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
@@ -130,7 +145,7 @@ def refusal(response, status, kind):
         (turns([USE]), "content.0 of type tool_use is not allowed in messages of role user"),
         (turns("a", [result("x")], "b"), "content.0 of type tool_result is not allowed in messages of role assistant"),
         (turns("a", [{**USE, "input": "x"}], "b"), "messages.1.content.0.tool_use.input"),
-        (turns("a", "b"), "that a model continues a text is not supported"),
+        (turns("a", [USE]), "messages: the last message has no content"),
         ({"system": [IMAGE]}, "system.0: content of type 'image'"),
         ({"system": 3}, "system"),
         (
