@@ -113,7 +113,7 @@ def create_app(
             allow_origins=server.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", HEADER],
+            expose_headers=["x-request-id", "request-id", "retry-after", HEADER],
         )
     return app
 

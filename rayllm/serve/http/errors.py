@@ -89,7 +89,7 @@ def as_api_error(error: Exception, method: str, path: str) -> ApiError:
         case RequestValidationError():  # by FastAPI itself, for a request without a body
             return ApiError(400, "the request body must be a JSON object")
         case ValidationError():
-            return as_api_error(_first_fault(error), method, path)
+            return as_api_error(first_fault(error), method, path)
         case OverloadedError():
             return ApiError(429, str(error), param=error.param, code="queue_full")
         case InvalidRequestError():
@@ -109,7 +109,7 @@ def as_api_error(error: Exception, method: str, path: str) -> ApiError:
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")
 
 
-def _first_fault(error: ValidationError) -> InvalidRequestError:
+def first_fault(error: ValidationError) -> InvalidRequestError:
     """The first of the errors that pydantic found in a request, with the field at fault as `param`."""
     errors = error.errors(include_url=False)
     causes = [each.get("ctx", {}).get("error") for each in errors]

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from pydantic import ValidationError
 
 from rayllm.api.types import EngineInfo
 from rayllm.serve.http.convert import MAX_TOKENIZED, Job, chat_job, encode, prompt_text
-from rayllm.serve.http.errors import renamed
+from rayllm.serve.http.errors import first_fault, renamed
 from rayllm.serve.http.messages.protocol import (
     MessagesBody,
     PromptBody,
@@ -99,7 +100,10 @@ def _chat_body(body: PromptBody, tokenizer: Tokenizer | None, sampling: Json) ->
         known = tokenizer.chat_template_variables(with_tools=with_tools)
         asked = {name: value for name, value in _thinking(body).items() if name in known}
         chat["chat_template_kwargs"] = asked | (body.chat_template_kwargs or {})
-    return ChatBody.model_validate(chat)
+    try:
+        return ChatBody.model_validate(chat)
+    except ValidationError as error:
+        raise first_fault(error) from None
 
 
 def _thinking(body: PromptBody) -> Json:

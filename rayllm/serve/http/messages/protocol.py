@@ -129,7 +129,7 @@ class ClientTool(Body):
         yield kind != "object", "", f"input_schema must be a schema of type object, not {str(kind)[:80]!r}"
 
 
-class Choice(Body):
+class MessagesToolChoice(Body):
     """`tool_choice`."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -170,7 +170,7 @@ class PromptBody(RequestBody):
     messages: list[Turn] = Field(min_length=1)
     system: Texts | None = None
     tools: list[ClientTool] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: Choice | None = None
+    tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # what output_config.format was called before
