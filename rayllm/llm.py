@@ -18,6 +18,7 @@ from rayllm.config.options import OFFLINE_BATCHED_TOKENS, EngineConfig, make_con
 from rayllm.engine.build import start_engine
 from rayllm.engine.engine import EngineCore
 from rayllm.errors import InvalidRequestError
+from rayllm.text.bad_words import bad_token_ids
 from rayllm.text.outputs import OutputProcessor, accumulate
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -54,6 +55,7 @@ class LLM:
         self.tokenizer: Tokenizer | None = None if skip else load_tokenizer(self.config.model)
         self._core = start_engine(self.config)
         self._ids = itertools.count()
+        self._bad_words: tuple[list[str], list[list[int]]] = [], []  # the latest, and their tokens
 
     def generate(
         self,
@@ -156,9 +158,20 @@ class LLM:
     def _make(self, ids: list[int], params: SamplingParams, **fields: Any) -> GenerationRequest:
         number = next(self._ids)
         request = GenerationRequest(
-            request_id=str(number), prompt_token_ids=ids, params=params, arrival_time=time.time(), **fields
+            request_id=str(number),
+            prompt_token_ids=ids,
+            params=params,
+            bad_token_ids=self._bad_token_ids(params.bad_words),
+            arrival_time=time.time(),
+            **fields,
         )
         return request.numbered(number + 1, self.config.seed)
+
+    def _bad_token_ids(self, words: list[str]) -> list[list[int]]:
+        if words and self._bad_words[0] != words:  # usually all prompts of a call have the same
+            tokenizer = self._need_tokenizer("bad_words", "bad_words need a tokenizer")
+            self._bad_words = list(words), bad_token_ids(words, tokenizer, self.engine.info.vocab_size)
+        return self._bad_words[1] if words else []
 
     def _run(self, requests: Sequence[tuple[GenerationRequest, str | None]], use_tqdm: bool) -> list[RequestOutput]:
         """Run requests to their end. An exception, Ctrl-C included, aborts what is left of them."""

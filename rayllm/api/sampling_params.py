@@ -19,6 +19,9 @@ MAX_STOPS = 64
 # with 64 stop strings that all begin as the text does, and usually less than 1 us.
 MAX_STOP_CHARS = 16 * 1024
 MAX_BIASES = 1024
+MAX_ALLOWED_TOKENS = 16_384
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 4096  # of all bad words together; the engine compares their tokens with each one generated
 MAX_SEED = 2**63 - 1
 MAX_STRUCTURE_BYTES = 64 * 1024  # of a schema, regex or grammar, or of all choices together, as UTF-8
 MAX_CHOICES = 1000
@@ -58,11 +61,17 @@ class _Range(msgspec.Struct, frozen=True):
 
 
 _BIAS = _Range(-100, 100)
-_MAX_ENTRIES = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOPS, "logit_bias": MAX_BIASES}
+_MAX_ENTRIES = {
+    "stop": MAX_STOPS,
+    "stop_token_ids": MAX_STOPS,
+    "logit_bias": MAX_BIASES,
+    "allowed_token_ids": MAX_ALLOWED_TOKENS,
+    "bad_words": MAX_BAD_WORDS,
+}
 
 # Fields that cannot be given with beam search, as they would choose other tokens or end a text before it is chosen.
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_WITHOUT_BEAMS = (*_OF_SAMPLING, "logit_bias", "stop", "structured_outputs")
+_WITHOUT_BEAMS = (*_OF_SAMPLING, "logit_bias", "stop", "structured_outputs", "allowed_token_ids", "bad_words")
 _ALSO_NEUTRAL = {"temperature": 0, "top_k": -1, "logit_bias": {}}  # change nothing there either, beside the defaults
 
 
@@ -152,6 +161,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: Annotated[float, _Range(-2, 2)] = 0.0
     # Token id -> value added to its logit, -100 to 100; at most 1,024 of them.
     logit_bias: dict[int, float] | None = None
+    # Only these tokens may come, at most 16,384; end-of-sequence too only if it is among them. None for all tokens.
+    allowed_token_ids: list[int] | None = None
+    # Words that the text must not have, at most 64 with 4,096 characters in all. The last token of a word, as it is
+    # written at the beginning of a text or behind a space, does not come where those before it were just generated.
+    bad_words: list[str] = []
     # None means up to the model's context.
     max_tokens: Annotated[int | None, _Range(1, 2**31 - 1)] = 16
     # Neither end-of-sequence nor stop ids come before so many tokens, and no stop string ends the text.
@@ -178,7 +192,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", [self.stop])
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words"):
             if getattr(self, name) is None:
                 msgspec.structs.force_setattr(self, name, [])
         for name, (allowed, kinds) in _NUMBERS.items():
@@ -248,8 +262,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise _bad("stop", "must be a string or a list of strings")
         if "" in self.stop:
             raise _bad("stop", "must not hold an empty string; leave it out to stop at no string")
-        if not isinstance(self.stop_token_ids, list) or not all(_is_int(t) and t >= 0 for t in self.stop_token_ids):
-            raise _bad("stop_token_ids", "must be a list of token ids (integers >= 0)")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids is not None and (not isinstance(ids, list) or not all(_is_int(t) and t >= 0 for t in ids)):
+                raise _bad(name, "must be a list of token ids (integers >= 0)")
+        if self.allowed_token_ids == []:
+            raise _bad("allowed_token_ids", "must have at least one token id; leave it out to allow all")
+        if not isinstance(self.bad_words, list) or not all(isinstance(s, str) and s.strip() for s in self.bad_words):
+            raise _bad("bad_words", "must be a list of strings, none of them blank")
         if not isinstance(self.logit_bias, dict | None):
             raise _bad("logit_bias", "must map token ids to numbers")
         for name, limit in _MAX_ENTRIES.items():
@@ -259,6 +279,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         size = sum(map(len, self.stop))
         if size > MAX_STOP_CHARS:
             raise _bad("stop", f"strings may have {MAX_STOP_CHARS} characters in all, not {size}")
+        size = sum(map(len, self.bad_words))
+        if size > MAX_BAD_WORD_CHARS:
+            raise _bad("bad_words", f"may have {MAX_BAD_WORD_CHARS} characters in all, not {size}")
         for token, value in (self.logit_bias or {}).items():
             if not _is_int(token) or token < 0:
                 raise _bad("logit_bias", f"keys must be token ids, not {token!r}")

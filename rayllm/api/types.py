@@ -60,6 +60,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     # The defaults if the prompt is to be embedded.
     params: SamplingParams
+    # The token sequences by which the words of params.bad_words may be written.
+    bad_token_ids: list[list[int]] = []
     # Lower runs first, with the scheduling policy "priority".
     priority: int = 0
     # Seconds on the front's clock, for metrics and for the order within a priority.

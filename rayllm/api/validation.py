@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayllm.api.sampling_params import SamplingParams
+from rayllm.api.sampling_params import MAX_BAD_WORDS, SamplingParams
 from rayllm.api.types import POOLINGS, EngineInfo, GenerationRequest
 from rayllm.errors import InvalidRequestError
 
@@ -30,7 +30,17 @@ def validate_request(request: GenerationRequest, info: EngineInfo) -> None:
         _check_emitted(request, info)
     if params.use_beam_search:
         _check_beams(params, info)
-    for name, ids in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+    if params.bad_words and not request.bad_token_ids:
+        raise InvalidRequestError("bad_words: no token of this model can write any of them", "bad_words")
+    if len(request.bad_token_ids) > 2 * MAX_BAD_WORDS or not all(request.bad_token_ids):
+        raise InvalidRequestError("bad_words have no tokens, or too many forms", "bad_words")
+    for name, ids in (
+        ("prompt", prompt),
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("bad_words", [token for sequence in request.bad_token_ids for token in sequence]),
+    ):
         worst = 0 if not ids else max(ids) if min(ids) >= 0 else min(ids)
         if not 0 <= worst < info.vocab_size:
             message = f"{name} has token id {worst}; ids of this model are 0 to {info.vocab_size - 1}"

@@ -21,7 +21,9 @@ from rayllm.core.chunk_budget import ChunkBudget
 from rayllm.core.memory import KVMemory, KVWindow, WriteAheadLimits
 from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
+from rayllm.core.sequence import MakeConstraint
 from rayllm.core.state import SchedulerState
+from rayllm.core.token_rules import TokenRules, has_rules
 from rayllm.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
 from rayllm.executor.base import Executor
 from rayllm.text.grammar import Grammar, bad_grammar
@@ -77,7 +79,7 @@ class EngineCore:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use", "request_id")
         structure = request.params.structured_outputs
         if structure is None:
-            self.scheduler.add(request)
+            self.scheduler.add(request, self._constraint(request))
             return
         if self._grammars is None:
             raise bad_grammar("needs a tokenizer, and skip_tokenizer_init left it out")
@@ -174,6 +176,12 @@ class EngineCore:
         logger.warning("new workers took over in %.2f s (%s); %d requests go on", seconds, phases, num_requests)
         return deltas
 
+    def _constraint(self, request: GenerationRequest, grammar: Grammar | None = None) -> MakeConstraint | None:
+        """What makes the constraints of a request's completions, if it has any. Raises InvalidRequestError."""
+        if not has_rules(request):
+            return grammar
+        return TokenRules(request, self.info.vocab_size, self.info.eos_token_ids, grammar)
+
     def _take_compiled(self) -> list[TokenDelta]:
         """Queue the requests whose grammars have become ready; end those whose grammars cannot be used.
 
@@ -184,9 +192,13 @@ class EngineCore:
         for request, grammar in [waiting for waiting in self._compiling.values() if waiting[1].done()]:
             del self._compiling[request.request_id]
             error = grammar.exception()
-            if error is None:
-                self.scheduler.add(request, grammar.result())
-            elif isinstance(error, InvalidRequestError):
+            try:
+                if error is None:
+                    self.scheduler.add(request, self._constraint(request, grammar.result()))
+                    continue
+            except InvalidRequestError as nothing_left:
+                error = nothing_left
+            if isinstance(error, InvalidRequestError):
                 refused.append(refusal(request.request_id, error))
             else:  # the library's panics are no Exceptions; they too end this request alone
                 logger.error("the grammar of request %s could not be compiled", request.request_id, exc_info=error)

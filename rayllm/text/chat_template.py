@@ -67,11 +67,13 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        documents: list[dict[str, str]] | None = None,
     ) -> str:
         """The prompt text of a conversation.
 
-        messages, tools: plain JSON values. Keys of messages whose value is None are left out, because templates test
-        whether a key is there. template_kwargs: further variables, which replace special tokens of the same name.
+        messages, tools, documents: plain JSON values. Keys of messages whose value is None are left out, because
+        templates test whether a key is there. template_kwargs: further variables, which replace special tokens of the
+        same name.
 
         Raises InvalidRequestError: no template, a template's own complaint, or more than 16 Mi characters.
         """
@@ -86,7 +88,7 @@ class ChatTemplate:
         own = {
             "messages": [{key: value for key, value in m.items() if value is not None} for m in messages],
             "tools": tools,
-            "documents": None,  # templates may ask for it, as transformers defines it
+            "documents": documents,  # templates may ask for it, as transformers defines it
             "add_generation_prompt": add_generation_prompt,
             "range": _bounded_range(),
         }

@@ -24,6 +24,7 @@ class CharTokenizer:
 
     special_ids = frozenset()
     special_texts = frozenset()
+    special_tokens = {"eos_token": "\0"}
 
     def encode(self, text, add_special_tokens=True):
         return [ord(c) for c in text]

@@ -26,10 +26,8 @@ class TemplateTokenizer(CharTokenizer):
     def chat_template_variables(self, with_tools=False):
         return self._template.variables(with_tools=with_tools)
 
-    def apply_chat_template(self, messages, add_generation_prompt=True, tools=None, *, template_kwargs=None):
-        return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, template_kwargs=template_kwargs
-        )
+    def apply_chat_template(self, messages, add_generation_prompt=True, **options):
+        return self._template.render(messages, add_generation_prompt, **options)
 
 
 class ScriptedEngine:

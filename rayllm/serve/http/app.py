@@ -27,6 +27,9 @@ from rayllm.serve.http.auth import ApiKey
 from rayllm.serve.http.console import console_page
 from rayllm.serve.http.convert import chat_job, completion_job, embedding_job, text_of, tokens_of
 from rayllm.serve.http.errors import ApiError
+from rayllm.serve.http.messages import protocol as messages_protocol
+from rayllm.serve.http.messages.convert import count_tokens, messages_job
+from rayllm.serve.http.messages.reply import MessagesReply
 from rayllm.serve.http.metrics import ModelFigures, render
 from rayllm.serve.http.replies import ChatReply, CompletionReply, embeddings
 from rayllm.serve.http.request_log import NO_TELEMETRY, SpanTracer
@@ -54,10 +57,14 @@ _ERRORS: dict[int | str, str] = {
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": meaning, "model": protocol.ErrorAnswer} for status, meaning in _ERRORS.items()
 }
+_MESSAGES_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": meaning, "model": messages_protocol.MessagesError} for status, meaning in _ERRORS.items()
+}
 _EVENTS = {"description": "The answer, or with stream: true its parts as events.", "content": {"text/event-stream": {}}}
 
 _KEY_REUSED = {"description": "The Idempotency-Key came before, with another body.", "model": protocol.ErrorAnswer}
 _GENERATION_RESPONSES = _RESPONSES | {200: _EVENTS, 422: _KEY_REUSED}
+_MESSAGES_KEY_REUSED = _KEY_REUSED | {"model": messages_protocol.MessagesError}
 
 generation_routes = APIRouter(responses=_GENERATION_RESPONSES, route_class=request.GenerationRoute)
 tokenizer_routes = APIRouter(responses=_RESPONSES, route_class=request.JsonRoute)
@@ -107,7 +114,7 @@ def create_app(
             allow_origins=server.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", HEADER],
+            expose_headers=["x-request-id", "request-id", "retry-after", HEADER],
         )
     return app
 
@@ -194,10 +201,19 @@ async def detokenize(body: protocol.DetokenizeBody, context: request.Context) ->
     return await context.work(text_of, body, *_tokenizing_engine(context, body.model))
 
 
+@server_routes.get("/tokenizer_info")
+async def tokenizer_info(context: request.Context, model: str | None = None) -> dict[str, Any]:
+    """A model's special tokens and chat template, for clients that make prompts themselves. Absent ones are null."""
+    info, tokenizer = _tokenizing_engine(context, model)
+    absent = dict.fromkeys(("bos_token", "eos_token", "pad_token"))
+    template = tokenizer.chat_template_source() or None
+    return absent | tokenizer.special_tokens | {"chat_template": template, "model_max_length": info.max_model_len}
+
+
 @generation_routes.post("/v1/completions", response_model=protocol.Completion)
 async def completions(body: protocol.CompletionBody, context: request.Context) -> Response:
     """Complete prompts."""
-    target = context.enter(body.model, "cmpl")
+    target = context.enter(body.model, "cmpl-", request_id=body.request_id)
     job = await context.work(completion_job, body, target)
     return await request.generate(context, job, CompletionReply(body, job, target))
 
@@ -205,15 +221,36 @@ async def completions(body: protocol.CompletionBody, context: request.Context) -
 @generation_routes.post("/v1/chat/completions", response_model=protocol.ChatCompletion)
 async def chat_completions(body: protocol.ChatBody, context: request.Context) -> Response:
     """Answer a conversation."""
-    target = context.enter(body.model, "chatcmpl")
+    target = context.enter(body.model, "chatcmpl-", request_id=body.request_id)
     job = await context.work(chat_job, body, target)
     return await request.generate(context, job, ChatReply(body, job, target))
+
+
+@generation_routes.post(
+    "/v1/messages",
+    response_model=messages_protocol.MessageAnswer,
+    responses=_MESSAGES_RESPONSES | {422: _MESSAGES_KEY_REUSED},
+)
+async def messages(body: messages_protocol.MessagesBody, context: request.Context) -> Response:
+    """Answer a conversation, as Anthropic's API does."""
+    target = context.enter(body.model, "msg_")
+    job = await context.work(messages_job, body, target)
+    return await request.generate(context, job, MessagesReply(body, job, target, context.record.request_id))
+
+
+@tokenizer_routes.post("/v1/messages/count_tokens", responses=_MESSAGES_RESPONSES)
+async def count_message_tokens(
+    body: messages_protocol.PromptBody, context: request.Context
+) -> messages_protocol.TokenCount:
+    """Tokens of the prompt that /v1/messages would make. This needs no engine step and holds no place in one."""
+    number = await context.work(count_tokens, body, *_tokenizing_engine(context, body.model))
+    return messages_protocol.TokenCount(input_tokens=number)
 
 
 @generation_routes.post("/v1/embeddings", response_model=protocol.Embeddings)
 async def embed(body: protocol.EmbeddingBody, context: request.Context) -> Response:
     """Embed texts: by the last token's hidden state after the model's final norm, or the mean of all tokens'."""
-    target = context.enter(body.model, "embd")
+    target = context.enter(body.model, "embd-", request_id=body.request_id)
     outputs = await request.run(context, await context.work(embedding_job, body, target))
     return request.json_response(embeddings(body, target.model.name, outputs))
 

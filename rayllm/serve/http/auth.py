@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 
 from rayllm.config.options import ServerConfig
 from rayllm.errors import ConfigError
-from rayllm.serve.http.errors import ApiError
+from rayllm.serve.http.errors import ApiError, is_anthropic
 
 KEY_VARIABLES = ("RAYLLM_API_KEYS", "RAYLLM_API_KEY")
 MAX_KEYS = 1024  # every request is compared with each of them
@@ -69,8 +69,12 @@ def _api_key(key: str, name: str) -> ApiKey:
     return ApiKey(name, hashlib.sha256(key.encode()).digest())
 
 
-def check_key(keys: Sequence[ApiKey], method: str, path: str, authorization: str | None) -> str | None:
+def check_key(
+    keys: Sequence[ApiKey], method: str, path: str, authorization: str | None, x_api_key: str | None = None
+) -> str | None:
     """The name of the key that a request came with; None where none is needed. Raises ApiError 401.
+
+    authorization, x_api_key: these headers. The latter counts only where Anthropic's clients send it.
 
     Without keys, none is needed anywhere; /health needs none, and says more to who has one. It takes the same time
     whichever key it is, and whether it is one.
@@ -84,14 +88,17 @@ def check_key(keys: Sequence[ApiKey], method: str, path: str, authorization: str
     key = credentials.strip() if scheme.lower() == "bearer" else ""
     if scheme.lower() == "basic" and by_password:
         key = _password(credentials)
+    if not key and is_anthropic(path):
+        key = (x_api_key or "").strip()
     digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
     if names := [each.name for each in keys if hmac.compare_digest(each.digest, digest)]:
         return names[0]
     if path == "/health":
         return None
+    how = "`Authorization: Bearer <key>`" + (" or `x-api-key: <key>`" if is_anthropic(path) else "")
     raise ApiError(
         401,
-        "the API key is not valid" if key else "no API key: send it as `Authorization: Bearer <key>`",
+        "the API key is not valid" if key else f"no API key: send it as {how}",
         code="invalid_api_key",
         headers={"www-authenticate": 'Basic realm="rayllm, API key as password"' if by_password else "Bearer"},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from rayllm.serve.http.protocol import (
     Tokens,
 )
 from rayllm.serve.http.served import Target
+from rayllm.text.bad_words import bad_token_ids
 from rayllm.text.tokenizer import LONG_TEXT, Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat takes the rest of the context
@@ -48,16 +50,18 @@ def completion_job(body: CompletionBody, target: Target) -> Job:
     names = {"structured_outputs": body.constraint_field or ""}
     requests, prompts = [], []
     marks = _infill_marks(tokenizer) if body.suffix else None
+    bad = _bad_token_ids(body, tokenizer, info)
     with renamed(names):
         options = body.sampling_options(body.logprobs)
         if body.echo and body.logprobs is not None:
             options.setdefault("prompt_logprobs", body.logprobs)
         for index, prompt in enumerate(body.prompt):
             text = f"{marks[0]}{prompt}{marks[1]}{body.suffix}{marks[2]}" if marks else prompt
-            ids = encode(text, body.add_special_tokens is not False, tokenizer, info.max_model_len)
+            whole = encode(text, body.add_special_tokens is not False, tokenizer, info.max_model_len)
+            ids = _truncated(whole, body, info, body.token_limit)
             params = _params(body, options, info, len(ids), DEFAULT_COMPLETION_TOKENS)
-            requests.append(_request(body, target, index, ids, params))
-            text = prompt if isinstance(prompt, str) else None
+            requests.append(_request(body, target, index, ids, params, bad=bad))
+            text = prompt if isinstance(prompt, str) and len(ids) == len(whole) else None
             if text is None and body.echo and tokenizer is not None:  # only now, when the ids are known to be valid
                 text = tokenizer.decode(ids)
             prompts.append(text)
@@ -78,9 +82,10 @@ def chat_job(body: ChatBody, target: Target) -> Job:
     constraint_field = tools_field if body.must_call else body.constraint_field
     names = {"structured_outputs": constraint_field or "", "prompt": "messages"}
     with renamed(names):
-        text = _prompt_text(body, tokenizer)
+        text = prompt_text(body, tokenizer)
         # The template writes the special tokens itself; a second begin-of-sequence would change the answer.
         ids = encode(text, body.add_special_tokens or False, tokenizer, target.info.max_model_len)
+        ids = _truncated(ids, body, target.info, body.token_limit)
         reply_format = _calls_format(body, form)
         options = body.sampling_options((body.top_logprobs or 0) if body.logprobs else None)
         if body.must_call:
@@ -93,7 +98,8 @@ def chat_job(body: ChatBody, target: Target) -> Job:
         if reply_format.tags & tokenizer.special_texts:
             options.setdefault("skip_special_tokens", False)  # or what has to be looked for would not be in the text
         params = _params(body, options, target.info, len(ids), None)
-        request = _request(body, target, 0, ids, params)
+        bad = _bad_token_ids(body, tokenizer, target.info)
+        request = _request(body, target, 0, ids, params, bad=bad)
     return Job([request], [text], names, reply_format)
 
 
@@ -108,6 +114,7 @@ def embedding_job(body: EmbeddingBody, target: Target) -> Job:
     with renamed(names):
         for index, text in enumerate(body.input):
             ids = encode(text, body.add_special_tokens is not False, tokenizer, target.info.max_model_len)
+            ids = _truncated(ids, body, target.info, 0)
             requests.append(_request(body, target, index, ids, SamplingParams(), body.pooling or "last"))
     return Job(requests, [text if isinstance(text, str) else None for text in body.input], names)
 
@@ -131,6 +138,28 @@ def encode(prompt: Any, special: bool, tokenizer: Tokenizer | None, limit: int) 
                 message = f"prompt has {len(prompt)} characters, which are far more than {limit} tokens"
                 raise ContextLengthError(message, "prompt")
     return tokenizer.encode(prompt, special)
+
+
+def _truncated(ids: list[int], body: EngineBody, info: EngineInfo, room: int | None) -> list[int]:
+    """The end of a prompt, if the body wants no more. room: tokens of the context that are not the prompt's."""
+    limit = body.truncate_prompt_tokens
+    if limit == 0:
+        message = "truncate_prompt_tokens must be at least 1, or -1 for as many tokens as fit; not 0"
+        raise InvalidRequestError(message, "truncate_prompt_tokens")
+    if limit is None or not ids:
+        return ids
+    if limit == -1:
+        limit = max(info.max_model_len - (1 if room is None else room), 1)
+    return ids[-limit:]
+
+
+def _bad_token_ids(body: GenerationBody, tokenizer: Tokenizer | None, info: EngineInfo) -> list[list[int]]:
+    if not body.bad_words:
+        return []
+    if tokenizer is None:
+        raise InvalidRequestError("bad_words: this server runs without a tokenizer", "bad_words")
+    SamplingParams(bad_words=body.bad_words)  # checks how many there are, before they are tokenised
+    return bad_token_ids(body.bad_words, tokenizer, info.vocab_size)
 
 
 def _infill_marks(tokenizer: Tokenizer | None) -> tuple[str, str, str]:
@@ -166,25 +195,43 @@ def text_of(body: DetokenizeBody, info: EngineInfo, tokenizer: Tokenizer) -> Det
     return Detokenized(prompt=tokenizer.decode(body.tokens, False))
 
 
-def _prompt_text(body: ChatBody, tokenizer: Tokenizer) -> str:
+def prompt_text(body: ChatBody, tokenizer: Tokenizer) -> str:
     """The conversation by the model's template. Refuses what the template would ignore."""
     options: dict[str, Any] = {}
     tools, extra = body.offered_tools, body.chat_template_kwargs or {}
     hints = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}  # clients send them to any model
     hints = {name: value for name, value in hints.items() if value is not None}
-    if tools or extra or hints:
+    if tools or extra or hints or body.documents:
         known = tokenizer.chat_template_variables(with_tools=bool(tools))
         if tools and "tools" not in known:
             field = "functions" if body.functions else "tools"
             raise InvalidRequestError(f"{field}: this model's chat template has no place for tools", field)
+        if body.documents and "documents" not in known:
+            message = "documents: this model's chat template has no place for documents"
+            raise InvalidRequestError(message, "documents")
         for name in extra:
             if name not in known:
                 message = f"chat_template_kwargs: this model's chat template has no variable {name[:80]!r}"
                 raise InvalidRequestError(message, "chat_template_kwargs")
         extra = {name: value for name, value in hints.items() if name in known} | extra
         options = {"tools": [tool.for_template() for tool in tools] or None, "template_kwargs": extra or None}
+        if body.documents:
+            options["documents"] = body.documents
     turns = [message.for_template() for message in body.messages]
-    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)
+    goes_on = bool(body.continue_final_message)
+    add = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=add, **options)
+    return _up_to(turns[-1]["content"], text) if goes_on else text
+
+
+def _up_to(content: str, text: str) -> str:
+    """A conversation's text up to the end of the content of its last message. Raises InvalidRequestError."""
+    place = text.rfind(content.strip())
+    if not content.strip() or place < 0:
+        reason = "the last message has no content, or the model's chat template does not show it as it is"
+        raise InvalidRequestError(f"continue_final_message: {reason}", "continue_final_message")
+    whole = content.lstrip()  # most templates strip contents; where this one does not, blanks at the end are kept
+    return text[:place] + (whole if text.startswith(whole, place) else content.strip())
 
 
 def _calls_format(body: ChatBody, form: ChatFormat) -> ChatFormat:
@@ -223,9 +270,18 @@ def _params(
 
 
 def _request(
-    body: EngineBody, target: Target, index: int, ids: list[int], params: SamplingParams, pooling: Pooling | None = None
+    body: EngineBody,
+    target: Target,
+    index: int,
+    ids: list[int],
+    params: SamplingParams,
+    pooling: Pooling | None = None,
+    bad: Sequence[list[int]] = (),
 ) -> GenerationRequest:
-    """The request for prompt number `index`. Raises InvalidRequestError if the engine could not serve it."""
+    """The request for prompt number `index`. Raises InvalidRequestError if the engine could not serve it.
+
+    bad: token sequences of bad_words.
+    """
     info = target.info
     room = 0 if pooling else params.max_tokens or 1
     if len(ids) + room > info.max_model_len:
@@ -236,10 +292,13 @@ def _request(
             "prompt",
         )
     key = target.key and msgspec.structs.replace(target.key, id=f"{target.key.id}-{index}")
+    # The engine's own is new each time: a reply with a key may be made twice, and clients may choose the same id.
+    own_id = uuid.uuid4().hex if key or body.request_id else target.reply_id
     request = GenerationRequest(
-        request_id=f"{uuid.uuid4().hex if key else target.reply_id}-{index}",  # a reply with a key may be made twice
+        request_id=f"{own_id}-{index}",
         prompt_token_ids=ids,
         params=params,
+        bad_token_ids=list(bad),
         priority=body.priority or 0,
         arrival_time=time.time(),
         cache_salt=body.cache_salt or "",

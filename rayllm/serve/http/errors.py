@@ -1,5 +1,7 @@
 """Errors as the OpenAI API has them: a status and {"error": {message, type, param, code}} for every exception.
 
+The routes of Anthropic's API have the same errors in its own form.
+
 `as_api_error` is the one place that maps exceptions to answers. What has a code of its own is raised as `ApiError`.
 """
 
@@ -22,8 +24,18 @@ from rayllm.errors import EngineDeadError, InvalidRequestError, OverloadedError
 
 logger = logging.getLogger(__name__)
 
+CONTEXT_LENGTH_CODE = "context_length_exceeded"
 _KINDS = {408: "timeout_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # OpenAI's `type`
+_ANTHROPIC_KINDS = {  # the same in Anthropic's words
+    **{401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error"},
+    **{413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"},
+}
 _RETRY_AFTER = {429: "1", 503: "2"}  # seconds
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API: its clients send keys, and read errors, in a form of their own."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 class ContextLengthError(InvalidRequestError):
@@ -53,8 +65,17 @@ class ApiError(HTTPException):
         """The JSON of the response, or of an error in mid-stream."""
         return {"error": {"message": self.detail, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        return Response(orjson.dumps(self.body()), self.status_code, self.headers, "application/json")
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
+        """The same in Anthropic's form."""
+        kind = _ANTHROPIC_KINDS.get(self.status_code, "invalid_request_error")
+        # Coding agents look for these words, and make the conversation shorter then.
+        long = "prompt is too long: " if self.code == CONTEXT_LENGTH_CODE else ""
+        return {"type": "error", "error": {"type": kind, "message": long + self.detail}, "request_id": request_id}
+
+    def response(self, path: str = "", request_id: str = "") -> Response:
+        """path: which the request was for. It decides the form."""
+        body = self.anthropic_body(request_id) if is_anthropic(path) else self.body()
+        return Response(orjson.dumps(body), self.status_code, self.headers, "application/json")
 
 
 def as_api_error(error: Exception, method: str, path: str) -> ApiError:
@@ -78,7 +99,7 @@ def as_api_error(error: Exception, method: str, path: str) -> ApiError:
         case InvalidRequestError():
             if error.param == KEY_HEADER:
                 return ApiError(422, str(error), param=error.param, code="idempotency_key_reused")
-            code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+            code = CONTEXT_LENGTH_CODE if isinstance(error, ContextLengthError) else None
             return ApiError(400, str(error), param=error.param, code=code)
         case EngineDeadError():
             return ApiError(503, f"the engine cannot answer now: {error}", code="engine_unavailable")

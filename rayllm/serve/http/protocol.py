@@ -52,6 +52,7 @@ MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 * 1024  # of all tools of a request, as JSON
 MAX_SCHEMA_DEPTH = 64
 MAX_CACHE_KEY = 1024  # characters
+MAX_DOCUMENTS = 128
 MAX_TEMPLATE_KWARGS = 16
 MAX_TEMPLATE_TEXT = 1024  # characters of a name or a value in chat_template_kwargs
 
@@ -206,6 +207,7 @@ Unused = Annotated[Empty | None, Field(exclude=True)]  # a field that only audio
 TemplateText = Annotated[str, Field(max_length=MAX_TEMPLATE_TEXT)]
 _TEMPLATE_VALUES = f"must be a string of at most {MAX_TEMPLATE_TEXT} characters, a number, true, false or null"
 TemplateKwargs = dict[TemplateText, Annotated[TemplateText | int | float | bool, OneOf(_TEMPLATE_VALUES)] | None]
+Documents = list[dict[str, str]]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Prompt = str | TokenIds
 Prompts = Annotated[
@@ -289,7 +291,7 @@ class Message(Body):
 class Function(Body):
     """A function that the model may call."""
 
-    name: Name
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]  # as long as Anthropic has them
     description: str | None = None
     parameters: Schema | None = None
     strict: bool | None = Field(default=None, exclude=True)  # arguments are held to the schema if a call is enforced
@@ -405,6 +407,12 @@ class EngineBody(RequestBody):
     prompt_cache_key: str | None = Field(default=None, max_length=MAX_CACHE_KEY)  # a hint for choosing a replica
     # Extensions.
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(
+        default=None, ge=-1, lt=2**31
+    )  # keep so many of its end; -1: all that fit
+    request_id: str | None = Field(
+        default=None, pattern="^[a-zA-Z0-9_.:/+-]{1,128}$"
+    )  # of the answer, behind its prefix
     cache_salt: str | None = Field(default=None, max_length=256)
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
 
@@ -433,6 +441,13 @@ _SAMPLING: dict[str, Any] = {
 SamplingBody = create_model("SamplingBody", __base__=EngineBody, **_SAMPLING)
 
 
+# Fields of which each says what form the whole output has.
+_CONSTRAINTS = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
 class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
     """What completions and chat share: sampling, streaming, extensions, client metadata."""
 
@@ -442,6 +457,12 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredOutputsBody | None = None
+    # vLLM's older names of what structured_outputs has.
+    guided_json: SchemaOrText | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    return_token_ids: bool | None = None  # an extension: the answer has the token ids of prompts and completions too
     # Without any effect on the answer.
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
@@ -455,11 +476,6 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
     audio: NotSupported = None
     chat_template: NotSupported = None  # only the model's own is ever used
     web_search_options: NotSupported = None
-    guided_choice: NotSupported = None
-    guided_grammar: NotSupported = None
-    guided_json: NotSupported = None
-    guided_regex: NotSupported = None
-    truncate_prompt_tokens: NotSupported = None
 
     def _rules(self) -> Rules:
         only_streams = self.stream_options is not None and not self.stream
@@ -477,8 +493,8 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         least, otherwise = self._least_tokens()
         yield min(limits, default=least) < least, name, f"{name} must be at least {otherwise}, not {self.token_limit}"
-        both = self.structured_outputs and self.response_format and self.response_format.type != "text"
-        yield bool(both), "structured_outputs", "give response_format or structured_outputs, not both"
+        given = self._constraint_fields
+        yield len(given) > 1, given[-1] if given else "", f"give {' or '.join(given)}, not both"
 
     def _least_tokens(self) -> tuple[int, str]:
         """The least token limit, and how it is told."""
@@ -487,18 +503,30 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
     @property
     def constraint_field(self) -> str | None:
         """The field that the form of the whole output comes from; None for any text."""
-        if self.structured_outputs is not None:
-            return "structured_outputs"
-        return "response_format" if self.response_format and self.response_format.type != "text" else None
+        return next(iter(self._constraint_fields), None)
+
+    @property
+    def _constraint_fields(self) -> list[str]:
+        fields = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
+        is_text = self.response_format is not None and self.response_format.type == "text"
+        return [name for name in fields if name != "response_format" or not is_text]
+
+    def _structured_outputs(self) -> StructuredOutputs | None:
+        """What the form of the output must be. Raises InvalidRequestError."""
+        if (field := self.constraint_field) is None:
+            return None
+        value = getattr(self, field)
+        if field.startswith("guided_"):
+            value = StructuredOutputsBody.model_validate({field.removeprefix("guided_"): value})
+        return value.structured_outputs()
 
     def sampling_options(self, logprobs: int | None) -> dict[str, Any]:
         """What `SamplingParams` is made of but the limit: the fields that were given, with null as not given.
 
         logprobs: how many an output token has. Raises InvalidRequestError naming structured_outputs.
         """
-        form = self.structured_outputs or self.response_format
         options = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
-        return options | {"structured_outputs": form and form.structured_outputs(), "logprobs": logprobs}
+        return options | {"structured_outputs": self._structured_outputs(), "logprobs": logprobs}
 
     @property
     def num_sampled(self) -> int:
@@ -549,10 +577,14 @@ class ChatBody(GenerationBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     chat_template_kwargs: TemplateKwargs | None = Field(default=None, max_length=MAX_TEMPLATE_KWARGS)
-    add_generation_prompt: Literal[True] | None = None
+    add_generation_prompt: bool | None = None  # true if absent, unless the last message is to be continued
+    continue_final_message: bool | None = None
+    documents: Documents | None = Field(default=None, max_length=MAX_DOCUMENTS)  # for the chat template
 
     def _rules(self) -> Rules:
         yield from super()._rules()
+        both = bool(self.continue_final_message and self.add_generation_prompt)
+        yield both, "continue_final_message", "continue_final_message needs add_generation_prompt: false"
         without = self.top_logprobs is not None and not self.logprobs
         yield without, "top_logprobs", "top_logprobs is only allowed with logprobs: true"
         asked: set[str | None] = {None}

@@ -96,6 +96,7 @@ class ChoicesReply(Reply):
         super().__init__(bool(body.stream), body.n or 1, job, target)
         self._options = body.stream_options or StreamOptions()
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
+        self._wants_ids = bool(body.return_token_ids)
         self._started: set[int] = set()  # choices of which something was sent
 
     def frames(self, prompt_index: int, output: RequestOutput) -> bytes:
@@ -103,7 +104,7 @@ class ChoicesReply(Reply):
         parts = []
         for index, completion in self._completions(prompt_index, output):
             for choice in self._chunks(index, completion):
-                chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
+                chunk = {**self._head, **self._beside(), "object": self.chunk_object, "choices": [choice]}
                 if self._options.continuous_usage_stats:
                     chunk["usage"] = self._usage()
                 elif self._options.include_usage:
@@ -129,6 +130,10 @@ class ChoicesReply(Reply):
             for index, completion in self._completions(prompt_index, output)
         ]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self._usage()}
+
+    def _beside(self) -> Json:
+        """What the next chunk has beside its choices."""
+        return {}
 
     def _is_first(self, index: int) -> bool:
         """Whether nothing of this choice was sent before. Asked once for each output."""
@@ -172,11 +177,13 @@ class CompletionReply(ChoicesReply):
         super().__init__(body, job, target)
         self._echo = bool(body.echo)
         self._top = body.logprobs
+        self._told_prompts: set[int] = set()  # choices with which the ids of their prompts were sent
         self._offsets: dict[int, int] = {}  # choice -> characters of its text so far
 
     def _chunks(self, index: int, completion: CompletionOutput) -> list[Json]:
         chunk = self._part(index, completion)
-        if not chunk["text"] and chunk["finish_reason"] is None and not (chunk["logprobs"] or {}).get("tokens"):
+        has_tokens = (chunk["logprobs"] or {}).get("tokens") or chunk.get("token_ids")
+        if not chunk["text"] and chunk["finish_reason"] is None and not has_tokens:
             return []  # text held back until it is known not to be part of a stop string or of a longer character
         return [chunk]
 
@@ -189,12 +196,18 @@ class CompletionReply(ChoicesReply):
     def _part(self, index: int, completion: CompletionOutput) -> Json:
         echo = self._echo and self._is_first(index)
         prompt = (self._job.prompts[index // self._n] or "") if echo else ""
-        return {
+        part = {
             "index": index,
             "text": prompt + completion.text,
             "logprobs": None if self._top is None else self._logprobs(index, completion, echo, len(prompt)),
             "finish_reason": completion.finish_reason,
         }
+        if self._wants_ids:
+            part["token_ids"] = list(completion.token_ids)
+            if index not in self._told_prompts:
+                self._told_prompts.add(index)
+                part["prompt_token_ids"] = self._job.requests[index // self._n].prompt_token_ids
+        return part
 
     def _logprobs(self, index: int, completion: CompletionOutput, echo: bool, prompt_chars: int) -> Json:
         """Parallel arrays; text_offset counts characters from the start of the choice's text."""
@@ -281,16 +294,19 @@ class ChatReply(ChoicesReply):
         super().__init__(body, job, target)
         self._top = (body.top_logprobs or 0) if body.logprobs else None
         self._readers = [ChatReader(job.reply_format, self._token_text) for _ in range(self._n)]
+        self._told_prompt = False  # its ids were sent
         self._calls_functions = bool(body.functions)  # calls have OpenAI's older form
 
     def _chunks(self, index: int, completion: CompletionOutput) -> list[Json]:
         pieces, reason = self._readers[index].read(completion)
         chunks = [_chunk(index, self._delta(index, piece)) for piece in pieces]
-        logprobs = self._logprobs(completion)
-        if logprobs is not None and logprobs["content"] and not chunks:
+        logprobs, ids = self._logprobs(completion), list(completion.token_ids) if self._wants_ids else []
+        if ((logprobs is not None and logprobs["content"]) or ids) and not chunks:
             chunks.append(_chunk(index, {"content": ""}))
         if chunks:
             chunks[0]["logprobs"] = logprobs
+        if ids:
+            chunks[0]["token_ids"] = ids
         if self._is_first(index):
             chunks.insert(0, _chunk(index, {"role": "assistant", "content": ""}))
         if reason is not None:
@@ -312,7 +328,8 @@ class ChatReply(ChoicesReply):
             made = {"function_call": calls[0]["function"]} if self._calls_functions else {"tool_calls": calls}
             message |= {"content": message["content"] or None, **made}
         logprobs = self._logprobs(completion)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reason(reason)}
+        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reason(reason)}
+        return choice | {"token_ids": list(completion.token_ids)} if self._wants_ids else choice
 
     def _reason(self, reason: str | None) -> str | None:
         return "function_call" if reason == "tool_calls" and self._calls_functions else reason
@@ -328,6 +345,12 @@ class ChatReply(ChoicesReply):
             return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
         return {piece.kind: piece.text}
 
+    def _beside(self) -> Json:
+        if not self._wants_ids or self._told_prompt:
+            return {}
+        self._told_prompt = True
+        return {"prompt_token_ids": self._job.requests[0].prompt_token_ids}
+
     def _call(self, index: int, piece: Piece) -> Json:
         """A tool call that begins."""
         name = {"name": piece.text, "arguments": ""}
@@ -337,6 +360,8 @@ class ChatReply(ChoicesReply):
         answer = super().whole(outputs)
         if self._wants_prompt_logprobs:
             answer["prompt_logprobs"] = self._prompt_logprobs(0)
+        if self._wants_ids:
+            answer["prompt_token_ids"] = self._job.requests[0].prompt_token_ids
         return answer
 
     def _usage(self) -> Json:

@@ -34,7 +34,7 @@ from rayllm.config.options import ServerConfig
 from rayllm.errors import InvalidRequestError
 from rayllm.serve.http.auth import ApiKey, check_key, check_origin
 from rayllm.serve.http.convert import Job
-from rayllm.serve.http.errors import ApiError, as_api_error, renamed
+from rayllm.serve.http.errors import ApiError, as_api_error, is_anthropic, renamed
 from rayllm.serve.http.limits import Bodies, Deadlines, Ticket
 from rayllm.serve.http.metrics import RequestTimer
 from rayllm.serve.http.protocol import LARGE_BODY, LONG_BODY, RequestBody, max_bytes, read_body
@@ -90,21 +90,28 @@ class RequestContext:
         self.ticket = Ticket(self.state.door)
         self.holds.callback(self.ticket.close)
 
-    def enter(self, name: str | None, kind: str, separator: str = "-", again: IdempotencyKey | None = None) -> Target:
+    def enter(
+        self, name: str | None, prefix: str, *, request_id: str | None = None, again: IdempotencyKey | None = None
+    ) -> Target:
         """Where the body wants to go; the request counts among that model's load from now on.
 
-        kind: what the reply's id begins with, up to a separator. again: of a request that was made before, whose reply
-        has the id of its key. Raises ApiError, EngineDeadError.
+        prefix: of the reply's id. request_id: the rest of it, if the client chooses. again: of a request that was made
+        before, whose reply has the id of its key. Raises ApiError, EngineDeadError.
         """
         model = find_model(self.state, name)
         self.record.model = model.name
         engine = model.engine()
         self.ticket.move(model.admission)
-        reply_id, key = f"{kind}{separator}{uuid.uuid4().hex}" if again is None else again.id, again
-        if self.idempotency_key and again is None:  # id and time are those of the first request with it
-            parts = repr((self.record.key, kind, model.name, self.idempotency_key)).encode()
-            reply_id = f"{kind}{separator}{hashlib.sha256(parts).hexdigest()[:32]}"
+        if again is not None:
+            reply_id, key = again.id, again
+        elif self.idempotency_key:  # id and time are those of the first request with it
+            parts = repr((self.record.key, prefix, model.name, self.idempotency_key)).encode()
+            reply_id = prefix + hashlib.sha256(parts).hexdigest()[:32]
             key = IdempotencyKey(reply_id, self.fingerprint, int(time.time()))
+        else:
+            reply_id, key = prefix + uuid.uuid4().hex, None
+        if request_id is not None:
+            reply_id = prefix + request_id
         self.record.reply_id = reply_id
         client = self.record.key or self._address
         self.target = Target(model, engine, engine.info, reply_id, client, key)
@@ -185,7 +192,8 @@ Context = Annotated[RequestContext, KEYED]
 
 async def answer_error(request: Request, error: Exception) -> Response:
     """The exception handler of the app."""
-    return context_of(request).failed(error).response()
+    context = context_of(request)
+    return context.failed(error).response(context.record.path, context.record.request_id)
 
 
 @dataclass
@@ -219,6 +227,8 @@ class RequestLife:
                 record.status = message["status"]
                 if self.echo_id:
                     MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                if is_anthropic(record.path):
+                    MutableHeaders(scope=message)["request-id"] = record.request_id
                 if context.ignored:
                     MutableHeaders(scope=message)[HEADER] = context.ignored
             elif not message.get("more_body", False):
@@ -233,7 +243,7 @@ class RequestLife:
         except Exception as error:
             answer = context.failed(error)
             if not record.status:
-                await answer.response()(scope, receive, send_and_note)
+                await answer.response(record.path, record.request_id)(scope, receive, send_and_note)
             elif not isinstance(error, ClientDisconnect):
                 raise
         finally:
@@ -263,7 +273,8 @@ class RequestLife:
                 raise ApiError(400, f"the header {KEY_HEADER} {message}", param=KEY_HEADER)
             context.idempotency_key = key
         check_origin(self.server.allowed_origins, record.method, headers)
-        record.key = check_key(self.keys, record.method, record.path, headers.get("authorization"))
+        credentials = headers.get("authorization"), headers.get("x-api-key")
+        record.key = check_key(self.keys, record.method, record.path, *credentials)
         context.is_trusted = record.key is not None or not self.keys
 
     def _end(self, record: RequestRecord) -> None:

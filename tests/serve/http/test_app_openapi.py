@@ -36,7 +36,10 @@ def test_every_route_is_described():
         "/v1/models/{model_id}": ["get"],
         "/v1/completions": ["post"],
         "/v1/chat/completions": ["post"],
+        "/v1/messages": ["post"],
+        "/v1/messages/count_tokens": ["post"],
         "/v1/embeddings": ["post"],
+        "/tokenizer_info": ["get"],
         "/tokenize": ["post"],
         "/detokenize": ["post"],
     }

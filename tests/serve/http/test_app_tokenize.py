@@ -37,6 +37,16 @@ def test_detokenize(api):
     assert kept == [False] * 3
 
 
+def test_tokenizer_info(api):
+    answer = api.get("/tokenizer_info").json()
+    absent = {"bos_token": None, "pad_token": None, "chat_template": None}
+    assert answer == absent | {"eos_token": "\0", "model_max_length": 64}
+    assert api.get("/tokenizer_info?model=org/fake").json() == answer
+    assert error_of(api.get("/tokenizer_info?model=no"), 404)["param"] == "model"
+    api.state.fake.tokenizer.chat_template_source = lambda: "{{ messages }}"
+    assert api.get("/tokenizer_info").json()["chat_template"] == "{{ messages }}"
+
+
 def test_bad_bodies_name_the_field(api):
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
@@ -53,4 +63,5 @@ def test_bad_bodies_name_the_field(api):
         assert error["param"] == param, (path, body, error)
     assert error_of(api.post("/tokenize", json={"prompt": "x", "model": "no"}), 404)["param"] == "model"
     api.state.fake.tokenizer = None
-    assert "without a tokenizer" in error_of(api.post("/tokenize", json={"prompt": "x"}), 400)["message"]
+    for answer in (api.post("/tokenize", json={"prompt": "x"}), api.get("/tokenizer_info")):
+        assert "without a tokenizer" in error_of(answer, 400)["message"]

@@ -51,7 +51,7 @@ def test_missing_prompt_and_messages():
     [
         ("response_format", {"type": "xml"}),
         ("structured_outputs", {"xml": "a"}),
-        ("guided_json", {}),
+        ("guided_json", 3),
         ("audio", {"voice": "x"}),
         ("suffix", 3),
         ("temperature", "1"),

@@ -105,12 +105,18 @@ def test_every_route_but_health_asks_for_a_key(guarded):
     for method, path in [*routes, ("GET", "/openapi.json"), ("GET", "/nothing"), ("PUT", "/v1/completions")]:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": KEY}, {"x-api-key": KEY}):
             response = guarded.request(method, path.replace("{model_id}", "org/fake"), headers=headers)
+            is_anthropic = path.startswith("/v1/messages")
             if path == "/health":
                 assert response.status_code == 200
                 continue
+            if is_anthropic and "x-api-key" in headers:  # where it is a key
+                assert response.status_code == 400
+                continue
             assert response.status_code == 401, (method, path)
             assert response.headers["www-authenticate"].startswith("Basic" if path == "/" else "Bearer")
-            if method != "HEAD":
+            if is_anthropic:
+                assert response.json()["error"]["type"] == "authentication_error"
+            elif method != "HEAD":
                 assert error_of(response, 401)["code"] == "invalid_api_key"
     assert guarded.state.fake.started == []
 

@@ -93,7 +93,7 @@ async def _go_on(context: RequestContext, stored: StoredResponse) -> None:
         own.take_place()
         body = ResponseBody.model_validate_json(bytes(stored.body))
         key = IdempotencyKey(response["id"], stored.fingerprint, response["created_at"])
-        target = own.enter(body.model, "resp", again=key)
+        target = own.enter(body.model, "resp_", again=key)
         job = await asyncio.to_thread(response_job, body, stored.input, target)
         if not await asyncio.to_thread(store.claim, response["id"], lost_s=timeouts.RESPONSE_SILENCE_S):
             return

@@ -46,7 +46,7 @@ def add_routes(generation: APIRouter, tokenizer: APIRouter, server: APIRouter) -
 async def create(body: ResponseBody, context: request.Context) -> Response:
     """Answer a conversation, or begin to in the background."""
     store, owner = context.state.response_store, context.record.key or ""
-    target = context.enter(body.model, "resp", "_")
+    target = context.enter(body.model, "resp_")
     if body.background and target.key is None:  # by which it can be taken over
         digest = hashlib.sha256(body.model_dump_json().encode()).digest()
         target = target._replace(key=IdempotencyKey(target.reply_id, digest, int(time.time())))
