@@ -12,7 +12,8 @@ from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
 from rayllm.api.types import EngineInfo, GenerationRequest, Pooling
 from rayllm.api.validation import validate_request
 from rayllm.errors import InvalidRequestError
-from rayllm.serve.http.chat_format import THINK_OPEN, ChatFormat, calls_schema, chat_format
+from rayllm.serve.http.chat_format import ChatFormat, chat_format
+from rayllm.serve.http.chat_format.calls_grammar import calls_schema
 from rayllm.serve.http.errors import ContextLengthError, renamed
 from rayllm.serve.http.protocol import (
     ChatBody,
@@ -85,8 +86,8 @@ def chat_job(body: ChatBody, target: Target) -> Job:
             key = "parameters" if form.tools == "llama3" else "arguments"
             options["structured_outputs"] = StructuredOutputs(json=calls_schema(tools, body.single_call, key))
         if form.thinks and constraint_field is None:
-            inside = text.rstrip().endswith(THINK_OPEN)
-            reply_format = msgspec.structs.replace(reply_format, thinks=True, inside=inside)
+            inside = form.opened_by(text)
+            reply_format = msgspec.structs.replace(reply_format, reasoning=form.reasoning, inside=inside)
         if reply_format.tags & tokenizer.special_texts:
             options.setdefault("skip_special_tokens", False)  # or what has to be looked for would not be in the text
         params = _params(body, options, target.info, len(ids), None)
@@ -184,7 +185,7 @@ def _calls_format(body: ChatBody, form: ChatFormat) -> ChatFormat:
         )
     return ChatFormat(
         tools="json" if body.must_call else form.tools,
-        tool_names=frozenset(tool.function.name for tool in body.offered_tools),
+        schemas={tool.function.name: tool.function.parameters or {} for tool in body.offered_tools},
         single_call=body.single_call,
     )
 
