@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Json, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, create_model, model_validator
 from pydantic_core import CoreSchema, from_json
 
 from rayllm.api.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from rayllm.api.types import Pooling
 from rayllm.errors import InvalidRequestError
+from rayllm.text.json_schema import enforceable, not_enforced
 
 MAX_BODY_BYTES = 32 * 2**20
 LONG_BODY = 16_384  # bytes; what comes of longer ones is worked on in a thread, so that streams go on
@@ -143,6 +144,19 @@ def _text_of(content: Any) -> str:
     return "\n".join(TextPart.model_validate(part).text for part in content)
 
 
+def _arguments(value: Any) -> dict[str, Any] | str:
+    """A call's arguments as chat templates want them: an object, or the text if it is none."""
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, str | None):
+        raise ValueError("must be the text of a JSON object")
+    try:
+        parsed = from_json(value or "{}")
+    except ValueError:
+        return value or ""
+    return parsed if isinstance(parsed, dict) else value or ""
+
+
 @dataclass(frozen=True)
 class OneOf:
     """On a union: one error that names its forms, where pydantic has an error for each of them."""
@@ -156,7 +170,7 @@ class OneOf:
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Schema = Annotated[dict[str, Any], AfterValidator(_check_depth)]
 SchemaOrText = Annotated[Schema | Json[Schema], OneOf("must be a JSON schema: an object, or its text")]
-ObjectText = Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: "{}" if text == "" else text)]
+Arguments = Annotated[Any, AfterValidator(_arguments)]
 SentBack = Annotated[Any, Field(exclude=True)]  # what a client adds to messages, and sends back with them
 Empty = Annotated[Literal[""] | Annotated[list[Any], Field(max_length=0)], OneOf("is not supported")]
 Unused = Annotated[Empty | None, Field(exclude=True)]  # a field that only audio, refusals or old clients fill
@@ -188,14 +202,14 @@ class FunctionCall(Body):
     """What a tool was called with."""
 
     name: str
-    arguments: ObjectText  # "" for none
+    arguments: Arguments = ""  # "" for none; what is no object goes to the template as the text it is
     parsed_arguments: SentBack = None  # openai-python's own reading of them
 
 
 class MessageToolCall(Body):
     """A call that the assistant made in an earlier turn."""
 
-    id: str
+    id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
     index: SentBack = None  # in the stream that the client collected
@@ -210,6 +224,7 @@ class Message(Body):
     tool_calls: list[MessageToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, exclude=True)  # the same, as some clients call it
     parsed: SentBack = None  # openai-python's own reading of the content
     provider_specific_fields: SentBack = None  # LiteLLM's own notes
     function_call: Unused = None
@@ -218,15 +233,16 @@ class Message(Body):
     annotations: Unused = None
 
     def _rules(self) -> Rules:
-        for name in ("tool_calls", "reasoning_content"):
+        for name in ("tool_calls", "reasoning_content", "reasoning"):
             is_broken = bool(getattr(self, name)) and self.role != "assistant"
             yield is_broken, "", f"only assistant messages have {name}"
-        is_broken = (self.role == "tool") != (self.tool_call_id is not None)
-        yield is_broken, "", "tool_call_id belongs to messages of role tool, each one"
+        is_broken = self.tool_call_id is not None and self.role != "tool"
+        yield is_broken, "", "tool_call_id belongs to messages of role tool"
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates know it: "developer" is OpenAI's newer name for "system"."""
         turn = self.model_dump() | {"role": "system" if self.role == "developer" else self.role}
+        turn["reasoning_content"] = self.reasoning_content or self.reasoning
         return {name: value for name, value in turn.items() if value or name == "content"}
 
 
@@ -293,7 +309,7 @@ class ResponseFormat(Body):
     def structured_outputs(self) -> StructuredOutputs | None:
         """The engine's form of it; None for any text. Raises InvalidRequestError."""
         if self.json_schema is not None:
-            return StructuredOutputs(json=json.dumps(self.json_schema.schema_, ensure_ascii=False))
+            return StructuredOutputs(json=json.dumps(enforceable(self.json_schema.schema_), ensure_ascii=False))
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
@@ -310,7 +326,7 @@ class StructuredOutputsBody(Body):
         """The engine's form of it. Raises InvalidRequestError."""
         given = self.model_dump(exclude_none=True, by_alias=True)
         if "json" in given:
-            given["json"] = json.dumps(given["json"], ensure_ascii=False)
+            given["json"] = json.dumps(enforceable(given["json"]), ensure_ascii=False)
         return StructuredOutputs(**given)
 
 
@@ -407,6 +423,20 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
             return "structured_outputs"
         return "response_format" if self.response_format and self.response_format.type != "text" else None
 
+    def constraint_schemas(self) -> dict[str, dict[str, Any]]:
+        """The JSON schemas that the output is held to, by their fields."""
+        schemas = {}
+        if self.response_format and self.response_format.json_schema:
+            schemas["response_format.schema"] = self.response_format.json_schema.schema_
+        if self.structured_outputs and self.structured_outputs.json_:
+            schemas["structured_outputs.json"] = self.structured_outputs.json_
+        return schemas
+
+    def not_enforced(self) -> list[str]:
+        """For each of these schemas that has some: its field, and the keywords that are not enforced."""
+        found = {field: not_enforced(schema) for field, schema in self.constraint_schemas().items()}
+        return [f"{field}: {', '.join(keywords)}" for field, keywords in found.items() if keywords]
+
     def sampling_options(self, logprobs: int | None) -> dict[str, Any]:
         """What `SamplingParams` is made of but the limit: the fields that were given, with null as not given.
 
@@ -464,11 +494,6 @@ class ChatBody(GenerationBody):
         yield from super()._rules()
         without = self.top_logprobs is not None and not self.logprobs
         yield without, "top_logprobs", "top_logprobs is only allowed with logprobs: true"
-        asked: set[str | None] = {None}
-        for message in self.messages:
-            asked |= {call.id for call in message.tool_calls or ()}
-            text = f"messages: tool_call_id {message.tool_call_id!r} is of no tool call in the messages before it"
-            yield message.tool_call_id not in asked, "messages", text
         tools = self.tools or []
         names = [tool.function.name for tool in tools]
         for name in names:
@@ -479,8 +504,11 @@ class ChatBody(GenerationBody):
         yield without, "tool_choice", "tool_choice is only allowed with tools"
         is_unknown = self.named_tool not in (None, *names)
         yield is_unknown, "tool_choice", f"tool_choice names {str(self.named_tool)[:80]!r}, which tools lacks"
-        field, reason = self.constraint_field or "", "holds for the whole output, which leaves no room for tool calls"
-        yield bool(self.offered_tools and field), field, f"{field} {reason}; set tool_choice to none"
+
+    def constraint_schemas(self) -> dict[str, dict[str, Any]]:
+        tools = self.offered_tools if self.must_call or self.constraint_field else []
+        schemas = {f"tools.{tool.function.name}": tool.function.parameters or {} for tool in tools}
+        return ({} if self.must_call else super().constraint_schemas()) | schemas
 
     @property
     def named_tool(self) -> str | None:

@@ -45,6 +45,8 @@ from rayllm.text.outputs import accumulate
 MAX_ID_CHARS = 128
 MAX_KEY_CHARS = 255
 MAX_PATH_CHARS = 200
+NOT_ENFORCED_HEADER = "x-rayllm-not-enforced"
+MAX_HEADER_CHARS = 1000
 GIVE_BACK_S = 0.5  # after the end of a request with a large body, for all that end meanwhile
 
 _SCOPE_KEY = "rayllm.request"
@@ -339,15 +341,16 @@ async def generate(context: RequestContext, job: Job, reply: Reply) -> Response:
     An error before the first token is an HTTP status; after it, an event in the stream. Raises what the engine raises,
     and ApiError: 408 for a missed deadline, 429 for too much work, 499 when the client has left.
     """
+    headers = _not_enforced_header(job)
     if not reply.stream:
         outputs = await run(context, job)
         if context.record.prompt_tokens + context.record.completion_tokens > LONG_ANSWER:
-            return await asyncio.to_thread(lambda: json_response(reply.whole(outputs)))
-        return json_response(reply.whole(outputs))
+            return await asyncio.to_thread(lambda: json_response(reply.whole(outputs), headers))
+        return json_response(reply.whole(outputs), headers)
     context.start(job, stream=True)
     group = RequestGroup(context, job)
     first = await group.next()
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    headers |= {"cache-control": "no-cache", "x-accel-buffering": "no"}
     return StreamingResponse(_events(context, group, reply, first), headers=headers, media_type="text/event-stream")
 
 
@@ -362,8 +365,16 @@ async def run(context: RequestContext, job: Job) -> list[RequestOutput]:
     return [total for total in totals if total is not None]
 
 
-def json_response(payload: object) -> Response:
-    return Response(orjson.dumps(payload), media_type="application/json")
+def _not_enforced_header(job: Job) -> dict[str, str]:
+    """The header that names what of the request's schemas is not enforced, as far as it has room."""
+    text = "; ".join(job.not_enforced)
+    if len(text) > MAX_HEADER_CHARS:
+        text = text[: MAX_HEADER_CHARS - 3] + "..."
+    return {NOT_ENFORCED_HEADER: text} if text else {}
+
+
+def json_response(payload: object, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(payload), headers=headers, media_type="application/json")
 
 
 async def _events(context: RequestContext, group: RequestGroup, reply: Reply, outputs: Outputs) -> AsyncIterator[bytes]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from rayllm.serve.http.chat_format.lark import Lark, Schemas
 from rayllm.serve.http.chat_format.text_source import SPACE, Reading, TextSource
 
 Kind = Literal["content", "reasoning_content", "call", "arguments"]  # of a piece
@@ -30,13 +31,7 @@ class Calls:
     emit: takes (kind, text, index of the call).
     """
 
-    def __init__(
-        self,
-        source: TextSource,
-        offered: Mapping[str, dict[str, Any]],
-        single: bool,
-        emit: Callable[[Kind, str, int], None],
-    ):
+    def __init__(self, source: TextSource, offered: Schemas, single: bool, emit: Callable[[Kind, str, int], None]):
         self.source = source
         self.offered = offered
         self.count = 0
@@ -71,6 +66,8 @@ class CallForm(msgspec.Struct, frozen=True):
     """How a family of models writes calls between its text.
 
     read: takes one call or several, from an opening on. What it has taken after it last called `Calls.settle` is text.
+    grammar: the expression of calls of these tools, of one if the last argument is true; None for calls that are
+    nothing but JSON, which have a schema.
     """
 
     openings: tuple[str, ...]  # what a call begins with, anywhere in the text
@@ -78,6 +75,7 @@ class CallForm(msgspec.Struct, frozen=True):
     read: Callable[[Calls], Reading[None]]
     bare: str = ""  # characters that begin a call at the start of the text or of a line, or right after another one
     separators: re.Pattern[str] = SPACE  # what may stand between calls
+    grammar: Callable[[Lark, Schemas, bool], str] | None = None
 
 
 class _Call(msgspec.Struct):

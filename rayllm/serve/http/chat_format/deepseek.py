@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 
 from rayllm.serve.http.chat_format.calls import NAME, CallForm, Calls, read_value
+from rayllm.serve.http.chat_format.lark import Lark, Schemas, literal, one_or_more
 from rayllm.serve.http.chat_format.text_source import SPACE, Reading
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -59,4 +60,18 @@ def _read_one(calls: Calls) -> Reading[bool]:
     return ended
 
 
-DEEPSEEK = CallForm(openings=(CALLS, CALL), tags=(CALLS, CALLS_END, CALL, CALL_END, SEPARATOR), read=_read)
+def _grammar(lark: Lark, schemas: Schemas, single: bool) -> str:
+    begin, separator, end = lark.tag(CALL), lark.tag(SEPARATOR), lark.tag(CALL_END)
+    calls = []
+    for name, schema in schemas.items():
+        arguments = lark.json(schema or {"type": "object"})
+        fenced, closing = f"{name}\n{FENCE}json\n", literal(f"\n{FENCE}")
+        calls.append(f"{begin} {literal(KIND)} {separator} {literal(fenced)} {arguments} {closing} {end}")
+        calls.append(f"{begin} {literal(name)} {separator} {arguments} {end}")
+    call = lark.rule(" | ".join(calls))
+    return f"{lark.tag(CALLS)} {one_or_more(call, 'NL?', single)} {lark.tag(CALLS_END)}"
+
+
+DEEPSEEK = CallForm(
+    openings=(CALLS, CALL), tags=(CALLS, CALLS_END, CALL, CALL_END, SEPARATOR), read=_read, grammar=_grammar
+)

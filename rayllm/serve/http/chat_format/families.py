@@ -18,7 +18,7 @@ Family = Literal["hermes", "qwen3_coder", "llama3", "llama4", "mistral", "deepse
 Reasoning = Literal["think", "mistral", "gpt_oss"]
 
 # gpt-oss is not among them: all of its text is in a form of its own, see `harmony.py`.
-CALL_FORMS: dict[str | None, CallForm] = {
+CALL_FORMS: dict[str, CallForm] = {
     "hermes": HERMES,
     "qwen3_coder": QWEN3_CODER,
     "llama3": LLAMA3,

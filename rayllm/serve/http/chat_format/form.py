@@ -26,6 +26,11 @@ class ChatFormat(msgspec.Struct, frozen=True):
         return self.reasoning is not None
 
     @property
+    def is_harmony(self) -> bool:
+        """Whether all of the text is messages of gpt-oss."""
+        return "gpt_oss" in (self.tools, self.reasoning)
+
+    @property
     def tags(self) -> set[str]:
         """The tags that must be in the text for its parts to be found."""
         return tags_of(self.tools, self.reasoning)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 
 from rayllm.serve.http.chat_format.calls import NAME, CallForm, Calls
+from rayllm.serve.http.chat_format.lark import Lark, Schemas, literal, one_or_more
 from rayllm.serve.http.chat_format.text_source import SPACE, Reading
 from rayllm.serve.http.chat_format.typed_values import ArgumentsWriter, skip_before
 
@@ -53,4 +54,11 @@ def _read_arguments(arguments: ArgumentsWriter, calls: Calls) -> Reading[bool]:
     return (yield from source.at(CLOSE))
 
 
-GLM = CallForm(openings=(OPEN,), tags=(OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END), read=_read)
+def _grammar(lark: Lark, schemas: Schemas, single: bool) -> str:
+    names = lark.rule(" | ".join(map(literal, schemas)))
+    pair = f"{lark.tag(KEY)} {lark.through(KEY_END)} NL? {lark.tag(VALUE)} {lark.through(VALUE_END)} NL?"
+    call = f"{lark.tag(OPEN)} {names} NL? ({pair})* {lark.tag(CLOSE)}"
+    return one_or_more(call, "NL?", single)
+
+
+GLM = CallForm(openings=(OPEN,), tags=(OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END), read=_read, grammar=_grammar)

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 
 from rayllm.serve.http.chat_format.calls import Calls, Kind
+from rayllm.serve.http.chat_format.lark import Lark, Schemas, literal
 from rayllm.serve.http.chat_format.text_source import ANYTHING, BEFORE_TAG, Reading
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -49,10 +50,9 @@ class Harmony:
             self.in_reasoning = None
             channel, recipient = yield from self._header(first)
             first = False
-            if not source.taken:
-                if not (yield from source.take_run(BEFORE_TAG)):
-                    return
-            elif channel is None and source.starved and is_cut():
+            if channel is None and source.starved and (source.taken or is_cut()):
+                return  # the text ended in a header
+            if not source.taken and not (yield from source.take_run(BEFORE_TAG)):
                 return
             yield from self._message(channel, recipient)
         yield from source.take_all(ANYTHING)
@@ -114,3 +114,17 @@ class Harmony:
             if (yield from self._calls.source.at(tag)):
                 return ""
         return (yield from self._calls.source.take_run(BEFORE_TAG))
+
+
+def grammar(lark: Lark, schemas: Schemas, answer: str | None = None) -> str:
+    """The expression of a reply: messages of reasoning, then a call of one of these tools, or an answer by its rule."""
+    channel, constrain, message = lark.tag(CHANNEL), lark.tag(CONSTRAIN), lark.tag(MESSAGE)
+    analysis = f'{channel} "analysis" {message} {lark.through(END)} {lark.tag(START)} "assistant"'
+    kind = f'(" "? {constrain}? "json")?'
+    parts = []
+    for name, schema in schemas.items():
+        header = f"{channel} {literal(f'commentary to={_TOOLS}{name}')} {kind} {message}"
+        parts.append(f"{header} {lark.json(schema or {'type': 'object'})}")
+    if answer is not None:
+        parts.append(f'{channel} "final" {kind} {message} {answer}')
+    return f"({lark.rule(analysis)})* {lark.rule(' | '.join(parts))}"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rayllm.serve.http.chat_format.calls import SEPARATORS, CallForm, Calls, read_call_object
+from rayllm.serve.http.chat_format.lark import COMPACT, Schemas, array_of, call_schema
 from rayllm.serve.http.chat_format.text_source import SPACE, Reading
+from rayllm.text.json_schema import enforceable
 
 
 def _read(calls: Calls) -> Reading[None]:
@@ -14,6 +18,15 @@ def _read(calls: Calls) -> Reading[None]:
         yield from calls.source.take_all(SEPARATORS)
         if (yield from calls.source.take("]")):
             calls.settle()
+
+
+def calls_schema(schemas: Schemas, single: bool, arguments_key: str) -> dict[str, Any]:
+    """The JSON schema of one call (single) or of an array of at least one.
+
+    arguments_key: "arguments" or "parameters", whichever the model is used to.
+    """
+    call = call_schema(schemas, arguments_key)
+    return enforceable(call if single else array_of(call), **COMPACT)
 
 
 JSON_CALLS = CallForm(openings=(), tags=(), read=_read, bare="[{", separators=SEPARATORS)

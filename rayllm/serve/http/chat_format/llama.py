@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from rayllm.serve.http.chat_format.calls import SEPARATORS, CallForm, Calls, read_call_object
+from rayllm.serve.http.chat_format.lark import Lark, Schemas, call_schema, one_or_more
 from rayllm.serve.http.chat_format.python_literals import read_literal
 from rayllm.serve.http.chat_format.text_source import SPACE, Reading
 
@@ -94,7 +95,17 @@ def _read_python(calls: Calls) -> Reading[bool]:
     return True
 
 
-LLAMA3 = CallForm(openings=(PYTHON_TAG,), tags=(), read=_read_llama3, bare="{", separators=SEPARATORS)
+def _grammar(lark: Lark, schemas: Schemas, single: bool) -> str:
+    """Calls in JSON without a tag, which both write."""
+    return one_or_more(lark.json(call_schema(schemas, "parameters")), '"; "', single)
+
+
+LLAMA3 = CallForm(openings=(PYTHON_TAG,), tags=(), read=_read_llama3, grammar=_grammar, bare="{", separators=SEPARATORS)
 LLAMA4 = CallForm(
-    openings=(PYTHON_START,), tags=(PYTHON_START, PYTHON_END), read=_read_llama4, bare="[{", separators=SEPARATORS
+    openings=(PYTHON_START,),
+    tags=(PYTHON_START, PYTHON_END),
+    read=_read_llama4,
+    grammar=_grammar,
+    bare="[{",
+    separators=SEPARATORS,
 )

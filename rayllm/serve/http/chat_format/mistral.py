@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from rayllm.serve.http.chat_format.calls import NAME, SEPARATORS, CallForm, Calls, read_call_object, read_value
+from rayllm.serve.http.chat_format.lark import Lark, Schemas, array_of, call_schema, literal, one_or_more
 from rayllm.serve.http.chat_format.text_source import SPACE, Reading
 
 OPEN, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -44,4 +45,14 @@ def _read_named(calls: Calls) -> Reading[None]:
         calls.settle()
 
 
-MISTRAL = CallForm(openings=(OPEN,), tags=(OPEN, CALL_ID, ARGUMENTS), read=_read)
+def _grammar(lark: Lark, schemas: Schemas, single: bool) -> str:
+    begin, arguments = lark.tag(OPEN), lark.tag(ARGUMENTS)
+    before = f"({lark.tag(CALL_ID)} /[a-zA-Z0-9]{{9}}/)? {arguments}"
+    call = call_schema(schemas, "arguments")
+    array = array_of(call) | ({"maxItems": 1} if single else {})
+    calls = [f"{literal(name)} {before} {lark.json(schema or {'type': 'object'})}" for name, schema in schemas.items()]
+    named = lark.rule(" | ".join(calls))
+    return f'{begin} " "? {lark.json(array)} | {one_or_more(begin + " " + named, "", single)}'
+
+
+MISTRAL = CallForm(openings=(OPEN,), tags=(OPEN, CALL_ID, ARGUMENTS), read=_read, grammar=_grammar)

@@ -13,8 +13,6 @@ from rayllm.serve.http.chat_format.form import ChatFormat
 from rayllm.serve.http.chat_format.harmony import Harmony
 from rayllm.serve.http.chat_format.text_source import ANYTHING, SPACE, Reading, TextSource
 
-_TEXT_ONLY = CallForm(openings=(), tags=(), read=lambda _: iter(()))  # type: ignore[arg-type, return-value]
-
 
 class Piece(msgspec.Struct, frozen=True):
     """The next piece of what a model wrote.
@@ -70,13 +68,16 @@ class ChatParser:
     def _read(self) -> Reading[None]:
         """All of the text."""
         form = self._form
-        if "gpt_oss" in (form.tools, form.reasoning):
+        if form.is_harmony:
             yield from self._read_messages()
             return
         space = yield from self._source.take_all(SPACE)
         if form.reasoning is not None:
             space = yield from self._read_reasoning(space, *THINK_TAGS[form.reasoning])
-        yield from self._read_mixture(space, CALL_FORMS.get(form.tools, _TEXT_ONLY))
+        if form.tools is None:
+            yield from self._read_text(space)
+        else:
+            yield from self._read_mixture(space, CALL_FORMS[form.tools])
 
     def _read_messages(self) -> Reading[None]:
         harmony = Harmony(self._calls, self._form.reasoning == "gpt_oss", self._emit)
@@ -109,6 +110,13 @@ class ChatParser:
         yield from source.take_all(SPACE)
         return ""
 
+    def _read_text(self, space: str) -> Reading[None]:
+        """Read text without calls in it. space: what it begins with."""
+        self._emit("content", space)
+        while run := (yield from self._source.take_run(ANYTHING)):
+            self._source.taken.clear()
+            self._emit("content", run)
+
     def _read_mixture(self, space: str, form: CallForm) -> Reading[None]:
         """Read text with calls in it. space: what the text begins with, which is dropped if a call comes next."""
         source, calls = self._source, self._calls
@@ -122,6 +130,8 @@ class ChatParser:
                 count = calls.count
                 yield from form.read(calls)
                 if calls.count > count:
+                    if source.starved and self._is_cut:
+                        return
                     space = "".join(source.taken) + (yield from source.take_all(form.separators))
                     if not calls.is_full and not form.separators.fullmatch(space):
                         self._emit("content", space)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 
 from rayllm.serve.http.chat_format.calls import NAME, CallForm, Calls
+from rayllm.serve.http.chat_format.lark import Lark, Schemas, literal, one_or_more
 from rayllm.serve.http.chat_format.text_source import SPACE, Reading
 from rayllm.serve.http.chat_format.typed_values import ArgumentsWriter, skip_before
 
@@ -57,4 +58,11 @@ def _read_arguments(arguments: ArgumentsWriter, calls: Calls) -> Reading[bool]:
     return ended
 
 
-QWEN3_CODER = CallForm(openings=(OPEN, FUNCTION), tags=(OPEN, CLOSE), read=_read)
+def _grammar(lark: Lark, schemas: Schemas, single: bool) -> str:
+    names = lark.rule(" | ".join(map(literal, schemas)))
+    parameter = f"{literal(PARAMETER)} /[^<>\\n]+/ {literal('>')} {lark.through(PARAMETER_END)} NL?"
+    function = f"{literal(FUNCTION)} {names} {literal('>')} NL? ({parameter})* {literal(FUNCTION_END)}"
+    return one_or_more(f"{lark.tag(OPEN)} NL? {function} NL? {lark.tag(CLOSE)}", "NL?", single)
+
+
+QWEN3_CODER = CallForm(openings=(OPEN, FUNCTION), tags=(OPEN, CLOSE), read=_read, grammar=_grammar)

@@ -73,11 +73,11 @@ class TextSource:
         return "".join(runs)
 
     def take_before(self, closing: str, ordinary: re.Pattern[str]) -> Reading[str]:
-        """Take a run of the text before `closing`; "" if that comes next, or the text has ended.
+        """Take a run of the text before `closing`; "" if that comes next, or the text has ended, maybe in it.
 
         ordinary: matches what cannot begin `closing`, or else one character.
         """
-        if (yield from self.at(closing)):
+        if (yield from self.at(closing)) or (self._ended and closing.startswith(self._text[self._at :])):
             return ""
         return (yield from self.take_run(ordinary))
 
