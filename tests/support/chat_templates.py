@@ -87,7 +87,7 @@ MISTRAL = _TOOLS + '[AVAILABLE_TOOLS][TOOL_CALLS][{"name": f, "arguments": {}}]\
 MAGISTRAL = "Think between [THINK] and [/THINK].\n" + MISTRAL
 DEEPSEEK = (
     _TOOLS
-    + "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f<｜tool▁call▁end｜><｜tool▁calls▁end｜>' }}\n"
+    + "Write <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f and arguments.\n"
     + "{% for message in messages %}{{ message.content.split('</think>') | last }}{% endfor %}"
 )
 GPT_OSS = _TOOLS + "{{ '<|channel|>analysis, commentary or final<|message|>' }}\n" + _TURNS + "<|start|>assistant"

@@ -20,13 +20,16 @@ def _read(calls: Calls) -> Reading[None]:
             calls.settle()
 
 
+MAX_FORCED_CALLS = 16  # in one reply; a model that does not know how to end it would go on until max_tokens
+
+
 def calls_schema(schemas: Schemas, single: bool, arguments_key: str) -> dict[str, Any]:
-    """The JSON schema of one call (single) or of an array of at least one.
+    """The JSON schema of one call (single) or of an array of 1 to MAX_FORCED_CALLS.
 
     arguments_key: "arguments" or "parameters", whichever the model is used to.
     """
     call = call_schema(schemas, arguments_key)
-    return enforceable(call if single else array_of(call), **COMPACT)
+    return enforceable(call if single else array_of(call) | {"maxItems": MAX_FORCED_CALLS}, **COMPACT)
 
 
 JSON_CALLS = CallForm(openings=(), tags=(), read=_read, bare="[{", separators=SEPARATORS)
