@@ -157,7 +157,7 @@ def test_schemas_that_are_not_enforced_as_a_whole_are_taken(tokenizer, takes):
         ChatFormat("hermes", schemas={"f": schema}),
     ):
         text = '{"name": "f", "arguments": {"a": 3}}'
-        text = text if tools == "json" else f"<tool_call>{text}</tool_call>"
+        text = text if form.tools == "json" else f"<tool_call>{text}</tool_call>"
         grammar = reply_grammar(form, None, "arguments", tokenizer.special_id)
         assert takes(grammar, text)
         assert not takes(grammar, text.replace("3", "x"))
