@@ -87,14 +87,18 @@ def _are_disjoint(choices: list[Any], schema: Any) -> bool:
         return True
     if _are_distinct([_constant(choice) for choice in resolved]):
         return True
-    required = [choice["required"] if isinstance(choice.get("required"), list) else [] for choice in resolved]
-    shared = [name for name in required[0] if all(name in names for names in required)] if required else []
+    required = [_names(choice.get("required")) for choice in resolved]
+    shared = set.intersection(*required) if required else set()
     return any(_are_distinct([_constant(_property(choice, name)) for choice in resolved]) for name in shared)
 
 
-def _property(choice: dict[str, Any], name: Any) -> Any:
+def _names(value: Any) -> set[str]:
+    return {name for name in value if isinstance(name, str)} if isinstance(value, list) else set()
+
+
+def _property(choice: dict[str, Any], name: str) -> Any:
     properties = choice.get("properties")
-    return properties.get(name) if isinstance(properties, dict) and isinstance(name, str) else None
+    return properties.get(name) if isinstance(properties, dict) else None
 
 
 def _constant(part: Any) -> Any:

@@ -13,7 +13,7 @@ from rayllm.serve.http.chat_format.calls import Calls
 from rayllm.serve.http.chat_format.text_source import BEFORE_TAG, Reading, TextSource
 
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}
-_MAX_REFERENCES = 16
+_MAX_PARTS = 64  # of a schema, that are looked at for one argument
 
 
 class ArgumentsWriter:
@@ -82,12 +82,26 @@ def argument_types(schema: dict[str, Any], key: str) -> set[str]:
     part = properties.get(key) if isinstance(properties, dict) else None
     if part is None:
         part = schema.get("additionalProperties")
-    return _types(part, schema, _MAX_REFERENCES)
+    found: set[str] = set()
+    parts = [part]
+    for _ in range(_MAX_PARTS):
+        if not parts:
+            return found
+        kinds = _own_types(part := parts.pop())
+        if kinds:
+            found |= kinds
+        elif isinstance(part, dict) and isinstance(part.get("$ref"), str):
+            parts.append(_referred(part["$ref"], schema))
+        elif isinstance(part, dict) and isinstance(choices := part.get("anyOf", part.get("oneOf")), list) and choices:
+            parts += choices
+        else:
+            break
+    return set()
 
 
-def _types(part: Any, schema: dict[str, Any], depth: int) -> set[str]:
-    """The types of a part of a schema. depth: how many references and choices may still lead to it."""
-    if not isinstance(part, dict) or depth == 0:
+def _own_types(part: Any) -> set[str]:
+    """The types that a part of a schema names itself."""
+    if not isinstance(part, dict):
         return set()
     if isinstance(part.get("type"), str):
         return {part["type"]}
@@ -95,15 +109,7 @@ def _types(part: Any, schema: dict[str, Any], depth: int) -> set[str]:
         return {kind for kind in part["type"] if isinstance(kind, str)}
     if isinstance(part.get("enum"), list):
         return {_type_of(value) for value in part["enum"]}
-    if "const" in part:
-        return {_type_of(part["const"])}
-    if isinstance(part.get("$ref"), str):
-        return _types(_referred(part["$ref"], schema), schema, depth - 1)
-    for name in ("anyOf", "oneOf"):
-        if isinstance(part.get(name), list):
-            kinds = [_types(choice, schema, depth - 1) for choice in part[name][:_MAX_REFERENCES]]
-            return set().union(*kinds) if all(kinds) else set()
-    return set()
+    return {_type_of(part["const"])} if "const" in part else set()
 
 
 def _referred(reference: str, schema: dict[str, Any]) -> Any:

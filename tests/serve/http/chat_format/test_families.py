@@ -25,6 +25,9 @@ TYPED = {
         "maybe": {"type": ["string", "null"]},
         "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
         "free": {},
+        "kind": {"enum": ["1", "b"]},
+        "endless": {"$ref": "#/properties/endless"},
+        "wide": {"anyOf": [{"$ref": "#/properties/wide"}, {"$ref": "#/properties/wide"}]},
     },
     "$defs": {"place": {"type": "object"}},
 }
@@ -319,6 +322,9 @@ def test_text_that_is_cut_off_stays():
         ("free", '{"a": 1}', '{"a": 1}'),
         ("free", "plain", '"plain"'),
         ("unknown", "5", "5"),
+        ("kind", "1", '"1"'),
+        ("endless", "5", "5"),
+        ("wide", "x", '"x"'),
     ],
 )
 def test_values_between_tags_have_the_type_of_the_schema(key, text, value):
