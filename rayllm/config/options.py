@@ -131,11 +131,13 @@ class ModelServerConfig(BaseModel):
     """Completions that may wait beyond the max_num_seqs of each replica; more get a 429"""
     max_queued_tokens: int = Field(default=2**24, ge=1)
     """Prompt tokens of requests without a first token; more get a 429"""
-    tool_call_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"
-    """How the model writes tool calls: hermes as <tool_call>{"name", "arguments"}</tool_call> (Hermes, Qwen), llama3 as
-    a bare {"name", "parameters"}; auto is what its chat template shows, if either"""
-    reasoning_parser: Literal["auto", "think", "none"] = "auto"
-    """think if outputs may begin with <think>; auto if the chat template has that tag"""
+    tool_call_parser: Literal[
+        "auto", "hermes", "qwen3_coder", "llama3", "llama4", "mistral", "deepseek", "glm", "gpt_oss", "none"
+    ] = "auto"
+    """The family of models whose form of tool calls the model writes; auto is what its chat template shows"""
+    reasoning_parser: Literal["auto", "think", "mistral", "gpt_oss", "none"] = "auto"
+    """How the model reasons: think between <think> and </think>, mistral between [THINK] and [/THINK], gpt_oss on a
+    channel of its own; auto is what its chat template shows"""
 
 
 class ServerConfig(ModelServerConfig):

@@ -98,6 +98,10 @@ class Tokenizer:
         except OverflowError:
             raise InvalidRequestError("tokens must be token ids between 0 and 2**32 - 1", "tokens") from None
 
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token by its text; None if that is none."""
+        return self.backend.token_to_id(text) if text in self.special_texts else None
+
     def detokenizer(self, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
         """A new incremental decoder for text that goes on after the prompt."""
         vocabulary = self._text_bytes if skip_special_tokens else self._bytes

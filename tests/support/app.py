@@ -32,6 +32,9 @@ class CharTokenizer:
     def decode(self, token_ids, skip_special_tokens=True):
         return "".join(map(chr, token_ids))
 
+    def special_id(self, text):
+        return None
+
     def token_text(self, token_id):
         return chr(token_id)
 

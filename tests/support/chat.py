@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import httpx
 import openai
@@ -86,7 +87,8 @@ class Played:
 
     def schema(self):
         """The JSON schema that the last request was constrained to."""
-        return json.loads(self.params.structured_outputs.json)
+        constraint = self.params.structured_outputs
+        return json.loads(constraint.json or re.findall(r"%json (.*)", constraint.grammar)[-1])
 
     def run(self, use):
         """The result of the async function `use`, called with an openai client of the app."""

@@ -70,3 +70,24 @@ THINKER = """{% for message in messages %}<|{{ message.role }}|>{{ message.conte
 {% endif %}"""
 
 PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+_TURNS = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+_TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+
+# One a family: tools as lines of JSON, and a line that shows how calls are written.
+QWEN3_CODER = _TOOLS + "Write <tool_call><function=f><parameter=a>1</parameter></function></tool_call>.\n" + _TURNS
+GLM = (
+    _TOOLS
+    + "Write <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>.\n"
+    + _TURNS
+    + "<think></think>"
+)
+LLAMA4 = _TOOLS + '<|header_start|>Write {"name": f, "parameters": arguments}.\n' + _TURNS
+MISTRAL = _TOOLS + '[AVAILABLE_TOOLS][TOOL_CALLS][{"name": f, "arguments": {}}]\n' + _TURNS
+MAGISTRAL = "Think between [THINK] and [/THINK].\n" + MISTRAL
+DEEPSEEK = (
+    _TOOLS
+    + "Write <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f and arguments.\n"
+    + "{% for message in messages %}{{ message.content.split('</think>') | last }}{% endfor %}"
+)
+GPT_OSS = _TOOLS + "{{ '<|channel|>analysis, commentary or final<|message|>' }}\n" + _TURNS + "<|start|>assistant"

@@ -2,7 +2,19 @@
 
 import pytest
 import tokenizers
-from support.chat_templates import HERMES, LLAMA3, PLAIN, THINKER
+from support.chat_templates import (
+    DEEPSEEK,
+    GLM,
+    GPT_OSS,
+    HERMES,
+    LLAMA3,
+    LLAMA4,
+    MAGISTRAL,
+    MISTRAL,
+    PLAIN,
+    QWEN3_CODER,
+    THINKER,
+)
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
@@ -99,28 +111,34 @@ def test_as_transformers(source, tools, extra, turns):
 
 
 @pytest.mark.parametrize(
-    ("source", "expected"),
+    ("source", "tools", "reasoning"),
     [
-        (HERMES, ChatFormat("hermes", True)),
-        (LLAMA3, ChatFormat("llama3", False)),
-        (LLAMA3 + "<|python_tag|>", ChatFormat("llama3", False)),
-        (THINKER, ChatFormat(None, True)),
-        (PLAIN, ChatFormat(None, False)),
-        ("<tool_call><function=f>{{ tools }}", ChatFormat(None, False)),
-        ("{% broken", ChatFormat(None, False)),
+        (HERMES, "hermes", "think"),
+        (QWEN3_CODER, "qwen3_coder", None),
+        (GLM, "glm", "think"),
+        (LLAMA3, "llama3", None),
+        (LLAMA3 + "<|python_tag|>", "llama3", None),
+        (LLAMA4, "llama4", None),
+        (MISTRAL, "mistral", None),
+        (MAGISTRAL, "mistral", "mistral"),
+        (DEEPSEEK, "deepseek", "think"),
+        (GPT_OSS, "gpt_oss", "gpt_oss"),
+        (THINKER, None, "think"),
+        (PLAIN, None, None),
+        ("{% broken", None, None),
     ],
 )
-def test_the_format_is_guessed_from_the_template(source, expected):
-    assert chat_format(ServerConfig(), tokenizer(source)) == expected
+def test_the_format_is_guessed_from_the_template(source, tools, reasoning):
+    assert chat_format(ServerConfig(), tokenizer(source)) == ChatFormat(tools, reasoning)
 
 
 def test_options_come_before_the_guess():
     none = ServerConfig(tool_call_parser="none", reasoning_parser="none")
-    assert chat_format(none, tokenizer(HERMES)) == ChatFormat(None, False)
+    assert chat_format(none, tokenizer(HERMES)) == ChatFormat()
     some = ServerConfig(tool_call_parser="llama3", reasoning_parser="think")
-    assert chat_format(some, tokenizer(PLAIN)) == ChatFormat("llama3", True)
-    assert chat_format(ServerConfig(), tokenizer(PLAIN, tool_use=HERMES)) == ChatFormat("hermes", False)
-    assert chat_format(ServerConfig(), Tokenizer(tokenizers.Tokenizer(models.BPE()))) == ChatFormat(None, False)
+    assert chat_format(some, tokenizer(PLAIN)) == ChatFormat("llama3", "think")
+    assert chat_format(ServerConfig(), tokenizer(PLAIN, tool_use=HERMES)) == ChatFormat("hermes")
+    assert chat_format(ServerConfig(), Tokenizer(tokenizers.Tokenizer(models.BPE()))) == ChatFormat()
 
 
 def test_what_a_template_reads():

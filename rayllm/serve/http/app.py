@@ -114,7 +114,7 @@ def create_app(
             allow_origins=server.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after", HEADER],
+            expose_headers=["x-request-id", "request-id", "retry-after", HEADER, request.NOT_ENFORCED_HEADER],
         )
     return app
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import msgspec
 
-from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
+from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import EngineInfo, GenerationRequest, Pooling
 from rayllm.api.validation import validate_request
 from rayllm.errors import InvalidRequestError
-from rayllm.serve.http.chat_format import THINK_OPEN, ChatFormat, calls_schema, chat_format
+from rayllm.serve.http.chat_format import ChatFormat, chat_format
+from rayllm.serve.http.chat_format.reply_grammar import reply_grammar
 from rayllm.serve.http.errors import ContextLengthError, renamed
 from rayllm.serve.http.protocol import (
     ChatBody,
@@ -41,6 +42,7 @@ class Job(msgspec.Struct, frozen=True):
     prompts: list[str | None]  # their texts, where the body had text or an echo needs it
     names: dict[str, str]  # of the requests' fields -> of the body's fields that they come from
     reply_format: ChatFormat = ChatFormat()  # what to look for in a chat's output
+    not_enforced: list[str] = []  # for each schema of a constraint: its field, and the keywords that are not enforced
     discard_output: bool = False  # max_tokens was 0, so the one token that the engine makes is not part of the answer
 
 
@@ -65,15 +67,11 @@ def completion_job(body: CompletionBody, target: Target) -> Job:
             if text is None and body.echo and tokenizer is not None:  # only now, when the ids are known to be valid
                 text = tokenizer.decode(ids)
             prompts.append(text)
-    return Job(requests, prompts, names, discard_output=body.token_limit == 0)
+    return Job(requests, prompts, names, not_enforced=body.not_enforced(), discard_output=body.token_limit == 0)
 
 
 def chat_job(body: ChatBody, target: Target) -> Job:
-    """Raises InvalidRequestError naming field and limit if the conversation cannot be served.
-
-    A constraint (response_format, structured_outputs, a call that must be made) holds for the whole output, so no
-    reasoning is looked for then.
-    """
+    """Raises InvalidRequestError naming field and limit if the conversation cannot be served."""
     tokenizer = target.engine.tokenizer
     if tokenizer is None:
         raise InvalidRequestError("this server runs without a tokenizer; only token ids in /v1/completions work")
@@ -88,19 +86,18 @@ def chat_job(body: ChatBody, target: Target) -> Job:
         ids = _truncated(ids, body, target.info, body.token_limit)
         reply_format = _calls_format(body, form)
         options = body.sampling_options((body.top_logprobs or 0) if body.logprobs else None)
-        if body.must_call:
-            tools = [tool for tool in body.offered_tools if body.named_tool in (None, tool.function.name)]
-            key = "parameters" if form.tools == "llama3" else "arguments"
-            options["structured_outputs"] = StructuredOutputs(json=calls_schema(tools, body.single_call, key))
-        if form.thinks and constraint_field is None:
-            inside = text.rstrip().endswith(THINK_OPEN)
-            reply_format = msgspec.structs.replace(reply_format, thinks=True, inside=inside)
+        inside = form.opened_by(text)
+        reply_format = msgspec.structs.replace(reply_format, reasoning=form.reasoning, inside=inside)
+        if constraint_field is not None:
+            answer = None if body.must_call else options["structured_outputs"]
+            key = "parameters" if form.tools in ("llama3", "llama4") else "arguments"
+            options["structured_outputs"] = reply_grammar(reply_format, answer, key, tokenizer.special_id)
         if reply_format.tags & tokenizer.special_texts:
             options.setdefault("skip_special_tokens", False)  # or what has to be looked for would not be in the text
         params = _params(body, options, target.info, len(ids), None)
         bad = _bad_token_ids(body, tokenizer, target.info)
         request = _request(body, target, 0, ids, params, bad=bad)
-    return Job([request], [text], names, reply_format)
+    return Job([request], [text], names, reply_format, body.not_enforced())
 
 
 def embedding_job(body: EmbeddingBody, target: Target) -> Job:
@@ -244,9 +241,10 @@ def _calls_format(body: ChatBody, form: ChatFormat) -> ChatFormat:
             "only tool_choice required, a named tool or none work",
             "tools",
         )
+    tools = [tool.function for tool in body.offered_tools if body.named_tool in (None, tool.function.name)]
     return ChatFormat(
-        tools="json" if body.must_call else form.tools,
-        tool_names=frozenset(tool.function.name for tool in body.offered_tools),
+        tools="json" if body.must_call and form.tools != "gpt_oss" else form.tools,
+        schemas={tool.name: tool.parameters or {} for tool in tools},
         single_call=body.single_call,
     )
 

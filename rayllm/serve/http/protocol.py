@@ -33,6 +33,7 @@ from rayllm.api.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredO
 from rayllm.api.types import Pooling
 from rayllm.errors import InvalidRequestError
 from rayllm.serve.http.unknown_fields import UnknownField, UnknownFields
+from rayllm.text.json_schema import enforceable, not_enforced
 
 MAX_BODY_BYTES = 32 * 2**20
 LONG_BODY = 16_384  # bytes; what comes of longer ones is worked on in a thread, so that streams go on
@@ -184,6 +185,19 @@ def _refuse(value: Any) -> None:
         raise ValueError("is not supported")
 
 
+def _arguments(value: Any) -> dict[str, Any] | str:
+    """A call's arguments as chat templates want them: an object, or the text if it is none."""
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, str | None):
+        raise ValueError("must be the text of a JSON object")
+    try:
+        parsed = from_json(value or "{}")
+    except ValueError:
+        return value or ""
+    return parsed if isinstance(parsed, dict) else value or ""
+
+
 @dataclass(frozen=True)
 class OneOf:
     """On a union: one error that names its forms, where pydantic has an error for each of them."""
@@ -197,7 +211,7 @@ class OneOf:
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Schema = Annotated[dict[str, Any], AfterValidator(_check_depth)]
 SchemaOrText = Annotated[Schema | Json[Schema], OneOf("must be a JSON schema: an object, or its text")]
-ObjectText = Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: "{}" if text == "" else text)]
+Arguments = Annotated[Any, AfterValidator(_arguments)]
 SentBack = Annotated[Any, Field(exclude=True)]  # what a client adds to messages, and sends back with them
 Hint = Annotated[Any, Field(exclude=True)]  # what to cache; all prompts are
 Empty = Annotated[Literal[""] | Annotated[list[Any], Field(max_length=0)], OneOf("is not supported")]
@@ -234,14 +248,14 @@ class FunctionCall(Body):
     """What a tool was called with."""
 
     name: str
-    arguments: ObjectText  # "" for none
+    arguments: Arguments = ""  # "" for none; what is no object goes to the template as the text it is
     parsed_arguments: SentBack = None  # openai-python's own reading of them
 
 
 class MessageToolCall(Body):
     """A call that the assistant made in an earlier turn."""
 
-    id: str
+    id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
     index: SentBack = None  # in the stream that the client collected
@@ -269,8 +283,8 @@ class Message(Body):
         for name in ("tool_calls", "function_call", "reasoning_content", "reasoning"):
             is_broken = bool(getattr(self, name)) and self.role != "assistant"
             yield is_broken, "", f"only assistant messages have {name}"
-        is_broken = (self.role == "tool") != (self.tool_call_id is not None)
-        yield is_broken, "", "tool_call_id belongs to messages of role tool, each one"
+        is_broken = self.tool_call_id is not None and self.role != "tool"
+        yield is_broken, "", "tool_call_id belongs to messages of role tool"
         is_broken = self.role == "function" and self.name is None
         yield is_broken, "", "name is required in messages of role function"
 
@@ -370,7 +384,7 @@ class ResponseFormat(Body):
     def structured_outputs(self) -> StructuredOutputs | None:
         """The engine's form of it; None for any text. Raises InvalidRequestError."""
         if self.json_schema is not None:
-            return StructuredOutputs(json=json.dumps(self.json_schema.schema_, ensure_ascii=False))
+            return StructuredOutputs(json=json.dumps(enforceable(self.json_schema.schema_), ensure_ascii=False))
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
@@ -387,7 +401,7 @@ class StructuredOutputsBody(Body):
         """The engine's form of it. Raises InvalidRequestError."""
         given = self.model_dump(exclude_none=True, by_alias=True)
         if "json" in given:
-            given["json"] = json.dumps(given["json"], ensure_ascii=False)
+            given["json"] = json.dumps(enforceable(given["json"]), ensure_ascii=False)
         return StructuredOutputs(**given)
 
 
@@ -520,6 +534,20 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
             value = StructuredOutputsBody.model_validate({field.removeprefix("guided_"): value})
         return value.structured_outputs()
 
+    def constraint_schemas(self) -> dict[str, dict[str, Any]]:
+        """The JSON schemas that the output is held to, by their fields."""
+        schemas = {}
+        if self.response_format and self.response_format.json_schema:
+            schemas["response_format.schema"] = self.response_format.json_schema.schema_
+        if self.structured_outputs and self.structured_outputs.json_:
+            schemas["structured_outputs.json"] = self.structured_outputs.json_
+        return schemas
+
+    def not_enforced(self) -> list[str]:
+        """For each of these schemas that has some: its field, and the keywords that are not enforced."""
+        found = {field: not_enforced(schema) for field, schema in self.constraint_schemas().items()}
+        return [f"{field}: {', '.join(keywords)}" for field, keywords in found.items() if keywords]
+
     def sampling_options(self, logprobs: int | None) -> dict[str, Any]:
         """What `SamplingParams` is made of but the limit: the fields that were given, with null as not given.
 
@@ -587,11 +615,6 @@ class ChatBody(GenerationBody):
         yield both, "continue_final_message", "continue_final_message needs add_generation_prompt: false"
         without = self.top_logprobs is not None and not self.logprobs
         yield without, "top_logprobs", "top_logprobs is only allowed with logprobs: true"
-        asked: set[str | None] = {None}
-        for message in self.messages:
-            asked |= {call.id for call in message.tool_calls or ()}
-            text = f"messages: tool_call_id {message.tool_call_id!r} is of no tool call in the messages before it"
-            yield message.tool_call_id not in asked, "messages", text
         both = bool(self.tools and self.functions)
         yield both, "functions", "give tools or functions, its older form, not both"
         field, choice = ("functions", "function_call") if self.functions else ("tools", "tool_choice")
@@ -608,8 +631,11 @@ class ChatBody(GenerationBody):
             yield is_broken, each, f"{each} is only allowed with {owner}"
         for name in self._chosen_names or ():
             yield name not in names, choice, f"{choice} names {name[:80]!r}, which {field} lacks"
-        field, reason = self.constraint_field or "", "holds for the whole output, which leaves no room for tool calls"
-        yield bool(self.offered_tools and field), field, f"{field} {reason}; set tool_choice to none"
+
+    def constraint_schemas(self) -> dict[str, dict[str, Any]]:
+        tools = self.offered_tools if self.must_call or self.constraint_field else []
+        schemas = {f"tools.{tool.function.name}": tool.function.parameters or {} for tool in tools}
+        return ({} if self.must_call else super().constraint_schemas()) | schemas
 
     @property
     def all_tools(self) -> list[Tool]:

@@ -268,7 +268,8 @@ class ChatReader:
     def read(self, completion: CompletionOutput) -> tuple[list[Piece], str | None]:
         """(what the new text turned out to be, the finish reason in OpenAI's words) of the next output."""
         reason = completion.finish_reason
-        pieces = self._parser.feed(completion.text, last=reason is not None)
+        is_cut = reason == "length" or isinstance(completion.stop_reason, str)  # a stop string
+        pieces = self._parser.feed(completion.text, last=reason is not None, cut=is_cut)
         if self._counter is not None:
             for token_id in completion.token_ids:
                 self._counter.add(self._token_text(token_id))

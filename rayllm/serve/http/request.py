@@ -49,6 +49,8 @@ MAX_ID_CHARS = 128
 MAX_KEY_CHARS = 255
 MAX_PATH_CHARS = 200
 UNZIPPED_BYTES = 2**20
+NOT_ENFORCED_HEADER = "x-rayllm-not-enforced"
+MAX_HEADER_CHARS = 1000
 GIVE_BACK_S = 0.5  # after the end of a request with a large body, for all that end meanwhile
 
 _SCOPE_KEY = "rayllm.request"
@@ -79,7 +81,7 @@ class RequestContext:
         self._field_log = field_log
         self.deadlines = Deadlines(server)
         self.is_trusted = False  # a key came with it, or none is needed
-        self.ignored = ""  # the header of that name, if the body has unknown fields
+        self.headers: dict[str, str] = {}  # of the answer: what of the body has no effect
         self.body_bytes = 0  # of the body, as far as it has come
         self.idempotency_key = ""
         self.fingerprint = b""  # of the body, with an idempotency key
@@ -147,11 +149,19 @@ class RequestContext:
         """Report the fields that were ignored, if there are any: in a header, the log and a figure of the model."""
         if not body.unknown_fields:
             return
-        self.ignored = header_value(body.unknown_fields)
+        self.headers[HEADER] = header_value(body.unknown_fields)
         self._field_log.note(body.unknown_fields, self.record.path)
         models = self.state.models
         if (name := next(iter(models)) if body.model is None else body.model) in models:
             models[name].metrics.ignored.inc()
+
+    def note_not_enforced(self, job: Job) -> None:
+        """Name in a header what of the request's schemas is not enforced, as far as it has room."""
+        text = "; ".join(job.not_enforced)
+        if len(text) > MAX_HEADER_CHARS:
+            text = text[: MAX_HEADER_CHARS - 3] + "..."
+        if text:
+            self.headers[NOT_ENFORCED_HEADER] = text
 
     def failed(self, error: Exception) -> ApiError:
         """The answer to a request that failed, which is counted and noted."""
@@ -229,8 +239,7 @@ class RequestLife:
                     MutableHeaders(scope=message)["x-request-id"] = record.request_id
                 if is_anthropic(record.path):
                     MutableHeaders(scope=message)["request-id"] = record.request_id
-                if context.ignored:
-                    MutableHeaders(scope=message)[HEADER] = context.ignored
+                MutableHeaders(scope=message).update(context.headers)
             elif not message.get("more_body", False):
                 ended = True
                 self._end(record)
@@ -426,6 +435,7 @@ async def generate(
     an HTTP status; after it, an event in the stream. Raises what the engine raises, and ApiError: 408 for a missed
     deadline, 429 for too much work, 499 when the client has left.
     """
+    context.note_not_enforced(job)
     if not reply.stream:
         outputs = await run(context, job)
         if context.record.prompt_tokens + context.record.completion_tokens > LONG_ANSWER:

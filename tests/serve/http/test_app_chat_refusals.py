@@ -54,7 +54,6 @@ def deep(levels):
         ({"tools": [tool(description="x" * 300_000)]}, "tools", "at most 262144 bytes"),
         (STRICT | {"tools": [tool(colour=1)]}, "tools", "unknown field 'tools.0.function.colour'"),
         ({"tools": [{"type": "retrieval"}]}, "tools", "tools.0"),
-        ({"tools": [NOW], "response_format": {"type": "json_object"}}, "response_format", "tool_choice to none"),
         (
             {"tools": [tool(parameters={"title": "x" * 70_000})], "tool_choice": "required"},
             "tools",
@@ -101,24 +100,14 @@ USER = {"role": "user", "content": "hi"}
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
-        ([USER, {"role": "tool", "content": "x"}], "tool_call_id"),
-        ([USER, CALLED, {"role": "tool", "content": "x", "tool_call_id": "c2"}], "'c2' is of no tool call"),
         ([{"role": "user", "content": "x", "tool_call_id": "c1"}], "role tool"),
         ([CALLED | {"role": "user"}], "only assistant messages have tool_calls"),
         ([{"role": "user", "content": "x", "reasoning_content": "hm"}], "reasoning_content"),
         ([CALLED | {"tool_calls": CALLED["tool_calls"] * 129}], "at most 128"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "messages.0.tool_calls.0.id is required"),
-        *(
-            (
-                [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": bad}}],
-                    }
-                ],
-                "tool_calls.0.function.arguments: in",
-            )
-            for bad in ("{", "[]", "3", "[" * 100_000)
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages.0.tool_calls.0.function is required"),
+        (
+            [CALLED | {"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": 3}}]}],
+            "tool_calls.0.function.arguments: must be the text of a JSON object",
         ),
     ],
     ids=str,

@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 from support.chat import Played, chat_fields
-from support.chat_templates import HERMES, LLAMA3, THINKER
+from support.chat_templates import GPT_OSS, HERMES, LLAMA3, MISTRAL, PLAIN, THINKER
 
 from rayllm.errors import EngineDeadError, InvalidRequestError, OverloadedError
 
@@ -21,6 +21,7 @@ WEATHER = {
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
 HERMES_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+MISTRAL_CALL = "[TOOL_CALLS]now[ARGS]{}"
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -250,10 +251,18 @@ def test_reasoning_can_be_off(ask):
     assert app.engine.prompts[0].endswith("<think>\n\n</think>\n\n")
 
 
-def test_a_constraint_holds_for_the_whole_output(ask):
-    app = Played('{"a": 1}', source=THINKER)  # where the prompt opened the tag, too
-    choice = ask(app, response_format={"type": "json_object"})
-    assert choice.message.content == '{"a": 1}'
+def test_a_constraint_holds_for_all_but_the_reasoning(ask):
+    for source, script, begin in (
+        (THINKER, 'hm\n</think>\n\n{"a": 1}', "start: rule_0 NL? NL? "),  # the prompt opened the tag
+        (HERMES, '<think>hm</think>{"a": 1}', 'start: ("<think>" rule_0 NL? NL?)? '),
+    ):
+        app = Played(script, source=source)
+        choice = ask(app, response_format={"type": "json_object"})
+        assert (choice.message.reasoning_content, choice.message.content) == ("hm", '{"a": 1}')
+        assert app.params.structured_outputs.grammar.startswith(begin)
+        assert app.schema()["type"] == "object"
+    app = Played('{"a": 1}', source=HERMES, reasoning_parser="none")
+    assert ask(app, response_format={"type": "json_object"}).message.content == '{"a": 1}'
     assert app.params.structured_outputs.json_object
 
 
@@ -275,7 +284,7 @@ def test_a_constraint_holds_for_the_whole_output(ask):
     ],
 )
 def test_constraints_arrive(fields, field, value):
-    app = Played("a")
+    app = Played("a", source=PLAIN)
     app.chat(**fields)
     assert getattr(app.params.structured_outputs, field) == value
     app = Played("a")
@@ -345,3 +354,91 @@ def test_logprobs_of_all_tokens_are_kept():
     chunks = Played(script).chunks(tools=TOOLS, logprobs=True)
     parts = [chunk.choices[0].logprobs for chunk in chunks]
     assert "".join(t.token for part in parts if part for t in part.content) == script + "\0"
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object", "required": ["answer"]}}}
+
+
+def test_tools_or_an_answer_in_a_format(ask):
+    fields = {"tools": TOOLS, "response_format": FORMAT}
+    for source, script, opening in ((HERMES, HERMES_CALL, '"<tool_call>"'), (MISTRAL, MISTRAL_CALL, '"[TOOL_CALLS]"')):
+        app = Played(script, '{"answer": 1}', source=source)
+        choice = ask(app, **fields)
+        assert choice.finish_reason == "tool_calls"
+        assert not choice.message.content
+        grammar = app.params.structured_outputs.grammar
+        assert opening in grammar
+        assert '"required": ["answer"]' in grammar
+        choice = ask(app, **fields)
+        assert (choice.finish_reason, choice.message.content) == ("stop", '{"answer": 1}')
+        assert app.params.structured_outputs.grammar == grammar
+
+
+def test_a_format_without_tools_that_may_be_called(ask):
+    app = Played('{"answer": 1}', source=MISTRAL)
+    assert ask(app, tools=TOOLS, tool_choice="none", response_format=FORMAT).message.content == '{"answer": 1}'
+    assert "TOOL_CALLS" not in (app.params.structured_outputs.grammar or "")
+
+
+def test_forced_calls_of_gpt_oss_are_messages(ask):
+    text = "<|channel|>analysis<|message|>f?<|end|><|start|>assistant"
+    text += "<|channel|>commentary to=functions.now json<|message|>{}"
+    app = Played(text, source=GPT_OSS)
+    choice = ask(app, tools=TOOLS, tool_choice="required")
+    assert (choice.finish_reason, choice.message.reasoning_content) == ("tool_calls", "f?")
+    assert calls_of(choice.message) == [("now", "{}")]
+    assert "to=functions.get_weather" in app.params.structured_outputs.grammar
+    named = ask(app := Played(text, source=GPT_OSS), tools=TOOLS, tool_choice=NAMED | {"function": {"name": "now"}})
+    assert calls_of(named.message) == [("now", "{}")]
+    assert "get_weather" not in app.params.structured_outputs.grammar
+
+
+def test_nothing_of_a_forced_call_is_content_when_it_is_cut(ask):
+    for end in range(1, 60):
+        script = '[{"name": "get_weather", "arguments": {"city": "Bergen"}}]'[:end]
+        choice = ask(Played(script, finish="length", step=7), tools=TOOLS, tool_choice="required")
+        assert not choice.message.content
+
+
+def test_what_is_not_enforced_is_named():
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "not": {"required": ["b"]}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    response_format = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    for fields, header in (
+        ({"response_format": response_format}, "response_format.schema: not, uniqueItems"),
+        ({"extra_body": {"structured_outputs": {"json": schema}}}, "structured_outputs.json: not, uniqueItems"),
+        ({"tools": tools, "tool_choice": "required"}, "tools.f: not, uniqueItems"),
+        (
+            {"tools": tools, "response_format": response_format},
+            "response_format.schema: not, uniqueItems; tools.f: not, uniqueItems",
+        ),
+        ({"tools": tools}, None),
+        ({"response_format": FORMAT}, None),
+    ):
+        for stream in (False, True):
+            app = Played('{"a": []}')
+            body = chat_fields(fields | {"stream": stream})
+            answer = app.run(lambda client, body=body: client.chat.completions.with_raw_response.create(**body))
+            assert answer.headers.get("x-rayllm-not-enforced") == header
+    many = [{"type": "function", "function": {"name": f"f{i}" * 9, "parameters": schema}} for i in range(64)]
+    body = chat_fields({"tools": many, "tool_choice": "required"})
+    answer = Played("[]").run(lambda client: client.chat.completions.with_raw_response.create(**body))
+    assert len(answer.headers["x-rayllm-not-enforced"]) == 1000
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "3", "", "null", "[" * 100_000, None, {"a": 1}])
+def test_histories_are_taken_as_the_template_takes_them(arguments):
+    call = {"type": "function", "function": {"name": "now", "arguments": arguments}}
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
+        {"role": "tool", "content": "x", "tool_call_id": "of nothing"},
+        {"role": "tool", "content": "y"},
+        {"role": "assistant", "content": None, "tool_calls": None, "reasoning": "hm, hm"},
+    ]
+    app = Played("Yes.")
+    assert app.chat(messages=turns).choices[0].message.content == "Yes."
+    shown = {"": {}, None: {}}.get(arguments, arguments) if not isinstance(arguments, dict) else arguments
+    assert f'"arguments": {json.dumps(shown)}}}' in app.engine.prompts[0]
+    assert "<tool_response>\ny\n" in app.engine.prompts[0]
+    assert "<think>hm, hm</think>" in app.engine.prompts[0]

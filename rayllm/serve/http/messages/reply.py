@@ -26,7 +26,7 @@ class MessagesReply(Reply):
 
     def __init__(self, body: MessagesBody, job: Job, target: Target, request_id: str):
         super().__init__(bool(body.stream), 1, job, target)
-        self._request_id = request_id
+        self._request_id, self._id = request_id, target.reply_id
         self._reader = ChatReader(job.reply_format, self._token_text)
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         asked, given = body.max_tokens, job.requests[0].params.max_tokens or 1
@@ -104,7 +104,7 @@ class MessagesReply(Reply):
         """The block that a piece begins. whole: with its text, and what comes at the end of a block."""
         text = piece.text if whole else ""
         if piece.kind == "call":
-            tool_id = f"toolu_{call_id(self._head["id"], 0, piece.call).removeprefix('call_')}"
+            tool_id = f"toolu_{call_id(self._id, 0, piece.call).removeprefix('call_')}"
             return {"type": "tool_use", "id": tool_id, "name": piece.text, "input": {}}
         if piece.kind == "content":
             return {"type": "text", "text": text}
@@ -120,13 +120,13 @@ class MessagesReply(Reply):
 
     def _signature(self, index: int) -> str:
         """Clients keep it and send it back; some take a block without one for damaged. It is never checked."""
-        return f"{self._head["id"]}_{index}"
+        return f"{self._id}_{index}"
 
     def _delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _message(self, content: list[Json]) -> Json:
-        head = {"id": self._head["id"], "type": "message", "role": "assistant", "model": self._head["model"]}
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._head["model"]}
         return {**head, "content": content, **self._stop, "usage": self._usage()}
 
     def _usage(self) -> Json:

@@ -57,6 +57,7 @@ async def create(body: ResponseBody, context: request.Context) -> Response:
     items = await asyncio.to_thread(read_conversation, body, store, owner, target.reply_id)
     job = await context.work(response_job, body, items, target)
     if body.background:
+        context.note_not_enforced(job)
         return await _background_answer(context, body, await background.start(context, body, items, job, target))
     reply = ResponseReply(body, job, target, len(items))
 

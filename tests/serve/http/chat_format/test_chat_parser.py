@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from rayllm.serve.http.chat_format import ChatFormat, ChatParser, Piece, ReasoningCounter
 
-NAMES = frozenset({"f", "get_weather"})
+NAMES = {"f": {}, "get_weather": {}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
 CALLED = ("f", '{"a": "x"}')
 
 
 def form_of(tools, single=False):
-    return ChatFormat(tools, tool_names=NAMES, single_call=single)
+    return ChatFormat(tools, schemas=NAMES, single_call=single)
 
 
 def read(form, pieces):
@@ -211,7 +211,7 @@ def test_long_outputs_in_small_pieces():  # a parser that reads again what it ha
 
 
 def split(pieces, inside=False):
-    reasoning, found = read(ChatFormat(thinks=True, inside=inside), pieces)
+    reasoning, found = read(ChatFormat(reasoning="think", inside=inside), pieces)
     return reasoning, "".join(found)
 
 
@@ -244,7 +244,7 @@ def test_reasoning_in_any_pieces(text, inside, parts):
 
 
 def test_reasoning_streams_as_it_comes():
-    parser = ChatParser(ChatFormat(thinks=True))
+    parser = ChatParser(ChatFormat(reasoning="think"))
     pieces = ["<think>\n", "one", " two", "</", "b", ">", " </think> yes", " !"]
     found = [
         [Piece("reasoning_content", "one")],
@@ -269,7 +269,7 @@ def test_reasoning_streams_as_it_comes():
     ],
 )
 def test_reasoning_tokens(tokens, inside, count):
-    counter = ReasoningCounter(ChatFormat(thinks=True, inside=inside))
+    counter = ReasoningCounter(ChatFormat(reasoning="think", inside=inside))
     for token in tokens:
         counter.add(token)
     assert counter.tokens == count
@@ -304,7 +304,7 @@ PARTS = [
     st.booleans(),
 )
 def test_any_pieces_of_reasoning_and_calls_give_the_same(tools, parts, borders, thinks, inside):
-    form = ChatFormat(tools, thinks, inside, frozenset({"f"}))
+    form = ChatFormat(tools, "think" if thinks else None, inside, {"f": {}})
     text = "".join(parts)
     assert read(form, splits(text, borders)) == read(form, [text])
 
@@ -314,7 +314,7 @@ def test_any_pieces_of_reasoning_and_calls_give_the_same(tools, parts, borders, 
     [
         (ChatFormat(), set()),
         (ChatFormat("hermes"), {"<tool_call>", "</tool_call>"}),
-        (ChatFormat("llama3", thinks=True), {"<think>", "</think>"}),
+        (ChatFormat("llama3", reasoning="think"), {"<think>", "</think>"}),
         (ChatFormat("json"), set()),
     ],
 )

@@ -1,0 +1,67 @@
+"""The families of models whose tool calls are known, by their names in the option `tool_call_parser`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rayllm.serve.http.chat_format.calls import CallForm
+from rayllm.serve.http.chat_format.deepseek import DEEPSEEK
+from rayllm.serve.http.chat_format.glm import GLM
+from rayllm.serve.http.chat_format.harmony import TAGS
+from rayllm.serve.http.chat_format.hermes import HERMES
+from rayllm.serve.http.chat_format.json_calls import JSON_CALLS
+from rayllm.serve.http.chat_format.llama import LLAMA3, LLAMA4
+from rayllm.serve.http.chat_format.mistral import MISTRAL
+from rayllm.serve.http.chat_format.qwen3_coder import QWEN3_CODER
+
+Family = Literal["hermes", "qwen3_coder", "llama3", "llama4", "mistral", "deepseek", "glm", "gpt_oss"]
+Reasoning = Literal["think", "mistral", "gpt_oss"]
+
+# gpt-oss is not among them: all of its text is in a form of its own, see `harmony.py`.
+CALL_FORMS: dict[str, CallForm] = {
+    "hermes": HERMES,
+    "qwen3_coder": QWEN3_CODER,
+    "llama3": LLAMA3,
+    "llama4": LLAMA4,
+    "mistral": MISTRAL,
+    "deepseek": DEEPSEEK,
+    "glm": GLM,
+    "json": JSON_CALLS,
+}
+THINK_TAGS: dict[str, tuple[str, str]] = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+
+
+def tags_of(tools: str | None, reasoning: str | None) -> set[str]:
+    """The tags that must be in the text for its calls and its reasoning to be found."""
+    tags = set(CALL_FORMS[tools].tags) if tools in CALL_FORMS else set()
+    tags |= set(THINK_TAGS.get(reasoning or "", ()))
+    return tags | set(TAGS) if "gpt_oss" in (tools, reasoning) else tags
+
+
+def family_of(template: str) -> Family | None:
+    """Whose calls a chat template shows: the first family of which it has a mark that no family after it has."""
+    has = template.__contains__
+    if has("<|channel|>") and has("<|message|>"):
+        return "gpt_oss"
+    if has("<｜tool▁call▁begin｜>"):
+        return "deepseek"
+    if has("[TOOL_CALLS]"):
+        return "mistral"
+    if has("<arg_key>"):
+        return "glm"
+    if has("<function="):
+        return "qwen3_coder"
+    if has("<tool_call>"):
+        return "hermes"
+    if has("<|python_start|>") or (has("<|header_start|>") and has('"parameters"')):
+        return "llama4"
+    if has("<|python_tag|>") or (has("<|start_header_id|>") and has('"parameters"')):
+        return "llama3"
+    return None
+
+
+def reasoning_of(template: str) -> Reasoning | None:
+    """How a chat template shows that its model reasons."""
+    if "<|channel|>" in template and "<|message|>" in template:
+        return "gpt_oss"
+    return next((name for name in ("mistral", "think") if THINK_TAGS[name][1] in template), None)  # type: ignore[return-value]

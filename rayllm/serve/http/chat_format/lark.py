@@ -1,0 +1,93 @@
+"""Writes grammars in Lark's notation as llguidance reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rayllm.text.json_schema import enforceable
+
+# Between tokens of JSON text: at most one space. The library does not bound how often its pattern for white space is
+# repeated, and a model that does not know how to go on writes blanks until max_tokens.
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+ANY_TEXT = "/(?s:.*)/"
+_BEFORE_REGEX_END = re.compile(r"\\.|/|\n", re.DOTALL)
+
+Schemas = Mapping[str, dict[str, Any]]  # of the parameters of tools, by their names
+
+
+class Lark:
+    """A grammar that is being written. Its terminal NL is a line break.
+
+    special_id: the id of a special token by its text, which text cannot spell; None if that is none.
+    """
+
+    def __init__(self, special_id: Callable[[str], int | None]):
+        self._special_id = special_id
+        self._rules: list[str] = []
+
+    def rule(self, expression: str, options: str = "") -> str:
+        """The name of a new rule. options: as they stand behind a rule's name."""
+        name = f"rule_{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {expression}")
+        return name
+
+    def tag(self, text: str) -> str:
+        """A tag, which is a token or spelled out."""
+        token = self._special_id(text)
+        return literal(text) if token is None else f"<[{token}]>"
+
+    def through(self, tag: str) -> str:
+        """Any text, up to and with a tag."""
+        if self._special_id(tag) is None:
+            return self.rule(f"/(?s:.*){escaped(re.escape(tag))}/", "[lazy]")
+        return self.rule(f"{ANY_TEXT} {self.tag(tag)}")
+
+    def json(self, schema: dict[str, Any]) -> str:
+        """A value by a JSON schema."""
+        return self.rule(f"%json {json.dumps(enforceable(schema, **COMPACT), ensure_ascii=False)}")
+
+    def source(self, start: str) -> str:
+        """The whole grammar."""
+        return "\n".join([f"start: {start}", *self._rules, "NL: /\\n/"]) + "\n"
+
+
+def literal(text: str) -> str:
+    return json.dumps(text)  # a string in Lark is one in JSON
+
+
+def escaped(regex: str) -> str:
+    """A regular expression as it stands between slashes."""
+    return _BEFORE_REGEX_END.sub(lambda match: {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0]), regex)
+
+
+def array_of(call: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of at least one of what another schema describes."""
+    items = {name: part for name, part in call.items() if name != "$defs"}
+    return {"type": "array", "minItems": 1, "items": items, "$defs": call.get("$defs", {})}
+
+
+def one_or_more(call: str, separator: str, single: bool) -> str:
+    """The expression of one call, or of several."""
+    return call if single else f"{call} ({separator} {call})*"
+
+
+def call_schema(schemas: Schemas, arguments: str) -> dict[str, Any]:
+    """The JSON schema of a call of one of these tools. arguments: the key of its arguments."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, arguments: {"$ref": f"tool_{index}"}},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        for index, name in enumerate(schemas)
+    ]
+    # With an id of its own, the references of a tool's schema go on meaning places in that schema.
+    definitions = {
+        f"tool_{index}": {**(schema or {"type": "object"}), "$id": f"tool_{index}"}
+        for index, schema in enumerate(schemas.values())
+    }
+    return (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"$defs": definitions}
