@@ -20,6 +20,7 @@ class CharTokenizer:
 
     special_ids = frozenset()
     special_texts = frozenset()
+    infill_marks = None
 
     def encode(self, text, add_special_tokens=True):
         return [ord(c) for c in text]

@@ -407,12 +407,10 @@ class EngineBody(RequestBody):
     prompt_cache_key: str | None = Field(default=None, max_length=MAX_CACHE_KEY)  # a hint for choosing a replica
     # Extensions.
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = Field(
-        default=None, ge=-1, lt=2**31
-    )  # keep so many of its end; -1: all that fit
-    request_id: str | None = Field(
-        default=None, pattern="^[a-zA-Z0-9_.:/+-]{1,128}$"
-    )  # of the answer, behind its prefix
+    # So many tokens of a prompt's end are kept; -1 for all that fit.
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=2**31)
+    # The answer's id, behind its prefix.
+    request_id: str | None = Field(default=None, pattern="^[a-zA-Z0-9_.:/+-]{1,128}$")
     cache_salt: str | None = Field(default=None, max_length=256)
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
 
@@ -487,7 +485,7 @@ class GenerationBody(SamplingBody):  # type: ignore[valid-type, misc]
         ):
             what = "best_of greater than n" if name == "best_of" else name
             yield bool(self.stream and is_given), name, f"{what} is not available with stream: true"
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         message = f"max_tokens ({self.max_tokens}) and max_completion_tokens ({self.max_completion_tokens}) differ; "
         yield len(limits) > 1, "max_completion_tokens", message + "give one of them"
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
