@@ -651,17 +651,32 @@ class ChatBody(GenerationBody):
         return [tool for tool in self.all_tools if allowed is None or tool.function.name in allowed]
 
 
+_OF_CHATS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")  # in /tokenize
+
+
 class TokenizeBody(RequestBody):
     """POST /tokenize. Either prompt, or messages, which go through the chat template as in /v1/chat/completions."""
 
     prompts = ("prompt",)
     prompt: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1)
+    # As in chats, beside messages.
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    chat_template_kwargs: TemplateKwargs | None = Field(default=None, max_length=MAX_TEMPLATE_KWARGS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None  # as the tokenizer does by itself: true for a prompt, false for messages
     return_token_strs: bool | None = None  # the text of each token too
 
     def _rules(self) -> Rules:
         yield (self.prompt is None) == (self.messages is None), "prompt", "give either prompt or messages"
+        for name in _OF_CHATS:
+            is_broken = bool(getattr(self, name)) and self.messages is None
+            yield is_broken, name, f"{name} is only allowed with messages"
+
+    def chat(self) -> ChatBody:
+        """The conversation as a chat has it. Raises InvalidRequestError."""
+        return ChatBody(messages=self.messages, **{name: getattr(self, name) for name in _OF_CHATS})
 
 
 class DetokenizeBody(RequestBody):
