@@ -44,9 +44,11 @@ async def start(
 ) -> StoredResponse:
     """Run a response in the background, in the place that the request holds. Returns it as it is stored: queued.
 
-    target: with a key. Raises OSError if it cannot be stored.
+    target: with a key. Raises OSError if it cannot be stored, EngineDeadError if this API server is about to end.
     """
     assert target.key is not None
+    if context.state.jobs.is_closed:
+        raise EngineDeadError("the API server is shutting down")
     reply = ResponseReply(body, job, target, len(items))
     events = reply.queue() if body.stream else []
     raw = msgspec.Raw(body.model_dump_json(by_alias=True, exclude_unset=True).encode())
@@ -68,7 +70,9 @@ async def start(
 async def take_over(context: RequestContext, stored: StoredResponse) -> StoredResponse:
     """The response as it is now, once this API server runs it if nobody else does, or has given it up."""
     store, response_id = context.state.response_store, stored.response["id"]
-    if stored.has_ended or await asyncio.to_thread(store.silence, response_id) <= timeouts.RESPONSE_SILENCE_S:
+    if stored.has_ended or context.state.jobs.is_closed:
+        return stored
+    if await asyncio.to_thread(store.silence, response_id) <= timeouts.RESPONSE_SILENCE_S:
         return stored
     if await asyncio.to_thread(store.is_cancelled, response_id):
         await asyncio.to_thread(_end, store, stored, "cancelled", None)
@@ -158,6 +162,7 @@ class _Run:
         try:
             await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
+                work.cancel()
                 self._context.record.error = watch.result()  # which raises what the store did
                 if watch.result() == "cancelled":
                     await self._finish(self._reply.cancel())
