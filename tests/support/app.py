@@ -61,6 +61,10 @@ class FakeEngine:
         self.tokenizer = CharTokenizer()
         self.started = []
         self.aborted = []
+        self.forgotten = []
+
+    def forget(self, key_id):
+        self.forgotten.append(key_id)
 
     async def generate(self, request, prompt_text=None):
         self.started.append(request.request_id)

@@ -47,6 +47,10 @@ class ScriptedEngine:
         self._step = step
         self._finish = finish
         self._fails = fails or {}
+        self.forgotten = []
+
+    def forget(self, key_id):
+        self.forgotten.append(key_id)
 
     async def generate(self, request, prompt_text=None):
         self.requests.append(request)

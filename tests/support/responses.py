@@ -99,7 +99,7 @@ def events_of(text):
         assert name == f"event: {event['type']}"
         STREAM_EVENT.validate_python(event)
         found.append(event)
-    assert [event["sequence_number"] for event in found] == list(range(found[0]["sequence_number"], len(found)))
+    assert [event["sequence_number"] for event in found] == [found[0]["sequence_number"] + i for i in range(len(found))]
     return found
 
 

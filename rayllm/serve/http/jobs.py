@@ -12,15 +12,20 @@ class Jobs:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
+        self.is_closed = False
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run it from now on."""
+        """Run it from now on; not at all once this is closed."""
+        if self.is_closed:
+            work.close()
+            return
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Cancel what still runs, and wait for its end."""
+        """Cancel what still runs, and wait for its end; nothing new begins."""
+        self.is_closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -40,6 +40,11 @@ def test_every_route_is_described():
         "/v1/messages/count_tokens": ["post"],
         "/v1/embeddings": ["post"],
         "/tokenizer_info": ["get"],
+        "/v1/responses": ["post"],
+        "/v1/responses/input_tokens": ["post"],
+        "/v1/responses/{response_id}": ["get", "delete"],
+        "/v1/responses/{response_id}/cancel": ["post"],
+        "/v1/responses/{response_id}/input_items": ["get"],
         "/tokenize": ["post"],
         "/detokenize": ["post"],
     }

@@ -44,9 +44,11 @@ async def start(
 ) -> StoredResponse:
     """Run a response in the background, in the place that the request holds. Returns it as it is stored: queued.
 
-    target: with a key. Raises OSError if it cannot be stored.
+    target: with a key. Raises OSError if it cannot be stored, EngineDeadError if this API server is about to end.
     """
     assert target.key is not None
+    if context.state.jobs.is_closed:
+        raise EngineDeadError("the API server is shutting down")
     reply = ResponseReply(body, job, target, len(items))
     events = reply.queue() if body.stream else []
     raw = msgspec.Raw(body.model_dump_json(by_alias=True, exclude_unset=True).encode())
@@ -68,7 +70,9 @@ async def start(
 async def take_over(context: RequestContext, stored: StoredResponse) -> StoredResponse:
     """The response as it is now, once this API server runs it if nobody else does, or has given it up."""
     store, response_id = context.state.response_store, stored.response["id"]
-    if stored.has_ended or await asyncio.to_thread(store.silence, response_id) <= timeouts.RESPONSE_SILENCE_S:
+    if stored.has_ended or context.state.jobs.is_closed:
+        return stored
+    if await asyncio.to_thread(store.silence, response_id) <= timeouts.RESPONSE_SILENCE_S:
         return stored
     if await asyncio.to_thread(store.is_cancelled, response_id):
         await asyncio.to_thread(_end, store, stored, "cancelled", None)
@@ -134,6 +138,7 @@ class _Run:
         self._store = context.state.response_store
         self._new: list[Json] = []  # events that are to be written
         self._is_streamed = bool(reply.stream)
+        self._stop = asyncio.Event()
 
     async def run(self) -> None:
         """Until it has ended, was cancelled, or another API server has it."""
@@ -157,15 +162,16 @@ class _Run:
         watch = asyncio.create_task(self._watch())
         try:
             await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                self._context.record.error = watch.result()  # which raises what the store did
-                if watch.result() == "cancelled":
-                    await self._finish(self._reply.cancel())
-                return
         finally:
-            for task in (work, watch):
-                task.cancel()
+            is_done = work.done()
+            work.cancel()
+            self._stop.set()  # and not cancelled, as a thread may be writing for it
             await asyncio.gather(work, watch, return_exceptions=True)
+        if not is_done:
+            self._context.record.error = watch.result()  # which raises what the store did
+            if watch.result() == "cancelled":
+                await self._finish(self._reply.cancel())
+            return
         try:
             work.result()
             last = self._unseen(self._reply.end())
@@ -188,15 +194,20 @@ class _Run:
             return []
         return events if self._seen is None else self._seen.rest(events)
 
-    async def _watch(self) -> str:
-        """Write what is new, and say that it runs; why it is to end: "cancelled", or "lost" to another API server."""
+    async def _watch(self) -> str | None:
+        """Write what is new, and say that it runs, until told to stop.
+
+        Returns why the response is to end: "cancelled", or "lost" to another API server.
+        """
         next_beat = 0.0
-        while True:
+        while not self._stop.is_set():
             if self._new or time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + timeouts.RESPONSE_BEAT_S
                 if (why := await asyncio.to_thread(self._write)) is not None:
                     return why
-            await asyncio.sleep(timeouts.RESPONSE_POLL_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), timeouts.RESPONSE_POLL_S)
+        return None
 
     def _write(self) -> str | None:
         new, self._new = self._new, []

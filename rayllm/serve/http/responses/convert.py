@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from pydantic import ValidationError
 
 from rayllm.errors import InvalidRequestError
@@ -90,7 +91,9 @@ def response_job(body: ConversationBody, items: Sequence[Json], target: Target) 
                 chat = ChatBody.model_validate(options | {"messages": system + turns[first:]})
             except ValidationError as error:
                 raise first_fault(error) from None
-            return chat_job(chat, target)
+            found = chat_job(chat, target)
+            names = {of: _NAMES.get(name, name) for of, name in found.names.items()}
+            return msgspec.structs.replace(found, names=names)
 
     try:
         return job(0)

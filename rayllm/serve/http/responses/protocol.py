@@ -347,7 +347,17 @@ def _check_metadata(metadata: dict[str, str]) -> dict[str, str]:
 
 
 Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_check_metadata)]
-Refused = Annotated[None, OneOf("is not supported")]
+
+
+def _refused(message: str) -> BeforeValidator:
+    """Of a known field that must not be given."""
+
+    def check(value: Any) -> None:
+        if value is not None:
+            raise ValueError(message)
+
+    return BeforeValidator(check)
+
 
 # ---- whole bodies
 
@@ -367,8 +377,8 @@ class ConversationBody(EngineBody):
     # Extensions, as in /v1/chat/completions.
     chat_template_kwargs: TemplateKwargs | None = Field(default=None, max_length=MAX_TEMPLATE_KWARGS)
     # Refused by name.
-    conversation: Annotated[None, OneOf("is not supported; use previous_response_id")] = None
-    prompt: Refused = None
+    conversation: Annotated[None, _refused("is not supported; use previous_response_id")] = None
+    prompt: Annotated[None, _refused("is not supported")] = None
 
     def _rules(self) -> Rules:
         empty = not self.input and self.instructions is None and self.previous_response_id is None
@@ -405,7 +415,7 @@ class ResponseBody(ConversationBody, SamplingBody):  # type: ignore[valid-type, 
     prompt_cache_key: str | None = Field(default=None, max_length=1024)
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     safety_identifier: str | None = Field(default=None, max_length=1024)
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None = None
 
     def _rules(self) -> Rules:
         yield from super()._rules()

@@ -42,6 +42,7 @@ class ResponseReply(Reply):
         self._reader = ChatReader(job.reply_format, self._token_text)
         self._status = "queued" if body.background else "in_progress"
         self._error: Json | None = None
+        self._completed_at: int | None = None
         self._finish_reason: str | None = None
         self._output: list[Json] = []
         self._open: Json | None = None  # the last item of the output, if more of it may come
@@ -105,6 +106,7 @@ class ResponseReply(Reply):
         if not is_cut and not any(item["type"] != "reasoning" for item in self._output):
             events += self._add_text("message", "output_text", "") + self._close("completed")  # an answer without text
         self._status = "incomplete" if is_cut else "completed"
+        self._completed_at = None if is_cut else int(time.time())
         return [*events, self._state(f"response.{self._status}")]
 
     def fail(self, error: ApiError) -> list[Json]:
@@ -129,7 +131,7 @@ class ResponseReply(Reply):
             "id": self._head["id"],
             "object": "response",
             "created_at": self._head["created"],
-            "completed_at": int(time.time()) if self._status == "completed" else None,
+            "completed_at": self._completed_at,
             "status": self._status,
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,

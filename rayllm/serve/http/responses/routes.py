@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -37,7 +37,10 @@ def add_routes(generation: APIRouter, tokenizer: APIRouter, server: APIRouter) -
     """Add the routes to the routers of those that take a place, that take a body, and that do neither."""
     generation.post("/v1/responses", response_model=ResponseAnswer)(create)
     tokenizer.post("/v1/responses/input_tokens")(input_tokens)
-    server.get("/v1/responses/{response_id}", response_model=ResponseAnswer)(retrieve)
+    events: dict[int | str, dict[str, Any]] = {
+        200: {"description": "The response, or its events.", "content": {"text/event-stream": {}}}
+    }
+    server.get("/v1/responses/{response_id}", response_model=ResponseAnswer, responses=events)(retrieve)
     server.delete("/v1/responses/{response_id}")(delete)
     server.post("/v1/responses/{response_id}/cancel", response_model=ResponseAnswer)(cancel)
     server.get("/v1/responses/{response_id}/input_items")(input_items)
