@@ -21,6 +21,7 @@ class CharTokenizer:
     special_ids = frozenset()
     special_texts = frozenset()
     special_tokens = {"eos_token": "\0"}
+    infill_marks = None
 
     def encode(self, text, add_special_tokens=True):
         return [ord(c) for c in text]

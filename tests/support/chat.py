@@ -99,6 +99,16 @@ class Played:
 
         return asyncio.run(call())
 
+    def post(self, path, body):
+        """The response to a body, without the client."""
+
+        async def call():
+            transport = httpx.ASGITransport(app=self._app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as web:
+                return await web.post(path, json=body)
+
+        return asyncio.run(call())
+
     def chat(self, **fields):
         """One whole answer."""
         return self.run(lambda client: client.chat.completions.create(**chat_fields(fields)))

@@ -17,6 +17,7 @@ class CharTokenizer:
 
     special_ids = frozenset({1})
     special_texts = frozenset({"<s>"})
+    infill_marks = None
 
     def encode(self, text, add_special_tokens=True):
         return [1] * add_special_tokens + [ord(c) for c in text]

@@ -174,8 +174,7 @@ def tokens_of(body: TokenizeBody, info: EngineInfo, tokenizer: Tokenizer) -> Tok
     """The answer of /tokenize. Raises InvalidRequestError."""
     text, special = body.prompt or "", body.add_special_tokens
     if body.messages is not None:
-        turns = [message.for_template() for message in body.messages]
-        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+        text = prompt_text(body.chat(), tokenizer)
     special = body.messages is None if special is None else special
     ids = encode(text, special, tokenizer, max(info.max_model_len, MAX_TOKENIZED))
     return Tokens(

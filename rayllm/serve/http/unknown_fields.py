@@ -47,7 +47,7 @@ class UnknownField(NamedTuple):
     @property
     def hint(self) -> str:
         """What may have been meant, as the end of a sentence; "" if nothing is like it."""
-        meant = _OTHER_NAMES.get(self.name)
+        meant = _OTHER_NAMES.get(self.name, "")
         close = [meant] if meant in self.known else []
         if not close and len(self.name) <= MAX_PATH_CHARS:
             close = difflib.get_close_matches(self.name, self.known, 1, 0.8)

@@ -2,6 +2,7 @@
 
 import pytest
 from support.app import CHAT, Api, error_of
+from support.chat import Played
 
 
 @pytest.fixture
@@ -17,6 +18,22 @@ def test_tokenize(api):
     assert api.post("/tokenize", json=CHAT).json()["tokens"] == [104, 105]
     assert api.post("/tokenize", json={"prompt": ""}).json()["count"] == 0
     assert api.post("/tokenize", json={"prompt": "x" * 50_000}).json()["count"] == 50_000  # more than the context
+
+
+def test_a_conversation_has_the_tokens_that_it_has_in_a_chat():
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "It is"}]
+    for fields in (
+        {},
+        {"tools": tools},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"add_generation_prompt": False},
+        {"messages": messages, "continue_final_message": True},
+    ):
+        app = Played("a")
+        app.chat(messages=fields.get("messages", CHAT["messages"]), extra_body=fields)
+        answer = app.post("/tokenize", CHAT | fields).json()
+        assert "".join(map(chr, answer["tokens"])) == app.engine.prompts[0]
 
 
 def test_special_tokens_come_once(api):
@@ -53,7 +70,14 @@ def test_bad_bodies_name_the_field(api):
         ("/tokenize", {"prompt": "x", **CHAT}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"prompt": 3}, "prompt"),
-        ("/tokenize", {"prompt": "x", "colour": 1}, "colour"),
+        ("/tokenize", {"prompt": "x", "colour": 1, "strict_fields": True}, "colour"),
+        ("/tokenize", {"prompt": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        (
+            "/tokenize",
+            {**CHAT, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        ("/tokenize", {**CHAT, "chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs"),
         ("/detokenize", {"tokens": [1000]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": "x"}, "tokens"),

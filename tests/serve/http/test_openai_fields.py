@@ -205,7 +205,7 @@ def test_wrong_allowed_tools_are_refused():
 
 def test_a_suffix_needs_a_model_that_can_fill_in():
     api = Api()
-    api.state.fake.tokenizer.infill_marks = None
+    assert error_of(api.completion(suffix=3), 400)["param"] == "suffix"
     error = error_of(api.completion(suffix="!"), 400)
     assert (error["param"], "filling in the middle" in error["message"]) == ("suffix", True)
     assert api.completion(suffix="").status_code == 200

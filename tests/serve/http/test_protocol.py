@@ -53,7 +53,6 @@ def test_missing_prompt_and_messages():
         ("structured_outputs", {"xml": "a"}),
         ("guided_json", 3),
         ("audio", {"voice": "x"}),
-        ("suffix", 3),
         ("temperature", "1"),
         ("temperature", True),
         ("n", 1.5),

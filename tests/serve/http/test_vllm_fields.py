@@ -181,7 +181,7 @@ def test_the_last_message_may_be_continued(content):
         messages=[USER, {"role": "assistant", "content": content}], extra_body=body | {"add_generation_prompt": False}
     )
     assert app.engine.prompts[0] == app.engine.prompts[1]
-    assert app.engine.prompts[0].endswith("assistant\n" + content)
+    assert app.engine.prompts[0].endswith("<|im_start|>assistant" + content)
 
 
 def test_a_continuation_needs_something_to_go_on_from(seen):
