@@ -171,7 +171,7 @@ def tokens_of(body: TokenizeBody, info: EngineInfo, tokenizer: Tokenizer) -> Tok
     """The answer of /tokenize. Raises InvalidRequestError."""
     text, special = body.prompt or "", body.add_special_tokens
     if body.messages is not None:
-        text = _prompt_text(body.chat(), tokenizer)
+        text = prompt_text(body.chat(), tokenizer)
     special = body.messages is None if special is None else special
     ids = encode(text, special, tokenizer, max(info.max_model_len, MAX_TOKENIZED))
     return Tokens(

@@ -125,7 +125,7 @@ def _messages(body: PromptBody) -> list[Json]:
         messages.append({"role": "system", "content": system})
     for turn in body.messages:
         for message in _parts(turn):
-            last = messages[-1] if messages else {"role": None}
+            last: Json = messages[-1] if messages else {"role": None}
             if message["role"] != last["role"] or message["role"] not in ("user", "assistant"):
                 messages.append(message)
                 continue

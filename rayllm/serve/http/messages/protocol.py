@@ -180,13 +180,14 @@ class PromptBody(RequestBody):
 
     def _rules(self) -> Rules:
         yield bool(self.mcp_servers), "mcp_servers", "mcp_servers is not supported: this server runs no tools"
-        both = self.output_format is not None and self.output_config is not None and self.output_config.format
-        yield bool(both), "output_format", "give output_config.format or output_format, not both"
+        both = bool(self.output_format and self.output_config and self.output_config.format)
+        yield both, "output_format", "give output_config.format or output_format, not both"
 
     @property
     def format(self) -> OutputFormat | None:
         """The form of the answer's text; None for any."""
-        return self.output_format or (self.output_config and self.output_config.format)
+        config = self.output_config or OutputConfig()
+        return self.output_format or config.format
 
 
 class MessagesBody(PromptBody):
