@@ -5,7 +5,7 @@ import json
 import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
-from test_families import ALL, SCHEMAS, V3, V31, WHOLE
+from support.tool_calls import ALL, SCHEMAS, V3, V31, WHOLE
 
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.config.options import BUNDLED_MODEL
