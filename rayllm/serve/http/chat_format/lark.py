@@ -9,9 +9,9 @@ from typing import Any
 
 from rayllm.text.json_schema import enforceable
 
-# Between tokens of JSON text: at most one space. The library does not bound how often its pattern for white space is
-# repeated, and a model that does not know how to go on writes blanks until max_tokens.
-COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+# At most one space between tokens of JSON text. With more room, a model that does not know how to go on fills all of
+# it, at every place, and runs into max_tokens.
+COMPACT = {"whitespace_pattern": " "}
 ANY_TEXT = "/(?s:.*)/"
 _BEFORE_REGEX_END = re.compile(r"\\.|/|\n", re.DOTALL)
 

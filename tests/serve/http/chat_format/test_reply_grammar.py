@@ -5,7 +5,7 @@ import json
 import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
-from test_families import ALL, SCHEMAS, V3, V31, WHOLE
+from support.tool_calls import ALL, SCHEMAS, V3, V31, WHOLE
 
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.config.options import BUNDLED_MODEL
@@ -136,7 +136,8 @@ def test_forced_calls_have_at_most_one_space_between_tokens(tokenizer, takes):
     grammar = reply_grammar(form, None, "arguments", tokenizer.special_id)
     assert takes(grammar, '{"name": "f", "arguments": {"a": 3}}')
     assert takes(grammar, '{"name":"f","arguments":{"a":3}}')
-    for text in ('{ "name": "f", "arguments": {"a": 3}}', '{"name":  "f", "arguments": {"a": 3}}', '{"name": "f"\n'):
+    assert takes(grammar, '{ "name" : "f" , "arguments" : { "a" : 3 } }')
+    for text in ('{"name":  "f", "arguments": {"a": 3}}', '{"name":"f",\n"arguments": {"a": 3}}', ' {"name": "f"'):
         assert not takes(grammar, text)
     several = reply_grammar(ChatFormat("json", schemas=TOOLS), None, "arguments", tokenizer.special_id)
     call = '{"name": "f", "arguments": {"a": 3}}'
