@@ -38,27 +38,7 @@ from rayllm.errors import RayllmError
 from rayllm.llm import LLM
 from rayllm.serve.offline import LocalEngine
 
-WORDS = [
-    "the",
-    "a",
-    "list",
-    "of",
-    "for",
-    "statement",
-    "in",
-    "returns",
-    "an",
-    "object",
-    "class",
-    "value",
-    "that",
-    "is",
-    "when",
-    "function",
-    "with",
-    "name",
-    "error",
-]
+WORDS = ("the", "a", "list", "of", "for", "statement", "in", "returns", "an", "object", "class", "when", "function")
 LOOK_S = 0.1
 
 app = make_app()
