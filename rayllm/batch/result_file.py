@@ -16,6 +16,10 @@ from rayllm.errors import ConfigError
 MAX_PENDING_BYTES = 2**20
 
 
+class InUseError(ConfigError):
+    """Another process has the file open."""
+
+
 class ResultFile:
     """Results are appended to a file, which one process at a time may have open.
 
@@ -67,7 +71,7 @@ class ResultFile:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"the output file {self._path} is in use by another process") from None
+            raise InUseError(f"the output file {self._path} is in use by another process") from None
 
     def _read(self) -> None:
         self._file.seek(0)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from rayllm.batch.lines import BatchRequest, BatchResult, LineReader, answered
+from rayllm.batch.lines import BatchRequest, BatchResult, LineReader, answered, failed
 from rayllm.errors import ConfigError
 
 FLUSH_S = 1.0  # after so long a result is in the file
@@ -20,6 +20,14 @@ RETRY_S, MAX_RETRY_S = 0.1, 5.0  # between tries of a request that was refused f
 _FOR_NOW = (429, 503)
 
 Ask = Callable[[BatchRequest], Awaitable[tuple[int, bytes]]]  # the status, and the body as JSON
+
+
+class NotSentError(Exception):
+    """What `ask` raises for a request that nobody is to answer any more. code, message: of its result."""
+
+    def __init__(self, code: str, message: str):
+        super().__init__(message)
+        self.code, self.message = code, message
 
 
 class Results(Protocol):
@@ -81,8 +89,8 @@ async def run_batch(
     """Add the result of each line that `results` has none of, in any order.
 
     endpoints: the urls that requests may have. counts: of the results that are there already; it goes on counting.
-    limit: requests in flight. on_result: told of each new result. Raises what `ask` raises, and ConfigError at the end
-    if `results` had results of other lines. However it ends, cancelled too, what was added is flushed.
+    limit: requests in flight. on_result: told of each new result. Raises what else `ask` raises, and ConfigError at the
+    end if `results` had results of other lines. However it ends, cancelled too, what was added is flushed.
     """
     reader, unmet, lock = LineReader(endpoints), set(results.answered), asyncio.Lock()
 
@@ -106,11 +114,7 @@ async def run_batch(
 
     async def work() -> None:
         while (request := await next_request()) is not None:
-            delay = RETRY_S
-            while (answer := await ask(request))[0] in _FOR_NOW:
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, MAX_RETRY_S)
-            add(answered(request, *answer))
+            add(await _result(request, ask))
 
     async def flush_often() -> None:
         while True:
@@ -129,6 +133,17 @@ async def run_batch(
         results.flush()
     if unmet:
         raise foreign_results(len(unmet))
+
+
+async def _result(request: BatchRequest, ask: Ask) -> BatchResult:
+    delay = RETRY_S
+    try:
+        while (answer := await ask(request))[0] in _FOR_NOW:
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_RETRY_S)
+    except NotSentError as error:
+        return failed(request, error.code, error.message)
+    return answered(request, *answer)
 
 
 async def check_results(lines: AsyncIterator[bytes], endpoints: Collection[str], results: Results) -> None:

@@ -177,6 +177,15 @@ class ServerConfig(ModelServerConfig):
     spot_notices: Annotated[str, AfterValidator(_check_source)] = "auto"
     """Who says that the cloud takes a host away: aws, gcp, none, or module:function, which returns the seconds until
     then or None; auto is the cloud that the host is of, if it is one of these"""
+    state_dir: str | None = None
+    """Folder of files and batches, for all API servers of a host, or of several if they share it; if absent, one that
+    ends with the Ray cluster. Batches in it go on after a restart"""
+    max_file_mib: int = Field(default=200, ge=1)
+    """MiB of a file that a client uploads"""
+    max_files_mib: int = Field(default=10 * 1024, ge=1)
+    """MiB of all files in state_dir, results of batches included; uploads beyond are refused"""
+    files_ttl: float = Field(default=30 * 86400, gt=0)
+    """Seconds that files, and batches that have ended, are kept; clients may ask for less"""
     log_format: Literal["text", "json"] = "text"
     """Request log; json is one object a line"""
     otlp_endpoint: str | None = None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import socket
+import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,6 +41,9 @@ from rayllm.serve.cluster.status import cluster_status, describe
 from rayllm.serve.cluster.stopped import end_if_stopped
 from rayllm.serve.http.app import create_app
 from rayllm.serve.http.auth import ApiKey
+from rayllm.serve.http.batches.files import MIB, FileLimits
+from rayllm.serve.http.batches.store import BatchStore
+from rayllm.serve.http.batches.worker import BatchWorker
 from rayllm.serve.http.limits import Admission
 from rayllm.serve.http.request_log import make_tracer, open_log
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
@@ -74,6 +80,8 @@ class ServedModels:
         self._options, self._place, self._end_http = options, place, end_http
         self._directory = registry or DirectoryLink(place.app_name)
         self._server_id = uuid.uuid4().hex
+        self._store = BatchStore(state_folder(options.server), file_limits(options.server))
+        self._batches: asyncio.Task[None] | None = None
         self._door = Admission(ModelServerConfig(max_queued_requests=0), 0)
         self._tracer = make_tracer(options.trace_endpoint)
         self.models: dict[str, ModelFront] = {}
@@ -95,7 +103,13 @@ class ServedModels:
 
     def make_app(self, **options: Any) -> FastAPI:
         """The HTTP app. options: as of `create_app`."""
-        return create_app(self, self._options.server, self._options.keys, tracer=self._tracer, **options)
+        server, keys = self._options.server, self._options.keys
+        return create_app(self, server, keys, tracer=self._tracer, batches=self._store, **options)
+
+    def work_on_batches(self, app: FastAPI) -> None:
+        """Take up batches from now on, and ask the app for their answers."""
+        worker = BatchWorker(self, app, self._store)
+        self._batches = asyncio.create_task(worker.run())
 
     @property
     def door(self) -> Admission:
@@ -111,6 +125,9 @@ class ServedModels:
         return describe(await asyncio.to_thread(cluster_status))
 
     async def _stop(self) -> None:
+        if self._batches is not None:  # others go on with them
+            self._batches.cancel()
+            await asyncio.wait([self._batches])
         # Until it is idle it listens: if the engines drain too, it says so to new requests.
         while any(model.admission.load.completions for model in self.models.values()):
             if time.monotonic() > self.membership.stop_at:
@@ -156,12 +173,14 @@ class ApiServer:
         await self._models.start()
         host = "127.0.0.1" if place.node_id == options.ingress_node else place.host
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        app = self._models.make_app()
         settings = uvicorn.Config(
-            self._models.make_app(), lifespan="off", access_log=False, log_config=None, timeout_keep_alive=KEEP_ALIVE_S
+            app, lifespan="off", access_log=False, log_config=None, timeout_keep_alive=KEEP_ALIVE_S
         )
         self._server = uvicorn.Server(settings)
         self._serving = asyncio.create_task(self._server.serve([listener]))
         self._models.address = address(host, listener.getsockname()[1])
+        self._models.work_on_batches(app)
         # Full passes of the garbage collector visit libraries too, for 100 to 200 ms, if these are not left out.
         gc.collect()
         gc.freeze()
@@ -191,6 +210,19 @@ class ApiServer:
             await self._serving
 
 
+def state_folder(server: ServerConfig) -> Path:
+    """What API servers of this host share. Where no option says so it is a folder of the Ray session."""
+    if server.state_dir is not None:
+        return Path(server.state_dir)
+    folder = log_folder()
+    return Path(tempfile.gettempdir(), f"rayllm-{os.getuid()}") if folder is None else folder.parent / "rayllm"
+
+
+def file_limits(server: ServerConfig) -> FileLimits:
+    """The limits of files, as the options have them."""
+    return FileLimits(server.max_file_mib * MIB, server.max_files_mib * MIB, server.files_ttl)
+
+
 def _load_tokenizer(folder: str) -> Tokenizer:
     fetch_checkpoint(folder, weights=False)
     return load_tokenizer(folder)
@@ -204,8 +236,9 @@ def app_builder(options: FrontOptions) -> Callable[[], FastAPI]:
         models = ServedModels(options, own_place())
 
         @contextlib.asynccontextmanager
-        async def life(_app: FastAPI) -> AsyncIterator[None]:
+        async def life(app: FastAPI) -> AsyncIterator[None]:
             await models.start()
+            models.work_on_batches(app)
             yield
             await models.membership.stop_within(0)
 
