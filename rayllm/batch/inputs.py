@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import BinaryIO
 
 from rayllm.batch.lines import split_lines
 from rayllm.errors import ConfigError
@@ -35,22 +38,32 @@ class FileInput:
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         with self._path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
+            async for chunk in _file_chunks(file):
                 yield chunk
-                await asyncio.sleep(0)
 
 
 async def stdin_lines() -> AsyncIterator[bytes]:
     """The lines of standard input, which may come slowly."""
-    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
+    source = sys.stdin.buffer
+    async for line in split_lines(_file_chunks(source) if _is_file(source) else _pipe_chunks(source)):
+        yield line
 
-    async def chunks() -> AsyncIterator[bytes]:
+
+def _is_file(source: BinaryIO) -> bool:
+    return stat.S_ISREG(os.fstat(source.fileno()).st_mode)
+
+
+async def _file_chunks(file: BinaryIO) -> AsyncIterator[bytes]:
+    while chunk := file.read(CHUNK_BYTES):
+        yield chunk
+        await asyncio.sleep(0)
+
+
+async def _pipe_chunks(pipe: BinaryIO) -> AsyncIterator[bytes]:
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+    transport, _protocol = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    try:
         while chunk := await reader.read(CHUNK_BYTES):
             yield chunk
-
-    try:
-        async for line in split_lines(chunks()):
-            yield line
     finally:
         transport.close()

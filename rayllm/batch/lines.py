@@ -84,8 +84,12 @@ class _Body(msgspec.Struct):
     stream: Any = None
 
 
+class _WholeLine(msgspec.Struct):
+    body: _Body
+
+
 _read_line = msgspec.json.Decoder(_Line).decode
-_read_body = msgspec.json.Decoder(_Body).decode
+_read_body = msgspec.json.Decoder(_WholeLine).decode
 
 
 class LineReader:
@@ -109,7 +113,7 @@ class LineReader:
             return self._refuse(line, None, Failure("line_too_long", reason))
         try:
             parsed = _read_line(line)
-            is_streamed = _read_body(parsed.body).stream
+            is_streamed = _read_body(line).body.stream
         except msgspec.ValidationError as error:
             custom_id = _custom_id(line)
             return self._refuse(line, custom_id, Failure("invalid_request", f"the line is no request: {error}"))
