@@ -23,8 +23,9 @@ class InUseError(ConfigError):
 class ResultFile:
     """Results are appended to a file, which one process at a time may have open.
 
-    A last line that broke off is cut off when it is opened. answered: ids of the results that are in the file; counts:
-    of them. Raises ConfigError for a file that is no output of a batch, that cannot be opened, or is in use.
+    A last line that broke off is cut off when it is opened. answered: ids of its results, those that were added too.
+    counts: of the results that it had when it was opened; `run_batch` goes on with it. Raises ConfigError for a file
+    that is no output of a batch, that cannot be opened, or is in use.
     """
 
     def __init__(self, path: Path):
@@ -47,6 +48,7 @@ class ResultFile:
     def add(self, result: BatchResult) -> None:
         """Append a result, at the latest when `flush` is called. Raises OSError."""
         line = result.line()
+        self.answered.add(result.id)
         self._pending.append(line)
         self._pending_bytes += len(line)
         if self._pending_bytes > MAX_PENDING_BYTES:

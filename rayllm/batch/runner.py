@@ -31,7 +31,7 @@ class NotSentError(Exception):
 
 
 class Results(Protocol):
-    """Where results go. answered: ids of results that are there already."""
+    """Where results go. answered: ids of the results that are there, those that were added included."""
 
     answered: set[str]
 

@@ -118,8 +118,8 @@ def _given(value: Any) -> Any:
 class ParquetParts:
     """Results as numbered Parquet files of a folder, each written once and as a whole, at least every PART_S seconds.
 
-    Columns: id, custom_id, status_code, and as JSON response (its body) and error. answered: ids of the results that
-    are there; counts: of them. Raises ConfigError for a folder that cannot be read, or holds something else.
+    Columns: id, custom_id, status_code, and as JSON response (its body) and error. answered, counts: as of
+    `ResultFile`. Raises ConfigError for a folder that cannot be read, or holds something else.
     """
 
     def __init__(self, folder: str, clock: Callable[[], float] = time.monotonic):
@@ -142,6 +142,7 @@ class ParquetParts:
 
     def add(self, result: BatchResult) -> None:
         """Have a result written, at the latest PART_S seconds later."""
+        self.answered.add(result.id)
         response, error = result.response, result.error
         row = (
             result.id,

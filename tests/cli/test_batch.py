@@ -74,16 +74,12 @@ def test_a_run_that_is_stopped_goes_on(files):
     assert sorted(int(each["custom_id"]) for each in results(output)) == list(range(60))
 
 
-@pytest.mark.parametrize(
-    ("prepare", "says"),
-    [
-        (lambda given, output: None, "cannot be read"),
-        (lambda given, output: (given.touch(), output.write_text("notes\n")), "is no output of a batch"),
-    ],
-)
-def test_files_that_cannot_be_used_are_refused(files, prepare, says):
+@pytest.mark.parametrize(("notes", "says"), [(None, "cannot be read"), ("notes\n", "is no output of a batch")])
+def test_files_that_cannot_be_used_are_refused(files, notes, says):
     given, output, args = files
-    prepare(given, output)
+    if notes is not None:
+        given.touch()
+        output.write_text(notes)
     assert says in str(runner.invoke(cli.app, args).exception)
 
 
