@@ -17,6 +17,7 @@ from rayllm.errors import ConfigError
 
 FLUSH_S = 1.0  # after so long a result is in the file
 RETRY_S, MAX_RETRY_S = 0.1, 5.0  # between tries of a request that was refused for now
+LONG_LINE = 2**18  # bytes; longer ones are read in a thread, so that streams beside a batch go on
 _FOR_NOW = (429, 503)
 
 Ask = Callable[[BatchRequest], Awaitable[tuple[int, bytes]]]  # the status, and the body as JSON
@@ -102,7 +103,7 @@ async def run_batch(
     async def next_request() -> BatchRequest | None:
         async with lock:
             async for line in lines:
-                item = reader.read(line)
+                item = reader.read(line) if len(line) < LONG_LINE else await asyncio.to_thread(reader.read, line)
                 if item.id in results.answered:
                     unmet.discard(item.id)
                 elif isinstance(item, BatchRequest):

@@ -7,6 +7,7 @@ from the classes here, and checked by them.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -177,7 +178,7 @@ class ServerConfig(ModelServerConfig):
     spot_notices: Annotated[str, AfterValidator(_check_source)] = "auto"
     """Who says that the cloud takes a host away: aws, gcp, none, or module:function, which returns the seconds until
     then or None; auto is the cloud that the host is of, if it is one of these"""
-    state_dir: str | None = None
+    state_dir: Annotated[str, AfterValidator(os.path.abspath)] | None = None
     """Folder of files and batches, for all API servers of a host, or of several if they share it; if absent, one that
     ends with the Ray cluster. Batches in it go on after a restart"""
     max_file_mib: int = Field(default=200, ge=1)

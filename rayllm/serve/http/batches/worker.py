@@ -31,6 +31,7 @@ from rayllm.serve.http.served import ServedModel, ServerState
 
 LOOK_S = 1.0  # between looks for new batches, and at whether one is to be cancelled
 SWEEP_S = 300.0
+RETRY_S = 30.0  # before a batch is tried again that could not be worked on
 MAX_BATCHES = 4  # at once, of one API server
 IN_FLIGHT = 256  # requests of a batch, those included that wait for a place
 SHARE = 0.75  # of what the engines run at once; batches leave the rest to clients that wait
@@ -68,19 +69,25 @@ class BatchWorker:
         next_sweep = loop.time()
         try:
             while True:
-                if loop.time() >= next_sweep:
-                    next_sweep = loop.time() + SWEEP_S
-                    await asyncio.to_thread(self._store.sweep)
-                for batch_id in await asyncio.to_thread(self._waiting):
-                    if len(self._tasks) < MAX_BATCHES and batch_id not in self._tasks:
-                        task = self._tasks[batch_id] = asyncio.create_task(self._work(batch_id))
-                        task.add_done_callback(lambda _task, batch_id=batch_id: self._tasks.pop(batch_id))
+                try:
+                    if loop.time() >= next_sweep:
+                        next_sweep = loop.time() + SWEEP_S
+                        await asyncio.to_thread(self._store.sweep)
+                    self._take_up(await asyncio.to_thread(self._waiting))
+                except Exception:  # the folder is full, or gone
+                    logger.exception("batches cannot be looked at")
                 await asyncio.sleep(LOOK_S)
         finally:
             tasks = list(self._tasks.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _take_up(self, batch_ids: list[str]) -> None:
+        for batch_id in batch_ids:
+            if len(self._tasks) < MAX_BATCHES and batch_id not in self._tasks:
+                task = self._tasks[batch_id] = asyncio.create_task(self._work(batch_id))
+                task.add_done_callback(lambda _task, batch_id=batch_id: self._tasks.pop(batch_id))
 
     def _waiting(self) -> list[str]:
         """Batches that have not ended, the oldest first."""
@@ -109,7 +116,7 @@ class BatchWorker:
             pass
         except Exception:
             logger.exception("batch %s could not be worked on; it is tried again", batch_id)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(RETRY_S)
 
     async def _finish(self, stored: StoredBatch, results: ResultFile) -> None:
         batch, store = stored.batch, self._store
