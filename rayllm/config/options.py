@@ -43,6 +43,10 @@ def _check_source(name: str) -> str:
     return name
 
 
+def _absolute(path: str | None) -> str | None:
+    return path and os.path.abspath(path)  # API servers have other working directories
+
+
 class EngineConfig(BaseModel):
     """Options of one engine; names and meanings follow vLLM where it has them."""
 
@@ -178,7 +182,7 @@ class ServerConfig(ModelServerConfig):
     spot_notices: Annotated[str, AfterValidator(_check_source)] = "auto"
     """Who says that the cloud takes a host away: aws, gcp, none, or module:function, which returns the seconds until
     then or None; auto is the cloud that the host is of, if it is one of these"""
-    state_dir: Annotated[str, AfterValidator(os.path.abspath)] | None = None
+    state_dir: Annotated[str | None, AfterValidator(_absolute)] = None
     """Folder of files and batches, for all API servers of a host, or of several if they share it; if absent, one that
     ends with the Ray cluster. Batches in it go on after a restart"""
     max_file_mib: int = Field(default=200, ge=1)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from openai.types import Batch, FileObject
+from support.app import FakeState, error_of
 
 from rayllm.serve.http.app import create_app
 from rayllm.serve.http.auth import ApiKey
@@ -16,7 +17,6 @@ from rayllm.serve.http.batches import worker as worker_module
 from rayllm.serve.http.batches.files import FileLimits
 from rayllm.serve.http.batches.store import BatchStore
 from rayllm.serve.http.batches.worker import BatchWorker
-from tests.support.app import FakeState, error_of
 
 URL = "/v1/completions"
 
