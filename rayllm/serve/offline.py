@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -21,6 +22,7 @@ from rayllm.serve.http.limits import Admission
 from rayllm.serve.http.metrics import FrontMetrics
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
 
+SWITCH_S = 2e-4  # the event loop gives way so soon to the engine's thread; by default after 5 ms
 _NO_LIMIT = 2**62
 # Of a server with clients; whoever sends a batch waits for all of it.
 _UNLIMITED = {"max_queued_requests": _NO_LIMIT, "max_queued_tokens": _NO_LIMIT} | dict.fromkeys(
@@ -116,6 +118,7 @@ class LocalEngine:
 
         What answers raises EngineDeadError when the engine has stopped.
         """
+        sys.setswitchinterval(SWITCH_S)
         model = OfflineModel(self._model, self._core, self._tokenizer)
         client = AppClient(model.app())
 

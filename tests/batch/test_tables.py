@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from rayllm.batch import tables
 from rayllm.batch.lines import BatchRequest, LineReader, answered, failed
 from rayllm.batch.tables import ParquetParts, TableInput, is_lines, open_results, row_line
 from rayllm.errors import ConfigError
@@ -40,25 +41,41 @@ def test_local_files_of_lines_need_no_ray_data(tmp_path):
         open_results("s3://bucket/out.jsonl")
 
 
-def test_tables_are_read_in_order(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    pyarrow = pytest.importorskip("pyarrow")
-    (tmp_path / "in").mkdir()
-    for part in range(3):
-        bodies = [{"prompt": f"{part}-{n}", "stop": None} for n in range(2)]
-        table = pyarrow.table({"custom_id": [f"{part}-{n}" for n in range(2)], "url": [URL] * 2, "body": bodies})
-        parquet.write_table(table, tmp_path / "in" / f"{part}.parquet")
+class Rows:
+    """A data set of Ray Data, as far as it is used."""
+
+    def __init__(self, rows):
+        self.iter_rows = lambda: iter(rows)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "rows", "ids"),
+    [
+        (".parquet", [{"custom_id": str(n), "url": URL, "body": {"n": n, "x": None}} for n in range(600)], range(600)),
+        (".jsonl", [{"text": '{"custom_id": "0"}'}, {"text": " "}, {"text": '{"custom_id": "1"}'}], range(2)),
+    ],
+)
+def test_rows_are_read_in_order(tmp_path, monkeypatch, suffix, rows, ids):
+    monkeypatch.setattr(tables, "_need_ray_data", lambda: None)
+    monkeypatch.setattr(TableInput, "_dataset", lambda self: Rows(rows))
+    (tmp_path / f"0{suffix}").touch()
 
     async def read():
-        source = TableInput(str(tmp_path / "in"))
-        return [json.loads(line) async for line in source.lines()], await source.count()
+        source = TableInput(str(tmp_path))
+        return [json.loads(line)["custom_id"] async for line in source.lines()], await source.count()
 
-    lines, count = asyncio.run(read())
-    assert [line["custom_id"] for line in lines] == [f"{part}-{n}" for part in range(3) for n in range(2)]
-    assert lines[0]["body"] == {"prompt": "0-0"} and count == 6
+    assert asyncio.run(read()) == ([str(n) for n in ids], len(ids))
 
 
-def test_a_parquet_output_goes_on(tmp_path):
+def test_an_input_that_nobody_reads_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_need_ray_data", lambda: None)
+    for path, says in ((tmp_path / "no.parquet", "does not exist"), (tmp_path, "must be .parquet, .csv")):
+        with pytest.raises(ConfigError, match=says):
+            TableInput(str(path))
+
+
+def test_a_parquet_output_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_need_ray_data", lambda: None)
     parquet = pytest.importorskip("pyarrow.parquet")
     now = [0.0]
 

@@ -57,9 +57,9 @@ def test_a_file_is_answered_once(files):
 
 def test_a_run_that_is_stopped_goes_on(files):
     given, output, args = files
-    bodies = [{"prompt": f"{n}", "max_tokens": 4 if n < 20 else 100, "ignore_eos": True} for n in range(60)]
+    bodies = [{"prompt": f"{n}", "max_tokens": 4 if n < 8 else 110, "ignore_eos": True} for n in range(30)]
     given.write_text(requests(*bodies))
-    command = [sys.executable, "-m", "rayllm.cli", *args, *OPTIONS, "--max-num-seqs", "8"]
+    command = [sys.executable, "-m", "rayllm.cli", *args, *OPTIONS, "--max-num-seqs", "4"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None and not (output.exists() and output.read_bytes()):
             time.sleep(0.02)
@@ -67,11 +67,11 @@ def test_a_run_that_is_stopped_goes_on(files):
         said = process.communicate()[1]
     assert process.returncode == 128 + signal.SIGTERM, said
     assert "stopped by SIGTERM; the same command goes on from here" in said
-    assert 0 < len(results(output)) < 60
+    assert 0 < len(results(output)) < 30
     command[command.index("-i") + 1] = "-"
     done = subprocess.run(command, input=given.read_text(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(int(each["custom_id"]) for each in results(output)) == list(range(60))
+    assert sorted(int(each["custom_id"]) for each in results(output)) == list(range(30))
 
 
 @pytest.mark.parametrize(("notes", "says"), [(None, "cannot be read"), ("notes\n", "is no output of a batch")])
