@@ -57,7 +57,7 @@ class Rows:
 )
 def test_rows_are_read_in_order(tmp_path, monkeypatch, suffix, rows, ids):
     monkeypatch.setattr(tables, "_need_ray_data", lambda: None)
-    monkeypatch.setattr(TableInput, "_dataset", lambda self: Rows(rows))
+    monkeypatch.setattr(TableInput, "_dataset", lambda _self: Rows(rows))
     (tmp_path / f"0{suffix}").touch()
 
     async def read():
