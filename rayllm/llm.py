@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from inspect import Parameter, Signature
 from typing import Any, cast
 
@@ -13,9 +13,10 @@ import msgspec
 from tqdm import tqdm
 
 from rayllm.api.sampling_params import SamplingParams
-from rayllm.api.types import Abort, EngineStats, GenerationRequest, Pooling, RequestOutput, TokenDelta
+from rayllm.api.types import Abort, EngineStats, GenerationRequest, Pooling, RequestOutput
 from rayllm.config.options import OFFLINE_BATCHED_TOKENS, EngineConfig, make_config
 from rayllm.engine.build import start_engine
+from rayllm.engine.delta_buffer import DeltaBuffer
 from rayllm.engine.engine import EngineCore
 from rayllm.errors import InvalidRequestError
 from rayllm.text.bad_words import bad_token_ids
@@ -226,36 +227,6 @@ LLM.__signature__ = _signature()  # type: ignore[attr-defined]
 LLM.__doc__ = f"{LLM.__doc__}\n" + "".join(
     f"    {name}: {' '.join((field.description or '').split())}.\n" for name, field in EngineConfig.model_fields.items()
 )
-
-
-class DeltaBuffer:
-    """Holds back a completion's deltas until it ends, and then passes them on as one, before its last.
-
-    Nobody reads offline completions while they grow, and turning tokens into text once costs a fraction of doing it a
-    token at a time. Deltas are joined as they come: kept one by one, they are so many objects that the garbage
-    collector stalls steps. through: ids of requests that are not held back.
-    """
-
-    def __init__(self, through: Set[str]):
-        self._through = through
-        self._held: dict[tuple[str, int], TokenDelta] = {}
-
-    def merge(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
-        """Take over a step's deltas; return those to process now."""
-        ready = []
-        for delta in deltas:
-            key = (delta.request_id, delta.index)
-            if delta.finish_reason is not None:
-                if (held := self._held.pop(key, None)) is not None:
-                    ready.append(held)
-                ready.append(delta)
-            elif delta.request_id in self._through:
-                ready.append(delta)
-            elif (held := self._held.setdefault(key, delta)) is not delta:
-                held.token_ids.extend(delta.token_ids)
-                if held.logprobs is not None:
-                    held.logprobs.extend(delta.logprobs or [])
-        return ready
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -31,8 +31,9 @@ MAY_IMPORT = {
     "executor": {"worker", "parallel", "config", "api", "errors", "timeouts"},
     "engine": {"core", "text", "executor", "worker", "config", "api", "errors", "timeouts"},
     "llm": {"engine", "text", "config", "api", "errors"},
-    "serve": {"engine", "text", "executor", "config", "api", "errors", "timeouts", "version"},
-    "cli": {"llm", "serve", "engine", "text", "executor", "config", "api", "errors", "timeouts", "version"},
+    "batch": {"errors"},
+    "serve": {"batch", "engine", "text", "executor", "config", "api", "errors", "timeouts", "version"},
+    "cli": {"llm", "batch", "serve", "engine", "text", "executor", "config", "api", "errors", "timeouts", "version"},
     "__init__": {"llm", "api", "version"},
 }
 # What parts keep out: the scheduler runs in simulators, fronts on hosts without GPUs.

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rayllm.cli import bench
+from rayllm.cli.batch import batch
 from rayllm.cli.chat import chat
 from rayllm.cli.collect_env import print_environment
 from rayllm.cli.generate import generate
@@ -19,6 +20,7 @@ from rayllm.errors import ConfigError, InvalidRequestError, RayllmError
 app = make_app("Distributed LLM serving on Ray.")
 app.command()(launch)
 app.command()(generate)
+app.command()(batch)
 app.command()(chat)
 app.command()(status)
 app.add_typer(bench.app, name="bench")

@@ -7,6 +7,7 @@ from the classes here, and checked by them.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -40,6 +41,10 @@ def _check_source(name: str) -> str:
     if not re.fullmatch(r"auto|aws|gcp|none|[\w.]+:\w+", name):
         raise ValueError("must be auto, aws, gcp, none, or module:function")
     return name
+
+
+def _absolute(path: str | None) -> str | None:
+    return path and os.path.abspath(path)  # API servers have other working directories
 
 
 class EngineConfig(BaseModel):
@@ -173,15 +178,21 @@ class ServerConfig(ModelServerConfig):
     """Seconds until the first token of each prompt; 0 is no limit"""
     request_timeout: float = Field(default=0, ge=0)
     """Seconds until the answer is complete; 0 is no limit"""
-    response_folder: str | None = Field(default=None, min_length=1)
-    """Folder for stored responses of /v1/responses; hosts that share it know each other's; if absent, each host has one
-    of its own, which goes with its last API server"""
+    state_dir: Annotated[str | None, AfterValidator(_absolute)] = None
+    """Folder of stored responses, files and batches, for all API servers of a host, or of several hosts that share it;
+    batches in it go on after a restart. If absent, each host has one of its own, which goes with its last API server"""
     response_ttl: float | None = Field(default=None, gt=0)
-    """Seconds that a response is stored; if absent, an hour, and 30 days in a response_folder"""
+    """Seconds that a response is stored; if absent, an hour, and 30 days in a state_dir"""
     max_responses: int = Field(default=10_000, ge=1, le=1_000_000)
-    """Most responses that are stored in a folder; the oldest go first"""
+    """Most responses that are stored; the oldest go first"""
     response_space: float = Field(default=1, gt=0)
-    """GiB that stored responses of a folder may have; the oldest go first"""
+    """GiB that stored responses may have; the oldest go first"""
+    max_file_mib: int = Field(default=200, ge=1)
+    """MiB of a file that a client uploads"""
+    file_space: float = Field(default=10, gt=0)
+    """GiB that all files may have, results of batches included; uploads beyond are refused"""
+    files_ttl: float = Field(default=30 * 86400, gt=0)
+    """Seconds that files, and batches that have ended, are kept; clients may ask for less"""
     drain_timeout: float = Field(default=5, ge=0, le=3600)
     """Seconds that running requests may go on when the server stops"""
     replica_drain_timeout: float = Field(default=60, ge=0, le=86400)

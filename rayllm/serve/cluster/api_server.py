@@ -42,6 +42,9 @@ from rayllm.serve.cluster.status import cluster_status, describe
 from rayllm.serve.cluster.stopped import end_if_stopped
 from rayllm.serve.http.app import create_app
 from rayllm.serve.http.auth import ApiKey
+from rayllm.serve.http.batches.files import MIB, FileLimits
+from rayllm.serve.http.batches.store import BatchStore
+from rayllm.serve.http.batches.worker import BatchWorker
 from rayllm.serve.http.jobs import Jobs
 from rayllm.serve.http.limits import Admission
 from rayllm.serve.http.request_log import make_tracer, open_log
@@ -83,19 +86,22 @@ class ServedModels:
         self._options, self._place, self._end_http = options, place, end_http
         self._directory = registry or DirectoryLink(place.app_name)
         self._server_id = uuid.uuid4().hex
+        self._batches: asyncio.Task[None] | None = None
         self._door = Admission(ModelServerConfig(max_queued_requests=0), 0)
         self._tracer = make_tracer(options.trace_endpoint)
         self.models: dict[str, ModelFront] = {}
         self.jobs = Jobs()
-        self._responses: ResponseStore | None = None  # once it is known where
-        self._folder: SharedFolder | None = None
+        # Once it is known where.
+        self._responses: ResponseStore | None = None
+        self._batch_store: BatchStore | None = None
+        self._folder: SharedFolder | None = None  # of this deployment and host, if no other one is named
         self.address, self.is_draining = "", False  # as the directory is told
         self._is_outdated = False
 
     async def start(self) -> None:
         """Return when every model has an engine. Raises ConfigError, StartupError."""
-        if (named := self._options.server.response_folder) is not None:
-            self._responses = _open_store(_named_folder(named), self._options.server, NAMED_TTL_S)
+        if (named := self._options.server.state_dir) is not None:
+            self._open_stores(_named_folder(named))
         folder, name = log_folder(), f"requests_{self._place.replica_id}.log"  # beside Serve's own logs
         open_log(self._options.server.log_format, None if folder is None else folder / "serve" / name)
         for model in self._options.models:
@@ -109,7 +115,13 @@ class ServedModels:
 
     def make_app(self, **options: Any) -> FastAPI:
         """The HTTP app. options: as of `create_app`."""
-        return create_app(self, self._options.server, self._options.keys, tracer=self._tracer, **options)
+        server, keys = self._options.server, self._options.keys
+        return create_app(self, server, keys, tracer=self._tracer, batches=self.batch_store, **options)
+
+    def work_on_batches(self, app: FastAPI) -> None:
+        """Take up batches from now on, and ask the app for their answers."""
+        worker = BatchWorker(self, app, self.batch_store)
+        self._batches = asyncio.create_task(worker.run())
 
     @property
     def door(self) -> Admission:
@@ -126,11 +138,26 @@ class ServedModels:
         assert self._responses is not None
         return self._responses
 
+    @property
+    def batch_store(self) -> BatchStore:
+        """Where files and batches are stored; known as `response_store` is."""
+        assert self._batch_store is not None
+        return self._batch_store
+
+    def _open_stores(self, folder: Path) -> None:
+        responses = folder / "responses"
+        responses.mkdir(mode=0o700, exist_ok=True)
+        self._responses = ResponseStore(responses, response_limits(self._options.server))
+        self._batch_store = BatchStore(folder, file_limits(self._options.server))
+
     async def describe_cluster(self) -> list[str]:
         """What `rayllm status` prints."""
         return describe(await asyncio.to_thread(cluster_status))
 
     async def _stop(self) -> None:
+        if self._batches is not None:  # others go on with them
+            self._batches.cancel()
+            await asyncio.wait([self._batches])
         # Until it is idle it listens: if the engines drain too, it says so to new requests.
         while any(model.admission.load.completions for model in self.models.values()):
             if time.monotonic() > self.membership.stop_at:
@@ -155,10 +182,10 @@ class ServedModels:
         return Report(member=self._member(), load=load, stop_in=self.membership.stop_in)
 
     async def _on_view(self, view: View) -> None:
-        if self._responses is None:  # of this deployment and host: all API servers find the same name, and nobody else
-            secret = f"responses {view.front_keys.secret}".encode()
+        if self._responses is None:  # all API servers of this deployment find the same name, and nobody else
+            secret = f"state {view.front_keys.secret}".encode()
             self._folder = SharedFolder(hashlib.sha256(secret).hexdigest()[:32])
-            self._responses = _open_store(self._folder.path, self._options.server, OWN_TTL_S)
+            self._open_stores(self._folder.path)
         # An update of rayllm has replaced the engines of a model, and other API servers talk to those.
         lost = {name for name, model in self.models.items() if not model.num_replicas}
         others = {engine.model for engine in view.engines if engine.version != VERSION}
@@ -183,12 +210,14 @@ class ApiServer:
         await self._models.start()
         host = "127.0.0.1" if place.node_id == options.ingress_node else place.host
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        app = self._models.make_app()
         settings = uvicorn.Config(
-            self._models.make_app(), lifespan="off", access_log=False, log_config=None, timeout_keep_alive=KEEP_ALIVE_S
+            app, lifespan="off", access_log=False, log_config=None, timeout_keep_alive=KEEP_ALIVE_S
         )
         self._server = uvicorn.Server(settings)
         self._serving = asyncio.create_task(self._server.serve([listener]))
         self._models.address = address(host, listener.getsockname()[1])
+        self._models.work_on_batches(app)
         # Full passes of the garbage collector visit libraries too, for 100 to 200 ms, if these are not left out.
         gc.collect()
         gc.freeze()
@@ -218,21 +247,27 @@ class ApiServer:
             await self._serving
 
 
-def _open_store(folder: Path, server: ServerConfig, ttl: float) -> ResponseStore:
-    num_bytes = int(server.response_space * GIB)
-    return ResponseStore(folder, StoreLimits(server.max_responses, num_bytes, server.response_ttl or ttl))
-
-
 def _named_folder(name: str) -> Path:
     """The folder of the option, which is made if need be. Raises ConfigError."""
     folder = Path(name)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"response_folder {name}: {error.strerror}") from None
+        raise ConfigError(f"state_dir {name}: {error.strerror}") from None
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"response_folder {name}: this user may not write to it")
+        raise ConfigError(f"state_dir {name}: this user may not write to it")
     return folder
+
+
+def response_limits(server: ServerConfig) -> StoreLimits:
+    """The limits of stored responses, as the options have them."""
+    ttl = server.response_ttl or (OWN_TTL_S if server.state_dir is None else NAMED_TTL_S)
+    return StoreLimits(server.max_responses, int(server.response_space * GIB), ttl)
+
+
+def file_limits(server: ServerConfig) -> FileLimits:
+    """The limits of files, as the options have them."""
+    return FileLimits(server.max_file_mib * MIB, int(server.file_space * GIB), server.files_ttl)
 
 
 def _load_tokenizer(folder: str) -> Tokenizer:
@@ -248,8 +283,9 @@ def app_builder(options: FrontOptions) -> Callable[[], FastAPI]:
         models = ServedModels(options, own_place())
 
         @contextlib.asynccontextmanager
-        async def life(_app: FastAPI) -> AsyncIterator[None]:
+        async def life(app: FastAPI) -> AsyncIterator[None]:
             await models.start()
+            models.work_on_batches(app)
             yield
             await models.membership.stop_within(0)
 

@@ -24,6 +24,8 @@ from rayllm.config.options import ServerConfig
 from rayllm.errors import InvalidRequestError
 from rayllm.serve.http import protocol, request
 from rayllm.serve.http.auth import ApiKey
+from rayllm.serve.http.batches.routes import Batches, make_routes
+from rayllm.serve.http.batches.store import BatchStore
 from rayllm.serve.http.console import console_page
 from rayllm.serve.http.convert import chat_job, completion_job, embedding_job, text_of, tokens_of
 from rayllm.serve.http.errors import ApiError
@@ -79,13 +81,15 @@ def create_app(
     *,
     tracer: SpanTracer | None = None,
     echo_request_id: bool = True,
+    batches: BatchStore | None = None,
     lifespan: Lifespan[FastAPI] | None = None,
 ) -> FastAPI:
     """The app with all routes. Every error it answers has OpenAI's form.
 
     server: its deadlines and allowed origins; the defaults if None. keys: one of them must come with each request but
     /health; none needed if there are none. tracer: gets a span of each request. echo_request_id: false where something
-    in front does that. lifespan: what is to be done before the first request and after the last one.
+    in front does that. batches: of /v1/files and /v1/batches, which there are only with it. lifespan: what is to be
+    done before the first request and after the last one.
     """
     app = (FastAPI if keys else _OpenApp)(
         # As they are, those asked most often first: `include_router` would look through them twice for each request.
@@ -99,6 +103,10 @@ def create_app(
         exception_handlers=dict.fromkeys((HTTPException, RequestValidationError), request.answer_error),
         telemetry=NO_TELEMETRY if tracer is None else tracer.telemetry,
     )
+    if batches is not None:
+        app.state.batches = Batches(batches)
+        for routes in make_routes(_RESPONSES):
+            app.router.routes.extend(routes.routes)
     app.add_middleware(
         request.RequestLife,
         state=state,

@@ -30,6 +30,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayllm.api.types import KEY_HEADER, GenerationRequest, IdempotencyKey, RequestOutput
+from rayllm.batch.app_client import CALLER
 from rayllm.config.options import ServerConfig
 from rayllm.errors import InvalidRequestError
 from rayllm.serve.http.auth import ApiKey, check_key, check_origin
@@ -74,7 +75,7 @@ class RequestContext:
         path = scope["path"][:MAX_PATH_CHARS]
         self.record = RequestRecord("", scope["method"], path, arrival=time.time(), clock=time.perf_counter())
         self._address = (scope.get("client") or ("",))[0]  # the client's, or that of the last proxy that is not trusted
-        self.receive = receive
+        self.scope, self.receive = scope, receive
         self.state = state
         self.server = server
         self.bodies = bodies
@@ -281,6 +282,9 @@ class RequestLife:
                 message = f"must have 1 to {MAX_KEY_CHARS} characters, not {len(key)}"
                 raise ApiError(400, f"the header {KEY_HEADER} {message}", param=KEY_HEADER)
             context.idempotency_key = key
+        if CALLER in context.scope:  # the server itself asks, for who had a key
+            record.key, context.is_trusted = context.scope[CALLER], True
+            return
         check_origin(self.server.allowed_origins, record.method, headers)
         credentials = headers.get("authorization"), headers.get("x-api-key")
         record.key = check_key(self.keys, record.method, record.path, *credentials)

@@ -234,15 +234,15 @@ def test_responses_in_a_folder_that_was_named(tmp_path):
     async def run():
         cluster = Cluster()
         await cluster.start_engine()
-        folder = tmp_path / "deep" / "responses"
-        named = msgspec.structs.replace(options(), server=ServerConfig(drain_timeout=20, response_folder=str(folder)))
+        folder = tmp_path / "deep" / "state"
+        named = msgspec.structs.replace(options(), server=ServerConfig(drain_timeout=20, state_dir=str(folder)))
         server = await make(ApiServer, named, place=place("a"), registry=cluster.directory)
         server._models.response_store.write(StoredResponse("", {"id": f"resp_{'a' * 32}", "status": "completed"}, []))
         await server.__del__()
-        assert (folder / f"resp_{'a' * 32}.json").exists(), "it stays when the server ends"
+        assert (folder / "responses" / f"resp_{'a' * 32}.json").exists(), "it stays when the server ends"
         (tmp_path / "file").touch()
-        bad = msgspec.structs.replace(options(), server=ServerConfig(response_folder=str(tmp_path / "file")))
-        with pytest.raises(ConfigError, match=r"response_folder .*: File exists"):
+        bad = msgspec.structs.replace(options(), server=ServerConfig(state_dir=str(tmp_path / "file")))
+        with pytest.raises(ConfigError, match=r"state_dir .*: File exists"):
             await make(ApiServer, bad, place=place("b"), registry=cluster.directory)
         await cluster.engine.__del__()
 

@@ -1,0 +1,96 @@
+"""`ResultFile`: the output of a batch as JSON lines, which a later run goes on with."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from rayllm.batch.lines import BatchResult
+from rayllm.batch.runner import Counts
+from rayllm.errors import ConfigError
+
+MAX_PENDING_BYTES = 2**20
+
+
+class InUseError(ConfigError):
+    """Another process has the file open."""
+
+
+class ResultFile:
+    """Results are appended to a file, which one process at a time may have open.
+
+    A last line that broke off is cut off when it is opened. answered: ids of its results, those that were added too.
+    counts: of the results that it had when it was opened; `run_batch` goes on with it. Raises ConfigError for a file
+    that is no output of a batch, that cannot be opened, or is in use.
+    """
+
+    def __init__(self, path: Path):
+        self.answered: set[str] = set()
+        self.counts = Counts()
+        self._path = path
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        try:
+            self._file: BinaryIO = path.open("a+b")
+        except OSError as error:
+            raise ConfigError(f"the output file {path} cannot be opened: {error.strerror}") from None
+        try:
+            self._lock()
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def add(self, result: BatchResult) -> None:
+        """Append a result, at the latest when `flush` is called. Raises OSError."""
+        line = result.line()
+        self.answered.add(result.id)
+        self._pending.append(line)
+        self._pending_bytes += len(line)
+        if self._pending_bytes > MAX_PENDING_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand what was added to the system, so that it is there even if this process is killed. Raises OSError."""
+        if self._pending:
+            lines, self._pending, self._pending_bytes = self._pending, [], 0
+            self._file.write(b"".join(lines))
+            self._file.flush()
+
+    def close(self) -> None:
+        """Bring all that was added to the disk, and let others open the file. Raises OSError."""
+        try:
+            self.flush()
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InUseError(f"the output file {self._path} is in use by another process") from None
+
+    def _read(self) -> None:
+        self._file.seek(0)
+        read, size = msgspec.json.Decoder(BatchResult).decode, 0
+        for number, line in enumerate(self._file, start=1):
+            if not line.endswith(b"\n"):
+                self._file.truncate(size)
+                break
+            try:
+                result = read(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                reason = f"its line {number} is not a result"
+                raise ConfigError(f"the output file {self._path} is no output of a batch: {reason}") from None
+            if result.id in self.answered:
+                raise ConfigError(f"the output file {self._path} has two results with the id {result.id!r}")
+            self.answered.add(result.id)
+            self.counts.add(result)
+            size += len(line)
+        self.counts.prompt_tokens = self.counts.completion_tokens = 0
+        self._file.seek(0, os.SEEK_END)
