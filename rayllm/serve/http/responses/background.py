@@ -72,11 +72,11 @@ async def take_over(context: RequestContext, stored: StoredResponse) -> StoredRe
     store, response_id = context.state.response_store, stored.response["id"]
     if stored.has_ended or context.state.jobs.is_closed:
         return stored
-    if await asyncio.to_thread(store.silence, response_id) <= timeouts.RESPONSE_SILENCE_S:
+    if (silence := await asyncio.to_thread(store.silence, response_id)) <= timeouts.RESPONSE_SILENCE_S:
         return stored
     if await asyncio.to_thread(store.is_cancelled, response_id):
         await asyncio.to_thread(_end, store, stored, "cancelled", None)
-    elif await asyncio.to_thread(store.silence, response_id) > TAKE_OVER_S:
+    elif silence > TAKE_OVER_S:
         await asyncio.to_thread(_end, store, stored, "failed", _LOST)
     else:
         try:

@@ -390,7 +390,7 @@ class ConversationBody(EngineBody):
     @property
     def format(self) -> TextFormat | None:
         """`text.format`, if it asks for anything but text."""
-        form = self.text and self.text.format
+        form = None if self.text is None else self.text.format
         return None if form is None or form.type == "text" else form
 
 

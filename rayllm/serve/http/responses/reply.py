@@ -187,7 +187,7 @@ class ResponseReply(Reply):
         """More text of an item, which may be new. Log-probabilities are those of answers, not of reasoning."""
         events: list[Json] = []
         if self._open is None or self._open["type"] != kind:
-            other = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+            other: Json = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
             events = self._open_item(kind, content=[], **other)
             assert self._open is not None
             part: Json = {"type": part_kind, "text": ""}

@@ -98,12 +98,9 @@ class ResponseStore:
         """A response of this owner's; None if there is none."""
         if _ID.fullmatch(response_id) is None:
             return None
-        try:
-            stored = msgspec.json.decode(self._path(response_id, RECORD).read_bytes(), type=StoredResponse)
-        except FileNotFoundError:
-            return None
+        stored = self._load(response_id)
         is_old = self._age(response_id, RECORD) > self._limits.ttl and not self.runs(response_id)
-        return None if is_old or stored.owner != owner else stored
+        return None if stored is None or is_old or stored.owner != owner else stored
 
     def delete(self, response_id: str) -> None:
         """Remove what `read` has found. If it runs in the background, it ends."""
@@ -115,12 +112,13 @@ class ResponseStore:
     def claim(self, response_id: str, *, lost_s: float | None = None) -> bool:
         """Whether this API server is the one to run a response from now on.
 
-        lost_s: nobody is to have given a sign of life for so long; None for a new response.
+        lost_s: it has not ended, and nobody has given a sign of life for so long; None for a new response.
         """
         with self._locked():
-            silence = self._age(response_id, RUN)
-            if lost_s is not None and (silence < lost_s or not self._path(response_id, RECORD).exists()):
-                return False
+            if lost_s is not None:
+                stored = self._load(response_id)
+                if stored is None or stored.has_ended or self.silence(response_id) < lost_s:
+                    return False
             self._replace(self._path(response_id, RUN), self._runner)
             return True
 
@@ -226,6 +224,12 @@ class ResponseStore:
             count, size = count - 1, size - num_bytes
 
     # ---- files
+
+    def _load(self, response_id: str) -> StoredResponse | None:
+        try:
+            return msgspec.json.decode(self._path(response_id, RECORD).read_bytes(), type=StoredResponse)
+        except FileNotFoundError:
+            return None
 
     def _path(self, response_id: str, kind: str) -> Path:
         return self._folder / f"{response_id}{kind}"

@@ -127,6 +127,7 @@ def test_one_runs_it(tmp_path):
     assert first.is_cancelled(name)
     assert first.finish(stored(1))
     assert not first.is_cancelled(name) and not first.runs(name)
+    assert not second.claim(name, lost_s=5), "it has ended"
 
 
 def test_what_was_deleted_does_not_come_back(tmp_path):
