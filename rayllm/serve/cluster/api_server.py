@@ -110,6 +110,10 @@ class ServedModels:
         """What `rayllm status` prints."""
         return describe(await asyncio.to_thread(cluster_status))
 
+    async def cluster_json(self) -> bytes:
+        """What `rayllm status --json` prints."""
+        return msgspec.json.encode(await asyncio.to_thread(cluster_status))
+
     async def _stop(self) -> None:
         # Until it is idle it listens: if the engines drain too, it says so to new requests.
         while any(model.admission.load.completions for model in self.models.values()):
