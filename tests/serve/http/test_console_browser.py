@@ -476,6 +476,31 @@ def test_export_and_import(page, browser, server, tmp_path):
     page.until("document.querySelector('#notice').textContent.includes('messages[1] has no role that is known')")
 
 
+def test_tabs_share_what_is_kept(page, browser, server):
+    other = browser.page(server.url + "/")
+    other.until("document.querySelector('#model').value")
+    ask(other, "from another tab")
+    page.until("document.querySelector('#conversations a')?.textContent === 'from another tab'")
+    page.click("#conversations a", "from another tab")
+    page.until("document.querySelectorAll('.answer > .foot').length === 1")
+    ask(other, "and on")
+    page.until("document.querySelectorAll('.answer > .foot').length === 2")
+    other.close()
+
+
+def test_what_is_kept_is_bounded(page):
+    count, oldest = page.run("""(async () => {
+      const { MAX_CONVERSATIONS, Store } = await import("/console/store.js"), store = await Store.open();
+      store.channel = { postMessage() {} }; // the page need not know
+      const before = (await store.all()).length;
+      for (let n = 0; n < MAX_CONVERSATIONS + 5; n++) await store.put({ id: `old${n}`, updated: n, messages: [] });
+      const kept = await store.all(), old = kept.filter(({ id }) => id.startsWith("old"));
+      for (const { id } of old) await store.delete(id);
+      return [kept.length - MAX_CONVERSATIONS, old.at(-1).updated - before];
+    })()""")
+    assert (count, oldest) == (0, 5), "those used longest ago made room"
+
+
 def test_the_cluster(page):
     page.click("#to-cluster")
     page.until("document.querySelectorAll('#cluster table').length === 3")

@@ -36,7 +36,7 @@ async function keep(conversation, isUsed = true) {
     list.select(conversation.id);
   }
   try {
-    await store.put(conversation);
+    for (const id of await store.put(conversation)) list.removed(id);
   } catch (error) {
     notice(`The conversation is not kept: ${error.message}`);
   }
@@ -90,6 +90,7 @@ function openNew() {
 function showBar() {
   const { conversation } = chat;
   $("bar").hidden = !conversation.messages.length;
+  document.title = conversation.messages.length ? `${titleOf(conversation)} - rayllm` : "rayllm console";
   if (document.activeElement !== $("title")) $("title").value = titleOf(conversation);
   $("to-chat").href = conversation.messages.length ? `#/c/${conversation.id}` : "#";
 }
@@ -136,6 +137,7 @@ $("import-file").onchange = async () => {
       taken += 1;
     }
     await list.load();
+    await reopen();
     notice(`${taken} ${taken === 1 ? "conversation" : "conversations"} imported${taken ? "" : "; what is in the file is here already"}.`);
   } catch (error) {
     notice(`${file.name} cannot be imported: ${error.message}`);
@@ -144,10 +146,14 @@ $("import-file").onchange = async () => {
 };
 store.onchange(async (id) => { // in another tab
   await list.load();
-  if (id !== chat.conversation.id || chat.running(id)) return;
-  const found = await store.get(id);
-  if (found) open(found);
+  if (id === chat.conversation.id) await reopen();
 });
+
+/** Show the conversation as it is kept, unless an answer is being written in it here. */
+async function reopen() {
+  const found = chat.running(chat.conversation.id) ? null : await store.get(chat.conversation.id);
+  if (found) open(found);
+}
 // "New chat" is a link to the empty address; where that is the address already, nothing would happen.
 $("new-chat").onclick = () => {
   if (location.hash === "") openNew();

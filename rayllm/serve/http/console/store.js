@@ -32,13 +32,15 @@ export class Store {
   /** All conversations, the one used last first. */
   async all() { return (await request(this.#objects("readonly").index("updated").getAll())).reverse(); }
 
-  /** Throws QuotaExceededError if the browser gives no more room. */
+  /** Returns the ids of those that made room. Throws QuotaExceededError if the browser gives no more. */
   async put(conversation) {
     const objects = this.#objects("readwrite");
     await request(objects.put(conversation));
-    const keys = await request(objects.index("updated").getAllKeys());
-    for (const key of keys.slice(0, Math.max(0, keys.length - MAX_CONVERSATIONS))) objects.delete(key);
+    const keys = await request(objects.index("updated").getAllKeys()); // the one used longest ago first
+    const gone = keys.slice(0, Math.max(0, keys.length - MAX_CONVERSATIONS));
+    for (const key of gone) objects.delete(key);
     this.channel.postMessage(conversation.id);
+    return gone;
   }
 
   async delete(id) {
@@ -56,6 +58,9 @@ export class Memory {
   onchange() {}
   async get(id) { return structuredClone(this.#kept.get(id)); }
   async all() { return [...this.#kept.values()].map((each) => structuredClone(each)).sort((one, other) => other.updated - one.updated); }
-  async put(conversation) { this.#kept.set(conversation.id, structuredClone(conversation)); }
+  async put(conversation) {
+    this.#kept.set(conversation.id, structuredClone(conversation));
+    return [];
+  }
   async delete(id) { this.#kept.delete(id); }
 }
