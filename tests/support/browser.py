@@ -110,8 +110,24 @@ class Page:
         return self._browser.call(method, self._session, **params)
 
     def open(self, url):
-        self.call("Page.navigate", url=url)
+        self._load("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def reload(self):
+        self._load("Page.reload")
+
+    def _load(self, method, **params):
+        """Do what loads the page, and wait until it is loaded."""
+
+        def times():
+            return sum(method == "Page.loadEventFired" for method, _ in self.events)
+
+        before, deadline = times(), time.monotonic() + LIMIT_S
+        self.call(method, **params)
+        while times() == before:
+            assert time.monotonic() < deadline, f"not loaded: {method} {params}"
+            self.call("Page.getLayoutMetrics")  # which also takes in events
+            time.sleep(0.02)
 
     def run(self, code):
         """The JSON value of a JavaScript expression, awaited if it is a promise."""

@@ -165,7 +165,7 @@ async def metrics(context: request.Context) -> Response:
     return Response(await asyncio.to_thread(render, figures), media_type=CONTENT_TYPE_LATEST)
 
 
-@server_routes.get("/cluster", response_class=PlainTextResponse, responses={200: {"content": {"application/json": {}}}})
+@server_routes.get("/cluster", responses={200: {"content": {"text/plain": {}}}})
 async def cluster(context: request.Context, format: str = "text") -> Response:
     """What `rayllm status` prints, or with format=json `rayllm status --json`."""
     if format not in ("text", "json"):

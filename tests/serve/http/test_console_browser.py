@@ -213,7 +213,7 @@ def test_chat_is_streamed_counted_and_kept(page, server):
     page.until("document.querySelectorAll('.answer > .foot').length === 2")
     assert said(server) == [("user", "hello there"), ("assistant", "Answer 1 to hello there"), ("user", "two\nlines")]
     assert "meta" not in server.bodies[-1]["messages"][1]
-    page.call("Page.reload")
+    page.reload()
     page.until("document.querySelectorAll('.answer > .foot').length === 2")
     assert shown(page, ".bubble") == ["hello there", "two\nlines"]
     assert shown(page, ".meta")[0] == meta
@@ -257,7 +257,7 @@ def test_tools_are_called_and_answered_by_hand(page, server):
     assert shown(page, ".call-head code") == ["lookup", "lookup"]
     assert [json.loads(text) for text in shown(page, ".call pre")] == [{"word": "w0"}, {"word": "w1"}]
     assert page.run("document.querySelector('#input').disabled")
-    page.call("Page.reload")
+    page.reload()
     page.until("document.querySelectorAll('.call textarea').length === 2")
     page.type('{"means": 1}', ".call textarea")
     page.click(".calls button", "Send results")
@@ -290,7 +290,7 @@ def test_settings_belong_to_the_conversation(page, server):
     assert (body["temperature"], body["seed"], body["stop"]) == (0.5, 7, ["x"])
     assert "top_p" not in body and "tools" not in body
     assert said(server) == [("system", "Be brief."), ("user", "with settings")]
-    page.call("Page.reload")
+    page.reload()
     page.until(
         "document.querySelector('#system').value === 'Be brief.' && document.querySelector('#model').value === 'two'"
     )
@@ -418,6 +418,7 @@ def test_escape_stops_and_other_conversations_go_on(page, server):
     page.press("Enter")
     page.until("document.querySelector('.answer.busy')?.textContent.includes('It begins')")
     page.click("#new-chat")
+    page.until("!document.querySelector('.bubble')")
     ask(page, "meanwhile")
     server.answer.go_on.set()
     page.run("[...document.querySelectorAll('#conversations a')].filter((a) => a.textContent === 'slow')[0].click()")
