@@ -135,6 +135,9 @@ class FakeState:
     async def describe_cluster(self):
         return ["hosts", "  10.0.0.1"]
 
+    async def cluster_json(self):
+        return b'{"hosts":[],"applications":[]}'
+
     @property
     def num_replicas(self):
         return 0 if self.dead else 1

@@ -8,13 +8,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class FakeServer(ThreadingHTTPServer):
-    """Answers GET with a list of one model, and each POST with `answer(handler, body)`. Keeps what was asked."""
+    """Answers GET with a list of one model, and each POST with `answer(handler, body)`. Keeps what was asked.
+
+    pages(path): (headers, content) of what else it answers to GET, without a key; None for other paths.
+    """
 
     daemon_threads = True
 
-    def __init__(self, answer, port=0):
+    def __init__(self, answer, port=0, pages={}.get):
         super().__init__(("127.0.0.1", port), Handler)
         self.answer = answer
+        self.pages = pages
         self.models = ["fake<model>"]
         self.key = None  # that requests must have
         self.paths, self.bodies, self.keys, self.connections = [], [], [], set()
@@ -50,7 +54,9 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def do_GET(self):
-        if not self.refused():
+        if (page := self.server.pages(self.path)) is not None:
+            self.page(*page)
+        elif not self.refused():
             self.whole(
                 200, {"object": "list", "data": [{"id": name, "object": "model"} for name in self.server.models]}
             )
@@ -91,6 +97,13 @@ class Handler(BaseHTTPRequestHandler):
     def chunk(self, text):
         self.wfile.write(f"{len(text.encode()):x}\r\n{text}\r\n".encode())
         self.wfile.flush()
+
+    def page(self, headers, content):
+        self.send_response(200)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
 
     def whole(self, status, payload):
         data = json.dumps(payload).encode()

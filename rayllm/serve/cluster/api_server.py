@@ -154,6 +154,10 @@ class ServedModels:
         """What `rayllm status` prints."""
         return describe(await asyncio.to_thread(cluster_status))
 
+    async def cluster_json(self) -> bytes:
+        """What `rayllm status --json` prints."""
+        return msgspec.json.encode(await asyncio.to_thread(cluster_status))
+
     async def _stop(self) -> None:
         if self._batches is not None:  # others go on with them
             self._batches.cancel()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Header
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -26,7 +26,7 @@ from rayllm.serve.http import protocol, request
 from rayllm.serve.http.auth import ApiKey
 from rayllm.serve.http.batches.routes import Batches, make_routes
 from rayllm.serve.http.batches.store import BatchStore
-from rayllm.serve.http.console import console_page
+from rayllm.serve.http.console import console_file
 from rayllm.serve.http.convert import chat_job, completion_job, embedding_job, text_of, tokens_of
 from rayllm.serve.http.errors import ApiError
 from rayllm.serve.http.messages import protocol as messages_protocol
@@ -139,9 +139,15 @@ class _OpenApp(FastAPI):
 
 
 @server_routes.get("/", response_class=HTMLResponse, dependencies=[request.KEYED])
-async def console() -> Response:
+async def console(if_none_match: Annotated[str | None, Header(include_in_schema=False)] = None) -> Response:
     """A console in the browser."""
-    return console_page()
+    return console_file(known=if_none_match)
+
+
+@server_routes.get("/console/{path:path}", include_in_schema=False, dependencies=[request.KEYED])
+async def console_files(path: str, if_none_match: Annotated[str | None, Header()] = None) -> Response:
+    """What the console consists of."""
+    return console_file(path, if_none_match)
 
 
 @server_routes.get("/health", openapi_extra={"security": [{}, {"key": []}]})
@@ -177,10 +183,14 @@ async def metrics(context: request.Context) -> Response:
     return Response(await asyncio.to_thread(render, figures), media_type=CONTENT_TYPE_LATEST)
 
 
-@server_routes.get("/cluster", response_class=PlainTextResponse)
-async def cluster(context: request.Context) -> str:
-    """What `rayllm status` prints."""
-    return "\n".join(await context.state.describe_cluster())
+@server_routes.get("/cluster", responses={200: {"content": {"text/plain": {}}}})
+async def cluster(context: request.Context, format: str = "text") -> Response:
+    """What `rayllm status` prints, or with format=json `rayllm status --json`."""
+    if format not in ("text", "json"):
+        raise ApiError(400, "format must be text or json", param="format")
+    if format == "json":
+        return Response(await context.state.cluster_json(), media_type="application/json")
+    return PlainTextResponse("\n".join(await context.state.describe_cluster()))
 
 
 @server_routes.get("/v1/models", response_model_exclude_none=True)

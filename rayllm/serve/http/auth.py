@@ -81,9 +81,9 @@ def check_key(
     """
     if not keys:
         return None
-    # A browser that opens the page at / cannot send a bearer token, only a password. Nothing else takes passwords:
+    # A browser that opens the console cannot send a bearer token, only a password. Nothing else takes passwords:
     # browsers send them on their own, also with requests that another site's page makes them send.
-    by_password = path == "/" and method in ("GET", "HEAD")
+    by_password = (path == "/" or path.startswith("/console/")) and method in ("GET", "HEAD")
     scheme, _, credentials = (authorization or "").strip().partition(" ")
     key = credentials.strip() if scheme.lower() == "bearer" else ""
     if scheme.lower() == "basic" and by_password:

@@ -1,41 +1,78 @@
-"""The page at `/`: a console to chat with the served model and to watch the server's figures.
+"""The console in the browser: the page at `/` and its files below `/console/`, which are in the folder `console`.
 
-`console.html` is the whole of it: no other file, no other host. The browser holds it to that, because the policy sent
-along allows the page's own script and style by their hashes, requests to this server only, and no HTML made from text.
+They need no other host, and the browser holds them to that: the policy sent along allows scripts, styles, fonts and
+requests of this server only, and no markup but what DOMPurify has cleaned.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import importlib.resources
-import re
+from importlib.resources.abc import Traversable
+from typing import NamedTuple
 
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
-_PAGE = importlib.resources.files("rayllm.serve.http").joinpath("console.html").read_text(encoding="utf-8")
+from rayllm.serve.http.errors import ApiError
 
-
-def _hash_of(tag: str) -> str:
-    """The CSP source of the page's one inline element `tag`: the hash of its text."""
-    (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", _PAGE, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "mjs": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+    "woff2": "font/woff2",
+}
 _POLICY = (
-    f"default-src 'none'; script-src {_hash_of('script')}; style-src {_hash_of('style')}; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "  # data: is the empty icon
-    "require-trusted-types-for 'script'; trusted-types 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self' data:; "
+    # KaTeX gives some parts of a formula their width by an attribute `style`. A model's text cannot make one.
+    "style-src-attr 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify"
 )
 _HEADERS = {
-    "content-security-policy": _POLICY,
-    "cache-control": "no-cache",
+    "cache-control": "no-cache",  # kept, and asked about at each use
     "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
 
 
-def console_page() -> Response:
-    """The page, the same for everyone: it holds no secrets, and its own requests carry the user's key."""
-    return HTMLResponse(_PAGE, headers=_HEADERS)
+class _File(NamedTuple):
+    """A file of the console and the headers that go with it."""
+
+    content: bytes
+    headers: dict[str, str]
+
+
+def _read(folder: Traversable, prefix: str = "") -> dict[str, _File]:
+    """All files of a folder that browsers have a use for, by their paths in it."""
+    found: dict[str, _File] = {}
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found |= _read(entry, f"{prefix}{entry.name}/")
+        elif (kind := _TYPES.get(entry.name.rpartition(".")[2])) is not None:
+            content = entry.read_bytes()
+            headers = {"content-type": kind, "etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'} | _HEADERS
+            if entry.name.endswith(".html"):
+                headers["content-security-policy"] = _POLICY
+            found[f"{prefix}{entry.name}"] = _File(content, headers)
+    return found
+
+
+_PAGE = "index.html"
+_FILES = _read(importlib.resources.files("rayllm.serve.http").joinpath("console"))
+
+
+def console_file(path: str = _PAGE, known: str | None = None) -> Response:
+    """A file of the console, the same for everyone: none holds secrets, and the page's requests carry the user's key.
+
+    known: the request's header if-none-match; if it names the file as it is, the answer is 304. Raises ApiError 404.
+    """
+    file = _FILES.get(path)
+    if file is None:
+        raise ApiError(404, "the console has no such file")
+    if known is not None and file.headers["etag"] in known:
+        return Response(status_code=304, headers=file.headers)
+    return Response(file.content, headers=file.headers)

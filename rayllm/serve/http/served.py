@@ -74,6 +74,9 @@ class ServerState(Protocol):
     async def describe_cluster(self) -> list[str]:
         """Lines about hosts, replicas, loads, drains and recoveries."""
 
+    async def cluster_json(self) -> bytes:
+        """The same as a JSON object."""
+
 
 class Target(NamedTuple):
     """The model and the engine that a request goes to."""

@@ -1,26 +1,36 @@
-"""The console page: what the browser is told to allow, that it needs no other host, and that text stays text."""
+"""The console's files as the server gives them: headers, policy, keys, and that they need no other host."""
 
 import base64
-import hashlib
-import json
 import re
 import shutil
 import subprocess
-import threading
-import time
 from html.parser import HTMLParser
+from pathlib import Path, PurePosixPath
 
 import pytest
-import uvicorn
-from support.app import Api, render_metrics
+from support.app import Api, error_of, render_metrics
 
+import rayllm.serve.http
 from rayllm.api.types import EngineStats
-from rayllm.serve.http.console import console_page
+from rayllm.config.options import ServerConfig
+from rayllm.serve.http.auth import load_api_keys
 from rayllm.serve.http.metrics import HISTOGRAMS, FrontMetrics
 
-PAGE = console_page().body.decode()
-SCRIPT = re.search(r"<script>(.*?)</script>", PAGE, re.DOTALL)[1]
-STYLE = re.search(r"<style>(.*?)</style>", PAGE, re.DOTALL)[1]
+FOLDER = Path(rayllm.serve.http.__file__).with_name("console")
+SERVED = (".css", ".html", ".js", ".mjs", ".svg", ".woff2")
+FILES = [str(path.relative_to(FOLDER)) for path in sorted(FOLDER.rglob("*")) if path.suffix in SERVED]
+OWN = {name: (FOLDER / name).read_text() for name in FILES if not name.startswith("vendor/")}
+MODULES = {name: text for name, text in OWN.items() if name.endswith(".js")}
+PAGE = OWN["index.html"]
+API = Api()
+TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
 
 
 class Elements(HTMLParser):
@@ -36,180 +46,160 @@ class Elements(HTMLParser):
 ELEMENTS = Elements(PAGE).all
 
 
-def policy():
-    parts = (part.split(" ", 1) for part in console_page().headers["content-security-policy"].split("; "))
-    return dict(parts)
-
-
-def source_of(text):
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def test_the_policy_allows_this_page_and_nothing_else():
-    allowed = policy()
+def test_the_policy_allows_this_server_and_nothing_else():
+    policy = API.get("/").headers["content-security-policy"]
+    allowed = dict(part.split(" ", 1) for part in policy.split("; "))
     assert allowed["default-src"] == "'none'"
-    assert allowed["script-src"] == source_of(SCRIPT)
-    assert allowed["style-src"] == source_of(STYLE)
-    assert allowed["connect-src"] == "'self'"
-    assert {allowed[name] for name in ("base-uri", "form-action", "frame-ancestors", "trusted-types")} == {"'none'"}
+    for name in ("script-src", "style-src", "font-src", "connect-src"):
+        assert allowed[name] == "'self'"
+    assert allowed["img-src"] == "'self' data:"
+    assert {allowed[name] for name in ("base-uri", "form-action", "frame-ancestors")} == {"'none'"}
     assert allowed["require-trusted-types-for"] == "'script'"
-    assert "unsafe" not in str(allowed)
+    assert allowed["trusted-types"] == "dompurify"
+    assert policy.count("unsafe") == 1 and allowed["style-src-attr"] == "'unsafe-inline'"
 
 
-def test_headers():
-    headers = console_page().headers
-    assert headers["content-type"] == "text/html; charset=utf-8"
-    assert headers["x-content-type-options"] == "nosniff"
-    assert headers["referrer-policy"] == "no-referrer"
-    assert int(headers["content-length"]) == len(PAGE.encode()) < 64 * 2**10
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_is_served(name):
+    answer = API.get(f"/console/{name}")
+    assert answer.status_code == 200
+    assert answer.content == (FOLDER / name).read_bytes()
+    assert answer.headers["content-type"] == TYPES[PurePosixPath(name).suffix]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert answer.headers["cache-control"] == "no-cache"
+    assert int(answer.headers["content-length"]) == len(answer.content)
 
 
-def test_the_app_has_it():
-    answer = Api().get("/")
+def test_the_page():
+    answer = API.get("/")
     assert (answer.status_code, answer.text) == (200, PAGE)
-    assert answer.headers["content-security-policy"] == console_page().headers["content-security-policy"]
+    assert answer.headers["content-type"] == TYPES[".html"]
+    assert API.request("HEAD", "/").headers["etag"] == answer.headers["etag"]
 
 
-def test_no_other_host_and_no_other_file():
-    assert re.findall(r"(?:https?:)?//[\w.-]+\.\w+", PAGE) == []
-    assert "@import" not in STYLE and "url(" not in STYLE
+def test_what_a_browser_has_is_not_sent_again():
+    for path in ("/", "/console/app.js"):
+        etag = API.get(path).headers["etag"]
+        answer = API.request("GET", path, headers={"if-none-match": f'"other", {etag}'})
+        assert (answer.status_code, answer.content, answer.headers["etag"]) == (304, b"", etag)
+        assert API.request("GET", path, headers={"if-none-match": '"other"'}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "nothing.js", "vendor", "vendor/README.md", "../console.py", "..%2fconsole.py", "%2e%2e/app.py", "/app.js"],
+)
+def test_other_paths_are_not_found(path):
+    error_of(API.get(f"/console/{path}"), 404)
+
+
+def test_keys_are_required():
+    guarded = Api(keys=load_api_keys(ServerConfig(api_key="sk-1"), {}))
+    password = base64.b64encode(b"anyone:sk-1").decode()
+    for path in ("/", "/console/app.js", "/console/nothing"):
+        answer = guarded.get(path)
+        error_of(answer, 401)
+        assert answer.headers["www-authenticate"].startswith("Basic "), "so that a browser asks for the password"
+    for scheme in (f"Basic {password}", "Bearer sk-1"):
+        for path in ("/", "/console/app.js"):
+            assert guarded.request("GET", path, headers={"authorization": scheme}).status_code == 200
+    error_of(guarded.request("GET", "/consoles", headers={"authorization": f"Basic {password}"}), 401)
+    error_of(guarded.request("GET", "/cluster", headers={"authorization": f"Basic {password}"}), 401)
+
+
+def test_the_cluster_as_text_and_as_json():
+    assert API.get("/cluster").headers["content-type"].startswith("text/plain")
+    answer = API.get("/cluster?format=json")
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == {"hosts": [], "applications": []}
+    assert "format" in error_of(API.get("/cluster?format=xml"), 400)["message"]
+
+
+def test_it_is_small():
+    assert sum((FOLDER / name).stat().st_size for name in FILES) < 1_100_000  # bytes
+
+
+def test_no_other_host():
+    for name, text in OWN.items():
+        found = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text))
+        assert found <= {"http://www.w3.org"}, name  # the name of SVG
+    assert re.findall(r"@import|url\(", OWN["style.css"]) == []
     for tag, attributes in ELEMENTS:
-        assert "src" not in attributes, tag
-        assert attributes.get("href") in (None, "data:,"), tag
+        for link in (attributes.get("src"), attributes.get("href")):
+            assert link is None or link.startswith("#") or link.removeprefix("console/") in FILES, (tag, link)
+
+
+def test_what_files_refer_to_is_there():
+    for name, text in MODULES.items():
+        for target in re.findall(r'(?:from |import |import\()"\./([^"]+)"', text):
+            assert target in FILES, (name, target)
+    for url in re.findall(r"url\((fonts/[^)]+\.woff2)\)", (FOLDER / "vendor/katex/katex.min.css").read_text()):
+        assert f"vendor/katex/{url}" in FILES
+
+
+def test_the_libraries_are_those_of_the_readme():
+    rows = re.findall(r"^\| (\S+) \| ([\d.]+) \|", (FOLDER / "vendor/README.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in rows] == ["markdown-it", "dompurify", "@highlightjs/cdn-assets", "katex"]
+    for name, version in rows:
+        folder = FOLDER / "vendor" / name.lstrip("@").split("/")[0]
+        assert (folder / "LICENSE").stat().st_size > 500
+        if name != "markdown-it":  # whose bundle does not say it
+            assert any(version in file.read_text() for file in folder.glob("*.js")), name
 
 
 def test_the_policy_does_not_break_the_page():
-    """Handlers and styles in attributes would be blocked, and so be dead."""
+    """Scripts and styles in the page, and handlers in attributes, would be blocked, and so be dead."""
     for tag, attributes in ELEMENTS:
         assert not [name for name in attributes if name == "style" or name.startswith("on")], tag
+        assert tag != "style" and (tag != "script" or attributes.keys() == {"type", "src"})
 
 
-def test_text_never_becomes_markup():
-    for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "srcdoc"):
-        assert sink not in SCRIPT
+def test_text_never_becomes_markup_but_by_the_cleaner():
+    sinks = (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "setHTML",
+        "document.write",
+        "eval(",
+        "Function(",
+        "srcdoc",
+    )
+    for name, text in MODULES.items():
+        assert not [sink for sink in sinks if sink in text], name
+        assert ("DOMPurify.sanitize" in text) == (name == "markdown.js")
 
 
 def test_every_control_has_a_name_for_screen_readers():
-    labelled = re.findall(r"<label[^>]*>[^<]+<(?:input|textarea) id=\"(\w+)\"", PAGE)
+    labelled = re.findall(r"<label[^>]*>[^<]+<(?:input|textarea|select) id=\"(\w+)\"", PAGE)
     labelled += [attributes.get("for") for tag, attributes in ELEMENTS if tag == "label"]
     for tag, attributes in ELEMENTS:
         if tag in ("input", "textarea", "select"):
             assert attributes["id"] in labelled or attributes.get("aria-label"), attributes
 
 
-def test_ids_of_the_script_are_in_the_page():
+def test_ids_of_the_modules_are_in_the_page():
     ids = {attributes["id"] for _, attributes in ELEMENTS if "id" in attributes}
-    assert set(re.findall(r"\$\(\"([\w-]+)\"\)", SCRIPT)) <= ids
-    assert {"temperature", "top_p", "top_k", "max_tokens", "seed"} <= ids
+    for name, text in MODULES.items():
+        assert set(re.findall(r"\$\(\"([\w-]+)\"\)", text)) <= ids, name
+    assert {"temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "system", "tools", "extra"} <= ids
 
 
 def test_the_figures_are_ones_that_the_server_has():
     text = render_metrics("m", EngineStats(), FrontMetrics()).decode()
     names = set(re.findall(r"^rayllm:(\w+)", text, re.MULTILINE))
-    used = set(re.findall(r"(?:get|mean)\(\"(\w+)\"\)|(?:last, )\"(\w+)\"(?:, \"(\w+)\")?", SCRIPT))
+    used = set(re.findall(r"(?:get|mean)\(\"(\w+)\"\)|(?:last, )\"(\w+)\"(?:, \"(\w+)\")?", MODULES["figures.js"]))
     flat = {name for group in used for name in group if name}
     assert len(flat) == 9
     for name in flat:
         assert name in names or name in HISTOGRAMS, name
 
 
-# The script's own functions, run in node where there is one.
-
-_STUBS = """
-const nothing = () => stub;
-const stub = new Proxy(function () {}, {
-  get: (_, key) => key === Symbol.toPrimitive ? () => "" : key === Symbol.iterator ? [][Symbol.iterator] : stub,
-  set: () => true, apply: nothing, construct: nothing,
-});
-const location = { origin: "", pathname: "" }, sessionStorage = { getItem: () => null };
-const document = stub, window = {}, navigator = {};
-const fetch = () => Promise.reject(new Error("no server"));
-"""
-
-
-def in_node(code):
-    """What the expression `code` is worth in the page's script."""
+def test_modules_are_javascript():
     node = shutil.which("node")
     if node is None:
         pytest.skip("needs node")
-    script = _STUBS + SCRIPT.replace('"use strict";', "") + f"\nconsole.log(JSON.stringify({code})); process.exit(0);"
-    done = subprocess.run([node, "-"], input=script, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_markdown_blocks():
-    text = "# Title\ntext\nmore\n\n- a\n- b\n  goes on\n```py\n# no title\n\n- no item\n```\nend"
-    blocks = in_node(f"splitBlocks({json.dumps(text)}).map(({{kind, lines}}) => [kind, lines.length])")
-    assert blocks == [["heading", 1], ["text", 2], ["list", 3], ["code", 4], ["text", 1]]
-
-
-def test_markdown_of_a_growing_text_is_that_of_the_whole():
-    """Blocks are settled once what comes can't change them; cutting there must not change what follows."""
-    text = "one\ntwo\n\n1. x\n2. y\n\n```\ncode\n\nmore\n```\n## h\n\n  - deep\n\nlast `code` line"
-    code = f"""(() => {{
-      const text = {json.dumps(text)}, kept = [];
-      let settled = 0, open = [];
-      for (let end = 1; end <= text.length; end++) {{
-        const rest = text.slice(settled, end), blocks = splitBlocks(rest), first = firstOpen(blocks, rest);
-        if (!blocks.length) continue;
-        kept.push(...blocks.slice(0, first).map((b) => [b.kind, b.lines.join("\\n")]));
-        open = blocks.slice(first).map((b) => [b.kind, b.lines.join("\\n")]);
-        settled += blocks[first].start;
-      }}
-      return [[...kept, ...open], splitBlocks(text).map((b) => [b.kind, b.lines.join("\\n")])];
-    }})()"""
-    grown, whole = in_node(code)
-    assert grown == whole
-    assert [kind for kind, _ in whole] == ["text", "list", "code", "heading", "list", "text"]
-
-
-def test_inline_markdown_leaves_code_like_text_alone():
-    text = "a `b*c*` **bold** *it* *args, **kwargs 2*3*4 __init__ [x](javascript:y)"
-    found = in_node(f"[...{json.dumps(text)}.matchAll(INLINE)].map((match) => match[0])")
-    assert found == ["`b*c*`", "**bold**", "*it*"]
-
-
-def test_readings_sum_labels_and_see_restarts():
-    first = render_metrics('m}"x', EngineStats(num_running=2, generation_tokens=50), FrontMetrics()).decode()
-    code = f"""(() => {{
-      const one = new Reading({json.dumps(first)}), two = new Reading(
-        'rayllm:generation_tokens_total{{engine="0"}} 70.0\\nrayllm:generation_tokens_total{{engine="1"}} 80.0\\n'
-        + 'rayllm:kv_cache_usage_perc{{engine="0"}} 0.2\\nrayllm:kv_cache_usage_perc{{engine="1"}} 0.4\\n');
-      two.at = one.at + 2000;
-      return [one.get("num_requests_running"), rate(two, one, "generation_tokens_total"),
-        two.mean("kv_cache_usage_perc"), Number.isNaN(rate(one, two, "generation_tokens_total")),
-        Number.isNaN(rate(one, null, "generation_tokens_total")), Number.isNaN(two.get("num_requests_running"))];
-    }})()"""
-    assert in_node(code) == [2, pytest.approx(50), pytest.approx(0.3), True, True, True]
-
-
-# In a browser, where there is one.
-
-
-@pytest.fixture
-def served():
-    """The address of the app with a fake engine, on the loopback device."""
-    server = uvicorn.Server(uvicorn.Config(Api().app, host="127.0.0.1", port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive(), "the server could not be started"
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
-    server.should_exit = True
-    thread.join(timeout=10)
-
-
-def test_the_page_runs_in_a_browser(served, tmp_path):
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("needs Chromium or Chrome")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000"]
-    command = [browser, *flags, "--enable-logging=stderr", "--dump-dom", served]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert '<option value="org/fake">org/fake</option>' in done.stdout
-    assert done.stdout.count('<div class="figure') == 8 + 1  # and the template
-    assert "<dt>Running</dt><dd>2 <small></small></dd>" in done.stdout
-    assert "<dt>KV cache in use</dt><dd>25 <small>%</small></dd>" in done.stdout
-    assert "Content Security Policy" not in done.stderr
+    for text in MODULES.values():
+        done = subprocess.run([node, "--check", "--input-type=module"], input=text, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
