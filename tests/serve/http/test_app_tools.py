@@ -253,8 +253,8 @@ def test_reasoning_can_be_off(ask):
 
 def test_a_constraint_holds_for_all_but_the_reasoning(ask):
     for source, script, begin in (
-        (THINKER, 'hm\n</think>\n\n{"a": 1}', "start: rule_0 NL? NL? "),  # the prompt opened the tag
-        (HERMES, '<think>hm</think>{"a": 1}', 'start: ("<think>" rule_0 NL? NL?)? '),
+        (THINKER, 'hm\n</think>\n\n{"a": 1}', "start: rule_1 NL? NL? "),  # the prompt opened the tag
+        (HERMES, '<think>hm</think>{"a": 1}', 'start: ("<think>" rule_1 NL? NL?)? '),
     ):
         app = Played(script, source=source)
         choice = ask(app, response_format={"type": "json_object"})
@@ -393,11 +393,13 @@ def test_forced_calls_of_gpt_oss_are_messages(ask):
     assert "get_weather" not in app.params.structured_outputs.grammar
 
 
-def test_nothing_of_a_forced_call_is_content_when_it_is_cut(ask):
+def test_nothing_of_a_forced_call_is_content_when_it_is_cut():
     for end in range(1, 60):
         script = '[{"name": "get_weather", "arguments": {"city": "Bergen"}}]'[:end]
-        choice = ask(Played(script, finish="length", step=7), tools=TOOLS, tool_choice="required")
-        assert not choice.message.content
+        played = Played(script, script, finish="length", step=7)
+        assert not played.chat(tools=TOOLS, tool_choice="required").choices[0].message.content
+        chunks = played.chunks(tools=TOOLS, tool_choice="required")
+        assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
 
 def test_what_is_not_enforced_is_named():
@@ -426,7 +428,7 @@ def test_what_is_not_enforced_is_named():
     assert len(answer.headers["x-rayllm-not-enforced"]) == 1000
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "3", "", "null", "[" * 100_000, None, {"a": 1}])
+@pytest.mark.parametrize("arguments", ["{", "[1]", "3", "", "null", "[" * 1000, None, {"a": 1}])
 def test_histories_are_taken_as_the_template_takes_them(arguments):
     call = {"type": "function", "function": {"name": "now", "arguments": arguments}}
     turns = [

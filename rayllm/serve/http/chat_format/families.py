@@ -64,4 +64,4 @@ def reasoning_of(template: str) -> Reasoning | None:
     """How a chat template shows that its model reasons."""
     if "<|channel|>" in template and "<|message|>" in template:
         return "gpt_oss"
-    return next((name for name in ("mistral", "think") if THINK_TAGS[name][1] in template), None)  # type: ignore[return-value]
+    return next((name for name in ("mistral", "think") if THINK_TAGS[name][1] in template), None)

@@ -150,7 +150,7 @@ TEXT = {  # what is no call stays as it is
         V31.format("", "{}"),
         "<",
     ],
-    "gpt_oss": ["", "<|", "<|channel|>commentary to=functions.rm <|message|>{}<|call|>", "<|start|>", "<|end|>x"],
+    "gpt_oss": ["", "<|", "<|channel|>commentary to=functions.rm <|message|>{}<|call|>", "<|end|>x"],
 }
 CASES = [(family, text, found) for family, cases in FOUND.items() for text, found in cases.items()]
 CASES += [(family, text, [text] if text else []) for family, texts in TEXT.items() for text in texts]

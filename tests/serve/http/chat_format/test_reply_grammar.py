@@ -46,7 +46,7 @@ def source_of(structure):
 @pytest.fixture(scope="module", params=["spelled out", "special"])
 def tokenizer(request):
     """The bundled model's, with all tags as special tokens or none."""
-    backend = tokenizers.Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+    backend = tokenizers.Tokenizer.from_file(f"{BUNDLED_MODEL}/tokenizer.json")
     if request.param == "special":
         pairs = [(tools, reasoning) for tools in (*CALL_FORMS, "gpt_oss") for reasoning in ("think", "mistral")]
         tags = sorted(set().union(*(tags_of(*pair) for pair in pairs)))
