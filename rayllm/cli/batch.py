@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel, create_model
+from pydantic import create_model
 
 from rayllm.cli.options import config_flags, deployment_config
 from rayllm.config.options import EngineConfig, ModelConfig, ModelServerConfig
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 # Options of a server that shape its answers; those about its clients mean nothing here.
 _ANSWERS = ("served_model_name", "tool_call_parser", "reasoning_parser")
-_FIELDS: dict[str, Any] = {name: ModelServerConfig.model_fields[name] for name in _ANSWERS}
-AnswerFlags: type[BaseModel] = create_model("AnswerFlags", **{name: (f.annotation, f) for name, f in _FIELDS.items()})
+_FIELDS: dict[str, Any] = {
+    name: (field.annotation, field) for name, field in ModelServerConfig.model_fields.items() if name in _ANSWERS
+}
+AnswerFlags = create_model("AnswerFlags", **_FIELDS)
 
 
 @config_flags(AnswerFlags, EngineConfig)

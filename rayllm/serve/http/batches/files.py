@@ -130,7 +130,7 @@ class FileStore:
         """Raises ApiError 404."""
         self._remove(self.get(file_id, owner).id)
 
-    def list(self, owner: str) -> list[FileObject]:
+    def owned_by(self, owner: str) -> list[FileObject]:
         """All files of an owner, the newest first."""
         stored = (self._load(path) for path in self._folder.glob("file-*.json"))
         files = [each.file for each in stored if each is not None and each.owner == owner]

@@ -98,7 +98,7 @@ class _Upload(Request):
 
 def make_routes(responses: dict[int | str, dict[str, Any]]) -> list[APIRouter]:
     """All routes. responses: what the API's document says of errors."""
-    conflict = {409: {"description": "The batch has ended.", "model": ErrorAnswer}}
+    conflict: dict[int | str, dict[str, Any]] = {409: {"description": "The batch has ended.", "model": ErrorAnswer}}
     routes, json_routes = (
         APIRouter(responses=responses | conflict),
         APIRouter(responses=responses, route_class=JsonRoute),
@@ -134,7 +134,7 @@ def make_routes(responses: dict[int | str, dict[str, Any]]) -> list[APIRouter]:
         purpose: Purpose | None = None,
     ) -> Response:
         """The files of this API key, those with results of batches too."""
-        found = await asyncio.to_thread(here.store.files.list, context.record.key or "")
+        found = await asyncio.to_thread(here.store.files.owned_by, context.record.key or "")
         chosen = [file for file in found if purpose in (None, file.purpose)]
         return _page(chosen if order == "desc" else chosen[::-1], after, limit)
 
@@ -162,7 +162,7 @@ def make_routes(responses: dict[int | str, dict[str, Any]]) -> list[APIRouter]:
         if body.endpoint not in known:
             message = f"endpoint must be one of {', '.join(known)}, not {body.endpoint[:200]!r}"
             raise ApiError(400, message, param="endpoint")
-        ttl = body.output_expires_after and body.output_expires_after.seconds
+        ttl = None if body.output_expires_after is None else body.output_expires_after.seconds
         owner, file_id = context.record.key or "", body.input_file_id
         window, metadata = body.completion_window, body.metadata
         create = here.store.create
@@ -173,7 +173,7 @@ def make_routes(responses: dict[int | str, dict[str, Any]]) -> list[APIRouter]:
         context: Context, here: Here, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> Response:
         """The batches of this API key, the newest first."""
-        return _page(await asyncio.to_thread(here.store.list, context.record.key or ""), after, limit)
+        return _page(await asyncio.to_thread(here.store.owned_by, context.record.key or ""), after, limit)
 
     @routes.get("/v1/batches/{batch_id}")
     async def get_batch(batch_id: str, context: Context, here: Here) -> Response:

@@ -163,7 +163,7 @@ class BatchStore:
         (self._path(batch_id) / "cancel").touch(mode=0o600)
         return self.get(batch_id, owner)
 
-    def list(self, owner: str) -> list[Batch]:
+    def owned_by(self, owner: str) -> list[Batch]:
         """All batches of an owner, the newest first."""
         stored = [self.load(batch_id) for batch_id in self.ids()]
         batches = [each.batch for each in stored if each is not None and each.owner == owner]
