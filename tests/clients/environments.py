@@ -138,7 +138,9 @@ ENVIRONMENTS: dict[str, PythonEnvironment | NodeEnvironment] = {
         PythonEnvironment("litellm", ["litellm", "mcp"], ["test_litellm.py", "test_docs.py"]),
         PythonEnvironment("llamaindex", ["llama-index-llms-openai-like"], ["test_llamaindex.py", "test_docs.py"]),
         PythonEnvironment("instructor", ["instructor"], ["test_instructor.py", "test_docs.py"]),
-        PythonEnvironment("pydantic-ai", ["pydantic-ai-slim[openai]"], ["test_pydantic_ai.py", "test_docs.py"]),
+        PythonEnvironment(
+            "pydantic-ai", ["pydantic-ai-slim[openai,anthropic]"], ["test_pydantic_ai.py", "test_docs.py"]
+        ),
         PythonEnvironment("llm", ["llm"], ["test_llm_command.py", "test_docs.py"]),
         PythonEnvironment("dspy", ["dspy"], ["test_dspy.py", "test_docs.py"]),
         NodeEnvironment(),
@@ -147,6 +149,8 @@ ENVIRONMENTS: dict[str, PythonEnvironment | NodeEnvironment] = {
         PythonEnvironment("aiperf", ["aiperf"], ["test_aiperf.py", "test_docs.py"]),
         PythonEnvironment("schemathesis", ["schemathesis"], ["test_schemathesis.py"]),
         PythonEnvironment("openai-agents", ["openai-agents"], ["test_openai_agents.py", "test_docs.py"]),
-        PythonEnvironment("anthropic", ["anthropic"], ["test_anthropic.py", "test_docs.py"]),
+        PythonEnvironment(
+            "anthropic", ["anthropic"], ["test_anthropic.py", "test_anthropic_agents.py", "test_docs.py"]
+        ),
     )
 }

@@ -43,7 +43,7 @@ def run(folder):
             stdin=subprocess.DEVNULL if text is None else None,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=250,
         )
         return done.returncode, done.stdout, done.stderr
 

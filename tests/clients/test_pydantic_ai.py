@@ -1,4 +1,4 @@
-"""pydantic-ai's chat model against a live server: text, tools, output types."""
+"""pydantic-ai's models for OpenAI's chats and responses and Anthropic's messages against a live server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ pydantic_ai = pytest.importorskip("pydantic_ai", reason="pydantic-ai is not inst
 from pydantic import BaseModel, ConfigDict  # noqa: E402
 from pydantic_ai import Agent, ModelHTTPError, NativeOutput, ToolOutput, UnexpectedModelBehavior  # noqa: E402
 from pydantic_ai.messages import ToolReturnPart  # noqa: E402
-from pydantic_ai.models.openai import OpenAIChatModel  # noqa: E402
+from pydantic_ai.models.anthropic import AnthropicModel  # noqa: E402
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel  # noqa: E402
+from pydantic_ai.providers.anthropic import AnthropicProvider  # noqa: E402
 from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
 
 QUESTION = "What does len do?"
@@ -28,9 +30,12 @@ class Visit(BaseModel):
     guide: bool
 
 
-@pytest.fixture
-def model(url):
-    return OpenAIChatModel("tiny-pydoc", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
+@pytest.fixture(params=["chat", "responses", "anthropic"])
+def model(request, url):
+    if request.param == "anthropic":
+        return AnthropicModel("tiny-pydoc", provider=AnthropicProvider(base_url=url, api_key="none"))
+    kind = {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}[request.param]
+    return kind("tiny-pydoc", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
 
 
 def test_text_whole_and_streamed(model):
@@ -70,9 +75,10 @@ def test_output_by_the_schema_whole_and_streamed(model):
     assert last == whole
 
 
-def test_tools_beside_an_output_by_a_tool(model):
-    """One of the two has to be called each time; when calls are used up, that is an error of pydantic-ai."""
-    agent = Agent(model, output_type=ToolOutput(Visit), model_settings=SETTINGS | {"seed": 1})
+@pytest.mark.parametrize("kind", [ToolOutput, NativeOutput])
+def test_tools_beside_an_output_type(model, kind):
+    """The model calls the tool as often as it likes, at most until its requests are used up, and then answers."""
+    agent = Agent(model, output_type=kind(Visit), model_settings=SETTINGS)
     asked = []
 
     @agent.tool_plain
