@@ -1,5 +1,6 @@
 """The command as a whole: exit codes, one line for each error, what `--help` imports."""
 
+import functools
 import io
 import os
 import shutil
@@ -122,7 +123,7 @@ def test_completion_of_what_is_typed(typed, found, monkeypatch, capsys):
     monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
     monkeypatch.setattr(sys, "argv", ["rayllm"])
     with pytest.raises(SystemExit):
-        cli.main()
+        cli.main(functools.partial(cli.app, prog_name="rayllm"))  # else it has the name of pytest
     assert capsys.readouterr().out.split() == found
 
 
