@@ -7,7 +7,7 @@ import pytest
 
 dspy = pytest.importorskip("dspy", reason="dspy is not installed")
 
-from dspy.lm15 import AccessPolicy, ModelSupport, ProviderDefinition, register_provider  # noqa: E402
+from dspy.lm15 import AccessPolicy, ModelSupport, OpenAIChatCompat, ProviderDefinition, register_provider  # noqa: E402
 
 
 class Choose(dspy.Signature):
@@ -38,7 +38,7 @@ def test_chat_and_completions(options):
 def test_a_signature_is_answered_in_its_types(options):
     """JSONAdapter sends the signature as a schema to a provider that is declared to take one."""
     access = AccessPolicy(provider="rayllm", env_keys=(), base_url=options["api_base"])
-    provider = ProviderDefinition.chat(access, compat="vllm")
+    provider = ProviderDefinition.chat(access, compat=OpenAIChatCompat())
     register_provider(provider, supports=ModelSupport(response_schema=True), replace=True)
     with dspy.context(lm=dspy.LM("rayllm/tiny-pydoc", **options), adapter=dspy.JSONAdapter()):
         answer = dspy.Predict(Choose)(wish="somewhere warm")
