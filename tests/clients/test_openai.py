@@ -203,7 +203,7 @@ def test_structured_output_extensions(client):
         ({"temperature": -1}, "temperature"),
         ({"n": 10**9}, "n"),
         ({"logprobs": 21}, "logprobs"),
-        ({"extra_body": {"colour": "red"}}, "colour"),
+        ({"extra_body": {"colour": "red", "strict_fields": True}}, "colour"),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
         ({"stop": [""]}, "stop"),
     ],
@@ -216,6 +216,13 @@ def test_a_bad_request_is_an_error_of_its_own_kind(client, fields, param):
     assert (error.status_code, error.param, error.type) == (400, param, "invalid_request_error")
     assert error.request_id is not None
     assert param in error.message
+
+
+def test_what_is_unknown_is_ignored_and_named(client):
+    asked = {"colour": "red", "structured_outputs": {"choice": ["yes", "no"], "depth": 3}}
+    raw = client.completions.with_raw_response.create(model=MODEL, prompt="hi", max_tokens=8, extra_body=asked)
+    assert raw.parse().choices[0].text in ("yes", "no")
+    assert raw.headers["x-rayllm-ignored"] == "colour, structured_outputs.depth"
 
 
 def test_an_unknown_model_is_not_found(client):
