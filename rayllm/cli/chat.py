@@ -242,9 +242,15 @@ class Answer:
 
 
 def input_lines() -> Iterator[str]:
-    """What the user types, up to an empty line or the end of input. Lines of a pipe or file come as they are."""
+    """What the user types, up to an empty line or the end of input. Lines of a pipe or file come as they are.
+
+    Raises InvalidRequestError if they are not text.
+    """
     if not sys.stdin.isatty():
-        yield from itertools.takewhile(bool, map(str.strip, sys.stdin))
+        try:
+            yield from itertools.takewhile(bool, map(str.strip, sys.stdin))
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(f"standard input is not UTF-8 text: {error.reason}") from None
         return
     import readline  # gives `input` line editing
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.cli.options import config_flags, engine_config
 from rayllm.config.options import EngineConfig
+from rayllm.errors import InvalidRequestError
 
 
 class SamplingFlags(BaseModel):
@@ -32,14 +33,16 @@ class SamplingFlags(BaseModel):
 
 @config_flags(SamplingFlags, EngineConfig, positional_model=False)
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Standard input if none.")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Standard input, without its last newline, if none.")
+    ] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object a completion.")] = False,
     **options: Any,
 ) -> None:
     """Complete prompts with a model in this process."""
     from rayllm.llm import LLM
 
-    prompts = prompts or [sys.stdin.read()]
+    prompts = prompts or [_prompt_of_standard_input()]
     config = engine_config(options)
     fields = SamplingFlags(**{name: value for name, value in options.items() if value is not None}).model_dump()
     early_stopping = fields.pop("early_stopping")
@@ -59,3 +62,14 @@ def generate(
                 print(completion.text)
             else:
                 print(f"> {prompt}\n{completion.text}\n")
+
+
+def _prompt_of_standard_input() -> str:
+    """All of it, without the newline that `echo` and editors put at the end. Raises InvalidRequestError."""
+    try:
+        prompt = sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"standard input is not UTF-8 text: {error.reason}") from None
+    if not prompt:
+        raise InvalidRequestError("there is no prompt: give one as an argument or on standard input")
+    return prompt

@@ -17,7 +17,7 @@ from rayllm.cli.options import make_app
 from rayllm.cli.status import status
 from rayllm.errors import ConfigError, InvalidRequestError, RayllmError
 
-app = make_app("Distributed LLM serving on Ray.")
+app = make_app("Distributed LLM serving on Ray.", completion=True)
 app.command()(launch)
 app.command()(generate)
 app.command()(batch)

@@ -35,10 +35,17 @@ _FLAGS = {"tensor_parallel_size": ["--tensor-parallel-size", "--tp"]}
 Command = Callable[..., None]
 
 
-def make_app(text: str | None = None) -> typer.Typer:
-    """An application without the boxes of rich, which cut long flags off. text: its help."""
+def make_app(text: str | None = None, *, completion: bool = False) -> typer.Typer:
+    """An application without the boxes of rich, which cut long flags off. text: its help.
+
+    completion: whether it has the flags --install-completion and --show-completion, for the shell that it is run in.
+    """
     return typer.Typer(
-        help=text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+        help=text,
+        no_args_is_help=True,
+        add_completion=completion,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
     )
 
 

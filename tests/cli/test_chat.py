@@ -82,6 +82,18 @@ def test_standard_output_has_nothing_but_answers(server):
     assert contents(server.bodies[1]) == ["a", "you said a", "b"]
 
 
+@pytest.mark.parametrize("text", ["a\nb", "a\r\nb\r\n", "a\nb\n\nnever"])
+def test_the_last_line_needs_no_newline(server, text):
+    result = runner.invoke(cli.app, ["chat", "--url", server.url], input=text)
+    assert result.stdout == "you said a\nyou said b\n"
+
+
+def test_input_that_is_not_text(server):
+    error = runner.invoke(cli.app, ["chat", "--url", server.url], input=b"a\n\xff\n").exception
+    assert isinstance(error, InvalidRequestError)
+    assert "not UTF-8" in str(error)
+
+
 def test_the_address_may_end_in_v1(server):
     result = runner.invoke(cli.app, ["chat", "--url", f"{server.url}/v1/", "--model", "m"], input="a\n/exit\nb\n")
     assert result.stdout == "you said a\n"

@@ -1,6 +1,7 @@
 """`rayllm generate` on the bundled model: prompts, several completions, JSON, standard input."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +18,30 @@ def test_one_prompt_is_completed_by_its_text_alone(args):
     result = runner.invoke(cli.app, ["generate", *args, *OPTIONS, *SMALL], input="The for statement")
     assert result.exit_code == 0, result.output
     assert result.stdout == " is used to iterate over\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"), [("A list", "A list"), ("A list\n", "A list"), ("A list\n\n", "A list\n"), ("a\r\n b", "a\n b")]
+)
+def test_standard_input_without_its_last_newline(monkeypatch, text, prompt):
+    asked = []
+
+    class Engine:
+        def __init__(self, **_options): ...
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_): ...
+
+        def generate(self, prompts, _params):
+            asked.extend(prompts)
+            return [SimpleNamespace(outputs=[]) for _ in prompts]
+
+    monkeypatch.setattr("rayllm.llm.LLM", Engine)
+    result = runner.invoke(cli.app, ["generate"], input=text)
+    assert result.exit_code == 0, result.output
+    assert asked == [prompt]
 
 
 def test_several_prompts_and_completions():

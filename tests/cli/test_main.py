@@ -1,8 +1,13 @@
 """The command as a whole: exit codes, one line for each error, what `--help` imports."""
 
+import functools
+import io
+import os
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +22,7 @@ def run(monkeypatch, capsys):
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["rayllm", *args])
+        monkeypatch.setattr(sys, "stdin", io.StringIO())
         with pytest.raises(SystemExit) as caught:
             cli.main()
         return caught.value.code, capsys.readouterr().err
@@ -37,6 +43,7 @@ def run(monkeypatch, capsys):
         (["generate", "hi", "--use-beam-search", "--n", "2", "--early-stopping", "no"], "early_stopping must be true"),
         (["generate", "hi", "--length-penalty", "2"], "length_penalty is only allowed with use_beam_search"),
         (["generate", "hi", "--model", "/no/such/model"], "/no/such/model"),
+        (["generate"], "there is no prompt: give one as an argument or on standard input"),
         (["bench", "offline", "--workload", "x"], "unknown workload 'x'"),
         (["bench", "kernels", "nothing"], "no kernel case begins with 'nothing'"),
         (["bench", "serve"], "exactly one of --rate and --concurrency"),
@@ -93,3 +100,54 @@ def test_help_is_quick():
     started = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True)
     assert time.monotonic() - started < 10  # a fraction of a second on an idle machine
+
+
+COMMAND = str(Path(sys.executable).with_name("rayllm"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("rayllm la", ["launch"]),
+        ("rayllm bench o", ["offline"]),
+        ("rayllm launch --tensor", ["--tensor-parallel-size"]),
+        ("rayllm launch --device ", ["auto", "cpu", "cuda"]),
+        ("rayllm generate --early", ["--early-stopping"]),
+    ],
+)
+def test_completion_of_what_is_typed(typed, found, monkeypatch, capsys):
+    """Asked as the shell's function asks."""
+    words = typed.split(" ")
+    monkeypatch.setenv("_RAYLLM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    monkeypatch.setattr(sys, "argv", ["rayllm"])
+    with pytest.raises(SystemExit):
+        cli.main(functools.partial(cli.app, prog_name="rayllm"))  # else it has the name of pytest
+    assert capsys.readouterr().out.split() == found
+
+
+def test_bash_completes_after_an_installation(tmp_path):
+    """--install-completion writes into the home folder; a bash that reads it there completes by the command."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("bash is not installed")
+    environment = os.environ | {"HOME": str(tmp_path), "PATH": f"{Path(COMMAND).parent}:{os.environ['PATH']}"}
+    # Something after the command keeps bash from becoming it: the command looks for the shell among its parents.
+    install = subprocess.run(
+        [bash, "-c", "rayllm --install-completion; code=$?; exit $code"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert install.returncode == 0, install.stderr
+    script = """
+        source "$HOME/.bashrc"
+        eval "set -- $(complete -p rayllm)"
+        COMP_WORDS=(rayllm col) COMP_CWORD=1
+        "$5" rayllm
+        echo "${COMPREPLY[@]}"
+    """
+    found = subprocess.run([bash, "--norc", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert found.stdout.split() == ["collect-env"], found.stderr

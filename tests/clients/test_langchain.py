@@ -9,8 +9,11 @@ import pytest
 
 langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
 
+from langchain.agents import create_agent  # noqa: E402
+from langchain.agents.structured_output import ProviderStrategy, ToolStrategy  # noqa: E402
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage  # noqa: E402
 from langchain_core.tools import tool  # noqa: E402
+from langgraph.errors import GraphRecursionError  # noqa: E402
 from pydantic import BaseModel, ConfigDict  # noqa: E402
 
 MODEL = "tiny-pydoc"
@@ -103,3 +106,47 @@ def test_completions(url):
     text = model.invoke("The for statement")
     assert text == "".join(model.stream("The for statement")) != ""
     assert model.generate(["One", "Two"]).generations[1][0].text
+
+
+@pytest.fixture(scope="module")
+def responses(url):
+    """A model that uses /v1/responses."""
+    options = {"base_url": f"{url}/v1", "api_key": "none", "temperature": 0, "max_retries": 0, "timeout": 120}
+    return langchain_openai.ChatOpenAI(model=MODEL, use_responses_api=True, max_tokens=300, **options)
+
+
+def test_responses_whole_and_streamed(responses):
+    whole = responses.invoke([SystemMessage("Be brief."), HumanMessage(QUESTION)])
+    assert whole.text
+    assert whole.usage_metadata["output_tokens"] > 0
+    chunks = list(responses.stream([SystemMessage("Be brief."), HumanMessage(QUESTION)]))
+    assert len(chunks) > 2
+    assert sum(chunks[1:], start=chunks[0]).text == whole.text
+    continued = responses.bind(previous_response_id=whole.response_metadata["id"]).invoke("And max?")
+    assert continued.text
+
+
+def test_responses_tools_are_called_and_answered(responses):
+    called = responses.bind_tools([travel], tool_choice="travel").invoke(QUESTION)
+    (call,) = called.tool_calls
+    result = travel.invoke(call)
+    assert "days in" in result.content
+    answer = responses.bind_tools([travel], tool_choice="none").invoke([HumanMessage(QUESTION), called, result])
+    assert answer.text
+
+
+@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
+def test_responses_structured_output(responses, method):
+    assert isinstance(responses.with_structured_output(Visit, method=method).invoke(QUESTION), Visit)
+
+
+@pytest.mark.parametrize("kind", ["model", "responses"])
+@pytest.mark.parametrize("strategy", [ProviderStrategy, ToolStrategy])
+def test_an_agent_with_tools_and_a_response_format(request, kind, strategy):
+    """It may call a tool before it answers, as often as the limit allows; what it answers has the format."""
+    agent = create_agent(request.getfixturevalue(kind), tools=[travel], response_format=strategy(Visit))
+    try:
+        state = agent.invoke({"messages": [HumanMessage(QUESTION)]}, {"recursion_limit": 8})
+    except GraphRecursionError:
+        return
+    assert isinstance(state["structured_response"], Visit)

@@ -77,6 +77,46 @@ def test_structured_output(at):
     assert isinstance(json.loads(any_object.choices[0].message.content), dict)
 
 
+def test_reasoning_effort(at):
+    """As LiteLLM's provider for servers like this one sends it; the one for OpenAI knows which models reason."""
+    options = at | {"model": "hosted_vllm/tiny-pydoc"}
+    for effort in ("low", "high"):
+        answer = litellm.completion(**options, messages=QUESTION, max_tokens=8, reasoning_effort=effort)
+        assert answer.choices[0].message.content
+    answer = litellm.completion(
+        **at, messages=QUESTION, max_tokens=8, reasoning_effort="low", allowed_openai_params=["reasoning_effort"]
+    )
+    assert answer.choices[0].message.content
+
+
+def test_responses(at):
+    fields = {"input": "What does len do?", "max_output_tokens": 24, "temperature": 0}
+    whole = litellm.responses(**at, **fields)
+    assert whole.status in ("completed", "incomplete")
+    text = whole.output_text
+    events = list(litellm.responses(**at, **fields, stream=True))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == text != ""
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+def test_anthropic_messages(at, url, provider):
+    """Translated by LiteLLM, and sent as they are."""
+    options = at | {"model": f"{provider}/tiny-pydoc"} | ({"api_base": url} if provider == "anthropic" else {})
+    del options["num_retries"], options["timeout"]
+
+    async def ask():
+        answer = await litellm.anthropic_messages(**options, messages=QUESTION, max_tokens=24, temperature=0)
+        stream = await litellm.anthropic_messages(
+            **options, messages=QUESTION, max_tokens=24, temperature=0, stream=True
+        )
+        return answer, [event async for event in stream]
+
+    answer, events = asyncio.run(ask())
+    assert answer["content"][0]["text"]
+    assert events
+
+
 def test_text_completion(at):
     options = at | {"model": "text-completion-openai/tiny-pydoc"}
     fields = {"prompt": "The for statement", "max_tokens": 8, "temperature": 0}

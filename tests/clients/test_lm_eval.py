@@ -19,6 +19,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402  (after the skips)
 HERE = Path(__file__).parent
 MODEL = HERE.parents[1] / "rayllm" / "assets" / "tiny-pydoc"
 TOLERANCE = 1e-3
+TOKENIZERS = [{"tokenizer": str(MODEL)}, {"tokenizer_backend": "remote"}]
 DOCS = [
     {"question": "A list is", "choices": ["a sequence", "a statement", "a banana"], "answer": 0},
     {"question": "The for statement is used to", "choices": ["iterate over a sequence", "sleep"], "answer": 0},
@@ -53,8 +54,8 @@ def reference():
     return score
 
 
-@pytest.fixture(scope="module")
-def samples(url, tmp_path_factory):
+@pytest.fixture(scope="module", params=TOKENIZERS, ids=["own", "remote"])
+def samples(request, url, tmp_path_factory):
     """Task -> what lm-eval logged of each document; all tasks in one run."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "docs.jsonl"
@@ -67,9 +68,9 @@ def samples(url, tmp_path_factory):
         model_args={
             "model": "tiny-pydoc",
             "base_url": f"{url}/v1/completions",
-            "tokenizer": str(MODEL),
             "num_concurrent": 4,
             "max_length": 2048,
+            **request.param,
         },
         batch_size=3,
         tasks=["pydoc_choice", "pydoc_text", "pydoc_generate"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from typing import Literal
 
 import pytest
@@ -202,7 +203,7 @@ def test_structured_output_extensions(client):
         ({"temperature": -1}, "temperature"),
         ({"n": 10**9}, "n"),
         ({"logprobs": 21}, "logprobs"),
-        ({"extra_body": {"colour": "red"}}, "colour"),
+        ({"extra_body": {"colour": "red", "strict_fields": True}}, "colour"),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
         ({"stop": [""]}, "stop"),
     ],
@@ -215,6 +216,13 @@ def test_a_bad_request_is_an_error_of_its_own_kind(client, fields, param):
     assert (error.status_code, error.param, error.type) == (400, param, "invalid_request_error")
     assert error.request_id is not None
     assert param in error.message
+
+
+def test_what_is_unknown_is_ignored_and_named(client):
+    asked = {"colour": "red", "structured_outputs": {"choice": ["yes", "no"], "depth": 3}}
+    raw = client.completions.with_raw_response.create(model=MODEL, prompt="hi", max_tokens=8, extra_body=asked)
+    assert raw.parse().choices[0].text in ("yes", "no")
+    assert raw.headers["x-rayllm-ignored"] == "colour, structured_outputs.depth"
 
 
 def test_an_unknown_model_is_not_found(client):
@@ -260,3 +268,98 @@ def test_many_at_once(url):
 
     texts = asyncio.run(ask_all())
     assert all(text == texts[i % 8] for i, text in enumerate(texts))
+
+
+def test_response_whole_streamed_and_continued(client):
+    fields = {"model": MODEL, "input": "What does len do?", "instructions": "Be brief.", "temperature": 0}
+    whole = client.responses.create(**fields, max_output_tokens=40)
+    assert whole.output_text
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    with client.responses.stream(**fields, max_output_tokens=40) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(deltas) == final.output_text == whole.output_text
+    assert final.status == whole.status
+    stored = client.responses.retrieve(whole.id)
+    assert stored.output_text == whole.output_text
+    more = client.responses.create(
+        model=MODEL, input="And max?", previous_response_id=whole.id, temperature=0, max_output_tokens=8
+    )
+    assert more.previous_response_id == whole.id
+    assert more.usage.input_tokens > whole.usage.output_tokens
+    assert client.responses.input_items.list(whole.id).data
+    client.responses.delete(whole.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(whole.id)
+
+
+def test_response_tools_and_formats(client):
+    tool = {"type": "function", "name": "travel", "parameters": PLACE, "strict": True}
+    fields = {"model": MODEL, "tools": [tool], "temperature": 0, "max_output_tokens": 200}
+    called = client.responses.create(**fields, input="Go.", tool_choice={"type": "function", "name": "travel"})
+    (call,) = [item for item in called.output if item.type == "function_call"]
+    assert json.loads(call.arguments).keys() == {"city", "days"}
+    answer = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    turns = [{"role": "user", "content": "Go."}, *called.output, answer]
+    ended = client.responses.create(**fields, input=turns, tool_choice="none")
+    assert ended.output_text
+    by_id = client.responses.create(**fields, input=[answer], previous_response_id=called.id, tool_choice="none")
+    assert by_id.output_text == ended.output_text
+    parsed = client.responses.parse(
+        model=MODEL, input="Where to?", text_format=Visit, temperature=0, max_output_tokens=200
+    )
+    assert isinstance(parsed.output_parsed, Visit)
+    with client.responses.stream(**fields, input="Go.", tool_choice={"type": "function", "name": "travel"}) as stream:
+        events = list(stream)
+        (streamed,) = [item for item in stream.get_final_response().output if item.type == "function_call"]
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(pieces) == streamed.arguments == call.arguments
+
+
+def test_response_in_the_background(client):
+    made = client.responses.create(
+        model=MODEL, input="What does len do?", background=True, temperature=0, max_output_tokens=16
+    )
+    assert made.status in ("queued", "in_progress", "completed", "incomplete")
+    deadline = time.monotonic() + 60
+    while made.status in ("queued", "in_progress"):
+        assert time.monotonic() < deadline, made
+        time.sleep(0.05)
+        made = client.responses.retrieve(made.id)
+    assert made.output_text
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.responses.create(model=MODEL, input="hi", temperature=-1)
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"])
+def test_batch(client, endpoint):
+    bodies = {
+        "/v1/chat/completions": {"messages": QUESTION, "max_tokens": 4, "temperature": 0},
+        "/v1/completions": {"prompt": "The for statement", "max_tokens": 4, "temperature": 0},
+        "/v1/embeddings": {"input": "One"},
+    }
+    body = {"model": MODEL} | bodies[endpoint]
+    bad = body | {"model": "other"}
+    lines = [
+        {"custom_id": f"{i}", "method": "POST", "url": endpoint, "body": bad if i == 3 else body} for i in range(6)
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    given = client.files.create(file=("requests.jsonl", content), purpose="batch")
+    assert (given.bytes, given.filename) == (len(content), "requests.jsonl")
+    batch = client.batches.create(input_file_id=given.id, endpoint=endpoint, completion_window="24h")
+    deadline = time.monotonic() + 120
+    while batch.status in ("validating", "in_progress", "finalizing"):
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.1)
+        batch = client.batches.retrieve(batch.id)
+    assert batch.status == "completed"
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (6, 5, 1)
+    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert sorted(answer["custom_id"] for answer in answers) == ["0", "1", "2", "4", "5"]
+    for answer in answers:
+        assert answer["response"]["status_code"] == 200
+        assert answer["response"]["body"].get("choices") or answer["response"]["body"]["data"]
+    (failed,) = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
+    assert failed["custom_id"] == "3"
+    assert batch.id in [each.id for each in client.batches.list()]
+    client.files.delete(given.id)

@@ -27,17 +27,29 @@ CASES = int(os.environ.get("RAYLLM_FUZZ_CASES", "150"))
 SAME_EACH_TIME = "RAYLLM_FUZZ_CASES" not in os.environ
 # Share of the requests of each operation that takes input, and of which kind. Each text is valid as a model's id.
 SHARES = {
-    ("/v1/completions", "positive"): 0.2,
-    ("/v1/completions", "negative"): 0.15,
-    ("/v1/chat/completions", "positive"): 0.2,
-    ("/v1/chat/completions", "negative"): 0.15,
-    ("/tokenize", "positive"): 0.08,
-    ("/tokenize", "negative"): 0.07,
-    ("/detokenize", "positive"): 0.05,
-    ("/detokenize", "negative"): 0.05,
-    ("/v1/models/{model_id}", "positive"): 0.05,
+    ("/v1/completions", "positive"): 0.14,
+    ("/v1/completions", "negative"): 0.1,
+    ("/v1/chat/completions", "positive"): 0.14,
+    ("/v1/chat/completions", "negative"): 0.1,
+    ("/v1/responses", "positive"): 0.1,
+    ("/v1/responses", "negative"): 0.08,
+    ("/v1/messages", "positive"): 0.1,
+    ("/v1/messages", "negative"): 0.08,
+    ("/tokenize", "positive"): 0.04,
+    ("/tokenize", "negative"): 0.04,
+    ("/detokenize", "positive"): 0.03,
+    ("/detokenize", "negative"): 0.03,
+    ("/v1/models/{model_id}", "positive"): 0.02,
 }
-# What is good enough for the fields that a body must have.
+OTHERS = 0.02  # of each other operation
+# Fields that limit the generation, the first of which every request may have.
+LIMITS = {
+    "/v1/completions": ("max_tokens",),
+    "/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
+    "/v1/responses": ("max_output_tokens",),
+    "/v1/messages": ("max_tokens",),
+}
+# What is good enough for the fields that a body must have, where refusals name the field.
 GOOD = {
     "/v1/completions": {"prompt": "The for statement"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "What does len do?"}]},
@@ -104,14 +116,14 @@ def operations(schema):
     return [result.ok() for result in schema.get_all_operations()]
 
 
-def ask_for_little(body, valid):
+def ask_for_little(path, body, valid):
     """Keep a body's generation short; a valid one is for the model that there is."""
-    limits = [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
+    limits = [name for name in LIMITS[path] if body.get(name) is not None]
     for name in limits:
         if isinstance(body[name], int) and body[name] > 4:
             body[name] = 4
     if not limits:
-        body["max_tokens"] = 4
+        body[LIMITS[path][0]] = 4
     if valid and isinstance(body.get("model"), str):
         body["model"] = MODEL
 
@@ -129,7 +141,7 @@ def settle(session, canary, url, path, answer, body):
             body[name] = good[name]
         else:
             del body[name]
-        ask_for_little(body, valid=True)
+        ask_for_little(path, body, valid=True)
         answer = canary.count(f"mended {path}", session.post, f"{url}{path}", json=body)
         if answer.status_code != 400:
             break
@@ -140,7 +152,7 @@ def settle(session, canary, url, path, answer, body):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("path", "mode"), SHARES)
 def test_fuzz(url, schema, canary, path, mode):
-    (operation,) = (each for each in operations(schema) if each.path == path)
+    operation = next(each for each in operations(schema) if each.path == path)
     count = math.ceil(CASES * SHARES[path, mode])
     session = requests.Session()
 
@@ -154,12 +166,12 @@ def test_fuzz(url, schema, canary, path, mode):
     )
     @given(case=operation.as_strategy(generation_mode=GenerationMode(mode)))
     def ask(case):
-        generates = path in GOOD and isinstance(case.body, dict)
+        generates = path in LIMITS and isinstance(case.body, dict)
         if generates:
-            ask_for_little(case.body, valid=mode == "positive")
+            ask_for_little(path, case.body, valid=mode == "positive")
         answer = canary.count(f"{mode} {path}", case.call, session=session)
         case.validate_response(answer, checks=CHECKS)
-        if generates and mode == "positive" and answer.status_code == 400:
+        if generates and path in GOOD and mode == "positive" and answer.status_code == 400:
             settle(session, canary, url, path, answer, dict(case.body))
 
     ask()
@@ -171,9 +183,25 @@ def test_fuzz(url, schema, canary, path, mode):
         assert 200 in statuses | canary.statuses[f"mended {path}"]
 
 
-def test_pages_without_input(schema):
-    """The operations that take nothing, once each."""
-    taking_input = {path for path, _ in SHARES}
-    for operation in operations(schema):
-        if operation.path not in taking_input:
-            operation.Case().call_and_validate(checks=CHECKS, timeout=TIMEOUT_S)
+@pytest.mark.timeout(1200)
+def test_all_other_operations(schema, canary):
+    fuzzed = {path for path, _ in SHARES}
+    session = requests.Session()
+    others = [operation for operation in operations(schema) if operation.path not in fuzzed]
+    for operation in others:
+
+        @settings(
+            max_examples=math.ceil(CASES * OTHERS),
+            deadline=None,
+            database=None,
+            derandomize=SAME_EACH_TIME,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy())
+        def ask(case):
+            what = f"{case.method} {case.operation.path}"
+            case.validate_response(canary.count(what, case.call, session=session), checks=CHECKS)
+
+        ask()
+    assert len(others) > 5
