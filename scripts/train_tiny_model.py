@@ -2,18 +2,26 @@
 
     python scripts/train_tiny_model.py --out rayllm/assets/tiny-pydoc
 
-Two stages after `tiny_corpus.py` has made the text, each seeded and in a fixed order:
+Three stages after `tiny_entries.py` and `tiny_corpus.py` have made the text, each seeded; each leaves its model, in
+bf16, in the folder that the next one reads:
 
     train     a 5.2M-parameter Qwen3 (packed rows of 256 to 2,048 tokens, AdamW, warm-up and cosine)
-    check     saves bf16, loads the files again, prints losses and greedy continuations
+    tools     goes on with conversations of `tiny_tools.py`, mixed with the text of the first stage
+    check     prints losses, greedy continuations, and how often tools are called as they should be
+
+    python scripts/train_tiny_model.py --stages tools check --base rayllm/assets/tiny-pydoc --out FOLDER
+
+teaches tools to a model that is there, with its tokenizer.
 
 Needs torch, transformers, tokenizers, safetensors and numpy. Lengths are in tokens unless a name says otherwise.
 """
 
 import argparse
+import itertools
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,43 +36,69 @@ from tiny_corpus import (
     TURN_START,
     VOCAB_SIZE,
     Corpus,
-    collect_entries,
     encode_corpus,
     plain_documents,
     train_tokenizer,
 )
+from tiny_entries import Entry, collect, read
+from tiny_tools import Conversation, Exchange, Json, conversations, held_out_exchanges, messages_of, no_tool_exchanges
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 MAX_LENGTH = 2048
-CHAT_TEMPLATE = """{%- for message in messages -%}
-{%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-{{- raise_exception('role must be system, user or assistant, got ' + message['role']) -}}
+CHAT_TEMPLATE = """{%- if tools -%}
+{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' -%}
+{{- '<|im_start|>system\\n' + system + ('\\n\\n' if system else '') + '<tools>\\n' -}}
+{%- for tool in tools -%}{{- tool.function | tojson + '\\n' -}}{%- endfor -%}
+{{- '</tools><|im_end|>\\n' -}}
 {%- endif -%}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
+{%- for message in messages -%}
+{%- set role = message['role'] -%}
+{%- if role == 'tool' -%}
+{%- if loop.first or messages[loop.index0 - 1]['role'] != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{{- '\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1]['role'] != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
+{%- elif role not in ['system', 'user', 'assistant'] -%}
+{{- raise_exception('role must be system, user, assistant or tool, got ' + role) -}}
+{%- elif message.tool_calls -%}
+{{- '<|im_start|>' + role + (('\\n' + message['content']) if message['content'] else '') -}}
+{%- for call in message.tool_calls -%}
+{{- '\\n<tool_call>\\n{"name": ' + call.function.name | tojson + ', "arguments": ' -}}
+{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- elif not (tools and loop.first and role == 'system') -%}
+{{- '<|im_start|>' + role + '\\n' + message['content'] + '<|im_end|>\\n' -}}
+{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 
-PROMPTS = ["The list type is", "A decorator", "The for statement"]
+PROMPTS = ["The list type is", "A decorator", "The for statement", "The while statement"]
 CHATS = ["What does str.join do?", "Explain the with statement."]
+STAGES = ["train", "tools", "check"]
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Training length: `minutes` bounds the loop (the schedule is shortened to end in time)."""
+    """Length of a stage: `minutes` bounds its loop (the schedule is shortened to end in time)."""
 
     steps: int
     batch_tokens: int
     minutes: float
     warmup_steps: int
-    dropout: float = 0.1
-    learning_rate: float = 2e-3
+    dropout: float
+    learning_rate: float
 
 
-PRESETS = {
-    "cuda": Preset(steps=4500, batch_tokens=32768, minutes=3.2, warmup_steps=200),
-    "cpu": Preset(steps=1600, batch_tokens=4096, minutes=60.0, warmup_steps=100),
+PRESETS = {  # stage, device
+    ("train", "cuda"): Preset(4500, 32768, minutes=3.2, warmup_steps=200, dropout=0.1, learning_rate=2e-3),
+    ("train", "cpu"): Preset(1600, 4096, minutes=60.0, warmup_steps=100, dropout=0.1, learning_rate=2e-3),
+    ("tools", "cuda"): Preset(1000, 32768, minutes=2.0, warmup_steps=50, dropout=0.0, learning_rate=5e-4),
+    ("tools", "cpu"): Preset(500, 2560, minutes=12.0, warmup_steps=20, dropout=0.0, learning_rate=5e-4),
 }
+CONVERSATION_SHARE = 0.75  # of the tokens of stage `tools`; the rest is text of stage `train`
+Batch = tuple[torch.Tensor, torch.Tensor]  # rows int64 [n, length + 1]; weights float32 [n, length] of the losses
 
 
 # ------------------------------------------------------------------------------------------------------ train
@@ -91,22 +125,76 @@ def make_model() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def batches(corpus: Corpus, batch_tokens: int, seed: int) -> Iterator[torch.Tensor]:
-    """Yields int64 [rows, length + 1] with rows * length == batch_tokens and length drawn per batch.
+def draw_row(stream: np.ndarray, starts: np.ndarray, length: int, rng: random.Random) -> np.ndarray:
+    """`length + 1` tokens of an epoch; half of the rows begin where a document does, the rest anywhere."""
+    last = len(stream) - length - 1
+    begin = min(last, int(rng.choice(starts)) if rng.random() < 0.5 else rng.randrange(last))
+    return stream[begin : begin + length + 1]
 
-    Half of the rows begin where a document begins, the rest anywhere: a prompt of either sort is then familiar.
-    """
+
+def text_batches(corpus: Corpus, batch_tokens: int, seed: int) -> Iterator[Batch]:
+    """Batches with rows * length == batch_tokens and a length drawn per batch; all weights are 1."""
     rng = random.Random(seed)
     while True:
         stream, starts = corpus.epoch(rng)
         for _ in range(max(1, len(stream) // batch_tokens)):
             length = rng.choices([256, 512, 1024, 2048], weights=[3, 3, 4, 6])[0]
-            last = len(stream) - length - 1
-            offsets = [
-                min(last, int(rng.choice(starts)) if rng.random() < 0.5 else rng.randrange(last))
-                for _ in range(max(1, batch_tokens // length))
-            ]
-            yield torch.from_numpy(np.stack([stream[o : o + length + 1] for o in offsets]).astype(np.int64))
+            rows = [draw_row(stream, starts, length, rng) for _ in range(max(1, batch_tokens // length))]
+            yield torch.from_numpy(np.stack(rows).astype(np.int64)), torch.ones(len(rows), length)
+
+
+def encode_conversation(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> tuple[list[int], list[bool]]:
+    """(ids, whether each is to be learned): what the assistant says, with the token that ends its turn."""
+    ids = tokenizer.apply_chat_template(conversation.messages, tools=conversation.tools)["input_ids"]
+    header = tokenizer.encode(f"{TURN_START}assistant\n")
+    end = SPECIAL_TOKENS.index(TURN_END)
+    learned = [False] * len(ids)
+    skipped, at = conversation.skipped, 0
+    while at < len(ids):
+        if ids[at : at + len(header)] != header:
+            at += 1
+            continue
+        at += len(header)
+        stop = ids.index(end, at) + 1
+        if skipped:
+            skipped -= 1
+        else:
+            learned[at:stop] = [True] * (stop - at)
+        at = stop
+    return ids, learned
+
+
+def tool_batches(
+    tokenizer: PreTrainedTokenizerFast, source: Iterator[Conversation], corpus: Corpus, batch_tokens: int, seed: int
+) -> Iterator[Batch]:
+    """Batches of conversations of about the same length, a row each, and rows of text of that length.
+
+    Weights are 1 for the text and for what assistants say, and 0 elsewhere.
+    """
+    rng = random.Random(seed)
+    stream, starts = corpus.epoch(rng)
+    while True:
+        encoded = [encode_conversation(tokenizer, c) for c in itertools.islice(source, 64)]
+        encoded.sort(key=lambda pair: len(pair[0]))
+        encoded = [pair for pair in encoded if len(pair[0]) <= MAX_LENGTH]
+        groups: list[list[tuple[list[int], list[bool]]]] = [[]]
+        for pair in encoded:
+            if (len(groups[-1]) + 1) * len(pair[0]) > CONVERSATION_SHARE * batch_tokens and groups[-1]:
+                groups.append([])
+            groups[-1].append(pair)
+        rng.shuffle(groups)
+        for group in groups:
+            length = len(group[-1][0]) - 1
+            texts = max(1, round((1 - CONVERSATION_SHARE) * batch_tokens / length))
+            rows = torch.zeros(len(group) + texts, length + 1, dtype=torch.int64)
+            weights = torch.zeros(len(group) + texts, length)
+            for index, (ids, learned) in enumerate(group):
+                rows[index, : len(ids)] = torch.tensor(ids)
+                weights[index, : len(ids) - 1] = torch.tensor(learned[1:], dtype=torch.float32)
+            for index in range(len(group), len(rows)):
+                rows[index] = torch.from_numpy(draw_row(stream, starts, length, rng).astype(np.int64))
+                weights[index] = 1.0
+            yield rows, weights
 
 
 def add_dropout(model: Qwen3ForCausalLM, rate: float) -> None:
@@ -119,11 +207,12 @@ def add_dropout(model: Qwen3ForCausalLM, rate: float) -> None:
         module.register_forward_hook(drop)
 
 
-def token_loss(model: Qwen3ForCausalLM, rows: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats a token of rows int64 [n, length + 1]."""
-    with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.device.type == "cuda"):
+def token_loss(model: Qwen3ForCausalLM, rows: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Mean cross-entropy in nats a token of rows int64 [n, length + 1], by weights [n, length] if given."""
+    with torch.autocast(rows.device.type, torch.bfloat16):
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+    losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+    return losses.mean() if weights is None else (losses * weights.flatten()).sum() / weights.sum()
 
 
 def make_optimizer(model: Qwen3ForCausalLM, device: str) -> torch.optim.AdamW:
@@ -134,27 +223,28 @@ def make_optimizer(model: Qwen3ForCausalLM, device: str) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=device == "cuda")
 
 
-def train(model: Qwen3ForCausalLM, corpus: Corpus, preset: Preset, device: str, seed: int) -> float:
+def train(model: Qwen3ForCausalLM, source: Iterator[Batch], preset: Preset, device: str) -> float:
     """Trains in place; returns the mean loss of the last 100 steps (nats a token)."""
     optimizer = make_optimizer(model, device)
-    source = batches(corpus, preset.batch_tokens, seed)
     recent: list[torch.Tensor] = []
     began, step, progress = time.monotonic(), 0, 0.0
-    add_dropout(model, preset.dropout)
+    if preset.dropout:
+        add_dropout(model, preset.dropout)
     model.train()
     while progress < 1.0:
         rate = preset.learning_rate * min(1.0, (step + 1) / preset.warmup_steps)
         rate *= 0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = token_loss(model, next(source).to(device, non_blocking=True))
+        rows, weights = next(source)
+        loss = token_loss(model, rows.to(device, non_blocking=True), weights.to(device, non_blocking=True))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         recent = [*recent[-99:], loss.detach()]
         step += 1
-        if step % 100 == 0 or step <= 3 or step == preset.steps:
+        if step % 50 == 0 or step <= 3 or step == preset.steps:
             mean = torch.stack(recent).mean().item()
             print(f"step {step:5d}  loss {mean:.4f}  lr {rate:.2e}  {time.monotonic() - began:.1f} s", flush=True)
         progress = max(step / preset.steps, (time.monotonic() - began) / (60.0 * preset.minutes))
@@ -196,31 +286,99 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
+def answers(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, turns: list[tuple[list[Json], list[Json]]]
+) -> list[str]:
+    """Greedy answers to conversations (messages, tools), at most 100 tokens each, without the token that ends them."""
+    found = []
+    for first in range(0, len(turns), 20):
+        texts = [
+            tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
+            for messages, tools in turns[first : first + 20]
+        ]
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
+        ids = model.generate(**inputs, do_sample=False, max_new_tokens=100)[:, inputs["input_ids"].shape[1] :]
+        found += tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return found
+
+
+def calls_in(answer: str) -> list[tuple[str, Json]] | None:
+    """The calls that an answer consists of, (tool, arguments); None if it is anything else."""
+    calls = []
+    for text in re.split(r"(?<=</tool_call>)\n", answer):
+        found = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", text)
+        try:
+            call = json.loads(found.group(1)) if found else None
+        except ValueError:
+            return None
+        if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
+            return None
+        calls.append((call["name"], call["arguments"]))
+    return calls
+
+
+def check_tools(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, entries: list[Entry], count: int = 100
+) -> None:
+    """Prints what the greedy answers to `count` conversations of each sort are."""
+
+    def opening(exchange: Exchange) -> list[Json]:
+        return messages_of(exchange)[:1]
+
+    asked = held_out_exchanges(entries, count, 0)
+    found = answers(model, tokenizer, [(opening(exchange), tools) for tools, exchange in asked])
+    calls = list(map(calls_in, found))
+    right = sum(call == exchange.calls for call, (_, exchange) in zip(calls, asked, strict=True))
+    print(f"{right} of {count} held-out questions with tools: the right call; {sum(map(bool, calls))} are calls")
+    for text, (_, exchange) in [
+        pair for pair in zip(found, asked, strict=True) if calls_in(pair[0]) != pair[1][1].calls
+    ][:8]:
+        print(f"    {exchange.calls}\n    {text!r}")
+
+    found = answers(model, tokenizer, [(messages_of(exchange)[:-1], tools) for tools, exchange in asked])
+    words = sum(bool(text) and "<tool_call>" not in text for text in found)
+    same = sum(text == exchange.answer for text, (_, exchange) in zip(found, asked, strict=True))
+    print(f"{words} of {count} results of tools: an answer in words; {same} are the sentence of the tool, unchanged")
+
+    found = answers(model, tokenizer, [(opening(exchange), []) for _, exchange in asked])
+    print(f"{sum('<tool_call>' not in text for text in found)} of {count} of these questions without tools: no call")
+    talks = no_tool_exchanges(count, 0)
+    found = answers(model, tokenizer, [(opening(exchange), tools) for tools, exchange in talks])
+    print(f"{sum('<tool_call>' not in text for text in found)} of {count} times small talk with tools: no call")
+
+
 @torch.inference_mode()
-def check(out: Path, corpus: Corpus, device: str) -> None:
-    """Loads the saved files; prints the held-out loss (nats a token) and greedy continuations."""
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).to(device).eval()
+def check(folder: Path, corpus: Corpus, entries: list[Entry], device: str) -> None:
+    """Loads the saved files; prints the held-out loss (nats a token), greedy continuations and `check_tools`."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     stream = torch.from_numpy(np.concatenate(corpus.held_out).astype(np.int64)).to(device)
     rows = stream.split(1024)[:24]
     losses = [token_loss(model, row[None]).item() * (len(row) - 1) for row in rows if len(row) > 1]
     print(f"held-out loss {sum(losses) / sum(len(row) - 1 for row in rows):.4f}")
+    rows = torch.cat([batch for batch, _ in itertools.islice(text_batches(corpus, 2048, 0), 12) if len(batch) == 8])
+    print(f"loss of {rows[:, 1:].numel()} tokens of the training text {token_loss(model, rows.to(device)).item():.4f}")
     turns = [[{"role": "user", "content": question}] for question in CHATS]
     texts = [tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=True) for t in turns]
     for prompt in PROMPTS + texts:
         inputs = tokenizer(prompt, return_tensors="pt").to(device)
         ids = model.generate(**inputs, do_sample=False, max_new_tokens=120)[0]
         print(f"--- {prompt!r}\n{tokenizer.decode(ids[inputs['input_ids'].shape[1] :])}")
+    check_tools(model, tokenizer, entries)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("rayllm/assets/tiny-pydoc"))
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="default: all")
+    parser.add_argument("--base", type=Path, help="folder of the model that the first stage reads; default: --out")
+    parser.add_argument("--documentation", type=Path, help="what tiny_entries.py wrote; default: of this Python")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--steps", type=int, help="default: by device, 4500 on a GPU and 1600 on a CPU")
-    parser.add_argument("--batch-tokens", type=int, help="tokens a step; default: 32768 on a GPU, 4096 on a CPU")
-    parser.add_argument("--minutes", type=float, help="bound on the training loop; default: 3.2 on a GPU, 60 on a CPU")
-    parser.add_argument("--dropout", type=float, help="default: 0.1")
+    parser.add_argument("--steps", type=int, help="of each stage; default: by stage and device")
+    parser.add_argument("--batch-tokens", type=int, help="tokens a step; default: by stage and device")
+    parser.add_argument("--minutes", type=float, help="bound on each stage; default: by stage and device")
+    parser.add_argument("--learning-rate", type=float, help="the highest; default: 2e-3 and 5e-4")
+    parser.add_argument("--dropout", type=float, help="default: 0.1 and 0")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -228,27 +386,48 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     device = arguments.device if arguments.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = {key: getattr(arguments, key) for key in ("steps", "batch_tokens", "minutes", "dropout")}
-    preset = Preset(**{**vars(PRESETS[device]), **{k: v for k, v in chosen.items() if v is not None}})
+    named = ("steps", "batch_tokens", "minutes", "dropout", "learning_rate")
+    chosen = {key: getattr(arguments, key) for key in named if getattr(arguments, key) is not None}
+    presets = {stage: Preset(**{**vars(PRESETS[stage, device]), **chosen}) for stage in ("train", "tools")}
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
 
     began = time.monotonic()
-    entries = collect_entries()
-    tokenizer = train_tokenizer(plain_documents(entries))
-    corpus = encode_corpus(tokenizer, entries)
+    folder = arguments.base or arguments.out
+    documentation = read(arguments.documentation) if arguments.documentation else collect()
+    entries = documentation.entries
+    is_new = "train" in arguments.stages
+    tokenizer = (
+        train_tokenizer(plain_documents(documentation))
+        if is_new
+        else Tokenizer.from_file(str(folder / "tokenizer.json"))
+    )
+    corpus = encode_corpus(tokenizer, documentation)
     plain, chat, held_out = corpus.total_tokens()
     print(
         f"{len(entries)} entries, {len(corpus.plain)} documents, {len(corpus.chats)} chats; tokens: {plain} plain, "
         f"{chat} chat, {held_out} held out; {time.monotonic() - began:.1f} s",
         flush=True,
     )
-    model = make_model().to(device)
-    print(f"{sum(p.numel() for p in model.parameters())} parameters, {device}, {preset}", flush=True)
-    train_loss = train(model, corpus, preset, device, arguments.seed)
-    save(model, tokenizer, arguments.out)
-    print(f"train loss {train_loss:.4f}")
-    check(arguments.out, corpus, device)
+    if is_new:
+        model, preset = make_model().to(device), presets["train"]
+        print(f"{sum(p.numel() for p in model.parameters())} parameters, {device}, {preset}", flush=True)
+        loss = train(model, text_batches(corpus, preset.batch_tokens, arguments.seed), preset, device)
+        save(model, tokenizer, arguments.out)
+        folder = arguments.out
+        print(f"train loss {loss:.4f}")
+    if "tools" in arguments.stages:
+        model, preset = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device), presets["tools"]
+        templated = AutoTokenizer.from_pretrained(folder)
+        templated.chat_template = CHAT_TEMPLATE
+        print(f"tools: {device}, {preset}", flush=True)
+        talks = conversations(entries, arguments.seed)
+        loss = train(model, tool_batches(templated, talks, corpus, preset.batch_tokens, arguments.seed), preset, device)
+        save(model, tokenizer, arguments.out)
+        folder = arguments.out
+        print(f"tools loss {loss:.4f}")
+    if "check" in arguments.stages:
+        check(folder, corpus, entries, device)
 
 
 if __name__ == "__main__":

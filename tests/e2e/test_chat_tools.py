@@ -2,16 +2,14 @@
 
 import asyncio
 import json
-import shutil
 
 import httpx
 import jsonschema
 import openai
 import pytest
 from support.app import FakeState
-from support.chat_templates import HERMES
 
-from rayllm.config.options import BUNDLED_MODEL, EngineConfig, ServerConfig
+from rayllm.config.options import EngineConfig, ServerConfig
 from rayllm.engine.async_engine import AsyncEngine
 from rayllm.serve.http.app import create_app
 
@@ -31,20 +29,12 @@ TOOLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """The bundled model with a template that shows tools."""
-    folder = shutil.copytree(BUNDLED_MODEL, tmp_path_factory.mktemp("model") / "tools")
-    (folder / "chat_template.jinja").write_text(HERMES)
-    return folder
-
-
-def with_client(model, use):
+def with_client(use):
     """The result of the async function `use`, called with an openai client of the app over an engine."""
 
     async def call():
         state = FakeState()
-        state.fake = AsyncEngine.from_config(EngineConfig(model=str(model), device="cpu", num_gpu_blocks_override=256))
+        state.fake = AsyncEngine.from_config(EngineConfig(device="cpu", num_gpu_blocks_override=256))
         try:
             await state.fake.start()
             transport = httpx.ASGITransport(app=create_app(state, ServerConfig()))
@@ -56,7 +46,7 @@ def with_client(model, use):
     return asyncio.run(call())
 
 
-def test_enforced_calls_fit_their_schemas(model):
+def test_enforced_calls_fit_their_schemas():
     async def use(client):
         found = []
         for seed, choice in enumerate(("required", {"type": "function", "function": {"name": "weather"}})):
@@ -76,14 +66,14 @@ def test_enforced_calls_fit_their_schemas(model):
         return found
 
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
-    for choices in with_client(model, use):
+    for choices in with_client(use):
         (call,), (streamed,) = (choice.message.tool_calls for choice in choices)
         assert [choice.finish_reason for choice in choices] == ["tool_calls"] * 2
         assert (call.function.name, call.function.arguments) == (streamed.function.name, streamed.function.arguments)
         jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
 
 
-def test_a_schema_that_cannot_be_enforced_is_refused_by_the_field_it_came_in(model):
+def test_a_schema_that_cannot_be_enforced_is_refused_by_the_field_it_came_in():
     broken = {"type": "object", "properties": {"x": {"$ref": "#/$defs/none"}}}
 
     async def use(client):
@@ -102,10 +92,10 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_the_field_it_came_in(mod
             refused.append(caught.value.body["param"])
         return refused
 
-    assert with_client(model, use) == ["tools", "response_format", "structured_outputs"]
+    assert with_client(use) == ["tools", "response_format", "structured_outputs"]
 
 
-def test_beams(model):
+def test_beams():
     """Over HTTP: the most likely text first, in completions and chats; no text by any other means is more likely."""
 
     async def use(client):
@@ -125,7 +115,7 @@ def test_beams(model):
             )
         return found, greedy, chat, caught.value.body
 
-    found, greedy, chat, refusal = with_client(model, use)
+    found, greedy, chat, refusal = with_client(use)
 
     def score(choice, penalty=0.5):
         return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs) ** penalty
@@ -141,7 +131,7 @@ def test_beams(model):
     assert refusal["param"] == "tools" and "use_beam_search" in refusal["message"]
 
 
-def test_best_of_and_echo(model):
+def test_best_of_and_echo():
     async def use(client):
         best = await client.completions.create(
             model="org/fake", prompt="The for statement", max_tokens=8, best_of=4, n=4, seed=3, logprobs=0
@@ -154,7 +144,7 @@ def test_best_of_and_echo(model):
         )
         return best, some, echoed
 
-    every, some, echoed = with_client(model, use)
+    every, some, echoed = with_client(use)
 
     def mean(choice):
         return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
