@@ -85,6 +85,10 @@ class WholeEngine:
             if self._processor.remove(request_id):
                 self._driver.abort(self, [Abort(request_id)])
 
+    def forget(self, key_id: str) -> None:
+        """What came of a request with this key is not kept any longer."""
+        self._driver.forget(key_id)
+
     async def close(self) -> None:
         """Stop the engine. What still runs ends with EngineDeadError."""
         await asyncio.to_thread(self._driver.shutdown)

@@ -15,11 +15,14 @@ from rayllm.batch.runner import Ask
 from rayllm.config.options import OFFLINE_BATCHED_TOKENS, ModelConfig, ServerConfig
 from rayllm.engine.build import start_engine
 from rayllm.engine.engine import EngineCore
+from rayllm.engine.folder import PrivateFolder
 from rayllm.engine.whole_engine import WholeEngine
 from rayllm.errors import EngineDeadError
 from rayllm.serve.http.app import create_app
+from rayllm.serve.http.jobs import Jobs
 from rayllm.serve.http.limits import Admission
 from rayllm.serve.http.metrics import FrontMetrics
+from rayllm.serve.http.responses.store import ResponseStore
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
 
 SWITCH_S = 2e-4  # the event loop gives way so soon to the engine's thread; by default after 5 ms
@@ -40,6 +43,8 @@ class OfflineModel:
         self.metrics = FrontMetrics()
         self.admission = Admission(self.server, core.info.max_num_seqs)
         self._engine = WholeEngine(core, tokenizer)
+        self._folder = PrivateFolder()
+        self.response_store, self.jobs = ResponseStore(self._folder.path), Jobs()
 
     @property
     def limit(self) -> int:
@@ -57,7 +62,9 @@ class OfflineModel:
 
     async def close(self) -> None:
         """Stop the engine."""
+        await self.jobs.close()
         await self._engine.close()
+        self._folder.remove()
 
     # ---- ServedModel
 
@@ -96,6 +103,10 @@ class OfflineModel:
     async def describe_cluster(self) -> list[str]:
         """Nothing, as there is no cluster."""
         return []
+
+    async def cluster_json(self) -> bytes:
+        """Nothing either."""
+        return b"{}"
 
 
 class LocalEngine:

@@ -92,7 +92,9 @@ class Played:
     def schema(self):
         """The JSON schema that the last request was constrained to."""
         constraint = self.params.structured_outputs
-        return json.loads(constraint.json or re.findall(r"%json (.*)", constraint.grammar)[-1])
+        found = json.loads(constraint.json or re.findall(r"%json (.*)", constraint.grammar)[-1])
+        found.pop("x-guidance", None)  # how to write it
+        return found
 
     def run(self, use):
         """The result of the async function `use`, called with an openai client of the app."""

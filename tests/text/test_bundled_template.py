@@ -84,4 +84,4 @@ def test_calls_and_their_results(tokenizer, tools):
 
 
 def test_the_server_finds_its_calls(tokenizer):
-    assert chat_format(ServerConfig(), tokenizer) == ChatFormat("hermes", False)
+    assert chat_format(ServerConfig(), tokenizer) == ChatFormat("hermes")

@@ -47,7 +47,7 @@ def deep(levels):
         ({"tools": [tool(name=str(i)) for i in range(129)]}, "tools", "at most 128"),
         ({"tools": [NOW, NOW]}, "tools", "two functions of the name 'now'"),
         ({"tools": [tool(name="a b")]}, "tools", "tools.0.function.name"),
-        ({"tools": [tool(name="x" * 65)]}, "tools", "{1,64}"),
+        ({"tools": [tool(name="x" * 129)]}, "tools", "{1,128}"),
         ({"tools": [tool(parameters={"type": "string"})]}, "tools", "type object"),
         ({"tools": [tool(parameters=[1])]}, "tools", "tools.0.function.parameters"),
         ({"tools": [tool(parameters=deep(40))]}, "tools", "deeper than 64"),

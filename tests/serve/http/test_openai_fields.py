@@ -1,7 +1,5 @@
 """Fields of OpenAI's that most models have no use for, and older or rarer forms of others."""
 
-import json
-
 import openai
 import pytest
 from support.app import CHAT, Api, error_of
@@ -222,6 +220,6 @@ def test_a_suffix_stands_between_the_models_marks():
     assert error_of(api.completion(echo=True, suffix="a"), 400)["param"] == "suffix"
 
 
-def test_arguments_of_functions_are_json():
-    message = {"role": "assistant", "function_call": {"name": "f", "arguments": json.dumps([1])}}
+def test_arguments_of_functions_are_text():
+    message = {"role": "assistant", "function_call": {"name": "f", "arguments": 1}}
     assert "function_call.arguments" in refusal(Played(), messages=[message])[0]

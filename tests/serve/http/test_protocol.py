@@ -195,7 +195,7 @@ def test_a_byte_order_mark_is_left_out():
         (["hi"], "messages.0: input should be an object"),
         ([{"content": "hi"}], "role is required"),
         ([{"role": "robot", "content": "hi"}], "role"),
-        ([{"role": "assistant", "function_call": {"name": "f"}}], "messages.0.function_call.arguments is required"),
+        ([{"role": "assistant", "function_call": {"arguments": "{}"}}], "messages.0.function_call.name is required"),
         ([{"role": "assistant", "audio": {"id": "a"}}], "messages.0.audio: is not supported"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url' is not supported yet"),
         ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "string"),

@@ -110,9 +110,9 @@ def test_forms_of_text():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     app = Conversation("{}", "{}", "x")
     app.create(text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}})
-    assert '"integer"' in app.engine.requests[-1].params.structured_outputs.json
+    assert '"integer"' in app.engine.requests[-1].params.structured_outputs.grammar
     app.create(text={"format": {"type": "json_object"}})
-    assert app.engine.requests[-1].params.structured_outputs.json_object
+    assert '{"type": "object"' in app.engine.requests[-1].params.structured_outputs.grammar
     app.create(text={"format": {"type": "text"}})
     assert app.engine.requests[-1].params.structured_outputs is None
 
