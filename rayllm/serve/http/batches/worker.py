@@ -14,6 +14,7 @@ import hashlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -87,7 +88,10 @@ class BatchWorker:
         for batch_id in batch_ids:
             if len(self._tasks) < MAX_BATCHES and batch_id not in self._tasks:
                 task = self._tasks[batch_id] = asyncio.create_task(self._work(batch_id))
-                task.add_done_callback(lambda _task, batch_id=batch_id: self._tasks.pop(batch_id))
+                task.add_done_callback(partial(self._forget, batch_id))
+
+    def _forget(self, batch_id: str, _task: asyncio.Task[None]) -> None:
+        del self._tasks[batch_id]
 
     def _waiting(self) -> list[str]:
         """Batches that have not ended, the oldest first."""
