@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -90,6 +91,7 @@ class TableInput:
     def _dataset(self) -> ray.data.Dataset:
         import ray.data
 
+        logging.getLogger("ray.data").setLevel(logging.ERROR)  # it tells of each step of each data set
         context = ray.data.DataContext.get_current()
         context.execution_options.preserve_order = True  # or ids of equal lines would change
         context.enable_progress_bars = False

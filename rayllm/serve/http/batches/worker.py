@@ -88,9 +88,9 @@ class BatchWorker:
         for batch_id in batch_ids:
             if len(self._tasks) < MAX_BATCHES and batch_id not in self._tasks:
                 task = self._tasks[batch_id] = asyncio.create_task(self._work(batch_id))
-                task.add_done_callback(partial(self._ended_task, batch_id))
+                task.add_done_callback(partial(self._forget, batch_id))
 
-    def _ended_task(self, batch_id: str, _task: asyncio.Task[None]) -> None:
+    def _forget(self, batch_id: str, _task: asyncio.Task[None]) -> None:
         del self._tasks[batch_id]
 
     def _waiting(self) -> list[str]:
