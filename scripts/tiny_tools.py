@@ -96,9 +96,13 @@ def is_held_out(fact: Fact) -> bool:
 
 def made_up(facts: list[Fact], rng: random.Random) -> Fact:
     """A name that need not exist, with the sentence of another: only copying helps."""
-    parts = [rng.choice(rng.choice(facts).name.split(".")) for _ in range(rng.choice([1, 2, 2, 2, 3]))]
-    name = rng.choice([".", ".", ".", "_"]).join(parts)
-    return Fact(name, name, rng.choice(["function", "class", "module"]), f"{name}()", rng.choice(facts).summary)
+    while True:
+        parts = [rng.choice(rng.choice(facts).name.split(".")) for _ in range(rng.choice([1, 2, 2, 2, 3]))]
+        name = rng.choice([".", ".", ".", "_"]).join(parts)
+        kind, summary = rng.choice(["function", "class", "module"]), rng.choice(facts).summary
+        fact = Fact(name, name, kind, f"{name}()", summary)
+        if not is_held_out(fact):
+            return fact
 
 
 # ------------------------------------------------------------------------------------------------------ tools

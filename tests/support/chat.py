@@ -83,7 +83,7 @@ class Played:
         server = ServerConfig(**options)
         state = FakeState(server)
         state.fake = self.engine = ScriptedEngine(source, scripts, step, finish, fails)
-        self._app = create_app(state, server)
+        self.app = create_app(state, server)
 
     @property
     def params(self):
@@ -100,7 +100,7 @@ class Played:
         """The result of the async function `use`, called with an openai client of the app."""
 
         async def call():
-            transport = httpx.ASGITransport(app=self._app)
+            transport = httpx.ASGITransport(app=self.app)
             async with httpx.AsyncClient(transport=transport) as web:
                 client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="k", http_client=web, max_retries=0)
                 return await use(client)
