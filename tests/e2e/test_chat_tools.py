@@ -43,11 +43,12 @@ def with_client(model, use):
     """The result of the async function `use`, called with an openai client of the app over an engine."""
 
     async def call():
-        state = FakeState()
+        server = ServerConfig(reasoning_parser="none")  # the template has the tags, but this model does not reason
+        state = FakeState(server)
         state.fake = AsyncEngine.from_config(EngineConfig(model=str(model), device="cpu", num_gpu_blocks_override=256))
         try:
             await state.fake.start()
-            transport = httpx.ASGITransport(app=create_app(state, ServerConfig()))
+            transport = httpx.ASGITransport(app=create_app(state, server))
             async with httpx.AsyncClient(transport=transport) as web:
                 return await use(openai.AsyncOpenAI(base_url="http://test/v1", api_key="k", http_client=web))
         finally:
