@@ -19,8 +19,9 @@ def client(url):
         yield client
 
 
+@pytest.mark.parametrize("thread", [anthropic.omit, False], ids=["thread", "none"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_clients_own_tool_loop(client, stream):
+def test_the_clients_own_tool_loop(client, stream, thread):
     called = []
 
     @anthropic.beta_tool
@@ -36,6 +37,7 @@ def test_the_clients_own_tool_loop(client, stream):
         tools=[travel],
         tool_choice={"type": "tool", "name": "travel"},
         max_iterations=2,
+        thread=thread,
         stream=stream,
     )
     assert len([message.get_final_message() if stream else message for message in runner]) == 2

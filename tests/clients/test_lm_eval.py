@@ -19,7 +19,8 @@ from lm_eval.tasks import TaskManager  # noqa: E402  (after the skips)
 HERE = Path(__file__).parent
 MODEL = HERE.parents[1] / "rayllm" / "assets" / "tiny-pydoc"
 TOLERANCE = 1e-3
-TOKENIZERS = [{"tokenizer": str(MODEL)}, {"tokenizer_backend": "remote"}]
+# As it is left to itself, lm-eval takes the server's tokenizer where it finds one.
+TOKENIZERS = [{"tokenizer_backend": "huggingface", "tokenizer": str(MODEL)}, {"tokenizer_backend": "remote"}]
 DOCS = [
     {"question": "A list is", "choices": ["a sequence", "a statement", "a banana"], "answer": 0},
     {"question": "The for statement is used to", "choices": ["iterate over a sequence", "sleep"], "answer": 0},
@@ -35,7 +36,7 @@ DOCS = [
 
 
 @pytest.fixture(scope="module")
-def reference():
+def reference(samples):
     """(context, continuation) -> (log-likelihood, whether greedy decoding writes it), by transformers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
@@ -43,8 +44,8 @@ def reference():
     def score(context, continuation):
         ids = tokenizer(context + continuation, add_special_tokens=False).input_ids
         start = len(tokenizer(context, add_special_tokens=False).input_ids) if context else 0
-        if not start:  # lm-eval scores a text without context after the first special token
-            ids, start = [tokenizer.bos_token_id, *ids], 1
+        if not start:  # lm-eval scores a text without context after one special token
+            ids, start = [samples["first token"], *ids], 1
         with torch.no_grad():
             logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)[start - 1 :]
         targets = torch.tensor(ids[start:])
@@ -78,7 +79,9 @@ def samples(request, url, tmp_path_factory):
         log_samples=True,
         bootstrap_iters=0,
     )
-    return results["samples"] | {"results": results["results"]}
+    # Of the server's tokenizer, lm-eval takes an id of 0 for none, and the end's in its place.
+    first = 0 if "tokenizer" in request.param else 2
+    return results["samples"] | {"results": results["results"], "first token": first}
 
 
 def test_multiple_choice(samples, reference):

@@ -100,7 +100,10 @@ def test_chat_whole_and_streamed(client):
     assert final.choices[0].finish_reason == whole.choices[0].finish_reason
     assert final.usage.model_dump(include=USAGE) == whole.usage.model_dump(include=USAGE)
     tokens = whole.choices[0].logprobs.content
-    assert final.choices[0].logprobs.content == tokens
+    # The second prompt's beginning comes from the cache, so sums may round otherwise.
+    for one, other in zip(final.choices[0].logprobs.content, tokens, strict=True):
+        assert one.token == other.token
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert len(tokens) == whole.usage.completion_tokens
     spoken = tokens[:-1] if whole.choices[0].finish_reason == "stop" else tokens  # the last one ended the answer
     assert b"".join(bytes(token.bytes) for token in spoken).decode() == message.content

@@ -54,7 +54,8 @@ def run(request, url):
 
 
 def forced(tool):
-    return ModelSettings(temperature=0, max_tokens=200, tool_choice=tool)
+    """One call in a turn, lest the model goes on with calls up to its limit."""
+    return ModelSettings(temperature=0, max_tokens=200, tool_choice=tool, parallel_tool_calls=False)
 
 
 def test_text_whole_and_streamed(run):

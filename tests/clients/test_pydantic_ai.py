@@ -33,7 +33,8 @@ class Visit(BaseModel):
 @pytest.fixture(params=["chat", "responses", "anthropic"])
 def model(request, url):
     if request.param == "anthropic":
-        return AnthropicModel("tiny-pydoc", provider=AnthropicProvider(base_url=url, api_key="none"))
+        provider = AnthropicProvider(base_url=url, api_key="none")
+        return AnthropicModel("tiny-pydoc", provider=provider, profile={"supports_json_schema_output": True})
     kind = {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}[request.param]
     return kind("tiny-pydoc", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
 

@@ -226,7 +226,8 @@ def test_what_listens_where(server):
     haproxy = listening(haproxy_processes(server.session_id))
     assert server.port in haproxy and set(haproxy.values()) == {"loopback"}
     folders = private_folders(server.session_id)
-    assert [path.stat().st_mode & 0o777 for path in folders] == [0o700], "the engine's; HAProxy needs none"
+    # The engine's, and that of stored responses and files; HAProxy needs none.
+    assert [path.stat().st_mode & 0o777 for path in folders] == [0o700] * 2
     ports = listening(processes).keys() - haproxy.keys()
     assert 8265 not in ports
     assert ports, "Ray listens too"

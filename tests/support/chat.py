@@ -111,7 +111,7 @@ class Played:
         """The response to a body, without the client."""
 
         async def call():
-            transport = httpx.ASGITransport(app=self._app)
+            transport = httpx.ASGITransport(app=self.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as web:
                 return await web.post(path, json=body)
 

@@ -18,7 +18,7 @@ class Answered(Played):
 
     def run(self, use):
         """The result of the async function `use`, called with an anthropic client of the app."""
-        return asyncio.run(with_client(self._app, use))
+        return asyncio.run(with_client(self.app, use))
 
     def message(self, **fields):
         """One whole answer."""

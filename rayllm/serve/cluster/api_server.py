@@ -116,7 +116,7 @@ class ServedModels:
     def make_app(self, **options: Any) -> FastAPI:
         """The HTTP app. options: as of `create_app`."""
         server, keys = self._options.server, self._options.keys
-        return create_app(self, server, keys, tracer=self._tracer, batches=self.batch_store, **options)
+        return create_app(self, server, keys, tracer=self._tracer, batches=lambda: self.batch_store, **options)
 
     def work_on_batches(self, app: FastAPI) -> None:
         """Take up batches from now on, and ask the app for their answers."""

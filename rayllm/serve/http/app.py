@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Header
@@ -81,15 +81,15 @@ def create_app(
     *,
     tracer: SpanTracer | None = None,
     echo_request_id: bool = True,
-    batches: BatchStore | None = None,
+    batches: Callable[[], BatchStore] | None = None,
     lifespan: Lifespan[FastAPI] | None = None,
 ) -> FastAPI:
     """The app with all routes. Every error it answers has OpenAI's form.
 
     server: its deadlines and allowed origins; the defaults if None. keys: one of them must come with each request but
     /health; none needed if there are none. tracer: gets a span of each request. echo_request_id: false where something
-    in front does that. batches: of /v1/files and /v1/batches, which there are only with it. lifespan: what is to be
-    done before the first request and after the last one.
+    in front does that. batches: gives the store of /v1/files and /v1/batches, which there are only with it. lifespan:
+    what is to be done before the first request and after the last one.
     """
     app = (FastAPI if keys else _OpenApp)(
         # As they are, those asked most often first: `include_router` would look through them twice for each request.

@@ -43,7 +43,10 @@ class ContextLengthError(InvalidRequestError):
 
 
 class ApiError(HTTPException):
-    """An error with an HTTP status of its own. param, code: as OpenAI has them. headers: of the response."""
+    """An error with an HTTP status of its own.
+
+    param, code: as OpenAI has them. details: as Anthropic has them, for its clients. headers: of the response.
+    """
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class ApiError(HTTPException):
         *,
         code: str | None = None,
         param: str | None = None,
+        details: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ):
         super().__init__(status, message, headers)
@@ -60,6 +64,7 @@ class ApiError(HTTPException):
         self.kind = _KINDS.get(status, "invalid_request_error")
         self.param = param
         self.code = code
+        self.details = details
 
     def body(self) -> dict[str, Any]:
         """The JSON of the response, or of an error in mid-stream."""
@@ -70,7 +75,10 @@ class ApiError(HTTPException):
         kind = _ANTHROPIC_KINDS.get(self.status_code, "invalid_request_error")
         # Coding agents look for these words, and make the conversation shorter then.
         long = "prompt is too long: " if self.code == CONTEXT_LENGTH_CODE else ""
-        return {"type": "error", "error": {"type": kind, "message": long + self.detail}, "request_id": request_id}
+        error: dict[str, Any] = {"type": kind, "message": long + self.detail}
+        if self.details is not None:
+            error["details"] = self.details
+        return {"type": "error", "error": error, "request_id": request_id}
 
     def response(self, path: str = "", request_id: str = "") -> Response:
         """path: which the request was for. It decides the form."""

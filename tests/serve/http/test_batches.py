@@ -31,7 +31,7 @@ class Server:
     def __init__(self, folder, limits=FileLimits(), keys=(), clock=time.time):
         self.state = FakeState()
         self.store = BatchStore(folder, limits, clock)
-        self.app = create_app(self.state, None, keys, batches=self.store)
+        self.app = create_app(self.state, None, keys, batches=lambda: self.store)
         self.worker = BatchWorker(self.state, self.app, self.store)
 
     async def call(self, method, path, key=None, **options):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -40,11 +40,18 @@ After = Annotated[str | None, Query(max_length=64)]
 
 
 class Batches:
-    """What the routes need of an API server: the store, and how many uploads are on their way."""
+    """What the routes need of an API server: the store, and how many uploads are on their way.
 
-    def __init__(self, store: BatchStore):
-        self.store = store
+    find_store: gives the store, when the first request comes.
+    """
+
+    def __init__(self, find_store: Callable[[], BatchStore]):
+        self._find_store = find_store
         self.uploads = asyncio.Semaphore(MAX_UPLOADS)
+
+    @property
+    def store(self) -> BatchStore:
+        return self._find_store()
 
 
 def _batches(request: Request) -> Batches:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from rayllm.api.types import EngineInfo
 from rayllm.serve.http.convert import MAX_TOKENIZED, Job, chat_job, encode, prompt_text
-from rayllm.serve.http.errors import first_fault, renamed
+from rayllm.serve.http.errors import ApiError, first_fault, renamed
 from rayllm.serve.http.messages.protocol import (
     MessagesBody,
     PromptBody,
@@ -74,7 +74,14 @@ def count_tokens(body: PromptBody, info: EngineInfo, tokenizer: Tokenizer) -> in
 
 
 def _chat_body(body: PromptBody, tokenizer: Tokenizer | None, sampling: Json) -> ChatBody:
-    """Raises InvalidRequestError for what no `ChatBody` may have, by the names of its fields."""
+    """Raises InvalidRequestError for what no `ChatBody` may have, by the names of its fields, and ApiError for threads.
+
+    In a thread, the server keeps the conversation. Anthropic's client asks for one by itself when it runs tools, and
+    sends the whole conversation each time where it is told that there are none.
+    """
+    if body.thread is not None:
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        raise ApiError(400, "thread is not supported; send the whole conversation", param="thread", details=details)
     chat: Json = {**sampling, "messages": _messages(body)}
     chat["tools"] = [
         {

@@ -175,6 +175,7 @@ class PromptBody(RequestBody):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # what output_config.format was called before
     mcp_servers: list[Any] | None = None
+    thread: dict[str, Any] | None = None  # refused, in a way that clients understand: see `messages_job`
     cache_control: NoEffect = None
     chat_template_kwargs: TemplateKwargs | None = Field(default=None, max_length=MAX_TEMPLATE_KWARGS)  # an extension
 

@@ -4,6 +4,7 @@ import asyncio
 
 import anthropic
 import pytest
+from anthropic.types.thread_unsupported_request_error import ThreadUnsupportedRequestError
 from support.app import Api, FakeState, staged
 from support.messages import message_fields, with_client
 
@@ -69,6 +70,12 @@ def test_bad_requests():
         Api().app, anthropic.BadRequestError, 400, "invalid_request_error", fields={"extra_body": {"temperature": -1}}
     )
     assert "temperature" in error.api_message
+
+
+def test_threads_are_refused_so_that_clients_go_on_without():
+    fields = {"extra_body": {"thread": {"type": "create"}}}
+    error = caught(Api().app, ThreadUnsupportedRequestError, 400, "invalid_request_error", fields=fields)
+    assert error.body["error"]["details"]["unsupported"] == ["thread"]
 
 
 def test_web_pages_of_others():
