@@ -82,6 +82,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Body(msgspec.Struct):
     stream: Any = None
+    background: Any = None
 
 
 class _WholeLine(msgspec.Struct):
@@ -113,7 +114,7 @@ class LineReader:
             return self._refuse(line, None, Failure("line_too_long", reason))
         try:
             parsed = _read_line(line)
-            is_streamed = _read_body(line).body.stream
+            body = _read_body(line).body
         except msgspec.ValidationError as error:
             custom_id = _custom_id(line)
             return self._refuse(line, custom_id, Failure("invalid_request", f"the line is no request: {error}"))
@@ -122,9 +123,12 @@ class LineReader:
         if parsed.url not in self._endpoints:
             reason = f"url must be one of {', '.join(self._endpoints)}, not {parsed.url[:200]!r}"
             return self._refuse(line, parsed.custom_id, Failure("invalid_url", reason))
-        if is_streamed:
+        if body.stream:
             reason = "stream: a batch has no streams; leave it out"
             return self._refuse(line, parsed.custom_id, Failure("stream_not_supported", reason))
+        if body.background:
+            reason = "background: a batch waits for its answers; leave it out"
+            return self._refuse(line, parsed.custom_id, Failure("background_not_supported", reason))
         if repeats := self._count(_hash(b"custom_id", parsed.custom_id.encode())):
             reason = f"custom_id {parsed.custom_id!r} came before in this input"
             failure = Failure("duplicate_custom_id", reason)

@@ -52,6 +52,7 @@ def test_a_request_keeps_its_body_as_it_is():
         (b'{"custom_id": "a", "url": "/v1/chat/completions"}', "invalid_request", "a", "body"),
         (line(url="/v1/models"), "invalid_url", "a", "/v1/models"),
         (line(body={"stream": True}), "stream_not_supported", "a", "stream"),
+        (line(body={"background": True}), "background_not_supported", "a", "background"),
     ],
 )
 def test_a_line_that_is_no_request_has_a_result(text, code, custom_id, says):
