@@ -41,7 +41,7 @@ from offline import TEMPERATURE, Workload, custom_workload, fit_vocabulary, make
 from peers import Figure, Record, add_records, gpu_driver, hardware
 from serve_throughput import Case, Served, http_rate
 
-from rayllm.config.model_spec import load_model_spec
+from rayllm.config.model_folder import load_model_spec
 from rayllm.errors import RayllmError
 
 DRIVER = Path(__file__).with_name("engine_driver.py")

@@ -154,7 +154,7 @@ def run_benchmark(
     """Load the model once and run the workloads. Returns what `--json` prints. Raises RayllmError."""
     if repeat < 1 or warmup < 0:
         raise ConfigError(f"repeat must be at least 1 and warmup at least 0, not {repeat} and {warmup}")
-    from rayllm.config.model_spec import load_model_spec
+    from rayllm.config.model_folder import load_model_spec
     from rayllm.llm import LLM
 
     vocab_size = load_model_spec(config.model).vocab_size

@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 
 from rayllm.api.types import KVBlocks
-from rayllm.config.model_spec import ModelSpec, load_model_spec
+from rayllm.config.model_folder import load_model_spec
+from rayllm.config.model_spec import ModelSpec
 from rayllm.worker.cache import CacheEngine, block_bytes
 
 MIB = 1 << 20

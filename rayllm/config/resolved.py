@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rayllm.config.model_spec import ModelSpec, check_parallel, load_model_spec, load_sampling_defaults
+from rayllm.config.model_folder import load_model_spec, load_sampling_defaults
+from rayllm.config.model_spec import ModelSpec, check_parallel
 from rayllm.config.options import EngineConfig
 from rayllm.errors import ConfigError
 

@@ -11,7 +11,7 @@ from rayllm.models.bloom import BloomForCausalLM
 from rayllm.models.llama import LlamaForCausalLM
 from rayllm.models.opt import OPTForCausalLM
 
-# As many as `model_spec.SUPPORTED_ARCHITECTURES`.
+# As many as `config.architectures.ARCHITECTURES`.
 MODEL_CLASSES: dict[str, Callable[[BuildContext, ModelSpec], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,

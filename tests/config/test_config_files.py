@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rayllm.config.model_spec import check_parallel, load_model_spec
+from rayllm.config.model_folder import load_model_spec
+from rayllm.config.model_spec import check_parallel
 from rayllm.config.options import load_config_file, make_models
 from rayllm.errors import ConfigError
 

@@ -7,7 +7,8 @@ import random
 
 import pytest
 import torch
-from support.model_factory import PAD, make_model
+from support.kinds.common import PAD
+from support.model_factory import make_model
 
 from rayllm import LLM, SamplingParams
 from rayllm.errors import InvalidRequestError

@@ -13,7 +13,7 @@ from support.model_factory import make_model
 from support.scheduler import CHEAP, DEAR, Harness
 
 from rayllm import LLM, SamplingParams
-from rayllm.config.model_spec import load_model_spec
+from rayllm.config.model_folder import load_model_spec
 from rayllm.core.memory import KVWindow
 from rayllm.errors import ConfigError
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.model_factory import EOS, VOCAB_SIZE, make_model
+from support.kinds.common import EOS, VOCAB_SIZE
+from support.model_factory import make_model
 
 from rayllm import LLM, SamplingParams
 

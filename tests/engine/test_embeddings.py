@@ -12,7 +12,8 @@ import torch
 import transformers
 from msgspec.structs import replace
 from support.engine import outputs_of
-from support.model_factory import EOS, make_model, run_context
+from support.kinds.common import EOS
+from support.model_factory import make_model, run_context
 
 from rayllm import LLM, SamplingParams
 from rayllm.api.types import GenerationRequest, KVBlocks, RankReady, RequestOutput

@@ -12,7 +12,7 @@ from support.stand_ins import cpu_config
 
 from rayllm import LLM, SamplingParams
 from rayllm.api.types import EngineInfo, KVBlocks
-from rayllm.config.model_spec import load_model_spec
+from rayllm.config.model_folder import load_model_spec
 from rayllm.config.options import EngineConfig, make_config
 from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError, ModelError

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
-from support.model_factory import EOS, make_model
+from support.kinds.common import EOS
+from support.model_factory import make_model
 
 from rayllm import LLM, SamplingParams
 

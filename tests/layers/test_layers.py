@@ -12,7 +12,8 @@ import transformers
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rayllm.config.model_spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, load_model_spec
+from rayllm.config.architectures.common import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from rayllm.config.model_folder import load_model_spec
 from rayllm.config.rope import RopeSpec
 from rayllm.layers.activation import activation, gated_activation
 from rayllm.layers.embedding import Embedding, LMHead

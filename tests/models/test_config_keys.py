@@ -19,7 +19,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rayllm.config.model_spec import load_model_spec
+from rayllm.config.model_folder import load_model_spec
 from rayllm.errors import ModelError
 
 PLAIN = ("llama", "mistral", "qwen2", "qwen3", "opt", "bloom")

@@ -8,6 +8,7 @@ import pytest
 import support.model_factory as factory
 import torch
 import transformers
+from support.kinds.common import VOCAB_SIZE
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 from rayllm.layers.linear import ADD_TOKENS
@@ -228,6 +229,6 @@ def test_decode_reads_nothing_on_the_host(tmp_path, kind, monkeypatch):
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         hidden = model(batch, runner.caches)
         assert isinstance(hidden, FakeTensor)
-        assert model.compute_logits(hidden).shape == (4, factory.VOCAB_SIZE)
+        assert model.compute_logits(hidden).shape == (4, VOCAB_SIZE)
         with pytest.raises(DataDependentOutputException):
             hidden.sum().item()

@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import support.model_factory as factory
 import torch
+from support.kinds.common import VOCAB_SIZE
 
-from rayllm.config.model_spec import check_parallel, load_model_spec
+from rayllm.config.model_folder import load_model_spec
+from rayllm.config.model_spec import check_parallel
 from rayllm.errors import ModelError
 from rayllm.layers.attention import KVCache
 from rayllm.parallel.tp_group import TPGroup
@@ -86,7 +88,7 @@ def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):
     """Among them: more ranks than KV heads (llama at 8, mistral at 4) and a vocabulary of 259."""
     folder = factory.make_model(tmp_path, kind, num_hidden_layers=2)
     whole = drive(folder, TPGroup.single())
-    assert whole.shape[1] == factory.VOCAB_SIZE
+    assert whole.shape[1] == VOCAB_SIZE
     for size in sizes:
         ranks = run_ranks(folder, size)
         for logits in ranks[1:]:

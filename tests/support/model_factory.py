@@ -9,23 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.kinds import CONFIGS
 
-VOCAB_SIZE = 259  # 256 bytes and three specials; not divisible by 2, 4 or 8
-BOS, EOS, PAD = 256, 257, 258
-MAX_POSITION = 512
-KINDS = (
-    "llama",
-    "llama3_rope",
-    "llama_linear",
-    "llama_yarn",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_tied",
-    "opt",
-    "opt_post",
-    "bloom",
-)
+KINDS = tuple(CONFIGS)
 
 
 def make_model(
@@ -43,9 +29,8 @@ def make_model(
     """
     import transformers
 
-    architecture, options = _config(kind)
-    options |= overrides
-    config = getattr(transformers, architecture + "Config")(**options)
+    architecture, options = CONFIGS[kind]
+    config = getattr(transformers, architecture + "Config")(**{**options, **overrides})
     torch.manual_seed(seed)
     model = getattr(transformers, architecture + "ForCausalLM")(config)
     randomise(model, seed)
@@ -71,62 +56,6 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             else:
                 # With tied embeddings a token predicts itself unless the layers outweigh its embedding.
                 parameter.copy_(0.25 * noise)
-
-
-def _config(kind: str) -> tuple[str, dict[str, Any]]:
-    """(prefix of the classes' names, fields of the config)."""
-    specials = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    if kind in ("opt", "opt_post"):
-        options: dict[str, Any] = {
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": 96,
-            "ffn_dim": 160,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 8,
-            "max_position_embeddings": MAX_POSITION,
-            **specials,
-        }
-        if kind == "opt_post":
-            options |= {"do_layer_norm_before": False, "word_embed_proj_dim": 64}
-        return "OPT", options
-    if kind == "bloom":  # 12 heads: no power of two
-        return "Bloom", {
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 12,
-            **specials,
-        }
-    options = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 96,
-        "intermediate_size": 160,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "max_position_embeddings": MAX_POSITION,
-        "tie_word_embeddings": False,
-        **specials,
-    }
-    rope = {"rope_theta": 10000.0}
-    if kind == "llama":
-        return "Llama", options
-    if kind == "llama3_rope":
-        scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-        return "Llama", options | {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, **scaling, **rope}}
-    if kind == "llama_linear":
-        return "Llama", options | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, **rope}}
-    if kind == "llama_yarn":
-        scaling = {"factor": 4.0, "original_max_position_embeddings": 128}
-        return "Llama", options | {"rope_parameters": {"rope_type": "yarn", **scaling, **rope}}
-    if kind == "mistral":
-        return "Mistral", options | {"num_key_value_heads": 2, "sliding_window": 24}
-    if kind == "qwen2":
-        return "Qwen2", options
-    if kind in ("qwen3", "qwen3_tied"):
-        return "Qwen3", options | {"tie_word_embeddings": kind == "qwen3_tied"}
-    raise ValueError(f"unknown kind {kind!r}; known are {KINDS}")
 
 
 def load(folder: str | Path, tp: Any = None, dtype: str = "float32", **options: Any) -> Any:

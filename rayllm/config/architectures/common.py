@@ -1,0 +1,59 @@
+"""What parsers of config.json have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayllm.config.json_fields import JsonFields
+from rayllm.config.model_spec import ModelSpec
+from rayllm.errors import ModelError
+
+MAX_HEAD_DIM = 256  # of the attention kernels
+DTYPES = ("float32", "bfloat16", "float16")
+GATED_ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+PLAIN_ACTIVATIONS = (*GATED_ACTIVATIONS, "relu")
+
+
+def split_hidden(config: JsonFields, hidden_size: int, num_heads: int) -> int:
+    if hidden_size % num_heads:
+        raise ModelError(f"{config.file}: num_attention_heads {num_heads} does not divide hidden_size {hidden_size}")
+    return hidden_size // num_heads
+
+
+def make_spec(
+    config: JsonFields,
+    *,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    vocab_size: int | None = None,
+    bias: bool = False,
+    **rest: Any,
+) -> ModelSpec:
+    """A spec of these fields, its heads checked. By default each head has its own KV, and a share of hidden_size.
+
+    vocab_size: where config.json does not say it. bias: of all projections for which rest does not say it.
+    rest: further fields of ModelSpec; by default no layer has a sliding window.
+    """
+    num_kv_heads = num_kv_heads or num_heads
+    head_dim = head_dim or split_hidden(config, hidden_size, num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"{config.file}: num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}"
+        )
+    if head_dim > MAX_HEAD_DIM:
+        raise ModelError(f"{config.file}: head_dim {head_dim} is more than the {MAX_HEAD_DIM} that attention supports")
+    dtype = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
+    defaults = dict.fromkeys(("qkv_bias", "attention_out_bias", "mlp_bias"), bias)
+    return ModelSpec(
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=config.size("vocab_size", vocab_size),
+        dtype=config.one_of("dtype", dtype, DTYPES),
+        **{"sliding_windows": (None,) * num_layers} | defaults | rest,
+    )

@@ -1,0 +1,7 @@
+"""Tiny configs of each family, for `model_factory`: kind -> (prefix of transformers' classes, fields of the config)."""
+
+from __future__ import annotations
+
+from support.kinds import bloom, llama, opt
+
+CONFIGS = {**llama.CONFIGS, **opt.CONFIGS, **bloom.CONFIGS}
