@@ -42,8 +42,11 @@ class RopeSpec:
         return max_position_embeddings
 
 
-def parse_rope(config: JsonFields, head_dim: int, max_position: int) -> RopeSpec:
-    """The rotary embedding in config.json. Raises ModelError, also for other types than `RopeSpec` has."""
+def parse_rope(config: JsonFields, head_dim: int, max_position: int, *, theta: float = 10000.0) -> RopeSpec:
+    """The rotary embedding in config.json. Raises ModelError, also for other types than `RopeSpec` has.
+
+    theta: the default of rope_theta.
+    """
     # transformers 5 still reads rope_scaling, and prefers it.
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
     name, raw = ("rope_scaling", old) if old else ("rope_parameters", new or {})
@@ -51,7 +54,7 @@ def parse_rope(config: JsonFields, head_dim: int, max_position: int) -> RopeSpec
         raise ModelError(f"{config.file}: {name} must be one object for all layers, not {raw!r}")
     rope = JsonFields(raw, config.file, name + ".")
     kind = rope.one_of(f"{name}.rope_type", rope.text("rope_type", rope.text("type", "default")), tuple(_OWN_FIELDS))
-    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", config.number("rope_theta", theta))
     partial = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     if partial != 1:  # of these architectures transformers turns whole heads by the default type and fails by others
         raise ModelError(f"{config.file}: partial_rotary_factor {partial} is not supported; supported is 1")

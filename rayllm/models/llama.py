@@ -6,6 +6,8 @@ normalises each query and key head; Mistral (and Qwen, where its config asks for
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -54,11 +56,11 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)). inner: the size in between; None for the model's intermediate_size."""
 
-    def __init__(self, build: BuildContext, spec: ModelSpec):
+    def __init__(self, build: BuildContext, spec: ModelSpec, inner: int | None = None):
         super().__init__()
-        hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+        hidden, inner, bias = spec.hidden_size, inner or spec.intermediate_size, spec.mlp_bias
         parts = [column_part(build, name, inner) for name in ("gate_proj", "up_proj")]
         self.gate_up_proj = GatedLinear(build, hidden, parts, spec.hidden_act, bias=bias)
         self.down_proj = RowLinear(build.at("down_proj"), inner, hidden, bias=bias)
@@ -70,16 +72,29 @@ class LlamaMLP(nn.Module):
         x, total = self.gate_up_proj.after_norm(x, residual, norm)
         return self.down_proj.onto(x, total)
 
+    def summand(self, x: torch.Tensor) -> torch.Tensor:
+        """The rank's summand of the output, for x [T, hidden_size] that is normed already."""
+        return self.down_proj.partial(self.gate_up_proj(x))
+
+
+# (context of the layer, spec, number of the layer) -> what the layer has after attention, called as `LlamaMLP` is.
+MakeMLP = Callable[[BuildContext, ModelSpec, int], nn.Module]
+
+
+def dense_mlp(build: BuildContext, spec: ModelSpec, _layer: int) -> nn.Module:
+    """A `MakeMLP`."""
+    return LlamaMLP(build.at("mlp"), spec)
+
 
 class LlamaLayer(nn.Module):
     """One block. The residual stream travels beside the activations: each addition fuses with what follows it."""
 
-    def __init__(self, build: BuildContext, spec: ModelSpec, layer: int, rotary: torch.Tensor):
+    def __init__(self, build: BuildContext, spec: ModelSpec, layer: int, rotary: torch.Tensor, make_mlp: MakeMLP):
         super().__init__()
         self.input_layernorm = RMSNorm(build.at("input_layernorm"), spec.hidden_size, spec.norm_eps)
         self.self_attn = LlamaAttention(build.at("self_attn"), spec, layer, rotary)
         self.post_attention_layernorm = RMSNorm(build.at("post_attention_layernorm"), spec.hidden_size, spec.norm_eps)
-        self.mlp = LlamaMLP(build.at("mlp"), spec)
+        self.mlp = make_mlp(build, spec, layer)
 
     def forward(
         self,
@@ -95,19 +110,22 @@ class LlamaLayer(nn.Module):
         attention, the others being there for their keys and values alone; None for all.
         """
         x, residual = self.self_attn(x, residual, self.input_layernorm, kv_cache, plan, rows)
-        return self.mlp(x, residual, self.post_attention_layernorm)
+        x, residual = self.mlp(x, residual, self.post_attention_layernorm)
+        return x, residual
 
 
 class LlamaForCausalLM(CausalLM):
-    """See `CausalLM`."""
+    """See `CausalLM`. make_mlp: of the layers."""
 
-    def __init__(self, build: BuildContext, spec: ModelSpec):
+    def __init__(self, build: BuildContext, spec: ModelSpec, make_mlp: MakeMLP = dense_mlp):
         super().__init__(build, spec)
         body = build.at("model")
         assert spec.rope is not None
         rotary = cos_sin_table(spec.rope, build.max_model_len).to(build.device)
         self.embed_tokens = Embedding(body.at("embed_tokens"), spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(LlamaLayer(body.at(f"layers.{i}"), spec, i, rotary) for i in range(spec.num_layers))
+        self.layers = nn.ModuleList(
+            LlamaLayer(body.at(f"layers.{i}"), spec, i, rotary, make_mlp) for i in range(spec.num_layers)
+        )
         self.norm = RMSNorm(body.at("norm"), spec.hidden_size, spec.norm_eps)
         tied = self.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(build.at("lm_head"), spec.vocab_size, spec.hidden_size, tied=tied)

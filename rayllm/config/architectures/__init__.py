@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rayllm.config.architectures import bloom, llama, opt
+from rayllm.config.architectures import bloom, llama, mixtral, opt, qwen3_moe
 from rayllm.config.json_fields import JsonFields
 
 
@@ -27,4 +27,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3ForCausalLM": Architecture(llama.parse, "qwen3"),
     "OPTForCausalLM": Architecture(opt.parse, "opt", eos_token_id=2),
     "BloomForCausalLM": Architecture(bloom.parse, "bloom", eos_token_id=2),
+    "Qwen3MoeForCausalLM": Architecture(qwen3_moe.parse, "qwen3_moe"),
+    "MixtralForCausalLM": Architecture(mixtral.parse, "mixtral", eos_token_id=2),
 }

@@ -4,42 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayllm.config.architectures.common import GATED_ACTIVATIONS, split_hidden
+from rayllm.config.architectures.common import decoder_fields
 from rayllm.config.json_fields import JsonFields
-from rayllm.config.rope import parse_rope
 from rayllm.errors import ModelError
 
 DEFAULT_KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}  # Llama: its heads
+DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128}
 
 
 def parse(config: JsonFields, architecture: str) -> dict[str, Any]:
-    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    num_layers, max_position = config.size("num_hidden_layers"), config.size("max_position_embeddings")
     is_qwen3 = architecture == "Qwen3ForCausalLM"
-    told = config.get("head_dim", 128 if is_qwen3 else None)
-    head_dim = split_hidden(config, hidden_size, num_heads) if told is None else config.size("head_dim", told)
-    null = config.is_null("num_key_value_heads")
-    kv_heads = num_heads if null else DEFAULT_KV_HEADS.get(architecture, num_heads)
+    fields = decoder_fields(
+        config, kv_heads=DEFAULT_KV_HEADS.get(architecture), head_dim=DEFAULT_HEAD_DIM.get(architecture)
+    )
     # Llama's attention_bias covers all four projections; Qwen2 has a bias on q, k, v whatever its config says.
     has_flag = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
     attention_bias = has_flag and config.flag("attention_bias", False)
-    return {
-        "hidden_size": hidden_size,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": config.size("num_key_value_heads", kv_heads),
-        "head_dim": head_dim,
+    return fields | {
         "intermediate_size": config.size("intermediate_size"),
-        "max_position_embeddings": max_position,
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
-        "hidden_act": config.one_of("hidden_act", config.text("hidden_act", "silu"), GATED_ACTIVATIONS),
-        "tie_word_embeddings": config.flag("tie_word_embeddings", False),
         "qkv_bias": attention_bias or architecture == "Qwen2ForCausalLM",
         "attention_out_bias": attention_bias,
         "mlp_bias": architecture == "LlamaForCausalLM" and config.flag("mlp_bias", False),
         "qk_norm": is_qwen3,
-        "sliding_windows": _sliding_windows(architecture, config, num_layers),
-        "rope": parse_rope(config, head_dim, max_position),
+        "sliding_windows": _sliding_windows(architecture, config, fields["num_layers"]),
     }
 
 

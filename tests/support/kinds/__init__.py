@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from support.kinds import bloom, llama, opt
+from support.kinds import bloom, llama, mixtral, opt, qwen3_moe
 
-CONFIGS = {**llama.CONFIGS, **opt.CONFIGS, **bloom.CONFIGS}
+CONFIGS = {**llama.CONFIGS, **opt.CONFIGS, **bloom.CONFIGS, **qwen3_moe.CONFIGS, **mixtral.CONFIGS}
