@@ -41,7 +41,7 @@ class Router(Layer):
             num_groups=spec.num_groups,
             top_k_groups=spec.top_k_groups,
             scale=spec.scale,
-            rounded_to=None if spec.wide_weights else context.dtype,
+            rounded=not spec.wide_weights,
         )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -80,6 +80,8 @@ MODELS = {
     "heads-of-192": _llama("Llama", 3072, 8192, 16, 4, 192),
     "heads-of-256": _llama("Llama", 2048, 16384, 64, 1, 256),
     "one-kv-head": _llama("Llama", 8192, 8192, 64, 1, 128),
+    "qwen3-30b-a3b": _llama("Qwen3Moe", 2048, 6144, 32, 4, 128, moe_intermediate_size=768, norm_topk_prob=True),
+    "mixtral-8x7b": _llama("Mixtral", 4096, 14336, 32, 8, 128),
     "opt-125m": _opt(768, 12),
     "opt-2.7b": _opt(2560, 32),
     "bloom-560m": _bloom(1024, 16),

@@ -26,7 +26,7 @@ TINY = 1e-20  # keeps a sum of scores from being zero, and changes no other in f
 
 
 class Routing(NamedTuple):
-    """How experts are chosen and weighed: see above. rounded_to: of the weights, which are fp32 all the same."""
+    """How experts are chosen and weighed: see above. rounded: weights are rounded to the dtype of the logits."""
 
     top_k: int
     scores: str
@@ -34,7 +34,7 @@ class Routing(NamedTuple):
     num_groups: int = 1
     top_k_groups: int = 1
     scale: float = 1.0
-    rounded_to: torch.dtype | None = None
+    rounded: bool = False
 
 
 def route(
@@ -67,8 +67,8 @@ def _route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple
     if routing.normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
     weights = weights * routing.scale
-    if routing.rounded_to is not None:
-        weights = weights.to(routing.rounded_to).float()
+    if routing.rounded:
+        weights = weights.to(logits.dtype).float()
     return weights, experts.to(torch.int32)
 
 
