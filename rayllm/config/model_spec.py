@@ -110,6 +110,12 @@ class ModelSpec:
         return self.rope.max_model_len(self.max_position_embeddings) if self.rope else self.max_position_embeddings
 
     @property
+    def default_model_len(self) -> int:
+        """`max_model_len`, or the tokens up to which the position embedding is exactly the pretraining's, if fewer."""
+        exact = self.rope.exact_len if self.rope else None
+        return self.max_model_len if exact is None else min(exact, self.max_model_len)
+
+    @property
     def kv_window(self) -> int | None:
         """Tokens that a query sees in the layer that sees most, counting itself; None if one sees them all."""
         windows = [window for window in self.sliding_windows if window is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -120,6 +121,24 @@ def test_rope_yarn(tmp_path):
     assert weighted is not None
     assert weighted.attention_factor == pytest.approx(1.277258872 / 1.138629436)
     assert not weighted.truncate
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1, 1.5, 2, 2], "long_factor": [1, 2, 4, 8]}
+
+
+def test_ropes_that_depend_on_the_length(tmp_path):
+    """Without a longer max_model_len, they are those of the pretraining."""
+    spec = spec_of(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert (spec.default_model_len, spec.max_model_len) == (512, 1024)
+    spec = spec_of(tmp_path, rope_scaling=LONGROPE, original_max_position_embeddings=64)
+    assert (spec.default_model_len, spec.max_model_len) == (64, 512)
+    assert spec.rope is not None
+    assert (spec.rope.short_factors, spec.rope.long_factors) == ((1.0, 1.5, 2.0, 2.0), (1.0, 2.0, 4.0, 8.0))
+    assert spec.rope.attention_factor == pytest.approx((1 + math.log(8) / math.log(64)) ** 0.5)
+    told = spec_of(tmp_path, rope_scaling=LONGROPE | {"attention_factor": 1.25, "factor": 32.0}).rope
+    assert told is not None
+    assert told.attention_factor == 1.25
+    assert spec_of(tmp_path).default_model_len == 512
 
 
 def test_keys_that_change_nothing(tmp_path):
@@ -261,7 +280,12 @@ def test_bloom(tmp_path):
         ({"num_attention_heads": 7}, "num_attention_heads 7 does not divide hidden_size 64"),
         ({"head_dim": 512}, "head_dim 512 is more than the 256"),
         ({"eos_token_id": "two"}, "eos_token_id must be an integer or a list"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type dynamic is not supported"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_scaling.rope_type ntk is not supported"),
+        ({"rope_scaling": {"type": "dynamic"}}, 'has no "rope_scaling.factor"'),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "more than 2 rotated entries"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0]}}, "rope_scaling.long_factor must have 4 numbers, not 1"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [1, 1, 1, -1]}}, "short_factor must be a list of positive"),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [1] * 4}}, 'has no "rope_scaling.short_factor"'),
         ({"rope_scaling": {"type": "linear"}}, 'has no "rope_scaling.factor"'),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, 'has no "rope_parameters.low_freq_factor"'),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters must be one object"),

@@ -238,7 +238,7 @@ def refusal(folder: Path) -> str | None:
 
 
 def difference(folder: Path) -> float | None:
-    """Largest difference of logits, over their spread, in a prompt of 30 tokens and 3 greedy ones; None if transformers
+    """Largest difference of logits, over their spread, in a prompt of 28 tokens and 3 greedy ones; None if transformers
     cannot compute the model of this config.json. Both get the same weights, which fit what transformers makes of it.
     """
     try:
@@ -254,10 +254,12 @@ def difference(folder: Path) -> float | None:
             tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     try:
-        runner = factory.PagedRunner(factory.load(folder, max_model_len=64))
+        # Where frequencies depend on the length, they are compared for lengths that both have the same for.
+        length = min(64, load_model_spec(str(folder)).default_model_len)
+        runner = factory.PagedRunner(factory.load(folder, max_model_len=length))
     except ModelError:  # the weights have other shapes
         return float("inf")
-    ids, cache, worst = torch.randint(0, 256, (30,), generator=torch.Generator().manual_seed(3)).tolist(), None, 0.0
+    ids, cache, worst = torch.randint(0, 256, (28,), generator=torch.Generator().manual_seed(3)).tolist(), None, 0.0
     for step in range(4):
         try:
             with torch.inference_mode():

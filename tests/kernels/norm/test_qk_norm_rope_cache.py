@@ -73,6 +73,28 @@ def test_many_tokens_equal_the_sequence(randn, kernels, reference, device):
     check_sequence(*case, kernels, reference)
 
 
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize(("tokens", "head_dim", "rotary_dim"), [(5, 16, 16), (9, 80, 32)])
+def test_interleaved_pairs_and_scaled_queries(
+    randn, kernels, reference, device, tokens, head_dim, rotary_dim, scaled, norm
+):
+    pool, call = arguments(randn, device, tokens, (6, 2), head_dim, rotary_dim, 16, torch.float16, norm)
+    call |= {"interleaved": True, "query_scale": torch.rand(50, device=device) if scaled else None}
+    check_sequence(pool, call, kernels, reference)
+    halves = run(reference, pool.clone(), call | {"interleaved": False})
+    assert not torch.equal(run(reference, pool, call)[..., :rotary_dim], halves[..., :rotary_dim])
+
+
+def test_queries_are_scaled_by_their_position(randn, kernels, device):
+    pool, call = arguments(randn, device, 7, (4, 2), 32, 32, 8, torch.float32, False)
+    scale, other = torch.rand(50, device=device), pool.clone()
+    plain = run(kernels, pool, call)
+    scaled = run(kernels, other, call | {"query_scale": scale})
+    torch.testing.assert_close(scaled, plain * scale[call["positions"]][:, None, None])
+    assert torch.equal(other, pool)
+
+
 def check_sequence(pool, call, kernels, reference):
     expected_pool, qkv = pool.clone(), call["qkv"].clone()
     expected = run(reference, expected_pool, call)
@@ -116,6 +138,7 @@ def test_bad_arguments_are_named(randn, device, each):
         ({"norms": norms._replace(q=norms.q.half())}, "norms.q"),
         ({"norms": norms._replace(k=norms.k[:5])}, "norms.k"),
         ({"slot_mapping": call["slot_mapping"].int()}, "slot_mapping"),
+        ({"query_scale": torch.ones(49, device=device)}, "query_scale"),
     ):
         with pytest.raises(ValueError, match=f"^{name} "):
             run(each, pool, call | change)
