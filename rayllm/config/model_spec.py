@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from rayllm.config.rope import RopeSpec
 from rayllm.errors import ModelError
@@ -36,6 +37,11 @@ class ModelSpec:
 
     dtype: of the checkpoint.
     sliding_windows: one entry a layer, tokens a query sees counting itself, None for all.
+    post_norms: what attention and MLP give is normed before it is added to the residual.
+    fused_qkv, fused_gate_up: checkpoints have these projections as one.
+    text_only: the checkpoint holds towers for images or sound too, which are left out.
+    rope_layers: one entry a layer, whether it has rotary positions; None if all have.
+    own: what only an architecture of a user's package has.
     rope is None for OPT and BLOOM, opt and bloom are None for the others.
     """
 
@@ -58,6 +64,12 @@ class ModelSpec:
     sliding_windows: tuple[int | None, ...]
     eos_token_ids: list[int]
     qk_norm: bool = False
+    post_norms: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    text_only: bool = False
+    rope_layers: tuple[bool, ...] | None = None
+    own: Any = None
     rope: RopeSpec | None = None
     opt: OPTSpec | None = None
     bloom: BloomSpec | None = None
@@ -68,6 +80,12 @@ class ModelSpec:
         return self.rope.max_model_len(self.max_position_embeddings) if self.rope else self.max_position_embeddings
 
     @property
+    def default_model_len(self) -> int:
+        """`max_model_len`, or the tokens up to which the position embedding is exactly the pretraining's, if fewer."""
+        exact = self.rope.exact_len if self.rope else None
+        return self.max_model_len if exact is None else min(exact, self.max_model_len)
+
+    @property
     def kv_window(self) -> int | None:
         """Tokens that a query sees in the layer that sees most, counting itself; None if one sees them all."""
         windows = [window for window in self.sliding_windows if window is not None]
@@ -75,7 +93,7 @@ class ModelSpec:
 
     def layer_kind(self, layer: int) -> Hashable:
         """Equal for layers that run the same kernels on tensors of the same shapes."""
-        return self.sliding_windows[layer]
+        return self.sliding_windows[layer], self.rope_layers is None or self.rope_layers[layer]
 
     @property
     def num_distinct_layers(self) -> int:

@@ -113,6 +113,7 @@ MISTAKES = {
     ("norm/qk_norm_rope_cache_kernel.py", "norm/test_qk_norm_rope_cache.py::test_equals_the_sequence"): [
         ("b * cos + a * sin", "b * cos - a * sin"),
         ("squares += tl.sum(rest", "squares -= tl.sum(rest"),
+        ("other = FORM.half + pair", "other = FORM.half - pair"),
         (
             "                valid = head < num_kv_heads\n                scale = tl.load(cache.scales.k",
             "                valid = head < num_kv_heads - 1\n                scale = tl.load(cache.scales.k",

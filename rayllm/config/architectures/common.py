@@ -6,6 +6,7 @@ from typing import Any
 
 from rayllm.config.json_fields import JsonFields
 from rayllm.config.model_spec import ModelSpec
+from rayllm.config.rope import parse_rope
 from rayllm.errors import ModelError
 
 MAX_HEAD_DIM = 512  # of the attention kernels
@@ -18,6 +19,33 @@ def split_hidden(config: JsonFields, hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ModelError(f"{config.file}: num_attention_heads {num_heads} does not divide hidden_size {hidden_size}")
     return hidden_size // num_heads
+
+
+def decoder_fields(
+    config: JsonFields, *, kv_heads: int | None = None, head_dim: int | None = None, norm_eps: float = 1e-6, **rope: Any
+) -> dict[str, Any]:
+    """The fields of `ModelSpec` that all relatives of Llama read alike, with the defaults of transformers' class.
+
+    kv_heads: where config.json lacks num_key_value_heads; None for as many as query heads, as null always means.
+    head_dim: where it lacks head_dim; None for a share of hidden_size. rope: options of `parse_rope`.
+    """
+    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    max_position = config.size("max_position_embeddings")
+    told = config.get("head_dim", head_dim)
+    head_dim = split_hidden(config, hidden_size, num_heads) if told is None else config.size("head_dim", told)
+    kv_heads = num_heads if kv_heads is None or config.is_null("num_key_value_heads") else kv_heads
+    return {
+        "hidden_size": hidden_size,
+        "num_layers": config.size("num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": config.size("num_key_value_heads", kv_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": max_position,
+        "norm_eps": config.number("rms_norm_eps", norm_eps),
+        "hidden_act": config.one_of("hidden_act", config.text("hidden_act", "silu"), GATED_ACTIVATIONS),
+        "tie_word_embeddings": config.flag("tie_word_embeddings", False),
+        "rope": parse_rope(config, head_dim, max_position, **rope),
+    }
 
 
 def make_spec(

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from support.kinds import bloom, llama, opt
+from support.kinds import bloom, glm4, llama, ministral, opt, phi3, smollm3, vision
 
-CONFIGS = {**llama.CONFIGS, **opt.CONFIGS, **bloom.CONFIGS}
+CONFIGS = {
+    **llama.CONFIGS,
+    **opt.CONFIGS,
+    **bloom.CONFIGS,
+    **phi3.CONFIGS,
+    **glm4.CONFIGS,
+    **ministral.CONFIGS,
+    **smollm3.CONFIGS,
+    **vision.CONFIGS,
+}
