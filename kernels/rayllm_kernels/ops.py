@@ -4,7 +4,7 @@ Nothing falls back: on CUDA a missing or failing Triton is an error. Every funct
 ValueError naming the one at fault; none reads tensor contents on a CUDA device, so none synchronises with it and all
 can be captured in a CUDA graph.
 
-Names of dimensions: T tokens, B sequences, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), D head size (up to 256;
+Names of dimensions: T tokens, B sequences, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), D head size (up to 512;
 sizes that are no power of two are padded on chip). block_size is any positive integer. Dtypes are fp32, fp16 and bf16;
 a cache may also be in fp8, float8_e5m2 or, from compute capability 8.9 on, float8_e4m3fn.
 """

@@ -316,7 +316,7 @@ def test_bloom(tmp_path):
         ({"torch_dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not supported"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 8"),
         ({"num_attention_heads": 7}, "num_attention_heads 7 does not divide hidden_size 64"),
-        ({"head_dim": 512}, "head_dim 512 is more than the 256"),
+        ({"head_dim": 514}, "head_dim 514 is more than the 512"),
         ({"eos_token_id": "two"}, "eos_token_id must be an integer or a list"),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_scaling.rope_type ntk is not supported"),
         ({"rope_scaling": {"type": "dynamic"}}, 'has no "rope_scaling.factor"'),
