@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from rayllm.config.rope import RopeSpec
 from rayllm.errors import ModelError
@@ -77,6 +78,11 @@ class ModelSpec:
 
     dtype: of the checkpoint.
     sliding_windows: one entry a layer, tokens a query sees counting itself, None for all.
+    post_norms: what attention and MLP give is normed before it is added to the residual.
+    fused_qkv, fused_gate_up: checkpoints have these projections as one.
+    text_only: the checkpoint holds towers for images or sound too, which are left out.
+    rope_layers: one entry a layer, whether it has rotary positions; None if all have.
+    own: what only an architecture of a user's package has.
     experts is None for models without. rope is None for OPT and BLOOM, opt and bloom are None for the others.
     """
 
@@ -100,6 +106,12 @@ class ModelSpec:
     eos_token_ids: list[int]
     qk_norm: bool = False
     experts: ExpertsSpec | None = None
+    post_norms: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    text_only: bool = False
+    rope_layers: tuple[bool, ...] | None = None
+    own: Any = None
     rope: RopeSpec | None = None
     opt: OPTSpec | None = None
     bloom: BloomSpec | None = None
@@ -123,7 +135,7 @@ class ModelSpec:
 
     def layer_kind(self, layer: int) -> Hashable:
         """Equal for layers that run the same kernels on tensors of the same shapes."""
-        return self.sliding_windows[layer], self.is_sparse(layer)
+        return self.sliding_windows[layer], self.rope_layers is None or self.rope_layers[layer], self.is_sparse(layer)
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer has experts in place of the MLP."""

@@ -16,7 +16,9 @@ from rayllm.errors import ModelError
 class RopeSpec:
     """Rotary position embedding. rope_type: "default", "linear", "dynamic", "llama3", "yarn" or "longrope".
 
-    rotary_dim: leading entries of a head that are rotated. attention_factor: multiplies cos and sin (yarn, longrope).
+    rotary_dim: leading entries of a head that are rotated. interleaved: in pairs of neighbours, not of halves.
+    query_beta: of the growth of queries with their position, see `layers.rotary.query_scales`; 0 for none.
+    attention_factor: multiplies cos and sin (yarn, longrope).
     low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, truncate: yarn. short_factors, long_factors: of the
     rotary_dim / 2 periods, longrope.
     original_max_position: context of the pretraining, in tokens (all types but default and linear).
@@ -26,6 +28,8 @@ class RopeSpec:
     theta: float
     rotary_dim: int
     original_max_position: int
+    interleaved: bool = False
+    query_beta: float = 0.0
     factor: float = 1.0
     attention_factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -65,6 +69,10 @@ def parse_rope(
     partial: float | None = None,
     original: int | None = None,
     kinds: Mapping[str, str] | None = None,
+    interleaved: bool = False,
+    scales_queries: bool = False,
+    has_sections: bool = False,
+    absent: dict[str, Any] | None = None,
 ) -> RopeSpec:
     """The rotary embedding in config.json. Raises ModelError, also for other types than `RopeSpec` has.
 
@@ -72,15 +80,19 @@ def parse_rope(
     theta: the default of rope_theta. partial: that of partial_rotary_factor, the share of a head that is rotated; None
     if transformers turns whole heads by the default type and fails by others, so that there is no answer to be equal
     to. original: that of original_max_position_embeddings. kinds: rope types and what each is taken for; None: all, for
-    themselves.
+    themselves. interleaved: as for `RopeSpec`. scales_queries: there is a llama_4_scaling_beta. has_sections: the
+    frequencies are in sections, each with positions of its own, which are all the same for text. absent: what stands
+    for rope_parameters where there are none.
     """
     # transformers 5 still reads rope_scaling, and prefers it.
     old, new = config.get("rope_scaling"), config.get("rope_parameters")
-    name, raw = ("rope_scaling", old) if old else ("rope_parameters", new or {})
+    name, raw = ("rope_scaling", old) if old else ("rope_parameters", new or absent or {})
     if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
         raise ModelError(f"{config.file}: {name} must be one object for all layers, not {raw!r}")
     rope = JsonFields(raw, config.file, name + ".")
-    kinds = kinds or {kind: kind for kind in _OWN_FIELDS}
+    kinds = kinds or ROPE_KINDS
+    if has_sections:
+        rope.read.update(("mrope_section", "mrope_interleaved"))
     told = rope.one_of(f"{name}.rope_type", rope.text("rope_type", rope.text("type", "default")), tuple(kinds))
     kind = kinds[told]
     theta = rope.number("rope_theta", config.number("rope_theta", theta))
@@ -91,13 +103,19 @@ def parse_rope(
         pretrained = max_position
     if kind == "dynamic" and rotary_dim == 2:
         raise ModelError(f"{config.file}: {name}.rope_type dynamic needs more than 2 rotated entries of a head")
+    beta = 0.0
+    if scales_queries and rope.get("llama_4_scaling_beta") != 0:
+        beta = rope.number("llama_4_scaling_beta")
     own = _OWN_FIELDS[kind](rope, max_position, pretrained)
     refuse_unknown(rope)
     for key in ("short_factor", "long_factor"):
         factors = own.get(key + "s", ())
         if len(factors) not in (0, rotary_dim // 2):
-            raise ModelError(f"{config.file}: {name}.{key} must have {rotary_dim // 2} numbers, not {len(factors)}")
-    return RopeSpec(kind, theta, rotary_dim, pretrained, **own)
+            raise ModelError(
+                f"{config.file}: {name}.{key} must have {rotary_dim // 2} numbers, half of the entries of a head that "
+                f"partial_rotary_factor says, not {len(factors)}"
+            )
+    return RopeSpec(kind, theta, rotary_dim, pretrained, interleaved, beta, **own)
 
 
 def _rotary_dim(config: JsonFields, rope: JsonFields, head_dim: int, partial: float | None) -> int:
@@ -181,3 +199,5 @@ _OWN_FIELDS: dict[str, Callable[[JsonFields, int, int], dict[str, Any]]] = {
     "yarn": _yarn,
     "longrope": _longrope,
 }
+# Names of all types, for themselves.
+ROPE_KINDS = {kind: kind for kind in _OWN_FIELDS}

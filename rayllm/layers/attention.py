@@ -70,6 +70,7 @@ class Attention(Layer):
     heads: of the whole model. scoring: its ALiBi slopes are the rank's.
     rotary: the table of angles by which queries and keys are turned (`rotary.cos_sin_table`); None leaves them alone.
     norm_eps: of the RMS norms "q_norm" and "k_norm" of each query and key head; None for none.
+    interleaved, query_scale: how queries and keys are turned, as for `ops.qk_norm_rope_cache`.
     scales: the checkpoint's for a cache in fp8, of the rank's KV heads, on the CPU; None if it has none.
     """
 
@@ -80,9 +81,13 @@ class Attention(Layer):
         scoring: Scoring,
         rotary: torch.Tensor | None = None,
         norm_eps: float | None = None,
+        *,
+        interleaved: bool = False,
+        query_scale: torch.Tensor | None = None,
     ):
         super().__init__(context)
         self.heads, self.scoring, self.rotary = heads, scoring, rotary
+        self.interleaved, self.query_scale = interleaved, query_scale
         self.deterministic = context.deterministic
         self.norms: HeadNorms | None = None
         if norm_eps is not None:
@@ -105,6 +110,8 @@ class Attention(Layer):
                 self.rotary,
                 kv_cache,
                 batch.slot_mapping,
+                interleaved=self.interleaved,
+                query_scale=self.query_scale,
                 deterministic=self.deterministic,
             )
         all_heads, kv = qkv.view(qkv.shape[0], -1, self.heads.head_dim), kv_cache.k.shape[1]

@@ -19,6 +19,17 @@ def cos_sin_table(rope: RopeSpec, max_position: int) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.attention_factor)
 
 
+def query_scales(rope: RopeSpec, max_position: int) -> torch.Tensor | None:
+    """[max_position] float32 on the CPU: by what the queries of each position are multiplied; None for nothing.
+
+    They grow with the logarithm of how often a position is past the pretraining's context (Llama 4).
+    """
+    if not rope.query_beta:
+        return None
+    times = torch.floor(torch.arange(max_position) / rope.original_max_position)
+    return 1 + rope.query_beta * torch.log(1 + times)
+
+
 def inverse_frequencies(rope: RopeSpec, max_model_len: int) -> torch.Tensor:
     """[rotary_dim / 2] float32, radians a position; each operation in the order and precision of transformers.
 

@@ -55,7 +55,7 @@ class SparseMLP(nn.Module):
         )
         self.shared = None
         if sizes.shared_size:
-            self.shared = LlamaMLP(build.at(names.blocks[0]).at(names.shared), spec, sizes.shared_size)
+            self.shared = LlamaMLP(build.at(names.blocks[0]).at(names.shared), spec, inner=sizes.shared_size)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm

@@ -54,6 +54,8 @@ def step(rows, begin):
     prefill_hopper.prefill(q, cache, contexts, 0.1, starts, q)
     ops.reshape_and_cache(q[:, :4], q[:, 4:], cache, array())
     ops.qk_norm_rope_cache(tensor(16 * 64), None, array(), torch.zeros(9, 64), cache, array())
+    scales = {"interleaved": True, "query_scale": torch.zeros(9)}
+    ops.qk_norm_rope_cache(tensor(16 * 64), None, array(), torch.zeros(9, 64), cache, array(), **scales)
     ops.copy_blocks(pool, array(), array())
     tables = torch.zeros(99, 48, dtype=torch.int32)
     ids, lens = tensor(dtype=torch.int64), tensor(dtype=torch.int32)
@@ -63,6 +65,7 @@ def step(rows, begin):
     x, weight = tensor(128), torch.zeros(256, 128, dtype=half)
     ops.rms_norm(x, x[0], 1e-6)
     ops.rms_norm(q[:, 2:], q[0, 0], 1e-6)
+    ops.rms_norm_add(x, x, x[0], 1e-6)
     ops.silu_and_mul(x)
     ops.linear(x, weight)
     ops.linear(x[:1], weight)

@@ -82,6 +82,14 @@ def run_ranks(folder, size, load_format="auto"):
         ("opt", (4,)),
         ("opt_post", (2,)),
         ("bloom", (2, 4)),
+        ("phi3", (2, 8)),
+        ("phi4", (4,)),
+        ("glm", (4,)),
+        ("glm4", (2, 8)),
+        ("ministral", (2,)),
+        ("ministral3", (4,)),
+        ("qwen2_5_vl", (2,)),
+        ("smollm3", (4,)),
         ("qwen3_moe", (2, 4)),
         ("mixtral", (4,)),
     ],
@@ -137,7 +145,7 @@ def test_a_cache_in_fp8_is_split_like_any_other(tmp_path, size):
         assert (logits - whole).norm() / whole.norm() < 0.02
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "opt", "bloom", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "opt", "bloom", "phi3", "glm4", "qwen3_moe"])
 def test_dummy_weights_do_not_depend_on_ranks(tmp_path, kind):
     folder = factory.make_model(tmp_path, kind, num_hidden_layers=2)
     whole = drive(folder, TPGroup.single(), "dummy")

@@ -25,17 +25,20 @@ def make_model(
 ) -> str:
     """Write a seeded checkpoint of `kind` (one of KINDS) to `folder` with transformers' classes; returns the folder.
 
-    overrides: fields of the config. max_shard_size, such as "100KB": splits the weights over several files.
+    overrides: fields of the config, of its text_config if it has one.
+    max_shard_size, such as "100KB": splits the weights over several files.
     """
     import transformers
 
     architecture, options = CONFIGS[kind]
-    config = getattr(transformers, architecture + "Config")(**{**options, **overrides})
+    sees = "text_config" in options
+    options = {**options, "text_config": options["text_config"] | overrides} if sees else {**options, **overrides}
+    config = getattr(transformers, architecture + "Config")(**options)
     torch.manual_seed(seed)
-    model = getattr(transformers, architecture + "ForCausalLM")(config)
+    model = getattr(transformers, architecture + ("ForConditionalGeneration" if sees else "ForCausalLM"))(config)
     randomise(model, seed)
     model.to(getattr(torch, dtype))
-    model.generation_config.eos_token_id = config.eos_token_id
+    model.generation_config.eos_token_id = config.get_text_config().eos_token_id
     shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     model.save_pretrained(str(folder), **shards)
     return str(folder)

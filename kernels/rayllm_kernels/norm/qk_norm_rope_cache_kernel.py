@@ -56,19 +56,19 @@ def _scale_part(x, scale, weight_ptr, dims, valid):
 
 
 @triton.jit
-def _times(x, factor_ptr):
-    """x times the factor at `factor_ptr`, both in x's dtype; x itself if there is none."""
-    if factor_ptr is None:
-        return x
-    return (x.to(tl.float32) * tl.load(factor_ptr).to(x.dtype).to(tl.float32)).to(x.dtype)
+def _times(x, factors_ptr, position):
+    """x times the factor of `position`, both in x's dtype; x itself if factors_ptr is None."""
+    if factors_ptr is not None:
+        x = (x.to(tl.float32) * tl.load(factors_ptr + position).to(x.dtype).to(tl.float32)).to(x.dtype)
+    return x
 
 
 @triton.jit
-def _norm_rotate(source, target, scale, valid, weight_ptr, eps, angle_ptr, factor_ptr, FORM: tl.constexpr):
+def _norm_rotate(source, target, scale, valid, weight_ptr, eps, angles, position, FORM: tl.constexpr):
     """Heads at pointers `source` [N, 1] -> heads at `target` [N, 1]: the pairs that are rotated, and what is past them.
 
-    scale: [N, 1], or anything if `target` is not in fp8. weight_ptr: None if heads are not normalised. factor_ptr: of
-    what the results are multiplied by; None for nothing.
+    scale: [N, 1], or anything if `target` is not in fp8. weight_ptr: None if heads are not normalised. angles: of
+    all positions (cos_sin, the stride of its rows, factors of the results by position, or None).
     """
     pair = tl.arange(0, FORM.half_padded)[None, :]
     in_pair = pair < FORM.half
@@ -79,6 +79,8 @@ def _norm_rotate(source, target, scale, valid, weight_ptr, eps, angle_ptr, facto
         one = pair
         other = FORM.half + pair
     mask = valid & in_pair
+    cos_sin_ptr, stride_cos_sin, factors_ptr = angles
+    angle_ptr = cos_sin_ptr + position * stride_cos_sin
     cos = tl.load(angle_ptr + pair, mask=in_pair, other=0.0)
     sin = tl.load(angle_ptr + FORM.half + pair, mask=in_pair, other=0.0)
     first = tl.load(source + one, mask=mask, other=0.0)
@@ -98,10 +100,10 @@ def _norm_rotate(source, target, scale, valid, weight_ptr, eps, angle_ptr, facto
         b = _scale_part(second, norm, weight_ptr, other, in_pair)
         if FORM.rest_padded > 0:
             rest = _scale_part(rest, norm, weight_ptr, past, in_rest).to(dtype)
-    store_rows(target + one, _times((a * cos - b * sin).to(dtype), factor_ptr), scale, mask)
-    store_rows(target + other, _times((b * cos + a * sin).to(dtype), factor_ptr), scale, mask)
+    store_rows(target + one, _times((a * cos - b * sin).to(dtype), factors_ptr, position), scale, mask)
+    store_rows(target + other, _times((b * cos + a * sin).to(dtype), factors_ptr, position), scale, mask)
     if FORM.rest_padded > 0:
-        store_rows(target + past, _times(rest, factor_ptr), scale, valid & in_rest)
+        store_rows(target + past, _times(rest, factors_ptr, position), scale, valid & in_rest)
 
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
@@ -128,22 +130,22 @@ def _qk_norm_rope_cache_kernel(
     if tile < q_tiles:
         head = tile * HEADS + lane
         position = tl.load(positions_ptr + token)
-        angle = cos_sin_ptr + position * stride_cos_sin
         target = q_ptr + (token * num_heads + head) * FORM.dim
-        factor_ptr = None if query_scale_ptr is None else query_scale_ptr + position
-        _norm_rotate(row + head * FORM.dim, target, 1.0, head < num_heads, q_weight, eps, angle, factor_ptr, FORM)
+        q_angles = cos_sin_ptr, stride_cos_sin, query_scale_ptr
+        _norm_rotate(row + head * FORM.dim, target, 1.0, head < num_heads, q_weight, eps, q_angles, position, FORM)
     else:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
             target = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_slot
             if tile < q_tiles + kv_tiles:
                 head = (tile - q_tiles) * HEADS + lane
-                angle = cos_sin_ptr + tl.load(positions_ptr + token) * stride_cos_sin
+                position = tl.load(positions_ptr + token)
                 source = row + (num_heads + head) * FORM.dim
                 valid = head < num_kv_heads
                 scale = tl.load(cache.scales.k + head, mask=valid, other=1.0) if cache.scales is not None else 1.0
                 place = cache.k + target + head * stride_cache_head
-                _norm_rotate(source, place, scale, valid, k_weight, eps, angle, None, FORM)
+                k_angles = cos_sin_ptr, stride_cos_sin, None
+                _norm_rotate(source, place, scale, valid, k_weight, eps, k_angles, position, FORM)
             else:
                 head = (tile - q_tiles - kv_tiles) * HEADS + lane
                 dims = tl.arange(0, FORM.dim_padded)[None, :]

@@ -9,7 +9,7 @@ from rayllm.config.model_spec import ModelSpec
 from rayllm.config.rope import parse_rope
 from rayllm.errors import ModelError
 
-MAX_HEAD_DIM = 256  # of the attention kernels
+MAX_HEAD_DIM = 512  # of the attention kernels
 DTYPES = ("float32", "bfloat16", "float16")
 GATED_ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = (*GATED_ACTIVATIONS, "relu")

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3."""
+"""Llama, Mistral, Ministral (of 2024), Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from rayllm.config.architectures.common import decoder_fields
 from rayllm.config.json_fields import JsonFields
 from rayllm.errors import ModelError
 
-DEFAULT_KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}  # Llama: its heads
+# Where config.json does not say it; a Llama has as many as query heads.
+DEFAULT_KV_HEADS = {"MistralForCausalLM": 8, "MinistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
 DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128}
 
 
@@ -37,9 +38,26 @@ def _sliding_windows(architecture: str, config: JsonFields, num_layers: int) -> 
     window = None if config.is_null("sliding_window") else config.size("sliding_window", 4096)
     if architecture == "MistralForCausalLM":
         return (window,) * num_layers
-    if not config.flag("use_sliding_window", False):
-        window = None
-    first, kinds = config.integer("max_window_layers", 28), config.get("layer_types")
+    if architecture == "MinistralForCausalLM":
+        if window is None:  # where transformers fails
+            raise ModelError(f"{config.file}: sliding_window must be a positive integer, not null")
+        return _by_layer_types(config, num_layers, window, 0)
+    return layer_windows(config, num_layers)
+
+
+def layer_windows(config: JsonFields, num_layers: int, *, first: int = 28) -> tuple[int | None, ...]:
+    """Windows as Qwen2 has them: those that layer_types says, or all layers' from max_window_layers on.
+
+    first: the default of max_window_layers.
+    """
+    window = None if config.is_null("sliding_window") else config.size("sliding_window", 4096)
+    first = config.integer("max_window_layers", first)
+    window = window if config.flag("use_sliding_window", False) else None
+    return _by_layer_types(config, num_layers, window, first)
+
+
+def _by_layer_types(config: JsonFields, num_layers: int, window: int | None, first: int) -> tuple[int | None, ...]:
+    kinds = config.get("layer_types")
     if kinds is None:
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:

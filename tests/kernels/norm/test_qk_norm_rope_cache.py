@@ -213,3 +213,19 @@ def test_deterministic_heads_do_not_know_of_other_tokens(
         return q, cache.k, cache.v
 
     assert_rows_independent(heads_of, randn(300, (heads + 2 * kv_heads) * dim, dtype=dtype), positions)
+
+
+FORMS = """
+qkv, positions = torch.ones(4, 8 * 128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+pool, norm = torch.zeros(2, 9, 2, 16, 128, dtype=torch.bfloat16), torch.ones(128, dtype=torch.bfloat16)
+scaled = {"interleaved": True, "query_scale": torch.ones(50)}
+with dispatch.forced(triton=True), ops.compile_only():
+    for norms, form in ((None, scaled), (HeadNorms(norm, norm, 1e-6), {})):
+        ops.qk_norm_rope_cache(qkv, norms, positions, torch.zeros(50, 96), KVCache(*pool), positions, **form)
+    ops.rms_norm_add(qkv[:, :128], qkv[:, 128:256], norm, 1e-6)
+print("compiled")
+"""
+
+
+def test_forms_compile(run_compiler, tmp_path):
+    assert run_compiler(FORMS, TRITON_CACHE_DIR=str(tmp_path)).strip() == "compiled"
