@@ -13,6 +13,7 @@ from support.model_factory import make_model
 from support.scheduler import CHEAP, DEAR, Harness
 
 from rayllm import LLM, SamplingParams
+from rayllm.config.kv_groups import kv_groups
 from rayllm.config.model_folder import load_model_spec
 from rayllm.core.memory import KVWindow, longest
 from rayllm.errors import ConfigError
@@ -156,14 +157,14 @@ def test_a_model_with_windows_in_a_pool_smaller_than_its_prompts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "window"),
+    ("options", "windows"),
     [
-        ({"sliding_window": None}, None),
-        ({}, 24),
-        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, None),  # the first layer sees all
-        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, 16),
+        ({"sliding_window": None}, [None]),
+        ({}, [24]),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, [None, 16, 16]),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, [16]),
     ],
 )
-def test_blocks_are_only_let_go_if_every_layer_has_a_window(tmp_path, options, window):
+def test_blocks_are_let_go_if_every_layer_of_their_group_has_a_window(tmp_path, options, windows):
     folder = make_model(tmp_path, "qwen2" if "use_sliding_window" in options else "mistral", **options)
-    assert load_model_spec(folder).kv_window == window
+    assert [group.window for group in kv_groups(load_model_spec(folder), 1)] == windows

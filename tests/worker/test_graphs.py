@@ -64,12 +64,12 @@ def test_captured_sizes_are_few_and_near_each_other():
         assert all(after - size <= max(16, size / 4) for size, after in itertools.pairwise(sizes))
 
 
-@pytest.mark.parametrize("split_decodes", [True, False])
+@pytest.mark.parametrize(("split_decodes", "num_groups"), [(True, 1), (False, 1), (True, 3)])
 @torch.inference_mode()
-def test_captured_steps_equal_eager_ones_whatever_ran_before(model, split_decodes):
+def test_captured_steps_equal_eager_ones_whatever_ran_before(model, split_decodes, num_groups):
     """Large, small, large: what one step leaves in the buffers must not reach the next."""
-    eager, padded = PagedRunner(model), PagedRunner(model)
-    context, room = run_context(model, padded.caches, 6, split_decodes=split_decodes)
+    eager, padded = PagedRunner(model), PagedRunner(model, num_blocks=64 * num_groups, num_groups=num_groups)
+    context, room = run_context(model, padded.caches, 6, split_decodes=split_decodes, num_groups=num_groups)
     alone, mixed = step_graphs(context, max_tokens=128, logits_room=room)
     ran = []
     for work, decodes in STEPS:
@@ -175,22 +175,23 @@ def test_a_device_table_may_begin_behind_the_window(model):
     assert context.batch.block_tables[0, 1].tolist() == [0, 0, 0, 6, 4, 9, 0, 0]
 
 
-@pytest.mark.parametrize("split_decodes", [True, False])
+@pytest.mark.parametrize(("split_decodes", "num_groups"), [(True, 1), (False, 1), (True, 2)])
 @torch.inference_mode()
-def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes):
-    eager = PagedRunner(model)
-    caches = [LayerCache(KVCache(cache.k.zero_(), cache.v.zero_())) for cache, _group in PagedRunner(model).caches]
-    context, room = run_context(model, caches, 8, split_decodes=split_decodes, max_model_len=64)
+def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes, num_groups):
+    options = {"num_blocks": 64 * num_groups, "num_groups": num_groups}
+    eager = PagedRunner(model, **options)
+    caches = [
+        LayerCache(KVCache(cache.k.zero_(), cache.v.zero_()), group)
+        for cache, group in PagedRunner(model, **options).caches
+    ]
+    context, room = run_context(model, caches, 8, split_decodes=split_decodes, max_model_len=64, num_groups=num_groups)
     state, graphs = context.batch, DecodeGraphs(context, room)
     prompts = {row: tokens(5 + 3 * row, row) for row in range(7)}
     new = []
     for row, ids in prompts.items():
         eager.step([(str(row), ids[:-1])])
-        new.append(
-            SequenceData(
-                row, ids, len(ids), len(ids) - 1, [eager.tables[str(row)][0] + [50 + row]], SamplingParams(), 0
-            )
-        )
+        tables = [table + [50 + 10 * group + row] for group, table in enumerate(eager.tables[str(row)])]
+        new.append(SequenceData(row, ids, len(ids), len(ids) - 1, tables, SamplingParams(), 0, [0] * num_groups))
     for (cache, _), (source, _) in zip(caches, eager.caches, strict=True):
         cache.k.copy_(source.k.nan_to_num())
         cache.v.copy_(source.v.nan_to_num())
