@@ -94,7 +94,7 @@ class RankModel:
         if options.num_gpu_blocks_override is not None:
             return KVBlocks(options.num_gpu_blocks_override, num_cpu_blocks, self.max_num_seqs)
         if self.device.type == "cpu":
-            most = self.max_num_seqs * -(-self.config.max_model_len // options.block_size)
+            most = self.num_groups * self.max_num_seqs * -(-self.config.max_model_len // options.block_size)
             num_blocks = max(1, min(most, CPU_POOL_BYTES // self.block_bytes))
             return KVBlocks(num_blocks, num_cpu_blocks, self.max_num_seqs)
         with timed(self.phases, "size KV cache"):

@@ -190,8 +190,10 @@ def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes,
     new = []
     for row, ids in prompts.items():
         eager.step([(str(row), ids[:-1])])
-        tables = [table + [50 + 10 * group + row] for group, table in enumerate(eager.tables[str(row)])]
-        new.append(SequenceData(row, ids, len(ids), len(ids) - 1, tables, SamplingParams(), 0, [0] * num_groups))
+        tables = [[*table, 50 + 10 * group + row] for group, table in enumerate(eager.tables[str(row)])]
+        new.append(
+            SequenceData(row, ids, len(ids), len(ids) - 1, tables, SamplingParams(), 0, first_blocks=[0] * num_groups)
+        )
     for (cache, _), (source, _) in zip(caches, eager.caches, strict=True):
         cache.k.copy_(source.k.nan_to_num())
         cache.v.copy_(source.v.nan_to_num())
