@@ -14,6 +14,11 @@ A block holds the tokens of one group of layers (`config.kv_groups`), and a sequ
 The tables reach equally far; those of groups with a sliding window begin later. Blocks of all groups are alike and come
 from the same pools.
 
+What a group with a window has let go of is of use only to a prompt that parts from this one there, while every prompt
+needs what groups without a window hold. So such blocks are stale: they are reused before other cached blocks, and do
+not go to the host. A prompt that finds its beginning in the groups without a window, but not the windows at the end of
+that, shows where prompts part, and what it leaves there is kept like all else.
+
 A block that is demoted only when it is reused holds up the step that reuses it, because its content has to be out of
 the way first. So the blocks that will be reused next are copied ahead, beside the steps before: a transfer that nothing
 waits for, unless the blocks are needed sooner than they are gone.
@@ -25,7 +30,7 @@ import bisect
 import operator
 import sys
 from collections.abc import Iterable
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from typing import Literal, NamedTuple
 
 from rayllm.api.types import KVCosts
@@ -93,6 +98,8 @@ class Match(NamedTuple):
     blocks: list[list[int | None]]
     # The host's blocks for those, group after group.
     host: list[int]
+    # Leading blocks that all groups without a window have; `end` if there are only such, or none.
+    reach: int
 
     @property
     def on_device(self) -> list[int]:
@@ -156,6 +163,7 @@ class KVMemory:
         self.num_groups = len(self.windows)
         # Whether any group lets go of blocks; otherwise a prompt gets all of its blocks at once.
         self.forgets = any(window.tokens is not None for window in self.windows)
+        self.forgets_all = all(window.tokens is not None for window in self.windows)
         # Whether cached blocks go to the host before they are reused: if moving one out and in is the cheaper way.
         self.tiered = (
             caching
@@ -204,7 +212,7 @@ class KVMemory:
         was swapped out and they are its own.
         """
         if not self.looks_up(seq) or not (self.caching or seq.pinned):
-            return Match(0, [0] * self.num_groups, [[] for _ in self.windows], [])
+            return Match(0, [0] * self.num_groups, [[] for _ in self.windows], [], 0)
         hashes = self._hashes(seq, (len(seq.token_ids) - 1) // self.block_size)
         found = self._longest(hashes, reads_host=self.tiered or bool(seq.pinned))
         if found.host and not seq.pinned:
@@ -228,6 +236,7 @@ class KVMemory:
             while reads_host and place < end and self._is_there(hashes[place], group, reads_host):
                 place += 1
             end = place
+        reach = end
         if rest:
             end = self._window_end(hashes, end, rest, reads_host)
         first = [window.first_block(end * self.block_size) for window in self.windows]
@@ -240,7 +249,7 @@ class KVMemory:
             if None in found:
                 missing = [self.cpu.cache.find(key) for key, block in zip(keys, found, strict=True) if block is None]
                 host += [block for block in missing if block is not None]
-        return Match(end, first, blocks, host)
+        return Match(end, first, blocks, host, reach if len(rest) < self.num_groups else end)
 
     def _is_there(self, digest: bytes, group: int, reads_host: bool) -> bool:
         key = group_key(digest, group)
@@ -283,11 +292,13 @@ class KVMemory:
 
     # ---------------------------------------------------------------------------------------------- the host's tier
 
-    def _demote(self, block: int, digest: bytes) -> None:
-        """Keep on the host what a cached device block holds that is about to be reused."""
+    def _demote(self, block: int, digest: bytes, worth_keeping: bool) -> None:
+        """Keep on the host what a cached device block holds that is about to be reused, if it is worth it."""
         step_id = self._copied.pop(block, None)
         if step_id is not None:
             self._await_write_backs = max(self._await_write_backs or 0, step_id)
+        if not worth_keeping:
+            return
         host_block = self.cpu.cache.find(digest)
         if host_block is not None:
             self.cpu.touch(host_block)
@@ -414,11 +425,13 @@ class KVMemory:
         self.gpu.acquire(match.on_device)
         self.cpu.acquire(match.host)
         self.unpin(seq)
+        if match.end < match.reach:
+            self._touch_beyond(seq, match)
         more = max(0, self.gpu.blocks_for(num_tokens) - match.end)
         fresh = self.gpu.allocate(len(match.host) + self.num_groups * more)
         incoming = zip(match.host, fresh, strict=False)
         own = len(match.host)
-        seq.first_blocks = match.first
+        seq.first_blocks, seq.num_matched, seq.parting = match.first, match.end, match.reach
         arrives = False
         for group, (first, found) in enumerate(zip(match.first, match.blocks, strict=True)):
             table = []
@@ -434,6 +447,18 @@ class KVMemory:
             own += more
         seq.capacity = (match.end + more) * self.block_size
         return arrives
+
+    def _touch_beyond(self, seq: Sequence, match: Match) -> None:
+        """Keep what was found beyond a match as long as what is written at its reach: only together are they of use.
+
+        The sequence computes it again, but a content that is there stays where it is.
+        """
+        for group, window in enumerate(self.windows):
+            if window.tokens is None:
+                for key in group_keys(seq.block_hashes[match.end : match.reach], group):
+                    block = self.gpu.cache.find(key)
+                    if block is not None:
+                        self.gpu.touch(block)
 
     # ---------------------------------------------------------------------------------------------- running sequences
 
@@ -457,17 +482,28 @@ class KVMemory:
         if not self.forgets:
             return
         for group, window in enumerate(self.windows):
-            count = window.first_block(seq.num_computed) - seq.first_blocks[group]
-            if count > 0:
-                table = seq.block_tables[group]
-                self.gpu.release(table[:count])
-                del table[:count]
-                seq.first_blocks[group] += count
+            first, table = seq.first_blocks[group], seq.block_tables[group]
+            count = window.first_block(seq.num_computed) - first
+            if count <= 0:
+                continue
+            dropped = table[:count]
+            del table[:count]
+            seq.first_blocks[group] += count
+            if self.forgets_all:
+                self.gpu.release(dropped)
+                continue
+            # What was found by itself, and what the next prompt that parts here looks for.
+            seen = range(window.first_block(seq.parting * self.block_size), seq.parting)
+            places = range(first, first + count)
+            is_kept = [place < seq.num_matched or place in seen for place in places]
+            self.gpu.release(list(compress(dropped, map(operator.not_, is_kept))), stale=True)
+            self.gpu.release(list(compress(dropped, is_kept)))
 
     def fork(self, seq: Sequence, parent: Sequence, num_tokens: int) -> None:
         """Let a sequence without blocks hold a running one's blocks of the first num_tokens tokens."""
         end = self.gpu.blocks_for(num_tokens)
         seq.first_blocks = list(parent.first_blocks)
+        seq.num_matched, seq.parting = parent.num_matched, parent.parting
         for first, table in zip(parent.first_blocks, parent.block_tables, strict=True):
             seq.block_tables.append(self.gpu.fork(table[: end - first]))
         seq.capacity = end * self.block_size

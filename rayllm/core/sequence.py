@@ -128,6 +128,8 @@ class Sequence:
         # lie behind the group's window and were let go.
         self.block_tables: list[list[int]] = []
         self.first_blocks: list[int] = []
+        # Leading blocks that were found when it entered, and that were in all groups without a window.
+        self.num_matched = self.parting = 0
         self.capacity = 0  # tokens up to which all its tables reach
         self.num_computed = 0  # leading tokens whose KV is written once all submitted steps have run
         self.num_registered = 0  # leading full blocks that the prefix cache was told of

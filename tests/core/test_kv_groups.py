@@ -134,6 +134,40 @@ def test_a_long_context_needs_little_more_than_its_windows(num_layers, window):
     assert all(len(tokens) == new for tokens in harness.outputs.values())
 
 
+def chat(harness: Harness, name: str, prompt: list[int]) -> int:
+    """Run one request alone; returns how many of its prompt tokens were computed."""
+    before = harness.worker.num_tokens_computed
+    harness.add(name, prompt, max_tokens=1, seed=0, ignore_eos=True)
+    harness.run()
+    return harness.worker.num_tokens_computed - before
+
+
+@pytest.mark.parametrize("num_cpu_blocks", [0, 300])
+def test_what_lies_behind_windows_pushes_no_other_prompt_out(num_cpu_blocks):
+    """A prompt of 40 tokens keeps 10 + 3 blocks, one of 100 25 + 3; with all that they wrote it would be 20 and 50."""
+    harness = Harness(
+        num_blocks=60, block_size=4, windows=(9, None), max_num_batched_tokens=16, num_cpu_blocks=num_cpu_blocks
+    )
+    first, second = list(range(40)), [40 + i % 9 for i in range(100)]
+    assert chat(harness, "first", first) == 40
+    assert chat(harness, "second", second) == 100
+    assert chat(harness, "first again", first) == 4
+    assert chat(harness, "second again", second) == 4
+    assert not any(plan.swap_outs for plan in harness.plans)
+    harness.check_done()
+
+
+def test_where_prompts_part_windows_are_kept_from_the_second_on():
+    harness = Harness(num_blocks=70, block_size=4, windows=(9, None, 5), max_num_batched_tokens=16)
+    shared = list(range(40))
+    computed = []
+    for i in range(4):
+        computed.append(chat(harness, f"{i}", shared + [40 + i] * 40))
+        chat(harness, f"other {i}", [45 + i % 5] * 60)  # takes what is stale
+    assert computed == [80, 80, 40, 40]
+    harness.check_done()
+
+
 class Counting:
     """A worker that computes nothing."""
 
