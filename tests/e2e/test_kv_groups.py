@@ -19,7 +19,7 @@ from rayllm.config.options import EngineConfig
 from rayllm.config.resolved import ResolvedConfig, resolve
 from rayllm.core.check import check_scheduler
 from rayllm.engine.engine import EngineCore
-from rayllm.errors import EngineDeadError
+from rayllm.errors import ConfigError, EngineDeadError
 from rayllm.executor.local import LocalExecutor
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.text.outputs import OutputProcessor
@@ -151,6 +151,22 @@ def test_in_a_pool_for_little_more_than_the_longest(cases, name, mode, caching):
     )
     assert stats.num_preemptions > 4
     assert (stats.num_swap_preemptions > 4) == (mode == "swap")
+
+
+def test_the_size_that_is_told_is_that_of_the_longest_sequences(cases):
+    """In blocks of 4, 256 tokens need 64 + 4 * 7 blocks."""
+    options = {"device": "cpu", "skip_tokenizer_init": True, "block_size": 4}
+    folder = cases["first layers full"].folder
+    with LLM(folder, num_gpu_blocks_override=184, max_model_len=256, **options) as llm:
+        assert llm.engine.info.num_kv_tokens == 512
+    with LLM(folder, num_gpu_blocks_override=91, **options) as llm:
+        assert llm.engine.info.max_model_len == 252
+    with pytest.raises(
+        ConfigError, match="256 does not fit into the KV cache of 91 blocks for 5 groups of layers, 252"
+    ):
+        LLM(folder, num_gpu_blocks_override=91, max_model_len=256, **options)
+    with pytest.raises(ConfigError, match="not a single block of a sequence fits into the KV cache of 4 blocks"):
+        LLM(folder, num_gpu_blocks_override=4, **options)
 
 
 def resolve_spec(case: Case):

@@ -59,7 +59,7 @@ def step(rows, begin):
     ids, lens = tensor(dtype=torch.int64), tensor(dtype=torch.int32)
     slots = torch.zeros(2, 99, dtype=torch.int64)[:, :rows]
     ops.decode_inputs(ids, ids, tables[0], tables, 16, DecodeInputs(ids, slots, lens, tables[:, :rows]))
-    ops.token_inputs(ids, array(dtype=torch.int64), tables[0], tables, 16, ids, slots)
+    ops.token_inputs(ids, array(dtype=torch.int64), tables[0], tables, 16, ids, torch.zeros(2, rows, dtype=torch.int64))
 
     x, weight = tensor(128), torch.zeros(256, 128, dtype=half)
     ops.rms_norm(x, x[0], 1e-6)

@@ -13,11 +13,21 @@ from ..compile_ahead import launch
 TILE = 128
 
 
-@triton.jit(do_not_specialize=["rows_ptr", "positions_ptr", "ids_ptr", "slots_ptr", "count"])
+@triton.jit(do_not_specialize=["rows_ptr", "positions_ptr", "ids_ptr", "slots_ptr", "stride_slots", "count"])
 def _token_inputs_kernel(
-    rows_ptr, positions_ptr, token_ptr, block_ptr, ids_ptr, slots_ptr, strides, count, block_size, TILE: tl.constexpr
+    rows_ptr,
+    positions_ptr,
+    token_ptr,
+    block_ptr,
+    ids_ptr,
+    slots_ptr,
+    strides,
+    stride_slots,
+    count,
+    block_size,
+    TILE: tl.constexpr,
 ):
-    stride_tokens, stride_group, stride_blocks, stride_slots = strides
+    stride_tokens, stride_group, stride_blocks = strides
     group = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = index < count
@@ -43,8 +53,19 @@ def token_inputs(
     slots: Tensor,
 ) -> None:
     """Fill input_ids and slots; the arguments are checked."""
-    count, strides = rows.shape[0], (token_table.stride(0), *tables.stride()[:2], slots.stride(0))
+    count, strides = rows.shape[0], (token_table.stride(0), *tables.stride()[:2])
     if count:
         launch(_token_inputs_kernel, (triton.cdiv(count, TILE), tables.shape[0]))(
-            rows, positions, token_table, tables, input_ids, slots, strides, count, block_size, TILE=TILE, num_warps=4
+            rows,
+            positions,
+            token_table,
+            tables,
+            input_ids,
+            slots,
+            strides,
+            slots.stride(0),
+            count,
+            block_size,
+            TILE=TILE,
+            num_warps=4,
         )
