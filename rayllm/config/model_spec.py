@@ -156,6 +156,10 @@ class ModelSpec:
         """KV heads that each of `tp` ranks holds: replicated where there are more ranks than heads."""
         return max(1, self.num_kv_heads // tp)
 
+    def kv_shape(self, layer: int, tp: int) -> tuple[int, int]:  # noqa: ARG002 # the same in all layers so far
+        """(heads, numbers of a head) of the keys of one token that each of `tp` ranks keeps, and of its values."""
+        return self.kv_heads_per_rank(tp), self.head_dim
+
 
 def check_parallel(spec: ModelSpec, tp: int) -> None:
     """Raises ModelError if `tp` ranks cannot share this model's heads or its MLP evenly."""

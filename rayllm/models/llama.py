@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rayllm.config.model_spec import ModelSpec
-from rayllm.layers.attention import Attention, AttentionPlan, KVCache
+from rayllm.layers.attention import Attention, AttentionPlan, LayerCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import Embedding, LMHead
 from rayllm.layers.layer import BuildContext
@@ -60,7 +60,7 @@ class LlamaAttention(nn.Module):
         x: torch.Tensor,
         residual: torch.Tensor | None,
         norm: RMSNorm,
-        kv_cache: KVCache,
+        kv_cache: LayerCache,
         plan: AttentionPlan,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -146,7 +146,7 @@ class LlamaLayer(nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        kv_cache: KVCache,
+        kv_cache: LayerCache,
         plan: AttentionPlan,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -180,7 +180,7 @@ class LlamaForCausalLM(CausalLM):
         tied = self.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(build.at("lm_head"), spec.vocab_size, spec.hidden_size, tied=tied)
 
-    def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch, self.build)
         x = self.embed_tokens(batch.input_ids)
         residual: torch.Tensor | None = None

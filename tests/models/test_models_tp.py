@@ -13,7 +13,7 @@ from support.kinds.common import VOCAB_SIZE
 from rayllm.config.model_folder import load_model_spec
 from rayllm.config.model_spec import check_parallel
 from rayllm.errors import ModelError
-from rayllm.layers.attention import KVCache
+from rayllm.layers.attention import KVCache, LayerCache
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.worker.graphs import draw
 from rayllm.worker.kv_scales import find_scales
@@ -118,8 +118,8 @@ def drive_fp8(folder, tp):
     scales = find_scales(model, torch.float8_e4m3fn, 8, run)
     runner = factory.PagedRunner(model)
     runner.caches = [
-        KVCache(*(part.nan_to_num().to(torch.float8_e4m3fn) for part in cache[:2]), own)
-        for cache, own in zip(runner.caches, scales, strict=True)
+        LayerCache(KVCache(*(part.nan_to_num().to(torch.float8_e4m3fn) for part in cache[:2]), own))
+        for (cache, _group), own in zip(runner.caches, scales, strict=True)
     ]
     prompt = torch.arange(3, 240, 8).tolist()
     logits = [*runner.step([("a", prompt), ("b", prompt[:7])]), *runner.step([("b", [3]), ("a", [9])], num_decodes=2)]

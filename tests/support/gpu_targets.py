@@ -20,7 +20,7 @@ from rayllm.layers.layer import BuildContext
 from rayllm.models.registry import MODEL_CLASSES
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.sampling.sampling_table import SamplingTable
-from rayllm.worker.cache import CacheEngine
+from rayllm.worker.cache import CacheEngine, lay_out_blocks
 from rayllm.worker.graphs import DecodeGraphs, RunContext, step_graphs
 from rayllm.worker.inputs import PersistentBatch
 from rayllm.worker.runner import sample_all_ways
@@ -101,9 +101,10 @@ def run_engine(model: str, max_tokens: int, max_num_seqs: int, *, sampling: bool
     scales = None
     if config.kv_dtype != config.dtype:
         scales = [KVScales(*torch.ones(2, spec.num_kv_heads, device=META))] * spec.num_layers
-    shape = (spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
-    cache = CacheEngine(KVBlocks(64, 0), shape, getattr(torch, config.kv_dtype), META, scales)
-    state = PersistentBatch(max_num_seqs, MAX_MODEL_LEN, block_size, META)
+    places = lay_out_blocks(spec, 1, block_size)
+    cache = CacheEngine(KVBlocks(64, 0), places, getattr(torch, config.kv_dtype), META, scales)
+    num_groups = 1 + max(place.group for place in places)
+    state = PersistentBatch(max_num_seqs, MAX_MODEL_LEN, block_size, META, num_groups)
     run = RunContext(rank, cache.layers, state, split_decodes=not context.deterministic)
     room = torch.empty(max_num_seqs, rank.lm_head.num_tokens, dtype=dtype, device=META)
     for graphs in (*step_graphs(run, max_tokens, room), DecodeGraphs(run, room)):
