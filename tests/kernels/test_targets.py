@@ -55,7 +55,7 @@ def engines(gpu: str, full: bool) -> Iterator[list[dict]]:
         common = {"dtype": "bfloat16", "sampling": False}
         yield [{"model": "llama-3.1-8b", "max_tokens": 64, "max_num_seqs": 8, **common}]
         if gpu == "L40S":  # the largest tiles, where there is the least room
-            yield [{"model": "heads-of-256", "max_tokens": 32, "max_num_seqs": 1, **common}]
+            yield [{"model": "heads-of-512", "max_tokens": 32, "max_num_seqs": 1, **common}]
         return
     formats = [each for each in FORMATS if GPUS[gpu].has_e4m3 or "fp8_e4m3" not in each.values()]
     for model in MODELS:

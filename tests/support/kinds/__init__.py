@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.kinds import bloom, glm4, llama, ministral, opt, phi3, smollm3, vision
+from support.kinds import bloom, gemma, glm4, llama, ministral, opt, phi3, smollm3, vision
 
 CONFIGS = {
     **llama.CONFIGS,
@@ -12,5 +12,6 @@ CONFIGS = {
     **glm4.CONFIGS,
     **ministral.CONFIGS,
     **smollm3.CONFIGS,
+    **gemma.CONFIGS,
     **vision.CONFIGS,
 }
