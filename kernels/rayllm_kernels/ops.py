@@ -33,6 +33,7 @@ from .norm.silu_and_mul import silu_and_mul
 from .sampling.draw import DrawRows, gumbel_argmax, gumbel_keys, tokens_of_keys
 from .sampling.logprobs import gather_logprobs
 from .sampling.penalties import PenaltyRows, penalise
+from .sampling.soft_cap import soft_cap_
 from .sampling.truncation import CutRows, truncate_draws
 
 _compile_ahead = TritonModule("rayllm_kernels.compile_ahead")

@@ -86,6 +86,8 @@ def run_ranks(folder, size, load_format="auto"):
         ("phi4", (4,)),
         ("glm", (4,)),
         ("glm4", (2, 8)),
+        ("gemma2", (2, 4)),
+        ("gemma3", (2, 4)),
         ("ministral", (2,)),
         ("ministral3", (4,)),
         ("qwen2_5_vl", (2,)),
