@@ -41,6 +41,8 @@ class ModelSpec:
     fused_qkv, fused_gate_up: checkpoints have these projections as one.
     text_only: the checkpoint holds towers for images or sound too, which are left out.
     rope_layers: one entry a layer, whether it has rotary positions; None if all have.
+    attention_scale: of a query's product with a key; None for head_dim^-0.5.
+    embedding_scale, logits_scale: of token embeddings and of logits.
     own: what only an architecture of a user's package has.
     rope is None for OPT and BLOOM, opt and bloom are None for the others.
     """
@@ -69,6 +71,9 @@ class ModelSpec:
     fused_gate_up: bool = False
     text_only: bool = False
     rope_layers: tuple[bool, ...] | None = None
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
     own: Any = None
     rope: RopeSpec | None = None
     opt: OPTSpec | None = None

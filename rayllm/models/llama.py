@@ -45,7 +45,7 @@ class LlamaAttention(nn.Module):
         if spec.fused_qkv:
             parts = stored_as_one("qkv_proj", parts)
         self.qkv_proj = ColumnLinear(build, hidden, parts, bias=spec.qkv_bias)
-        scoring = Scoring(head_dim**-0.5, spec.sliding_windows[layer])
+        scoring = Scoring(spec.attention_scale or head_dim**-0.5, spec.sliding_windows[layer])
         interleaved = spec.rope is not None and spec.rope.interleaved
         self.attention = Attention(
             build, heads, scoring, rotary, norm_eps, interleaved=interleaved, query_scale=query_scale
@@ -161,6 +161,8 @@ class LlamaForCausalLM(CausalLM):
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch, self.build)
         x = self.embed_tokens(batch.input_ids)
+        if self.spec.embedding_scale != 1:
+            x = x.mul_(self.spec.embedding_scale)
         residual: torch.Tensor | None = None
         *layers, last = zip(self.layers, kv_caches, strict=False)
         for layer, kv_cache in layers:
@@ -172,3 +174,7 @@ class LlamaForCausalLM(CausalLM):
         x, residual = last[0](x, residual, last[1], plan, rows if few else None)
         hidden, _ = self.norm.add_partial(x, residual)
         return hidden if rows is None or few else hidden[rows]
+
+    def local_logits(self, hidden: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+        scale = self.spec.logits_scale
+        return super().local_logits(hidden if scale == 1 else hidden * scale, room)

@@ -33,6 +33,7 @@ MODEL_CLASSES: dict[str, ModelClass] = {
     "Glm4ForCausalLM": LlamaForCausalLM,
     "MinistralForCausalLM": LlamaForCausalLM,
     "Ministral3ForCausalLM": LlamaForCausalLM,
+    "GraniteForCausalLM": LlamaForCausalLM,
     "SmolLM3ForCausalLM": LlamaForCausalLM,
     "Mistral3ForConditionalGeneration": LlamaForCausalLM,
     "Qwen2_5_VLForConditionalGeneration": LlamaForCausalLM,

@@ -90,6 +90,7 @@ def run_ranks(folder, size, load_format="auto"):
         ("ministral3", (4,)),
         ("qwen2_5_vl", (2,)),
         ("smollm3", (4,)),
+        ("granite", (2,)),
     ],
 )
 def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):

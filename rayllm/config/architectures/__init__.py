@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rayllm.config.architectures import bloom, glm4, llama, ministral, mistral3, opt, phi3, qwen_vl, smollm3
+from rayllm.config.architectures import bloom, glm4, granite, llama, ministral, mistral3, opt, phi3, qwen_vl, smollm3
 from rayllm.config.architectures.architecture import Architecture, packaged, packaged_names
 from rayllm.errors import ModelError
 
@@ -28,6 +28,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "MinistralForCausalLM": Architecture(llama.parse, "ministral", eos_token_id=2, models="Ministral 8B of 2024"),
     "Ministral3ForCausalLM": Architecture(ministral.parse, "ministral3", eos_token_id=2, models="Ministral 3"),
+    "GraniteForCausalLM": Architecture(granite.parse, "granite", eos_token_id=2, models="Granite 3"),
     "SmolLM3ForCausalLM": Architecture(smollm3.parse, "smollm3", eos_token_id=128001, models="SmolLM3"),
     "Mistral3ForConditionalGeneration": Architecture(
         mistral3.parse,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.kinds import bloom, glm4, llama, ministral, opt, phi3, smollm3, vision
+from support.kinds import bloom, glm4, granite, llama, ministral, opt, phi3, smollm3, vision
 
 CONFIGS = {
     **llama.CONFIGS,
@@ -11,6 +11,7 @@ CONFIGS = {
     **phi3.CONFIGS,
     **glm4.CONFIGS,
     **ministral.CONFIGS,
+    **granite.CONFIGS,
     **smollm3.CONFIGS,
     **vision.CONFIGS,
 }
