@@ -98,6 +98,7 @@ class ModelSpec:
     fused_qkv, fused_gate_up: checkpoints have these projections as one.
     text_only: the checkpoint holds towers for images or sound too, which are left out.
     rope_layers: one entry a layer, whether it has rotary positions; None if all have.
+    logits_scale: of logits.
     own: what only an architecture of a user's package has.
     experts is None for models without. rope is None for OPT and BLOOM, opt and bloom are None for the others.
     """
@@ -134,6 +135,7 @@ class ModelSpec:
     fused_gate_up: bool = False
     text_only: bool = False
     rope_layers: tuple[bool, ...] | None = None
+    logits_scale: float = 1.0
     own: Any = None
     rope: RopeSpec | None = None
     opt: OPTSpec | None = None

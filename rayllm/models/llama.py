@@ -218,3 +218,7 @@ class LlamaForCausalLM(CausalLM):
         x, residual = last[0](x, residual, last[1], plan, rows if few else None)
         hidden, _ = self.norm.add_partial(x, residual)
         return hidden if rows is None or few else hidden[rows]
+
+    def local_logits(self, hidden: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+        scale = self.spec.logits_scale
+        return super().local_logits(hidden if scale == 1 else hidden * scale, room)

@@ -35,6 +35,7 @@ MODEL_CLASSES: dict[str, ModelClass] = {
     "Glm4ForCausalLM": LlamaForCausalLM,
     "MinistralForCausalLM": LlamaForCausalLM,
     "Ministral3ForCausalLM": LlamaForCausalLM,
+    "GraniteForCausalLM": LlamaForCausalLM,
     "SmolLM3ForCausalLM": LlamaForCausalLM,
     "Gemma2ForCausalLM": LlamaForCausalLM,
     "Gemma3ForCausalLM": LlamaForCausalLM,

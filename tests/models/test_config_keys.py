@@ -22,9 +22,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rayllm.config.model_folder import load_model_spec
 from rayllm.errors import ModelError
 
+OLDER = ("llama", "mistral", "qwen2", "qwen3", "opt", "bloom")
 PLAIN = (
-    *("llama", "mistral", "qwen2", "qwen3", "opt", "bloom", "phi3", "glm4", "ministral", "ministral3", "smollm3"),
-    *("gemma2", "gemma3", "qwen3_moe", "mixtral"),
+    *OLDER,
+    *("phi3", "glm4", "ministral", "ministral3", "granite", "smollm3", "gemma2", "gemma3", "qwen3_moe", "mixtral"),
 )
 WITH_TOWERS = ("mistral3", "qwen2_5_vl", "qwen3_vl")  # for the keys of their text_config
 OWN = (*PLAIN, *WITH_TOWERS)
@@ -335,13 +336,15 @@ def verdict(folder: Path, base: dict[str, Any], key: str, change: dict[str, Any]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_same_mathematics_or_a_refusal(tmp_path, kind):
+def test_same_mathematics_or_a_refusal(tmp_path, kind, full_matrix):
     folder = Path(factory.make_model(tmp_path, kind, num_hidden_layers=2))
     base = json.loads((folder / "config.json").read_text())
     text = text_of(base)
     config_class = transformers.CONFIG_MAPPING[text["model_type"]]
     changes = rope_changes(text) if "rope_parameters" in text else []
     changes += own_changes(text, config_class) if kind in OWN else []
+    if kind in OWN and kind not in OLDER and not full_matrix:  # which takes half of the time
+        changes = changes[OWN.index(kind) % 3 :: 3]
     if text is not base:  # a part's own dtype counts only where transformers makes it without reading any weights
         changes = [(key, change) for key, change in changes if key not in ("dtype", "torch_dtype")]
     verdicts = [(change, verdict(folder, base, key, change)) for key, change in changes]

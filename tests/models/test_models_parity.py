@@ -183,6 +183,17 @@ VARIANTS |= {
         "ministral",
         {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "tie_word_embeddings": True},
     ),
+    "granite with biases, tied, without multipliers": (
+        "granite",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+    ),
     "smollm3 with biases and windows, untied": (
         "smollm3",
         {

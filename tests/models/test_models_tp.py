@@ -94,6 +94,7 @@ def run_ranks(folder, size, load_format="auto"):
         ("smollm3", (4,)),
         ("qwen3_moe", (2, 4)),
         ("mixtral", (4,)),
+        ("granite", (2,)),
     ],
 )
 def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):

@@ -18,6 +18,7 @@ KINDS = ROPE_KINDS | {"mrope": "default"}  # of Qwen2.5-VL
 
 
 def parse(config: JsonFields, architecture: str) -> dict[str, Any]:
+    own: dict[str, Any]
     if architecture == "Qwen3VLForConditionalGeneration":
         fields = decoder_fields(config, kv_heads=32, head_dim=128, theta=500000.0, has_sections=True)
         bias = config.flag("attention_bias", False)
