@@ -489,8 +489,8 @@ class KVMemory:
             dropped = table[:count]
             del table[:count]
             seq.first_blocks[group] += count
-            if self.forgets_all:
-                self.gpu.release(dropped)
+            if self.forgets_all or first >= max(seq.num_matched, seq.parting):
+                self.gpu.release(dropped, stale=not self.forgets_all)
                 continue
             # What was found by itself, and what the next prompt that parts here looks for.
             seen = range(window.first_block(seq.parting * self.block_size), seq.parting)
