@@ -19,6 +19,7 @@ from rayllm.engine.build import start_engine
 from rayllm.engine.delta_buffer import DeltaBuffer
 from rayllm.engine.engine import EngineCore
 from rayllm.errors import InvalidRequestError
+from rayllm.hub import local_engine
 from rayllm.text.bad_words import bad_token_ids
 from rayllm.text.outputs import OutputProcessor, accumulate
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
@@ -43,6 +44,7 @@ class LLM:
         with LLM("path/to/model") as llm:
             outputs = llm.generate(["Hello"], SamplingParams(max_tokens=32))
 
+    A name on the Hugging Face Hub, as LLM("org/name"), is downloaded if need be; `config.model` is its folder then.
     Raises ConfigError for a bad option, ModelError for a model that cannot be served, StartupError. The options are the
     fields of `rayllm.config.options.EngineConfig`:
     """
@@ -50,7 +52,7 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any):
         if model is not None:
             options["model"] = model
-        self.config = make_config(EngineConfig, OFFLINE_DEFAULTS | options)
+        self.config = local_engine(make_config(EngineConfig, OFFLINE_DEFAULTS | options))
         self._core: EngineCore | None = None
         skip = self.config.skip_tokenizer_init
         self.tokenizer: Tokenizer | None = None if skip else load_tokenizer(self.config.model)

@@ -27,7 +27,8 @@ OPTIONS = ConfigDict(
     extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
 )
 # A model's own: not for several at once.
-OWN_FIELDS = ("model", "served_model_name")
+OWN_FIELDS = ("model", "revision", "served_model_name")
+HUB_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)?"
 
 
 def _check_origins(origins: list[str]) -> list[str]:
@@ -53,7 +54,12 @@ class EngineConfig(BaseModel):
     model_config = OPTIONS
 
     model: str = BUNDLED_MODEL
-    """Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json"""
+    """Folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json); if there is no such folder, a
+    model's name on the Hugging Face Hub, as org/name"""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit of a model's name on the hub; the main branch if absent"""
+    download_dir: Annotated[str | None, AfterValidator(_absolute)] = None
+    """Folder of the cache for models of the hub; if absent, the one that other tools use too (HF_HUB_CACHE, HF_HOME)"""
     tensor_parallel_size: Literal[1, 2, 4, 8] = 1
     """GPUs or CPU processes that share the weights"""
     executor: Literal["auto", "local", "ray"] = "auto"
@@ -121,7 +127,7 @@ class ModelServerConfig(BaseModel):
     model_config = OPTIONS
 
     served_model_name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_CHARS)
-    """Name in the API; that of the model's folder if absent"""
+    """Name in the API; if absent, the model's name on the hub, or that of its folder"""
     num_replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS)
     """Engines of the model; the least number if max_replicas is given"""
     max_replicas: int | None = Field(default=None, ge=1, le=MAX_REPLICAS)
@@ -219,10 +225,17 @@ class ModelConfig(NamedTuple):
     @property
     def name(self) -> str:
         """The model's name in the API."""
-        return self.server.served_model_name or Path(self.engine.model).resolve().name
+        if self.server.served_model_name is not None:
+            return self.server.served_model_name
+        return self.engine.model if is_hub_name(self.engine.model) else Path(self.engine.model).resolve().name
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether a `model` is one by its name on the hub: of the form org/name or name, and no file or folder here."""
+    return re.fullmatch(HUB_NAME, model) is not None and not Path(model).exists()
 
 
 def make_config(kind: type[ConfigT], options: dict[str, Any]) -> ConfigT:

@@ -18,6 +18,7 @@ from rayllm.errors import ConfigError
 NUM_SEQS = {"cpu": (256,), "cuda": (256, 512, 1024)}
 # Where max_num_batched_tokens is not given. So many tokens of a small model take a CPU a few tenths of a second.
 BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+MAX_GPUS = 8  # that an engine may ask for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from rayllm.engine.engine import EngineCore
 from rayllm.engine.folder import PrivateFolder
 from rayllm.engine.whole_engine import WholeEngine
 from rayllm.errors import EngineDeadError
+from rayllm.hub import local_model
 from rayllm.serve.http.app import create_app
 from rayllm.serve.http.jobs import Jobs
 from rayllm.serve.http.limits import Admission
@@ -116,6 +117,7 @@ class LocalEngine:
     """
 
     def __init__(self, model: ModelConfig):
+        model = local_model(model)
         options = model.engine
         if options.max_num_batched_tokens is None:
             options = options.model_copy(update={"max_num_batched_tokens": OFFLINE_BATCHED_TOKENS})
