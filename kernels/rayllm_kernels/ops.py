@@ -25,6 +25,7 @@ from .cache.token_inputs import token_inputs
 from .collectives.all_reduce import PeerBuffers, all_gather_small, all_reduce, all_reduce_add_rms_norm
 from .dispatch import TritonModule
 from .linear.linear import add_rms_norm_linear, linear, linear_invariant, linear_silu_mul, prepare
+from .lora.lora import AdapterSlots, add_adapters
 from .norm.qk_norm_rope_cache import HeadNorms, qk_norm_rope_cache
 from .norm.rms_norm import fused_add_rms_norm, rms_norm
 from .norm.silu_and_mul import silu_and_mul
