@@ -1,7 +1,7 @@
 """`AdapterSlots`: which adapters have slots in device memory, and who uses them.
 
 A step has at most as many adapters as there are slots. A sequence holds its adapter's slot while it runs; an adapter
-that nobody holds keeps its slot until another one needs it, the one that was given out least recently first.
+that nobody holds keeps its slot until another one needs it, the one first with which no request began for longest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class AdapterSlots:
 
     def clear(self) -> None:
         """Forget what is on the device."""
-        self._slot_of: OrderedDict[int, int] = OrderedDict()  # adapter -> slot, least recently given out first
+        self._slot_of: OrderedDict[int, int] = OrderedDict()  # adapter -> slot, in the order of their latest beginnings
         self._users: dict[int, int] = {}  # adapter -> how many running sequences have it; at least one each
         self._free = list(range(self.num_slots - 1, -1, -1))
         # For the next plan, as it has them.
@@ -48,9 +48,13 @@ class AdapterSlots:
                 self._free.append(self._slot_of.pop(next(each for each in self._slot_of if each not in self._users)))
             self._slot_of[adapter] = self._free.pop()
             self.puts.append((self._slot_of[adapter], adapter))
-        self._slot_of.move_to_end(adapter)
         self._users[adapter] = self._users.get(adapter, 0) + 1
         return self._slot_of[adapter]
+
+    def renew(self, adapter: int) -> None:
+        """A request with this adapter begins. Only that counts for the order: those that have begun come to an end."""
+        if adapter in self._slot_of:
+            self._slot_of.move_to_end(adapter)
 
     def release(self, adapter: int) -> None:
         """A sequence that held it runs no more."""

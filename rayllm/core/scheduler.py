@@ -251,14 +251,13 @@ class Step:
                 self._compute(seq)
 
     def yield_to_urgent(self) -> None:
-        """Preempt sequences of lower priority while one of higher priority waits for a row, for blocks or a slot."""
-        head, running = self._head(any_slot=True), self.state.running
+        """Preempt sequences of lower priority while one of higher priority waits for a row or for blocks."""
+        head, running = self._head(), self.state.running
         if head is None:
             return
-        match, adapter = self.memory.match(head), head.group.adapter
+        match = self.memory.match(head)
         while running and head.key[0] < running[-1].key[0]:
-            has_slot = adapter is None or self.state.adapters.can_hold(adapter)
-            if self.state.free_rows and has_slot and self._has_room(head, match):
+            if self.state.free_rows and self._has_room(head, match):
                 return
             self.state.preempt_last()
 
@@ -278,27 +277,23 @@ class Step:
                 if self._budget:
                     self._compute(seq)
 
-    def _head(self, *, any_slot: bool = False) -> Sequence | None:
+    def _head(self) -> Sequence | None:
         """The first in policy order outside the batch. None also while something about it is not known yet.
 
-        It can hold a slot for its adapter or, with any_slot, could if others were free.
+        Those that would have to wait for a slot for their adapter are passed over.
         """
         waiting, alone = self.state.waiting, self.state.alone
         candidates: Iterator[Sequence] = (seq for seq in waiting if alone in (None, seq.request_id))
         if self.state.adapters.num_slots:
-            candidates = filter(self._is_loaded if any_slot else self._may_hold_slot, candidates)
+            candidates = filter(self._may_hold_slot, candidates)
         head = next(candidates, None)
         # Preempted while its last token is in flight: the id is needed first, and then its mask.
         return None if head is None or head.num_pending or head.closed else head
 
-    def _is_loaded(self, seq: Sequence) -> bool:
-        """Whether the workers have the sequence's adapter, on the host at least."""
-        return seq.group.adapter is None or seq.group.adapter in self.state.adapters.loaded
-
     def _may_hold_slot(self, seq: Sequence) -> bool:
         """Whether a waiting sequence can enter as far as its adapter is concerned. Asked in policy order.
 
-        One that finds no slot free makes the adapter yield whose slot was given out least recently, the next one the
+        One that finds no slot free makes the adapter yield with which no request began for longest, the next one the
         second, and so on: no new request behind it enters with such an adapter, so that the slot becomes free when
         those that have it end. So nobody waits for ever, and requests whose adapters are there do not wait for it.
         """
@@ -367,6 +362,8 @@ class Step:
             seq.group.num_cached_tokens = match.end * size
             seq.group.started_at = self.state.clock()
             self.started.append(seq.group)
+            if seq.group.adapter is not None:
+                self.state.adapters.renew(seq.group.adapter)
 
     def _enter(self, seq: Sequence, num_computed: int) -> None:
         """Put a sequence that has blocks into the batch; nothing of it is scheduled yet."""

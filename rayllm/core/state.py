@@ -102,8 +102,7 @@ class SchedulerState:
         """Give a sequence a row of the batch; there must be a free one."""
         seq.status = SequenceStatus.RUNNING
         seq.row = self.free_rows.pop()
-        if seq.group.adapter is not None:
-            seq.adapter_slot = self.adapters.hold(seq.group.adapter)
+        seq.adapter_slot = -1 if seq.group.adapter is None else self.adapters.hold(seq.group.adapter)
         self.running.add(seq)
 
     def fork(self, seq: Sequence, parent: Sequence, num_tokens: int) -> None:

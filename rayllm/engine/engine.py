@@ -82,7 +82,7 @@ class EngineCore:
         self._adapters = EngineAdapters(
             config.options, executor, self.scheduler.state.adapters, lambda: self.on_compiled()
         )
-        load_adapters(config.options.lora_modules, self._adapters)
+        load_adapters(config.options.adapters, self._adapters)
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises InvalidRequestError if it can never be served or its id is in use.
@@ -111,6 +111,7 @@ class EngineCore:
                 if all(grammar is not other.grammar for other in self._compiling.values()):
                     grammar.cancel()
             self.scheduler.abort(abort.request_id, abort.index)
+        self._adapters.drop_unused(self._used_adapters)
 
     def has_work(self) -> bool:
         """True while `step` has something to do."""
@@ -163,7 +164,9 @@ class EngineCore:
         except EngineDeadError as error:
             return deltas + self._recover(error)
         if result is not None:
-            return deltas + self.scheduler.update(result)
+            deltas = deltas + self.scheduler.update(result)
+            self._adapters.drop_unused(self._used_adapters)
+            return deltas
         if self.scheduler.state.awaiting_mask:
             assert self._grammars is not None  # who made the constraints
             self._grammars.threads.wait(MASK_WAIT_S)
@@ -230,8 +233,7 @@ class EngineCore:
         return live | {waiting.adapter for waiting in self._compiling.values()}
 
     def _take_adapters(self) -> list[TokenDelta]:
-        """Forget adapters that go, take those that new workers have read; end requests whose adapter they cannot."""
-        self._adapters.drop_unused(self._used_adapters)
+        """Take the adapters that new workers have read, and end requests whose adapter they cannot read."""
         if not self._adapters.is_ready or not (lost := self._adapters.take_ready()):
             return []
         requests = [group.request for group in self.scheduler.state.groups.values() if group.adapter in lost]

@@ -25,7 +25,6 @@ class AdapterState:
         self.max_loras, self.max_rank = max_loras, max_rank
         self.is_idle = True  # no token of the step has an adapter
         self._slots: torch.Tensor | None = None
-        self._logit_rows: torch.Tensor | None = None
         self._logit_slots: torch.Tensor | None = None
 
     def begin(self, slots: torch.Tensor | None, logit_rows: torch.Tensor | None) -> None:
@@ -33,16 +32,17 @@ class AdapterState:
         batch; a model may go on with these tokens alone.
         """
         self.is_idle = slots is None
-        self._slots, self._logit_rows, self._logit_slots = slots, logit_rows, None
+        self._slots, self._logit_slots = slots, None
+        # At once: kernels may read it before the kernel just before them ends.
+        if slots is not None and logit_rows is not None and logit_rows.shape[0] < slots.shape[0]:
+            self._logit_slots = slots.index_select(0, logit_rows)
 
     def slots_of(self, x: torch.Tensor) -> torch.Tensor:
         """The slots [N] of what a projection is handed, x [N, in]: all tokens, or those of the logits, fewer."""
         assert self._slots is not None
         if x.shape[0] == self._slots.shape[0]:
             return self._slots
-        if self._logit_slots is None:
-            assert self._logit_rows is not None
-            self._logit_slots = self._slots.index_select(0, self._logit_rows)
+        assert self._logit_slots is not None
         assert self._logit_slots.shape[0] == x.shape[0], "neither all tokens nor those of the logits"
         return self._logit_slots
 

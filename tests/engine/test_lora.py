@@ -251,8 +251,8 @@ def test_options_that_do_not_fit(llama, tmp_path):
         with pytest.raises(InvalidRequestError, match="adapter has 1 entries for 2 prompts"):
             llm.generate(llama.prompts, GREEDY, use_tqdm=False, adapter=["x"])
     with pytest.raises(ConfigError, match="lora_modules needs enable_lora"):
-        LLM(llama.folder, device="cpu", lora_modules={"x": llama.paths["a0"]})
+        engine(llama, enable_lora=False, lora_modules={"x": llama.paths["a0"]})
     with pytest.raises(ConfigError, match="an adapter is name=path"):
-        LLM(llama.folder, device="cpu", lora_modules=["x"])
+        engine(llama, lora_modules=["x"])
     with pytest.raises(ModelError, match=r"lora_modules: x: adapter folder .* does not exist"):
         engine(llama, lora_modules={"x": str(tmp_path / "nothing")})

@@ -9,6 +9,8 @@ parts are added in order: so a few tokens, too, keep many multiprocessors busy, 
 A program has a tile of tokens and one slot, and ends at once if no token of the tile has the slot. Among decodes each
 adapter's weights are thus read once a tile; chunks of prompts mostly have one slot a tile. A token's u is written by
 the program of its slot alone, up to the slot's rank, and read no further.
+
+What was there before the step (slots, ranks and the first weights) is asked for before the previous kernel ends.
 """
 
 # mypy: allow-incomplete-defs
@@ -40,23 +42,27 @@ def _shrink_kernel(
     TOKENS: tl.constexpr, RANKS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: (tile of tokens, slot), (projection, tile of ranks), part of the inputs."""
-    wait_for_predecessor(OVERLAP)
     tile, slot = tl.program_id(0) // SLOTS, tl.program_id(0) % SLOTS
     rank_tiles: tl.constexpr = (MAX_RANK + RANKS - 1) // RANKS
     projection, rank_tile = tl.program_id(1) // rank_tiles, tl.program_id(1) % rank_tiles
     token = tile * TOKENS + tl.arange(0, TOKENS)
     mine = tl.load(slots_ptr + token, mask=token < tokens, other=-1) == slot
     num_ranks = tl.load(ranks_ptr + slot * PROJECTIONS + projection)
-    if (tl.max(mine.to(tl.int32), 0) > 0) & (rank_tile * RANKS < num_ranks):
-        rank = rank_tile * RANKS + tl.arange(0, RANKS)
-        there = rank < num_ranks
-        depth = tl.arange(0, DEPTH)
-        row = (slot * PROJECTIONS + projection).to(tl.int64) * MAX_RANK + rank
-        a_ptr += row[:, None] * inputs + depth[None, :]
+    num_ranks = tl.where(tl.max(mine.to(tl.int32), 0) > 0, num_ranks, 0)
+    rank = rank_tile * RANKS + tl.arange(0, RANKS)
+    there = rank < num_ranks
+    depth, part = tl.arange(0, DEPTH), tl.program_id(2)
+    begin, end = part * part_inputs, min((part + 1) * part_inputs, inputs)
+    row = (slot * PROJECTIONS + projection).to(tl.int64) * MAX_RANK + rank
+    a_ptr += row[:, None] * inputs + depth[None, :]
+    inside = (begin + depth < inputs)[None, :]
+    a = tl.load(a_ptr + begin, mask=there[:, None] & inside, other=0.0)
+    wait_for_predecessor(OVERLAP)
+    if rank_tile * RANKS < num_ranks:
         x_ptr += token.to(tl.int64)[:, None] * stride_x + depth[None, :]
-        part = tl.program_id(2)
-        acc = tl.zeros([TOKENS, RANKS], tl.float32)
-        for start in range(part * part_inputs, min((part + 1) * part_inputs, inputs), DEPTH):
+        x = tl.load(x_ptr + begin, mask=mine[:, None] & inside, other=0.0)
+        acc = tl.dot(x, tl.trans(a), input_precision="ieee")
+        for start in range(begin + DEPTH, end, DEPTH):
             inside = (start + depth < inputs)[None, :]
             a = tl.load(a_ptr + start, mask=there[:, None] & inside, other=0.0)
             x = tl.load(x_ptr + start, mask=mine[:, None] & inside, other=0.0)
@@ -73,7 +79,6 @@ def _expand_kernel(
 ):  # fmt: skip
     """Programs: (tile of tokens, slot), tile of outputs. bounds: of each projection (its first tile, its first output,
     the output behind its last one)."""
-    wait_for_predecessor(OVERLAP)
     tile, slot = tl.program_id(0) // SLOTS, tl.program_id(0) % SLOTS
     output_tile = tl.program_id(1)
     projection = 0
@@ -88,11 +93,14 @@ def _expand_kernel(
     token = tile * TOKENS + tl.arange(0, TOKENS)
     mine = tl.load(slots_ptr + token, mask=token < tokens, other=-1) == slot
     num_ranks = tl.load(ranks_ptr + slot * PROJECTIONS + projection)
-    if (tl.max(mine.to(tl.int32), 0) > 0) & (num_ranks > 0):
-        output = first + (output_tile - first_tile) * OUTPUTS + tl.arange(0, OUTPUTS)
-        inside = output < end
-        rank = tl.arange(0, RANKS)
-        b_row = slot.to(tl.int64) * bounds[PROJECTIONS - 1][2] + output
+    num_ranks = tl.where(tl.max(mine.to(tl.int32), 0) > 0, num_ranks, 0)
+    output = first + (output_tile - first_tile) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = output < end
+    rank = tl.arange(0, RANKS)
+    b_ptr += (slot.to(tl.int64) * bounds[PROJECTIONS - 1][2] + output)[:, None] * MAX_RANK + rank[None, :]
+    b = tl.load(b_ptr, mask=inside[:, None] & (rank < num_ranks)[None, :], other=0.0)
+    wait_for_predecessor(OVERLAP)
+    if num_ranks > 0:
         u_row = token.to(tl.int64) * PROJECTIONS + projection
         acc = tl.zeros([TOKENS, OUTPUTS], tl.float32)
         for start in range(0, num_ranks, RANKS):
@@ -102,9 +110,9 @@ def _expand_kernel(
             for part in tl.static_range(PARTS):
                 at = (u_row + tokens.to(tl.int64) * (part * PROJECTIONS)) * MAX_RANK
                 u += tl.load(u_ptr + at[:, None] + (start + rank)[None, :], mask=wanted, other=0.0)
-            at_b = b_ptr + b_row[:, None] * MAX_RANK + (start + rank)[None, :]
-            b = tl.load(at_b, mask=inside[:, None] & there[None, :], other=0.0)
             acc = tl.dot(u.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
+            following = (start + RANKS + rank < num_ranks)[None, :]  # not read behind the last one
+            b = tl.load(b_ptr + start + RANKS, mask=inside[:, None] & following, other=0.0)
         target = y_ptr + token.to(tl.int64)[:, None] * stride_y + output[None, :]
         wanted = mine[:, None] & inside[None, :]
         y = tl.load(target, mask=wanted, other=0.0).to(tl.float32) + acc
