@@ -194,10 +194,10 @@ class KVMemory:
 
     # ---------------------------------------------------------------------------------------------- prefix cache
 
-    def root_hash(self, salt: str) -> bytes:
+    def root_hash(self, salt: str, adapter: int | None = None) -> bytes:
         """Where a new request's hash chain starts; without prefix caching no two requests start from the same."""
         self._num_roots += 1
-        return self.gpu.cache.root(salt if self.caching else f"request {self._num_roots}")
+        return self.gpu.cache.root(salt if self.caching else f"request {self._num_roots}", adapter)
 
     def looks_up(self, seq: Sequence) -> bool:
         """Whether a sequence may begin with cached blocks: not if every position has to be computed."""

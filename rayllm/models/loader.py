@@ -16,6 +16,7 @@ from rayllm.config.model_folder import indexed_weights
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ModelError
 from rayllm.layers.layer import BuildContext
+from rayllm.layers.lora import AdapterState
 from rayllm.layers.weights import WeightSource
 from rayllm.models.base import CausalLM
 from rayllm.models.registry import model_class
@@ -172,7 +173,10 @@ def load_model(
     """
     spec, options, dtype = config.spec, config.options, getattr(torch, config.dtype)
     make = model_class(spec.architecture)
-    context = BuildContext(tp, device, dtype, config.max_model_len, options.deterministic, memory=weights)
+    adapters = AdapterState(options.max_loras, options.max_lora_rank) if options.enable_lora else None
+    context = BuildContext(
+        tp, device, dtype, config.max_model_len, options.deterministic, memory=weights, adapters=adapters
+    )
     if weights is not None and weights.is_filled:
         return make(context, spec).eval()
     dummy = options.load_format == "dummy"

@@ -128,11 +128,23 @@ def run_collectives(dtype: torch.dtype) -> None:
     ops.all_gather_small(x[0, :32], buffers)
 
 
+def run_adapters(dtype: torch.dtype) -> None:
+    """Adapters of a group of projections and of one, on META."""
+    for inputs, rows in ((4096, (4096, 1024, 1024)), (14336, (4096,))):
+        a = torch.empty(8, len(rows), 64, inputs, dtype=dtype, device=META)
+        b = torch.empty(8, sum(rows), 64, dtype=dtype, device=META)
+        weights = ops.AdapterSlots(a, b, torch.empty(8, len(rows), dtype=torch.int32, device=META), rows)
+        for tokens in (1, 100):
+            x, y = (torch.empty(tokens, size, dtype=dtype, device=META) for size in (inputs, sum(rows)))
+            ops.add_adapters(x, y, torch.empty(tokens, dtype=torch.int32, device=META), weights)
+
+
 def compile_engines(gpu: str, engines: list[dict[str, Any]]) -> None:
-    """Compile for one of GPUS what `run_engine` runs with each of these arguments, and the collectives."""
+    """Compile for one of GPUS what `run_engine` runs with each of these arguments, collectives and adapters."""
     with assumed(META, GPUS[gpu]), dispatch.forced(triton=True):
         with ops.compile_only():
             run_collectives(torch.bfloat16)
+            run_adapters(torch.bfloat16)
         for arguments in engines:
             with ops.compile_only():
                 run_engine(**arguments)

@@ -281,6 +281,8 @@ def _front_model(model: ResolvedModel) -> FrontModel:
         folder=options.model,
         server=_without_key(model.server),
         skip_tokenizer_init=options.skip_tokenizer_init,
+        enable_lora=options.enable_lora,
+        adapters=options.adapters,
     )
 
 
