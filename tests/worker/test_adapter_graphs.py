@@ -78,8 +78,8 @@ def test_prompts_and_then_decodes(case, adapters):
     batch = replace(eager.batch(following, 3, 0), adapter_slots=torch.tensor(list(SLOTS.values()), dtype=torch.int32))
     expected = model.compute_logits(model(batch, eager.caches))
     for cache, source in zip(padded.caches, eager.caches, strict=True):  # both runners shuffle their blocks alike
-        cache.k.copy_(source.k)
-        cache.v.copy_(source.v)
+        cache.kv.k.copy_(source.kv.k)
+        cache.kv.v.copy_(source.kv.v)
     greedy = DrawColumns(np.zeros(3, np.int64), np.ones(3, np.float32), np.zeros(3, np.float32))
     positions = np.array([len(tokens) for tokens in PROMPTS.values()])
     logits, _ids = decodes.run(rows, positions, greedy)
@@ -108,7 +108,7 @@ def test_rows_change_their_adapters():
     state = PersistentBatch(4, 64, 8, torch.device("cpu"))
 
     def enter(row: int, slot: int) -> None:
-        data = SequenceData(row, [1, 2], 2, 0, [0], SamplingParams(), 0, adapter_slot=slot)
+        data = SequenceData(row, [1, 2], 2, 0, [[0]], SamplingParams(), 0, adapter_slot=slot)
         state.apply(StepPlan(0, [], [data], [], [], [], [], 0, 0))
 
     enter(1, 0)
