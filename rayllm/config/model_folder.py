@@ -16,6 +16,7 @@ from rayllm.config.architectures.common import make_spec
 from rayllm.config.json_fields import JsonFields, read_json_object
 from rayllm.config.known_keys import refuse_unknown
 from rayllm.config.model_spec import ModelSpec
+from rayllm.config.quantization import parse_quantization
 from rayllm.errors import InvalidRequestError, ModelError
 
 GENERATION_CONFIG = "generation_config.json"
@@ -38,7 +39,7 @@ def load_model_spec(path: str) -> ModelSpec:
         raise ModelError(f"model folder {path} {state}")
     config = JsonFields(read_json_object(folder / "config.json"), str(folder / "config.json"))
     architecture = _architecture(config)
-    _check_quantization(config)
+    quantization = parse_quantization(config)
     eos = config.get("eos_token_id", ARCHITECTURES[architecture].eos_token_id)
     generation = folder / GENERATION_CONFIG
     if generation.is_file():
@@ -49,7 +50,7 @@ def load_model_spec(path: str) -> ModelSpec:
     if not all(isinstance(i, int) for i in ids):
         raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, not {eos!r}")
     fields = ARCHITECTURES[architecture].parse(config, architecture)
-    spec = make_spec(config, architecture=architecture, eos_token_ids=ids, **fields)
+    spec = make_spec(config, architecture=architecture, eos_token_ids=ids, quantization=quantization, **fields)
     refuse_unknown(config)
     return spec
 
@@ -77,15 +78,3 @@ def _architecture(config: JsonFields) -> str:
     if (told := config.text("model_type", model_type)) != model_type:  # transformers would make a model of that class
         raise ModelError(f"{config.file}: model_type {told} is not that of the architectures, {name}")
     return str(name)
-
-
-def _check_quantization(config: JsonFields) -> None:
-    """Raises ModelError if weights are quantised. Scales for a KV cache in fp8 alone are none of that."""
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return
-    told = quantization if isinstance(quantization, dict) else {}
-    method = told.get("quant_method")
-    if method == "compressed-tensors" and told.get("kv_cache_scheme") and not told.get("config_groups"):
-        return
-    raise ModelError(f"{config.file}: quantization_config: quantised checkpoints ({method}) are not supported")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from rayllm.config.quantization import QuantizationSpec
 from rayllm.config.rope import RopeSpec
 from rayllm.errors import ModelError
 
@@ -36,6 +37,7 @@ class ModelSpec:
 
     dtype: of the checkpoint.
     sliding_windows: one entry a layer, tokens a query sees counting itself, None for all.
+    quantization: how the checkpoint stores weights in fewer bits; None if it does not.
     rope is None for OPT and BLOOM, opt and bloom are None for the others.
     """
 
@@ -61,6 +63,7 @@ class ModelSpec:
     rope: RopeSpec | None = None
     opt: OPTSpec | None = None
     bloom: BloomSpec | None = None
+    quantization: QuantizationSpec | None = None
 
     @property
     def max_model_len(self) -> int:

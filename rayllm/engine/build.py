@@ -61,6 +61,8 @@ def start_resolved_engine(config: ResolvedConfig, executor: Executor | None = No
         raise
     gc.collect()
     gc.freeze()
+    if config.spec.quantization is not None:
+        logger.info("%s", _about_quantised(config))
     taken, info = time.monotonic() - started, core.info
     logger.info(
         "engine ready in %.1f s, %d KV tokens, %d sequences at once, sampling defaults %s",
@@ -70,6 +72,16 @@ def start_resolved_engine(config: ResolvedConfig, executor: Executor | None = No
         info.sampling_defaults,
     )
     return core
+
+
+def _about_quantised(config: ResolvedConfig) -> str:
+    """One line that says what becomes of a checkpoint's weights in fewer bits."""
+    stored = f"weights are stored in {config.spec.quantization}"
+    if config.options.load_format == "dummy":
+        return f"{stored}; dummy weights are made in {config.dtype}"
+    return (
+        f"{stored} and dequantised to {config.dtype} while they load: they take as much memory as {config.dtype} ones"
+    )
 
 
 def _make_executor(config: ResolvedConfig, owns_ray: bool = False) -> Executor:

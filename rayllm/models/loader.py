@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from rayllm.errors import ModelError
 from rayllm.layers.layer import BuildContext
 from rayllm.layers.weights import WeightSource
 from rayllm.models.base import CausalLM
+from rayllm.models.dequantised import DequantisedCheckpoint, Stored, StoredTensors
 from rayllm.models.registry import MODEL_CLASSES
 from rayllm.parallel.shared_weights import SharedWeights
 from rayllm.parallel.tp_group import TPGroup
@@ -28,7 +30,7 @@ FLOAT_STORAGE = ("F64", "F32", "F16", "BF16")
 NAMES_IN_ERRORS = 5
 
 
-class Checkpoint(WeightSource):
+class Checkpoint(StoredTensors):
     """The *.safetensors files of a model folder, mapped lazily: a slice is read from the file when it is asked for.
 
     Raises ModelError if the folder has no safetensors weights, or files that are missing or damaged.
@@ -45,14 +47,25 @@ class Checkpoint(WeightSource):
         self._bar = tqdm(total=len(self._file_of), desc="Loading weights", unit="tensor", disable=None, leave=False)
 
     def slice(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> torch.Tensor:
-        view = self._view(name, shape)
-        if view is None:
-            return torch.zeros(()).expand(*shape[:dim], stop - start, *shape[dim + 1 :])
-        return view[(slice(None),) * dim + (slice(start, stop),)]
+        stored = self.part(name, shape, (slice(None),) * dim + (slice(start, stop),))
+        return torch.zeros(()).expand(*shape[:dim], stop - start, *shape[dim + 1 :]) if stored is None else stored
+
+    def part(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        index: tuple[slice | EllipsisType, ...],
+        dtypes: tuple[str, ...] = FLOAT_STORAGE,
+    ) -> torch.Tensor | None:
+        view = self._view(name, shape, dtypes)
+        return None if view is None else view[index]
 
     def optional(self, name: str) -> torch.Tensor | None:
         view = self._view(name, None) if self._stored(name) in self._file_of else None
         return None if view is None else view[...]
+
+    def choose(self, *names: str) -> str:
+        return next((name for name in names if self._stored(name) in self._file_of), names[0])
 
     def skip(self, name: str) -> None:
         self._used.add(self._stored(name))
@@ -68,12 +81,20 @@ class Checkpoint(WeightSource):
             )
         self._open.clear()
 
+    def find(self, name: str) -> Stored | None:
+        name = self._stored(name)
+        try:
+            view = self._handle(self._file_of[name]).get_slice(name) if name in self._file_of else None
+        except SafetensorError:  # the index names a file that lacks the tensor
+            view = None
+        return None if view is None else Stored(name, view.get_dtype(), tuple(view.get_shape()))
+
     def _stored(self, name: str) -> str:
         """The name as it is stored: the checkpoint of a model's body alone lacks the first part of its names."""
         of_body = name.partition(".")[2]
         return of_body if of_body in self._file_of and name not in self._file_of else name
 
-    def _view(self, name: str, shape: tuple[int, ...] | None) -> Any:
+    def _view(self, name: str, shape: tuple[int, ...] | None, dtypes: tuple[str, ...] = FLOAT_STORAGE) -> Any:
         """A lazy slice of the stored tensor, None if there is none. shape: None takes any."""
         name = self._stored(name)
         if name not in self._file_of:
@@ -92,7 +113,7 @@ class Checkpoint(WeightSource):
         stored = tuple(view.get_shape())
         if shape is not None and stored != shape:
             raise ModelError(f"{file}: weight {name} has shape {list(stored)}, but config.json asks for {list(shape)}")
-        if view.get_dtype() not in FLOAT_STORAGE:
+        if view.get_dtype() not in dtypes:
             raise ModelError(f"{file}: weight {name} is stored as {view.get_dtype()}, which is not supported")
         return view
 
@@ -167,7 +188,7 @@ def load_model(
     if weights is not None and weights.is_filled:
         return make(context, spec).eval()
     dummy = options.load_format == "dummy"
-    source = DummyCheckpoint(options.seed or 0, device, dtype) if dummy else Checkpoint(options.model)
+    source = DummyCheckpoint(options.seed or 0, device, dtype) if dummy else _stored_weights(config, device)
     if weights is not None:
         make(replace(context, device=torch.device("meta")), spec)
         weights.allocate()
@@ -181,6 +202,11 @@ def load_model(
         # Whole dummy tensors and staging copies would otherwise count as used when the KV cache is sized.
         torch.cuda.empty_cache()
     return model.eval()
+
+
+def _stored_weights(config: ResolvedConfig, device: torch.device) -> WeightSource:
+    checkpoint, quantization = Checkpoint(config.options.model), config.spec.quantization
+    return checkpoint if quantization is None else DequantisedCheckpoint(checkpoint, quantization, device)
 
 
 def _some(names: list[str], what: str) -> str:
