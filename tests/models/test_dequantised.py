@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 
+import numpy as np
 import pytest
 import support.model_factory as factory
 import support.quantised as quantised
@@ -13,7 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rayllm import LLM, SamplingParams
+from rayllm.config.json_fields import JsonFields
+from rayllm.config.quantization import parse_quantization
 from rayllm.errors import ModelError
+from rayllm.models.dequantised import DequantisedCheckpoint
+from rayllm.models.loader import Checkpoint
 from rayllm.parallel.tp_group import TPGroup
 
 PROJECTIONS = ("_proj.weight",)
@@ -225,6 +230,38 @@ def put(name, tensor):
             r"up_proj\.weight is stored as F8_E5M2, which is not supported",
         ),
         ("fp8", put("mlp.up_proj.lut", torch.ones(3)), r"has 1 weight \(.*layers\.0\.mlp\.up_proj\.lut\) that its"),
+        ("gptq", drop("mlp.up_proj.qzeros"), r"lacks 1 weight \(.*layers\.0\.mlp\.up_proj\.qzeros\)"),
+        ("gptq-ordered", drop("mlp.up_proj.g_idx"), r"lacks 1 weight \(.*layers\.0\.mlp\.up_proj\.g_idx\)"),
+        ("gptq", drop("mlp.up_proj.qweight"), r"lacks 1 weight \(.*layers\.0\.mlp\.up_proj\.weight\)"),
+        (
+            "gptq",
+            put("mlp.up_proj.qweight", torch.ones(12, 80, dtype=torch.int32)),
+            r"up_proj\.qweight has shape \[12, 80\], but config\.json asks for \[12, 160\]",
+        ),
+        (
+            "gptq",
+            put("mlp.up_proj.g_idx", torch.arange(96, dtype=torch.int32) % 3),
+            r"up_proj\.g_idx is in another order than that of the inputs",
+        ),
+        (
+            "gptq-ordered",
+            put("mlp.up_proj.g_idx", torch.full((96,), 3, dtype=torch.int32)),
+            r"up_proj\.g_idx has groups outside 0 to 2",
+        ),
+        ("gptq", put("mlp.up_proj.bias", torch.ones(160)), r"up_proj\.bias is not zero, but config\.json has no place"),
+        ("awq", drop("self_attn.o_proj.scales"), r"lacks 1 weight \(.*o_proj\.scales\)"),
+        (
+            "ct-int4",
+            put("mlp.up_proj.weight_shape", torch.tensor([160, 95])),
+            r"up_proj\.weight_shape is \[160, 95\], but config\.json asks for \[160, 96\]",
+        ),
+        ("ct-int4-zeros", drop("mlp.up_proj.weight_zero_point"), r"lacks 1 weight \(.*up_proj\.weight_zero_point\)"),
+        ("ct-int4-ordered", drop("mlp.up_proj.weight_g_idx"), r"lacks 1 weight \(.*up_proj\.weight_g_idx\)"),
+        (
+            "ct-int8",
+            put("mlp.up_proj.weight_zero_point", torch.ones(160, 1, dtype=torch.int8)),
+            r"up_proj\.weight_zero_point is not zero, but config\.json says symmetric",
+        ),
         (
             "fp8-tensor",
             put("mlp.up_proj.weight_scale", torch.ones(3)),
@@ -237,3 +274,83 @@ def test_bad_tensors(tmp_path, case, change, message):
     edit(folder, change)
     with pytest.raises(ModelError, match=message):
         state(folder)
+
+
+def test_words_that_outputs_do_not_fill(tmp_path):
+    folder, _ = make(tmp_path, "gptq")
+    edit(folder, lambda tensors: tensors.update({"lm_head.qweight": tensors.pop("lm_head.weight").int()}))
+    with pytest.raises(ModelError, match=r"lm_head\.qweight packs 8 numbers a word, no divisor of 259"):
+        state(folder)
+
+
+def test_a_fused_projection(tmp_path):
+    """One weight of which a layer takes slices of rows."""
+    weight = np.random.default_rng(0).normal(size=(96, 64)).astype(np.float32)
+    tensors, meant = quantised.awq(weight, 32)
+    save_file({f"qkv_proj.{last}": tensor for last, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    source = DequantisedCheckpoint(Checkpoint(str(tmp_path)), spec_of(AWQ), torch.device("cpu"))
+    for start, stop in ((0, 32), (20, 31), (64, 96)):
+        found = source.slice("qkv_proj.weight", (96, 64), 0, start, stop)
+        assert torch.equal(found, torch.from_numpy(meant)[start:stop])
+    source.finish()
+
+
+def test_formats_side_by_side(tmp_path):
+    """Attention in fp8 and the MLP in int4, in groups of config.json that patterns tell apart."""
+    config, fp8, packed = compressed("mixed-precision"), CASES["ct-fp8-row"], CASES["ct-int4"]
+    config["config_groups"] = {
+        "a": fp8[0]["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"], "format": "float-quantized"},
+        "b": packed[0]["config_groups"]["group_0"] | {"targets": ["re:.*mlp.*"], "format": "pack-quantized"},
+    }
+    folder = tmp_path / "llama"
+    factory.make_model(folder, "llama", num_hidden_layers=2)
+    attention = tuple(f"self_attn.{part}_proj.weight" for part in "qkvo")
+    middle = quantised.quantise(folder, config, fp8[1], attention)
+    stored = load_file(folder / "model.safetensors")
+    plain = quantised.quantise(middle, config, packed[1], ("gate_proj.weight", "up_proj.weight", "down_proj.weight"))
+    in_int4 = {name: tensor for name, tensor in load_file(middle / "model.safetensors").items() if ".mlp." in name}
+    save_file({name: t for name, t in stored.items() if ".mlp." not in name} | in_int4, folder / "model.safetensors")
+    quantised.set_config(plain, quantization_config=None)
+    found, expected = state(folder), state(plain)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    configure(folder, config_groups={"b": config["config_groups"]["b"]})
+    with pytest.raises(ModelError, match=r"q_proj\.weight is stored as F8_E4M3, which is not supported"):
+        state(folder)
+
+
+def spec_of(told):
+    return parse_quantization(JsonFields({"quantization_config": told}, "config.json"))
+
+
+def test_experts_in_mxfp4(tmp_path):
+    """As gpt-oss stores them: outputs before inputs, where unquantised ones have inputs first."""
+    weight = np.random.default_rng(0).normal(size=(4, 24, 96)).astype(np.float32)
+    blocks, scales, meant = quantised.mxfp4(weight)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    bias, router = torch.randn(4, 24), torch.randn(4, 96)
+    file = tmp_path / "model.safetensors"
+    tensors = {name + "_blocks": blocks, name + "_scales": scales, name + "_bias": bias, "router.weight": router}
+    save_file(tensors, file)
+    spec = spec_of({"quant_method": "mxfp4"})
+
+    def source():
+        return DequantisedCheckpoint(Checkpoint(str(tmp_path)), spec, torch.device("cpu"))
+
+    whole, found = torch.from_numpy(meant).transpose(1, 2), source()
+    assert found.choose("model.layers.0.mlp.experts.0.up_proj.weight", name) == name
+    assert torch.equal(found.tensor(name, (4, 96, 24)), whole)
+    assert torch.equal(found.slice(name, (4, 96, 24), 0, 1, 3), whole[1:3])
+    assert torch.equal(found.slice(name, (4, 96, 24), 1, 40, 70), whole[:, 40:70])
+    assert torch.equal(found.slice(name, (4, 96, 24), 2, 12, 24), whole[:, :, 12:])
+    assert torch.equal(found.slice(name + "_bias", (4, 24), 1, 6, 12), bias[:, 6:12])
+    assert torch.equal(found.tensor("router.weight", (4, 96)), router)
+    found.finish()
+    with pytest.raises(ModelError, match=r"gate_up_proj_blocks has shape \[4, 24, 3, 16\], but .* \[4, 48, 3, 16\]"):
+        source().tensor(name, (4, 96, 48))
+    with pytest.raises(ModelError, match=r"gate_up_proj has 100 inputs, no multiple of the 32 of a scale"):
+        source().tensor(name, (4, 100, 24))
+    save_file({key: tensor for key, tensor in tensors.items() if not key.endswith("_scales")}, file)
+    found = source()
+    assert not found.tensor(name, (4, 96, 24)).isnan().any()
+    with pytest.raises(ModelError, match=r"lacks 1 weight \(.*gate_up_proj_scales\)"):
+        found.finish()
