@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from rayllm.api.sampling_params import SamplingParams
-from rayllm.config.architectures import ARCHITECTURES
+from rayllm.config.architectures import Architecture, find_architecture
 from rayllm.config.architectures.common import make_spec
 from rayllm.config.json_fields import JsonFields, read_json_object
-from rayllm.config.known_keys import refuse_unknown
+from rayllm.config.known_keys import TOWERS, refuse_unknown
 from rayllm.config.model_spec import ModelSpec
 from rayllm.config.quantization import parse_quantization
 from rayllm.errors import InvalidRequestError, ModelError
 
 GENERATION_CONFIG = "generation_config.json"
+# Keys beside text_config that hold for the text model too, and win.
+OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id")
 # Fields of that file -> those of `SamplingParams`.
 SAMPLING_FIELDS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
@@ -38,9 +40,13 @@ def load_model_spec(path: str) -> ModelSpec:
         state = "has no config.json" if any(folder.iterdir()) else "is empty"
         raise ModelError(f"model folder {path} {state}")
     config = JsonFields(read_json_object(folder / "config.json"), str(folder / "config.json"))
-    architecture = _architecture(config)
+    name, architecture = _architecture(config)
     quantization = parse_quantization(config)
-    eos = config.get("eos_token_id", ARCHITECTURES[architecture].eos_token_id)
+    text = _text_part(config, architecture)
+    default = architecture.eos_token_id
+    eos = text.get("eos_token_id", default)
+    if eos is None and isinstance(default, list):
+        eos = default
     generation = folder / GENERATION_CONFIG
     if generation.is_file():
         # Chat models end a turn with a token that only this file knows.
@@ -49,9 +55,13 @@ def load_model_spec(path: str) -> ModelSpec:
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(isinstance(i, int) for i in ids):
         raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, not {eos!r}")
-    fields = ARCHITECTURES[architecture].parse(config, architecture)
-    spec = make_spec(config, architecture=architecture, eos_token_ids=ids, quantization=quantization, **fields)
-    refuse_unknown(config)
+    fields = architecture.parse(text, name) | {"quantization": quantization}
+    spec = make_spec(text, architecture=name, eos_token_ids=ids, text_only=bool(architecture.text_types), **fields)
+    towers = TOWERS if architecture.text_types else frozenset()
+    refuse_unknown(text, towers)
+    if text is not config:
+        same = {key for key, value in config.data.items() if text.data.get(key) == value}  # said twice
+        refuse_unknown(config, towers | same)
     return spec
 
 
@@ -67,14 +77,30 @@ def load_sampling_defaults(path: str) -> dict[str, Any]:
     return defaults
 
 
-def _architecture(config: JsonFields) -> str:
+def _architecture(config: JsonFields) -> tuple[str, Architecture]:
     names = config.get("architectures")
     if not names:
         raise ModelError(f'{config.file} has no "architectures"')
-    name = names[0] if isinstance(names, list) else names
-    if name not in ARCHITECTURES:
-        raise ModelError(f"architectures: {name} is not supported; supported are {', '.join(ARCHITECTURES)}")
-    model_type = ARCHITECTURES[name].model_type
+    name = str(names[0] if isinstance(names, list) else names)
+    architecture = find_architecture(name)
+    model_type = architecture.model_type
     if (told := config.text("model_type", model_type)) != model_type:  # transformers would make a model of that class
         raise ModelError(f"{config.file}: model_type {told} is not that of the architectures, {name}")
-    return str(name)
+    return name, architecture
+
+
+def _text_part(config: JsonFields, architecture: Architecture) -> JsonFields:
+    """What config.json says of the text model: all, or its text_config where there are towers beside it."""
+    if not architecture.text_types or (config.get("text_config") is None and "hidden_size" in config.data):
+        return config  # of the latter, old files of Qwen2.5-VL
+    told = config.get("text_config")
+    if not isinstance(told, dict):
+        raise ModelError(f"{config.file}: text_config must be an object, not {told!r}")
+    outer = {key: config.get(key) for key in OF_THE_WHOLE}
+    if told.get("tie_word_embeddings") and outer["tie_word_embeddings"] is False:
+        raise ModelError(f"{config.file}: tie_word_embeddings is true in text_config and false beside it")
+    text = JsonFields(told | {k: v for k, v in outer.items() if v is not None}, config.file, "text_config.")
+    text.get("architectures")
+    kind = text.text("model_type", architecture.text_types[0])
+    text.one_of("text_config.model_type", kind, architecture.text_types)
+    return text

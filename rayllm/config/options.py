@@ -67,7 +67,8 @@ class EngineConfig(BaseModel):
     """Type of weights and activations; auto is the checkpoint's on GPUs (float32 checkpoints become bfloat16), and
     float32 on CPUs, where it is the faster one"""
     max_model_len: int | None = Field(default=None, ge=1)
-    """Most tokens of prompt and output together; the model's own limit if absent"""
+    """Most tokens of prompt and output together; if absent, the model's own limit, or the context of its pretraining if
+    its positions are scaled by length (longrope, dynamic)"""
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens of a KV cache block"""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"

@@ -88,7 +88,7 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
         standbys=uses_ray(options) and options.standby_ranks == "auto",
         dtype=dtype,
         kv_dtype=_kv_dtype(options, spec, dtype),
-        max_model_len=options.max_model_len or spec.max_model_len,
+        max_model_len=options.max_model_len or spec.default_model_len,
         num_seqs_choices=(options.max_num_seqs,) if options.max_num_seqs else NUM_SEQS[device],
         max_num_batched_tokens=options.max_num_batched_tokens or BATCHED_TOKENS[device],
         sampling_defaults={} if options.generation_config == "none" else load_sampling_defaults(options.model),

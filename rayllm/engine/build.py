@@ -61,8 +61,17 @@ def start_resolved_engine(config: ResolvedConfig, executor: Executor | None = No
         raise
     gc.collect()
     gc.freeze()
-    if config.spec.quantization is not None:
+    spec = config.spec
+    if spec.quantization is not None:
         logger.info("%s", _about_quantised(config))
+    if spec.rope is not None and spec.default_model_len < spec.max_model_len:
+        logger.info(
+            "positions of rope_type %s are exact up to %d tokens; max_model_len is %d, and may be up to %d",
+            spec.rope.rope_type,
+            spec.default_model_len,
+            config.max_model_len,
+            spec.max_model_len,
+        )
     taken, info = time.monotonic() - started, core.info
     logger.info(
         "engine ready in %.1f s, %d KV tokens, %d sequences at once, sampling defaults %s",

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rayllm.errors import ModelError
 from rayllm.layers.layer import BuildContext, Layer
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels import ops
@@ -82,7 +83,11 @@ class LMHead(VocabLayer):
         return self.tp.all_gather(padded)[:, : self.vocab_size]
 
     def load(self, source: WeightSource) -> None:
-        if self.is_tied:
-            source.skip(self.prefix + "weight")  # checkpoints may have it all the same
+        if self.is_tied:  # checkpoints may have it all the same
+            own, rows = source.optional(self.prefix + "weight"), self.weight[: self.num_tokens]
+            stored = None if own is None else own[self.first_token : self.first_token + self.num_tokens].to(rows)
+            if stored is not None and not torch.equal(stored, rows):
+                name = self.prefix + "weight"
+                raise ModelError(f"weight {name} is not the embedding, though config.json says tie_word_embeddings")
         else:
             super().load(source)

@@ -43,6 +43,15 @@ def qkv_parts(context: BuildContext, heads: Heads) -> list[Part]:
     return [column_part(context, "q_proj", num_heads * head_dim), *kv]
 
 
+def stored_as_one(name: str, parts: list[Part]) -> list[Part]:
+    """`parts` of a checkpoint that has them as one weight called `name`, the rows of one after those of another."""
+    total, start, stored = sum(part.total for part in parts), 0, []
+    for part in parts:
+        stored.append(Part(name, total, start + part.start, part.rows))
+        start += part.total
+    return stored
+
+
 class Linear(Layer):
     """x W^T + bias, by the rank's part [out, in] of the weight. Which part it is, is for the classes below."""
 
@@ -59,8 +68,9 @@ class Linear(Layer):
 class ColumnLinear(Linear):
     """One projection, or several of one input as one matrix product, split by outputs.
 
-    parts: `column_part` of each, or `qkv_parts`; named within the context. The classes below have a context of their
-    own. forward: [T, in] -> [T, sum of the parts' rows], the rank's parts side by side.
+    parts: `column_part` of each, or `qkv_parts`, or either as `stored_as_one`; named within the context. The classes
+    below have a context of their own.
+    forward: [T, in] -> [T, sum of the parts' rows], the rank's parts side by side.
     """
 
     gated = False  # whether the output is act(gate) * up of two parts

@@ -30,6 +30,10 @@ class RMSNorm(Layer):
             return self(x), x
         return self.tp.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
 
+    def onto(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """norm(x) + residual, in one pass; all [T, size]."""
+        return ops.rms_norm_add(x, residual, self.weight, self.eps)
+
 
 class LayerNorm(Layer):
     """weight * (x - mean) / sqrt(variance + eps) + bias over the last dimension; weight and bias only if `affine`."""

@@ -11,18 +11,38 @@ from rayllm.config.rope import RopeSpec
 
 def cos_sin_table(rope: RopeSpec, max_position: int) -> torch.Tensor:
     """[max_position, rotary_dim] float32 on the CPU, a row for each position below max_position: cosines in the first
-    half of a row, sines in the second.
+    half of a row, sines in the second. max_position: the tokens of a sequence at most.
 
     Computed on the CPU whatever the model's device, so that all devices rotate by the same angles.
     """
-    angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse_frequencies(rope)
+    angles = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse_frequencies(rope, max_position)
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.attention_factor)
 
 
-def inverse_frequencies(rope: RopeSpec) -> torch.Tensor:
-    """[rotary_dim / 2] float32, radians a position; each operation in the order and precision of transformers."""
+def query_scales(rope: RopeSpec, max_position: int) -> torch.Tensor | None:
+    """[max_position] float32 on the CPU: by what the queries of each position are multiplied; None for nothing.
+
+    They grow with the logarithm of how often a position is past the pretraining's context (Llama 4).
+    """
+    if not rope.query_beta:
+        return None
+    times = torch.floor(torch.arange(max_position) / rope.original_max_position)
+    return 1 + rope.query_beta * torch.log(1 + times)
+
+
+def inverse_frequencies(rope: RopeSpec, max_model_len: int) -> torch.Tensor:
+    """[rotary_dim / 2] float32, radians a position; each operation in the order and precision of transformers.
+
+    max_model_len: the tokens of a sequence at most, by which types choose that depend on a length ("dynamic" and
+    "longrope"; docs/decisions/rope.md says why).
+    """
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    if rope.rope_type == "dynamic":
+        return 1.0 / _dynamic_theta(rope, max_model_len) ** exponents
     periods = rope.theta**exponents
+    if rope.rope_type == "longrope":
+        factors = rope.long_factors if max_model_len > rope.original_max_position else rope.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * periods)
     if rope.rope_type == "linear":
         return (1.0 / periods) / rope.factor
     if rope.rope_type == "llama3":
@@ -30,6 +50,13 @@ def inverse_frequencies(rope: RopeSpec) -> torch.Tensor:
     if rope.rope_type == "yarn":
         return _yarn_frequencies(rope, periods)
     return 1.0 / periods
+
+
+def _dynamic_theta(rope: RopeSpec, max_model_len: int) -> float:
+    """NTK-aware scaling: a larger base where sequences may be longer than the pretraining's."""
+    length, dim = max(max_model_len, rope.original_max_position), rope.rotary_dim
+    stretch = rope.factor * length / rope.original_max_position - (rope.factor - 1)
+    return rope.theta * stretch ** (dim / (dim - 2))
 
 
 def _llama3_frequencies(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:

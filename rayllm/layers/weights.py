@@ -34,9 +34,6 @@ class WeightSource(ABC):
         """The whole tensor `name`, of whatever shape; None if there is none, or if weights are made up."""
         return None
 
-    def skip(self, name: str) -> None:  # noqa: B027
-        """Say that `name` is left unread on purpose."""
-
     def finish(self) -> None:  # noqa: B027
         """Raises ModelError naming weights that were asked for and missing, or that nobody asked for."""
 

@@ -23,6 +23,7 @@ SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 ZEROS = ("I8", "F8_E4M3", *SCALES)
 # As what other tensors are stored, and in torch.
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8}
+Index = tuple[slice | EllipsisType, ...]
 WORD = 32  # bits
 # How the weight of a module is called that is stored so, and how all experts' weights.
 KEYS = {"fp8": "weight", "int8": "weight", "packed": "weight_packed", "gptq": "qweight", "awq": "qweight"}
@@ -47,9 +48,7 @@ class StoredTensors(WeightSource):
         """What there is of this name; None if it is missing."""
 
     @abstractmethod
-    def part(
-        self, name: str, shape: tuple[int, ...], index: tuple[slice | EllipsisType, ...], dtypes: tuple[str, ...]
-    ) -> torch.Tensor | None:
+    def part(self, name: str, shape: tuple[int, ...], index: Index, dtypes: tuple[str, ...]) -> torch.Tensor | None:
         """The numbers at `index`, one slice a dimension or fewer; None if `name` is missing, which is noted.
 
         dtypes: those that it may have. Raises ModelError for any other, and for another shape than `shape`.
@@ -101,9 +100,6 @@ class DequantisedCheckpoint(WeightSource):
 
     def optional(self, name: str) -> torch.Tensor | None:
         return self._checkpoint.optional(name)
-
-    def skip(self, name: str) -> None:
-        self._checkpoint.skip(name)
 
     def finish(self) -> None:
         # AutoGPTQ writes biases of zeros for projections that have none.

@@ -1,44 +1,66 @@
-"""Llama, Mistral, Qwen2 and Qwen3: one decoder whose differences are flags of `ModelSpec`.
+"""Llama and its relatives: one decoder whose differences are flags of `ModelSpec`.
 
 Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP. Qwen2 has biases on q, k and v; Qwen3
-normalises each query and key head; Mistral (and Qwen, where its config asks for it) attends to a sliding window.
+normalises each query and key head; Mistral (and Qwen, where its config asks for it) attends to a sliding window. GLM-4
+normalises what attention and MLP give once more. Checkpoints of Phi-3 and GLM-4 have several projections as one. Some
+layers of SmolLM3 have no rotary positions.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from rayllm.config.model_spec import ModelSpec
-from rayllm.layers.attention import Attention, AttentionPlan, KVCache
+from rayllm.layers.attention import Attention, AttentionPlan, LayerCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import Embedding, LMHead
 from rayllm.layers.layer import BuildContext
-from rayllm.layers.linear import ColumnLinear, GatedLinear, RowLinear, column_part, qkv_parts
+from rayllm.layers.linear import ColumnLinear, GatedLinear, RowLinear, column_part, qkv_parts, stored_as_one
 from rayllm.layers.norm import RMSNorm
-from rayllm.layers.rotary import cos_sin_table
+from rayllm.layers.rotary import cos_sin_table, query_scales
 from rayllm.models.base import CausalLM, heads_of
 from rayllm_kernels.ops import Scoring
 
 
 class LlamaAttention(nn.Module):
-    """Projections, optional head norms, rotary positions and attention of one layer."""
+    """Projections, optional head norms, rotary positions and attention of one layer.
 
-    def __init__(self, build: BuildContext, spec: ModelSpec, layer: int, rotary: torch.Tensor):
+    rotary, query_scale: see `Attention`. post_norm: of the output, before it is added to the residual.
+    """
+
+    def __init__(
+        self,
+        build: BuildContext,
+        spec: ModelSpec,
+        layer: int,
+        rotary: torch.Tensor | None,
+        query_scale: torch.Tensor | None = None,
+        post_norm: RMSNorm | None = None,
+    ):
         super().__init__()
         heads, hidden, norm_eps = heads_of(spec), spec.hidden_size, spec.norm_eps if spec.qk_norm else None
         num_heads, _, head_dim = heads
-        self.qkv_proj = ColumnLinear(build, hidden, qkv_parts(build, heads), bias=spec.qkv_bias)
+        parts = qkv_parts(build, heads)
+        if spec.fused_qkv:
+            parts = stored_as_one("qkv_proj", parts)
+        self.qkv_proj = ColumnLinear(build, hidden, parts, bias=spec.qkv_bias)
         scoring = Scoring(head_dim**-0.5, spec.sliding_windows[layer])
-        self.attention = Attention(build, heads, scoring, rotary, norm_eps)
+        interleaved = spec.rope is not None and spec.rope.interleaved
+        self.attention = Attention(
+            build, heads, scoring, rotary, norm_eps, interleaved=interleaved, query_scale=query_scale
+        )
         self.o_proj = RowLinear(build.at("o_proj"), num_heads * head_dim, hidden, bias=spec.attention_out_bias)
+        self.post_norm = post_norm
 
     def forward(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         norm: RMSNorm,
-        kv_cache: KVCache,
+        kv_cache: LayerCache,
         plan: AttentionPlan,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -50,42 +72,81 @@ class LlamaAttention(nn.Module):
         out = attention.attend(q, kv_cache, plan)
         if rows is not None:
             out, residual = out[rows], residual[rows]
+        if self.post_norm is not None:
+            return self.post_norm.onto(self.o_proj(out), residual), None
         return self.o_proj.onto(out, residual)
 
 
 class LlamaMLP(nn.Module):
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)). post_norm: as for `LlamaAttention`.
 
-    def __init__(self, build: BuildContext, spec: ModelSpec):
+    inner: the size in between; None for the model's intermediate_size.
+    """
+
+    def __init__(
+        self, build: BuildContext, spec: ModelSpec, post_norm: RMSNorm | None = None, *, inner: int | None = None
+    ):
         super().__init__()
-        hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+        hidden, inner, bias = spec.hidden_size, inner or spec.intermediate_size, spec.mlp_bias
         parts = [column_part(build, name, inner) for name in ("gate_proj", "up_proj")]
+        if spec.fused_gate_up:
+            parts = stored_as_one("gate_up_proj", parts)
         self.gate_up_proj = GatedLinear(build, hidden, parts, spec.hidden_act, bias=bias)
         self.down_proj = RowLinear(build.at("down_proj"), inner, hidden, bias=bias)
+        self.post_norm = post_norm
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """total + MLP of norm(total), total = x + residual: in two parts, as x and residual themselves."""
         x, total = self.gate_up_proj.after_norm(x, residual, norm)
+        if self.post_norm is not None:
+            return self.post_norm.onto(self.down_proj(x), total), None
         return self.down_proj.onto(x, total)
+
+    def summand(self, x: torch.Tensor) -> torch.Tensor:
+        """The rank's summand of the output, for x [T, hidden_size] that is normed already."""
+        return self.down_proj.partial(self.gate_up_proj(x))
+
+
+# (context of the layer, spec, number of the layer) -> what the layer has after attention, called as `LlamaMLP` is.
+MakeMLP = Callable[[BuildContext, ModelSpec, int], nn.Module]
+
+
+def dense_mlp(build: BuildContext, spec: ModelSpec, _layer: int) -> nn.Module:
+    """A `MakeMLP`."""
+    norm = RMSNorm(build.at("post_mlp_layernorm"), spec.hidden_size, spec.norm_eps) if spec.post_norms else None
+    return LlamaMLP(build.at("mlp"), spec, norm)
 
 
 class LlamaLayer(nn.Module):
     """One block. The residual stream travels beside the activations: each addition fuses with what follows it."""
 
-    def __init__(self, build: BuildContext, spec: ModelSpec, layer: int, rotary: torch.Tensor):
+    def __init__(
+        self,
+        build: BuildContext,
+        spec: ModelSpec,
+        layer: int,
+        rotary: torch.Tensor | None,
+        query_scale: torch.Tensor | None,
+        make_mlp: MakeMLP,
+    ):
         super().__init__()
-        self.input_layernorm = RMSNorm(build.at("input_layernorm"), spec.hidden_size, spec.norm_eps)
-        self.self_attn = LlamaAttention(build.at("self_attn"), spec, layer, rotary)
-        self.post_attention_layernorm = RMSNorm(build.at("post_attention_layernorm"), spec.hidden_size, spec.norm_eps)
-        self.mlp = LlamaMLP(build.at("mlp"), spec)
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(build.at(name), spec.hidden_size, spec.norm_eps)
+
+        after_attention = norm("post_self_attn_layernorm") if spec.post_norms else None
+        self.input_layernorm = norm("input_layernorm")
+        self.self_attn = LlamaAttention(build.at("self_attn"), spec, layer, rotary, query_scale, after_attention)
+        self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.mlp = make_mlp(build, spec, layer)
 
     def forward(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        kv_cache: KVCache,
+        kv_cache: LayerCache,
         plan: AttentionPlan,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -95,24 +156,31 @@ class LlamaLayer(nn.Module):
         attention, the others being there for their keys and values alone; None for all.
         """
         x, residual = self.self_attn(x, residual, self.input_layernorm, kv_cache, plan, rows)
-        return self.mlp(x, residual, self.post_attention_layernorm)
+        x, residual = self.mlp(x, residual, self.post_attention_layernorm)
+        return x, residual
 
 
 class LlamaForCausalLM(CausalLM):
-    """See `CausalLM`."""
+    """See `CausalLM`. make_mlp: of the layers."""
 
-    def __init__(self, build: BuildContext, spec: ModelSpec):
+    def __init__(self, build: BuildContext, spec: ModelSpec, make_mlp: MakeMLP = dense_mlp):
         super().__init__(build, spec)
         body = build.at("model")
         assert spec.rope is not None
         rotary = cos_sin_table(spec.rope, build.max_model_len).to(build.device)
+        query_scale = query_scales(spec.rope, build.max_model_len)
+        if query_scale is not None:
+            query_scale = query_scale.to(build.device)
         self.embed_tokens = Embedding(body.at("embed_tokens"), spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(LlamaLayer(body.at(f"layers.{i}"), spec, i, rotary) for i in range(spec.num_layers))
+        self.layers = nn.ModuleList(
+            LlamaLayer(body.at(f"layers.{i}"), spec, i, rotary if has_rope else None, query_scale, make_mlp)
+            for i, has_rope in enumerate(spec.rope_layers or (True,) * spec.num_layers)
+        )
         self.norm = RMSNorm(body.at("norm"), spec.hidden_size, spec.norm_eps)
         tied = self.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(build.at("lm_head"), spec.vocab_size, spec.hidden_size, tied=tied)
 
-    def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch, self.build)
         x = self.embed_tokens(batch.input_ids)
         residual: torch.Tensor | None = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import replace
 from pathlib import Path
-from types import EllipsisType
 from typing import Any
 
 import torch
@@ -18,10 +18,13 @@ from rayllm.errors import ModelError
 from rayllm.layers.layer import BuildContext
 from rayllm.layers.weights import WeightSource
 from rayllm.models.base import CausalLM
-from rayllm.models.dequantised import DequantisedCheckpoint, Stored, StoredTensors
-from rayllm.models.registry import MODEL_CLASSES
+from rayllm.models.dequantised import DequantisedCheckpoint, Index, Stored, StoredTensors
+from rayllm.models.registry import model_class
+from rayllm.models.text_only import split_text
 from rayllm.parallel.shared_weights import SharedWeights
 from rayllm.parallel.tp_group import TPGroup
+
+logger = logging.getLogger(__name__)
 
 # Buffers that old checkpoints hold and that the model derives from its config.
 DERIVED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -33,14 +36,22 @@ NAMES_IN_ERRORS = 5
 class Checkpoint(StoredTensors):
     """The *.safetensors files of a model folder, mapped lazily: a slice is read from the file when it is asked for.
 
+    text_only: it holds towers beside a text model, whose weights alone are read, by the names of a text model alone.
     Raises ModelError if the folder has no safetensors weights, or files that are missing or damaged.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, *, text_only: bool = False):
         super().__init__()
         self._folder = Path(path)
         self._open: dict[str, Any] = {}
+        # Weights of towers.
+        self.num_left_out = 0
         self._file_of = self._find_weights()
+        self._text: dict[str, str] = {}
+        if text_only:
+            self._text, towers = split_text(self._file_of)
+            self._file_of = {name: self._file_of[name] for name in self._text.values()}
+            self.num_left_out = len(towers)
         self._used: set[str] = set()
         self._missing: list[str] = []
         # Shown on terminals only, so not by the ranks of a cluster.
@@ -51,11 +62,7 @@ class Checkpoint(StoredTensors):
         return torch.zeros(()).expand(*shape[:dim], stop - start, *shape[dim + 1 :]) if stored is None else stored
 
     def part(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        index: tuple[slice | EllipsisType, ...],
-        dtypes: tuple[str, ...] = FLOAT_STORAGE,
+        self, name: str, shape: tuple[int, ...], index: Index, dtypes: tuple[str, ...] = FLOAT_STORAGE
     ) -> torch.Tensor | None:
         view = self._view(name, shape, dtypes)
         return None if view is None else view[index]
@@ -66,9 +73,6 @@ class Checkpoint(StoredTensors):
 
     def choose(self, *names: str) -> str:
         return next((name for name in names if self._stored(name) in self._file_of), names[0])
-
-    def skip(self, name: str) -> None:
-        self._used.add(self._stored(name))
 
     def finish(self) -> None:
         self._bar.close()
@@ -91,6 +95,7 @@ class Checkpoint(StoredTensors):
 
     def _stored(self, name: str) -> str:
         """The name as it is stored: the checkpoint of a model's body alone lacks the first part of its names."""
+        name = self._text.get(name, name)
         of_body = name.partition(".")[2]
         return of_body if of_body in self._file_of and name not in self._file_of else name
 
@@ -183,12 +188,18 @@ def load_model(
     them for this process alone. Raises ModelError if the checkpoint does not fit the spec.
     """
     spec, options, dtype = config.spec, config.options, getattr(torch, config.dtype)
-    make = MODEL_CLASSES[spec.architecture]
+    make = model_class(spec.architecture)
     context = BuildContext(tp, device, dtype, config.max_model_len, options.deterministic, memory=weights)
     if weights is not None and weights.is_filled:
         return make(context, spec).eval()
     dummy = options.load_format == "dummy"
-    source = DummyCheckpoint(options.seed or 0, device, dtype) if dummy else _stored_weights(config, device)
+    source: WeightSource = DummyCheckpoint(options.seed or 0, device, dtype)
+    if not dummy:
+        source = checkpoint = Checkpoint(options.model, text_only=spec.text_only)
+        if checkpoint.num_left_out and tp.rank == 0:
+            logger.info("%s is served for text alone: %d weights are left out", options.model, checkpoint.num_left_out)
+        if spec.quantization is not None:
+            source = DequantisedCheckpoint(checkpoint, spec.quantization, device)
     if weights is not None:
         make(replace(context, device=torch.device("meta")), spec)
         weights.allocate()
@@ -202,11 +213,6 @@ def load_model(
         # Whole dummy tensors and staging copies would otherwise count as used when the KV cache is sized.
         torch.cuda.empty_cache()
     return model.eval()
-
-
-def _stored_weights(config: ResolvedConfig, device: torch.device) -> WeightSource:
-    checkpoint, quantization = Checkpoint(config.options.model), config.spec.quantization
-    return checkpoint if quantization is None else DequantisedCheckpoint(checkpoint, quantization, device)
 
 
 def _some(names: list[str], what: str) -> str:

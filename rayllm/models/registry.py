@@ -2,21 +2,59 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from importlib import import_module
 
+from rayllm.config.architectures.architecture import packaged
 from rayllm.config.model_spec import ModelSpec
+from rayllm.errors import ModelError
 from rayllm.layers.layer import BuildContext
 from rayllm.models.base import CausalLM
 from rayllm.models.bloom import BloomForCausalLM
 from rayllm.models.llama import LlamaForCausalLM
+from rayllm.models.mixtral import mixtral
 from rayllm.models.opt import OPTForCausalLM
+from rayllm.models.qwen3_moe import qwen3_moe
+
+logger = logging.getLogger(__name__)
+
+# What makes one rank's model of a spec.
+ModelClass = Callable[[BuildContext, ModelSpec], CausalLM]
 
 # As many as `config.architectures.ARCHITECTURES`.
-MODEL_CLASSES: dict[str, Callable[[BuildContext, ModelSpec], CausalLM]] = {
+MODEL_CLASSES: dict[str, ModelClass] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": LlamaForCausalLM,
     "OPTForCausalLM": OPTForCausalLM,
     "BloomForCausalLM": BloomForCausalLM,
+    "Phi3ForCausalLM": LlamaForCausalLM,
+    "GlmForCausalLM": LlamaForCausalLM,
+    "Glm4ForCausalLM": LlamaForCausalLM,
+    "MinistralForCausalLM": LlamaForCausalLM,
+    "Ministral3ForCausalLM": LlamaForCausalLM,
+    "SmolLM3ForCausalLM": LlamaForCausalLM,
+    "Mistral3ForConditionalGeneration": LlamaForCausalLM,
+    "Qwen2_5_VLForConditionalGeneration": LlamaForCausalLM,
+    "Qwen3VLForConditionalGeneration": LlamaForCausalLM,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "MixtralForCausalLM": mixtral,
 }
+
+
+def model_class(architecture: str) -> ModelClass:
+    """One of MODEL_CLASSES, or that of a user's package. Raises ModelError if the package's cannot be imported."""
+    if architecture in MODEL_CLASSES:
+        return MODEL_CLASSES[architecture]
+    own = packaged(architecture)
+    assert own is not None  # whose parser was found
+    assert own.model is not None
+    module, _, name = own.model.partition(":")
+    try:
+        found: ModelClass = getattr(import_module(module), name)
+    except Exception as error:  # whatever the package's code raises
+        raise ModelError(f"architecture {architecture}: {own.model} cannot be imported: {error!r}") from error
+    logger.info("architecture %s is %s", architecture, own.model)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -122,6 +123,24 @@ def test_rope_yarn(tmp_path):
     assert not weighted.truncate
 
 
+LONGROPE = {"type": "longrope", "short_factor": [1, 1.5, 2, 2], "long_factor": [1, 2, 4, 8]}
+
+
+def test_ropes_that_depend_on_the_length(tmp_path):
+    """Without a longer max_model_len, they are those of the pretraining."""
+    spec = spec_of(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert (spec.default_model_len, spec.max_model_len) == (512, 1024)
+    spec = spec_of(tmp_path, rope_scaling=LONGROPE, original_max_position_embeddings=64)
+    assert (spec.default_model_len, spec.max_model_len) == (64, 512)
+    assert spec.rope is not None
+    assert (spec.rope.short_factors, spec.rope.long_factors) == ((1.0, 1.5, 2.0, 2.0), (1.0, 2.0, 4.0, 8.0))
+    assert spec.rope.attention_factor == pytest.approx((1 + math.log(8) / math.log(64)) ** 0.5)
+    told = spec_of(tmp_path, rope_scaling=LONGROPE | {"attention_factor": 1.25, "factor": 32.0}).rope
+    assert told is not None
+    assert told.attention_factor == 1.25
+    assert spec_of(tmp_path).default_model_len == 512
+
+
 def test_keys_that_change_nothing(tmp_path):
     """What fine-tunes, converters and older versions leave behind."""
     plain = spec_of(tmp_path)
@@ -177,6 +196,44 @@ def test_sliding_windows(tmp_path, fields, windows, telling):
     spec = spec_of(tmp_path, **fields)
     assert spec.sliding_windows == windows
     assert spec.num_distinct_layers == telling
+
+
+QWEN_VL = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "vision_config": {"depth": 1},
+}
+QWEN_TEXT = {key: value for key, value in LLAMA.items() if key != "architectures"} | {
+    "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}
+}
+
+
+def test_text_models_beside_towers(tmp_path):
+    """Their config.json has a text_config, or, in old files of Qwen2.5-VL, the text model's keys beside the tower's."""
+    nested = QWEN_VL | {"text_config": QWEN_TEXT, "dtype": "bfloat16", "tie_word_embeddings": True}
+    spec = spec_of(tmp_path, base=nested)
+    assert (spec.dtype, spec.tie_word_embeddings, spec.text_only, spec.qkv_bias) == ("bfloat16", True, True, True)
+    assert (spec.architecture, spec.head_dim, spec.eos_token_ids) == (QWEN_VL["architectures"][0], 8, [151645])
+    assert spec.rope is not None
+    assert (spec.rope.rope_type, spec.rope.theta) == ("default", 1e6)
+    flat = QWEN_VL | QWEN_TEXT | {"dtype": "bfloat16", "tie_word_embeddings": True}
+    assert spec_of(tmp_path, base=flat) == spec
+    assert spec_of(tmp_path, base=nested | {"hidden_size": 64}) == spec
+    assert not spec_of(tmp_path).text_only
+    for change, message in (
+        ({"hidden_size": 128}, '"hidden_size" is not understood'),
+        ({"logit_scale": 0.5}, '"logit_scale" is not understood'),
+        ({"text_config": QWEN_TEXT | {"logit_scale": 0.5}}, '"text_config.logit_scale" is not understood'),
+        ({"text_config": None}, "text_config must be an object, not None"),
+        ({"text_config": QWEN_TEXT | {"model_type": "llama"}}, "text_config.model_type llama is not supported"),
+        ({"text_config": QWEN_TEXT | {"rope_scaling": {"type": "mrope"}}}, "mrope_section must be numbers"),
+        (
+            {"text_config": QWEN_TEXT | {"tie_word_embeddings": True}, "tie_word_embeddings": False},
+            "tie_word_embeddings is true in text_config and false beside it",
+        ),
+    ):
+        with pytest.raises(ModelError, match=message):
+            spec_of(tmp_path, base=nested | change)
 
 
 def test_generation_config_wins(tmp_path):
@@ -259,9 +316,17 @@ def test_bloom(tmp_path):
         ({"torch_dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not supported"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 8"),
         ({"num_attention_heads": 7}, "num_attention_heads 7 does not divide hidden_size 64"),
-        ({"head_dim": 512}, "head_dim 512 is more than the 256"),
+        ({"head_dim": 514}, "head_dim 514 is more than the 512"),
         ({"eos_token_id": "two"}, "eos_token_id must be an integer or a list"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type dynamic is not supported"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_scaling.rope_type ntk is not supported"),
+        ({"rope_scaling": {"type": "dynamic"}}, 'has no "rope_scaling.factor"'),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "more than 2 rotated entries"),
+        (
+            {"rope_scaling": LONGROPE | {"long_factor": [1.0]}},
+            "rope_scaling.long_factor must have 4 numbers, half of .* says, not 1",
+        ),
+        ({"rope_scaling": LONGROPE | {"short_factor": [1, 1, 1, -1]}}, "short_factor must be a list of positive"),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [1] * 4}}, 'has no "rope_scaling.short_factor"'),
         ({"rope_scaling": {"type": "linear"}}, 'has no "rope_scaling.factor"'),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, 'has no "rope_parameters.low_freq_factor"'),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters must be one object"),

@@ -179,6 +179,18 @@ def paged_case(randn: Callable[..., Tensor], device: torch.device) -> Callable[.
 
 
 @pytest.fixture
+def sinks(randn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of so many heads: one far above every score, one far below, the others between."""
+
+    def draw(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        drawn = 3.0 * randn(heads)
+        drawn[:2] = torch.tensor([200.0, -200.0])[:heads]
+        return drawn.to(dtype)
+
+    return draw
+
+
+@pytest.fixture
 def assert_rows_independent() -> Callable[..., None]:
     """(function, tensors): rows of its results are the same to the bit in batches of any size, at any place."""
 

@@ -71,12 +71,15 @@ def attention_errors(case):
         ({"scoring": ops.Scoring(1.0, sliding_window=0)}, "sliding_window"),
         ({"scoring": ops.Scoring(1.0, sliding_window=1 << 31)}, "sliding_window"),
         ({"scoring": ops.Scoring(1.0, alibi_slopes=torch.ones(3, device=case.q.device))}, "alibi_slopes"),
+        ({"scoring": ops.Scoring(1.0, softcap=0.0)}, "softcap"),
+        ({"scoring": ops.Scoring(1.0, sinks=torch.ones(3, device=case.q.device))}, "sinks"),
+        ({"scoring": ops.Scoring(1.0, sinks=torch.ones(4, device=case.q.device).half())}, "sinks"),
         ({"out": case.q[:1]}, "out"),
         ({"out": case.q.half()}, "out"),
     ]
 
 
-@pytest.mark.parametrize("number", range(17))
+@pytest.mark.parametrize("number", range(20))
 def test_attention_errors(paged_case, each, number):
     case = paged_case([20, 3])
     change, name = attention_errors(case)[number]

@@ -73,6 +73,34 @@ def test_rotary_table_is_that_of_transformers(tmp_path, rope, theta):
     torch.testing.assert_close(table[:, 64:], sin[0, :, :64], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("length", [64, 65, 150])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 3.0},
+        {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 9.0, 27.0]},
+    ],
+)
+def test_rotary_tables_by_length(tmp_path, rope, length):
+    """Sequences of max_model_len get what transformers gives one of that length."""
+    dynamic = rope["rope_type"] == "dynamic"
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        num_attention_heads=2,
+        vocab_size=64,
+        max_position_embeddings=64 if dynamic else 256,
+        architectures=["LlamaForCausalLM"],
+        rope_parameters=rope | {"rope_theta": 1e4} | ({} if dynamic else {"original_max_position_embeddings": 64}),
+    )
+    config.save_pretrained(tmp_path)
+    spec = load_model_spec(str(tmp_path))
+    assert spec.rope is not None
+    assert spec.default_model_len == 64
+    table = cos_sin_table(spec.rope, length)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
+    torch.testing.assert_close(table, torch.cat((cos[0, :, :4], sin[0, :, :4]), dim=1), rtol=0, atol=1e-6)
+
+
 def test_partial_rotary_leaves_the_rest():
     table = cos_sin_table(RopeSpec("default", 10000.0, 8, 64), 64)
     q, k = torch.randn(3, 2, 16), torch.randn(3, 1, 16)

@@ -137,12 +137,12 @@ CASES |= {
 }
 
 
-def make(tmp_path, case, kind="llama"):
+def make(tmp_path, case, kind="llama", ends=None):
     """(a tiny model in fewer bits, the same as these bits mean it)."""
-    config, write, ends = CASES[case]
+    config, write, projections = CASES[case]
     folder = tmp_path / kind
     factory.make_model(folder, kind, num_hidden_layers=2)
-    return folder, quantised.quantise(folder, config, write, ends)
+    return folder, quantised.quantise(folder, config, write, ends or projections)
 
 
 def edit(folder, change):
@@ -172,6 +172,25 @@ def test_weights_are_what_the_stored_numbers_mean(tmp_path, case):
         for name, weight in expected.items():
             assert torch.equal(found[name], weight), name
     assert torch.equal(state(folder, dtype="bfloat16")["norm.weight"], state(plain)["norm.weight"].bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "ends"),
+    [
+        ("qwen3_moe", "fp8", None),
+        ("qwen3_moe", "ct-int4", None),
+        ("mixtral", "awq", ("_proj.weight", "w1.weight", "w2.weight", "w3.weight")),
+        ("phi3", "gptq-ordered", None),  # of fused projections
+        ("qwen2_5_vl", "fp8-tensor-mistral", None),  # the text of a model that sees
+    ],
+)
+def test_other_families(tmp_path, kind, case, ends):
+    folder, plain = make(tmp_path, case, kind, ends)
+    assert len(load_file(folder / "model.safetensors")) > 20 + len(load_file(plain / "model.safetensors"))
+    for rank, size in ((0, 1), (1, 2)):
+        found, expected = state(folder, rank, size), state(plain, rank, size)
+        for name, weight in expected.items():
+            assert torch.equal(found[name], weight), name
 
 
 def test_greedy_tokens_and_the_line_that_says_so(tmp_path, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import support.model_factory as factory
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from rayllm.errors import ModelError
 from rayllm.models.loader import Checkpoint, DummyCheckpoint
+from rayllm.models.text_only import TOWERS
 
 CPU = torch.device("cpu")
 
@@ -48,6 +50,50 @@ def test_several_files_without_index(tmp_path):
     first = sorted(tmp_path.glob("*.safetensors"))[0]
     (tmp_path / "zz.safetensors").write_bytes(first.read_bytes())
     with pytest.raises(ModelError, match=r"is in both model-00001.* and zz\.safetensors"):
+        factory.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl"])
+def test_towers_are_left_out(tmp_path, kind, caplog):
+    """By all names that checkpoints have had for a text model beside towers."""
+    folder = tmp_path / "model"
+    factory.make_model(folder, kind, num_hidden_layers=2)
+    with caplog.at_level("INFO", "rayllm.models.loader"):
+        expected = state(factory.load(folder))
+    [record] = caplog.records
+    assert re.search(r"is served for text alone: \d\d weights are left out", record.getMessage())
+
+    def rename(to_old):
+        return lambda tensors: [tensors.update({to_old(name): tensors.pop(name)}) for name in list(tensors)]
+
+    def of_llava(name):
+        if name.startswith("lm_head"):
+            return "language_model." + name
+        bare = name.removeprefix("model.").removeprefix("language_model.")
+        return bare if bare.startswith(TOWERS) else "language_model.model." + bare
+
+    def of_qwen(name):
+        return of_llava(name).removeprefix("language_model.")
+
+    for old in (of_llava, of_qwen):
+        edit(folder, rename(lambda name, old=old: old(name.removeprefix("language_model."))))
+        names = load_file(folder / "model.safetensors")
+        assert not any(name.startswith("model.language_model.") for name in names)
+        loaded = state(factory.load(folder))
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    edit(folder, lambda tensors: tensors.update({"model.own_tower.weight": torch.zeros(3)}))
+    with pytest.raises(
+        ModelError, match=r"1 weight \(model\.own_tower\.weight\) that its config.json has no place for"
+    ):
+        factory.load(folder)
+
+
+def test_a_head_that_is_not_the_embedding_is_not_tied(tmp_path):
+    factory.make_model(tmp_path, "qwen3_tied", num_hidden_layers=2)
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    factory.load(tmp_path)
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"] + 1}))
+    with pytest.raises(ModelError, match=r"weight lm_head\.weight is not the embedding"):
         factory.load(tmp_path)
 
 

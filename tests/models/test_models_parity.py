@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import support.model_factory as factory
@@ -27,7 +29,8 @@ def one_thread():
 
 
 def reference(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    name = json.loads((Path(folder) / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def tokens_of(length, seed):
@@ -127,6 +130,56 @@ VARIANTS = {
 }
 
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.1, 1.2, 1.5, 1.9], "long_factor": [1.0, 2.0, 5.0, 9.0]}
+VARIANTS |= {
+    "phi3 without window, gelu, a quarter of a head turned": (
+        "phi3",
+        {
+            "sliding_window": None,
+            "hidden_act": "gelu",
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
+    "phi3 with an attention factor and as many KV heads": (
+        "phi4",
+        {
+            "tie_word_embeddings": False,
+            "num_key_value_heads": None,
+            "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.67, "attention_factor": 1.4},
+        },
+    ),
+    "llama with longrope": (
+        "llama",
+        {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 48, "factor": 4.0}, "head_dim": 8},
+    ),
+    "llama with dynamic rope": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
+    "glm without biases, tied, whole heads": (
+        "glm",
+        {"attention_bias": False, "tie_word_embeddings": True, "partial_rotary_factor": 1.0, "hidden_act": "gelu"},
+    ),
+    "glm4 with biases, tied": ("glm4", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 24}),
+    "ministral windows by layer_types, tied": (
+        "ministral",
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "tie_word_embeddings": True},
+    ),
+    "smollm3 with biases and windows, untied": (
+        "smollm3",
+        {
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+    ),
+    "ministral3 with a window, tied": ("ministral3", {"sliding_window": 8, "tie_word_embeddings": True}),
+}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(tmp_path, variant):
     kind, overrides = VARIANTS[variant]
@@ -154,7 +207,7 @@ def test_only_wanted_rows_are_computed_to_the_end(tmp_path, kind):
         assert actual.shape == expected.shape == (len(rows), whole.model.spec.hidden_size)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
         for written, kept in zip(part.caches, whole.caches, strict=True):
-            torch.testing.assert_close(written, kept, equal_nan=True)
+            torch.testing.assert_close(written.kv, kept.kv, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -165,6 +218,28 @@ def test_parity_of_many_tokens(tmp_path, kind):
     with torch.inference_mode():
         expected = reference(folder)(torch.tensor([prompt])).logits[0]
     assert (logits - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("phi4", {}),
+        ("llama", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 64}, "head_dim": 8}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 64}),
+    ],
+)
+def test_frequencies_by_length(tmp_path, kind, overrides):
+    """Within the pretraining's context by default; with a larger max_model_len, those of a sequence as long as that."""
+    folder, prompt = factory.make_model(tmp_path, kind, num_hidden_layers=2, **overrides), tokens_of(100, 9)
+    hf, short, long = reference(folder), factory.load(folder), factory.load(folder, max_model_len=100)
+    for model, tokens in ((short, prompt[:64]), (long, prompt)):
+        runner = factory.PagedRunner(model)
+        logits = [runner.step([("a", tokens[:-5])])[0]]
+        logits += [runner.step([("a", [token])], num_decodes=1)[0] for token in tokens[-5:]]
+        with torch.inference_mode():
+            expected = hf(torch.tensor([tokens])).logits[0]
+        assert (torch.cat(logits) - expected).abs().max() < TOLERANCE
+        assert model.layers[0].self_attn.attention.rotary.shape[0] == len(tokens)
 
 
 ROPE_KINDS = ("llama", "llama3_rope", "llama_linear", "llama_yarn", "mistral", "qwen2", "qwen3")
@@ -193,7 +268,7 @@ def test_padded_decode_batch(tmp_path):
     work = [("a", [3]), ("b", [4])]
     for left, right in zip(plain.step(work, num_decodes=2), padded.step(work, num_decodes=2, padding=2), strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
-    for cache, other in zip(plain.caches, padded.caches, strict=True):
+    for (cache, _), (other, _) in zip(plain.caches, padded.caches, strict=True):
         assert torch.equal(cache.k.isnan(), other.k.isnan())
         assert torch.equal(cache.v.isnan(), other.v.isnan())
 

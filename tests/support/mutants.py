@@ -45,6 +45,14 @@ MISTAKES = {
         ("(key >= first_key)", "(key > first_key)"),
         ("products, distance, slopes", "products, distance // 64, slopes"),
     ],
+    ("attention/decode_kernel.py", "attention/test_decode.py::test_caps_and_sinks"): [
+        ("whole = last & (this_origin >= range_first)", "whole = last"),
+        ("total += sink_weights(sinks, head, True, peak)", "total += 0.0"),
+    ],
+    ("attention/device_functions.py", "attention/test_decode.py::test_caps_and_sinks"): [
+        ("(2.0 * softcap) / (1.0 + power)", "softcap / (1.0 + power)"),
+        ("sink * LOG2E - peak", "sink - peak"),
+    ],
     ("attention/schedule_kernel.py", "attention/test_decode.py::test_borders_of_ranges"): [
         ("tl.minimum(first + quota, total)", "tl.minimum(first + quota, total - 1)")
     ],
@@ -54,6 +62,9 @@ MISTAKES = {
         ("whole_high = (first_pos + 1) // KEYS", "whole_high = (first_pos + 2) // KEYS"),
         ("last_pos - window + 1, 0), KEYS)", "last_pos - window, 0), KEYS)"),
         ("high = tl.cdiv(last_pos + 1, KEYS)", "high = tl.cdiv(last_pos, KEYS)"),
+    ],
+    ("attention/prefill_kernel.py", "attention/test_prefill.py::test_caps_and_sinks"): [
+        ("total += sink_weights(sinks, head, row_valid, peak)", "total += 0.0")
     ],
     ("attention/prefill_kernel.py", "attention/test_prefill.py::test_shapes"): [
         ("total = total * decay + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)")
@@ -102,6 +113,7 @@ MISTAKES = {
     ("norm/qk_norm_rope_cache_kernel.py", "norm/test_qk_norm_rope_cache.py::test_equals_the_sequence"): [
         ("b * cos + a * sin", "b * cos - a * sin"),
         ("squares += tl.sum(rest", "squares -= tl.sum(rest"),
+        ("other = FORM.half + pair", "other = FORM.half - pair"),
         (
             "                valid = head < num_kv_heads\n                scale = tl.load(cache.scales.k",
             "                valid = head < num_kv_heads - 1\n                scale = tl.load(cache.scales.k",

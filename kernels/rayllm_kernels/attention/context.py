@@ -11,7 +11,7 @@ from ..cache.kv_cache import KVCache
 from ..checks import check_last_dim, check_out, check_table, check_vectors, fail
 from ..device import Hardware
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_WINDOW = 1 << 30  # positions are 32-bit numbers, and windows are added to them
 
 
@@ -23,13 +23,18 @@ class Contexts(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How scores are made from the products of queries and keys, and which keys a query sees."""
+    """How scores are made from the products of queries and keys, which keys a query sees, and what else has weight."""
 
     scale: float  # factor of the products, positive
     # A query at position p sees keys in (p - window, p]. Blocks wholly before that are not read, and their table
     # entries may hold anything. None: all keys up to p.
     sliding_window: int | None = None
     alibi_slopes: Tensor | None = None  # [Hq] fp32: slope * (key position - query position) is added to a score
+    # Positive: a product s, scaled, becomes softcap * tanh(s / softcap), before slopes are added (Gemma 2).
+    softcap: float | None = None
+    # [Hq] in q's dtype: one more score of each head's softmax, whose value is zero ("attention sinks", gpt-oss). It is
+    # neither scaled nor capped.
+    sinks: Tensor | None = None
 
 
 class Tiles(NamedTuple):
@@ -88,6 +93,10 @@ def check_attention(q: Tensor, cache: KVCache, contexts: Contexts, scoring: Scor
         fail("sliding_window", f"must be 1 to {MAX_WINDOW} or None", window)
     if scoring.alibi_slopes is not None:
         check_vectors(q.shape[1], torch.float32, q.device, alibi_slopes=scoring.alibi_slopes)
+    if scoring.softcap is not None and scoring.softcap <= 0.0:
+        fail("softcap", "must be positive or None", scoring.softcap)
+    if scoring.sinks is not None:
+        check_vectors(q.shape[1], q.dtype, q.device, sinks=scoring.sinks)
     check_out(out, q.shape, q, "q")
 
 

@@ -1,6 +1,7 @@
 """The Triton kernels of `paged_decode_attention`, balanced over the device whatever the lengths.
 
-    s_j = scale * <q, k_j> + slope * (j - p);  out = sum_j softmax(s)_j v_j,  p = seq_len - 1,  p - window < j <= p
+    s_j = cap(scale * <q, k_j>) + slope * (j - p);  out = sum_j e^s_j v_j / (sum_j e^s_j + e^sink),
+    p = seq_len - 1,  p - window < j <= p,  cap(s) = softcap * tanh(s / softcap)
 
 q [B, Hq, D] of any row and head stride; cache.k, cache.v [num_blocks, Hkv, block_size, D]; contexts.block_tables
 [B, max_blocks] int32 and contexts.seq_lens [B] int32 -> out [B, Hq, D].
@@ -14,7 +15,8 @@ work cut into equal ranges of key tiles as in lean attention (Sanovar, Bharadwaj
 One program takes one KV head of one range (`schedule.py`) and walks the sequences in it: the query heads of a KV head
 share its keys, so they are the rows of one matrix product, padded to the 16 that `tl.dot` needs. Keys come in tiles
 gathered through the block table. A sequence wholly in the range is written out at once. Of a sequence that borders cut,
-each range stores its part, normalised, with its log-sum-exp, and a second kernel merges the parts.
+each range stores its part, normalised, with its log-sum-exp, and a second kernel merges the parts. A sink enters the
+total once: where a sequence is written out, or where its parts are merged.
 """
 
 # mypy: allow-incomplete-defs
@@ -32,7 +34,7 @@ from ..compile_ahead import launch
 from ..dependent_launch import announce_and_wait, wait_for_predecessor
 from ..device import hardware
 from .context import Contexts, Scoring
-from .device_functions import finish_scores, load_tile, score_unit, shape_of, slot_offsets
+from .device_functions import finish_scores, load_tile, score_unit, shape_of, sink_weights, slot_offsets
 from .schedule import MAX_HEAD_TILE, DecodeSchedule, choose_tiles, programs_a_range
 from .schedule_kernel import FIELDS, key_tiles
 
@@ -144,7 +146,8 @@ def _decode_kernel(
     if FP8:
         scale = scale * tl.load(cache.scales.k + kv_head)
         v_scale = tl.load(cache.scales.v + kv_head)
-    unit = score_unit(scale, ALIBI)
+    softcap = scoring.softcap
+    unit = score_unit(scale, softcap, ALIBI)
     first_key, first_tile, tiles = key_tiles(seq_len, window, KEYS)
     tile = first_tile + range_first - origin
     block = _load_blocks(block_tables, sequence, stride_table, tile, seq_len, KEYS, BLOCK_SIZE)
@@ -185,7 +188,7 @@ def _decode_kernel(
         block = _load_blocks(block_tables, sequence, stride_table, tile, seq_len, KEYS, BLOCK_SIZE)
 
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = finish_scores(products, distance, slopes, scale, ALIBI)
+        scores = finish_scores(products, distance, slopes, scale, softcap, ALIBI)
         weights, decay, totals, peak = _weigh(scores, valid, totals, peak, unit)
         if FP8:
             v, odd_v = split_pairs(v, cache.k.dtype.element_ty.fp_mantissa_width == 2)
@@ -193,6 +196,9 @@ def _decode_kernel(
         acc = _add_values(acc, weights, decay, v.to(q.dtype))
         if last | (position + 1 == range_end):
             total = tl.sum(totals, 1)
+            if scoring.sinks is not None:
+                whole = last & (this_origin >= range_first)
+                total += tl.where(whole, sink_weights(scoring.sinks, head, row_valid, peak), 0.0)
             if FP8:
                 values = tl.interleave(acc, odd) * (v_scale / total)[:, None]
             else:
@@ -215,8 +221,12 @@ def _decode_kernel(
 
 
 @triton.jit
-def _merge_kernel(schedule, out_ptr, out_strides, window, num_heads, SHAPE: tl.constexpr, ANNOUNCE: tl.constexpr):
+def _merge_kernel(
+    schedule, out_ptr, out_strides, window, sinks, num_heads, SHAPE: tl.constexpr, ANNOUNCE: tl.constexpr
+):
     """out = sum_i w_i partial_i / sum_i w_i with w_i = 2^(lse_i - max lse): one head of the sequence cut by one border.
+
+    With a sink, e^sink is one more term of the lower sum.
 
     Program (h, i) sees to the border between ranges i and i + 1, if it is the first one inside its sequence.
     """
@@ -256,6 +266,8 @@ def _merge_kernel(schedule, out_ptr, out_strides, window, num_heads, SHAPE: tl.c
         total = total * decay + tl.sum(weights, 0)
         acc = acc * decay + tl.sum(partial * weights[:, None], 0)
         peak = new_peak
+    if sinks is not None:
+        total += sink_weights(sinks, head, True, peak)
     out = out_ptr + sequence * stride_ob + head * stride_oh + dims
     tl.store(out, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < SHAPE.head_dim)
 
@@ -279,8 +291,8 @@ def decode(
         q, cache, *contexts, scoring, out, schedule, strides, stride_table, batch, SHAPE=shape, **options
     )
     if num_ranges > 1:
-        window, announce = scoring.sliding_window, batch not in CROWDED
+        window, sinks, announce = scoring.sliding_window, scoring.sinks, batch not in CROWDED
         options = {"num_warps": MERGE_WARPS, "launch_pdl": overlap}
         launch(_merge_kernel, (heads, num_ranges - 1))(
-            schedule, out, out.stride(), window, heads, SHAPE=shape, ANNOUNCE=announce, **options
+            schedule, out, out.stride(), window, sinks, heads, SHAPE=shape, ANNOUNCE=announce, **options
         )

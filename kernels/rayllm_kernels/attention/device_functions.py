@@ -64,24 +64,39 @@ def load_tile(ptr, offsets, valid, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.c
 
 
 @triton.jit
-def finish_scores(products, distance, slopes, scale, ALIBI: tl.constexpr):
-    """Scores from dot products [M, N], short of `score_unit`: with ALiBi scale and bias, else as they are.
+def finish_scores(products, distance, slopes, scale, softcap, ALIBI: tl.constexpr):
+    """Scores from dot products [M, N], short of `score_unit`: with a soft cap or ALiBi whole ones, else as they are.
 
-    `distance` is key minus query position, [1, N] or [M, N]; `slopes` fp32 [M].
+    `distance` is key minus query position, [1, N] or [M, N]; `slopes` fp32 [M]. softcap: None for none.
     """
-    if ALIBI:
+    if softcap is not None:
+        # cap * tanh(x), with tanh(x) = 1 - 2 / (1 + e^2x), which neither overflows nor needs a sign.
+        power = tl.exp2(products * (scale * (2.0 * LOG2E) / softcap))
+        products = softcap - (2.0 * softcap) / (1.0 + power)
+    elif ALIBI:
         products = products * scale
+    if ALIBI:
         products += slopes[:, None] * distance
     return products
 
 
 @triton.jit
-def score_unit(scale, ALIBI: tl.constexpr):
+def score_unit(scale, softcap, ALIBI: tl.constexpr):
     """What `finish_scores` leaves to multiply: applied in the exponent, where it costs no instruction of its own.
 
     It is positive, so that the greatest score stays the greatest.
     """
-    if ALIBI:
+    if ALIBI or softcap is not None:
         return LOG2E * 1.0
     else:
         return scale * LOG2E
+
+
+@triton.jit
+def sink_weights(sinks_ptr, head, valid, peak):
+    """2^(sink - peak) fp32 of the heads `head`: what sinks add to a softmax's total whose peak is in units of log2(e).
+
+    A sink far above every score makes it infinite, and the result zero, which it is to within fp32.
+    """
+    sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)
+    return tl.exp2(sink * LOG2E - peak)

@@ -1,6 +1,7 @@
 """The Triton kernel of `paged_prefill_attention`, and the choice between it and `prefill_hopper.py`.
 
-    s_ij = scale * <q_i, k_j> + slope * (j - p_i);  out_i = sum_j softmax(s_i)_j v_j,  p_i - window < j <= p_i
+    s_ij = cap(scale * <q_i, k_j>) + slope * (j - p_i);  out_i = sum_j e^s_ij v_j / (sum_j e^s_ij + e^sink),
+    p_i - window < j <= p_i,  cap(s) = softcap * tanh(s / softcap)
 
 with p_i = seq_len - query_len + i. q [T, Hq, D] of any row and head stride; cache.k, cache.v
 [num_blocks, Hkv, block_size, D]; contexts.block_tables [B, max_blocks] int32 and contexts.seq_lens [B] int32;
@@ -15,15 +16,16 @@ The key range of a query tile is cut in three: tiles that the window's lower edg
 whole (no masks), and tiles on the diagonal or past the sequence's end. Query tiles run longest first.
 
 This kernel runs on any GPU and in the interpreter. Chunks that fill the tiles of `prefill_hopper.py` go there on a
-Hopper GPU, unless they need a window or ALiBi, or the cache is in fp8: products there take keys and values as the
-tensor copies leave them in shared memory, so for fp8 it would need a fourth role that converts them.
+Hopper GPU, unless they need a window, ALiBi, a soft cap or sinks, or the cache is in fp8: products there take keys and
+values as the tensor copies leave them in shared memory, so for fp8 it would need a fourth role that converts them.
 
 In an fp8 cache k_j and v_j are stored numbers times a scale of their head: factors of `scale` and of `out`. Products
 are computed in fp16 then (`widen_queries`).
 
 Either kernel gives a query the same bits however its sequence is cut into chunks: key tiles lie at fixed positions and
-are folded in in one order, and a tile that a query sees nothing of changes nothing of its (acc, total, peak). Only the
-two differ, and tiles of different height, so a deterministic call chooses kernel and tile without the chunks' length.
+are folded in in one order, and a tile that a query sees nothing of changes nothing of its (acc, total, peak); a sink
+enters the total after the last one. Only the two differ, and tiles of different height, so a deterministic call chooses
+kernel and tile without the chunks' length.
 """
 
 # mypy: allow-incomplete-defs
@@ -41,7 +43,7 @@ from ..compile_ahead import launch
 from ..device import Hardware, hardware
 from ..dispatch import TritonModule
 from .context import Contexts, Scoring, Tiles
-from .device_functions import finish_scores, load_tile, score_unit, shape_of, slot_offsets
+from .device_functions import finish_scores, load_tile, score_unit, shape_of, sink_weights, slot_offsets
 
 # Rows (queries x heads of a group) of the longest chunk up to which the tiles here, half as tall, are faster.
 SHORT_CHUNK_ROWS = 64
@@ -65,27 +67,29 @@ def _fastest_tiles(head_dim: int, itemsize: int, rows: int) -> Tiles:
     rows = min(max(16, triton.next_power_of_2(max(rows, 1))), 128)
     if itemsize == 4:  # no tensor cores in exact fp32: larger tiles spill registers
         return Tiles(min(rows, 32), 32 if head_dim <= 64 else 16, 4 if head_dim <= 128 else 8, 2)
+    if head_dim > 256:  # so that a warp's part of the output stays in its registers
+        return Tiles(min(rows, 64), 32, 4 if rows <= 32 else 8, 2)
     if rows <= 64:
         return Tiles(rows, 64 if head_dim <= 128 else 32, 4, 3)
     return Tiles(rows, 64, 8, 4 if head_dim <= 128 else 2)
 
 
 @triton.jit
-def _attend_keys(softmax, queries, context, low, high, scoring, SHAPE: tl.constexpr, MASKED: tl.constexpr):
+def _attend_keys(softmax, queries, context, low, high, rule, SHAPE: tl.constexpr, MASKED: tl.constexpr):
     """Fold key tiles low..high into the running softmax; without MASKED every row sees all their keys.
 
     softmax: (acc, total, peak) of each row. queries: (q, slopes, positions) of each row. context: (cache, the
     sequence's row of the block table, offset of the KV head, strides of block and slot, length, first key that is
-    seen).
+    seen). rule: (scale, window, ALiBi slopes, soft cap), each of the last three None for none.
     """
     acc, total, peak = softmax
     q, slopes, q_pos = queries
     cache, table_ptr, head_offset, stride_block, stride_slot, seq_len, first_key = context
-    scale, window, alibi_slopes = scoring
+    scale, window, alibi_slopes, softcap = rule
     KEYS: tl.constexpr = SHAPE.keys
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
     ALIBI: tl.constexpr = alibi_slopes is not None
-    unit = score_unit(scale, ALIBI)
+    unit = score_unit(scale, softcap, ALIBI)
     # Block ids are loaded one tile ahead: with the load in the same step as the keys', the compiler pipelines both and
     # halves the depth that shared memory buys for the keys.
     first = low * KEYS + tl.arange(0, KEYS)
@@ -98,7 +102,7 @@ def _attend_keys(softmax, queries, context, low, high, scoring, SHAPE: tl.conste
         k = load_tile(cache.k, offsets, valid, SHAPE.head_dim, SHAPE.padded_dim, MASKED).to(q.dtype)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         distance = key[None, :] - q_pos[:, None]
-        scores = finish_scores(products, distance, slopes, scale, ALIBI)
+        scores = finish_scores(products, distance, slopes, scale, softcap, ALIBI)
         if MASKED:
             visible = (distance <= 0) & valid[None, :]
             if window is not None:
@@ -139,7 +143,7 @@ def _prefill_kernel(
     q_ptr, cache, block_tables, seq_lens, scoring, starts_ptr, out_ptr, strides, stride_table, SHAPE: tl.constexpr
 ):
     stride_qt, stride_qh, stride_block, stride_kv_head, stride_slot, stride_ot, stride_oh = strides
-    scale, window, alibi_slopes = scoring
+    scale, window, alibi_slopes, softcap, sinks = scoring
     ROWS: tl.constexpr = SHAPE.rows
     PADDED: tl.constexpr = SHAPE.padded_dim
     queries: tl.constexpr = ROWS // SHAPE.head_tile
@@ -181,7 +185,7 @@ def _prefill_kernel(
     softmax = (acc, total, peak)
     tile_queries = (q, slopes, q_pos)
     context = (cache, table_ptr, head_offset, stride_block, stride_slot, seq_len, first_key)
-    rule = (scale, window, alibi_slopes)
+    rule = (scale, window, alibi_slopes, softcap)
     if window is not None:
         softmax = _attend_keys(softmax, tile_queries, context, low, whole_low, rule, SHAPE, True)
     softmax = _attend_keys(softmax, tile_queries, context, whole_low, whole_high, rule, SHAPE, False)
@@ -189,6 +193,8 @@ def _prefill_kernel(
 
     # Only padding rows can have seen nothing, and they are not stored.
     total = tl.where(total == 0.0, 1.0, total)
+    if sinks is not None:
+        total += sink_weights(sinks, head, row_valid, peak)
     if cache.scales is not None:
         acc = acc * (tl.load(cache.scales.v + kv_head) / total)[:, None]
     else:
@@ -233,10 +239,11 @@ def prefill(
     """Write attention to `out`; the arguments are checked."""
     batch, (_, heads, head_dim), kv_heads = contexts.seq_lens.shape[0], q.shape, cache.k.shape[1]
     group, gpu = heads // kv_heads, hardware(q.device)
-    plain = batch > 0 and scoring.sliding_window is None and scoring.alibi_slopes is None
+    scale, window, slopes, softcap, sinks = scoring
+    plain = batch > 0 and window is None and slopes is None and softcap is None and sinks is None
     tall = deterministic or max_query_len * group > SHORT_CHUNK_ROWS
     if gpu.is_hopper and plain and tall and hopper_takes(q, cache):
-        _hopper.prefill(q, cache, contexts, scoring.scale, query_start_loc, out)
+        _hopper.prefill(q, cache, contexts, scale, query_start_loc, out)
         return
     rows = DETERMINISTIC_ROWS if deterministic else max_query_len * group
     tiles = choose_tiles(head_dim, q.element_size(), rows, gpu)

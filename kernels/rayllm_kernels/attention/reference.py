@@ -2,11 +2,12 @@
 
 For one query at position p of a sequence, head h, its KV head g, and the keys j that p may see:
 
-    s_j = scale * <q, k_j> + slope_h * (j - p);   out = sum_j softmax(s)_j * v_j
+    s_j = cap(scale * <q, k_j>) + slope_h * (j - p);   out = sum_j e^s_j * v_j / (sum_j e^s_j + e^sink_h)
 
 j runs over the sequence's cached positions with j <= p, and j > p - sliding_window when a window is set. The ALiBi
-slopes (Press et al., 2021) apply when given. Keys and values of an fp8 cache are what is stored times their head's
-scale. All arithmetic is fp32; the result is rounded once, to q's dtype.
+slopes (Press et al., 2021), the soft cap, cap(s) = softcap * tanh(s / softcap), and the sinks, one logit a head that no
+value belongs to, apply when given. Keys and values of an fp8 cache are what is stored times their head's scale. All
+arithmetic is fp32; the result is rounded once, to q's dtype.
 """
 
 from __future__ import annotations
@@ -56,12 +57,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, distance: Tensor, scoring: Scoring) 
     rows = q.float().mul(scoring.scale).reshape(n, queries, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     scores = torch.matmul(rows.reshape(n, kv_heads, group * queries, head_dim), k.float().transpose(2, 3))
     scores = scores.view(n, kv_heads, group, queries, length)
+    if scoring.softcap is not None:
+        scores = scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
     if scoring.alibi_slopes is not None:
         scores += scoring.alibi_slopes.view(kv_heads, group, 1, 1) * distance[:, None, None]
     hidden = distance > 0
     if scoring.sliding_window is not None:
         hidden |= distance <= -scoring.sliding_window
     scores.masked_fill_(hidden[:, None, None], float("-inf"))
-    weights = torch.softmax(scores, dim=-1).view(n, kv_heads, group * queries, length)
+    weights = _softmax(scores, scoring.sinks).view(n, kv_heads, group * queries, length)
     result = torch.matmul(weights, v.float()).view(n, kv_heads, group, queries, head_dim)
     return result.permute(0, 3, 1, 2, 4).reshape(n, queries, heads, head_dim)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights of keys, of scores [N, Hkv, group, Q, L]; with sinks [Hkv * group] their sum is less than 1."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    n, kv_heads, group, queries, length = scores.shape
+    sink = sinks.float().view(kv_heads, group, 1, 1).expand(n, kv_heads, group, queries, 1)
+    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :length]

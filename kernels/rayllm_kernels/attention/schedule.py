@@ -60,6 +60,8 @@ def _fastest_tiles(rows: int, head_dim: int, itemsize: int, cache_itemsize: int)
     Converting fp8 keeps a program from loading, so that more of them, of two warps each, are faster; measured for
     heads of 128.
     """
+    if head_dim > 256:  # not measured: so that a warp's part of the output stays in its registers
+        return Tiles(rows, 32 if cache_itemsize == 1 else 16, 4 if rows <= 32 else 8, 2 if itemsize == 4 else 3)
     if itemsize == 4:  # no tensor cores in exact fp32: larger tiles spill registers
         return Tiles(rows, 32 if head_dim <= 128 else 16, 4, 2)
     if cache_itemsize == 1:

@@ -1,10 +1,13 @@
 """What lies between the qkv projection and attention, in one launch: head norms, rotary positions, the cache write.
 
-q, k = rotary(norm(q)), rotary(norm(k));  cache[slot // block_size, :, slot % block_size] = k, v
+q, k = rotary(norm(q)) * scale, rotary(norm(k));  cache[slot // block_size, :, slot % block_size] = k, v
 
-rotary (Su et al., 2021), of the halves a, b of a head's first r entries (half-split, as in GPT-NeoX and Llama):
+rotary (Su et al., 2021), of two parts a, b of a head's first r entries:
 
-a' = a cos - b sin,  b' = b cos + a sin,   a = head[:r/2], b = head[r/2:r]
+a' = a cos - b sin,  b' = b cos + a sin
+
+which are its halves (GPT-NeoX, Llama), a = head[:r/2] and b = head[r/2:r], or are interleaved (GPT-J, GLM),
+a = head[0:r:2] and b = head[1:r:2]. scale: of a query, by its position (Llama 4); most models have none.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ def qk_norm_rope_cache(
     cache: KVCache,
     slot_mapping: Tensor,
     *,
+    interleaved: bool = False,
+    query_scale: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
     """From the qkv projection to attention in one launch -> queries [T, Hq, D], a new contiguous tensor.
@@ -47,7 +52,9 @@ def qk_norm_rope_cache(
     values, with the roundings of the three in sequence. qkv: [T, (Hq + 2 Hkv) D] in the cache's dtype (or any, for an
     fp8 cache), heads in the order q, k, v, last dimension contiguous; not changed. positions: [T] int64, each below
     max_pos (padding rows too). cos_sin_cache: [max_pos, r] fp32, cos in the first half, sin in the second. slot_mapping
-    as for `reshape_and_cache`. deterministic: a token's bits do not depend on the number of tokens. Slower for few.
+    as for `reshape_and_cache`. interleaved: as for `rotate`. query_scale: [max_pos] fp32, by which the queries of a
+    position are multiplied at last.
+    deterministic: a token's bits do not depend on the number of tokens. Slower for few.
     """
     cache.check(qkv, "qkv")
     _, num_kv_heads, _, head_dim = cache.k.shape
@@ -63,10 +70,21 @@ def qk_norm_rope_cache(
     check_last_dim(cos_sin_cache, "cos_sin_cache")
     if norms is not None:
         check_vectors(head_dim, qkv.dtype, qkv.device, **{"norms.q": norms.q, "norms.k": norms.k})
+    if query_scale is not None:
+        check_vectors(cos_sin_cache.shape[0], torch.float32, qkv.device, query_scale=query_scale)
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     if on_triton(qkv):
         return _kernel.qk_norm_rope_cache(
-            qkv, norms, positions, cos_sin_cache, cache, slot_mapping, num_heads, deterministic
+            qkv,
+            norms,
+            positions,
+            cos_sin_cache,
+            cache,
+            slot_mapping,
+            num_heads,
+            interleaved,
+            query_scale,
+            deterministic,
         )
     # `deterministic` makes no difference here: a head's norm does not depend on how many there are.
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -74,19 +92,25 @@ def qk_norm_rope_cache(
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     else:
         q, k = q.clone(memory_format=torch.contiguous_format), k.clone()
-    rotate(q, positions, cos_sin_cache)
-    rotate(k, positions, cos_sin_cache)
+    rotate(q, positions, cos_sin_cache, interleaved=interleaved)
+    rotate(k, positions, cos_sin_cache, interleaved=interleaved)
+    if query_scale is not None:
+        q *= query_scale[positions].to(q.dtype)[:, None, None]
     reshape_and_cache(k, v, cache, slot_mapping)
     return q
 
 
-def rotate(heads: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> None:
+def rotate(heads: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, interleaved: bool = False) -> None:
     """Rotate the first rotary_dim entries of each of `heads` [T, H, D] by its token's angles, in place.
 
+    interleaved: entries 2i and 2i + 1 are a pair, not i and i + rotary_dim / 2.
     Computed in fp32, rounded once. Of torch alone: on CUDA, `qk_norm_rope_cache` does it in its launch.
     """
     half = cos_sin_cache.shape[1] // 2
     cos, sin = cos_sin_cache[positions].unsqueeze(1).split(half, dim=-1)
-    first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+    pairs = heads[..., : 2 * half]
+    a, b = (pairs[..., 0::2], pairs[..., 1::2]) if interleaved else pairs.split(half, dim=-1)
+    first, second = a.float(), b.float()
     # Both results before either is stored: in fp32 `first` and `second` are views of `heads`.
-    heads[..., : 2 * half] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    a[:], b[:] = turned

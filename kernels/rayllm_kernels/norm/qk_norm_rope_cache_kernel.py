@@ -1,12 +1,13 @@
 """The Triton kernel of `qk_norm_rope_cache`: one program takes some heads of one token, of queries, keys or values.
 
-    q, k = rotary(norm(q)), rotary(norm(k));  cache[slot // block_size, :, slot % block_size] = k, v
+    q, k = rotary(norm(q)) * scale, rotary(norm(k));  cache[slot // block_size, :, slot % block_size] = k, v
 
 The cache is in qkv's dtype or in fp8, which k and v are then converted to with a scale for each head (`kv_cache.py`).
 
 qkv [T, (Hq + 2 Hkv) D] of any row stride, its heads in the order q, k, v; the norms (`rms_norm`) optional; positions
-[T] int64; cos_sin_cache [max_pos, r] fp32; caches [num_blocks, Hkv, block_size, D]; slot_mapping [T] int64, negative
-for padding -> q [T, Hq, D]. The roundings are those of `rms_norm`, `rotate` and `reshape_and_cache` in turn.
+[T] int64; cos_sin_cache [max_pos, r] fp32; query scales [max_pos] fp32, optional; caches [num_blocks, Hkv, block_size,
+D]; slot_mapping [T] int64, negative for padding -> q [T, Hq, D]. The roundings are those of `rms_norm`, `rotate` and
+`reshape_and_cache` in turn.
 """
 
 # mypy: allow-incomplete-defs
@@ -37,9 +38,10 @@ class Form(NamedTuple):
 
     dim: int  # entries of a head
     dim_padded: int  # here and below to a power of two
-    half: int  # entries of each of the two rotated halves
+    half: int  # pairs of entries that are rotated
     half_padded: int
-    rest_padded: int  # of what is past the rotated halves; 0 if nothing is
+    rest_padded: int  # of what is past the pairs; 0 if nothing is
+    interleaved: bool  # entries 2i and 2i + 1 are a pair, not i and i + half
     heads: int  # of one program
     block_size: int
     overlap: bool  # launches overlap (`dependent_launch.py`)
@@ -54,18 +56,35 @@ def _scale_part(x, scale, weight_ptr, dims, valid):
 
 
 @triton.jit
-def _norm_rotate(source, target, scale, valid, weight_ptr, eps, angle_ptr, FORM: tl.constexpr):
-    """Heads at pointers `source` [N, 1] -> heads at `target` [N, 1]: the two rotated halves, and what is past them.
+def _times(x, factors_ptr, position):
+    """x times the factor of `position`, both in x's dtype; x itself if factors_ptr is None."""
+    if factors_ptr is not None:
+        x = (x.to(tl.float32) * tl.load(factors_ptr + position).to(x.dtype).to(tl.float32)).to(x.dtype)
+    return x
 
-    scale: [N, 1], or anything if `target` is not in fp8. weight_ptr: None if heads are not normalised.
+
+@triton.jit
+def _norm_rotate(source, target, scale, valid, weight_ptr, eps, angles, position, FORM: tl.constexpr):
+    """Heads at pointers `source` [N, 1] -> heads at `target` [N, 1]: the pairs that are rotated, and what is past them.
+
+    scale: [N, 1], or anything if `target` is not in fp8. weight_ptr: None if heads are not normalised. angles: of
+    all positions (cos_sin, the stride of its rows, factors of the results by position, or None).
     """
     pair = tl.arange(0, FORM.half_padded)[None, :]
     in_pair = pair < FORM.half
+    if FORM.interleaved:
+        one = 2 * pair
+        other = 2 * pair + 1
+    else:
+        one = pair
+        other = FORM.half + pair
     mask = valid & in_pair
+    cos_sin_ptr, stride_cos_sin, factors_ptr = angles
+    angle_ptr = cos_sin_ptr + position * stride_cos_sin
     cos = tl.load(angle_ptr + pair, mask=in_pair, other=0.0)
     sin = tl.load(angle_ptr + FORM.half + pair, mask=in_pair, other=0.0)
-    first = tl.load(source + pair, mask=mask, other=0.0)
-    second = tl.load(source + FORM.half + pair, mask=mask, other=0.0)
+    first = tl.load(source + one, mask=mask, other=0.0)
+    second = tl.load(source + other, mask=mask, other=0.0)
     dtype = first.dtype
     a, b = first.to(tl.float32), second.to(tl.float32)
     if FORM.rest_padded > 0:
@@ -77,29 +96,30 @@ def _norm_rotate(source, target, scale, valid, weight_ptr, eps, angle_ptr, FORM:
         if FORM.rest_padded > 0:
             squares += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), 1)
         norm = tl.rsqrt(squares / FORM.dim + eps)[:, None]
-        a = _scale_part(first, norm, weight_ptr, pair, in_pair)
-        b = _scale_part(second, norm, weight_ptr, FORM.half + pair, in_pair)
+        a = _scale_part(first, norm, weight_ptr, one, in_pair)
+        b = _scale_part(second, norm, weight_ptr, other, in_pair)
         if FORM.rest_padded > 0:
             rest = _scale_part(rest, norm, weight_ptr, past, in_rest).to(dtype)
-    store_rows(target + pair, (a * cos - b * sin).to(dtype), scale, mask)
-    store_rows(target + FORM.half + pair, (b * cos + a * sin).to(dtype), scale, mask)
+    store_rows(target + one, _times((a * cos - b * sin).to(dtype), factors_ptr, position), scale, mask)
+    store_rows(target + other, _times((b * cos + a * sin).to(dtype), factors_ptr, position), scale, mask)
     if FORM.rest_padded > 0:
-        store_rows(target + past, rest, scale, valid & in_rest)
+        store_rows(target + past, _times(rest, factors_ptr, position), scale, valid & in_rest)
 
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
 def _qk_norm_rope_cache_kernel(
-    qkv_ptr, norms, positions_ptr, cos_sin_ptr, cache, slots_ptr, q_ptr, strides, numbers, FORM: tl.constexpr
+    qkv_ptr, norms, positions_ptr, angles, cache, slots_ptr, q_ptr, strides, numbers, FORM: tl.constexpr
 ):
-    """norms: (weight of query heads or None, of key heads or None, eps). strides: of qkv, cos_sin and the cache.
+    """norms: (weight of query heads or None, of key heads or None, eps). angles: (cos_sin, query scales or None).
 
-    numbers: of query heads and of KV heads.
+    strides: of qkv, cos_sin and the cache. numbers: of query heads and of KV heads.
     """
     HEADS: tl.constexpr = FORM.heads
     BLOCK_SIZE: tl.constexpr = FORM.block_size
     stride_token, stride_cos_sin, stride_block, stride_cache_head, stride_slot = strides
     q_weight, k_weight, eps = norms
     num_heads, num_kv_heads = numbers
+    cos_sin_ptr, query_scale_ptr = angles
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     q_tiles = tl.cdiv(num_heads, HEADS)
@@ -109,21 +129,23 @@ def _qk_norm_rope_cache_kernel(
     wait_for_predecessor(FORM.overlap)
     if tile < q_tiles:
         head = tile * HEADS + lane
-        angle = cos_sin_ptr + tl.load(positions_ptr + token) * stride_cos_sin
+        position = tl.load(positions_ptr + token)
         target = q_ptr + (token * num_heads + head) * FORM.dim
-        _norm_rotate(row + head * FORM.dim, target, 1.0, head < num_heads, q_weight, eps, angle, FORM)
+        q_angles = cos_sin_ptr, stride_cos_sin, query_scale_ptr
+        _norm_rotate(row + head * FORM.dim, target, 1.0, head < num_heads, q_weight, eps, q_angles, position, FORM)
     else:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
             target = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_slot
             if tile < q_tiles + kv_tiles:
                 head = (tile - q_tiles) * HEADS + lane
-                angle = cos_sin_ptr + tl.load(positions_ptr + token) * stride_cos_sin
+                position = tl.load(positions_ptr + token)
                 source = row + (num_heads + head) * FORM.dim
                 valid = head < num_kv_heads
                 scale = tl.load(cache.scales.k + head, mask=valid, other=1.0) if cache.scales is not None else 1.0
                 place = cache.k + target + head * stride_cache_head
-                _norm_rotate(source, place, scale, valid, k_weight, eps, angle, FORM)
+                k_angles = cos_sin_ptr, stride_cos_sin, None
+                _norm_rotate(source, place, scale, valid, k_weight, eps, k_angles, position, FORM)
             else:
                 head = (tile - q_tiles - kv_tiles) * HEADS + lane
                 dims = tl.arange(0, FORM.dim_padded)[None, :]
@@ -142,6 +164,8 @@ def qk_norm_rope_cache(
     cache: KVCache,
     slot_mapping: Tensor,
     num_heads: int,
+    interleaved: bool,
+    query_scale: Tensor | None,
     deterministic: bool,
 ) -> Tensor:
     """Queries ready for attention, keys and values stored; the arguments are checked."""
@@ -159,9 +183,10 @@ def qk_norm_rope_cache(
     tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     overlap = hardware(qkv.device).can_overlap
     rest_padded = triton.next_power_of_2(rest) if rest else 0
-    form = Form(head_dim, padded, half, triton.next_power_of_2(half), rest_padded, heads, block_size, overlap)
-    norm, angles = norms or (None, None, 0.0), cos_sin_cache
-    strides = (qkv.stride(0), angles.stride(0), *cache.k.stride()[:3])
+    half_padded = triton.next_power_of_2(half)
+    form = Form(head_dim, padded, half, half_padded, rest_padded, interleaved, heads, block_size, overlap)
+    norm, angles = norms or (None, None, 0.0), (cos_sin_cache, query_scale)
+    strides = (qkv.stride(0), cos_sin_cache.stride(0), *cache.k.stride()[:3])
     options = {"num_warps": 4, "launch_pdl": overlap}
     launch(_qk_norm_rope_cache_kernel, (tokens, tiles))(
         qkv, norm, positions, angles, cache, slot_mapping, q, strides, (num_heads, num_kv_heads), FORM=form, **options

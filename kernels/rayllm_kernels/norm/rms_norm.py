@@ -1,6 +1,7 @@
-"""RMS normalisation (Zhang and Sennrich, 2019), alone or after adding the residual.
+"""RMS normalisation (Zhang and Sennrich, 2019), alone, after adding the residual, or before.
 
 y = weight * round((x + residual) / sqrt(mean((x + residual)^2) + eps))
+y = weight * round(x / sqrt(mean(x^2) + eps)) + residual
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     check_rows(x, "x")
     check_vectors(x.shape[-1], x.dtype, x.device, weight=weight)
     if on_triton(x):
-        return _kernel.rms_norm(x, None, weight, eps)[0]
+        return _kernel.rms_norm(x, None, weight, eps, False)[0]
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
@@ -38,6 +39,16 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     check_vectors(x.shape[-1], x.dtype, x.device, weight=weight)
     check_residual(residual, x)
     if on_triton(x):
-        return _kernel.rms_norm(x, residual, weight, eps)
+        return _kernel.rms_norm(x, residual, weight, eps, False)
     total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm(x) + residual, a new tensor; arguments as for `fused_add_rms_norm`. The norm is rounded first."""
+    check_rows(x, "x")
+    check_vectors(x.shape[-1], x.dtype, x.device, weight=weight)
+    check_residual(residual, x)
+    if on_triton(x):
+        return _kernel.rms_norm(x, residual, weight, eps, True)[0]
+    return rms_norm(x, weight, eps) + residual

@@ -1,6 +1,7 @@
-"""The Triton kernel of `rms_norm` and `fused_add_rms_norm`: one program normalises a long row or several short ones.
+"""The Triton kernel of `rms_norm`, `fused_add_rms_norm` and `rms_norm_add`: one program takes a long row, or several.
 
     total = round(x + residual);   y = weight * round(total / sqrt(mean(total^2) + eps))
+    y = round(weight * round(x / sqrt(mean(x^2) + eps))) + residual
 
 x and residual [..., D] of fp32, fp16 or bf16 with any row stride, weight [D] -> y, total [..., D], contiguous. The
 normalisation is fp32 and rounded to x's dtype before it meets the weight, as transformers' LlamaRMSNorm does.
@@ -31,6 +32,8 @@ class Form(NamedTuple):
     dim: int
     dim_padded: int  # to a power of two
     rows: int  # of one program
+    adds_before: bool  # the residual is added to x
+    adds_after: bool  # the residual is added to the norm
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -54,26 +57,37 @@ def _rms_norm_kernel(
     if residual_ptr is not None:
         other = row // residual_inner * residual_strides[0] + row % residual_inner * residual_strides[1]
         residual = tl.load(residual_ptr + other[:, None] + dims, mask=mask, other=0.0)
+    if FORM.adds_before:
         total = (x + residual.to(tl.float32)).to(dtype)
         tl.store(total_ptr + target, total, mask=mask)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)
     weight = tl.load(weight_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     normed = (x * scale[:, None]).to(dtype).to(tl.float32)
-    tl.store(y_ptr + target, (normed * weight).to(dtype), mask=mask)
+    y = (normed * weight).to(dtype)
+    if FORM.adds_after:
+        y = (y.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+    tl.store(y_ptr + target, y, mask=mask)
 
 
-def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-    """(norm of the rows of the total, total), the second None where there is no residual; the arguments are checked."""
+def rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, adds_after: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(norm of the rows of the total, total), or, if adds_after, (norm of the rows of x, the residual added, None).
+
+    Without a residual x is the total, and None is returned for it. The arguments are checked.
+    """
+    adds_before = residual is not None and not adds_after
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if adds_before else None
     rows, x_inner, x_strides = row_layout(x)
     _, residual_inner, residual_strides = row_layout(x if residual is None else residual)
     dim = x.shape[-1]
     dim_padded = triton.next_power_of_2(dim)
     rows_per_program = max(1, TILE_ELEMENTS // dim_padded)
     overlap = hardware(x.device).can_overlap
-    form, strides = Form(dim, dim_padded, rows_per_program, overlap), (x_strides, residual_strides)
+    form = Form(dim, dim_padded, rows_per_program, adds_before, adds_after, overlap)
+    strides = (x_strides, residual_strides)
     options = {"num_warps": min(16, max(4, dim_padded // 512)), "launch_pdl": overlap}
     launch(_rms_norm_kernel, (triton.cdiv(rows, rows_per_program),))(
         x, residual, (weight, eps), y, total, rows, x_inner, residual_inner, strides, FORM=form, **options

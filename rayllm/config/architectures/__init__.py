@@ -2,29 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from rayllm.config.architectures import (
+    bloom,
+    glm4,
+    llama,
+    ministral,
+    mistral3,
+    mixtral,
+    opt,
+    phi3,
+    qwen3_moe,
+    qwen_vl,
+    smollm3,
+)
+from rayllm.config.architectures.architecture import Architecture, packaged, packaged_names
+from rayllm.errors import ModelError
 
-from rayllm.config.architectures import bloom, llama, opt
-from rayllm.config.json_fields import JsonFields
-
-
-class Architecture(NamedTuple):
-    """parse: config.json and the name of the architecture -> fields of `ModelSpec` as for `make_spec`.
-
-    model_type: what config.json calls it. eos_token_id: the default of transformers' class; None for none.
-    """
-
-    parse: Callable[[JsonFields, str], dict[str, Any]]
-    model_type: str
-    eos_token_id: int | None = None
-
+__all__ = ["ARCHITECTURES", "Architecture", "find_architecture"]
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(llama.parse, "llama", eos_token_id=2),
-    "MistralForCausalLM": Architecture(llama.parse, "mistral", eos_token_id=2),
-    "Qwen2ForCausalLM": Architecture(llama.parse, "qwen2"),
-    "Qwen3ForCausalLM": Architecture(llama.parse, "qwen3"),
-    "OPTForCausalLM": Architecture(opt.parse, "opt", eos_token_id=2),
-    "BloomForCausalLM": Architecture(bloom.parse, "bloom", eos_token_id=2),
+    "LlamaForCausalLM": Architecture(
+        llama.parse, "llama", eos_token_id=2, models="Llama 2, 3.x and the many models of their shape"
+    ),
+    "MistralForCausalLM": Architecture(
+        llama.parse, "mistral", eos_token_id=2, models="Mistral 7B, Mistral Nemo, Mistral Small 2"
+    ),
+    "Qwen2ForCausalLM": Architecture(llama.parse, "qwen2", models="Qwen2, Qwen2.5, QwQ"),
+    "Qwen3ForCausalLM": Architecture(llama.parse, "qwen3", models="Qwen3"),
+    "OPTForCausalLM": Architecture(opt.parse, "opt", eos_token_id=2, models="OPT"),
+    "BloomForCausalLM": Architecture(bloom.parse, "bloom", eos_token_id=2, models="BLOOM, BLOOMZ"),
+    "Phi3ForCausalLM": Architecture(phi3.parse, "phi3", eos_token_id=32000, models="Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
+    "GlmForCausalLM": Architecture(
+        glm4.parse, "glm", eos_token_id=[151329, 151336, 151338], models="GLM-4 9B of 2024, GLM-Edge"
+    ),
+    "Glm4ForCausalLM": Architecture(
+        glm4.parse, "glm4", eos_token_id=[151329, 151336, 151338], models="GLM-4 and GLM-Z1 of 2025"
+    ),
+    "MinistralForCausalLM": Architecture(llama.parse, "ministral", eos_token_id=2, models="Ministral 8B of 2024"),
+    "Ministral3ForCausalLM": Architecture(ministral.parse, "ministral3", eos_token_id=2, models="Ministral 3"),
+    "SmolLM3ForCausalLM": Architecture(smollm3.parse, "smollm3", eos_token_id=128001, models="SmolLM3"),
+    "Mistral3ForConditionalGeneration": Architecture(
+        mistral3.parse,
+        "mistral3",
+        eos_token_id=2,
+        text_types=("mistral", "ministral3"),
+        models="Mistral Small 3.1 and later, Ministral 3",
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Architecture(
+        qwen_vl.parse, "qwen2_5_vl", eos_token_id=151645, text_types=("qwen2_5_vl_text",), models="Qwen2.5-VL"
+    ),
+    "Qwen3VLForConditionalGeneration": Architecture(
+        qwen_vl.parse, "qwen3_vl", text_types=("qwen3_vl_text",), models="Qwen3-VL"
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        qwen3_moe.parse, "qwen3_moe", models="Qwen3 30B-A3B and 235B-A22B, Qwen3-Coder"
+    ),
+    "MixtralForCausalLM": Architecture(mixtral.parse, "mixtral", eos_token_id=2, models="Mixtral 8x7B and 8x22B"),
 }
+
+
+def find_architecture(name: str) -> Architecture:
+    """One of ARCHITECTURES, or that of a user's package. Raises ModelError if there is none of this name."""
+    found = ARCHITECTURES.get(name) or packaged(name)
+    if found is None:
+        names = ", ".join([*ARCHITECTURES, *packaged_names()])
+        raise ModelError(f"architectures: {name} is not supported; supported are {names}")
+    return found

@@ -6,9 +6,10 @@ from typing import Any
 
 from rayllm.config.json_fields import JsonFields
 from rayllm.config.model_spec import ModelSpec
+from rayllm.config.rope import parse_rope
 from rayllm.errors import ModelError
 
-MAX_HEAD_DIM = 256  # of the attention kernels
+MAX_HEAD_DIM = 512  # of the attention kernels
 DTYPES = ("float32", "bfloat16", "float16")
 GATED_ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = (*GATED_ACTIVATIONS, "relu")
@@ -18,6 +19,48 @@ def split_hidden(config: JsonFields, hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ModelError(f"{config.file}: num_attention_heads {num_heads} does not divide hidden_size {hidden_size}")
     return hidden_size // num_heads
+
+
+def whole_number(config: JsonFields, *names: str, default: int) -> int:
+    """A size that goes by several names. Raises ModelError if a file has two of them that differ."""
+    told = {name: config.size(name) for name in names if config.get(name) is not None}
+    if len(set(told.values())) > 1:
+        raise ModelError(f"{config.file}: {' and '.join(f'{name} {value}' for name, value in told.items())} differ")
+    return next(iter(told.values()), default)
+
+
+def check_top_k(config: JsonFields, top_k: int, num_experts: int) -> int:
+    """top_k. Raises ModelError if there are not so many experts."""
+    if top_k > num_experts:
+        raise ModelError(f"{config.file}: num_experts_per_tok {top_k} is more than the {num_experts} experts")
+    return top_k
+
+
+def decoder_fields(
+    config: JsonFields, *, kv_heads: int | None = None, head_dim: int | None = None, norm_eps: float = 1e-6, **rope: Any
+) -> dict[str, Any]:
+    """The fields of `ModelSpec` that all relatives of Llama read alike, with the defaults of transformers' class.
+
+    kv_heads: where config.json lacks num_key_value_heads; None for as many as query heads, as null always means.
+    head_dim: where it lacks head_dim; None for a share of hidden_size. rope: options of `parse_rope`.
+    """
+    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    max_position = config.size("max_position_embeddings")
+    told = config.get("head_dim", head_dim)
+    head_dim = split_hidden(config, hidden_size, num_heads) if told is None else config.size("head_dim", told)
+    kv_heads = num_heads if kv_heads is None or config.is_null("num_key_value_heads") else kv_heads
+    return {
+        "hidden_size": hidden_size,
+        "num_layers": config.size("num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": config.size("num_key_value_heads", kv_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": max_position,
+        "norm_eps": config.number("rms_norm_eps", norm_eps),
+        "hidden_act": config.one_of("hidden_act", config.text("hidden_act", "silu"), GATED_ACTIVATIONS),
+        "tie_word_embeddings": config.flag("tie_word_embeddings", False),
+        "rope": parse_rope(config, head_dim, max_position, **rope),
+    }
 
 
 def make_spec(

@@ -1,45 +1,33 @@
-"""Llama, Mistral, Qwen2 and Qwen3."""
+"""Llama, Mistral, Ministral (of 2024), Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rayllm.config.architectures.common import GATED_ACTIVATIONS, split_hidden
+from rayllm.config.architectures.common import decoder_fields
 from rayllm.config.json_fields import JsonFields
-from rayllm.config.rope import parse_rope
 from rayllm.errors import ModelError
 
-DEFAULT_KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}  # Llama: its heads
+# Where config.json does not say it; a Llama has as many as query heads.
+DEFAULT_KV_HEADS = {"MistralForCausalLM": 8, "MinistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
+DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128}
 
 
 def parse(config: JsonFields, architecture: str) -> dict[str, Any]:
-    hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    num_layers, max_position = config.size("num_hidden_layers"), config.size("max_position_embeddings")
     is_qwen3 = architecture == "Qwen3ForCausalLM"
-    told = config.get("head_dim", 128 if is_qwen3 else None)
-    head_dim = split_hidden(config, hidden_size, num_heads) if told is None else config.size("head_dim", told)
-    null = config.is_null("num_key_value_heads")
-    kv_heads = num_heads if null else DEFAULT_KV_HEADS.get(architecture, num_heads)
+    fields = decoder_fields(
+        config, kv_heads=DEFAULT_KV_HEADS.get(architecture), head_dim=DEFAULT_HEAD_DIM.get(architecture)
+    )
     # Llama's attention_bias covers all four projections; Qwen2 has a bias on q, k, v whatever its config says.
     has_flag = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
     attention_bias = has_flag and config.flag("attention_bias", False)
-    return {
-        "hidden_size": hidden_size,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": config.size("num_key_value_heads", kv_heads),
-        "head_dim": head_dim,
+    return fields | {
         "intermediate_size": config.size("intermediate_size"),
-        "max_position_embeddings": max_position,
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
-        "hidden_act": config.one_of("hidden_act", config.text("hidden_act", "silu"), GATED_ACTIVATIONS),
-        "tie_word_embeddings": config.flag("tie_word_embeddings", False),
         "qkv_bias": attention_bias or architecture == "Qwen2ForCausalLM",
         "attention_out_bias": attention_bias,
         "mlp_bias": architecture == "LlamaForCausalLM" and config.flag("mlp_bias", False),
         "qk_norm": is_qwen3,
-        "sliding_windows": _sliding_windows(architecture, config, num_layers),
-        "rope": parse_rope(config, head_dim, max_position),
+        "sliding_windows": _sliding_windows(architecture, config, fields["num_layers"]),
     }
 
 
@@ -50,9 +38,26 @@ def _sliding_windows(architecture: str, config: JsonFields, num_layers: int) -> 
     window = None if config.is_null("sliding_window") else config.size("sliding_window", 4096)
     if architecture == "MistralForCausalLM":
         return (window,) * num_layers
-    if not config.flag("use_sliding_window", False):
-        window = None
-    first, kinds = config.integer("max_window_layers", 28), config.get("layer_types")
+    if architecture == "MinistralForCausalLM":
+        if window is None:  # where transformers fails
+            raise ModelError(f"{config.file}: sliding_window must be a positive integer, not null")
+        return _by_layer_types(config, num_layers, window, 0)
+    return layer_windows(config, num_layers)
+
+
+def layer_windows(config: JsonFields, num_layers: int, *, first: int = 28) -> tuple[int | None, ...]:
+    """Windows as Qwen2 has them: those that layer_types says, or all layers' from max_window_layers on.
+
+    first: the default of max_window_layers.
+    """
+    window = None if config.is_null("sliding_window") else config.size("sliding_window", 4096)
+    first = config.integer("max_window_layers", first)
+    window = window if config.flag("use_sliding_window", False) else None
+    return _by_layer_types(config, num_layers, window, first)
+
+
+def _by_layer_types(config: JsonFields, num_layers: int, window: int | None, first: int) -> tuple[int | None, ...]:
+    kinds = config.get("layer_types")
     if kinds is None:
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:

@@ -21,6 +21,8 @@ SHAPES = [
     ([140], (4, 1), 128, 128, BRAIN),
     ([66], (2, 1), 256, 16, torch.float32),
     ([66], (2, 1), 256, 16, BRAIN),
+    ([40], (2, 1), 320, 16, torch.float32),
+    ([66, 3], (8, 1), 512, 16, BRAIN),
     ([50], (71, 1), 64, 16, torch.float32),
     ([41], (6, 3), 64, 5, torch.float16),
 ]
@@ -32,6 +34,8 @@ if ON_GPU:
         ([9000], (28, 4), 128, 32, torch.float16),
         ([20000], (8, 2), 80, 16, torch.bfloat16),
         ([3000, 5000], (16, 1), 256, 64, torch.bfloat16),
+        ([3000, 500], (32, 4), 512, 16, torch.bfloat16),
+        ([300, 500], (64, 1), 512, 16, torch.float32),
         ([700] * 300, (8, 8), 64, 16, torch.float16),
     ]
 
@@ -57,6 +61,42 @@ def test_options(paged_case, kernels, reference, alibi_slopes, window, alibi, nu
     out = torch.full_like(case.q, float("nan"))
     case.decode_in_ranges(kernels, num_ranges, out, **options)
     check_close(out, case.decode(reference, **options), terms=case.longest)
+
+
+@pytest.mark.parametrize("num_ranges", [1, 5])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(
+    ("softcap", "has_sinks", "alibi"), [(3.0, False, True), (None, True, False), (1.5, True, True)]
+)
+def test_caps_and_sinks(
+    paged_case, kernels, reference, alibi_slopes, sinks, softcap, has_sinks, alibi, window, num_ranges
+):
+    """In whole sequences, and in those that are merged of up to five parts."""
+    case = paged_case([100, 0, 300, 1], spread=4.0)
+    options = {
+        "sliding_window": window,
+        "alibi_slopes": alibi_slopes(4) if alibi else None,
+        "softcap": softcap,
+        "sinks": sinks(4) if has_sinks else None,
+    }
+    out = torch.full_like(case.q, float("nan"))
+    case.decode_in_ranges(kernels, num_ranges, out, **options)
+    check_close(out, case.decode(reference, **options), terms=case.longest)
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "dtype"), [((71, 1), 64, BRAIN), ((14, 2), 80, torch.float16)])
+def test_sinks_of_many_heads(paged_case, kernels, reference, sinks, heads, head_dim, dtype):
+    case = paged_case([70, 31, 0, 200], heads=heads, head_dim=head_dim, dtype=dtype, spread=2.0)
+    options = {"sinks": sinks(heads[0], dtype), "softcap": 5.0}
+    check_close(case.decode_in_ranges(kernels, 4, **options), case.decode(reference, **options), terms=case.longest)
+
+
+def test_layers_of_one_window_share_a_schedule(paged_case, kernels, reference, sinks):
+    """It says nothing of soft caps and sinks: layers with, without and with others are right by the same one."""
+    case = paged_case([100, 0, 300, 1])
+    schedule = case.schedule(kernels, num_ranges=3)
+    for options in ({"sinks": sinks(4)}, {}, {"softcap": 2.0}, {"sinks": sinks(4), "softcap": 0.5}):
+        check_close(case.decode(kernels, schedule, **options), case.decode(reference, **options), terms=case.longest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BRAIN])

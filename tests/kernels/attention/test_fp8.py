@@ -24,6 +24,7 @@ SHAPES = [
     ([140], [40], (4, 1), 128, 128, BRAIN, E5M2),
     ([140], [40], (4, 1), 128, 32, BRAIN, E4M3),
     ([66], [1], (2, 1), 256, 5, torch.float16, E4M3),
+    ([40], [3], (4, 1), 512, 16, torch.float16, E4M3),
     ([40], [2], (71, 1), 64, 64, torch.float32, E5M2),
     ([30, 300], [7, 3], (2, 2), 16, 16, torch.float16, E4M3),
 ]
@@ -52,10 +53,19 @@ def test_attention(
 
 
 @pytest.mark.parametrize(
-    ("window", "alibi", "cache_dtype"), [(40, False, E4M3), (None, False, E5M2), (None, True, E4M3), (40, True, E4M3)]
+    ("window", "alibi", "softcap", "has_sinks", "cache_dtype"),
+    [
+        (40, False, None, False, E4M3),
+        (None, False, None, False, E5M2),
+        (None, True, None, False, E4M3),
+        (40, True, None, False, E4M3),
+        (None, False, 3.0, True, E4M3),
+        (40, True, 3.0, True, E5M2),
+    ],
 )
-def test_options(paged_case, kernels, reference, alibi_slopes, window, alibi, cache_dtype):
-    options = {"sliding_window": window, "alibi_slopes": alibi_slopes(4) if alibi else None}
+def test_options(paged_case, kernels, reference, alibi_slopes, sinks, window, alibi, softcap, has_sinks, cache_dtype):
+    options = {"sliding_window": window, "alibi_slopes": alibi_slopes(4) if alibi else None, "softcap": softcap}
+    options["sinks"] = sinks(4) if has_sinks else None
     case = paged_case([70, 0, 50], spread=4.0, cache_dtype=cache_dtype)
     check_close(case.decode(kernels, **options), case.decode(reference, **options), terms=case.longest)
     case = paged_case([70, 0, 50], [20, 0, 13], spread=4.0, cache_dtype=cache_dtype)

@@ -24,6 +24,8 @@ SHAPES = [
     ([140], [40], (4, 1), 128, 128, BRAIN),
     ([66], [20], (2, 1), 256, 16, torch.float32),
     ([66], [40], (2, 1), 256, 16, BRAIN),
+    ([40], [9], (2, 1), 320, 16, torch.float32),
+    ([66, 3], [30, 1], (8, 1), 512, 16, BRAIN),
     ([40], [3], (71, 1), 32, 16, torch.float32),
     ([150], [3], (130, 1), 32, 16, BRAIN),
     ([41], [30], (6, 3), 64, 5, torch.float16),
@@ -37,6 +39,8 @@ if ON_GPU:
         ([3000], [1000], (28, 4), 128, 32, torch.float16),
         ([5000], [2000], (8, 2), 80, 16, torch.bfloat16),
         ([3000, 1500], [1000, 1500], (16, 1), 256, 64, torch.bfloat16),
+        ([3000, 500], [1000, 1], (32, 4), 512, 16, torch.bfloat16),
+        ([300, 500], [300, 5], (16, 1), 512, 16, torch.float32),
         ([700] * 100, [1] * 100, (8, 8), 64, 16, torch.float16),
         ([3000], [3000], (64, 1), 64, 16, torch.bfloat16),
         # Chunks for the Hopper kernel: every width of a tensor copy, odd groups, contexts that end anywhere in a tile.
@@ -69,6 +73,45 @@ def test_options(paged_case, kernels, reference, alibi_slopes, window, alibi):
     out = torch.full_like(case.q, float("nan"))
     case.prefill(kernels, out, **options)
     check_close(out, case.prefill(reference, **options), terms=case.longest)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize(
+    ("softcap", "has_sinks", "alibi"), [(3.0, False, True), (None, True, False), (1.5, True, True)]
+)
+def test_caps_and_sinks(paged_case, kernels, reference, alibi_slopes, sinks, softcap, has_sinks, alibi, window):
+    case = paged_case([120, 0, 70, 5], [20, 0, 33, 1], spread=4.0)
+    options = {
+        "sliding_window": window,
+        "alibi_slopes": alibi_slopes(4) if alibi else None,
+        "softcap": softcap,
+        "sinks": sinks(4) if has_sinks else None,
+    }
+    out = torch.full_like(case.q, float("nan"))
+    case.prefill(kernels, out, **options)
+    check_close(out, case.prefill(reference, **options), terms=case.longest)
+
+
+def test_the_hopper_kernel_is_for_plain_scores(paged_case, kernels, monkeypatch, sinks):
+    """On a Hopper GPU all else goes to the kernel that every GPU runs."""
+    from rayllm_kernels.attention import prefill_kernel
+    from rayllm_kernels.device import INTERPRETER, assumed
+
+    class Hopper:
+        calls = 0
+
+        def prefill(self, *_):
+            self.calls += 1
+
+    case = paged_case([100], [100], heads=(8, 2), dtype=torch.float16)
+    hopper = Hopper()
+    monkeypatch.setattr(prefill_kernel, "_hopper", hopper)
+    with assumed(case.q.device, INTERPRETER._replace(capability=(9, 0))):
+        case.prefill(kernels)
+        assert hopper.calls == 1
+        for options in ({"sinks": sinks(8, torch.float16)}, {"softcap": 5.0}, {"sliding_window": 200}):
+            case.prefill(kernels, **options)
+    assert hopper.calls == 1
 
 
 @pytest.mark.parametrize("window", [None, 31, 32, 33])
@@ -217,10 +260,12 @@ def cuts(length, sizes):
         ((4, 4), 80, {}),
         ((8, 2), 64, {"sliding_window": 70}),
         ((6, 6), 64, {"alibi": True}),
+        ((8, 2), 64, {"softcap": 3.0, "sinks": True, "sliding_window": 40}),
     ],
 )
-def test_deterministic_chunks_do_not_show(paged_case, alibi_slopes, heads, head_dim, options, dtype):
+def test_deterministic_chunks_do_not_show(paged_case, alibi_slopes, sinks, heads, head_dim, options, dtype):
     options = {"alibi_slopes": alibi_slopes(heads[0])} if "alibi" in options else options
+    options = options | {"sinks": sinks(heads[0], dtype)} if "sinks" in options else options
     length = 700 if ON_GPU else 150
     case = paged_case([length], [length], heads=heads, head_dim=head_dim, dtype=dtype, spread=2.0)
     whole = attend(case, [(0, length)], **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -18,10 +19,13 @@ OPTIONS = [
     {"sliding_window": 1000},
     {"alibi": True},
     {"sliding_window": 20, "alibi": True},
+    {"softcap": 2.0},
+    {"sinks": True},
+    {"softcap": 0.7, "sinks": True, "sliding_window": 7, "alibi": True},
 ]
 
 
-def naive(case, *, sliding_window=None, alibi_slopes=None):
+def naive(case, *, sliding_window=None, alibi_slopes=None, softcap=None, sinks=None):
     """One query, one head, one key at a time, straight from the definition."""
     q, k, v = (tensor.cpu() for tensor in (case.q, case.cache.k, case.cache.v))
     tables, seq_lens, starts = (t.tolist() for t in (*case.contexts, case.query_start_loc))
@@ -39,10 +43,15 @@ def naive(case, *, sliding_window=None, alibi_slopes=None):
                 for j, (block, offset) in zip(range(first, position + 1), slots, strict=True):
                     score = float(q[row, head].double() @ k[block, head // group, offset].double())
                     score *= case.scoring().scale
+                    if softcap is not None:
+                        score = softcap * math.tanh(score / softcap)
                     if alibi_slopes is not None:
                         score += float(alibi_slopes[head]) * (j - position)
                     scores.append(score)
                     values.append(v[block, head // group, offset].double())
+                if scores and sinks is not None:
+                    scores.append(float(sinks[head]))
+                    values.append(torch.zeros_like(values[0]))
                 if scores:
                     weights = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0)
                     result[row, head] = weights @ torch.stack(values)
@@ -50,13 +59,15 @@ def naive(case, *, sliding_window=None, alibi_slopes=None):
 
 
 @pytest.fixture
-def resolved(alibi_slopes):
+def resolved(alibi_slopes, sinks):
     """(one of OPTIONS, heads) -> fields of `Scoring`."""
 
     def resolve(options, heads):
         options = dict(options)
         if options.pop("alibi", False):
             options["alibi_slopes"] = alibi_slopes(heads)
+        if options.pop("sinks", False):
+            options["sinks"] = sinks(heads)
         return options
 
     return resolve

@@ -73,6 +73,28 @@ def test_many_tokens_equal_the_sequence(randn, kernels, reference, device):
     check_sequence(*case, kernels, reference)
 
 
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize(("tokens", "head_dim", "rotary_dim"), [(5, 16, 16), (9, 80, 32)])
+def test_interleaved_pairs_and_scaled_queries(
+    randn, kernels, reference, device, tokens, head_dim, rotary_dim, scaled, norm
+):
+    pool, call = arguments(randn, device, tokens, (6, 2), head_dim, rotary_dim, 16, torch.float16, norm)
+    call |= {"interleaved": True, "query_scale": torch.rand(50, device=device) if scaled else None}
+    check_sequence(pool, call, kernels, reference)
+    halves = run(reference, pool.clone(), call | {"interleaved": False})
+    assert not torch.equal(run(reference, pool, call)[..., :rotary_dim], halves[..., :rotary_dim])
+
+
+def test_queries_are_scaled_by_their_position(randn, kernels, device):
+    pool, call = arguments(randn, device, 7, (4, 2), 32, 32, 8, torch.float32, False)
+    scale, other = torch.rand(50, device=device), pool.clone()
+    plain = run(kernels, pool, call)
+    scaled = run(kernels, other, call | {"query_scale": scale})
+    torch.testing.assert_close(scaled, plain * scale[call["positions"]][:, None, None])
+    assert torch.equal(other, pool)
+
+
 def check_sequence(pool, call, kernels, reference):
     expected_pool, qkv = pool.clone(), call["qkv"].clone()
     expected = run(reference, expected_pool, call)
@@ -116,6 +138,7 @@ def test_bad_arguments_are_named(randn, device, each):
         ({"norms": norms._replace(q=norms.q.half())}, "norms.q"),
         ({"norms": norms._replace(k=norms.k[:5])}, "norms.k"),
         ({"slot_mapping": call["slot_mapping"].int()}, "slot_mapping"),
+        ({"query_scale": torch.ones(49, device=device)}, "query_scale"),
     ):
         with pytest.raises(ValueError, match=f"^{name} "):
             run(each, pool, call | change)
@@ -190,3 +213,19 @@ def test_deterministic_heads_do_not_know_of_other_tokens(
         return q, cache.k, cache.v
 
     assert_rows_independent(heads_of, randn(300, (heads + 2 * kv_heads) * dim, dtype=dtype), positions)
+
+
+FORMS = """
+qkv, positions = torch.ones(4, 8 * 128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+pool, norm = torch.zeros(2, 9, 2, 16, 128, dtype=torch.bfloat16), torch.ones(128, dtype=torch.bfloat16)
+scaled = {"interleaved": True, "query_scale": torch.ones(50)}
+with dispatch.forced(triton=True), ops.compile_only():
+    for norms, form in ((None, scaled), (HeadNorms(norm, norm, 1e-6), {})):
+        ops.qk_norm_rope_cache(qkv, norms, positions, torch.zeros(50, 96), KVCache(*pool), positions, **form)
+    ops.rms_norm_add(qkv[:, :128], qkv[:, 128:256], norm, 1e-6)
+print("compiled")
+"""
+
+
+def test_forms_compile(run_compiler, tmp_path):
+    assert run_compiler(FORMS, TRITON_CACHE_DIR=str(tmp_path)).strip() == "compiled"

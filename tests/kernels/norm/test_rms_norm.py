@@ -46,6 +46,18 @@ def test_fused_add_rms_norm(randn, kernels, reference, shape, dtype):
     assert torch.equal(residual, residual_before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ROWS)
+def test_rms_norm_add(randn, kernels, reference, shape, dtype):
+    x, residual, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
+    before = x.clone(), residual.clone()
+    expected = reference.rms_norm_add(x, residual, weight, 1e-6)
+    check_close(expected, llama_rms_norm(x, weight, 1e-6) + residual, terms=2)
+    check_close(kernels.rms_norm_add(x, residual, weight, 1e-6), expected, terms=2)
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+
+
 def test_norms_of_strided_rows(randn, kernels):
     """Heads of a fused qkv tensor, and rows of a wider buffer."""
     qkv = randn(5, 12, 32)
@@ -56,6 +68,8 @@ def test_norms_of_strided_rows(randn, kernels):
     y, total = kernels.fused_add_rms_norm(wide[:, 5:37], other[:, :32], weight, 1e-6)
     assert torch.equal(total, wide[:, 5:37] + other[:, :32])
     check_close(y, llama_rms_norm(total, weight, 1e-6))
+    y = kernels.rms_norm_add(wide[:, 5:37], other[:, :32], weight, 1e-6)
+    check_close(y, llama_rms_norm(wide[:, 5:37], weight, 1e-6) + other[:, :32], terms=2)
     y, total = kernels.fused_add_rms_norm(qkv[:, :3], randn(5, 3, 32), weight, 1e-6)
     check_close(y, llama_rms_norm(total, weight, 1e-6))
     deep = randn(2, 3, 2, 32)

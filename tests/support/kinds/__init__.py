@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
-from support.kinds import bloom, llama, opt
+from support.kinds import bloom, glm4, llama, ministral, mixtral, opt, phi3, qwen3_moe, smollm3, vision
 
-CONFIGS = {**llama.CONFIGS, **opt.CONFIGS, **bloom.CONFIGS}
+CONFIGS = {
+    **llama.CONFIGS,
+    **opt.CONFIGS,
+    **bloom.CONFIGS,
+    **phi3.CONFIGS,
+    **glm4.CONFIGS,
+    **ministral.CONFIGS,
+    **smollm3.CONFIGS,
+    **vision.CONFIGS,
+    **qwen3_moe.CONFIGS,
+    **mixtral.CONFIGS,
+}

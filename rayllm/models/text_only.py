@@ -1,0 +1,25 @@
+"""Names of weights in checkpoints that hold a text model beside towers for images, video or sound.
+
+Today's checkpoints say `model.language_model.layers...` and `lm_head`, older ones `language_model.model.layers...` and
+`language_model.lm_head`, or, as Qwen2.5-VL did, `model.layers...` as a text model alone does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+# What is not the text model's, below `model.` or not.
+TOWERS = ("vision_tower.", "vision_model.", "visual.", "audio_tower.", "multi_modal_projector.", "embed_vision.")
+
+
+def split_text(stored: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """(name of each weight in a checkpoint of the text model alone -> its name here, names of the others)."""
+    text, others = {}, []
+    for name in stored:
+        if name.removeprefix("model.").startswith(TOWERS):
+            others.append(name)
+        elif name.startswith("model.language_model."):
+            text["model." + name.removeprefix("model.language_model.")] = name
+        else:
+            text[name.removeprefix("language_model.")] = name
+    return text, others
