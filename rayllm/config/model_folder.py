@@ -16,6 +16,7 @@ from rayllm.config.architectures.common import make_spec
 from rayllm.config.json_fields import JsonFields, read_json_object
 from rayllm.config.known_keys import TOWERS, refuse_unknown
 from rayllm.config.model_spec import ModelSpec
+from rayllm.config.quantization import parse_quantization
 from rayllm.errors import InvalidRequestError, ModelError
 
 GENERATION_CONFIG = "generation_config.json"
@@ -41,7 +42,7 @@ def load_model_spec(path: str) -> ModelSpec:
         raise ModelError(f"model folder {path} {state}")
     config = JsonFields(read_json_object(folder / "config.json"), str(folder / "config.json"))
     name, architecture = _architecture(config)
-    _check_quantization(config)
+    quantization = parse_quantization(config)
     text = _text_part(config, architecture)
     default = architecture.eos_token_id
     eos = text.get("eos_token_id", default)
@@ -55,7 +56,7 @@ def load_model_spec(path: str) -> ModelSpec:
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(isinstance(i, int) for i in ids):
         raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, not {eos!r}")
-    fields = architecture.parse(text, name)
+    fields = architecture.parse(text, name) | {"quantization": quantization}
     spec = make_spec(text, architecture=name, eos_token_ids=ids, text_only=bool(architecture.text_types), **fields)
     towers = TOWERS if architecture.text_types else frozenset()
     refuse_unknown(text, towers)
@@ -115,15 +116,3 @@ def _text_part(config: JsonFields, architecture: Architecture) -> JsonFields:
     kind = text.text("model_type", architecture.text_types[0])
     text.one_of("text_config.model_type", kind, architecture.text_types)
     return text
-
-
-def _check_quantization(config: JsonFields) -> None:
-    """Raises ModelError if weights are quantised. Scales for a KV cache in fp8 alone are none of that."""
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return
-    told = quantization if isinstance(quantization, dict) else {}
-    method = told.get("quant_method")
-    if method == "compressed-tensors" and told.get("kv_cache_scheme") and not told.get("config_groups"):
-        return
-    raise ModelError(f"{config.file}: quantization_config: quantised checkpoints ({method}) are not supported")

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rayllm.config.quantization import QuantizationSpec
 from rayllm.config.rope import RopeSpec
 from rayllm.errors import ModelError
 
@@ -100,6 +101,7 @@ class ModelSpec:
     rope_layers: one entry a layer, whether it has rotary positions; None if all have.
     logits_scale: of logits.
     own: what only an architecture of a user's package has.
+    quantization: how the checkpoint stores weights in fewer bits; None if it does not.
     experts is None for models without. rope is None for OPT and BLOOM, opt and bloom are None for the others.
     """
 
@@ -140,6 +142,7 @@ class ModelSpec:
     rope: RopeSpec | None = None
     opt: OPTSpec | None = None
     bloom: BloomSpec | None = None
+    quantization: QuantizationSpec | None = None
 
     @property
     def max_model_len(self) -> int:

@@ -67,6 +67,8 @@ def start_resolved_engine(config: ResolvedConfig, executor: Executor | None = No
     gc.collect()
     gc.freeze()
     spec = config.spec
+    if spec.quantization is not None:
+        logger.info("%s", _about_quantised(config))
     if spec.rope is not None and spec.default_model_len < spec.max_model_len:
         logger.info(
             "positions of rope_type %s are exact up to %d tokens; max_model_len is %d, and may be up to %d",
@@ -84,6 +86,16 @@ def start_resolved_engine(config: ResolvedConfig, executor: Executor | None = No
         info.sampling_defaults,
     )
     return core
+
+
+def _about_quantised(config: ResolvedConfig) -> str:
+    """One line that says what becomes of a checkpoint's weights in fewer bits."""
+    stored = f"weights are stored in {config.spec.quantization}"
+    if config.options.load_format == "dummy":
+        return f"{stored}; dummy weights are made in {config.dtype}"
+    return (
+        f"{stored} and dequantised to {config.dtype} while they load: they take as much memory as {config.dtype} ones"
+    )
 
 
 def _make_executor(config: ResolvedConfig, owns_ray: bool = False) -> Executor:

@@ -19,6 +19,7 @@ from rayllm.layers.layer import BuildContext
 from rayllm.layers.lora import AdapterState
 from rayllm.layers.weights import WeightSource
 from rayllm.models.base import CausalLM
+from rayllm.models.dequantised import DequantisedCheckpoint, Index, Stored, StoredTensors
 from rayllm.models.registry import model_class
 from rayllm.models.text_only import split_text
 from rayllm.parallel.shared_weights import SharedWeights
@@ -33,7 +34,7 @@ FLOAT_STORAGE = ("F64", "F32", "F16", "BF16")
 NAMES_IN_ERRORS = 5
 
 
-class Checkpoint(WeightSource):
+class Checkpoint(StoredTensors):
     """The *.safetensors files of a model folder, mapped lazily: a slice is read from the file when it is asked for.
 
     text_only: it holds towers beside a text model, whose weights alone are read, by the names of a text model alone.
@@ -58,10 +59,14 @@ class Checkpoint(WeightSource):
         self._bar = tqdm(total=len(self._file_of), desc="Loading weights", unit="tensor", disable=None, leave=False)
 
     def slice(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> torch.Tensor:
-        view = self._view(name, shape)
-        if view is None:
-            return torch.zeros(()).expand(*shape[:dim], stop - start, *shape[dim + 1 :])
-        return view[(slice(None),) * dim + (slice(start, stop),)]
+        stored = self.part(name, shape, (slice(None),) * dim + (slice(start, stop),))
+        return torch.zeros(()).expand(*shape[:dim], stop - start, *shape[dim + 1 :]) if stored is None else stored
+
+    def part(
+        self, name: str, shape: tuple[int, ...], index: Index, dtypes: tuple[str, ...] = FLOAT_STORAGE
+    ) -> torch.Tensor | None:
+        view = self._view(name, shape, dtypes)
+        return None if view is None else view[index]
 
     def optional(self, name: str) -> torch.Tensor | None:
         view = self._view(name, None) if self._stored(name) in self._file_of else None
@@ -81,13 +86,21 @@ class Checkpoint(WeightSource):
             )
         self._open.clear()
 
+    def find(self, name: str) -> Stored | None:
+        name = self._stored(name)
+        try:
+            view = self._handle(self._file_of[name]).get_slice(name) if name in self._file_of else None
+        except SafetensorError:  # the index names a file that lacks the tensor
+            view = None
+        return None if view is None else Stored(name, view.get_dtype(), tuple(view.get_shape()))
+
     def _stored(self, name: str) -> str:
         """The name as it is stored: the checkpoint of a model's body alone lacks the first part of its names."""
         name = self._text.get(name, name)
         of_body = name.partition(".")[2]
         return of_body if of_body in self._file_of and name not in self._file_of else name
 
-    def _view(self, name: str, shape: tuple[int, ...] | None) -> Any:
+    def _view(self, name: str, shape: tuple[int, ...] | None, dtypes: tuple[str, ...] = FLOAT_STORAGE) -> Any:
         """A lazy slice of the stored tensor, None if there is none. shape: None takes any."""
         name = self._stored(name)
         if name not in self._file_of:
@@ -106,7 +119,7 @@ class Checkpoint(WeightSource):
         stored = tuple(view.get_shape())
         if shape is not None and stored != shape:
             raise ModelError(f"{file}: weight {name} has shape {list(stored)}, but config.json asks for {list(shape)}")
-        if view.get_dtype() not in FLOAT_STORAGE:
+        if view.get_dtype() not in dtypes:
             raise ModelError(f"{file}: weight {name} is stored as {view.get_dtype()}, which is not supported")
         return view
 
@@ -182,9 +195,11 @@ def load_model(
     dummy = options.load_format == "dummy"
     source: WeightSource = DummyCheckpoint(options.seed or 0, device, dtype)
     if not dummy:
-        source = Checkpoint(options.model, text_only=spec.text_only)
-        if source.num_left_out and tp.rank == 0:
-            logger.info("%s is served for text alone: %d weights are left out", options.model, source.num_left_out)
+        source = checkpoint = Checkpoint(options.model, text_only=spec.text_only)
+        if checkpoint.num_left_out and tp.rank == 0:
+            logger.info("%s is served for text alone: %d weights are left out", options.model, checkpoint.num_left_out)
+        if spec.quantization is not None:
+            source = DequantisedCheckpoint(checkpoint, spec.quantization, device)
     if weights is not None:
         make(replace(context, device=torch.device("meta")), spec)
         weights.allocate()

@@ -375,7 +375,7 @@ def test_bloom(tmp_path):
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, not 0"),
         ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints \\(awq\\) are not supported"),
+        ({"quantization_config": {"quant_method": "vptq"}}, "quantization_config.quant_method vptq is not supported"),
         ({"hidden_act": "prelu"}, "hidden_act prelu is not supported"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not supported"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 8"),
