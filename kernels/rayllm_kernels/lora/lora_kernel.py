@@ -55,11 +55,11 @@ def _shrink_kernel(
     begin, end = part * part_inputs, min((part + 1) * part_inputs, inputs)
     row = (slot * PROJECTIONS + projection).to(tl.int64) * MAX_RANK + rank
     a_ptr += row[:, None] * inputs + depth[None, :]
+    x_ptr += token.to(tl.int64)[:, None] * stride_x + depth[None, :]
     inside = (begin + depth < inputs)[None, :]
     a = tl.load(a_ptr + begin, mask=there[:, None] & inside, other=0.0)
     wait_for_predecessor(OVERLAP)
     if rank_tile * RANKS < num_ranks:
-        x_ptr += token.to(tl.int64)[:, None] * stride_x + depth[None, :]
         x = tl.load(x_ptr + begin, mask=mine[:, None] & inside, other=0.0)
         acc = tl.dot(x, tl.trans(a), input_precision="ieee")
         for start in range(begin + DEPTH, end, DEPTH):

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -44,7 +44,7 @@ class ReplicaAdapters:
     at_start: the names of those that it has from its options. versions, errors: as `EngineMember` has them.
     """
 
-    def __init__(self, model: str, driver: AdapterDriver, at_start: Mapping[str, str]):
+    def __init__(self, model: str, driver: AdapterDriver, at_start: Iterable[str]):
         self._model, self._driver = model, driver
         self.versions: dict[str, int] = dict.fromkeys(at_start, 0)
         self.errors: dict[int, str] = {}

@@ -58,7 +58,7 @@ class EngineReplica:
         self._core = (start or _start)(config)  # the driver's, while that runs
         self._driver = EngineDriver(self._core)
         self._socket = EngineSocket(self._driver)
-        self._adapters = ReplicaAdapters(model, self._driver, config.options.adapters)
+        self._adapters = ReplicaAdapters(model, self._driver, self._core.adapters)
         self._servers: set[str] | None = None  # the model's API servers; None until the directory has told them
         directory = registry or DirectoryLink(self._place.app_name)
         self._membership = Membership(directory, self._member, self._report, self._on_view, self._stop)
