@@ -194,11 +194,11 @@ class Hub:
         except errors.HFValidationError:
             raise ModelError(f"model {name} is no folder here, and no name that a hub could have") from None
         except (errors.RevisionResolutionError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-            lack = f"no whole copy of model {model} is in the cache {self._cache}"
+            lack = f"model {model} is no folder here, and no whole copy of it is in the cache {self._cache}"
             if self._offline:
-                raise ModelError(f"{lack}, and HF_HUB_OFFLINE keeps it from being downloaded") from None
+                raise ModelError(f"{lack}; HF_HUB_OFFLINE keeps it from being downloaded") from None
             cause = error.__cause__ or error
-            raise ModelError(f"{lack}, and {self._endpoint} does not answer ({_one_line(cause)})") from None
+            raise ModelError(f"{lack}; {self._endpoint} does not answer ({_one_line(cause)})") from None
         except errors.HfHubHTTPError as error:
             if error.response.status_code == 401:
                 raise ModelError(f"{self._endpoint} refuses the token in HF_TOKEN for model {name}") from None
