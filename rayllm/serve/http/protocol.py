@@ -177,7 +177,7 @@ def _text_of(content: Any, info: ValidationInfo) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
-            raise ValueError(f"content of type {kind!r} is not supported yet")
+            raise ValueError(f"content of type {kind[:80]!r} is not supported: models are served text-only")
     return "\n".join(TextPart.model_validate(part, context=info.context).text for part in content)
 
 

@@ -521,7 +521,7 @@ class RequestGroup:
 
     def __init__(self, context: RequestContext, job: Job):
         self._context = context
-        self._names = job.names
+        self._names, self._requests = job.names, job.requests
         self._queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
         self._running = len(job.requests)
         self._tasks = [asyncio.create_task(each) for each in (self._start(job), self._watch_client())]
@@ -536,6 +536,8 @@ class RequestGroup:
                 self._running -= 1
             elif isinstance(item, Exception):
                 self._close()
+                if isinstance(item, ApiError) and item.status_code == 408:
+                    self._forget()
                 with renamed(self._names):  # a grammar that only the engine could find wrong
                     raise item
             else:
@@ -546,6 +548,12 @@ class RequestGroup:
         """Stop what still runs."""
         for task in self._tasks:
             task.cancel()
+
+    def _forget(self) -> None:
+        """A deadline was missed: the engine is not to go on for who may send it again."""
+        for request in self._requests:
+            if request.key is not None:
+                self._context.target.engine.forget(request.key.id)
 
     async def _start(self, job: Job) -> None:
         for index, (request, text) in enumerate(zip(job.requests, job.prompts, strict=True)):
