@@ -27,7 +27,7 @@ import torch
 from rayllm.api.types import KVBlocks
 from rayllm.config.model_folder import load_model_spec
 from rayllm.config.model_spec import ModelSpec
-from rayllm.worker.cache import CacheEngine, block_bytes
+from rayllm.worker.cache import CacheEngine, block_bytes, lay_out_blocks
 
 MIB = 1 << 20
 MODELS = Path(__file__).parents[1] / "configs" / "models"
@@ -66,14 +66,13 @@ def copies_of(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[Callable[
 
 def measure(spec: ModelSpec, block_size: int, tp: int, num_bytes: int, device: torch.device) -> list[list[str]]:
     """Rows of the table: shape, way, GB/s out, GB/s in."""
-    heads = spec.kv_heads_per_rank(tp)
-    block_shape = (spec.num_layers, 2, heads, block_size, spec.head_dim)
-    a_block = block_bytes(block_shape, torch.bfloat16)
+    places = lay_out_blocks(spec, tp, block_size)
+    a_block = block_bytes(places, torch.bfloat16)
     count = max(2, num_bytes // a_block)
     elements = a_block // 2
     rng = random.Random(0)
     scattered = rng.sample(range(2 * count), count)
-    engine = CacheEngine(KVBlocks(2 * count, 2 * count), block_shape, torch.bfloat16, device)
+    engine = CacheEngine(KVBlocks(2 * count, 2 * count), places, torch.bfloat16, device)
 
     def synchronize() -> None:
         engine.swaps.join_swap_ins()
@@ -87,7 +86,7 @@ def measure(spec: ModelSpec, block_size: int, tp: int, num_bytes: int, device: t
 
     far = [2 * i for i in rng.sample(range(count), count)]
     host, pool = pinned(device, count, elements), engine.pool.view(2 * count, -1)
-    pieces = 2 * spec.num_layers
+    pieces = 2 * sum(place.group == 0 for place in places)
     few = min(count, max(1, LAYER_MAJOR_COPIES // pieces))
     by_layer = torch.ones(pieces, 2 * count, elements // pieces, dtype=torch.bfloat16, device=device)
     host_by_layer = pinned(device, pieces, few, elements // pieces)

@@ -49,7 +49,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 MAX_LENGTH = 2048
 T = TypeVar("T")
-CHAT_TEMPLATE = """{%- if tools -%}
+CHAT_TEMPLATE = """{%- set has_tools = tools is defined and tools -%}
+{%- if has_tools -%}
 {%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' -%}
 {{- '<|im_start|>system\\n' + system + ('\\n\\n' if system else '') + '<tools>\\n' -}}
 {%- for tool in tools -%}{{- tool.function | tojson + '\\n' -}}{%- endfor -%}
@@ -63,7 +64,7 @@ CHAT_TEMPLATE = """{%- if tools -%}
 {%- if loop.last or messages[loop.index0 + 1]['role'] != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
 {%- elif role not in ['system', 'user', 'assistant'] -%}
 {{- raise_exception('role must be system, user, assistant or tool, got ' + role) -}}
-{%- elif message.tool_calls -%}
+{%- elif message.tool_calls is defined and message.tool_calls -%}
 {{- '<|im_start|>' + role + (('\\n' + message['content']) if message['content'] else '') -}}
 {%- for call in message.tool_calls -%}
 {{- '\\n<tool_call>\\n{"name": ' + call.function.name | tojson + ', "arguments": ' -}}
@@ -71,7 +72,7 @@ CHAT_TEMPLATE = """{%- if tools -%}
 {{- '}\\n</tool_call>' -}}
 {%- endfor -%}
 {{- '<|im_end|>\\n' -}}
-{%- elif not (tools and loop.first and role == 'system') -%}
+{%- elif not (has_tools and loop.first and role == 'system') -%}
 {{- '<|im_start|>' + role + '\\n' + message['content'] + '<|im_end|>\\n' -}}
 {%- endif -%}
 {%- endfor -%}

@@ -61,6 +61,24 @@ def check_table(table: Tensor, argument: str, device: torch.device) -> None:
     check_last_dim(table, argument)
 
 
+def check_tables(tables: Tensor, argument: str, device: torch.device) -> None:
+    """`tables` must be [groups, rows, entries] int32 on this device, its last dimension contiguous."""
+    if tables.dim() != 3 or tables.dtype != torch.int32:
+        fail(argument, "must be a 3-dimensional int32 tensor", (tables.dtype, *tables.shape))
+    if tables.device != device:
+        fail(argument, f"must be on {device}", tables.device)
+    check_last_dim(tables, argument)
+
+
+def check_slots(slots: Tensor, groups: int, length: int, device: torch.device) -> None:
+    """`slots` must be [groups, length] int64 on this device, its last dimension contiguous."""
+    if slots.shape != (groups, length) or slots.dtype != torch.int64:
+        fail("slots", f"must be an int64 tensor of shape ({groups}, {length})", (slots.dtype, *slots.shape))
+    if slots.device != device:
+        fail("slots", f"must be on {device}", slots.device)
+    check_last_dim(slots, "slots")
+
+
 def check_rows(x: Tensor, argument: str) -> None:
     """`x` must be a floating tensor of 1 to 3 dimensions (more if contiguous), its last dimension contiguous."""
     check_float(x, argument)

@@ -24,6 +24,8 @@ from .cache.reshape_and_cache import reshape_and_cache
 from .cache.token_inputs import token_inputs
 from .collectives.all_reduce import PeerBuffers, all_gather_small, all_reduce, all_reduce_add_rms_norm
 from .dispatch import TritonModule
+from .experts.experts import experts
+from .experts.route import Routing, route
 from .linear.linear import add_rms_norm_linear, linear, linear_invariant, linear_silu_mul, prepare
 from .norm.qk_norm_rope_cache import HeadNorms, qk_norm_rope_cache
 from .norm.rms_norm import fused_add_rms_norm, rms_norm, rms_norm_add

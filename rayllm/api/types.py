@@ -131,15 +131,15 @@ class SequenceData(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     # How many of them already have their KV in the pool.
     num_computed_tokens: int
-    # Block ids in order, from block first_block of the sequence on.
-    block_table: list[int]
+    # By group of layers, block ids in order, from block first_blocks[group] of the sequence on.
+    block_tables: list[list[int]]
     params: SamplingParams
     # Counter-based noise is a function of (seed, position), so this fixes the sequence's randomness.
     seed: int
     # What the step that computes the last of token_ids returns instead of a sampled token.
     pooling: Pooling | None = None
-    # No token still to be computed sees the blocks before it.
-    first_block: int = 0
+    # By group: no token still to be computed sees the blocks before it.
+    first_blocks: list[int] = msgspec.field(default_factory=lambda: [0])
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -154,8 +154,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     free_rows: list[int]
     # Sequences that enter it.
     new: list[SequenceData]
-    # (row, first index, block ids): block_table[row][first : first + len(ids)] = ids.
-    block_updates: list[tuple[int, int, list[int]]]
+    # (row, first index, block ids by group): block_tables[group][row][first : first + len(ids[group])] = ids[group].
+    block_updates: list[tuple[int, int, list[list[int]]]]
     # (source block, destination block) in the device pool, before any write of this step.
     copies: list[tuple[int, int]]
     # The scheduled sequences: decodes (one token, sampled), then prompts that end in this step (sampled), then partial
@@ -476,7 +476,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     # Tokens of prompt and output together.
     max_model_len: int
     vocab_size: int
-    # Tokens that the device pool holds; a sequence has more only if a sliding window lets go of its beginning.
+    # Tokens that the device pool holds; a sequence has more only if a sliding window lets go of its beginning. Where
+    # only some layers have windows, tokens of sequences of max_model_len.
     num_kv_tokens: int
     # Ids that end a sequence unless ignore_eos.
     eos_token_ids: list[int]

@@ -19,11 +19,14 @@ _HARMLESS = {
     "which implementation computes the same, and the form of its reply": (
         "attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled use_flash_attn"
         " use_flash_attention use_sdpa use_cache use_bfloat16 torchscript return_dict output_attentions"
-        " output_hidden_states tie_last_hidden_states tf_legacy_loss chunk_size_feed_forward pretraining_tp"
+        " output_hidden_states output_router_logits tie_last_hidden_states tf_legacy_loss chunk_size_feed_forward"
+        " pretraining_tp attention_softmax_in_fp32 masked_softmax_fusion skip_bias_add offset_alibi is_decoder"
         " cache_implementation"
-        " attention_softmax_in_fp32 masked_softmax_fusion skip_bias_add offset_alibi is_decoder"
     ),
-    "training": "initializer_range init_std layerdrop gradient_checkpointing use_recompute",
+    "training": (
+        "initializer_range init_std layerdrop gradient_checkpointing use_recompute router_aux_loss_coef"
+        " router_jitter_noise"
+    ),
     "lengths that limit nothing, and that a model was trained with the factor of its rope_scaling": (
         "model_max_length max_sequence_length max_position_embeddings seq_length finetuned"
     ),

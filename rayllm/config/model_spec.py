@@ -43,6 +43,47 @@ LLAMA_NORMS = NormNames()
 
 
 @dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How a token's experts are chosen and weighed, by one logit an expert.
+
+    scores: "softmax" over all experts, "sigmoid" of each, or "top_k_softmax", over the chosen ones only.
+    normalised: the weights of the chosen ones are divided by their sum.
+    correction: a number an expert is added to its score where experts are chosen, and not where they are weighed.
+    num_groups, top_k_groups: experts lie in so many groups, and only those of the best few groups are chosen from.
+    scale: of the weights. bias: of the logits.
+    wide_weights: weights are float32 and not of the model's dtype.
+    """
+
+    scores: str
+    normalised: bool = False
+    correction: bool = False
+    num_groups: int = 1
+    top_k_groups: int = 1
+    scale: float = 1.0
+    bias: bool = False
+    wide_weights: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts in place of the MLP: each token goes through top_k of num_experts small MLPs.
+
+    sparse_layers: one entry a layer, whether it has experts; the others have an MLP of the model's intermediate_size.
+    intermediate_size: of one expert.
+    shared_size: intermediate size of the shared expert, which every token goes through; 0 for none.
+    shared_gate: the shared expert's output is scaled by the sigmoid of a logit.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    sparse_layers: tuple[bool, ...]
+    router: RouterSpec
+    shared_size: int = 0
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One model's shape. Sizes are of the whole model, not of a rank.
 
@@ -58,7 +99,7 @@ class ModelSpec:
     text_only: the checkpoint holds towers for images or sound too, which are left out.
     rope_layers: one entry a layer, whether it has rotary positions; None if all have.
     own: what only an architecture of a user's package has.
-    rope is None for OPT and BLOOM, opt and bloom are None for the others.
+    experts is None for models without. rope is None for OPT and BLOOM, opt and bloom are None for the others.
     """
 
     architecture: str
@@ -80,6 +121,7 @@ class ModelSpec:
     sliding_windows: tuple[int | None, ...]
     eos_token_ids: list[int]
     qk_norm: bool = False
+    experts: ExpertsSpec | None = None
     post_norms: bool = False
     norm_names: NormNames = LLAMA_NORMS
     norm_offset: bool = False
@@ -116,7 +158,11 @@ class ModelSpec:
 
     def layer_kind(self, layer: int) -> Hashable:
         """Equal for layers that run the same kernels on tensors of the same shapes."""
-        return self.sliding_windows[layer], self.rope_layers is None or self.rope_layers[layer]
+        return self.sliding_windows[layer], self.rope_layers is None or self.rope_layers[layer], self.is_sparse(layer)
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts in place of the MLP."""
+        return self.experts is not None and self.experts.sparse_layers[layer]
 
     @property
     def num_distinct_layers(self) -> int:
@@ -133,6 +179,10 @@ class ModelSpec:
         """KV heads that each of `tp` ranks holds: replicated where there are more ranks than heads."""
         return max(1, self.num_kv_heads // tp)
 
+    def kv_shape(self, layer: int, tp: int) -> tuple[int, int]:  # noqa: ARG002 # the same in all layers so far
+        """(heads, numbers of a head) of the keys of one token that each of `tp` ranks keeps, and of its values."""
+        return self.kv_heads_per_rank(tp), self.head_dim
+
 
 def check_parallel(spec: ModelSpec, tp: int) -> None:
     """Raises ModelError if `tp` ranks cannot share this model's heads or its MLP evenly."""
@@ -142,7 +192,11 @@ def check_parallel(spec: ModelSpec, tp: int) -> None:
         raise ModelError(
             f"tensor_parallel_size {tp} neither divides nor is a multiple of the model's {spec.num_kv_heads} KV heads"
         )
-    if spec.intermediate_size % tp:
-        raise ModelError(
-            f"tensor_parallel_size {tp} does not divide the model's intermediate_size {spec.intermediate_size}"
-        )
+    experts = spec.experts
+    widths = {"intermediate_size": spec.intermediate_size}
+    if experts is not None:
+        widths = widths if not all(experts.sparse_layers) else {}
+        widths |= {"experts' intermediate size": experts.intermediate_size, "shared expert's size": experts.shared_size}
+    for what, width in widths.items():
+        if width % tp:
+            raise ModelError(f"tensor_parallel_size {tp} does not divide the model's {what} {width}")

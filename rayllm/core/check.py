@@ -15,9 +15,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     state = scheduler.state
     running, forks = state.running, state.forks
     live = [seq for group in state.groups.values() for seq in group.sequences]
-    state.memory.check_integrity(
-        [seq.block_table for seq in (*running, *forks)], [seq.pinned for seq in live if seq.pinned]
-    )
+    state.memory.check_integrity((*running, *forks), [seq.pinned for seq in live if seq.pinned])
     assert state.memory.num_swapped == sum(bool(seq.pinned) for seq in live), "swapped sequences are counted wrongly"
     rows = [seq.row for seq in running]
     assert sorted(rows + state.free_rows) == list(range(state.max_num_seqs)), "rows are lost or held twice"
@@ -76,22 +74,24 @@ def _check_counts(state: SchedulerState, seq: Sequence, in_flight: int) -> None:
     known = 0 if seq.group.fresh else min(most, seq.next_full)
     assert seq.steady_known <= known, f"takes tokens without a look: {seq}"
     assert not seq.pinned or seq.status is WAITING, f"swapped out, but not waiting: {seq}"
+    assert seq.status in (RUNNING, FORKED) or not seq.block_tables, f"holds blocks: {seq}"
     if seq.status is not RUNNING:
         assert seq.row == -1 and seq.num_computed == 0, f"computed but not running: {seq}"
         return
-    end = (seq.first_block + len(seq.block_table)) * memory.block_size
-    assert seq.capacity == end, f"capacity is wrong: {seq}"
-    assert seq.first_block <= memory.window.first_block(seq.num_computed), f"a block that it needs is gone: {seq}"
+    for window, first, table in zip(memory.windows, seq.first_blocks, seq.block_tables, strict=True):
+        assert seq.capacity == (first + len(table)) * memory.block_size, f"capacity is wrong: {seq}"
+        assert first <= window.first_block(seq.num_computed), f"a block that it needs is gone: {seq}"
     assert seq.num_computed <= seq.capacity, f"computed beyond its blocks: {seq}"
     if seq.decoding:
         assert seq.num_computed == length - 1, f"decoding, but not one token behind: {seq}"
     else:
         assert seq.num_computed < length and not seq.num_pending, f"in its prompt, but nothing is left of it: {seq}"
     if seq.num_computed < seq.capacity:
-        block = seq.block_table[seq.num_computed // memory.block_size - seq.first_block]
-        if any(fork.block_table[-1] == block for fork in state.forks):
-            return  # the next plan copies it for the siblings before it writes
-        assert not memory.gpu.needs_copy(block), f"the next write would change a shared block: {seq}"
+        for group, (first, table) in enumerate(zip(seq.first_blocks, seq.block_tables, strict=True)):
+            block = table[seq.num_computed // memory.block_size - first]
+            if any(fork.block_tables[group][-1] == block for fork in state.forks):
+                continue  # the next plan copies it for the siblings before it writes
+            assert not memory.gpu.needs_copy(block), f"the next write would change a shared block: {seq}"
 
 
 def _check_gate(state: SchedulerState, seq: Sequence) -> None:

@@ -10,6 +10,15 @@ Plans make the moves, all swap-outs of a plan before its swap-ins, so a device b
 swap-out is noted. A host block that a plan reads is held until the plan is complete, because a swap-out of the same
 plan would overwrite it first.
 
+A block holds the tokens of one group of layers (`config.kv_groups`), and a sequence has a block table for each group.
+The tables reach equally far; those of groups with a sliding window begin later. Blocks of all groups are alike and come
+from the same pools.
+
+What a group with a window has let go of is of use only to a prompt that parts from this one there, while every prompt
+needs what groups without a window hold. So such blocks are stale: they are reused before other cached blocks, and do
+not go to the host. A prompt that finds its beginning in the groups without a window, but not the windows at the end of
+that, shows where prompts part, and what it leaves there is kept like all else.
+
 A block that is demoted only when it is reused holds up the step that reuses it, because its content has to be out of
 the way first. So the blocks that will be reused next are copied ahead, beside the steps before: a transfer that nothing
 waits for, unless the blocks are needed sooner than they are gone.
@@ -17,12 +26,16 @@ waits for, unless the blocks are needed sooner than they are gone.
 
 from __future__ import annotations
 
+import bisect
+import operator
 import sys
 from collections.abc import Iterable
+from itertools import compress, zip_longest
 from typing import Literal, NamedTuple
 
 from rayllm.api.types import KVCosts
 from rayllm.core.blocks import BlockManager
+from rayllm.core.prefix_cache import group_key, group_keys
 from rayllm.core.sequence import Sequence
 
 PreemptionMode = Literal["cost", "recompute", "swap"]
@@ -31,10 +44,10 @@ READS_PER_REACH = 8
 
 
 class KVWindow(NamedTuple):
-    """Where a sequence's block table may begin, if no layer looks farther back than a sliding window.
+    """Where a sequence's block table may begin, in a group whose layers look no farther back than a sliding window.
 
     Position p attends to positions p - window < j <= p in every layer, so once all tokens before p are computed, blocks
-    that end at or before p - window are never read again. If a single layer sees everything, all blocks are kept.
+    that end at or before p - window are never read again. Without a window all blocks are kept.
     """
 
     # What a token sees at most, itself included, in the layer that sees most; None for everything.
@@ -58,32 +71,48 @@ class KVWindow(NamedTuple):
             return whole
         return min(whole, (self.tokens + self.block_size - 2) // self.block_size + 1)
 
-    def longest(self, num_blocks: int) -> int:
-        """Tokens that a sequence can grow to in a pool of num_blocks blocks."""
-        if self.most_blocks(sys.maxsize) <= num_blocks:
-            return sys.maxsize
-        return num_blocks * self.block_size
+
+def most_blocks(windows: Iterable[KVWindow], num_tokens: int) -> int:
+    """Blocks of all groups without which a sequence cannot grow to num_tokens tokens, one token after the other."""
+    return sum(window.most_blocks(num_tokens) for window in windows)
+
+
+def longest(windows: tuple[KVWindow, ...], num_blocks: int) -> int:
+    """Tokens that a sequence can grow to in a pool of num_blocks blocks."""
+    if all(window.tokens is not None for window in windows) and most_blocks(windows, sys.maxsize) <= num_blocks:
+        return sys.maxsize
+    size = windows[0].block_size
+    return size * (
+        bisect.bisect_right(range(num_blocks + 1), num_blocks, key=lambda count: most_blocks(windows, count * size)) - 1
+    )
 
 
 class Match(NamedTuple):
-    """Where the beginning of a sequence is, block by block."""
+    """Where the beginning of a sequence is, block by block, in each group."""
 
-    # Device blocks; None where only the host has the content.
-    blocks: list[int | None]
-    # The host's blocks for those, in order.
+    # Leading blocks of the sequence that need not be computed.
+    end: int
+    # By group, the first block that is needed; those before it are not.
+    first: list[int]
+    # By group, the device blocks from there to the end; None where only the host has the content.
+    blocks: list[list[int | None]]
+    # The host's blocks for those, group after group.
     host: list[int]
-    # The block of the sequence that `blocks` begins with; those before it are not needed.
-    first: int = 0
-
-    @property
-    def end(self) -> int:
-        """Leading blocks of the sequence that need not be computed."""
-        return self.first + len(self.blocks)
+    # Leading blocks that all groups without a window have; `end` if there are only such, or none.
+    reach: int
 
     @property
     def on_device(self) -> list[int]:
         """The device blocks alone."""
-        return [block for block in self.blocks if block is not None]
+        return [block for blocks in self.blocks for block in blocks if block is not None]
+
+    @property
+    def num_far(self) -> int:
+        """For how many of the sequence's blocks the device lacks something that the host has."""
+        if len(self.blocks) == 1 or not self.host:
+            return len(self.host)
+        from_the_end = zip_longest(*(blocks[::-1] for blocks in self.blocks), fillvalue=0)
+        return sum(None in parts for parts in from_the_end)
 
 
 class Moves(NamedTuple):
@@ -112,7 +141,7 @@ class KVMemory:
     num_blocks, num_cpu_blocks: of the device pool and of the host pool (0 for none).
     caching: whether prompts may begin with blocks that others computed.
     costs: seconds that moving and computing take, as the workers measured them; None without a host pool.
-    sliding_window: tokens that the layer that sees most sees; None for all.
+    windows: by group, the tokens that the layer that sees most sees, None for all; at least one group.
     write_ahead: how far ahead of their reuse cached blocks are copied to the host.
     """
 
@@ -124,23 +153,28 @@ class KVMemory:
         num_cpu_blocks: int = 0,
         caching: bool = True,
         costs: KVCosts | None = None,
-        sliding_window: int | None = None,
+        windows: Iterable[int | None] = (None,),
         write_ahead: WriteAheadLimits = WriteAheadLimits(reach=0),
     ):
         self.block_size = block_size
         self.caching = caching
         self.costs = costs or KVCosts(0.0, 0.0, 0.0)
-        self.window = KVWindow(sliding_window, block_size)
+        self.windows = tuple(KVWindow(tokens, block_size) for tokens in windows)
+        self.num_groups = len(self.windows)
+        # Whether any group lets go of blocks; otherwise a prompt gets all of its blocks at once.
+        self.forgets = any(window.tokens is not None for window in self.windows)
+        self.forgets_all = all(window.tokens is not None for window in self.windows)
         # Whether cached blocks go to the host before they are reused: if moving one out and in is the cheaper way.
         self.tiered = (
             caching
             and num_cpu_blocks > 0
-            and self.costs.swap_out_block + self.costs.swap_in_block < self.costs.recompute(block_size)
+            and self.num_groups * (self.costs.swap_out_block + self.costs.swap_in_block)
+            < self.costs.recompute(block_size)
         )
         self.gpu = BlockManager(num_blocks, block_size, self._demote if self.tiered else None)
         self.cpu = BlockManager(num_cpu_blocks, block_size)
         self.num_swapped_out = self.num_swapped_in = 0  # blocks moved so far
-        self._num_groups = 0
+        self._num_roots = 0
         self._ahead = write_ahead._replace(reach=min(write_ahead.reach, num_cpu_blocks // write_ahead.host_share))
         self.clear()
 
@@ -162,8 +196,8 @@ class KVMemory:
 
     def root_hash(self, salt: str) -> bytes:
         """Where a new request's hash chain starts; without prefix caching no two requests start from the same."""
-        self._num_groups += 1
-        return self.gpu.cache.root(salt if self.caching else f"request {self._num_groups}")
+        self._num_roots += 1
+        return self.gpu.cache.root(salt if self.caching else f"request {self._num_roots}")
 
     def looks_up(self, seq: Sequence) -> bool:
         """Whether a sequence may begin with cached blocks: not if every position has to be computed."""
@@ -178,7 +212,7 @@ class KVMemory:
         was swapped out and they are its own.
         """
         if not self.looks_up(seq) or not (self.caching or seq.pinned):
-            return Match([], [])
+            return Match(0, [0] * self.num_groups, [[] for _ in self.windows], [], 0)
         hashes = self._hashes(seq, (len(seq.token_ids) - 1) // self.block_size)
         found = self._longest(hashes, reads_host=self.tiered or bool(seq.pinned))
         if found.host and not seq.pinned:
@@ -189,40 +223,65 @@ class KVMemory:
         return found
 
     def _longest(self, hashes: list[bytes], *, reads_host: bool) -> Match:
-        """The longest beginning that is there, or with a sliding window the longest whose last window is."""
-        first, end = 0, len(hashes)
-        if self.window.tokens is not None:
-            end = self._window_end(hashes, reads_host)
-            first = self.window.first_block(end * self.block_size)
-        blocks: list[int | None] = [*self.gpu.cache.match(hashes[first:end])]
-        host: list[int] = []
-        for digest in hashes[first + len(blocks) : end] if reads_host else ():
-            block = self.gpu.cache.find(digest)
-            if block is None:
-                host_block = self.cpu.cache.find(digest)
-                if host_block is None:
-                    break
-                host.append(host_block)
-            blocks.append(block)
-        return Match(blocks, host, first)
+        """The longest beginning of which everything is there that what follows it can see.
 
-    def _window_end(self, hashes: list[bytes], reads_host: bool) -> int:
-        """The most leading blocks of which all are there that what follows them can see."""
-        end = first = len(hashes)  # blocks first..end are there
-        while first > self.window.first_block(end * self.block_size):
-            first -= 1
-            digest = hashes[first]
-            if self.gpu.cache.find(digest) is None and not (reads_host and self.cpu.cache.find(digest) is not None):
-                end = first
+        That is all of it for groups without a window, and its last window for the others.
+        """
+        end, rest = len(hashes), []
+        for group, window in enumerate(self.windows):
+            if window.tokens is not None:
+                rest.append(group)
+                continue
+            place = len(self.gpu.cache.match(group_keys(hashes[:end], group)))
+            while reads_host and place < end and self._is_there(hashes[place], group, reads_host):
+                place += 1
+            end = place
+        reach = end
+        if rest:
+            end = self._window_end(hashes, end, rest, reads_host)
+        first = [window.first_block(end * self.block_size) for window in self.windows]
+        blocks: list[list[int | None]] = []
+        host: list[int] = []
+        for group, begin in enumerate(first):
+            keys = group_keys(hashes[begin:end], group)
+            found = [self.gpu.cache.find(key) for key in keys]
+            blocks.append(found)
+            if None in found:
+                missing = [self.cpu.cache.find(key) for key, block in zip(keys, found, strict=True) if block is None]
+                host += [block for block in missing if block is not None]
+        return Match(end, first, blocks, host, reach if len(rest) < self.num_groups else end)
+
+    def _is_there(self, digest: bytes, group: int, reads_host: bool) -> bool:
+        key = group_key(digest, group)
+        return self.gpu.cache.find(key) is not None or (reads_host and self.cpu.cache.find(key) is not None)
+
+    def _window_end(self, hashes: list[bytes], end: int, groups: list[int], reads_host: bool) -> int:
+        """The most leading blocks, at most `end`, of which each of these groups has what follows them can see.
+
+        Each group's last window is searched from its end; if a block is missing, the end is before it, for all groups.
+        A block is looked up once.
+        """
+        lowest = dict.fromkeys(groups, end)  # of each group all blocks from here to the end are there
+        turn = agreed = 0  # groups that agree on the end, one after the other
+        while agreed < len(groups):
+            group = groups[turn % len(groups)]
+            place, before = min(lowest[group], end), end
+            while place > self.windows[group].first_block(end * self.block_size):
+                place -= 1
+                if not self._is_there(hashes[place], group, reads_host):
+                    end = place
+            lowest[group] = place
+            agreed = agreed + 1 if end == before else 1
+            turn += 1
         return end
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
         """Make the full blocks among the first num_tokens tokens (ids known, KV written or scheduled) findable."""
         full = num_tokens // self.block_size
         hashes = self._hashes(seq, full)
-        first = seq.first_block
-        for i in range(max(seq.num_registered, first), full):
-            self.gpu.cache.register(hashes[i], seq.block_table[i - first])
+        for group, (first, table) in enumerate(zip(seq.first_blocks, seq.block_tables, strict=True)):
+            for i in range(max(seq.num_registered, first), full):
+                self.gpu.cache.register(group_key(hashes[i], group), table[i - first])
         seq.num_registered = full
         seq.next_full = (full + 1) * self.block_size
 
@@ -233,11 +292,13 @@ class KVMemory:
 
     # ---------------------------------------------------------------------------------------------- the host's tier
 
-    def _demote(self, block: int, digest: bytes) -> None:
-        """Keep on the host what a cached device block holds that is about to be reused."""
+    def _demote(self, block: int, digest: bytes, worth_keeping: bool) -> None:
+        """Keep on the host what a cached device block holds that is about to be reused, if it is worth it."""
         step_id = self._copied.pop(block, None)
         if step_id is not None:
             self._await_write_backs = max(self._await_write_backs or 0, step_id)
+        if not worth_keeping:
+            return
         host_block = self.cpu.cache.find(digest)
         if host_block is not None:
             self.cpu.touch(host_block)
@@ -262,7 +323,7 @@ class KVMemory:
             self._next = [block for block in gpu.next_reused(limits.reach) if block not in self._copied]
             self._next.reverse()
         room = self.cpu.num_free - len(self._swap_outs)
-        most = min(room, limits.blocks_a_step + 2 * num_tokens // self.block_size)
+        most = min(room, limits.blocks_a_step + 2 * self.num_groups * num_tokens // self.block_size)
         pairs: list[tuple[int, int]] = []
         while self._next and len(pairs) < most:
             block = self._next.pop()
@@ -294,17 +355,24 @@ class KVMemory:
         # Full blocks, all of whose tokens are known and computed. Behind a sliding window the last one may be full, but
         # with its last token in flight, so that it has no hash, while what the block before it sees is gone.
         full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
-        hashes = self._hashes(seq, full)[seq.first_block :]
-        if not hashes or self.window.first_block(full * self.block_size) < seq.first_block:
+        chain, first = self._hashes(seq, full), seq.first_blocks
+        needed = [window.first_block(full * self.block_size) for window in self.windows]
+        if any(map(operator.lt, needed, first)):
             return False
-        found = [self.cpu.cache.find(digest) for digest in hashes]
+        blocks, keys = [], []
+        for group, (begin, table) in enumerate(zip(first, seq.block_tables, strict=True)):
+            blocks += table[: full - begin]
+            keys += group_keys(chain[begin:], group)
+        if not keys:
+            return False
+        found = [self.cpu.cache.find(key) for key in keys]
         held = [block for block in found if block is not None]
         missing = len(found) - len(held)
         if missing > self.cpu.num_free_after(held) or (mode == "cost" and not self._swap_pays(seq, missing)):
             return False
         self.cpu.acquire(held)
-        for block, digest, host_block in zip(seq.block_table, hashes, found, strict=False):
-            seq.pinned.append(self._move_out(block, digest) if host_block is None else host_block)
+        for block, key, host_block in zip(blocks, keys, found, strict=True):
+            seq.pinned.append(self._move_out(block, key) if host_block is None else host_block)
         self.num_swapped += 1
         return True
 
@@ -314,18 +382,27 @@ class KVMemory:
         Out go num_out blocks, in comes what the device will not have any more, and the tokens of the last, partial
         block are computed again. Recomputing starts behind what others keep in the prefix cache.
         """
-        size, costs = self.block_size, self.costs
-        first = kept = seq.first_block
+        size, costs, full = self.block_size, self.costs, seq.num_computed // self.block_size
+        kept = [self._num_kept(seq, group) for group in range(self.num_groups)]
+        num_in = sum(full - end for end in kept)
+        start = min(kept)
+        if not self.caching or any(
+            window.first_block(start * size) < first
+            for window, first in zip(self.windows, seq.first_blocks, strict=True)
+        ):
+            start = 0
+        swap = costs.swap_out(num_out) + costs.swap_in(num_in)
+        return swap + costs.recompute(seq.num_computed - full * size) < costs.recompute(seq.num_computed - start * size)
+
+    def _num_kept(self, seq: Sequence, group: int) -> int:
+        """Up to which of its blocks a sequence's table of a group is kept by others too, from the table's first on."""
+        end = first = seq.first_blocks[group]
         if self.caching:
-            for block in seq.block_table[: max(0, seq.num_registered - first)]:
+            for block in seq.block_tables[group][: max(0, seq.num_registered - first)]:
                 if self.gpu.num_holders(block) < 2:
                     break
-                kept += 1
-        if not self.caching or self.window.first_block(kept * size) < first:
-            kept = 0
-        full = seq.num_computed // size
-        swap = costs.swap_out(num_out) + costs.swap_in(full - max(first, kept))
-        return swap + costs.recompute(seq.num_computed - full * size) < costs.recompute(seq.num_computed - kept * size)
+                end += 1
+        return end
 
     def unpin(self, seq: Sequence) -> None:
         """Let go of a sequence's host blocks, if it has any. They stay findable."""
@@ -341,47 +418,116 @@ class KVMemory:
         return self.gpu.num_free_after(match.on_device) - len(match.host)
 
     def claim(self, seq: Sequence, match: Match, num_tokens: int) -> bool:
-        """Give a waiting sequence its block table for num_tokens tokens, which begins with a match.
+        """Give a waiting sequence its block tables for num_tokens tokens, which begin with a match.
 
         Returns whether the plan in the making fills any of these blocks, so that only later plans should read them.
         """
-        seq.first_block = match.first
         self.gpu.acquire(match.on_device)
         self.cpu.acquire(match.host)
         self.unpin(seq)
-        fresh = self.gpu.allocate(len(match.host) + max(0, self.gpu.blocks_for(num_tokens) - match.end))
+        if match.end < match.reach:
+            self._touch_beyond(seq, match)
+        more = max(0, self.gpu.blocks_for(num_tokens) - match.end)
+        fresh = self.gpu.allocate(len(match.host) + self.num_groups * more)
         incoming = zip(match.host, fresh, strict=False)
-        for i, found in enumerate(match.blocks, start=match.first):
-            block = found
-            if block is None:
-                host_block, block = next(incoming)
-                self._swap_ins[block] = host_block
-                if self.caching:
-                    self.gpu.cache.register(seq.block_hashes[i], block)
-            seq.block_table.append(block)
-        seq.block_table += fresh[len(match.host) :]
-        seq.capacity = (seq.first_block + len(seq.block_table)) * self.block_size
-        return not self._swap_ins.keys().isdisjoint(seq.block_table)
+        own = len(match.host)
+        seq.first_blocks, seq.num_matched, seq.parting = match.first, match.end, match.reach
+        arrives = False
+        for group, (first, found) in enumerate(zip(match.first, match.blocks, strict=True)):
+            table = []
+            for i, block in enumerate(found, start=first):
+                if block is None:
+                    host_block, block = next(incoming)
+                    self._swap_ins[block] = host_block
+                    if self.caching:
+                        self.gpu.cache.register(group_key(seq.block_hashes[i], group), block)
+                table.append(block)
+            arrives = arrives or not self._swap_ins.keys().isdisjoint(table)
+            seq.block_tables.append(table + fresh[own : own + more])
+            own += more
+        seq.capacity = (match.end + more) * self.block_size
+        return arrives
+
+    def _touch_beyond(self, seq: Sequence, match: Match) -> None:
+        """Keep what was found beyond a match as long as what is written at its reach: only together are they of use.
+
+        The sequence computes it again, but a content that is there stays where it is.
+        """
+        for group, window in enumerate(self.windows):
+            if window.tokens is None:
+                for key in group_keys(seq.block_hashes[match.end : match.reach], group):
+                    block = self.gpu.cache.find(key)
+                    if block is not None:
+                        self.gpu.touch(block)
 
     # ---------------------------------------------------------------------------------------------- running sequences
 
-    def extend_table(self, seq: Sequence, num_blocks: int) -> list[int]:
-        """Give a running sequence num_blocks more blocks; there must be as many free. Returns them."""
-        blocks = self.gpu.allocate(num_blocks)
-        seq.block_table += blocks
+    def extend_tables(self, seq: Sequence, num_blocks: int) -> list[list[int]]:
+        """Give each table of a running sequence num_blocks more blocks; there must be as many free.
+
+        Returns them by group.
+        """
+        blocks = self.gpu.allocate(num_blocks * self.num_groups)
         seq.capacity += num_blocks * self.block_size
-        return blocks
+        parts = [blocks[begin : begin + num_blocks] for begin in range(0, len(blocks), num_blocks)]
+        for table, part in zip(seq.block_tables, parts, strict=True):
+            table += part
+        return parts
 
     def drop_behind(self, seq: Sequence) -> None:
-        """Let go of a running sequence's blocks behind the window of its next token; cached ones stay findable.
+        """Let go of a running sequence's blocks behind the windows of its next token; cached ones stay findable.
 
         Nothing of the sequence may be scheduled in the step in the making, whose plan may hand these blocks out again.
         """
-        count = self.window.first_block(seq.num_computed) - seq.first_block
-        if count > 0:
-            self.gpu.release(seq.block_table[:count])
-            del seq.block_table[:count]
-            seq.first_block += count
+        if not self.forgets:
+            return
+        for group, window in enumerate(self.windows):
+            first, table = seq.first_blocks[group], seq.block_tables[group]
+            count = window.first_block(seq.num_computed) - first
+            if count <= 0:
+                continue
+            dropped = table[:count]
+            del table[:count]
+            seq.first_blocks[group] += count
+            if self.forgets_all:
+                self.gpu.release(dropped)
+                continue
+            # What was found by itself, and what the next prompt that parts here looks for.
+            seen = range(window.first_block(seq.parting * self.block_size), seq.parting)
+            places = range(first, first + count)
+            is_kept = [place < seq.num_matched or place in seen for place in places]
+            self.gpu.release(list(compress(dropped, map(operator.not_, is_kept))), stale=True)
+            self.gpu.release(list(compress(dropped, is_kept)))
+
+    def fork(self, seq: Sequence, parent: Sequence, num_tokens: int) -> None:
+        """Let a sequence without blocks hold a running one's blocks of the first num_tokens tokens."""
+        end = self.gpu.blocks_for(num_tokens)
+        seq.first_blocks = list(parent.first_blocks)
+        seq.num_matched, seq.parting = parent.num_matched, parent.parting
+        for first, table in zip(parent.first_blocks, parent.block_tables, strict=True):
+            seq.block_tables.append(self.gpu.fork(table[: end - first]))
+        seq.capacity = end * self.block_size
+
+    def make_writable(self, seq: Sequence, position: int) -> list[tuple[int, int]]:
+        """Let a forked sequence write from a position in its last blocks on, or behind them: (source, copy) pairs.
+
+        As `BlockManager.make_writable` has it for each of them. There must be a free block a group.
+        """
+        index = position // self.block_size
+        if index * self.block_size == seq.capacity:
+            self.extend_tables(seq, 1)
+            return []
+        copies = [
+            self.gpu.make_writable(table, index - first)
+            for first, table in zip(seq.first_blocks, seq.block_tables, strict=True)
+        ]
+        return [copy for copy in copies if copy is not None]
+
+    def release(self, seq: Sequence) -> None:
+        """Give up all device blocks of a sequence, which forgets them."""
+        for table in seq.block_tables:
+            self.gpu.release(table)
+        seq.reset()
 
     # ---------------------------------------------------------------------------------------------- the plan
 
@@ -397,9 +543,9 @@ class KVMemory:
         self._await_write_backs, self._swap_outs, self._swap_ins = None, {}, {}
         return moves
 
-    def check_integrity(self, tables: Iterable[list[int]], pinned: Iterable[list[int]]) -> None:
-        """Raise AssertionError unless all holders are in these lists, between two plans."""
-        self.gpu.check_integrity(tables)
+    def check_integrity(self, holders: Iterable[Sequence], pinned: Iterable[list[int]]) -> None:
+        """Raise AssertionError unless these sequences and lists hold all that is held, between two plans."""
+        self.gpu.check_integrity([block for table in seq.block_tables for block in table] for seq in holders)
         self.cpu.check_integrity(pinned)
         assert not self._swap_ins, "swap-ins were left out of the last plan"
         for host_block in self._swap_outs:

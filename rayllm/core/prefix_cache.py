@@ -2,8 +2,9 @@
 
 A full block is identified by a chained hash: sha256 over the parent block's hash and its token ids. The chain starts at
 a root made of a per-process secret and the tenant's salt, so that equal prompts of different tenants never meet and
-nobody can aim at a collision. The cache only maps hashes to blocks; who may reuse a block is the block manager's
-business.
+nobody can aim at a collision. Where a model's layers are in several groups, a block holds the part of one of them, and
+the group belongs to its identity (`group_key`). The cache only maps hashes to blocks; who may reuse a block is the
+block manager's business.
 """
 
 from __future__ import annotations
@@ -11,6 +12,16 @@ from __future__ import annotations
 import hashlib
 import os
 from array import array
+
+
+def group_key(digest: bytes, group: int) -> bytes:
+    """What identifies a group's part of the content that a hash of the chain stands for."""
+    return digest + group.to_bytes(2, "little") if group else digest
+
+
+def group_keys(digests: list[bytes], group: int) -> list[bytes]:
+    """The same for several hashes."""
+    return [group_key(digest, group) for digest in digests] if group else digests
 
 
 class PrefixCache:

@@ -81,7 +81,7 @@ class Step:
         self._masks: list[tuple[Sequence, bytes]] = []  # of the constrained sequences that sample
         # As `StepPlan` has them.
         self._new: list[SequenceData] = []
-        self._block_updates: list[tuple[int, int, list[int]]] = []
+        self._block_updates: list[tuple[int, int, list[list[int]]]] = []
         self._copies: list[tuple[int, int]] = []
         self._await_swap_ins = False
         # Sequences that entered, but whose blocks are filled while the step computes.
@@ -132,16 +132,16 @@ class Step:
                 self._compute(seq)
 
     def _grow(self, seq: Sequence) -> bool:
-        """Give a sequence one more block, preempting from the end of the order. False if it had to go itself."""
+        """Give each table of a sequence one more block, preempting from the end. False if it had to go itself."""
         memory = self.memory
         memory.drop_behind(seq)
-        while not memory.gpu.num_free:
+        while memory.gpu.num_free < memory.num_groups:
             if self._forks:
                 self.state.send_back(self._forks.pop())
             elif self.state.preempt_last() is seq:
                 return False
-        index = seq.first_block + len(seq.block_table)
-        self._block_updates.append((seq.row, index, memory.extend_table(seq, 1)))
+        index = seq.capacity // memory.block_size
+        self._block_updates.append((seq.row, index, memory.extend_tables(seq, 1)))
         return True
 
     def _compute(self, seq: Sequence) -> None:
@@ -183,16 +183,17 @@ class Step:
             self.state.fork(sibling, seq, len(seq.group.request.prompt_token_ids))
 
     def _find_blocks(self, seq: Sequence, count: int) -> int:
-        """Make the sequence's table reach over its next `count` tokens; for how many of them there are blocks.
+        """Make the sequence's tables reach over its next `count` tokens; for how many of them there are blocks.
 
         Only with a sliding window: otherwise a prompt has all of its blocks from its admission on.
         """
         memory = self.memory
         memory.drop_behind(seq)
-        begin = seq.first_block + len(seq.block_table)
-        missing = min(memory.gpu.blocks_for(seq.num_computed + count) - begin, memory.gpu.num_free)
+        begin = seq.capacity // memory.block_size
+        room = memory.gpu.num_free // memory.num_groups
+        missing = min(memory.gpu.blocks_for(seq.num_computed + count) - begin, room)
         if missing:
-            self._block_updates.append((seq.row, begin, memory.extend_table(seq, missing)))
+            self._block_updates.append((seq.row, begin, memory.extend_tables(seq, missing)))
         return min(count, seq.capacity - seq.num_computed)
 
     def _close(self, seq: Sequence, gate: Gate) -> None:
@@ -208,18 +209,14 @@ class Step:
 
     def admit_forks(self) -> None:
         """Let forked siblings enter; those that don't fit give their blocks back and wait like new sequences."""
-        gpu = self.memory.gpu
+        memory = self.memory
         for seq in self._forks:
-            if not (self._budget and self.state.free_rows and self._fits(seq, gpu.num_free - 1)):
+            room = memory.gpu.num_free - memory.num_groups
+            if not (self._budget and self.state.free_rows and self._fits(seq, room)):
                 self.state.send_back(seq)
                 continue
             last = len(seq.token_ids) - 1
-            place = last // gpu.block_size - seq.first_block
-            if place == len(seq.block_table):  # a beam's token, behind full blocks
-                seq.block_table += gpu.allocate(1)
-            elif (copy := gpu.make_writable(seq.block_table, place)) is not None:
-                self._copies.append(copy)
-            seq.capacity = (seq.first_block + len(seq.block_table)) * gpu.block_size
+            self._copies += memory.make_writable(seq, last)
             self._enter(seq, last)
             self._compute(seq)
 
@@ -237,8 +234,7 @@ class Step:
             self._count(seq, match)
             num_computed = match.end * memory.block_size
             # With a sliding window the first blocks suffice: chunks find the others as they come.
-            whole = memory.window.tokens is None
-            arriving = memory.claim(seq, match, len(seq.token_ids) if whole else num_computed + 1)
+            arriving = memory.claim(seq, match, num_computed + 1 if memory.forgets else len(seq.token_ids))
             self._enter(seq, num_computed)
             if arriving:
                 self._arriving.append(seq)  # its blocks arrive while this step computes
@@ -279,21 +275,44 @@ class Step:
 
     def _has_room(self, seq: Sequence, match: Match) -> bool:
         """Whether the sequence's blocks can be allocated once those of the match are held."""
-        return self._fits(seq, self.memory.num_free_after(match) - self._missing(seq, match))
+        room = self.memory.num_free_after(match) - self._missing(seq, match)
+        return self._fits(seq, room - self._promised() if self.memory.forgets else room)
 
     def _missing(self, seq: Sequence, match: Match) -> int:
         """Blocks beyond the match that it has to find at first, or until it decodes if its chunks find them.
 
-        The latter are those of a window and the longest chunk; the only sequence gets along with less.
+        The latter are those of the windows and the longest chunk; the only sequence gets along with less.
         """
-        blocks_for, window = self.memory.gpu.blocks_for, self.memory.window
-        missing = max(0, blocks_for(len(seq.token_ids)) - match.end)
-        if window.tokens is None:
-            return missing
-        if not self.state.running:
-            return max(0, blocks_for(match.end * self.memory.block_size + 1) - match.end)
-        most = window.most_blocks(len(seq.token_ids)) + blocks_for(self.state.max_num_batched_tokens)
-        return min(missing, max(1, most - len(match.blocks)))
+        memory, blocks_for = self.memory, self.memory.gpu.blocks_for
+        if not memory.forgets or not self.state.running:
+            end = match.end * memory.block_size + 1 if memory.forgets else len(seq.token_ids)
+            return memory.num_groups * max(0, blocks_for(end) - match.end)
+        held = [len(blocks) for blocks in match.blocks]
+        return self._missing_until_decode(seq, match.end, held, blocks_for(self.state.max_num_batched_tokens))
+
+    def _missing_until_decode(self, seq: Sequence, end: int, held: list[int], chunk: int) -> int:
+        """Blocks that a sequence whose tables reach up to block `end` lacks until it decodes.
+
+        held: those that it has, by group. chunk: blocks that each group has beside a window.
+        """
+        missing = max(0, self.memory.gpu.blocks_for(len(seq.token_ids)) - end)
+        total = 0
+        for window, count in zip(self.memory.windows, held, strict=True):
+            if window.tokens is None:
+                total += missing
+            else:
+                most = window.most_blocks(len(seq.token_ids)) + chunk
+                total += min(missing, max(1 if chunk else 0, most - count))
+        return total
+
+    def _promised(self) -> int:
+        """Blocks that the running sequences still have to find for their prompts."""
+        size = self.memory.block_size
+        return sum(
+            self._missing_until_decode(seq, seq.capacity // size, [len(table) for table in seq.block_tables], 0)
+            for seq in self.state.running
+            if not seq.decoding
+        )
 
     def _fits(self, seq: Sequence, num_free: int) -> bool:
         """Whether a sequence may enter that leaves num_free blocks free.
@@ -302,7 +321,7 @@ class Step:
         those that it may preempt, nor a beam of a search that has begun: it takes the place of one that died, or its
         group waits for it alone.
         """
-        running, growth = self.state.running, self.state.growth_blocks
+        running, growth = self.state.running, self.state.growth_blocks * self.memory.num_groups
         if not running:
             return num_free >= 0
         if num_free < int(self.memory.gpu.num_blocks * WATERMARK):
@@ -318,12 +337,12 @@ class Step:
         """Record what the prefix cache found for a waiting sequence, and when its request was first admitted."""
         counters, size = self.state.counters, self.memory.block_size
         if self.memory.caching and self.memory.looks_up(seq) and not seq.pinned:
-            on_device = len(match.on_device) * size
+            far = match.num_far * size
             counters.prefix_cache_queries += len(seq.token_ids)
             counters.prefix_cache_hits += match.end * size
             if self.memory.tiered:
-                counters.cpu_prefix_cache_queries += len(seq.token_ids) - match.first * size - on_device
-                counters.cpu_prefix_cache_hits += len(match.host) * size
+                counters.cpu_prefix_cache_queries += len(seq.token_ids) - match.end * size + far
+                counters.cpu_prefix_cache_hits += far
         if seq.group.num_cached_tokens is None:
             seq.group.num_cached_tokens = match.end * size
             seq.group.started_at = self.state.clock()
@@ -343,11 +362,11 @@ class Step:
                 token_ids=list(seq.token_ids),
                 num_prompt_tokens=len(request.prompt_token_ids),
                 num_computed_tokens=num_computed,
-                block_table=list(seq.block_table),
+                block_tables=[list(table) for table in seq.block_tables],
                 params=request.params,
                 seed=seq.seed,
                 pooling=request.pooling,
-                first_block=seq.first_block,
+                first_blocks=list(seq.first_blocks),
             )
         )
 

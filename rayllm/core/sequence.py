@@ -119,14 +119,18 @@ class Sequence:
         self.num_pending = 0
         self.row = -1  # in the workers' persistent batch, while it runs
         self.block_hashes: list[bytes] = []  # chained hashes of its leading full blocks, as far as computed
-        self.pinned: list[int] = []  # host blocks held for it while it is swapped out, in the order of its blocks
+        self.pinned: list[int] = []  # host blocks held for it while it is swapped out
         self.reset()
 
     def reset(self) -> None:
         """Forget the KV on the device. What the host holds of it stays."""
-        self.block_table: list[int] = []  # device blocks in order, from first_block on
-        self.first_block = 0  # blocks before it lie behind the sliding window and were let go
-        self.capacity = 0  # tokens up to which block_table reaches
+        # By group, unless it has none: device blocks in order, and the number of the first of them. Blocks before that
+        # lie behind the group's window and were let go.
+        self.block_tables: list[list[int]] = []
+        self.first_blocks: list[int] = []
+        # Leading blocks that were found when it entered, and that were in all groups without a window.
+        self.num_matched = self.parting = 0
+        self.capacity = 0  # tokens up to which all its tables reach
         self.num_computed = 0  # leading tokens whose KV is written once all submitted steps have run
         self.num_registered = 0  # leading full blocks that the prefix cache was told of
         self.decoding = False  # all tokens but the last (known or pending) are computed
@@ -149,7 +153,7 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request_id}/{self.index} {self.status.name} row={self.row} known={len(self.token_ids)} "
-            f"pending={self.num_pending} computed={self.num_computed} blocks={self.block_table})"
+            f"pending={self.num_pending} computed={self.num_computed} blocks={self.block_tables})"
         )
 
 

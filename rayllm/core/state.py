@@ -13,8 +13,9 @@ from rayllm.api.types import Counters, RequestTimes
 from rayllm.core.memory import KVMemory, PreemptionMode
 from rayllm.core.sequence import Sequence, SequenceGroup, SequenceStatus, policy_order
 
-# Blocks that admission leaves free for each running sequence that may outgrow its own. With one, batches are as large
-# and preemptions about as rare as with a forecast of all lengths: docs/decisions/admission.md has the figures.
+# Blocks of each group that admission leaves free for each running sequence that may outgrow its own. With one, batches
+# are as large and preemptions about as rare as with a forecast of all lengths: docs/decisions/admission.md has the
+# figures.
 GROWTH_BLOCKS = 1
 
 
@@ -40,7 +41,7 @@ class SchedulerState:
     eos_token_ids: end a sequence unless its request ignores them.
     preemptive: whether more urgent requests preempt less urgent ones.
     preemption_mode: what becomes of the KV of a preempted sequence, see `KVMemory.swap_out`.
-    growth_blocks: that admission leaves free for each running sequence that may outgrow its own.
+    growth_blocks: that admission leaves free, of each group, for each running sequence that may outgrow its own.
     clock: seconds.
     """
 
@@ -101,9 +102,7 @@ class SchedulerState:
 
     def fork(self, seq: Sequence, parent: Sequence, num_tokens: int) -> None:
         """Let a sequence hold its running parent's blocks of the first num_tokens tokens, and enter next."""
-        end = self.memory.gpu.blocks_for(num_tokens) - parent.first_block
-        seq.block_table = self.memory.gpu.fork(parent.block_table[:end])
-        seq.first_block = parent.first_block
+        self.memory.fork(seq, parent, num_tokens)
         seq.status = SequenceStatus.FORKED
         self.forks.append(seq)
 
@@ -148,5 +147,4 @@ class SchedulerState:
             self.chosen_tokens.pop(seq.row, None)
             self.free_rows.append(seq.row)
             seq.row = -1
-        self.memory.gpu.release(seq.block_table)
-        seq.reset()
+        self.memory.release(seq)

@@ -15,10 +15,11 @@ from concurrent.futures import Future
 
 from rayllm.api.types import Abort, EngineInfo, EngineStats, GenerationRequest, KVBlocks, StartReport, TokenDelta
 from rayllm.api.validation import validate_request
+from rayllm.config.kv_groups import kv_groups
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.core.check import check_scheduler
 from rayllm.core.chunk_budget import ChunkBudget
-from rayllm.core.memory import KVMemory, KVWindow, WriteAheadLimits
+from rayllm.core.memory import KVMemory, KVWindow, WriteAheadLimits, longest, most_blocks
 from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
 from rayllm.core.sequence import MakeConstraint
@@ -45,11 +46,12 @@ class EngineCore:
     def __init__(
         self, config: ResolvedConfig, executor: Executor, blocks: KVBlocks, grammars: GrammarCompiler | None = None
     ):
+        max_model_len = _fitting_length(config, blocks.gpu)
         self.info = EngineInfo(
             model=config.options.model,
-            max_model_len=_fitting_length(config, blocks.gpu),
+            max_model_len=max_model_len,
             vocab_size=config.spec.vocab_size,
-            num_kv_tokens=blocks.gpu * config.options.block_size,
+            num_kv_tokens=_kv_tokens(config, blocks.gpu, max_model_len),
             eos_token_ids=config.spec.eos_token_ids,
             start=executor.report,
             hidden_size=config.spec.hidden_size,
@@ -225,31 +227,50 @@ def failures(request_id: str, indices: Iterable[int], message: str) -> list[Toke
     return [TokenDelta(request_id, index, [], finish_reason="error", stop_reason=message) for index in sorted(indices)]
 
 
+def _windows(config: ResolvedConfig) -> tuple[KVWindow, ...]:
+    """Of each group of layers."""
+    return tuple(KVWindow(group.window, config.options.block_size) for group in kv_groups(config.spec, config.tp))
+
+
 def _fitting_length(config: ResolvedConfig, num_blocks: int) -> int:
     """Tokens that a sequence may have, now that the pool's size is known. Raises ConfigError."""
-    options = config.options
-    longest = KVWindow(config.spec.kv_window, options.block_size).longest(num_blocks)
-    if config.max_model_len <= longest:
+    options, windows = config.options, _windows(config)
+    length = longest(windows, num_blocks)
+    if config.max_model_len <= length:
         return config.max_model_len
-    pool = f"the KV cache of {num_blocks * options.block_size} tokens ({num_blocks} blocks of {options.block_size})"
+    if len(windows) == 1:
+        pool = f"the KV cache of {num_blocks * options.block_size} tokens ({num_blocks} blocks of {options.block_size})"
+    else:
+        pool = f"the KV cache of {num_blocks} blocks for {len(windows)} groups of layers, {length} tokens of a sequence"
     if options.max_model_len is not None:
         raise ConfigError(f"max_model_len {options.max_model_len} does not fit into {pool}")
+    if not length:
+        raise ConfigError(f"not a single block of a sequence fits into {pool}")
     logger.warning("sequences are limited by %s, not to the model's %d tokens", pool, config.max_model_len)
-    return longest
+    return length
+
+
+def _kv_tokens(config: ResolvedConfig, num_blocks: int, max_model_len: int) -> int:
+    """As `EngineInfo` has it."""
+    windows = _windows(config)
+    if len(windows) == 1:
+        return num_blocks * config.options.block_size
+    return num_blocks * max_model_len // most_blocks(windows, max_model_len)
 
 
 def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks, report: StartReport) -> Scheduler:
-    options, window = config.options, config.spec.kv_window
+    options = config.options
     if options.preemption_mode == "swap" and not blocks.cpu:
         raise ConfigError(f'preemption_mode "swap": swap_space {options.swap_space:g} GiB is less than a block')
+    windows = [window.tokens for window in _windows(config)]
     memory = KVMemory(
         num_blocks=blocks.gpu,
         block_size=options.block_size,
         num_cpu_blocks=blocks.cpu,
         caching=options.enable_prefix_caching,
         costs=report.kv_costs(),
-        sliding_window=window,
-        write_ahead=WriteAheadLimits(2 * config.max_num_batched_tokens // options.block_size),
+        windows=windows,
+        write_ahead=WriteAheadLimits(2 * len(windows) * config.max_num_batched_tokens // options.block_size),
     )
     state = SchedulerState(
         memory,
@@ -264,5 +285,6 @@ def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks
     chunk_budget = None
     if options.target_itl_ms is not None:
         step_costs = report.ready[0].step_costs if report.ready else {}
-        chunk_budget = ChunkBudget(options.target_itl_ms / 1e3, config.max_num_batched_tokens, window, step_costs)
+        target, widest = options.target_itl_ms / 1e3, config.spec.kv_window
+        chunk_budget = ChunkBudget(target, config.max_num_batched_tokens, widest, step_costs)
     return Scheduler(state, policy=POLICIES[options.scheduling_policy], chunk_budget=chunk_budget)

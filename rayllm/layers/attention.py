@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,13 @@ from rayllm_kernels import ops
 from rayllm_kernels.ops import Contexts, DecodeSchedule, HeadNorms, KVCache, KVScales, Scoring
 
 
+class LayerCache(NamedTuple):
+    """The KV cache of one layer. group: whose block tables and slots of a batch lead to its blocks."""
+
+    kv: KVCache
+    group: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """A batch cut into its decodes and its prefill chunks, once a step rather than once a layer."""
@@ -22,9 +30,10 @@ class AttentionPlan:
     batch: ForwardBatch
     # Sequences of one token each that the decode kernel attends; rows [0, num_decodes).
     num_decodes: int
-    decodes: Contexts
-    # The rest.
-    prefills: Contexts
+    # By group.
+    decodes: tuple[Contexts, ...]
+    # The rest, by group.
+    prefills: tuple[Contexts, ...]
     prefill_row: int  # of the first prefill token
     prefill_starts: torch.Tensor  # [number of prefill sequences + 1], counts from prefill_row
     max_query_len: int  # of a prefill sequence, at least
@@ -45,22 +54,23 @@ class AttentionPlan:
             if decodes and batch.prefill_row is not None:
                 raise ValueError(f"captured steps must hold decodes as chunks, not {decodes} decodes")
             decodes, prefill_row, longest = 0, 0, max(longest, 1)
-        starts = batch.query_start_loc[decodes:]
+        starts, lens = batch.query_start_loc[decodes:], batch.seq_lens
         return cls(
             batch=batch,
             num_decodes=decodes,
-            decodes=Contexts(batch.block_tables[:decodes], batch.seq_lens[:decodes]),
-            prefills=Contexts(batch.block_tables[decodes:], batch.seq_lens[decodes:]),
+            decodes=tuple(Contexts(tables[:decodes], lens[:decodes]) for tables in batch.block_tables),
+            prefills=tuple(Contexts(tables[decodes:], lens[decodes:]) for tables in batch.block_tables),
             prefill_row=prefill_row,
             prefill_starts=starts - prefill_row if prefill_row and starts.shape[0] > 1 else starts,
             max_query_len=longest,
         )
 
-    def decode_schedule(self, q: torch.Tensor, kv_cache: KVCache, scoring: Scoring) -> DecodeSchedule | None:
+    def decode_schedule(self, q: torch.Tensor, cache: LayerCache, scoring: Scoring) -> DecodeSchedule | None:
         """How the decodes' attention is cut; the first layer of each window makes it, the others share it."""
         window = scoring.sliding_window
         if window not in self._schedules:
-            self._schedules[window] = ops.decode_schedule(q[: self.num_decodes], kv_cache, self.decodes, scoring)
+            contexts = self.decodes[cache.group]
+            self._schedules[window] = ops.decode_schedule(q[: self.num_decodes], cache.kv, contexts, scoring)
         return self._schedules[window]
 
 
@@ -98,45 +108,46 @@ class Attention(Layer):
             self.norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, norm_eps)
         self.scales: KVScales | None = None
 
-    def store(self, qkv: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
+    def store(self, qkv: torch.Tensor, kv_cache: LayerCache, plan: AttentionPlan) -> torch.Tensor:
         """Norm and turn the heads, write keys and values into the cache -> queries [T, heads, head_dim].
 
         qkv: [T, (heads + 2 KV heads) * head_dim] of the rank, those of queries first, then keys, then values.
         """
-        batch = plan.batch
+        batch, cache = plan.batch, kv_cache.kv
+        slots = batch.slot_mappings[kv_cache.group]
         if self.rotary is not None:
             return ops.qk_norm_rope_cache(
                 qkv,
                 self.norms,
                 batch.positions,
                 self.rotary,
-                kv_cache,
-                batch.slot_mapping,
+                cache,
+                slots,
                 interleaved=self.interleaved,
                 query_scale=self.query_scale,
                 deterministic=self.deterministic,
             )
-        all_heads, kv = qkv.view(qkv.shape[0], -1, self.heads.head_dim), kv_cache.k.shape[1]
+        all_heads, kv = qkv.view(qkv.shape[0], -1, self.heads.head_dim), cache.k.shape[1]
         q, k, v = all_heads.split([all_heads.shape[1] - 2 * kv, kv, kv], dim=1)
-        ops.reshape_and_cache(k, v, kv_cache, batch.slot_mapping)
+        ops.reshape_and_cache(k, v, cache, slots)
         return q
 
-    def attend(self, q: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, kv_cache: LayerCache, plan: AttentionPlan) -> torch.Tensor:
         """Attend q [T, heads, head_dim] to a cache that holds this step's keys and values -> [T, heads * head_dim]."""
         out = q.new_empty(q.shape)
-        decodes, first = plan.num_decodes, plan.prefill_row
+        decodes, first, (cache, group) = plan.num_decodes, plan.prefill_row, kv_cache
         if decodes:
             schedule = plan.decode_schedule(q, kv_cache, self.scoring)
             ops.paged_decode_attention(
-                q[:decodes], kv_cache, plan.decodes, self.scoring, schedule=schedule, out=out[:decodes]
+                q[:decodes], cache, plan.decodes[group], self.scoring, schedule=schedule, out=out[:decodes]
             )
         if first < q.shape[0]:  # after the decodes, whose padding rows are zeroed there
             # A slice costs the host a microsecond a layer, so none is made of a batch without decodes.
             chunks, target = (q[first:], out[first:]) if first else (q, out)
             ops.paged_prefill_attention(
                 chunks,
-                kv_cache,
-                plan.prefills,
+                cache,
+                plan.prefills[group],
                 self.scoring,
                 plan.prefill_starts,
                 plan.max_query_len,

@@ -11,11 +11,14 @@ import torch
 class ForwardBatch:
     """One step's tokens, packed sequence after sequence: decodes (one token each) first, then prefill chunks.
 
-    S sequences, T tokens, N rows of logits wanted. Tensors are on the model's device.
+    S sequences, T tokens, N rows of logits wanted. Tensors are on the model's device. Layers whose KV is in blocks of
+    their own are a group; a layer's `LayerCache` says of which group it is.
 
     input_ids: [T] int64. positions: [T] int64, a token's place in its sequence.
-    slot_mapping: [T] int64, where a token's KV goes: block id * block_size + offset; -1 writes nothing (padding).
-    block_tables: [S, max blocks] int32. seq_lens: [S] int32, context after this step (tokens with KV in the cache).
+    slot_mappings: by group, [T] int64, where a token's KV goes: block id * block_size + offset; -1 writes nothing
+    (padding).
+    block_tables: by group, [S, max blocks] int32. What lies before the window of a group's layers is not read.
+    seq_lens: [S] int32, context after this step (tokens with KV in the cache).
     query_start_loc: [S + 1] int32, sequence s owns tokens query_start_loc[s] to query_start_loc[s + 1].
     logit_rows: [N] int64, the tokens whose hidden states are wanted, in the plan's order; None stands for all tokens.
     num_decodes: leading sequences with exactly one token, attended by the decode kernel.
@@ -26,8 +29,8 @@ class ForwardBatch:
 
     input_ids: torch.Tensor
     positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    block_tables: torch.Tensor
+    slot_mappings: tuple[torch.Tensor, ...]
+    block_tables: tuple[torch.Tensor, ...]
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
     logit_rows: torch.Tensor | None

@@ -42,11 +42,15 @@ class BuildContext:
         """For layers that every rank has whole."""
         return replace(self, tp=TPGroup.single())
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        """One to be filled by `WeightSource.write`, unless its memory is; its contents are undefined until then."""
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """One to be filled by `WeightSource.write`, unless its memory is; its contents are undefined until then.
+
+        dtype: None for the model's.
+        """
+        dtype = dtype or self.dtype
         if self.memory is not None:
-            return nn.Parameter(self.memory.take(shape, self.dtype), requires_grad=False)
-        return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype), requires_grad=False)
+            return nn.Parameter(self.memory.take(shape, dtype), requires_grad=False)
+        return nn.Parameter(torch.empty(shape, device=self.device, dtype=dtype), requires_grad=False)
 
     def shard(self, size: int, what: str) -> int:
         """A rank's share of `size`. Raises ValueError if the ranks cannot share it evenly."""

@@ -26,6 +26,10 @@ class WeightSource(ABC):
         """The whole tensor `name`."""
         return self.slice(name, shape, 0, 0, shape[0])
 
+    def choose(self, *names: str) -> str:
+        """The first of several names of one tensor that is there; the first of all if none is."""
+        return names[0]
+
     def optional(self, name: str) -> torch.Tensor | None:  # noqa: ARG002
         """The whole tensor `name`, of whatever shape; None if there is none, or if weights are made up."""
         return None

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rayllm.config.model_spec import ModelSpec
-from rayllm.layers.attention import Attention, KVCache
+from rayllm.layers.attention import Attention, LayerCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import LMHead
 from rayllm.layers.layer import BuildContext, Heads, Layer
@@ -21,7 +21,7 @@ class CausalLM(nn.Module, ABC):
 
     What a mode promises of results, the layers keep that the context is handed to; a model branches on none.
     lm_head: which part of the vocabulary is this rank's. There is a KV cache for each of spec.num_layers: two tensors
-    [num_blocks, num_kv_heads_per_rank, block_size, spec.head_dim].
+    [num_blocks, heads, block_size, head_dim], whose heads and head_dim are spec.kv_shape of the layer.
     """
 
     lm_head: LMHead
@@ -37,7 +37,7 @@ class CausalLM(nn.Module, ABC):
         return [module.scales for module in self.modules() if isinstance(module, Attention)]
 
     @abstractmethod
-    def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> torch.Tensor:
         """Hidden states of batch.logit_rows after the final norm, [N, hidden_size]; writes all tokens' KV.
 
         kv_caches: one a layer, or those of the first layers: then the others are left out, which is of use where only

@@ -8,7 +8,7 @@ from torch import nn
 from rayllm.config.model_spec import BloomSpec, ModelSpec
 from rayllm.layers.activation import activation
 from rayllm.layers.alibi import rank_slopes
-from rayllm.layers.attention import Attention, AttentionPlan, KVCache
+from rayllm.layers.attention import Attention, AttentionPlan, LayerCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import Embedding, LMHead
 from rayllm.layers.layer import BuildContext
@@ -35,7 +35,7 @@ class BloomLayer(nn.Module):
         self.input_layernorm = LayerNorm(build.at("input_layernorm"), hidden, eps)
         self.post_attention_layernorm = LayerNorm(build.at("post_attention_layernorm"), hidden, eps)
 
-    def forward(self, x: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, kv_cache: LayerCache, plan: AttentionPlan) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
         normed = self.input_layernorm(x)
         q = self.attention.store(self.qkv_proj(normed), kv_cache, plan)
@@ -61,7 +61,7 @@ class BloomForCausalLM(CausalLM):
         tied = self.word_embeddings if spec.tie_word_embeddings else None
         self.lm_head = LMHead(build.at("lm_head"), spec.vocab_size, hidden, tied=tied)
 
-    def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch, self.build)
         x = self.word_embeddings_layernorm(self.word_embeddings(batch.input_ids))
         for layer, kv_cache in zip(self.layers, kv_caches, strict=False):

@@ -9,11 +9,13 @@ are stored less 1, soft caps, and, from 3 on, rotary positions of another kind i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from rayllm.config.model_spec import ModelSpec
-from rayllm.layers.attention import Attention, AttentionPlan, KVCache
+from rayllm.layers.attention import Attention, AttentionPlan, LayerCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import Embedding, LMHead
 from rayllm.layers.layer import BuildContext
@@ -67,7 +69,7 @@ class LlamaAttention(nn.Module):
         x: torch.Tensor,
         residual: torch.Tensor | None,
         norm: RMSNorm,
-        kv_cache: KVCache,
+        kv_cache: LayerCache,
         plan: AttentionPlan,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -85,11 +87,16 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """down(act(gate(x)) * up(x)). post_norm: as for `LlamaAttention`."""
+    """down(act(gate(x)) * up(x)). post_norm: as for `LlamaAttention`.
 
-    def __init__(self, build: BuildContext, spec: ModelSpec, post_norm: RMSNorm | None = None):
+    inner: the size in between; None for the model's intermediate_size.
+    """
+
+    def __init__(
+        self, build: BuildContext, spec: ModelSpec, post_norm: RMSNorm | None = None, *, inner: int | None = None
+    ):
         super().__init__()
-        hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+        hidden, inner, bias = spec.hidden_size, inner or spec.intermediate_size, spec.mlp_bias
         parts = [column_part(build, name, inner) for name in ("gate_proj", "up_proj")]
         if spec.fused_gate_up:
             parts = stored_as_one("gate_up_proj", parts)
@@ -106,6 +113,24 @@ class LlamaMLP(nn.Module):
             return self.post_norm.onto(self.down_proj(x), total), None
         return self.down_proj.onto(x, total)
 
+    def summand(self, x: torch.Tensor) -> torch.Tensor:
+        """The rank's summand of the output, for x [T, hidden_size] that is normed already."""
+        return self.down_proj.partial(self.gate_up_proj(x))
+
+
+# (context of the layer, spec, number of the layer) -> what the layer has after attention, called as `LlamaMLP` is.
+MakeMLP = Callable[[BuildContext, ModelSpec, int], nn.Module]
+
+
+def dense_mlp(build: BuildContext, spec: ModelSpec, _layer: int) -> nn.Module:
+    """A `MakeMLP`."""
+    post_norm = _norm(build, spec, spec.norm_names.after_mlp) if spec.post_norms else None
+    return LlamaMLP(build.at("mlp"), spec, post_norm)
+
+
+def _norm(build: BuildContext, spec: ModelSpec, name: str) -> RMSNorm:
+    return RMSNorm(build.at(name), spec.hidden_size, spec.norm_eps, offset=spec.norm_offset)
+
 
 class LlamaLayer(nn.Module):
     """One block. The residual stream travels beside the activations: each addition fuses with what follows it."""
@@ -116,26 +141,22 @@ class LlamaLayer(nn.Module):
         spec: ModelSpec,
         layer: int,
         rotary: torch.Tensor | None,
-        query_scale: torch.Tensor | None = None,
+        query_scale: torch.Tensor | None,
+        make_mlp: MakeMLP,
     ):
         super().__init__()
-
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(build.at(name), spec.hidden_size, spec.norm_eps, offset=spec.norm_offset)
-
         names = spec.norm_names
-        after_attention = norm(names.after_attention) if spec.post_norms else None
-        after_mlp = norm(names.after_mlp) if spec.post_norms else None
-        self.input_layernorm = norm("input_layernorm")
+        after_attention = _norm(build, spec, names.after_attention) if spec.post_norms else None
+        self.input_layernorm = _norm(build, spec, "input_layernorm")
         self.self_attn = LlamaAttention(build.at("self_attn"), spec, layer, rotary, query_scale, after_attention)
-        self.post_attention_layernorm = norm(names.before_mlp)
-        self.mlp = LlamaMLP(build.at("mlp"), spec, after_mlp)
+        self.post_attention_layernorm = _norm(build, spec, names.before_mlp)
+        self.mlp = make_mlp(build, spec, layer)
 
     def forward(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        kv_cache: KVCache,
+        kv_cache: LayerCache,
         plan: AttentionPlan,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -145,13 +166,14 @@ class LlamaLayer(nn.Module):
         attention, the others being there for their keys and values alone; None for all.
         """
         x, residual = self.self_attn(x, residual, self.input_layernorm, kv_cache, plan, rows)
-        return self.mlp(x, residual, self.post_attention_layernorm)
+        x, residual = self.mlp(x, residual, self.post_attention_layernorm)
+        return x, residual
 
 
 class LlamaForCausalLM(CausalLM):
-    """See `CausalLM`."""
+    """See `CausalLM`. make_mlp: of the layers."""
 
-    def __init__(self, build: BuildContext, spec: ModelSpec):
+    def __init__(self, build: BuildContext, spec: ModelSpec, make_mlp: MakeMLP = dense_mlp):
         super().__init__(build, spec)
         body = build.at("model")
         assert spec.rope is not None
@@ -172,15 +194,16 @@ class LlamaForCausalLM(CausalLM):
             return rotary if spec.sliding_windows[layer] is None else window_rotary
 
         self.layers = nn.ModuleList(
-            LlamaLayer(body.at(f"layers.{i}"), spec, i, rotary_of(i), query_scale) for i in range(spec.num_layers)
+            LlamaLayer(body.at(f"layers.{i}"), spec, i, rotary_of(i), query_scale, make_mlp)
+            for i in range(spec.num_layers)
         )
-        self.norm = RMSNorm(body.at("norm"), spec.hidden_size, spec.norm_eps, offset=spec.norm_offset)
+        self.norm = _norm(body, spec, "norm")
         tied = self.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(
             build.at("lm_head"), spec.vocab_size, spec.hidden_size, tied=tied, softcap=spec.logit_softcap
         )
 
-    def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch, self.build)
         x = self.embed_tokens(batch.input_ids)
         residual: torch.Tensor | None = None

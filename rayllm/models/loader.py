@@ -66,6 +66,9 @@ class Checkpoint(WeightSource):
         view = self._view(name, None) if self._stored(name) in self._file_of else None
         return None if view is None else view[...]
 
+    def choose(self, *names: str) -> str:
+        return next((name for name in names if self._stored(name) in self._file_of), names[0])
+
     def finish(self) -> None:
         self._bar.close()
         if self._missing:

@@ -7,7 +7,7 @@ from torch import nn
 
 from rayllm.config.model_spec import ModelSpec, OPTSpec
 from rayllm.layers.activation import activation
-from rayllm.layers.attention import Attention, AttentionPlan, KVCache
+from rayllm.layers.attention import Attention, AttentionPlan, LayerCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import Embedding, LMHead
 from rayllm.layers.layer import BuildContext
@@ -37,7 +37,7 @@ class OPTLayer(nn.Module):
         self.self_attn_layer_norm = LayerNorm(build.at("self_attn_layer_norm"), hidden, eps, affine=opt.norm_affine)
         self.final_layer_norm = LayerNorm(build.at("final_layer_norm"), hidden, eps, affine=opt.norm_affine)
 
-    def forward(self, x: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, kv_cache: LayerCache, plan: AttentionPlan) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
         if self.pre_norm:
             x = x + self._attend(self.self_attn_layer_norm(x), kv_cache, plan)
@@ -45,7 +45,7 @@ class OPTLayer(nn.Module):
         x = self.self_attn_layer_norm(x + self._attend(x, kv_cache, plan))
         return self.final_layer_norm(x + self._mlp(x))
 
-    def _attend(self, x: torch.Tensor, kv_cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
+    def _attend(self, x: torch.Tensor, kv_cache: LayerCache, plan: AttentionPlan) -> torch.Tensor:
         q = self.attention.store(self.qkv_proj(x), kv_cache, plan)
         return self.out_proj(self.attention.attend(q, kv_cache, plan))
 
@@ -76,7 +76,7 @@ class OPTForCausalLM(CausalLM):
         tied = self.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(build.at("lm_head"), spec.vocab_size, embed_dim, tied=tied)
 
-    def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch, self.build)
         x = self.embed_tokens(batch.input_ids)
         if self.project_in is not None:

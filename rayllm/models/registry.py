@@ -13,7 +13,9 @@ from rayllm.layers.layer import BuildContext
 from rayllm.models.base import CausalLM
 from rayllm.models.bloom import BloomForCausalLM
 from rayllm.models.llama import LlamaForCausalLM
+from rayllm.models.mixtral import mixtral
 from rayllm.models.opt import OPTForCausalLM
+from rayllm.models.qwen3_moe import qwen3_moe
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ MODEL_CLASSES: dict[str, ModelClass] = {
     "Mistral3ForConditionalGeneration": LlamaForCausalLM,
     "Qwen2_5_VLForConditionalGeneration": LlamaForCausalLM,
     "Qwen3VLForConditionalGeneration": LlamaForCausalLM,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "MixtralForCausalLM": mixtral,
 }
 
 

@@ -1,7 +1,9 @@
 """`CacheEngine`: the KV pools of one rank, on the device and in host memory, and the moves between them.
 
-Both are block-major: [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim], so that a block is one
-contiguous piece to copy; attention sees strided views of one layer. Pools in fp8 are bytes to all but those views.
+Both are block-major: [num_blocks, numbers of a block], so that a block is one contiguous piece to copy. A block holds
+the layers of one group (`config.kv_groups`) one after the other, each as [2 (K, V), num_kv_heads, block_size,
+head_dim]; which group's, only block tables know. Attention sees strided views of one layer. Pools in fp8 are bytes to
+all but those views.
 
 On CUDA, moves go beside the step that computes (`CopyStream`). Blocks are scattered over both pools, and one transfer a
 block would be too small for PCIe where blocks are. So blocks go through staging blocks on the device: one kernel
@@ -21,13 +23,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from rayllm.api.types import KVBlocks
+from rayllm.config.kv_groups import kv_groups
+from rayllm.config.model_spec import ModelSpec
 from rayllm.errors import ConfigError
-from rayllm.layers.attention import KVCache
+from rayllm.layers.attention import KVCache, LayerCache
 from rayllm.sampling.transfer import to_device
 from rayllm_kernels import ops
 from rayllm_kernels.cache.kv_cache import FP8_MAX, KVScales
@@ -37,11 +42,39 @@ OUT_SLOTS = 4  # what swap-outs may be behind compute before it waits for them
 MAX_SLOT_BLOCKS = 32768  # pairs of one `copy_blocks`
 
 
+class LayerPlace(NamedTuple):
+    """Where a layer is in the blocks of its group."""
+
+    group: int
+    # Numbers before it.
+    offset: int
+    # num_kv_heads, block_size, head_dim.
+    shape: tuple[int, int, int]
+
+    @property
+    def end(self) -> int:
+        """Numbers up to its end."""
+        return self.offset + 2 * math.prod(self.shape)
+
+
+def lay_out_blocks(spec: ModelSpec, tp: int, block_size: int) -> list[LayerPlace]:
+    """Where each layer of a model is in the blocks of each of `tp` ranks."""
+    places: dict[int, LayerPlace] = {}
+    for group, (_window, layers) in enumerate(kv_groups(spec, tp)):
+        offset = 0
+        for layer in layers:
+            heads, head_dim = spec.kv_shape(layer, tp)
+            places[layer] = place = LayerPlace(group, offset, (heads, block_size, head_dim))
+            offset = place.end
+    return [places[layer] for layer in range(spec.num_layers)]
+
+
 class CacheEngine:
     """Owns both pools. Block ids are checked by the driver's block manager, not here.
 
-    blocks: of the pools. block_shape: (num_layers, 2, num_kv_heads, block_size, head_dim). scales: of each layer,
-    exactly if dtype is an fp8 one.
+    blocks: of the pools. places: of each layer. scales: of each layer, exactly if dtype is an fp8 one.
+
+    layers: of each, its cache.
 
     swaps: moves blocks between the pools. On CUDA the host pool is pinned, and the device has staging blocks behind its
     pool.
@@ -50,7 +83,7 @@ class CacheEngine:
     def __init__(
         self,
         blocks: KVBlocks,
-        block_shape: tuple[int, ...],
+        places: list[LayerPlace],
         dtype: torch.dtype,
         device: torch.device,
         scales: list[KVScales] | None = None,
@@ -59,9 +92,10 @@ class CacheEngine:
             raise ValueError(f"a cache of {dtype} must {'have' if dtype in FP8_MAX else 'not have'} scales")
         storage = torch.uint8 if dtype in FP8_MAX else dtype
         pinned = device.type == "cuda" and blocks.cpu > 0
-        num_staging = staging_blocks(block_bytes(block_shape, dtype), blocks.cpu) if pinned else 0
+        num_staging = staging_blocks(block_bytes(places, dtype), blocks.cpu) if pinned else 0
         # Zeros, not garbage: a masked position times a NaN would still be NaN.
-        shape = (blocks.gpu + num_staging, *block_shape)
+        size = max(place.end for place in places)
+        shape = (blocks.gpu + num_staging, size)
         if device.type == "cpu":  # the system's zeros, when a block is first used: no start has to wait for all of them
             pages = np.zeros(math.prod(shape) * storage.itemsize, np.uint8)
             with_staging = torch.from_numpy(pages).view(storage).view(shape)
@@ -69,11 +103,12 @@ class CacheEngine:
             with_staging = torch.zeros(shape, dtype=storage, device=device)
         self.pool = with_staging[: blocks.gpu]
         numbers = self.pool.view(dtype)
-        self.layers = [
-            KVCache(numbers[:, i, 0], numbers[:, i, 1], None if scales is None else scales[i])
-            for i in range(block_shape[0])
-        ]
-        self.host_pool = _host_memory((blocks.cpu, *block_shape), storage, pinned)
+        self.layers = []
+        for i, place in enumerate(places):
+            both = numbers[:, place.offset : place.end].unflatten(1, (2, *place.shape))
+            kv = KVCache(both[:, 0], both[:, 1], None if scales is None else scales[i])
+            self.layers.append(LayerCache(kv, place.group))
+        self.host_pool = _host_memory((blocks.cpu, size), storage, pinned)
         self.swaps: CopyStream | PlainCopies = PlainCopies(self.pool, self.host_pool)
         if pinned:
             torch.cuda.current_stream().synchronize()  # the zeros, before other streams write
@@ -215,9 +250,9 @@ def _copy_blocks(pool: torch.Tensor, source: list[int] | range, destination: lis
     ops.copy_blocks(pool, *to_device([np.array(source, np.int64), np.array(destination, np.int64)], pool.device))
 
 
-def block_bytes(block_shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of one block of one rank, all layers."""
-    return math.prod(block_shape) * dtype.itemsize
+def block_bytes(places: list[LayerPlace], dtype: torch.dtype) -> int:
+    """Bytes of one block of one rank: those of the largest group."""
+    return max(place.end for place in places) * dtype.itemsize
 
 
 def slot_blocks(block_bytes: int, num_cpu_blocks: int) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from rayllm.api.types import StepCost
-from rayllm.layers.attention import KVCache
+from rayllm.layers.attention import LayerCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.models.base import CausalLM
 from rayllm.parallel.tp_group import TPGroup
@@ -48,7 +48,7 @@ class RunContext:
 
     model: CausalLM
     # One a layer.
-    caches: list[KVCache]
+    caches: list[LayerCache]
     batch: PersistentBatch
     # Decodes are attended by the decode kernel. Without it they are chunks of one token, whose results do not depend on
     # how a sequence was cut into steps.
@@ -70,7 +70,12 @@ class RunContext:
     @property
     def max_blocks(self) -> int:
         """Of a sequence."""
-        return self.batch.block_table.shape[1]
+        return self.batch.block_tables.shape[2]
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers, each of which has block tables."""
+        return self.batch.block_tables.shape[0]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -86,10 +91,10 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [*sizes[:-1], max_num_seqs]
 
 
-def table_bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+def table_bytes(max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int) -> int:
     """Of the token table and of the block tables that eager and captured steps read, on the device."""
     block_tables = 4 * max_num_seqs + MAX_CHUNKS + (2 * MIXED_SEQS if max_num_seqs > MIXED_SEQS else 0)
-    return 4 * (max_num_seqs + 1) * max_model_len + 4 * block_tables * -(-max_model_len // block_size)
+    return 4 * (max_num_seqs + 1) * max_model_len + 4 * num_groups * block_tables * -(-max_model_len // block_size)
 
 
 def graph_bytes(max_num_seqs: int, num_layers: int) -> int:
@@ -110,7 +115,7 @@ class _Captured(ABC):
         self._missed: Counter[int] = Counter()  # how often steps were computed kernel by kernel, by size
         self._used = 0  # the size of the last such step; 0 if it is captured
 
-    def run_all(self, caches: list[KVCache]) -> None:
+    def run_all(self, caches: list[LayerCache]) -> None:
         """Compute a step of padding of each size, by the layers of `caches`. Must run on all ranks together."""
         for size in reversed(self.sizes):
             self._load_padding(size)
@@ -148,7 +153,7 @@ class _Captured(ABC):
         """Fill the inputs of a step of this size with padding alone."""
 
     @abstractmethod
-    def _step(self, size: int, caches: list[KVCache]) -> tuple[torch.Tensor, ...]:
+    def _step(self, size: int, caches: list[LayerCache]) -> tuple[torch.Tensor, ...]:
         """Compute what has been loaded. The logits come first."""
 
 
@@ -161,13 +166,14 @@ class DecodeGraphs(_Captured):
     """
 
     def __init__(self, context: RunContext, logits_room: torch.Tensor):
-        seqs, blocks, device = context.max_num_seqs, context.max_blocks, context.device
+        seqs, groups, device = context.max_num_seqs, context.num_groups, context.device
         super().__init__(context, graph_sizes(seqs), logits_room)
         self._size_for = [next(s for s in self.sizes if s >= n) for n in range(1, seqs + 1)]
         self._packed = torch.zeros(WORDS * seqs, dtype=torch.int64, device=device)
-        self._input_ids, self._slots = torch.zeros(2, seqs, dtype=torch.int64, device=device)
+        self._input_ids = torch.zeros(seqs, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(groups, seqs, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(seqs, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(seqs, blocks, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(groups, seqs, context.max_blocks, dtype=torch.int32, device=device)
         self._query_starts = torch.arange(seqs + 1, dtype=torch.int32, device=device)
 
     def run(self, rows: np.ndarray, positions: np.ndarray, draw: DrawColumns) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,23 +205,24 @@ class DecodeGraphs(_Captured):
         floats[size : size + count], floats[size + count :] = draw.noise_scale, 0.0
         return packed
 
-    def _step(self, size: int, caches: list[KVCache]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step(self, size: int, caches: list[LayerCache]) -> tuple[torch.Tensor, torch.Tensor]:
         model, state, split = self._context.model, self._context.batch, self._context.split_decodes
         rows, positions, seeds, floats = self._packed[: WORDS * size].view(WORDS, size).unbind(0)
         temperature, noise_scale = floats.view(torch.float32).view(2, size).unbind(0)
+        input_ids, seq_lens = self._input_ids[:size], self._seq_lens[:size]
+        inputs = ops.DecodeInputs(input_ids, self._slots[:, :size], seq_lens, self._tables[:, :size])
         batch = ForwardBatch(
-            input_ids=self._input_ids[:size],
+            input_ids=input_ids,
             positions=positions.clamp_min(0),
-            slot_mapping=self._slots[:size],
-            block_tables=self._tables[:size],
-            seq_lens=self._seq_lens[:size],
+            slot_mappings=inputs.slots.unbind(),
+            block_tables=inputs.block_tables.unbind(),
+            seq_lens=seq_lens,
             query_start_loc=self._query_starts[: size + 1],
             logit_rows=None,
             num_decodes=size if split else 0,
             max_query_len=0 if split else 1,
         )
-        inputs = ops.DecodeInputs(batch.input_ids, batch.slot_mapping, batch.seq_lens, batch.block_tables)
-        ops.decode_inputs(rows, positions, state.token_table, state.block_table, state.block_size, inputs)
+        ops.decode_inputs(rows, positions, state.token_table, state.block_tables, state.block_size, inputs)
         logits = model.local_logits(model(batch, caches), self._logits_room)
         targets = positions + 1  # a padding row's is 0, in the spare row
         drawn = ops.DrawRows(seeds, targets, temperature, noise_scale)
@@ -273,8 +280,9 @@ class ChunkGraphs(_Captured):
         self._max_decodes, self._max_chunks = max_decodes, max_chunks
         tokens, seqs, device = max(sizes, default=0), max_decodes + max_chunks, context.device
         self._packed = torch.zeros(self._num_words(tokens), dtype=torch.int64, device=device)
-        self._input_ids, self._slots = torch.zeros(2, tokens, dtype=torch.int64, device=device)
-        self._tables = torch.zeros(seqs, context.max_blocks, dtype=torch.int32, device=device)
+        self._input_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(context.num_groups, tokens, dtype=torch.int64, device=device)
+        self._tables = torch.zeros(context.num_groups, seqs, context.max_blocks, dtype=torch.int32, device=device)
 
     def cost(self, size: int) -> StepCost:
         """What a captured step takes. Must run on all ranks together, before anything else is run."""
@@ -284,12 +292,13 @@ class ChunkGraphs(_Captured):
         width = self._context.max_blocks
         context = min(PROBE_CONTEXT, width * state.block_size)
         # A sequence of the spare row, whose blocks nobody reads otherwise.
-        state.block_table[-1] = torch.arange(width, device=self._context.device) % self._context.caches[0].k.shape[0]
+        num_blocks = self._context.caches[0].kv.k.shape[0]
+        state.block_tables[:, -1] = torch.arange(width, device=self._context.device) % num_blocks
         inputs = self._inputs(self._packed, size)
         inputs.seq_lens[room] = context
         inputs.query_starts[room + 1 :] = min(size, context)
         chunk = self._seconds(size)
-        state.block_table[-1] = 0
+        state.block_tables[:, -1] = 0
         return StepCost(padding, chunk, context)
 
     def fits(self, layout: StepLayout) -> bool:
@@ -355,18 +364,19 @@ class ChunkGraphs(_Captured):
         logit_rows[layout.num_sampled :] = 0
         self._packed[: len(packed)].copy_(packed, non_blocking=True)
 
-    def _step(self, size: int, caches: list[KVCache]) -> tuple[torch.Tensor]:
+    def _step(self, size: int, caches: list[LayerCache]) -> tuple[torch.Tensor]:
         model, state, room = self._context.model, self._context.batch, self._room(size)
         inputs = self._inputs(self._packed, size)
-        input_ids, slots, tables = self._input_ids[:size], self._slots[:size], self._tables[: len(inputs.seq_rows)]
-        where = (inputs.token_rows, inputs.positions, state.token_table, state.block_table, state.block_size)
+        input_ids, slots = self._input_ids[:size], self._slots[:, :size]
+        tables = self._tables[:, : len(inputs.seq_rows)]
+        where = (inputs.token_rows, inputs.positions, state.token_table, state.block_tables, state.block_size)
         ops.token_inputs(*where, input_ids, slots)
-        torch.index_select(state.block_table, 0, inputs.seq_rows, out=tables)
+        torch.index_select(state.block_tables, 1, inputs.seq_rows, out=tables)
         batch = ForwardBatch(
             input_ids=input_ids,
             positions=inputs.positions.clamp_min(0),
-            slot_mapping=slots,
-            block_tables=tables,
+            slot_mappings=slots.unbind(),
+            block_tables=tables.unbind(),
             seq_lens=inputs.seq_lens,
             query_start_loc=inputs.query_starts,
             logit_rows=inputs.logit_rows,

@@ -18,18 +18,21 @@ class PersistentBatch:
     """What a worker knows of each row: counts on the host, blocks and tokens on the device.
 
     num_tokens, num_computed, num_prompt: [max_num_seqs] int64. num_tokens counts sampled tokens whose ids only the
-    device knows yet. block_table: [max_num_seqs + 1, max blocks] int32, and token_table: [max_num_seqs + 1,
-    max_model_len] int32, both on the device, where captured steps read them, and where a sampled token is the next
-    step's input without passing through the host; their last rows are those of padding.
+    device knows yet. block_tables: [num_groups, max_num_seqs + 1, max blocks] int32, one table for each group of
+    layers, and token_table: [max_num_seqs + 1, max_model_len] int32, both on the device, where captured steps read
+    them, and where a sampled token is the next step's input without passing through the host; their last rows are those
+    of padding.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device):
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device, num_groups: int = 1
+    ):
         self.block_size = block_size
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.num_prompt = np.zeros(max_num_seqs, np.int64)
         max_blocks = -(-max_model_len // block_size)
-        self.block_table = torch.zeros(max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(num_groups, max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device)
         self.token_table = torch.zeros(max_num_seqs + 1, max_model_len, dtype=torch.int32, device=device)
 
     def apply(self, plan: StepPlan) -> None:
@@ -40,16 +43,22 @@ class PersistentBatch:
             self.num_prompt[data.row] = data.num_prompt_tokens
         tokens = [np.array(data.token_ids, np.int32) for data in plan.new]
         # What lies before the first block of a table is never read.
-        updates = [(data.row, data.first_block, data.block_table) for data in plan.new] + plan.block_updates
+        _num_groups, height, width = self.block_tables.shape
+        updates = [  # (where in all tables, as if they were one after the other, and the blocks that go there)
+            ((group * height + data.row) * width + first, ids)
+            for data in plan.new
+            for group, (first, ids) in enumerate(zip(data.first_blocks, data.block_tables, strict=True))
+        ]
+        for row, first, parts in plan.block_updates:
+            updates += [((group * height + row) * width + first, ids) for group, ids in enumerate(parts)]
         if updates:
-            width = self.block_table.shape[1]
-            starts = np.array([row * width + first for row, first, _ids in updates], np.int64)
-            counts = np.array([len(ids) for _row, _first, ids in updates], np.int64)
+            starts = np.array([start for start, _ids in updates], np.int64)
+            counts = np.array([len(ids) for _start, ids in updates], np.int64)
             ends = np.cumsum(counts)
             places = np.arange(int(ends[-1])) + np.repeat(starts - ends + counts, counts)
-            blocks = np.fromiter((block for _row, _first, ids in updates for block in ids), np.int32, int(ends[-1]))
-            index, values, *rows = to_device([places, blocks, *tokens], self.block_table.device)
-            self.block_table.view(-1).index_copy_(0, index, values)
+            blocks = np.fromiter((block for _start, ids in updates for block in ids), np.int32, int(ends[-1]))
+            index, values, *rows = to_device([places, blocks, *tokens], self.block_tables.device)
+            self.block_tables.view(-1).index_copy_(0, index, values)
             for data, ids in zip(plan.new, rows, strict=True):
                 self.token_table[data.row, : len(ids)] = ids
         if plan.tokens:
@@ -132,15 +141,17 @@ def build(state: PersistentBatch, layout: StepLayout) -> ForwardBatch:
             seq_lens.astype(np.int32),
             query_starts.astype(np.int32),
         ],
-        state.block_table.device,
+        state.block_tables.device,
     )
-    input_ids, slots = torch.empty_like(token_rows), torch.empty_like(token_rows)
-    ops.token_inputs(token_rows, positions, state.token_table, state.block_table, state.block_size, input_ids, slots)
+    input_ids = torch.empty_like(token_rows)
+    slots = token_rows.new_empty(state.block_tables.shape[0], token_rows.shape[0])
+    ops.token_inputs(token_rows, positions, state.token_table, state.block_tables, state.block_size, input_ids, slots)
+    width = -(-int(seq_lens.max()) // state.block_size)
     return ForwardBatch(
         input_ids=input_ids,
         positions=positions,
-        slot_mapping=slots,
-        block_tables=state.block_table[:, : -(-int(seq_lens.max()) // state.block_size)].index_select(0, seq_rows),
+        slot_mappings=slots.unbind(),
+        block_tables=state.block_tables[:, :, :width].index_select(1, seq_rows).unbind(),
         seq_lens=lens,
         query_start_loc=starts,
         logit_rows=logit_rows,

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from rayllm.errors import ModelError
-from rayllm.layers.attention import KVCache
+from rayllm.layers.attention import KVCache, LayerCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.models.base import CausalLM
 from rayllm_kernels.cache.kv_cache import FP8_MAX, KVScales
@@ -27,7 +27,7 @@ CALIBRATION_TOKENS = 512
 MARGIN = 2.0  # at least, between what was seen and the largest number of the format
 SEED = 1
 
-Run = Callable[[ForwardBatch, list[KVCache]], None]  # a step, on all ranks together
+Run = Callable[[ForwardBatch, list[LayerCache]], None]  # a step, on all ranks together
 
 
 def find_scales(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Run) -> list[KVScales] | None:
@@ -43,8 +43,8 @@ def find_scales(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Ru
         if kv_dtype == torch.float8_e4m3fn:
             measured = _calibrate(model, kv_dtype, block_size, run)
         else:
-            ones = torch.ones(model.num_kv_heads_per_rank)
-            measured = [KVScales(ones, ones)] * model.spec.num_layers
+            heads = [model.spec.kv_shape(layer, model.tp.size)[0] for layer in range(model.spec.num_layers)]
+            measured = [KVScales(torch.ones(count), torch.ones(count)) for count in heads]
         found = [own or other for own, other in zip(found, measured, strict=True)]
     device = model.lm_head.weight.device
     return [KVScales(scales.k.to(device), scales.v.to(device)) for scales in found if scales is not None]
@@ -77,16 +77,19 @@ def _calibrate(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Run
     dtype, device = model.lm_head.weight.dtype, model.lm_head.weight.device
     tokens = min(CALIBRATION_TOKENS, model.build.max_model_len)
     blocks = math.ceil(tokens / block_size)
-    shape = (2, blocks, model.num_kv_heads_per_rank, block_size, model.spec.head_dim)
-    caches = [KVCache(*torch.zeros(shape, dtype=dtype, device=device)) for _ in range(model.spec.num_layers)]
+    caches = []
+    for layer in range(model.spec.num_layers):
+        heads, head_dim = model.spec.kv_shape(layer, model.tp.size)
+        keys, values = torch.zeros(2, blocks, heads, block_size, head_dim, dtype=dtype, device=device)
+        caches.append(LayerCache(KVCache(keys, values)))
     ids = torch.randint(model.spec.vocab_size, (tokens,), generator=torch.Generator().manual_seed(SEED))
     positions = torch.arange(tokens, device=device)
     run(
         ForwardBatch(
             input_ids=ids.to(device),
             positions=positions,
-            slot_mapping=positions,
-            block_tables=torch.arange(blocks, dtype=torch.int32, device=device)[None],
+            slot_mappings=(positions,),
+            block_tables=(torch.arange(blocks, dtype=torch.int32, device=device)[None],),
             seq_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
             query_start_loc=torch.tensor([0, tokens], dtype=torch.int32, device=device),
             logit_rows=torch.tensor([tokens - 1], device=device),
@@ -97,7 +100,7 @@ def _calibrate(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Run
     )
     scales = []
     for layer, cache in enumerate(caches):
-        largest = torch.stack([part.abs().amax((0, 2, 3)).float() for part in (cache.k, cache.v)]).cpu()
+        largest = torch.stack([part.abs().amax((0, 2, 3)).float() for part in (cache.kv.k, cache.kv.v)]).cpu()
         if not bool(largest.isfinite().all()):
             raise ModelError(f"kv_cache_dtype: keys or values of layer {layer} are not finite for random tokens")
         scales.append(KVScales(*scale_for(largest, kv_dtype)))

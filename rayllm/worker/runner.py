@@ -237,7 +237,7 @@ def sample_all_ways(context: RunContext, table: SamplingTable) -> None:
         logits = model.gather_logits(torch.zeros(count, head.num_tokens, dtype=head.weight.dtype, device=device))
         for params in ALL_WAYS:
             for row in range(count):
-                table.set(SequenceData(row, [0], 1, 0, [], params, seed=0))
+                table.set(SequenceData(row, [0], 1, 0, [[]], params, seed=0))
             sample(logits, table.batch(rows, rows, device), context.batch.token_table)
         for row in range(count):
             table.clear(row)

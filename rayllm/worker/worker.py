@@ -18,13 +18,13 @@ import torch
 from rayllm.api.types import DeviceMemory, KVBlocks, KVCosts, Phases, RankReady, StepPlan, StepResult, timed
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ConfigError
-from rayllm.layers.attention import KVCache
+from rayllm.layers.attention import LayerCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.models.loader import load_model
 from rayllm.parallel.shared_weights import SharedWeights
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.sampling.sampling_table import SamplingTable
-from rayllm.worker.cache import CacheEngine, block_bytes, staging_blocks
+from rayllm.worker.cache import CacheEngine, block_bytes, lay_out_blocks, staging_blocks
 from rayllm.worker.graphs import RunContext, StepGraphs, capture_graphs, graph_bytes, make_graphs, table_bytes
 from rayllm.worker.inputs import PersistentBatch, StepLayout, build
 from rayllm.worker.kv_scales import find_scales, pack_scales, unpack_scales
@@ -75,9 +75,9 @@ class RankModel:
                 self.scales = find_scales(self.model, self.kv_dtype, config.options.block_size, self._run_once)
                 if weights is not None:
                     weights.note = pack_scales(self.scales)
-        heads, size = self.model.num_kv_heads_per_rank, config.options.block_size
-        self.block_shape = (config.spec.num_layers, 2, heads, size, config.spec.head_dim)
-        self.block_bytes = block_bytes(self.block_shape, self.kv_dtype)
+        self.places = lay_out_blocks(config.spec, config.tp, config.options.block_size)
+        self.block_bytes = block_bytes(self.places, self.kv_dtype)
+        self.num_groups = 1 + max(place.group for place in self.places)
         self.max_num_seqs = config.num_seqs_choices[0]
         if len(config.num_seqs_choices) > 1:
             self.max_num_seqs = most_seqs(config.num_seqs_choices, self.bytes_for_seqs, self._bytes_left())
@@ -94,7 +94,7 @@ class RankModel:
         if options.num_gpu_blocks_override is not None:
             return KVBlocks(options.num_gpu_blocks_override, num_cpu_blocks, self.max_num_seqs)
         if self.device.type == "cpu":
-            most = self.max_num_seqs * -(-self.config.max_model_len // options.block_size)
+            most = self.num_groups * self.max_num_seqs * -(-self.config.max_model_len // options.block_size)
             num_blocks = max(1, min(most, CPU_POOL_BYTES // self.block_bytes))
             return KVBlocks(num_blocks, num_cpu_blocks, self.max_num_seqs)
         with timed(self.phases, "size KV cache"):
@@ -112,14 +112,14 @@ class RankModel:
     def bytes_for_seqs(self, num_seqs: int) -> int:
         """Device memory that sequences take beside their KV if so many run at once: tables, graphs and logits."""
         options, spec = self.config.options, self.config.spec
-        tables = table_bytes(num_seqs, self.config.max_model_len, options.block_size)
+        tables = table_bytes(num_seqs, self.config.max_model_len, options.block_size, self.num_groups)
         tables += 8 * num_seqs * spec.hidden_size  # the pooler's sums
         logits = num_seqs * self.model.lm_head.num_tokens * self.dtype.itemsize
         return tables + (0 if options.enforce_eager else graph_bytes(num_seqs, spec.num_layers) + logits)
 
     def new_cache(self, blocks: KVBlocks) -> CacheEngine:
         """Pools of these sizes for this model."""
-        return CacheEngine(blocks, self.block_shape, self.kv_dtype, self.device, self.scales)
+        return CacheEngine(blocks, self.places, self.kv_dtype, self.device, self.scales)
 
     def synchronize(self) -> None:
         """Wait until the device has done all that it was given."""
@@ -127,7 +127,7 @@ class RankModel:
             torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def run_batch(self, caches: list[KVCache], total: int, length: int | None = None) -> None:
+    def run_batch(self, caches: list[LayerCache], total: int, length: int | None = None) -> None:
         """A pass over `total` tokens by the layers of `caches`: no KV is written, as many rows get logits as may.
 
         length: of a sequence, 1 for decodes; None for as long as can be.
@@ -139,11 +139,12 @@ class RankModel:
         positions = torch.arange(total, device=device) % length
         num_seqs = len(starts) - 1
         tables = torch.zeros(num_seqs, -(-length // options.block_size), dtype=torch.int32, device=device)
+        slots = torch.full((total,), -1, dtype=torch.int64, device=device)
         batch = ForwardBatch(
             input_ids=torch.zeros(total, dtype=torch.int64, device=device),
             positions=positions,
-            slot_mapping=torch.full((total,), -1, dtype=torch.int64, device=device),
-            block_tables=tables,
+            slot_mappings=(slots,) * self.num_groups,
+            block_tables=(tables,) * self.num_groups,
             seq_lens=starts.diff(),
             query_start_loc=starts,
             logit_rows=torch.arange(min(max(self.max_num_seqs, PROMPT_LOGITS_ROWS), total), device=device),
@@ -157,7 +158,7 @@ class RankModel:
         self.synchronize()
 
     @torch.inference_mode()
-    def _run_once(self, batch: ForwardBatch, caches: list[KVCache]) -> None:
+    def _run_once(self, batch: ForwardBatch, caches: list[LayerCache]) -> None:
         """A forward pass before there is a runner, to its end on the device."""
         with self.memory.active():
             if self.device.type == "cuda":
@@ -216,7 +217,9 @@ class Worker:
         self._pending: deque[PendingResult] = deque()
         with timed(rank.phases, "allocate KV cache"):
             self._cache = rank.new_cache(blocks)
-            state = PersistentBatch(rank.max_num_seqs, rank.config.max_model_len, options.block_size, device)
+            state = PersistentBatch(
+                rank.max_num_seqs, rank.config.max_model_len, options.block_size, device, rank.num_groups
+            )
             table = SamplingTable(rank.max_num_seqs, spec.vocab_size, spec.eos_token_ids)
             context = RunContext(rank.model, self._cache.layers, state, split_decodes=not options.deterministic)
             rank.synchronize()

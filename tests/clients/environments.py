@@ -136,7 +136,7 @@ ENVIRONMENTS: dict[str, PythonEnvironment | NodeEnvironment] = {
         PythonEnvironment("openai2", ["openai<3"], ["test_openai.py"]),
         PythonEnvironment("openai3", ["openai>=3"], ["test_openai.py"]),
         PythonEnvironment("langchain", ["langchain", "langchain-openai"], ["test_langchain.py"]),
-        PythonEnvironment("litellm", ["litellm", "mcp"], ["test_litellm.py"]),
+        PythonEnvironment("litellm", ["litellm[proxy]"], ["test_litellm.py"]),
         PythonEnvironment("llamaindex", ["llama-index-llms-openai-like"], ["test_llamaindex.py"]),
         PythonEnvironment("instructor", ["instructor"], ["test_instructor.py"]),
         PythonEnvironment("pydantic-ai", ["pydantic-ai-slim[openai,anthropic]"], ["test_pydantic_ai.py"]),

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="torch, which computes the reference
 transformers = pytest.importorskip("transformers", reason="transformers, which computes the reference, is missing")
 
 from lm_eval.tasks import TaskManager  # noqa: E402  (after the skips)
+from lm_eval.utils import RemoteTokenizer  # noqa: E402
 
 HERE = Path(__file__).parent
 MODEL = HERE.parents[1] / "rayllm" / "assets" / "tiny-pydoc"
@@ -55,15 +56,21 @@ def reference(samples):
     return score
 
 
-@pytest.fixture(scope="module", params=TOKENIZERS, ids=["own", "remote"])
-def samples(request, url, tmp_path_factory):
-    """Task -> what lm-eval logged of each document; all tasks in one run."""
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """The tasks of lm_eval_tasks over DOCS."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "docs.jsonl"
     data.write_text("\n".join(map(json.dumps, DOCS)))
     for task in (HERE / "lm_eval_tasks").glob("*.yaml"):
         where = f"dataset_kwargs: {{data_files: {{test: {data}}}}}\n"
         (folder / task.name).write_text(where + task.read_text())
+    return TaskManager(include_path=str(folder), include_defaults=False)
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS, ids=["own", "remote"])
+def samples(request, url, tasks):
+    """Task -> what lm-eval logged of each document; all tasks in one run."""
     results = lm_eval.simple_evaluate(
         model="local-completions",
         model_args={
@@ -75,7 +82,7 @@ def samples(request, url, tmp_path_factory):
         },
         batch_size=3,
         tasks=["pydoc_choice", "pydoc_text", "pydoc_generate"],
-        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        task_manager=tasks,
         log_samples=True,
         bootstrap_iters=0,
     )
@@ -110,3 +117,28 @@ def test_generation_stops_where_told(samples):
     texts = [text for sample in samples["pydoc_generate"] for (text,) in sample["resps"]]
     assert len(texts) == len(DOCS)
     assert any(texts) and not any("." in text for text in texts)
+
+
+def test_chats(url, tasks):
+    results = lm_eval.simple_evaluate(
+        model="local-chat-completions",
+        model_args={"model": "tiny-pydoc", "base_url": f"{url}/v1/chat/completions", "num_concurrent": 4},
+        tasks=["pydoc_generate"],
+        task_manager=tasks,
+        apply_chat_template=True,
+        log_samples=True,
+        bootstrap_iters=0,
+    )
+    texts = [text for sample in results["samples"]["pydoc_generate"] for (text,) in sample["resps"]]
+    assert len(texts) == len(DOCS)
+    assert any(texts) and not any("." in text for text in texts)
+
+
+def test_the_remote_tokenizer_is_the_models(url):
+    """The template too, which lm-eval renders itself and in which it refuses variables that are not defined."""
+    remote, own = RemoteTokenizer(f"{url}/v1/completions"), transformers.AutoTokenizer.from_pretrained(MODEL)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What does len do?"}]
+    text = own.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert remote.apply_chat_template(chat) == text
+    assert remote.encode(text) == own(text, add_special_tokens=False).input_ids
+    assert remote.eos_token_id == own.eos_token_id

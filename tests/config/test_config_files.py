@@ -19,6 +19,7 @@ SHAPES = {  # billions of parameters, as published
     "qwen3-0.6b": 0.60,
     "qwen3-8b": 8.19,
     "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5,
     "llama-3.1-8b": 8.03,
     "llama-3.2-1b": 1.24,
     "qwen2.5-1.5b": 1.54,
@@ -45,7 +46,10 @@ def test_model_shapes(path):
         if path.name != "qwen2.5-1.5b" or tp < 4:
             check_parallel(spec, tp)
     attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
-    layer = attention + 3 * spec.hidden_size * spec.intermediate_size
+    width = spec.intermediate_size
+    if spec.experts:
+        width = spec.experts.num_experts * spec.experts.intermediate_size
+    layer = attention + 3 * spec.hidden_size * width
     embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
     assert (spec.num_layers * layer + embeddings) / 1e9 == pytest.approx(SHAPES[path.name], rel=0.01)
     assert sorted(p.name for p in path.iterdir()) == ["config.json"]

@@ -48,7 +48,7 @@ def test_a_beam_that_dies_frees_its_blocks_at_once():
     harness.add("a", [1], best_of=5, n=1, max_tokens=25, **BEAMS)
     while harness.step():
         live = harness.scheduler.state.groups.values()
-        tables = [set(seq.block_table) for group in live for seq in group.sequences]
+        tables = [set(seq.block_tables[0]) for group in live for seq in group.sequences]
         assert harness.scheduler.stats().num_used_blocks == len(set().union(*tables))
     assert any(plan.free_rows for plan in harness.plans)
     harness.check_done()

@@ -50,7 +50,7 @@ class Blocks(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         table, _ids = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        self.manager.release(table)
+        self.manager.release(table, stale=data.draw(st.booleans()))
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -129,7 +129,7 @@ def test_misuse_is_an_error():
 
 def test_evictions_are_reported_and_a_touched_block_is_evicted_last():
     evicted = []
-    manager = BlockManager(3, SIZE, lambda block, digest: evicted.append((block, digest)))
+    manager = BlockManager(3, SIZE, lambda *block: evicted.append(block))
     cache = manager.cache
     hashes: list[bytes] = []
     cache.extend(hashes, cache.root(""), list(range(8)), 2)
@@ -140,9 +140,37 @@ def test_evictions_are_reported_and_a_touched_block_is_evicted_last():
         manager.release([block])
     manager.touch(first)
     assert manager.allocate(2) == [third, second]
-    assert evicted == [(second, hashes[1])]
+    assert evicted == [(second, hashes[1], True)]
     manager.touch(second)  # held: nothing happens
     manager.acquire([first])
     assert manager.num_holders(first) == 1
     manager.fork([first])
     assert manager.num_holders(first) == 2
+
+
+def test_stale_blocks_are_reused_before_other_cached_ones_and_behind_empty_ones():
+    evicted = []
+    manager = BlockManager(5, SIZE, lambda *block: evicted.append(block))
+    cache = manager.cache
+    hashes: list[bytes] = []
+    cache.extend(hashes, cache.root(""), list(range(16)), 4)
+    blocks = manager.allocate(5)
+    for digest, block in zip(hashes, blocks, strict=False):
+        cache.register(digest, block)
+    kept, stale, used, touched, empty = blocks
+    manager.release([kept])
+    for block in (stale, used, touched):
+        manager.release([block], stale=True)
+    manager.release([empty], stale=True)
+    manager.touch(touched)
+    manager.acquire([used])
+    manager.release([used])  # used again: as good as any
+    assert manager.num_free == 5
+    assert manager.allocate(5) == [empty, stale, kept, touched, used]
+    assert [(block, worth) for block, _hash, worth in evicted] == [
+        (stale, False),
+        (kept, True),
+        (touched, True),
+        (used, True),
+    ]
+    manager.check_integrity([blocks])

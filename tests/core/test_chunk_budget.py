@@ -355,7 +355,7 @@ def test_prompts_that_have_to_wait_in_the_batch(monkeypatch, policy, window):
         depth=2,
         num_cpu_blocks=8,
         growth_blocks=0,
-        sliding_window=window,
+        windows=(window,),
         max_model_len=56,
     )
     for i in range(40):

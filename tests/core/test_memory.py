@@ -14,6 +14,7 @@ from rayllm.core.memory import KVMemory, WriteAheadLimits
 from rayllm.core.sequence import Sequence, SequenceGroup
 
 SIZE, NUM_BLOCKS, NUM_CPU_BLOCKS = 4, 10, 7
+Content = tuple[int, tuple[int, ...]]  # group, tokens
 
 
 def make_sequence(memory: KVMemory, ids: list[int], salt: str = "") -> Sequence:
@@ -22,45 +23,49 @@ def make_sequence(memory: KVMemory, ids: list[int], salt: str = "") -> Sequence:
 
 
 class Pools(RuleBasedStateMachine):
-    """device, host: what each block holds, as the tokens up to its end. Steps are over when their plan is complete."""
+    """device, host: what each block holds, as its group and the tokens up to its end.
+
+    Steps are over when their plan is complete.
+    """
 
     @initialize(
         caching=st.booleans(),
         costs=st.sampled_from([CHEAP, EVEN, DEAR]),
-        window=st.sampled_from([None, None, 1, 5, 8]),
+        windows=st.sampled_from([(None,), (None,), (1,), (5,), (8,), (None, 5), (8, None, 1), (5, 1)]),
         write_ahead=st.sampled_from([0, 3, 20]),
     )
-    def start(self, caching: bool, costs: KVCosts, window: int | None, write_ahead: int) -> None:
+    def start(self, caching: bool, costs: KVCosts, windows: tuple[int | None, ...], write_ahead: int) -> None:
         self.memory = KVMemory(
             num_blocks=NUM_BLOCKS,
             num_cpu_blocks=NUM_CPU_BLOCKS,
             block_size=SIZE,
             caching=caching,
             costs=costs,
-            sliding_window=window,
+            windows=windows,
             write_ahead=WriteAheadLimits(write_ahead, blocks_a_step=2, host_share=1),
         )
         self.running: list[Sequence] = []
         self.swapped: list[Sequence] = []
         self.full: dict[int, int] = {}  # full blocks that a swapped sequence had
         self.entered: list[Sequence] = []  # in this step
-        self.device: dict[int, tuple[int, ...]] = {}
-        self.host: dict[int, tuple[int, ...]] = {}
+        self.device: dict[int, Content] = {}
+        self.host: dict[int, Content] = {}
         self.step_id = 0
         self.leaving: list[tuple[int, int]] = []  # steps that write back, with the device blocks
 
-    def write(self, block: int, content: tuple[int, ...]) -> None:
+    def write(self, block: int, content: Content) -> None:
         assert all(block != leaving for _step, leaving in self.leaving), "written before it was copied"
         self.device[block] = content
 
     @staticmethod
-    def content(seq: Sequence, index: int, num_tokens: int) -> tuple[int, ...]:
-        return tuple(seq.token_ids[: min(num_tokens, (index + 1) * SIZE)])
+    def content(seq: Sequence, group: int, index: int, num_tokens: int) -> Content:
+        return group, tuple(seq.token_ids[: min(num_tokens, (index + 1) * SIZE)])
 
     def enter(self, seq: Sequence) -> bool:
         match = self.memory.match(seq)
         assert match.end * SIZE < len(seq.token_ids), "nothing is left to compute"
-        before, missing = self.memory.num_free_after(match), self.memory.gpu.blocks_for(len(seq.token_ids)) - match.end
+        before = self.memory.num_free_after(match)
+        missing = self.memory.num_groups * (self.memory.gpu.blocks_for(len(seq.token_ids)) - match.end)
         if before < missing:
             return False
         arriving = self.memory.claim(seq, match, len(seq.token_ids))
@@ -97,10 +102,10 @@ class Pools(RuleBasedStateMachine):
             return
         if seq.num_computed == len(seq.token_ids):
             seq.token_ids.append(0)  # sampled; its KV is not there yet
-        assert len(set(seq.pinned)) == len(seq.pinned) == seq.num_computed // SIZE - seq.first_block
+        held = sum(seq.num_computed // SIZE - first for first in seq.first_blocks)
+        assert len(set(seq.pinned)) == len(seq.pinned) == held
         self.full[id(seq)] = seq.num_computed // SIZE
-        self.memory.gpu.release(seq.block_table)
-        seq.reset()
+        self.memory.release(seq)
         self.running.remove(seq)
         self.swapped.append(seq)
 
@@ -109,7 +114,7 @@ class Pools(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.running + self.swapped))
         (self.running if seq in self.running else self.swapped).remove(seq)
-        self.memory.gpu.release(seq.block_table)
+        self.memory.release(seq)
         self.memory.unpin(seq)
 
     @rule(data=st.data())
@@ -136,24 +141,24 @@ class Pools(RuleBasedStateMachine):
         self.running += self.entered
         self.entered = []
         for seq in self.running:
-            window = self.memory.window.tokens or seq.num_computed + 1
-            for i in range(max(0, seq.num_computed - window + 1) // SIZE, -(-seq.num_computed // SIZE)):
-                expected = self.content(seq, i, seq.num_computed)
-                block = seq.block_table[i - seq.first_block]
-                assert self.device[block][: len(expected)] == expected, "wrong KV"
+            for group, window in enumerate(self.memory.windows):
+                seen = window.tokens or seq.num_computed + 1
+                for i in range(max(0, seq.num_computed - seen + 1) // SIZE, -(-seq.num_computed // SIZE)):
+                    expected = self.content(seq, group, i, seq.num_computed)
+                    held = self.device[seq.block_tables[group][i - seq.first_blocks[group]]]
+                    assert (held[0], held[1][: len(expected[1])]) == expected, "wrong KV"
             self.memory.drop_behind(seq)
         for seq in self.running:
             if seq.num_computed == len(seq.token_ids):
                 continue
             seq.num_computed = data.draw(st.integers(seq.num_computed + 1, len(seq.token_ids)))
-            for i, block in enumerate(
-                seq.block_table[: -(-seq.num_computed // SIZE) - seq.first_block], seq.first_block
-            ):
-                if len(self.device.get(block, ())) <= i * SIZE or i >= seq.num_registered:
-                    self.write(block, self.content(seq, i, seq.num_computed))
+            for group, (first, table) in enumerate(zip(seq.first_blocks, seq.block_tables, strict=True)):
+                for i, block in enumerate(table[: -(-seq.num_computed // SIZE) - first], first):
+                    if len(self.device.get(block, (0, ()))[1]) <= i * SIZE or i >= seq.num_registered:
+                        self.write(block, self.content(seq, group, i, seq.num_computed))
             if self.memory.caching:
                 self.memory.register(seq, seq.num_computed)
-        self.memory.check_integrity([seq.block_table for seq in self.running], [seq.pinned for seq in self.swapped])
+        self.memory.check_integrity(self.running, [seq.pinned for seq in self.swapped])
 
 
 Pools.TestCase.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
@@ -265,7 +270,7 @@ def test_a_swapped_sequence_comes_back_before_new_ones_and_while_others_compute(
     assert moving and all(plan.rows and not plan.await_swap_ins for plan in moving)
     for plan in moving:
         arriving = {block for _host, block in plan.swap_ins}
-        entering = {data.row for data in plan.new if arriving & set(data.block_table)}
+        entering = {data.row for data in plan.new if arriving & set(data.block_tables[0])}
         assert entering and not entering & set(plan.rows), "computed before its blocks are there"
     newcomer = next(i for i, plan in enumerate(harness.plans) if any(len(d.token_ids) == 2 for d in plan.new))
     assert newcomer >= harness.plans.index(moving[0])

@@ -14,7 +14,7 @@ from support.scheduler import CHEAP, DEAR, EVEN, Harness
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest, StepResult
-from rayllm.core.memory import KVWindow
+from rayllm.core.memory import KVWindow, most_blocks
 from rayllm.core.sequence import SequenceStatus
 
 PROMPTS = st.one_of(
@@ -51,6 +51,7 @@ PARAMS = st.fixed_dictionaries(
         "constraint": st.sampled_from([None, None, {"lag": 0}, {"lag": 3}, {"lag": 1, "fail_after": 2}]),
     }
 )
+WINDOWS = st.sampled_from([None, 1, 2, 5, 9, 16])
 ADD = st.tuples(st.just("add"), PROMPTS, PARAMS, st.integers(0, 2), st.sampled_from(["", "", "other"]))
 OPERATIONS = st.lists(
     st.one_of(
@@ -86,7 +87,12 @@ def beam_params(params, beams, max_num_seqs):
     num_cpu_blocks=st.sampled_from([0, 1, 3, 8, 40]),
     mode=st.sampled_from(["cost", "cost", "recompute", "swap"]),
     costs=st.sampled_from([CHEAP, DEAR, EVEN]),
-    window=st.sampled_from([None, None, None, 1, 2, 5, 9, 16]),
+    windows=st.one_of(
+        st.just((None,)),
+        st.tuples(st.sampled_from([1, 2, 5, 9, 16])),
+        st.tuples(WINDOWS, WINDOWS),
+        st.tuples(WINDOWS, WINDOWS, WINDOWS),
+    ),
     growth_blocks=st.integers(0, 2),
 )
 def test_random_histories_leave_every_output_right(
@@ -101,10 +107,10 @@ def test_random_histories_leave_every_output_right(
     num_cpu_blocks,
     mode,
     costs,
-    window,
+    windows,
     growth_blocks,
 ):
-    num_blocks = KVWindow(window, block_size).most_blocks(32) + spare_blocks
+    num_blocks = most_blocks([KVWindow(window, block_size) for window in windows], 32) + spare_blocks
     harness = Harness(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -116,8 +122,8 @@ def test_random_histories_leave_every_output_right(
         num_cpu_blocks=num_cpu_blocks,
         preemption_mode=mode if num_cpu_blocks or mode != "swap" else "cost",
         costs=costs,
-        sliding_window=window,
-        max_model_len=max(32, num_blocks * block_size),
+        windows=windows,
+        max_model_len=max(32, num_blocks // len(windows) * block_size),
         growth_blocks=growth_blocks,
     )
     for operation in operations:

@@ -13,8 +13,9 @@ from support.model_factory import make_model
 from support.scheduler import CHEAP, DEAR, Harness
 
 from rayllm import LLM, SamplingParams
+from rayllm.config.kv_groups import kv_groups
 from rayllm.config.model_folder import load_model_spec
-from rayllm.core.memory import KVWindow
+from rayllm.core.memory import KVWindow, longest
 from rayllm.errors import ConfigError
 
 
@@ -33,15 +34,13 @@ def test_blocks_are_kept_as_long_as_a_token_can_see_them(tokens, size, position)
 
 def test_without_a_window_everything_is_kept():
     window = KVWindow(None, 4)
-    assert (window.first_block(1000), window.most_blocks(1001), window.longest(3)) == (0, 251, 12)
-    assert KVWindow(9, 4).longest(3) == sys.maxsize, "three blocks hold any 9 tokens in a row"
-    assert KVWindow(10, 4).longest(3) == 12
+    assert (window.first_block(1000), window.most_blocks(1001), longest((window,), 3)) == (0, 251, 12)
+    assert longest((KVWindow(9, 4),), 3) == sys.maxsize, "three blocks hold any 9 tokens in a row"
+    assert longest((KVWindow(10, 4),), 3) == 12
 
 
 def make(num_blocks: int, window: int = 16, **options: object) -> Harness:
-    return Harness(
-        **{"num_blocks": num_blocks, "block_size": 4, "sliding_window": window, "max_model_len": 400, **options}
-    )
+    return Harness(**{"num_blocks": num_blocks, "block_size": 4, "windows": (window,), "max_model_len": 400, **options})
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -96,8 +95,8 @@ def test_a_later_prompt_may_begin_in_the_middle():
     harness.run()
     harness.check_done()
     data = harness.plans[-2].new[0]
-    assert (data.num_computed_tokens, data.first_block) == (60, 11), "token 60 sees tokens 45 to 60"
-    assert len(data.block_table) == 4 + 1, "and a block for the next chunk to begin with"
+    assert (data.num_computed_tokens, data.first_blocks) == (60, [11]), "token 60 sees tokens 45 to 60"
+    assert len(data.block_tables[0]) == 4 + 1, "and a block for the next chunk to begin with"
 
 
 @pytest.mark.parametrize(("mode", "costs"), [("swap", DEAR), ("cost", CHEAP), ("recompute", DEAR)])
@@ -158,14 +157,14 @@ def test_a_model_with_windows_in_a_pool_smaller_than_its_prompts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "window"),
+    ("options", "windows"),
     [
-        ({"sliding_window": None}, None),
-        ({}, 24),
-        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, None),  # the first layer sees all
-        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, 16),
+        ({"sliding_window": None}, [None]),
+        ({}, [24]),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, [None, 16, 16]),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, [16]),
     ],
 )
-def test_blocks_are_only_let_go_if_every_layer_has_a_window(tmp_path, options, window):
+def test_blocks_are_let_go_if_every_layer_of_their_group_has_a_window(tmp_path, options, windows):
     folder = make_model(tmp_path, "qwen2" if "use_sliding_window" in options else "mistral", **options)
-    assert load_model_spec(folder).kv_window == window
+    assert [group.window for group in kv_groups(load_model_spec(folder), 1)] == windows

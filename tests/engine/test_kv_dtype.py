@@ -16,10 +16,10 @@ from rayllm.config.model_folder import load_model_spec
 from rayllm.config.options import EngineConfig, make_config
 from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError, ModelError
-from rayllm.layers.attention import KVCache
+from rayllm.layers.attention import KVCache, LayerCache
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.worker import worker
-from rayllm.worker.cache import CacheEngine
+from rayllm.worker.cache import CacheEngine, LayerPlace
 from rayllm.worker.kv_scales import CALIBRATION_TOKENS, MARGIN, find_scales, scale_for
 from rayllm.worker.worker import RankModel
 from rayllm_kernels.device import Hardware, assumed
@@ -77,7 +77,7 @@ def test_e4m3_is_calibrated_with_random_tokens(llama):
     # Other tokens stay inside the range: the largest key and value of each head, against its scale.
     runner = factory.PagedRunner(model, block_size=8)
     runner.step([("a", [(7 * i * i) % 256 for i in range(200)])])
-    for cache, scales in zip(runner.caches, measured, strict=True):
+    for (cache, _group), scales in zip(runner.caches, measured, strict=True):
         for part, scale in zip((cache.k, cache.v), scales, strict=True):
             reach = part.nan_to_num().abs().amax((0, 2, 3)) / scale
             assert (reach < 448.0).all()
@@ -208,17 +208,17 @@ def test_a_gpu_without_e4m3_is_refused_before_the_model_is_loaded(monkeypatch):
 
 
 def test_pools_are_bytes_that_layers_see_as_numbers():
-    shape = (2, 2, 3, 4, 8)
+    places = [LayerPlace(0, layer * 2 * 3 * 4 * 8, (3, 4, 8)) for layer in range(2)]
     scales = [KVScales(torch.full((3,), 1.0 + layer), torch.full((3,), 2.0)) for layer in range(2)]
-    cache = CacheEngine(KVBlocks(5, 4), shape, E4M3, CPU, scales)
+    cache = CacheEngine(KVBlocks(5, 4), places, E4M3, CPU, scales)
     assert cache.pool[0].nbytes == 2 * 2 * 3 * 4 * 8
     assert cache.host_pool.dtype == cache.pool.dtype == torch.uint8
-    for layer, (k, v, own) in enumerate(cache.layers):
+    for layer, ((k, v, own), _group) in enumerate(cache.layers):
         assert k.dtype == v.dtype == E4M3
         assert own is scales[layer]
-        assert k.data_ptr() == cache.pool[0, layer, 0].data_ptr()
-        assert v.data_ptr() == cache.pool[0, layer, 1].data_ptr()
-    assert not cache.layers[0].k.float().any()
+        assert k.data_ptr() == cache.pool[0, layer * 192 :].data_ptr()
+        assert v.data_ptr() == cache.pool[0, layer * 192 + 96 :].data_ptr()
+    assert not cache.layers[0].kv.k.float().any()
     cache.pool.random_(0, 255, generator=torch.Generator().manual_seed(0))
     before = cache.pool.clone()
     cache.copy([(0, 3)])
@@ -229,7 +229,7 @@ def test_pools_are_bytes_that_layers_see_as_numbers():
     assert torch.equal(cache.pool[4], before[1])
     for dtype, given in ((E4M3, None), (torch.float16, scales)):
         with pytest.raises(ValueError, match="scales"):
-            CacheEngine(KVBlocks(1, 0), shape, dtype, CPU, given)
+            CacheEngine(KVBlocks(1, 0), places, dtype, CPU, given)
 
 
 def test_twice_the_tokens_in_the_same_memory(monkeypatch):
@@ -321,8 +321,8 @@ def test_a_cache_in_fp8_is_read_as_it_was_written(tmp_path, kind):
     for cuts in ((90,), (30, 60, 90), (89, 90)):
         runner = factory.PagedRunner(model)
         runner.caches = [
-            KVCache(k.nan_to_num().to(E4M3), v.nan_to_num().to(E4M3), own)
-            for (k, v, _), own in zip(runner.caches, scales, strict=True)
+            LayerCache(KVCache(k.nan_to_num().to(E4M3), v.nan_to_num().to(E4M3), own))
+            for ((k, v, _), _group), own in zip(runner.caches, scales, strict=True)
         ]
         first, logits = 0, []
         for cut in cuts:

@@ -77,7 +77,8 @@ def update(cluster, **options):
 def test_hosts_come_for_queued_tokens_and_go(cluster, laptop, supervisor, texts, phases):
     assert len(cluster.status().engines) == 1
     first, where = cluster.workers, urls(cluster)
-    load = Streams(laptop, wait=False, urls=where, count=60, max_tokens=200, interval=0.5, silence=120)
+    # Repeated, or the queue might be empty before a host for the third is there.
+    load = Streams(laptop, wait=False, urls=where, count=60, max_tokens=200, interval=0.5, silence=120, repeat=True)
     phases.add(
         "from 1 to 3 replicas, a host included",
         wait_for(lambda: len(cluster.status().engines) == 3, supervisor.history),

@@ -57,10 +57,11 @@ def step(rows, begin):
     scales = {"interleaved": True, "query_scale": torch.zeros(9)}
     ops.qk_norm_rope_cache(tensor(16 * 64), None, array(), torch.zeros(9, 64), cache, array(), **scales)
     ops.copy_blocks(pool, array(), array())
-    tables = torch.zeros(99, 48, dtype=torch.int32)
+    tables = torch.zeros(2, 99, 48, dtype=torch.int32)
     ids, lens = tensor(dtype=torch.int64), tensor(dtype=torch.int32)
-    ops.decode_inputs(ids, ids, tables, tables, 16, DecodeInputs(ids, ids, lens, tables[:rows]))
-    ops.token_inputs(ids, array(dtype=torch.int64), tables, tables, 16, ids, array(dtype=torch.int64))
+    slots = torch.zeros(2, 99, dtype=torch.int64)[:, :rows]
+    ops.decode_inputs(ids, ids, tables[0], tables, 16, DecodeInputs(ids, slots, lens, tables[:, :rows]))
+    ops.token_inputs(ids, array(dtype=torch.int64), tables[0], tables, 16, ids, torch.zeros(2, rows, dtype=torch.int64))
 
     x, weight = tensor(128), torch.zeros(256, 128, dtype=half)
     ops.rms_norm(x, x[0], 1e-6)
@@ -73,6 +74,10 @@ def step(rows, begin):
     ops.linear_invariant(x.repeat(20, 1), weight)
     hopper_kernel.linear_hopper(x, weight, (NARROW[32], 100), gated=False)
     gated_hopper_kernel.linear_gated_hopper(x, weight, 2, 100)
+    weights, experts = ops.route(tensor(16), Routing(4, "softmax"))
+    projections = torch.zeros(16, 64, 128, dtype=half), torch.zeros(16, 128, 32, dtype=half)
+    ops.experts(x, weights, experts, *projections)
+    ops.experts(x[:1], weights[:1], experts[:1], *projections)
     buffers = PeerBuffers(0, 2, 128, half, 8, 64, tensor(dtype=torch.int64), tensor(dtype=torch.int32))
     ops.all_reduce(x, buffers, two_shot=True)
     ops.all_gather_small(x[:, 0].contiguous(), buffers)

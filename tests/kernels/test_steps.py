@@ -15,7 +15,7 @@ from support.closeness import check_close
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import SequenceData, StepPlan
-from rayllm.layers.attention import KVCache
+from rayllm.layers.attention import KVCache, LayerCache
 from rayllm.sampling.sampling_table import DrawColumns
 from rayllm.worker.graphs import DecodeGraphs, step_graphs
 from rayllm_kernels import dispatch
@@ -56,8 +56,9 @@ def test_steps_with_chunks(case):
     from support import model_factory
 
     model, deterministic = case
-    eager, padded = (model_factory.PagedRunner(model, dtype=torch.float16) for _ in range(2))
-    context, room = model_factory.run_context(model, padded.caches, 6, split_decodes=not deterministic)
+    eager = model_factory.PagedRunner(model, dtype=torch.float16)
+    padded = model_factory.PagedRunner(model, dtype=torch.float16, num_blocks=128, num_groups=2)
+    context, room = model_factory.run_context(model, padded.caches, 6, split_decodes=not deterministic, num_groups=2)
     graphs = step_graphs(context, max_tokens=128, logits_room=room)
     steps = [
         ([("a", tokens(70, 1)), ("b", tokens(20, 2)), ("c", tokens(1, 3))], 0),
@@ -85,9 +86,9 @@ def test_decode_steps(case):
     for row, ids in prompts.items():
         if ids[:-1]:
             eager.step([(str(row), ids[:-1])])
-        table = [*eager.tables.get(str(row), []), *([eager.free[row]] * 2)]
-        new.append(SequenceData(row, ids, len(ids), len(ids) - 1, table, SamplingParams(), 0))
-    caches = [KVCache(cache.k.clone(), cache.v.clone()) for cache in eager.caches]
+        table = [*eager.tables.get(str(row), [[]])[0], *([eager.free[row]] * 2)]
+        new.append(SequenceData(row, ids, len(ids), len(ids) - 1, [table], SamplingParams(), 0))
+    caches = [LayerCache(KVCache(cache.k.clone(), cache.v.clone())) for cache, _group in eager.caches]
     context, room = model_factory.run_context(model, caches, 8, split_decodes=not deterministic)
     graphs = DecodeGraphs(context, room)
     plan = StepPlan(0, [], new, [], [], [], [], 0, 0)

@@ -13,7 +13,7 @@ from support.kinds.common import VOCAB_SIZE
 from rayllm.config.model_folder import load_model_spec
 from rayllm.config.model_spec import check_parallel
 from rayllm.errors import ModelError
-from rayllm.layers.attention import KVCache
+from rayllm.layers.attention import KVCache, LayerCache
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.worker.graphs import draw
 from rayllm.worker.kv_scales import find_scales
@@ -92,6 +92,8 @@ def run_ranks(folder, size, load_format="auto"):
         ("ministral3", (4,)),
         ("qwen2_5_vl", (2,)),
         ("smollm3", (4,)),
+        ("qwen3_moe", (2, 4)),
+        ("mixtral", (4,)),
     ],
 )
 def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):
@@ -118,8 +120,8 @@ def drive_fp8(folder, tp):
     scales = find_scales(model, torch.float8_e4m3fn, 8, run)
     runner = factory.PagedRunner(model)
     runner.caches = [
-        KVCache(*(part.nan_to_num().to(torch.float8_e4m3fn) for part in cache[:2]), own)
-        for cache, own in zip(runner.caches, scales, strict=True)
+        LayerCache(KVCache(*(part.nan_to_num().to(torch.float8_e4m3fn) for part in cache[:2]), own))
+        for (cache, _group), own in zip(runner.caches, scales, strict=True)
     ]
     prompt = torch.arange(3, 240, 8).tolist()
     logits = [*runner.step([("a", prompt), ("b", prompt[:7])]), *runner.step([("b", [3]), ("a", [9])], num_decodes=2)]
@@ -145,7 +147,7 @@ def test_a_cache_in_fp8_is_split_like_any_other(tmp_path, size):
         assert (logits - whole).norm() / whole.norm() < 0.02
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "opt", "bloom", "phi3", "glm4"])
+@pytest.mark.parametrize("kind", ["qwen3", "opt", "bloom", "phi3", "glm4", "qwen3_moe"])
 def test_dummy_weights_do_not_depend_on_ranks(tmp_path, kind):
     folder = factory.make_model(tmp_path, kind, num_hidden_layers=2)
     whole = drive(folder, TPGroup.single(), "dummy")

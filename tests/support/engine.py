@@ -13,6 +13,7 @@ from support.fakes import EOS, VOCAB, FakeConstraint, FakeWorker
 
 from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
 from rayllm.api.types import GenerationRequest, KVBlocks, KVCosts, RankReady, RequestOutput, StepPlan, TokenDelta
+from rayllm.config.kv_groups import kv_groups
 from rayllm.config.options import EngineConfig
 from rayllm.config.resolved import ResolvedConfig, resolve
 from rayllm.engine.engine import EngineCore
@@ -51,11 +52,12 @@ class FakeExecutor(Executor):
     def start(self) -> KVBlocks:
         if self._error is not None:
             raise self._error
-        options, window = self._config.options, self._config.spec.kv_window
+        options = self._config.options
+        windows = tuple(group.window for group in kv_groups(self._config.spec, self._config.tp))
         blocks = msgspec.structs.replace(self._blocks, max_num_seqs=self._config.num_seqs_choices[-1])
         if self._blocks.cpu:
             self.report.ready.append(RankReady(kv_costs=KVCosts(1.0, 1e-3, 1e-3)))
-        self._make_worker = lambda: FakeWorker(blocks.gpu, options.block_size, blocks.max_num_seqs, blocks.cpu, window)
+        self._make_worker = lambda: FakeWorker(blocks.gpu, options.block_size, blocks.max_num_seqs, blocks.cpu, windows)
         self._worker = self._make_worker()
         return blocks
 

@@ -14,9 +14,9 @@ EOS = 7
 UNCHOSEN = -1  # what a fake worker puts where a beam's next token will be
 
 
-def fingerprint(token_ids: list[int]) -> bytes:
-    """What the fake KV of a sequence's last token holds: a hash of everything it depends on."""
-    return hashlib.md5(repr(token_ids).encode()).digest()
+def fingerprint(token_ids: list[int], group: int = 0) -> bytes:
+    """What the fake KV of a sequence's last token holds in a group of layers: a hash of everything it depends on."""
+    return hashlib.md5(repr((token_ids, group) if group else token_ids).encode()).digest()
 
 
 def next_token(token_ids: list[int], seed: int, allowed: list[int] | None = None) -> int:
@@ -126,7 +126,7 @@ class FakeRow:
 
     data: SequenceData
     tokens: list[int]
-    table: list[int]
+    tables: list[list[int]]  # by group of layers
     computed: int
     summed: list[int] = field(default_factory=list)
 
@@ -145,14 +145,14 @@ class FakeWorker:
     at the step that reads it. Blocks that are swapped in hold nothing until the next step begins, unless the plan waits
     for them; those that are written back must not change until a plan waits for that.
 
-    window: a token reads so many positions, its own included; None for all.
+    windows: by group of layers, a token reads so many positions, its own included; None for all.
     """
 
     num_blocks: int
     block_size: int
     max_num_seqs: int
     num_cpu_blocks: int = 0
-    window: int | None = None
+    windows: tuple[int | None, ...] = (None,)
     host: dict[int, dict[int, bytes]] = field(default_factory=dict)
     arriving: list[tuple[int, dict[int, bytes]]] = field(default_factory=list)
     leaving: list[tuple[int, int, dict[int, bytes]]] = field(default_factory=list)  # step, block, its content
@@ -168,13 +168,14 @@ class FakeWorker:
             del self.rows[row]
         for data in plan.new:
             assert data.row not in self.rows and 0 <= data.row < self.max_num_seqs, f"row {data.row} is taken"
-            self.rows[data.row] = FakeRow(
-                data, list(data.token_ids), [-1] * data.first_block + data.block_table, data.num_computed_tokens
-            )
+            parts = zip(data.first_blocks, data.block_tables, strict=True)
+            tables = [[-1] * first + table for first, table in parts]
+            assert len(tables) == len(self.windows)
+            self.rows[data.row] = FakeRow(data, list(data.token_ids), tables, data.num_computed_tokens)
         for row, first, ids in plan.block_updates:
-            table = self.rows[row].table
-            assert first <= len(table)
-            table[first : first + len(ids)] = ids
+            for table, part in zip(self.rows[row].tables, ids, strict=True):
+                assert first <= len(table)
+                table[first : first + len(part)] = part
         for row, token in plan.tokens:
             self.rows[row].tokens[-1] = token
         self._copy(plan.copies)
@@ -282,17 +283,19 @@ class FakeWorker:
     def _write(self, state: FakeRow, count: int) -> None:
         assert count >= 1 and state.computed + count <= len(state.tokens), "computes tokens that do not exist"
         for position in range(state.computed, state.computed + count):
-            self.pool[self._slot(state, position)] = fingerprint(state.tokens[: position + 1])
+            for group in range(len(self.windows)):
+                self.pool[self._slot(state, group, position)] = fingerprint(state.tokens[: position + 1], group)
         self.num_tokens_computed += count
 
     def _read(self, state: FakeRow) -> None:
-        first = 0 if self.window is None else max(0, state.computed - self.window + 1)
-        for position in range(first, state.computed):
-            slot = self._slot(state, position)
-            assert self.pool.get(slot) == fingerprint(state.tokens[: position + 1]), f"wrong KV at {position}: {state}"
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else max(0, state.computed - window + 1)
+            for position in range(first, state.computed):
+                held = self.pool.get(self._slot(state, group, position))
+                assert held == fingerprint(state.tokens[: position + 1], group), f"wrong KV at {position}: {state}"
 
-    def _slot(self, state: FakeRow, position: int) -> tuple[int, int]:
-        block = state.table[position // self.block_size]
+    def _slot(self, state: FakeRow, group: int, position: int) -> tuple[int, int]:
+        block = state.tables[group][position // self.block_size]
         assert 0 <= block < self.num_blocks
         return block, position % self.block_size
 

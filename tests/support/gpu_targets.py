@@ -20,7 +20,7 @@ from rayllm.layers.layer import BuildContext
 from rayllm.models.registry import MODEL_CLASSES
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.sampling.sampling_table import SamplingTable
-from rayllm.worker.cache import CacheEngine
+from rayllm.worker.cache import CacheEngine, lay_out_blocks
 from rayllm.worker.graphs import DecodeGraphs, RunContext, step_graphs
 from rayllm.worker.inputs import PersistentBatch
 from rayllm.worker.runner import sample_all_ways
@@ -83,6 +83,8 @@ MODELS = {
     "one-kv-head-of-512": _llama("Llama", 2048, 8192, 64, 1, 512),
     "gemma-2-9b": _llama("Gemma2", 3584, 14336, 16, 8, 256, sliding_window=4096),
     "one-kv-head": _llama("Llama", 8192, 8192, 64, 1, 128),
+    "qwen3-30b-a3b": _llama("Qwen3Moe", 2048, 6144, 32, 4, 128, moe_intermediate_size=768, norm_topk_prob=True),
+    "mixtral-8x7b": _llama("Mixtral", 4096, 14336, 32, 8, 128),
     "opt-125m": _opt(768, 12),
     "opt-2.7b": _opt(2560, 32),
     "bloom-560m": _bloom(1024, 16),
@@ -102,9 +104,10 @@ def run_engine(model: str, max_tokens: int, max_num_seqs: int, *, sampling: bool
     scales = None
     if config.kv_dtype != config.dtype:
         scales = [KVScales(*torch.ones(2, spec.num_kv_heads, device=META))] * spec.num_layers
-    shape = (spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
-    cache = CacheEngine(KVBlocks(64, 0), shape, getattr(torch, config.kv_dtype), META, scales)
-    state = PersistentBatch(max_num_seqs, MAX_MODEL_LEN, block_size, META)
+    places = lay_out_blocks(spec, 1, block_size)
+    cache = CacheEngine(KVBlocks(64, 0), places, getattr(torch, config.kv_dtype), META, scales)
+    num_groups = 1 + max(place.group for place in places)
+    state = PersistentBatch(max_num_seqs, MAX_MODEL_LEN, block_size, META, num_groups)
     run = RunContext(rank, cache.layers, state, split_decodes=not context.deterministic)
     room = torch.empty(max_num_seqs, rank.lm_head.num_tokens, dtype=dtype, device=META)
     for graphs in (*step_graphs(run, max_tokens, room), DecodeGraphs(run, room)):

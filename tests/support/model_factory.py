@@ -81,32 +81,44 @@ def run_context(
     split_decodes: bool = True,
     max_model_len: int = 512,
     block_size: int = 8,
+    num_groups: int = 1,
 ) -> tuple[Any, torch.Tensor]:
     """What a model's captured steps run on, with a batch of its own, and room for their logits."""
     from rayllm.worker.graphs import RunContext
     from rayllm.worker.inputs import PersistentBatch
 
     weight = model.lm_head.weight
-    batch = PersistentBatch(max_num_seqs, max_model_len, block_size, weight.device)
+    batch = PersistentBatch(max_num_seqs, max_model_len, block_size, weight.device, num_groups)
     room = torch.empty(max_num_seqs, model.lm_head.num_tokens, dtype=weight.dtype, device=weight.device)
     return RunContext(model, caches, batch, split_decodes), room
 
 
 class PagedRunner:
-    """Sequences of one model over a paged cache, stepped by hand. Unwritten slots hold NaN, so a stray read shows."""
+    """Sequences of one model over a paged cache, stepped by hand. Unwritten slots hold NaN, so a stray read shows.
 
-    def __init__(self, model: Any, *, num_blocks: int = 64, block_size: int = 8, dtype: torch.dtype = torch.float32):
-        from rayllm.layers.attention import KVCache
+    num_groups: of layers with block tables of their own, which take turns.
+    """
 
-        shape = (num_blocks, model.num_kv_heads_per_rank, block_size, model.spec.head_dim)
-        self.model, self.block_size = model, block_size
-        self.caches = [
-            KVCache(torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype))
-            for _ in range(model.spec.num_layers)
-        ]
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 8,
+        dtype: torch.dtype = torch.float32,
+        num_groups: int = 1,
+    ):
+        from rayllm.layers.attention import KVCache, LayerCache
+
+        self.model, self.block_size, self.num_groups = model, block_size, num_groups
+        self.caches = []
+        for layer in range(model.spec.num_layers):
+            heads, head_dim = model.spec.kv_shape(layer, model.tp.size)
+            k, v = torch.full((2, num_blocks, heads, block_size, head_dim), float("nan"), dtype=dtype)
+            self.caches.append(LayerCache(KVCache(k, v), layer % num_groups))
         self.free = list(range(num_blocks))
         random.Random(0).shuffle(self.free)
-        self.tables: dict[str, list[int]] = {}
+        self.tables: dict[str, list[list[int]]] = {}  # by group
         self.lengths: dict[str, int] = {}
         self.rows: dict[str, int] = {}
 
@@ -126,29 +138,33 @@ class PagedRunner:
         """The ForwardBatch of a step, whose tokens count as computed from here on."""
         from rayllm.layers.batch import ForwardBatch
 
-        ids, positions, slots, starts = [], [], [], [0]
+        groups = range(self.num_groups)
+        ids, positions, starts = [], [], [0]
+        slots: list[list[int]] = [[] for _ in groups]
         for name, tokens in work:
-            table, first = self.tables.setdefault(name, []), self.lengths.get(name, 0)
+            own, first = self.tables.setdefault(name, [[] for _ in groups]), self.lengths.get(name, 0)
             self.lengths[name] = first + len(tokens)
-            while len(table) * self.block_size < self.lengths[name]:
-                table.append(self.free.pop())
-            for position in range(first, self.lengths[name]):
-                positions.append(position)
-                slots.append(table[position // self.block_size] * self.block_size + position % self.block_size)
+            positions += range(first, self.lengths[name])
+            for table, places in zip(own, slots, strict=True):
+                while len(table) * self.block_size < self.lengths[name]:
+                    table.append(self.free.pop())
+                for position in range(first, self.lengths[name]):
+                    places.append(table[position // self.block_size] * self.block_size + position % self.block_size)
             ids += tokens
             starts.append(len(ids))
         lengths = [self.lengths[name] for name, _ in work]
-        width = max(len(self.tables[name]) for name, _ in work) + 1
-        tables = [table + [0] * (width - len(table)) for table in (self.tables[name] for name, _ in work)]
+        width = max(len(self.tables[name][0]) for name, _ in work) + 1
+        tables = [[self.tables[name][group] for name, _ in work] + [[]] * padding for group in groups]
+        tables = [[table + [0] * (width - len(table)) for table in part] for part in tables]
         for _ in range(padding):
-            ids, positions, slots, lengths = [*ids, 0], [*positions, 0], [*slots, -1], [*lengths, 0]
-            tables, starts = [*tables, [0] * width], [*starts, len(ids)]
+            ids, positions, lengths, starts = [*ids, 0], [*positions, 0], [*lengths, 0], [*starts, len(ids) + 1]
+            slots = [[*part, -1] for part in slots]
         chunks = [len(tokens) for _, tokens in work[num_decodes:]]
         return ForwardBatch(
             input_ids=torch.tensor(ids),
             positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(slots),
-            block_tables=torch.tensor(tables, dtype=torch.int32),
+            slot_mappings=torch.tensor(slots).unbind(),
+            block_tables=torch.tensor(tables, dtype=torch.int32).unbind(),
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
             query_start_loc=torch.tensor(starts, dtype=torch.int32),
             logit_rows=torch.tensor([end - 1 for end in starts[1:]]),
@@ -165,6 +181,6 @@ class PagedRunner:
         rows = [self.rows.setdefault(name, len(self.rows)) for name, _ in work]
         for row, start, (name, tokens) in zip(rows, starts, work, strict=True):
             state.token_table[row, start : start + len(tokens)] = torch.tensor(tokens)
-            state.block_table[row, : len(self.tables[name])] = torch.tensor(self.tables[name])
+            state.block_tables[:, row, : len(self.tables[name][0])] = torch.tensor(self.tables[name])
         counts = [len(tokens) for _, tokens in work]
         return StepLayout(*(np.array(column, np.int64) for column in (rows, counts, starts)), num_decodes, len(work))

@@ -30,7 +30,7 @@ def make_scheduler(
     num_cpu_blocks: int = 0,
     caching: bool = True,
     costs: KVCosts | None = CHEAP,
-    sliding_window: int | None = None,
+    windows: tuple[int | None, ...] = (None,),
     policy: str = "fcfs",
     preemption_mode: str = "cost",
     growth_blocks: int = 1,
@@ -45,7 +45,7 @@ def make_scheduler(
         num_cpu_blocks=num_cpu_blocks,
         caching=caching,
         costs=costs,
-        sliding_window=sliding_window,
+        windows=windows,
         write_ahead=WriteAheadLimits(2 * max_num_batched_tokens // block_size, blocks_a_step=2, host_share=1),
     )
     state = SchedulerState(
@@ -61,7 +61,8 @@ def make_scheduler(
     )
     budget = None
     if target_itl is not None:
-        budget = ChunkBudget(target_itl, max_num_batched_tokens, sliding_window, step_costs or {})
+        widest = None if None in windows else max(windows)
+        budget = ChunkBudget(target_itl, max_num_batched_tokens, widest, step_costs or {})
     return Scheduler(state, policy=POLICIES[policy], chunk_budget=budget)
 
 
@@ -76,7 +77,11 @@ class Harness:
         self.scheduler = make_scheduler(**options)
         state, memory = self.scheduler.state, self.scheduler.state.memory
         self._make_worker = lambda: FakeWorker(
-            memory.gpu.num_blocks, memory.block_size, state.max_num_seqs, memory.cpu.num_blocks, memory.window.tokens
+            memory.gpu.num_blocks,
+            memory.block_size,
+            state.max_num_seqs,
+            memory.cpu.num_blocks,
+            tuple(window.tokens for window in memory.windows),
         )
         self.worker = self._make_worker()
         self.depth = depth

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from jinja2 import Environment, StrictUndefined
 
 from rayllm.config.options import BUNDLED_MODEL, ServerConfig
 from rayllm.errors import InvalidRequestError
@@ -46,6 +47,15 @@ def test_without_tools_every_message_is_a_turn(tokenizer):
     assert tokenizer.apply_chat_template(chat) == expected + "<|im_start|>assistant\n"
     with pytest.raises(InvalidRequestError, match="role must be system, user, assistant or tool, got critic"):
         tokenizer.apply_chat_template([{"role": "critic", "content": ""}])
+
+
+def test_it_asks_for_nothing_that_a_client_may_leave_undefined():
+    """lm-eval renders the template of /tokenizer_info itself, without tools, and refuses what is not defined."""
+    source = json.loads(Path(BUNDLED_MODEL, "tokenizer_config.json").read_text())["chat_template"]
+    template = Environment(undefined=StrictUndefined).from_string(source)
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n"
+    assert template.render(messages=chat, add_generation_prompt=False) == expected
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from support.model_factory import PagedRunner, load, make_model, run_context
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import SequenceData, StepPlan
-from rayllm.layers.attention import KVCache
+from rayllm.layers.attention import KVCache, LayerCache
 from rayllm.sampling.sampling_table import DrawColumns, SamplingTable
 from rayllm.worker.graphs import DecodeGraphs, StepGraphs, graph_sizes, step_graphs
 from rayllm.worker.inputs import PersistentBatch
@@ -64,12 +64,12 @@ def test_captured_sizes_are_few_and_near_each_other():
         assert all(after - size <= max(16, size / 4) for size, after in itertools.pairwise(sizes))
 
 
-@pytest.mark.parametrize("split_decodes", [True, False])
+@pytest.mark.parametrize(("split_decodes", "num_groups"), [(True, 1), (False, 1), (True, 3)])
 @torch.inference_mode()
-def test_captured_steps_equal_eager_ones_whatever_ran_before(model, split_decodes):
+def test_captured_steps_equal_eager_ones_whatever_ran_before(model, split_decodes, num_groups):
     """Large, small, large: what one step leaves in the buffers must not reach the next."""
-    eager, padded = PagedRunner(model), PagedRunner(model)
-    context, room = run_context(model, padded.caches, 6, split_decodes=split_decodes)
+    eager, padded = PagedRunner(model), PagedRunner(model, num_blocks=64 * num_groups, num_groups=num_groups)
+    context, room = run_context(model, padded.caches, 6, split_decodes=split_decodes, num_groups=num_groups)
     alone, mixed = step_graphs(context, max_tokens=128, logits_room=room)
     ran = []
     for work, decodes in STEPS:
@@ -154,7 +154,7 @@ def test_padding_by_the_first_layers_alone_touches_nothing(model):
         for graphs in (*chunks, DecodeGraphs(context, room)):
             graphs.run_all(runner.caches[: model.spec.num_distinct_layers])
     assert 1 < model.spec.num_distinct_layers <= len(runner.caches)
-    assert all(part.isnan().all() for cache in runner.caches for part in (cache.k, cache.v))
+    assert all(part.isnan().all() for cache, _group in runner.caches for part in (cache.k, cache.v))
     assert not context.batch.token_table[:4].any()
 
 
@@ -170,32 +170,37 @@ def test_sampling_in_all_ways_is_forgotten(model):
 
 def test_a_device_table_may_begin_behind_the_window(model):
     context, _room = run_context(model, PagedRunner(model).caches, 2, max_model_len=64)
-    data = SequenceData(1, list(range(34)), 34, 33, [6, 4], SamplingParams(), 0, first_block=3)
-    context.batch.apply(StepPlan(0, [], [data], [(1, 5, [9])], [], [], [], 0, 0))
-    assert context.batch.block_table[1].tolist() == [0, 0, 0, 6, 4, 9, 0, 0]
+    data = SequenceData(1, list(range(34)), 34, 33, [[6, 4]], SamplingParams(), 0, first_blocks=[3])
+    context.batch.apply(StepPlan(0, [], [data], [(1, 5, [[9]])], [], [], [], 0, 0))
+    assert context.batch.block_tables[0, 1].tolist() == [0, 0, 0, 6, 4, 9, 0, 0]
 
 
-@pytest.mark.parametrize("split_decodes", [True, False])
+@pytest.mark.parametrize(("split_decodes", "num_groups"), [(True, 1), (False, 1), (True, 2)])
 @torch.inference_mode()
-def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes):
-    eager = PagedRunner(model)
-    caches = [KVCache(cache.k.zero_(), cache.v.zero_()) for cache in PagedRunner(model).caches]
-    context, room = run_context(model, caches, 8, split_decodes=split_decodes, max_model_len=64)
+def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes, num_groups):
+    options = {"num_blocks": 64 * num_groups, "num_groups": num_groups}
+    eager = PagedRunner(model, **options)
+    caches = [
+        LayerCache(KVCache(cache.k.zero_(), cache.v.zero_()), group)
+        for cache, group in PagedRunner(model, **options).caches
+    ]
+    context, room = run_context(model, caches, 8, split_decodes=split_decodes, max_model_len=64, num_groups=num_groups)
     state, graphs = context.batch, DecodeGraphs(context, room)
     prompts = {row: tokens(5 + 3 * row, row) for row in range(7)}
     new = []
     for row, ids in prompts.items():
         eager.step([(str(row), ids[:-1])])
+        tables = [[*table, 50 + 10 * group + row] for group, table in enumerate(eager.tables[str(row)])]
         new.append(
-            SequenceData(row, ids, len(ids), len(ids) - 1, eager.tables[str(row)] + [50 + row], SamplingParams(), 0)
+            SequenceData(row, ids, len(ids), len(ids) - 1, tables, SamplingParams(), 0, first_blocks=[0] * num_groups)
         )
-    for cache, source in zip(caches, eager.caches, strict=True):
+    for (cache, _), (source, _) in zip(caches, eager.caches, strict=True):
         cache.k.copy_(source.k.nan_to_num())
         cache.v.copy_(source.v.nan_to_num())
     plan = StepPlan(0, [], new, [], [], [], [], 0, 0)
     state.apply(plan)
     for rows in ([3], [0, 1, 2, 3, 4, 5, 6], [6, 2, 4], [5, 0]):
-        before = [cache.k.clone() for cache in caches]
+        before = [cache.kv.k.clone() for cache in caches]
         expected = torch.stack([eager.step([(str(row), [prompts[row][-1]])])[0][-1] for row in rows])
         positions = np.array([len(prompts[row]) - 1 for row in rows])
         greedy = DrawColumns(
@@ -207,5 +212,5 @@ def test_decode_steps_equal_eager_ones_at_every_batch_size(model, split_decodes)
         for i, row in enumerate(rows):
             assert state.token_table[row, positions[i] + 1] == token_ids[i]
             prompts[row].append(int(token_ids[i]))
-        changed = sum(int((cache.k != old).any(dim=(1, 3)).sum()) for cache, old in zip(caches, before, strict=True))
+        changed = sum(int((cache.kv.k != old).any(dim=(1, 3)).sum()) for cache, old in zip(caches, before, strict=True))
         assert changed <= len(rows) * len(caches), "padding wrote into the cache"

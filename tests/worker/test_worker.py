@@ -10,13 +10,14 @@ from support.stand_ins import cpu_config
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import KVBlocks, SequenceData, StepPlan
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.worker.cache import CacheEngine, block_bytes
+from rayllm.worker.cache import CacheEngine, LayerPlace, block_bytes
 from rayllm.worker.graphs import graph_sizes
 from rayllm.worker.inputs import PersistentBatch, build, lay_out
 from rayllm.worker.worker import RankModel, most_seqs
 
 CPU = torch.device("cpu")
-BLOCK_SHAPE = (3, 2, 2, 4, 8)
+SHAPE = (2, 4, 8)
+PLACES = [LayerPlace(0, layer * 128, SHAPE) for layer in range(3)]
 
 
 def make_plan(**fields: object) -> StepPlan:
@@ -35,7 +36,7 @@ def make_plan(**fields: object) -> StepPlan:
 
 
 def make_cache(num_gpu_blocks: int = 6, num_cpu_blocks: int = 4) -> CacheEngine:
-    cache = CacheEngine(KVBlocks(num_gpu_blocks, num_cpu_blocks), BLOCK_SHAPE, torch.float32, CPU)
+    cache = CacheEngine(KVBlocks(num_gpu_blocks, num_cpu_blocks), PLACES, torch.float32, CPU)
     cache.pool.normal_(generator=torch.Generator().manual_seed(0))
     return cache
 
@@ -43,13 +44,24 @@ def make_cache(num_gpu_blocks: int = 6, num_cpu_blocks: int = 4) -> CacheEngine:
 def test_layers_are_views_of_one_block_major_pool():
     cache = make_cache()
     assert len(cache.layers) == 3
-    for i, (k, v, scales) in enumerate(cache.layers):
-        assert scales is None
+    for i, ((k, v, scales), group) in enumerate(cache.layers):
+        assert (scales, group) == (None, 0)
         assert k.shape == v.shape == (6, 2, 4, 8)
-        assert k.data_ptr() == cache.pool[0, i, 0].data_ptr()
-        assert v.data_ptr() == cache.pool[0, i, 1].data_ptr()
+        assert torch.equal(k, cache.pool.view(6, 3, 2, *SHAPE)[:, i, 0])
+        assert k.data_ptr() == cache.pool[0, 128 * i :].data_ptr()
+        assert v.data_ptr() == cache.pool[0, 128 * i + 64 :].data_ptr()
     assert cache.pool[0].is_contiguous()
-    assert cache.pool[0].numel() * 4 == block_bytes(BLOCK_SHAPE, torch.float32)
+    assert cache.pool[0].numel() * 4 == block_bytes(PLACES, torch.float32)
+
+
+def test_groups_share_blocks_and_a_small_one_leaves_the_rest_of_its_blocks_unused():
+    places = [LayerPlace(1, 0, SHAPE), LayerPlace(0, 0, SHAPE), LayerPlace(0, 128, (1, 4, 16))]
+    cache = CacheEngine(KVBlocks(6, 0), places, torch.float32, CPU)
+    assert [layer.group for layer in cache.layers] == [1, 0, 0]
+    assert cache.layers[0].kv.k.data_ptr() == cache.layers[1].kv.k.data_ptr(), "the same bytes, in different blocks"
+    assert cache.layers[2].kv.k.shape == (6, 1, 4, 16)
+    assert cache.pool.shape == (6, 256)
+    assert block_bytes(places, torch.float32) == 1024
 
 
 def test_copies_reach_all_layers_and_nothing_else():
@@ -79,8 +91,8 @@ def state() -> PersistentBatch:
     state.apply(
         make_plan(
             new=[
-                SequenceData(2, list(range(100, 110)), 10, 4, [7, 3, 5], params, 0),
-                SequenceData(0, list(range(200, 206)), 6, 5, [1, 2], params, 0),
+                SequenceData(2, list(range(100, 110)), 10, 4, [[7, 3, 5]], params, 0),
+                SequenceData(0, list(range(200, 206)), 6, 5, [[1, 2]], params, 0),
             ]
         )
     )
@@ -93,11 +105,11 @@ def test_a_mixed_plan_becomes_packed_tensors(state):
     batch = build(state, layout)
     assert batch.input_ids.tolist() == [205, 104, 105, 106, 107, 108, 109]
     assert batch.positions.tolist() == [5, 4, 5, 6, 7, 8, 9]
-    assert batch.slot_mapping.tolist() == [2 * 4 + 1, 12, 13, 14, 15, 20, 21]
+    assert batch.slot_mappings[0].tolist() == [2 * 4 + 1, 12, 13, 14, 15, 20, 21]
     assert batch.seq_lens.tolist() == [6, 10]
     assert batch.query_start_loc.tolist() == [0, 1, 7]
     assert batch.logit_rows.tolist() == [0, 6]
-    assert batch.block_tables.tolist() == [[1, 2, 0], [7, 3, 5]]
+    assert batch.block_tables[0].tolist() == [[1, 2, 0], [7, 3, 5]]
     assert (batch.num_decodes, batch.max_query_len) == (1, 6)
     assert list(layout.spans()) == [(0, 5, 1, 0), (2, 4, 6, 1)]
 
@@ -118,12 +130,12 @@ def test_building_changes_nothing_and_advancing_counts(state):
 
 
 def test_a_row_forgets_its_former_sequence(state):
-    state.apply(make_plan(free_rows=[2], new=[SequenceData(2, [9, 8], 2, 0, [6], SamplingParams(), 0)]))
-    state.apply(make_plan(block_updates=[(2, 1, [4])]))
+    state.apply(make_plan(free_rows=[2], new=[SequenceData(2, [9, 8], 2, 0, [[6]], SamplingParams(), 0)]))
+    state.apply(make_plan(block_updates=[(2, 1, [[4]])]))
     batch = build(state, lay_out(state, make_plan(rows=[2], num_tokens=[2], num_sampled=1)))
     assert batch.input_ids.tolist() == [9, 8]
-    assert batch.slot_mapping.tolist() == [24, 25]
-    assert state.block_table[2, :2].tolist() == [6, 4]
+    assert batch.slot_mappings[0].tolist() == [24, 25]
+    assert state.block_tables[0, 2, :2].tolist() == [6, 4]
 
 
 def test_a_newest_token_is_replaced_where_the_next_step_reads_it(state):
@@ -139,12 +151,12 @@ def test_a_newest_token_is_replaced_where_the_next_step_reads_it(state):
 
 
 def test_a_table_may_begin_behind_the_window(state):
-    data = SequenceData(2, list(range(20)), 18, 17, [6, 4], SamplingParams(), 0, first_block=3)
-    state.apply(make_plan(free_rows=[2], new=[data], block_updates=[(2, 5, [9])]))
+    data = SequenceData(2, list(range(20)), 18, 17, [[6, 4]], SamplingParams(), 0, first_blocks=[3])
+    state.apply(make_plan(free_rows=[2], new=[data], block_updates=[(2, 5, [[9]])]))
     batch = build(state, lay_out(state, make_plan(rows=[2], num_tokens=[3], num_sampled=1)))
-    assert batch.slot_mapping.tolist() == [4 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3]
-    assert batch.block_tables[0, 3:].tolist() == [6, 4]
-    assert state.block_table[2, 5] == 9
+    assert batch.slot_mappings[0].tolist() == [4 * 4 + 1, 4 * 4 + 2, 4 * 4 + 3]
+    assert batch.block_tables[0][0, 3:].tolist() == [6, 4]
+    assert state.block_tables[0, 2, 5] == 9
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The Triton kernel of `token_inputs`: a lane gathers a token. The op's module has the formula and the shapes."""
+"""The Triton kernel of `token_inputs`: a lane gathers a token for a group. The op's module has formula and shapes."""
 
 # mypy: allow-incomplete-defs
 
@@ -13,42 +13,57 @@ from ..compile_ahead import launch
 TILE = 128
 
 
-@triton.jit(do_not_specialize=["rows_ptr", "positions_ptr", "ids_ptr", "slots_ptr", "count"])
+@triton.jit(do_not_specialize=["rows_ptr", "positions_ptr", "ids_ptr", "slots_ptr", "stride_slots", "count"])
 def _token_inputs_kernel(
-    rows_ptr, positions_ptr, token_ptr, block_ptr, ids_ptr, slots_ptr, strides, count, block_size, TILE: tl.constexpr
+    rows_ptr,
+    positions_ptr,
+    token_ptr,
+    block_ptr,
+    ids_ptr,
+    slots_ptr,
+    strides,
+    stride_slots,
+    count,
+    block_size,
+    TILE: tl.constexpr,
 ):
-    stride_tokens, stride_blocks = strides
+    stride_tokens, stride_group, stride_blocks = strides
+    group = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = index < count
     row = tl.load(rows_ptr + index, mask=inside, other=0)
     position = tl.load(positions_ptr + index, mask=inside, other=-1)
     real = position >= 0
-    token = tl.load(token_ptr + row * stride_tokens + position, mask=real, other=0)
+    block_ptr += group * stride_group
     block = tl.load(block_ptr + row * stride_blocks + position // block_size, mask=real, other=0).to(tl.int64)
-    tl.store(ids_ptr + index, token.to(tl.int64), mask=inside)
-    tl.store(slots_ptr + index, tl.where(real, block * block_size + position % block_size, -1), mask=inside)
+    slot = tl.where(real, block * block_size + position % block_size, -1)
+    tl.store(slots_ptr + group * stride_slots + index, slot, mask=inside)
+    if group == 0:
+        token = tl.load(token_ptr + row * stride_tokens + position, mask=real, other=0)
+        tl.store(ids_ptr + index, token.to(tl.int64), mask=inside)
 
 
 def token_inputs(
     rows: Tensor,
     positions: Tensor,
     token_table: Tensor,
-    block_table: Tensor,
+    tables: Tensor,
     block_size: int,
     input_ids: Tensor,
     slots: Tensor,
 ) -> None:
     """Fill input_ids and slots; the arguments are checked."""
-    count, strides = rows.shape[0], (token_table.stride(0), block_table.stride(0))
+    count, strides = rows.shape[0], (token_table.stride(0), *tables.stride()[:2])
     if count:
-        launch(_token_inputs_kernel, (triton.cdiv(count, TILE),))(
+        launch(_token_inputs_kernel, (triton.cdiv(count, TILE), tables.shape[0]))(
             rows,
             positions,
             token_table,
-            block_table,
+            tables,
             input_ids,
             slots,
             strides,
+            slots.stride(0),
             count,
             block_size,
             TILE=TILE,

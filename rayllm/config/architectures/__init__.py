@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from rayllm.config.architectures import bloom, gemma, glm4, llama, ministral, mistral3, opt, phi3, qwen_vl, smollm3
+from rayllm.config.architectures import (
+    bloom,
+    gemma,
+    glm4,
+    llama,
+    ministral,
+    mistral3,
+    mixtral,
+    opt,
+    phi3,
+    qwen3_moe,
+    qwen_vl,
+    smollm3,
+)
 from rayllm.config.architectures.architecture import Architecture, packaged, packaged_names
 from rayllm.errors import ModelError
 
@@ -47,6 +60,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3VLForConditionalGeneration": Architecture(
         qwen_vl.parse, "qwen3_vl", text_types=("qwen3_vl_text",), models="Qwen3-VL"
     ),
+    "Qwen3MoeForCausalLM": Architecture(
+        qwen3_moe.parse, "qwen3_moe", models="Qwen3 30B-A3B and 235B-A22B, Qwen3-Coder"
+    ),
+    "MixtralForCausalLM": Architecture(mixtral.parse, "mixtral", eos_token_id=2, models="Mixtral 8x7B and 8x22B"),
 }
 
 

@@ -21,6 +21,21 @@ def split_hidden(config: JsonFields, hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
+def whole_number(config: JsonFields, *names: str, default: int) -> int:
+    """A size that goes by several names. Raises ModelError if a file has two of them that differ."""
+    told = {name: config.size(name) for name in names if config.get(name) is not None}
+    if len(set(told.values())) > 1:
+        raise ModelError(f"{config.file}: {' and '.join(f'{name} {value}' for name, value in told.items())} differ")
+    return next(iter(told.values()), default)
+
+
+def check_top_k(config: JsonFields, top_k: int, num_experts: int) -> int:
+    """top_k. Raises ModelError if there are not so many experts."""
+    if top_k > num_experts:
+        raise ModelError(f"{config.file}: num_experts_per_tok {top_k} is more than the {num_experts} experts")
+    return top_k
+
+
 def decoder_fields(
     config: JsonFields, *, kv_heads: int | None = None, head_dim: int | None = None, norm_eps: float = 1e-6, **rope: Any
 ) -> dict[str, Any]:

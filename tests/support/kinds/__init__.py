@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.kinds import bloom, gemma, glm4, llama, ministral, opt, phi3, smollm3, vision
+from support.kinds import bloom, gemma, glm4, llama, ministral, mixtral, opt, phi3, qwen3_moe, smollm3, vision
 
 CONFIGS = {
     **llama.CONFIGS,
@@ -14,4 +14,6 @@ CONFIGS = {
     **smollm3.CONFIGS,
     **gemma.CONFIGS,
     **vision.CONFIGS,
+    **qwen3_moe.CONFIGS,
+    **mixtral.CONFIGS,
 }

@@ -1,0 +1,110 @@
+"""The experts' products: each token's output is the weighted sum of the MLPs that its router chose.
+
+y[t] = onto[t] + sum over i of weights[t, i] * round(D_e act(G_e x[t], U_e x[t])),   e = experts[t, i]
+
+Each expert's output is rounded to x's dtype before it is weighted. The sum is fp32, in the order of i, rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checks import check_float, check_last_dim, check_like, fail
+from ..dispatch import TritonModule, on_triton
+
+_kernel = TritonModule("rayllm_kernels.experts.products_kernel")
+
+Act = Callable[[Tensor, Tensor], Tensor]
+
+
+def _gated(act: Callable[[Tensor], Tensor]) -> Act:
+    return lambda gate, up: act(gate) * up
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+# (gate, up) -> what goes into the last product; by the names of config.json.
+ACTS: dict[str, Act] = {
+    **dict.fromkeys(("silu", "swish"), _gated(F.silu)),
+    "gelu": _gated(F.gelu),
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), _gated(_tanh_gelu)),
+}
+
+
+def experts(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    act: str = "silu",
+    *,
+    onto: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """The weighted sum of the tokens' experts, plus `onto` -> a new tensor [T, H].
+
+    x, onto: [T, H]; weights: [T, k] fp32; experts: [T, k] int32, each below E, those of a token all different.
+    gate_up: [E, 2 * I, H], the rows of gate before those of up; down: [E, H, I]; last dimensions contiguous. act: one
+    of ACTS. deterministic: on the CPU, rows are computed one by one, so that none depends on the others to the bit; on
+    GPUs none ever does.
+    """
+    _check(x, weights, experts, gate_up, down, act)
+    if onto is not None:
+        if onto.shape != x.shape:
+            fail("onto", f"must have the shape of x, {tuple(x.shape)}", onto.shape)
+        check_like(onto, "onto", x, "x")
+        check_last_dim(onto, "onto")
+    if on_triton(x):
+        return _kernel.experts(x, weights, experts, gate_up, down, act, onto)
+    if deterministic and x.shape[0]:
+        parts = [() if onto is None else (row.clone(),) for row in (x if onto is None else onto).split(1)]
+        rows = zip(x.split(1), weights.split(1), experts.split(1), parts, strict=True)
+        return torch.cat([_experts(row.clone(), w, e, gate_up, down, act, *part) for row, w, e, part in rows])
+    return _experts(x, weights, experts, gate_up, down, act, onto)
+
+
+def _experts(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str, onto: Tensor | None = None
+) -> Tensor:
+    """Expert by expert, each with all of its tokens."""
+    chosen, pair_expert = experts.shape[1], experts.flatten()
+    out = x.new_empty(pair_expert.shape[0], down.shape[1])
+    for expert in pair_expert.unique().tolist():
+        pairs = (pair_expert == expert).nonzero().squeeze(1)
+        gate, up = F.linear(x[pairs // chosen], gate_up[expert]).chunk(2, dim=-1)
+        out[pairs] = F.linear(ACTS[act](gate, up), down[expert])
+    by_token = out.unflatten(0, (-1, chosen))
+    total = torch.zeros(x.shape, device=x.device) if onto is None else onto.float()
+    for i in range(chosen):
+        total = total + by_token[:, i].float() * weights[:, i, None]
+    return total.to(x.dtype)
+
+
+def _check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str) -> None:
+    if act not in ACTS:
+        fail("act", f"must be one of {', '.join(ACTS)}", act)
+    if x.dim() != 2:
+        fail("x", "must be [T, H]", x.shape)
+    check_float(x, "x")
+    if gate_up.dim() != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != x.shape[1]:
+        fail("gate_up", f"must be [E, 2 * I, {x.shape[1]}]", gate_up.shape)
+    if down.shape != (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2):
+        fail("down", f"must be {(gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2)}", down.shape)
+    for argument, tensor in (("gate_up", gate_up), ("down", down)):
+        check_like(tensor, argument, x, "x")
+    for argument, tensor in (("x", x), ("gate_up", gate_up), ("down", down)):
+        check_last_dim(tensor, argument)
+    for argument, tensor, dtype in (("weights", weights, torch.float32), ("experts", experts, torch.int32)):
+        if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.dtype != dtype or tensor.device != x.device:
+            fail(argument, f"must be [{x.shape[0]}, k] {dtype} on {x.device}", (tensor.dtype, *tensor.shape))
+        if not tensor.is_contiguous():
+            fail(argument, "must be contiguous", tensor.stride())
+    if weights.shape != experts.shape:
+        fail("weights", f"must have the shape of experts, {tuple(experts.shape)}", weights.shape)

@@ -1,0 +1,112 @@
+"""Pairs of a token and an expert, grouped by expert, and the groups cut into tiles of rows: a counting sort.
+
+Pair p is token p // k and its expert number p % k. One launch: the program of an expert counts the pairs of all
+experts, which tells where its own begin, and lists those in ascending order. So the result has one order, and nothing
+is read on the host: how many tiles there are is on the device, and their number is bounded by shapes alone.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_ahead import launch
+from ..dependent_launch import wait_for_predecessor
+from ..device import hardware
+
+CHUNK = 1024  # pairs that are read at once
+TILES = tl.constexpr(32)  # that are stored at once
+
+
+class Groups(NamedTuple):
+    """order: [P] int32, the pairs, those of expert 0 first. num_tiles: [1] int32.
+
+    tiles: [3, most tiles] int32, of each its expert, its first place in `order`, and the end of its expert's places.
+    """
+
+    order: Tensor
+    tiles: Tensor
+    num_tiles: Tensor
+
+
+@triton.jit(do_not_specialize=["pairs", "most"])
+def _group_kernel(
+    experts_ptr,
+    order_ptr,
+    tiles_ptr,
+    count_ptr,
+    pairs,
+    most,
+    ROWS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """most: tiles that there is room for. ROWS: of a tile. BINS: experts, to a power of two."""
+    wait_for_predecessor(OVERLAP)
+    mine = tl.program_id(0)
+    lane, bin = tl.arange(0, CHUNK), tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, pairs, CHUNK):
+        inside = start + lane < pairs
+        expert = tl.load(experts_ptr + start + lane, mask=inside, other=0)
+        counts += tl.histogram(expert, BINS, mask=inside)
+    tiles = (counts + (ROWS - 1)) // ROWS
+    before = bin < mine
+    first = tl.sum(tl.where(before, counts, 0), 0)
+    first_tile = tl.sum(tl.where(before, tiles, 0), 0)
+    count = tl.sum(tl.where(bin == mine, counts, 0), 0)
+    if mine == 0:
+        tl.store(count_ptr, tl.sum(tiles, 0))
+
+    for start in range(0, (count + (ROWS - 1)) // ROWS, TILES):
+        tile = start + tl.arange(0, TILES)
+        kept = tile * ROWS < count
+        target = tiles_ptr + first_tile + tile
+        tl.store(target, tl.zeros([TILES], tl.int32) + mine, mask=kept)
+        tl.store(target + most, first + tile * ROWS, mask=kept)
+        tl.store(target + 2 * most, tl.zeros([TILES], tl.int32) + (first + count), mask=kept)
+
+    place = first
+    for start in range(0, pairs, CHUNK):
+        pair = start + lane
+        found = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == mine
+        rank = tl.cumsum(found.to(tl.int32), 0)
+        tl.store(order_ptr + place + rank - 1, pair, mask=found)
+        place += tl.sum(found.to(tl.int32), 0)
+
+
+def most_tiles(pairs: int, num_experts: int, rows: int) -> int:
+    """A bound of the number of tiles: each expert that has pairs may have one that is not full."""
+    return pairs // rows + min(num_experts, pairs)
+
+
+def group(experts: Tensor, num_experts: int, rows: int) -> Groups:
+    """The groups of experts [T, k] int32, contiguous, in tiles of so many rows."""
+    pairs = experts.numel()
+    most = most_tiles(pairs, num_experts, rows)
+    order, tiles, count = (
+        torch.empty(shape, dtype=torch.int32, device=experts.device) for shape in (pairs, (3, most), 1)
+    )
+    overlap, chunk = hardware(experts.device).can_overlap, CHUNK
+    launch(_group_kernel, (num_experts,))(
+        experts,
+        order,
+        tiles,
+        count,
+        pairs,
+        most,
+        ROWS=rows,
+        BINS=triton.next_power_of_2(num_experts),
+        CHUNK=chunk,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+    return Groups(order, tiles, count)

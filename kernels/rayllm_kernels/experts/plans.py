@@ -1,0 +1,42 @@
+"""Which tiles compute the experts' products: from shapes, dtype and hardware alone.
+
+So a captured graph and an eager call agree. All of them add an output's products in one order, one chain over K, so
+that the bits of a token do not depend on how many there are (`linear/invariant_kernel.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..linear.plans import Tiles
+
+UNSORTED = 4  # experts a pair from which two pairs of one expert are rare
+
+
+def is_unsorted(tokens: int, top_k: int, num_experts: int) -> bool:
+    """Whether every pair of a token and an expert is a tile of its own, and nothing is sorted.
+
+    The experts of one token are all different, and those of a few tokens mostly are; their weights pass through L2.
+    """
+    return tokens == 1 or tokens * top_k * UNSORTED <= num_experts
+
+
+def choose_rows(pairs: int, num_experts: int, dtype: torch.dtype, *, unsorted: bool) -> int:
+    """Rows of a tile: as few as most experts' pairs fit in, until the products take longer than reading the weights."""
+    if unsorted or dtype == torch.float32:
+        return 16
+    mean = pairs / num_experts
+    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 64 else 128
+
+
+def choose_tiles(rows: int, dtype: torch.dtype, *, gated: bool) -> Tiles:
+    """rows: of `choose_rows`. gated: a program has so many outputs of gate and as many of up."""
+    if dtype == torch.float32:  # no tensor cores in exact fp32
+        return Tiles(rows, 32, 32, 4, 2, False)
+    if rows == 16:
+        return Tiles(16, 32, 128, 4, 4, False) if gated else Tiles(16, 64, 128, 4, 4, True)
+    if rows == 32:
+        return Tiles(32, 64, 128, 4, 4, True)
+    if rows == 64:
+        return Tiles(64, 64, 64, 4, 4, False) if gated else Tiles(64, 128, 64, 4, 4, False)
+    return Tiles(128, 128, 64, 8, 4, False)

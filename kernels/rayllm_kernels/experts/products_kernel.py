@@ -1,0 +1,211 @@
+"""The Triton kernels of `experts`: two grouped products, and the sum over a token's experts.
+
+    h[p] = act(G_e x[t], U_e x[t]),   z[q] = round(D_e h[p]),   y[t] = onto[t] + sum over i of w[t, i] * z[t * k + i]
+
+Pair q = t * k + i of token t and expert e lies at place p of a list that has all pairs of an expert side by side
+(`group_kernel.py`), or p = q where there are so few pairs that each is a tile of its own. The first product gathers its
+rows of x [T, H] as it loads them, and leaves h [P, I] in the order of the list; the second puts z [P, H] back in the
+order of the pairs. Sums are fp32: h is rounded once, z once, y once.
+
+Programs beyond the last tile end at once: a launch has as many as shapes allow, and no host knows how many it needs.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_ahead import launch
+from ..dependent_launch import wait_for_predecessor
+from ..device import hardware
+from ..linear.device_functions import add_products, no_sums, sums
+from ..linear.plans import Tiles
+from .group_kernel import Groups, group, most_tiles
+from .plans import choose_rows, choose_tiles, is_unsorted
+
+COLUMNS = 1024  # of a token's output that a program of the last kernel adds up
+ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}  # the others are gelu's approximation by tanh
+
+
+class Form(NamedTuple):
+    """The compile-time argument of the products."""
+
+    tiles: Tiles
+    even: bool  # the tiles' depth divides K
+    act: str | None  # of the first product; None makes it the second
+    top_k: int
+    grouped: bool  # there is a list of pairs
+    overlap: bool  # launches overlap (`dependent_launch.py`)
+
+
+@triton.jit
+def _gated(gate, up, ACT: tl.constexpr):
+    if ACT == "silu":
+        return gate / (1.0 + tl.exp(-gate)) * up
+    elif ACT == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    else:  # tanh(u) = 1 - 2 / (exp(2 u) + 1)
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0)) * up
+
+
+@triton.jit
+def _find_tile(groups, experts_ptr, tile, most, FORM: tl.constexpr):
+    """(expert, first place, end of the expert's places) of a tile; nothing but places past the end if there is none."""
+    if FORM.grouped:
+        _, tiles_ptr, count_ptr = groups
+        real = tile < tl.load(count_ptr)
+        expert = tl.load(tiles_ptr + tile, mask=real, other=0)
+        first = tl.load(tiles_ptr + most + tile, mask=real, other=0)
+        end = tl.load(tiles_ptr + 2 * most + tile, mask=real, other=0)
+    else:
+        expert, first, end = tl.load(experts_ptr + tile), tile, tile + 1
+    return expert, first, end
+
+
+@triton.jit(do_not_specialize=["most"])
+def _experts_kernel(x_ptr, weight_ptr, y_ptr, experts_ptr, groups, strides, inputs, outputs, most, FORM: tl.constexpr):
+    """groups: of `Groups`, or None. strides: of a row of x, of an expert and of a row of the weights.
+
+    most: tiles that there is room for.
+    """
+    stride_x, stride_expert, stride_weight = strides
+    TILES: tl.constexpr = FORM.tiles
+    OUTPUTS: tl.constexpr = TILES.outputs
+    wait_for_predecessor(FORM.overlap)
+    column_tiles = tl.cdiv(outputs, OUTPUTS)
+    tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
+    expert, first, end = _find_tile(groups, experts_ptr, tile, most, FORM)
+    if first >= end:
+        return
+    place = first + tl.arange(0, TILES.tokens)
+    real = place < end
+    pair = place
+    if FORM.grouped:
+        pair = tl.load(groups[0] + place, mask=real, other=0)
+    if FORM.act is not None:
+        source, target = pair // FORM.top_k, place
+    else:
+        source, target = place, pair
+    output = column_tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    depth = tl.arange(0, TILES.depth)[None, :]
+    # Rows past the end repeat the last one and are not stored.
+    row = tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * stride_weight
+    weights_ptr = weight_ptr + expert.to(tl.int64) * stride_expert + row + depth
+    up_shift = outputs.to(tl.int64) * stride_weight
+    inputs_ptr = x_ptr + source.to(tl.int64)[:, None] * stride_x + depth
+    acc = no_sums(TILES)
+    up_acc = acc
+    for start in range(0, inputs, TILES.depth):
+        if FORM.even:
+            x = tl.load(inputs_ptr, mask=real[:, None], other=0.0)
+            weights = tl.load(weights_ptr)
+        else:
+            inside = start + depth < inputs
+            x = tl.load(inputs_ptr, mask=real[:, None] & inside, other=0.0)
+            weights = tl.load(weights_ptr, mask=inside, other=0.0)
+        acc = add_products(acc, weights, x, TILES)
+        if FORM.act is not None:
+            if FORM.even:
+                up_weights = tl.load(weights_ptr + up_shift)
+            else:
+                up_weights = tl.load(weights_ptr + up_shift, mask=start + depth < inputs, other=0.0)
+            up_acc = add_products(up_acc, up_weights, x, TILES)
+        weights_ptr += TILES.depth
+        inputs_ptr += TILES.depth
+
+    column = output[None, :]
+    y = sums(acc, None, column, outputs, TILES)
+    if FORM.act is not None:
+        y = _gated(y, sums(up_acc, None, column, outputs, TILES), FORM.act)
+    target_ptr = y_ptr + target.to(tl.int64)[:, None] * outputs + column
+    tl.store(target_ptr, y.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column < outputs))
+
+
+@triton.jit
+def _combine_kernel(
+    z_ptr,
+    weights_ptr,
+    onto_ptr,
+    y_ptr,
+    columns,
+    stride_onto,
+    TOP_K: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_predecessor(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < columns
+    total = tl.zeros([TILE], tl.float32)
+    if onto_ptr is not None:
+        total += tl.load(onto_ptr + token * stride_onto + column, mask=mask, other=0.0).to(tl.float32)
+    for i in range(TOP_K):
+        pair = token * TOP_K + i
+        z = tl.load(z_ptr + pair * columns + column, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(weights_ptr + pair) * z
+    tl.store(y_ptr + token * columns + column, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def multiply(
+    x: Tensor, weight: Tensor, experts: Tensor, groups: Groups | None, tiles: Tiles, act: str | None
+) -> Tensor:
+    """h of x [T, H] and gate_up with an act, z of h [P, I] and down without; experts [T, k] and their groups, if any.
+
+    tiles: its tokens are the rows of a tile of the groups.
+    """
+    pairs, inputs = experts.numel(), x.shape[1]
+    outputs = weight.shape[1] // 2 if act else weight.shape[1]
+    y = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
+    most = pairs if groups is None else most_tiles(pairs, weight.shape[0], tiles.tokens)
+    gpu = hardware(x.device)
+    form = Form(
+        tiles,
+        inputs % tiles.depth == 0,
+        ACTS.get(act, "gelu_tanh") if act else None,
+        experts.shape[1],
+        groups is not None,
+        gpu.can_overlap,
+    )
+    stage_bytes = (tiles.tokens + (2 if act else 1) * tiles.outputs) * tiles.depth * x.element_size()
+    stages = gpu.stages(tiles.num_stages, stage_bytes)
+    strides = (x.stride(0), weight.stride(0), weight.stride(1))
+    options = {"num_warps": tiles.num_warps, "num_stages": stages, "launch_pdl": gpu.can_overlap}
+    launch(_experts_kernel, (most * triton.cdiv(outputs, tiles.outputs),))(
+        x, weight, y, experts, groups, strides, inputs, outputs, most, FORM=form, **options
+    )
+    return y
+
+
+def combine(z: Tensor, weights: Tensor, onto: Tensor | None) -> Tensor:
+    """y of z [P, H] and weights [T, k]."""
+    (tokens, top_k), columns = weights.shape, z.shape[1]
+    y = torch.empty((tokens, columns), dtype=z.dtype, device=z.device)
+    tile, overlap = min(COLUMNS, triton.next_power_of_2(columns)), hardware(z.device).can_overlap
+    stride_onto, options = 0 if onto is None else onto.stride(0), {"num_warps": 4, "launch_pdl": overlap}
+    launch(_combine_kernel, (tokens, triton.cdiv(columns, tile)))(
+        z, weights, onto, y, columns, stride_onto, TOP_K=top_k, TILE=tile, OVERLAP=overlap, **options
+    )
+    return y
+
+
+def experts(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str, onto: Tensor | None
+) -> Tensor:
+    """y of checked arguments."""
+    if not x.numel():
+        return torch.empty_like(x)
+    (tokens, top_k), num_experts, dtype = experts.shape, down.shape[0], x.dtype
+    unsorted = is_unsorted(tokens, top_k, num_experts)
+    rows = choose_rows(tokens * top_k, num_experts, dtype, unsorted=unsorted)
+    groups = None if unsorted else group(experts, num_experts, rows)
+    h = multiply(x, gate_up, experts, groups, choose_tiles(rows, dtype, gated=True), act)
+    z = multiply(h, down, experts, groups, choose_tiles(rows, dtype, gated=False), None)
+    return combine(z, weights, onto)

@@ -1,0 +1,59 @@
+"""`Router`: which experts each token goes through, and with which weights."""
+
+from __future__ import annotations
+
+import torch
+
+from rayllm.config.model_spec import RouterSpec
+from rayllm.layers.layer import BuildContext, Layer
+from rayllm.layers.weights import WeightSource
+from rayllm_kernels import ops
+
+
+class Router(Layer):
+    """A linear layer to one logit an expert, and the choice of `top_k` by `RouterSpec`. Every rank has it whole.
+
+    names: of the projection, each with the block's prefix before it, of which the checkpoint has one. corrections: the
+    same for `RouterSpec.correction`. forward: [T, hidden_size] -> (weights [T, top_k] float32, experts [T, top_k]
+    int32), the best expert first.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        spec: RouterSpec,
+        names: tuple[str, ...],
+        corrections: tuple[str, ...] = (),
+    ):
+        super().__init__(context)
+        self.weight = context.parameter(num_experts, hidden_size)
+        self.bias = context.parameter(num_experts) if spec.bias else None
+        self.correction = context.parameter(num_experts, dtype=torch.float32) if spec.correction else None
+        self.deterministic = context.deterministic
+        self.names, self.corrections = names, corrections
+        self.routing = ops.Routing(
+            top_k=top_k,
+            scores=spec.scores,
+            normalised=spec.normalised,
+            num_groups=spec.num_groups,
+            top_k_groups=spec.top_k_groups,
+            scale=spec.scale,
+            rounded=not spec.wide_weights,
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        deterministic = self.deterministic
+        logits = (ops.linear_invariant if deterministic else ops.linear)(x, self.weight, self.bias)
+        return ops.route(logits, self.routing, self.correction, deterministic=deterministic)
+
+    def load(self, source: WeightSource) -> None:
+        for field, parameter in (("weight", self.weight), ("bias", self.bias)):
+            if parameter is not None:
+                name = source.choose(*(f"{self.prefix}{name}.{field}" for name in self.names))
+                source.write(parameter, source.tensor(name, tuple(parameter.shape)))
+        if self.correction is not None:
+            name = source.choose(*(self.prefix + name for name in self.corrections))
+            source.write(self.correction, source.tensor(name, tuple(self.correction.shape)))

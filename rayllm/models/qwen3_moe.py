@@ -1,0 +1,13 @@
+"""Qwen3-MoE: a Qwen3 with a mixture of experts in most layers."""
+
+from __future__ import annotations
+
+from rayllm.config.model_spec import ModelSpec
+from rayllm.layers.layer import BuildContext
+from rayllm.models.base import CausalLM
+from rayllm.models.llama import LlamaForCausalLM
+from rayllm.models.sparse_mlp import SparseNames, sparse_mlps
+
+
+def qwen3_moe(build: BuildContext, spec: ModelSpec) -> CausalLM:
+    return LlamaForCausalLM(build, spec, sparse_mlps(SparseNames()))

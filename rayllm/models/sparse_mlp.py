@@ -1,0 +1,76 @@
+"""`SparseMLP`: a mixture of experts where a Llama has its MLP."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from rayllm.config.model_spec import ModelSpec
+from rayllm.layers.experts import Experts
+from rayllm.layers.layer import BuildContext
+from rayllm.layers.norm import RMSNorm
+from rayllm.layers.router import Router
+from rayllm.models.llama import LlamaMLP, MakeMLP, dense_mlp
+
+
+class SparseNames(NamedTuple):
+    """What a family calls the weights of a layer's experts.
+
+    blocks: the names that the block goes by, of which a checkpoint has one.
+    router, correction: within the block. shared: the shared expert.
+    projections: gate, up and down of an expert.
+    """
+
+    blocks: tuple[str, ...] = ("mlp",)
+    router: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+class SparseMLP(nn.Module):
+    """Router, experts and the shared expert of a layer. build: of the layer."""
+
+    def __init__(self, build: BuildContext, spec: ModelSpec, names: SparseNames):
+        super().__init__()
+        sizes, hidden = spec.experts, spec.hidden_size
+        assert sizes is not None
+
+        def within(name: str) -> tuple[str, ...]:
+            return tuple(f"{block}.{name}" for block in names.blocks)
+
+        self.router = Router(
+            build, hidden, sizes.num_experts, sizes.top_k, sizes.router, within(names.router), within(names.correction)
+        )
+        self.experts = Experts(
+            build,
+            hidden,
+            sizes.num_experts,
+            sizes.intermediate_size,
+            spec.hidden_act,
+            within("experts"),
+            names.projections,
+        )
+        self.shared = None
+        if sizes.shared_size:
+            self.shared = LlamaMLP(build.at(names.blocks[0]).at(names.shared), spec, inner=sizes.shared_size)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """total + experts of norm(total), total = x + residual: in two parts, as x and residual themselves."""
+        x, total = norm.add_partial(x, residual)
+        weights, experts = self.router(x)
+        shared = None if self.shared is None else self.shared.summand(x)
+        return self.experts(x, weights, experts, onto=shared), total
+
+
+def sparse_mlps(names: SparseNames) -> MakeMLP:
+    """Makes the layers' MLPs: a `SparseMLP` of these names where the model has experts, and the usual one elsewhere."""
+
+    def make(build: BuildContext, spec: ModelSpec, layer: int) -> nn.Module:
+        return SparseMLP(build, spec, names) if spec.is_sparse(layer) else dense_mlp(build, spec, layer)
+
+    return make

@@ -1,0 +1,218 @@
+"""Models whose layers have windows of their own, shorter than the prompts, against transformers in float32 on the CPU:
+small pools, forks, beams, chunks, prefix caching, and workers that are lost.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.kinds.common import EOS, PAD
+from support.model_factory import make_model
+
+from rayllm import LLM, SamplingParams
+from rayllm.api.types import EngineStats, GenerationRequest, KVBlocks, StepPlan
+from rayllm.config.kv_groups import kv_groups
+from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import ResolvedConfig, resolve
+from rayllm.core.check import check_scheduler
+from rayllm.engine.engine import EngineCore
+from rayllm.errors import ConfigError, EngineDeadError
+from rayllm.executor.local import LocalExecutor
+from rayllm.parallel.tp_group import TPGroup
+from rayllm.text.outputs import OutputProcessor
+from rayllm.worker.worker import RankModel
+
+WINDOW, NUM_TOKENS = 24, 24
+WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "num_hidden_layers": 5}
+SLIDING, FULL = "sliding_attention", "full_attention"
+# Groups of one layer and of two; in the latter one block in five is half empty.
+MODELS = {
+    "first layers full": ("qwen2", {**WINDOWED, "max_window_layers": 1}, 5),
+    "layer types": ("qwen3", {**WINDOWED, "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL]}, 3),
+}
+# The same, because only one token is left.
+FOUR = SamplingParams(n=4, temperature=1.0, top_k=1, max_tokens=NUM_TOKENS, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+BEAMS = SamplingParams(use_beam_search=True, best_of=4, n=3, max_tokens=10, ignore_eos=True)
+BEAM_PROMPTS = 2  # of the prompts, the first
+
+
+@dataclass
+class Case:
+    folder: str
+    prompts: list[list[int]]
+    expected: list[list[int]]
+    beams: list[list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> dict[str, Case]:
+    torch.set_num_threads(1)
+    return {name: make_case(tmp_path_factory.mktemp("model"), *MODELS[name][:2]) for name in MODELS}
+
+
+def make_case(folder, kind: str, overrides: dict) -> Case:
+    from transformers import AutoModelForCausalLM
+
+    make_model(folder, kind, **overrides)
+    rng = random.Random(kind)
+    shared = [rng.randrange(EOS - 1) for _ in range(120)]
+    prompts = [[rng.randrange(EOS - 1) for _ in range(length)] for length in (61, 5, 28, 40, 1, 24, 25, 200, 90, 130)]
+    prompts += [[*shared[:n], n] for n in (120, 119, 90, 60, 30, 8)]  # something for the prefix cache
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+
+    options = {"device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 24, "max_model_len": 256}
+    with LLM(str(folder), **options) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    expected = [output.outputs[0].token_ids for output in outputs]
+    assert len({tuple(tokens) for tokens in expected}) > 12, "the reference says the same to every prompt"
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens])).logits[0]
+        assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    beams = []
+    for prompt in prompts[:BEAM_PROMPTS]:
+        ids = torch.tensor([prompt])
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=BEAMS.max_tokens,
+            num_beams=BEAMS.best_of,
+            num_return_sequences=BEAMS.n,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=PAD,
+        )
+        beams.append(found[:, len(prompt) :].tolist())
+    return Case(str(folder), prompts, expected, beams)
+
+
+def check(case: Case, *, repeats: int = 1, **options: object) -> EngineStats:
+    """Greedy requests with one and with four completions, and beam searches, all at once; the same again, if asked."""
+    options = {"device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 24, "max_model_len": 256, **options}
+    params = [GREEDY if i % 4 else FOUR for i in range(len(case.prompts))]
+    with LLM(case.folder, **options) as llm:
+        for _ in range(repeats):
+            prompts = case.prompts + case.prompts[:BEAM_PROMPTS]
+            outputs = llm.generate(prompts, params + [BEAMS] * BEAM_PROMPTS, use_tqdm=False)
+            for output, expected in zip(outputs, case.expected, strict=False):
+                assert {tuple(completion.token_ids) for completion in output.outputs} == {tuple(expected)}
+            for output, expected in zip(outputs[len(params) :], case.beams, strict=True):
+                assert [completion.token_ids for completion in output.outputs] == expected
+            check_scheduler(llm.engine.scheduler)
+        stats = llm.stats()
+    assert stats.num_used_blocks == stats.num_used_cpu_blocks == stats.num_swapped == 0
+    return stats
+
+
+def groups_of(case: Case) -> int:
+    return len(kv_groups(resolve(EngineConfig(model=case.folder, device="cpu"), 0).spec, 1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("caching", [True, False])
+def test_with_room_for_all(cases, name, caching):
+    assert groups_of(cases[name]) == MODELS[name][2]
+    stats = check(cases[name], repeats=2, enable_prefix_caching=caching, block_size=8)
+    assert stats.num_preemptions == 0
+    assert (stats.prefix_cache_hits > 16 * 60) == caching, "prompts that came before, and their beginnings"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_chunks(cases, name):
+    check(cases[name], max_num_batched_tokens=16, block_size=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "caching"),
+    [
+        ("first layers full", "recompute", True),
+        ("first layers full", "swap", False),
+        ("layer types", "recompute", False),
+        ("layer types", "swap", True),
+    ],
+)
+def test_in_a_pool_for_little_more_than_the_longest(cases, name, mode, caching):
+    """In blocks of 4, a sequence of 256 tokens needs 64 blocks of a full group and 7 of a windowed one."""
+    full = sum(window is None for window, _layers in kv_groups(resolve_spec(cases[name]), 1))
+    num_blocks = 64 * full + 7 * (MODELS[name][2] - full) + 10
+    whole = cases[name]
+    stats = check(
+        Case(whole.folder, whole.prompts[:10], whole.expected[:10], whole.beams),
+        block_size=4,
+        num_gpu_blocks_override=num_blocks,
+        max_num_batched_tokens=64,
+        preemption_mode=mode,
+        enable_prefix_caching=caching,
+        swap_space=0.05,
+    )
+    assert stats.num_preemptions > 4
+    assert (stats.num_swap_preemptions > 4) == (mode == "swap")
+
+
+def test_the_size_that_is_told_is_that_of_the_longest_sequences(cases):
+    """In blocks of 4, 256 tokens need 64 + 4 * 7 blocks."""
+    options = {"device": "cpu", "skip_tokenizer_init": True, "block_size": 4}
+    folder = cases["first layers full"].folder
+    with LLM(folder, num_gpu_blocks_override=184, max_model_len=256, **options) as llm:
+        assert llm.engine.info.num_kv_tokens == 512
+    with LLM(folder, num_gpu_blocks_override=91, **options) as llm:
+        assert llm.engine.info.max_model_len == 252
+    with pytest.raises(
+        ConfigError, match="256 does not fit into the KV cache of 91 blocks for 5 groups of layers, 252"
+    ):
+        LLM(folder, num_gpu_blocks_override=91, max_model_len=256, **options)
+    with pytest.raises(ConfigError, match="not a single block of a sequence fits into the KV cache of 4 blocks"):
+        LLM(folder, num_gpu_blocks_override=4, **options)
+
+
+def resolve_spec(case: Case):
+    return resolve(EngineConfig(model=case.folder, device="cpu"), 0).spec
+
+
+class LosingExecutor(LocalExecutor):
+    """Loses its worker, with all KV, at some plans, and takes another."""
+
+    can_recover = True
+
+    def __init__(self, config: ResolvedConfig, every: int):
+        super().__init__(config)
+        self._every, self._num_plans = every, 0
+
+    def start(self) -> KVBlocks:
+        self._blocks = super().start()
+        return self._blocks
+
+    def submit(self, plan: StepPlan) -> None:
+        self._num_plans += 1
+        if self._num_plans % self._every == 0:
+            raise EngineDeadError("the worker is lost")
+        super().submit(plan)
+
+    def recover(self) -> None:
+        self._worker = RankModel(self._config, TPGroup.single(), torch.device("cpu")).build(self._blocks, resumes=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_new_workers_go_on_where_the_old_ones_were(cases, name):
+    case = cases[name]
+    options = {"device": "cpu", "block_size": 4, "max_num_batched_tokens": 96, "max_num_seqs": 8}
+    config = resolve(EngineConfig(model=case.folder, **options), 0)
+    executor = LosingExecutor(config, 11)
+    core = EngineCore(config, executor, executor.start())
+    processor, tokens = OutputProcessor(None), {}
+    for i, prompt in enumerate(case.prompts):
+        request = GenerationRequest(request_id=str(i), prompt_token_ids=prompt, params=GREEDY)
+        core.add(request)
+        processor.add(request)
+    while core.has_work():
+        outputs, _aborts = processor.process(core.step())
+        core.check_integrity()
+        for output in outputs:
+            tokens.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+    assert core.stats().num_recoveries > 3
+    assert [tokens[str(i)] for i in range(len(case.prompts))] == case.expected
+    core.shutdown()
