@@ -35,7 +35,7 @@ from ..dependent_launch import announce_and_wait, wait_for_predecessor
 from ..device import hardware
 from .context import Contexts, Scoring
 from .device_functions import finish_scores, load_tile, score_unit, shape_of, sink_weights, slot_offsets
-from .schedule import MAX_HEAD_TILE, DecodeSchedule, choose_tiles, programs_a_range
+from .schedule import DecodeSchedule, choose_tiles, head_tile, programs_a_range
 from .schedule_kernel import FIELDS, key_tiles
 
 # The merge's programs wait on the multiprocessors for the main kernel to end: the fewer warps, the less they are in the
@@ -276,18 +276,18 @@ def decode(
     q: Tensor, cache: KVCache, contexts: Contexts, scoring: Scoring, schedule: DecodeSchedule, out: Tensor
 ) -> None:
     """Write attention to `out`; the arguments are checked, and B is at least 1."""
-    (batch, heads, _), kv_heads = q.shape, cache.k.shape[1]
-    head_tile = min(heads // kv_heads, MAX_HEAD_TILE)
+    (batch, heads, head_dim), kv_heads = q.shape, cache.k.shape[1]
     least_dim = 16 if cache.scales is None else 32
     tiles, overlap = choose_tiles(q, cache), hardware(q.device).can_overlap
-    shape = shape_of(q, cache, head_tile, tiles.rows, tiles.keys, least_dim=least_dim, overlap=overlap)
+    tile = head_tile(heads, kv_heads, head_dim)
+    shape = shape_of(q, cache, tile, tiles.rows, tiles.keys, least_dim=least_dim, overlap=overlap)
     if cache.scales is not None:
         cache = cache._replace(v=cache.v.view(torch.int16))
     strides = (*q.stride()[:2], *cache.k.stride()[:3], *out.stride()[:2], heads)
     stride_table = contexts.block_tables.stride(0)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": overlap}
     num_ranges = schedule.ranges.shape[0]
-    launch(_decode_kernel, (programs_a_range(heads, kv_heads), num_ranges))(
+    launch(_decode_kernel, (programs_a_range(heads, kv_heads, head_dim), num_ranges))(
         q, cache, *contexts, scoring, out, schedule, strides, stride_table, batch, SHAPE=shape, **options
     )
     if num_ranges > 1:

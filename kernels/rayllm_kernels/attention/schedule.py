@@ -20,7 +20,6 @@ from ..device import hardware
 from ..dispatch import TritonModule, on_triton
 from .context import Contexts, Scoring, Tiles, check_decodes
 
-MAX_HEAD_TILE = 64  # query heads of one KV head that one program takes
 RANGE_FIELDS = 8
 
 _kernel = TritonModule("rayllm_kernels.attention.schedule_kernel")
@@ -48,8 +47,7 @@ class DecodeSchedule(NamedTuple):
 def choose_tiles(q: Tensor, cache: KVCache) -> Tiles:
     """The fastest tiles on H200, less what does not fit a smaller GPU."""
     head_dim, itemsizes = q.shape[2], (q.element_size(), cache.k.element_size())
-    head_tile = min(q.shape[1] // cache.k.shape[1], MAX_HEAD_TILE)
-    rows = max(16, 1 << (head_tile - 1).bit_length())
+    rows = max(16, 1 << (head_tile(q.shape[1], cache.k.shape[1], head_dim) - 1).bit_length())
     tiles = _fastest_tiles(rows, head_dim, *itemsizes)
     return tiles.fitted(head_dim, *itemsizes, hardware(q.device), queries_move=cache.scales is None)
 
@@ -60,8 +58,8 @@ def _fastest_tiles(rows: int, head_dim: int, itemsize: int, cache_itemsize: int)
     Converting fp8 keeps a program from loading, so that more of them, of two warps each, are faster; measured for
     heads of 128.
     """
-    if head_dim > 256:  # not measured: so that a warp's part of the output stays in its registers
-        return Tiles(rows, 32 if cache_itemsize == 1 else 16, 4 if rows <= 32 else 8, 2 if itemsize == 4 else 3)
+    if head_dim > 256:  # not measured
+        return Tiles(rows, 32 if cache_itemsize == 1 else 16, 4, 2 if itemsize == 4 else 3)
     if itemsize == 4:  # no tensor cores in exact fp32: larger tiles spill registers
         return Tiles(rows, 32 if head_dim <= 128 else 16, 4, 2)
     if cache_itemsize == 1:
@@ -73,9 +71,14 @@ def _fastest_tiles(rows: int, head_dim: int, itemsize: int, cache_itemsize: int)
     return Tiles(rows, 64 if head_dim > 64 else 128, 4, 3)
 
 
-def programs_a_range(heads: int, kv_heads: int) -> int:
+def head_tile(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Query heads of one KV head that one program takes, whose outputs have to fit its registers."""
+    return min(heads // kv_heads, 64 if head_dim <= 256 else 16)
+
+
+def programs_a_range(heads: int, kv_heads: int, head_dim: int) -> int:
     """Programs that share one range: one a KV head, more if it has very many query heads."""
-    return kv_heads * -(-heads // kv_heads // MAX_HEAD_TILE)
+    return kv_heads * -(-heads // kv_heads // head_tile(heads, kv_heads, head_dim))
 
 
 def decode_schedule(
@@ -94,7 +97,8 @@ def decode_schedule(
         return None
     tiles = choose_tiles(q, cache)
     if num_ranges is None:
-        num_ranges = max(1, tiles.programs * hardware(q.device).multiprocessors // programs_a_range(heads, kv_heads))
+        programs = programs_a_range(heads, kv_heads, head_dim)
+        num_ranges = max(1, tiles.programs * hardware(q.device).multiprocessors // programs)
     schedule = DecodeSchedule(
         contexts=torch.empty((batch, 2), dtype=torch.int32, device=q.device),
         ranges=torch.empty((num_ranges, RANGE_FIELDS), dtype=torch.int32, device=q.device),
