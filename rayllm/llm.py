@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from rayllm.engine.build import start_engine
 from rayllm.engine.delta_buffer import DeltaBuffer
 from rayllm.engine.engine import EngineCore
 from rayllm.errors import InvalidRequestError
+from rayllm.hub import local_engine
 from rayllm.text.bad_words import bad_token_ids
 from rayllm.text.outputs import OutputProcessor, accumulate
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
@@ -26,6 +28,7 @@ from rayllm.text.tokenizer import Tokenizer, load_tokenizer
 Prompt = str | list[int] | dict[str, Any]
 OFFLINE_DEFAULTS = {"max_num_batched_tokens": OFFLINE_BATCHED_TOKENS}
 Message = dict[str, Any]
+Adapters = str | Sequence[str | None] | None
 
 
 class PromptFields(msgspec.Struct, forbid_unknown_fields=True):
@@ -43,6 +46,7 @@ class LLM:
         with LLM("path/to/model") as llm:
             outputs = llm.generate(["Hello"], SamplingParams(max_tokens=32))
 
+    A name on the Hugging Face Hub, as LLM("org/name"), is downloaded if need be; `config.model` is its folder then.
     Raises ConfigError for a bad option, ModelError for a model that cannot be served, StartupError. The options are the
     fields of `rayllm.config.options.EngineConfig`:
     """
@@ -50,7 +54,7 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any):
         if model is not None:
             options["model"] = model
-        self.config = make_config(EngineConfig, OFFLINE_DEFAULTS | options)
+        self.config = local_engine(make_config(EngineConfig, OFFLINE_DEFAULTS | options))
         self._core: EngineCore | None = None
         skip = self.config.skip_tokenizer_init
         self.tokenizer: Tokenizer | None = None if skip else load_tokenizer(self.config.model)
@@ -63,43 +67,77 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        adapter: Adapters = None,
     ) -> list[RequestOutput]:
         """Complete prompts; the outputs are in the prompts' order.
 
         prompts: a string, a list of strings, a list of token ids, a list of those, or dicts: {"prompt": ...} or
         {"prompt_token_ids": [...]}, and, if they share cached prefixes with the same salt only, {"cache_salt": ...}.
-        sampling_params: one for all, or one each; those of `get_default_sampling_params` if absent. Raises
-        InvalidRequestError, before anything runs, if a prompt or a parameter cannot be served.
+        sampling_params: one for all, or one each; those of `get_default_sampling_params` if absent. adapter: the name
+        of a loaded adapter for all, or one each, None for none. Raises InvalidRequestError, before anything runs, if a
+        prompt or a parameter cannot be served.
         """
         items = _prompt_list(prompts)
-        params = self._params_list(sampling_params, len(items))
-        return self._run([self._request(item, p) for item, p in zip(items, params, strict=True)], use_tqdm)
+        params, adapters = self._params_list(sampling_params, len(items)), _adapter_list(adapter, len(items))
+        requests = [self._request(item, p, adapter=a) for item, p, a in zip(items, params, adapters, strict=True)]
+        return self._run(requests, use_tqdm)
 
     def chat(
         self,
         messages: list[Message] | list[list[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        adapter: Adapters = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, a list of {"role": ..., "content": ...}, or several, by the model's chat template."""
+        """Answer a conversation, a list of {"role": ..., "content": ...}, or several, by the model's chat template.
+
+        adapter: as for `generate`.
+        """
         tokenizer = self._need_tokenizer("messages", "chat needs a tokenizer")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         texts = [tokenizer.apply_chat_template(cast(list[Message], conversation)) for conversation in conversations]
-        params = self._params_list(sampling_params, len(texts))
+        params, adapters = self._params_list(sampling_params, len(texts)), _adapter_list(adapter, len(texts))
         # The template writes special tokens itself.
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self._run(list(zip(map(self._make, ids, params), texts, strict=True)), use_tqdm)
+        requests = [self._make(i, p, adapter=a) for i, p, a in zip(ids, params, adapters, strict=True)]
+        return self._run(list(zip(requests, texts, strict=True)), use_tqdm)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Pooling = "last",
+        use_tqdm: bool = True,
+        *,
+        adapter: Adapters = None,
     ) -> list[RequestOutput]:
         """Embed prompts, in the forms that `generate` takes: each output's `embedding`, in the prompts' order.
 
         pooling: "last" takes the hidden state of the prompt's last token, "mean" the mean of all of them; both after
-        the final norm, scaled to length 1 (L2). Raises InvalidRequestError, before anything runs.
+        the final norm, scaled to length 1 (L2). adapter: as for `generate`. Raises InvalidRequestError, before anything
+        runs.
         """
-        params = SamplingParams()
-        return self._run([self._request(item, params, pooling) for item in _prompt_list(prompts)], use_tqdm)
+        params, items = SamplingParams(), _prompt_list(prompts)
+        adapters = _adapter_list(adapter, len(items))
+        requests = [self._request(item, params, pooling, a) for item, a in zip(items, adapters, strict=True)]
+        return self._run(requests, use_tqdm)
+
+    def load_lora_adapter(self, name: str, path: str) -> None:
+        """Load an adapter from its folder, in PEFT's form; `generate` and the others take its name from then on.
+
+        Raises InvalidRequestError, also without the option enable_lora, and ModelError for a folder that cannot be
+        served.
+        """
+        self.engine.add_adapter(self.engine.prepare_adapter(name, os.path.abspath(path)))
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Forget an adapter. Raises InvalidRequestError if there is none of this name."""
+        self.engine.remove_adapter(name)
+
+    def list_lora_adapters(self) -> list[str]:
+        """The names of the loaded adapters."""
+        return self.engine.adapters
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json says, unless the option generation_config is none."""
@@ -129,13 +167,13 @@ class LLM:
         self.shutdown()
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None = None
+        self, prompt: Prompt, params: SamplingParams, pooling: Pooling | None = None, adapter: str = ""
     ) -> tuple[GenerationRequest, str | None]:
         fields = _read_prompt(prompt)
         ids = fields.prompt_token_ids
         if ids is None:
             ids = self._need_tokenizer("prompt", "prompt must be token ids").encode(fields.prompt or "")
-        return self._make(ids, params, cache_salt=fields.cache_salt, pooling=pooling), fields.prompt
+        return self._make(ids, params, cache_salt=fields.cache_salt, pooling=pooling, adapter=adapter), fields.prompt
 
     def _need_tokenizer(self, param: str, reason: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -236,6 +274,16 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     items = list(prompts)
     is_one = items and all(isinstance(item, int) for item in items)
     return cast(list[Prompt], [items] if is_one else items)
+
+
+def _adapter_list(adapter: Adapters, count: int) -> list[str]:
+    """The adapter's name of each of so many prompts, empty for none."""
+    if adapter is None or isinstance(adapter, str):
+        return [adapter or ""] * count
+    if len(adapter) != count:
+        message = f"adapter has {len(adapter)} entries for {count} prompts; give one, or one each"
+        raise InvalidRequestError(message, "adapter")
+    return [each or "" for each in adapter]
 
 
 def _read_prompt(prompt: Prompt) -> PromptFields:

@@ -90,6 +90,7 @@ KILL_S = 10.0  # after the time that running requests have, before Serve ends a 
 
 # Directory.
 REGISTER_S = 0.5
+ADAPTER_S = 300.0  # for all engines to load an adapter that a request asked for
 REPORT_S = 2.0  # for `rayllm status`
 MEMBER_SILENCE_S = 5.0
 JOIN_S = 10.0  # for all API servers to connect to a new engine, before Serve ends the one that it replaces

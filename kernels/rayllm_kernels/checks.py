@@ -89,6 +89,12 @@ def check_rows(x: Tensor, argument: str) -> None:
     check_last_dim(x, argument)
 
 
+def check_norm_weight(weight: Tensor, argument: str, size: int, x: Tensor) -> None:
+    """`weight` must be a contiguous [size] tensor on the device of `x`, in its dtype or in fp32."""
+    dtype = torch.float32 if weight.dtype == torch.float32 else x.dtype
+    check_vectors(size, dtype, x.device, **{argument: weight})
+
+
 def check_residual(residual: Tensor, x: Tensor) -> None:
     """`residual` must be rows as `check_rows` wants them, of the shape, dtype and device of `x`."""
     if residual.shape != x.shape:

@@ -27,12 +27,14 @@ from .dispatch import TritonModule
 from .experts.experts import experts
 from .experts.route import Routing, route
 from .linear.linear import add_rms_norm_linear, linear, linear_invariant, linear_silu_mul, prepare
+from .lora.lora import AdapterSlots, add_adapters
 from .norm.qk_norm_rope_cache import HeadNorms, qk_norm_rope_cache
 from .norm.rms_norm import fused_add_rms_norm, rms_norm, rms_norm_add
 from .norm.silu_and_mul import silu_and_mul
 from .sampling.draw import DrawRows, gumbel_argmax, gumbel_keys, tokens_of_keys
 from .sampling.logprobs import gather_logprobs
 from .sampling.penalties import PenaltyRows, penalise
+from .sampling.soft_cap import soft_cap_
 from .sampling.truncation import CutRows, truncate_draws
 
 _compile_ahead = TritonModule("rayllm_kernels.compile_ahead")

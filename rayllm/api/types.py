@@ -87,6 +87,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_deaths: int = 0
     # None: it ends with the connection over which it came. Otherwise the engine keeps it, and what comes of it.
     key: IdempotencyKey | None = None
+    # The name of the adapter that the model is to have for it; empty for none.
+    adapter: str = ""
 
     @property
     def live_indices(self) -> list[int]:
@@ -108,6 +110,18 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         if engine_seed is None:
             return self
         return msgspec.structs.replace(self, seed=derive_seed(engine_seed, number))
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A low-rank adapter (LoRA) of an engine's model, as the engine has loaded it."""
+
+    # Of the engine, and never used again: an adapter that is loaded once more under its name has another one.
+    id: int
+    name: str
+    # Its folder, in PEFT's form.
+    path: str
+    # Of the folder's files, which all ranks must find alike.
+    digest: str
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):
@@ -140,6 +154,8 @@ class SequenceData(msgspec.Struct, frozen=True):
     pooling: Pooling | None = None
     # By group: no token still to be computed sees the blocks before it.
     first_blocks: list[int] = msgspec.field(default_factory=lambda: [0])
+    # Where its adapter's weights are on the device; -1 without one.
+    adapter_slot: int = -1
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -183,6 +199,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     await_write_backs: int | None = None
     # (row, token id): the newest token of a row, instead of the one that it sampled.
     tokens: list[tuple[int, int]] = []
+    # (slot, adapter id): adapters that go from the host into slots of the device before anything else is computed.
+    adapters: list[tuple[int, int]] = []
+    # Ids of adapters that workers are to forget on the host, before that; neither this plan nor a later one names them.
+    dropped_adapters: list[int] = []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -26,7 +26,7 @@ LOCAL_SERVER = "http://127.0.0.1:8000"
 
 _MODEL = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="Folder of a Hugging Face checkpoint; the bundled model if absent."),
+    typer.Argument(metavar="MODEL", help="Folder or name (org/name) of a Hugging Face model; the bundled if absent."),
 ]
 _CONFIG = Annotated[str | None, typer.Option(metavar="FILE", help="YAML file of options; flags override it.")]
 # Flags that are not just the name of their field.

@@ -20,7 +20,8 @@ _HARMLESS = {
         "attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled use_flash_attn"
         " use_flash_attention use_sdpa use_cache use_bfloat16 torchscript return_dict output_attentions"
         " output_hidden_states output_router_logits tie_last_hidden_states tf_legacy_loss chunk_size_feed_forward"
-        " pretraining_tp attention_softmax_in_fp32 masked_softmax_fusion skip_bias_add offset_alibi is_decoder"
+        " pretraining_tp cache_implementation"
+        " attention_softmax_in_fp32 masked_softmax_fusion skip_bias_add offset_alibi is_decoder"
     ),
     "training": (
         "initializer_range init_std layerdrop gradient_checkpointing use_recompute router_aux_loss_coef"

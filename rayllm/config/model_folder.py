@@ -20,6 +20,7 @@ from rayllm.config.quantization import parse_quantization
 from rayllm.errors import InvalidRequestError, ModelError
 
 GENERATION_CONFIG = "generation_config.json"
+WEIGHTS_INDEX = "model.safetensors.index.json"
 # Keys beside text_config that hold for the text model too, and win.
 OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id")
 # Fields of that file -> those of `SamplingParams`.
@@ -75,6 +76,17 @@ def load_sampling_defaults(path: str) -> dict[str, Any]:
     except InvalidRequestError as error:
         raise ModelError(f"{file}: {error} (generation_config none would ignore it)") from None
     return defaults
+
+
+def indexed_weights(folder: Path) -> dict[str, str] | None:
+    """Name of each weight -> name of its file, as the folder's index has it; None without one. Raises ModelError."""
+    index = folder / WEIGHTS_INDEX
+    if not index.is_file():
+        return None
+    files = read_json_object(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ModelError(f'{index} has no "weight_map" of weight names to file names')
+    return files
 
 
 def _architecture(config: JsonFields) -> tuple[str, Architecture]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rayllm.config.quantization import QuantizationSpec
 from rayllm.config.rope import RopeSpec
@@ -30,6 +30,17 @@ class BloomSpec:
     """What only BLOOM has. residual_after_norm: residuals are taken after the norms of attention and MLP."""
 
     residual_after_norm: bool
+
+
+class NormNames(NamedTuple):
+    """What checkpoints call the norms of a layer but the first; those after attention and MLP only with post_norms."""
+
+    after_attention: str = "post_self_attn_layernorm"
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = "post_mlp_layernorm"
+
+
+LLAMA_NORMS = NormNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +91,15 @@ class ModelSpec:
     dtype: of the checkpoint.
     sliding_windows: one entry a layer, tokens a query sees counting itself, None for all.
     post_norms: what attention and MLP give is normed before it is added to the residual.
+    norm_offset: the weights of all norms are stored less 1, and multiply in fp32.
+    attention_scale: factor of the products of queries and keys; None for head_dim**-0.5.
+    attention_softcap, logit_softcap: cap of these products, and of logits: cap * tanh(x / cap); None for none.
+    embedding_scale: what embeddings are multiplied by, rounded to the model's dtype; None for nothing.
+    window_rope: of layers with a window; None if it is that of the others.
     fused_qkv, fused_gate_up: checkpoints have these projections as one.
     text_only: the checkpoint holds towers for images or sound too, which are left out.
     rope_layers: one entry a layer, whether it has rotary positions; None if all have.
+    logits_scale: of logits.
     own: what only an architecture of a user's package has.
     quantization: how the checkpoint stores weights in fewer bits; None if it does not.
     experts is None for models without. rope is None for OPT and BLOOM, opt and bloom are None for the others.
@@ -109,10 +126,18 @@ class ModelSpec:
     qk_norm: bool = False
     experts: ExpertsSpec | None = None
     post_norms: bool = False
+    norm_names: NormNames = LLAMA_NORMS
+    norm_offset: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float | None = None
+    window_rope: RopeSpec | None = None
     fused_qkv: bool = False
     fused_gate_up: bool = False
     text_only: bool = False
     rope_layers: tuple[bool, ...] | None = None
+    logits_scale: float = 1.0
     own: Any = None
     rope: RopeSpec | None = None
     opt: OPTSpec | None = None

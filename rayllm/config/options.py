@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rayllm.errors import ConfigError
 
@@ -27,7 +27,8 @@ OPTIONS = ConfigDict(
     extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
 )
 # A model's own: not for several at once.
-OWN_FIELDS = ("model", "served_model_name")
+OWN_FIELDS = ("model", "revision", "served_model_name")
+HUB_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)?"
 
 
 def _check_origins(origins: list[str]) -> list[str]:
@@ -43,6 +44,28 @@ def _check_source(name: str) -> str:
     return name
 
 
+def _read_modules(modules: Any) -> Any:
+    """A mapping of names to paths, as programs and files may have it, as a list of name=path."""
+    return [f"{name}={path}" for name, path in modules.items()] if isinstance(modules, dict) else modules
+
+
+def check_adapter_name(name: str) -> None:
+    """Raise ValueError for what cannot be the name of an adapter in the API."""
+    if not re.fullmatch(r"[\w.:/@+-]+", name) or len(name) > MAX_NAME_CHARS:
+        raise ValueError(f"an adapter's name has 1 to {MAX_NAME_CHARS} letters, digits and _.:/@+-")
+
+
+def _check_modules(modules: list[str]) -> list[str]:
+    pairs = [each.partition("=") for each in modules]
+    for name, mark, path in pairs:
+        if not mark or not path:
+            raise ValueError("an adapter is name=path")
+        check_adapter_name(name)
+    if len({name for name, _mark, _path in pairs}) < len(pairs):
+        raise ValueError("two adapters have one name")
+    return [f"{name}={os.path.abspath(path)}" for name, _mark, path in pairs]
+
+
 def _absolute(path: str | None) -> str | None:
     return path and os.path.abspath(path)  # API servers have other working directories
 
@@ -53,7 +76,12 @@ class EngineConfig(BaseModel):
     model_config = OPTIONS
 
     model: str = BUNDLED_MODEL
-    """Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json"""
+    """Folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json); if there is no such folder, a
+    model's name on the Hugging Face Hub, as org/name"""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit of a model's name on the hub; the main branch if absent"""
+    download_dir: Annotated[str | None, AfterValidator(_absolute)] = None
+    """Folder of the cache for models of the hub; if absent, the one that other tools use too (HF_HUB_CACHE, HF_HOME)"""
     tensor_parallel_size: Literal[1, 2, 4, 8] = 1
     """GPUs or CPU processes that share the weights"""
     executor: Literal["auto", "local", "ray"] = "auto"
@@ -110,9 +138,24 @@ class EngineConfig(BaseModel):
     and max_new_tokens of the model's generation_config.json; none leaves them out"""
     skip_tokenizer_init: bool = False
     """Load no tokenizer; prompts and outputs are token ids only"""
+    enable_lora: bool = False
+    """Take adapters (LoRA, in PEFT's form) at the start and while requests run"""
+    lora_modules: Annotated[list[str], BeforeValidator(_read_modules), AfterValidator(_check_modules)] = []
+    """Adapters to load at the start, each as name=path of its folder; requests ask for one by its name as the model"""
+    max_loras: int = Field(default=8, ge=1, le=256)
+    """Most adapters that the requests of one step have; each takes memory for max_lora_rank on the device"""
+    max_lora_rank: int = Field(default=16, ge=1, le=512)
+    """Largest rank of an adapter"""
+    max_cpu_loras: int = Field(default=128, ge=1, le=4096)
+    """Most adapters that are loaded at once, in host memory; one more is refused"""
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Makes the noise of requests without a seed follow from their number, in the order in which LLM or an API server
     got them, so that it is the same after every start; random if absent. Also of dummy weights, 0 if absent"""
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The paths of lora_modules by name."""
+        return dict(each.split("=", 1) for each in self.lora_modules)
 
 
 class ModelServerConfig(BaseModel):
@@ -121,7 +164,7 @@ class ModelServerConfig(BaseModel):
     model_config = OPTIONS
 
     served_model_name: str | None = Field(default=None, min_length=1, max_length=MAX_NAME_CHARS)
-    """Name in the API; that of the model's folder if absent"""
+    """Name in the API; if absent, the model's name on the hub, or that of its folder"""
     num_replicas: int = Field(default=1, ge=1, le=MAX_REPLICAS)
     """Engines of the model; the least number if max_replicas is given"""
     max_replicas: int | None = Field(default=None, ge=1, le=MAX_REPLICAS)
@@ -219,10 +262,17 @@ class ModelConfig(NamedTuple):
     @property
     def name(self) -> str:
         """The model's name in the API."""
-        return self.server.served_model_name or Path(self.engine.model).resolve().name
+        if self.server.served_model_name is not None:
+            return self.server.served_model_name
+        return self.engine.model if is_hub_name(self.engine.model) else Path(self.engine.model).resolve().name
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether a `model` is one by its name on the hub: of the form org/name or name, and no file or folder here."""
+    return re.fullmatch(HUB_NAME, model) is not None and not Path(model).exists()
 
 
 def make_config(kind: type[ConfigT], options: dict[str, Any]) -> ConfigT:
@@ -301,10 +351,10 @@ def make_models(options: dict[str, Any], flags: dict[str, Any] | None = None) ->
         except ConfigError as error:
             raise ConfigError(f"models[{number}]: {error}" if several else str(error)) from None
         models.append(ModelConfig(engine, server))
-    names = [model.name for model in models]
+    names = [name for model in models for name in (model.name, *model.engine.adapters)]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"two models have the name {name!r}; give them served_model_name")
+            raise ConfigError(f"two models have the name {name!r}, adapters included; give them served_model_name")
     return models, whole
 
 

@@ -18,6 +18,7 @@ from rayllm.errors import ConfigError
 NUM_SEQS = {"cpu": (256,), "cuda": (256, 512, 1024)}
 # Where max_num_batched_tokens is not given. So many tokens of a small model take a CPU a few tenths of a second.
 BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+MAX_GPUS = 8  # that an engine may ask for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,12 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
         raise ConfigError('preemption_mode: must be "cost" or "recompute" if swap_space is 0, not "swap"')
     if options.max_model_len is not None and options.max_model_len > spec.max_model_len:
         raise ConfigError(f"max_model_len {options.max_model_len} exceeds the model's limit of {spec.max_model_len}")
+    if options.lora_modules and not options.enable_lora:
+        raise ConfigError("lora_modules needs enable_lora")
+    if len(options.lora_modules) > options.max_cpu_loras:
+        raise ConfigError(
+            f"lora_modules has {len(options.lora_modules)} adapters, and max_cpu_loras is {options.max_cpu_loras}"
+        )
     device: Literal["cpu", "cuda"] = "cpu" if options.device == "cpu" or num_gpus < 1 else "cuda"
     if options.device == "cuda" and device == "cpu":
         raise ConfigError('device "cuda" needs a GPU, and there is none (device "cpu" works)')

@@ -21,6 +21,7 @@ class RopeSpec:
     attention_factor: multiplies cos and sin (yarn, longrope).
     low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, truncate: yarn. short_factors, long_factors: of the
     rotary_dim / 2 periods, longrope.
+    stretched: max_position_embeddings is what the factor of "linear" leads to, not what it starts from (Gemma 3).
     original_max_position: context of the pretraining, in tokens (all types but default and linear).
     """
 
@@ -39,13 +40,14 @@ class RopeSpec:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    stretched: bool = False
 
     def max_model_len(self, max_position_embeddings: int) -> int:
         """Tokens that the embedding reaches.
 
         max_position_embeddings is already the stretched one for llama3 and longrope.
         """
-        if self.rope_type in ("linear", "dynamic"):
+        if self.rope_type in ("linear", "dynamic") and not self.stretched:
             return int(max_position_embeddings * self.factor)
         if self.rope_type == "yarn":
             return int(self.original_max_position * self.factor)

@@ -17,6 +17,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     live = [seq for group in state.groups.values() for seq in group.sequences]
     state.memory.check_integrity((*running, *forks), [seq.pinned for seq in live if seq.pinned])
     assert state.memory.num_swapped == sum(bool(seq.pinned) for seq in live), "swapped sequences are counted wrongly"
+    state.adapters.check_integrity([seq.group.adapter for seq in running if seq.group.adapter is not None])
     rows = [seq.row for seq in running]
     assert sorted(rows + state.free_rows) == list(range(state.max_num_seqs)), "rows are lost or held twice"
     for queue in (running, state.waiting):

@@ -194,10 +194,10 @@ class KVMemory:
 
     # ---------------------------------------------------------------------------------------------- prefix cache
 
-    def root_hash(self, salt: str) -> bytes:
+    def root_hash(self, salt: str, adapter: int | None = None) -> bytes:
         """Where a new request's hash chain starts; without prefix caching no two requests start from the same."""
         self._num_roots += 1
-        return self.gpu.cache.root(salt if self.caching else f"request {self._num_roots}")
+        return self.gpu.cache.root(salt if self.caching else f"request {self._num_roots}", adapter)
 
     def looks_up(self, seq: Sequence) -> bool:
         """Whether a sequence may begin with cached blocks: not if every position has to be computed."""
@@ -489,8 +489,8 @@ class KVMemory:
             dropped = table[:count]
             del table[:count]
             seq.first_blocks[group] += count
-            if self.forgets_all:
-                self.gpu.release(dropped)
+            if self.forgets_all or first >= max(seq.num_matched, seq.parting):
+                self.gpu.release(dropped, stale=not self.forgets_all)
                 continue
             # What was found by itself, and what the next prompt that parts here looks for.
             seen = range(window.first_block(seq.parting * self.block_size), seq.parting)

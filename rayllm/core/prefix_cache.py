@@ -1,10 +1,10 @@
 """`PrefixCache`: finds blocks that already hold the KV of a prompt's beginning.
 
 A full block is identified by a chained hash: sha256 over the parent block's hash and its token ids. The chain starts at
-a root made of a per-process secret and the tenant's salt, so that equal prompts of different tenants never meet and
-nobody can aim at a collision. Where a model's layers are in several groups, a block holds the part of one of them, and
-the group belongs to its identity (`group_key`). The cache only maps hashes to blocks; who may reuse a block is the
-block manager's business.
+a root made of a per-process secret, the tenant's salt and the adapter, so that equal prompts of different tenants or
+adapters never meet and nobody can aim at a collision. Where a model's layers are in several groups, a block holds the
+part of one of them, and the group belongs to its identity (`group_key`). The cache only maps hashes to blocks; who may
+reuse a block is the block manager's business.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._hash_of)
 
-    def root(self, salt: str) -> bytes:
-        """The hash that all chains of this salt start from."""
-        return hashlib.sha256(self._secret + salt.encode()).digest()
+    def root(self, salt: str, adapter: int | None = None) -> bytes:
+        """The hash that all chains of this salt and adapter start from: with another adapter, KV is another."""
+        start = b"" if adapter is None else b"adapter" + adapter.to_bytes(8, "little")
+        return hashlib.sha256(start + self._secret + salt.encode()).digest()
 
     def extend(self, hashes: list[bytes], root: bytes, token_ids: list[int], num_blocks: int) -> None:
         """Append to `hashes`, the chain of token_ids' leading blocks, until it covers num_blocks full blocks."""

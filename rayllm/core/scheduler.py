@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from msgspec.structs import asdict
@@ -84,6 +84,9 @@ class Step:
         self._block_updates: list[tuple[int, int, list[list[int]]]] = []
         self._copies: list[tuple[int, int]] = []
         self._await_swap_ins = False
+        # Adapters whose sequences cannot enter in this step, or have to let one enter first that waits for a slot.
+        self._no_slot: set[int] = set()
+        self._yielding: set[int] = set()
         # Sequences that entered, but whose blocks are filled while the step computes.
         self._arriving: list[Sequence] = []
 
@@ -223,9 +226,11 @@ class Step:
     def admit(self) -> None:
         """Admit waiting sequences in policy order, up to the first for which anything is short: nobody overtakes it.
 
-        In that order whoever ran before comes before whoever is new.
+        In that order whoever ran before comes before whoever is new. Only whoever lacks nothing but a slot for its
+        adapter is overtaken: see `_may_hold_slot`.
         """
         memory = self.memory
+        self._no_slot, self._yielding = set(), set()
         while self._budget and self.state.free_rows and (seq := self._head()) is not None:
             match = memory.match(seq)
             if not self._has_room(seq, match):
@@ -254,7 +259,9 @@ class Step:
 
     def make_way(self) -> None:
         """Let the first in order in at the cost of the last that run; called if all that run await a group's choice."""
-        while self.is_empty and not self._arriving and self.state.running and self._head() is not None:
+        while self.is_empty and not self._arriving and self.state.running and self.state.waiting:
+            if self._head() is None and not self._no_slot:
+                return
             self.state.preempt_last()
             self.admit()
 
@@ -267,11 +274,38 @@ class Step:
                     self._compute(seq)
 
     def _head(self) -> Sequence | None:
-        """The first in policy order outside the batch. None also while something about it is not known yet."""
+        """The first in policy order outside the batch. None also while something about it is not known yet.
+
+        Those that would have to wait for a slot for their adapter are passed over.
+        """
         waiting, alone = self.state.waiting, self.state.alone
-        head = next((seq for seq in waiting if alone in (None, seq.request_id)), None)
+        candidates: Iterator[Sequence] = (seq for seq in waiting if alone in (None, seq.request_id))
+        if self.state.adapters.num_slots:
+            candidates = filter(self._may_hold_slot, candidates)
+        head = next(candidates, None)
         # Preempted while its last token is in flight: the id is needed first, and then its mask.
         return None if head is None or head.num_pending or head.closed else head
+
+    def _may_hold_slot(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence can enter as far as its adapter is concerned. Asked in policy order.
+
+        One that finds no slot free makes the adapter yield with which no request began for longest, the next one the
+        second, and so on: no new request behind it enters with such an adapter, so that the slot becomes free when
+        those that have it end. So nobody waits for ever, and requests whose adapters are there do not wait for it.
+        """
+        adapter, adapters = seq.group.adapter, self.state.adapters
+        if adapter is None:
+            return True
+        if adapters.is_resident(adapter) and (adapter not in self._yielding or seq.group.num_cached_tokens is not None):
+            return True
+        if adapter in self._no_slot or adapter in self._yielding:
+            return False
+        if adapters.can_hold(adapter):
+            return True
+        self._no_slot.add(adapter)
+        if adapter in adapters.loaded:
+            self._yielding.update(itertools.islice((a for a in adapters.least_recent() if a not in self._yielding), 1))
+        return False
 
     def _has_room(self, seq: Sequence, match: Match) -> bool:
         """Whether the sequence's blocks can be allocated once those of the match are held."""
@@ -347,6 +381,8 @@ class Step:
             seq.group.num_cached_tokens = match.end * size
             seq.group.started_at = self.state.clock()
             self.started.append(seq.group)
+            if seq.group.adapter is not None:
+                self.state.adapters.renew(seq.group.adapter)
 
     def _enter(self, seq: Sequence, num_computed: int) -> None:
         """Put a sequence that has blocks into the batch; nothing of it is scheduled yet."""
@@ -367,6 +403,7 @@ class Step:
                 seed=seq.seed,
                 pooling=request.pooling,
                 first_blocks=list(seq.first_blocks),
+                adapter_slot=seq.adapter_slot,
             )
         )
 
@@ -395,8 +432,11 @@ class Step:
             masks=[(place[id(seq)], mask) for seq, mask in self._masks],
             await_swap_ins=self._await_swap_ins,
             tokens=list(state.chosen_tokens.items()),
+            adapters=state.adapters.puts,
+            dropped_adapters=state.adapters.drops,
             **self.memory.take_moves(step_id, computed)._asdict(),
         )
+        state.adapters.puts, state.adapters.drops = [], []
         state.left_rows, state.chosen_tokens = [], {}
         counters.num_steps += 1
         counters.step_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, computed)] += 1
@@ -428,21 +468,25 @@ class Scheduler:
         self._step_ids = itertools.count()
         self._suspects = Suspects()
 
-    def add(self, request: GenerationRequest, constrain: MakeConstraint | None = None) -> None:
+    def add(
+        self, request: GenerationRequest, constrain: MakeConstraint | None = None, adapter: int | None = None
+    ) -> None:
         """Queue a request that fits the engine's limits and whose id is not in use.
 
         constrain: makes each completion's constraint, whose first mask is known, if the tokens are to be constrained.
+        adapter: the id of its adapter, if it has one.
         """
         state, params, prompt = self.state, request.params, len(request.prompt_token_ids)
         arrival = next(self._arrivals)
         max_len = state.max_model_len if params.max_tokens is None else prompt + params.max_tokens
         group = SequenceGroup(
             request,
-            state.memory.root_hash(request.cache_salt),
+            state.memory.root_hash(request.cache_salt, adapter),
             min(max_len, state.max_model_len) if request.pooling is None else prompt + 1,
             frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else state.eos_token_ids),
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * prompt,
             search=BeamSearch() if params.use_beam_search else None,
+            adapter=adapter,
             added_at=state.clock(),
         )
         key, indices = (*self._policy(request), arrival), [0] if params.use_beam_search else request.live_indices

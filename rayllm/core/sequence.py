@@ -118,6 +118,7 @@ class Sequence:
         # prompt's embedding counts as such a token, which is the sequence's last.
         self.num_pending = 0
         self.row = -1  # in the workers' persistent batch, while it runs
+        self.adapter_slot = -1  # where its adapter is on the device, while it runs
         self.block_hashes: list[bytes] = []  # chained hashes of its leading full blocks, as far as computed
         self.pinned: list[int] = []  # host blocks held for it while it is swapped out
         self.reset()
@@ -183,6 +184,8 @@ class SequenceGroup:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     # The beam search, if it is one.
     search: BeamSearch | None = None
+    # The id of the adapter that it has; None for none.
+    adapter: int | None = None
     # The scheduler's clock when the request came, and when it was first admitted.
     added_at: float = 0.0
     started_at: float = 0.0

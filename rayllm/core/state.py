@@ -10,6 +10,7 @@ import bisect
 from collections.abc import Callable, Iterable
 
 from rayllm.api.types import Counters, RequestTimes
+from rayllm.core.adapter_slots import AdapterSlots
 from rayllm.core.memory import KVMemory, PreemptionMode
 from rayllm.core.sequence import Sequence, SequenceGroup, SequenceStatus, policy_order
 
@@ -42,6 +43,7 @@ class SchedulerState:
     preemptive: whether more urgent requests preempt less urgent ones.
     preemption_mode: what becomes of the KV of a preempted sequence, see `KVMemory.swap_out`.
     growth_blocks: that admission leaves free, of each group, for each running sequence that may outgrow its own.
+    adapters: the slots that there are for adapters.
     clock: seconds.
     """
 
@@ -56,6 +58,7 @@ class SchedulerState:
         preemptive: bool = False,
         preemption_mode: PreemptionMode = "cost",
         growth_blocks: int = GROWTH_BLOCKS,
+        adapters: AdapterSlots | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ):
         self.memory = memory
@@ -64,6 +67,7 @@ class SchedulerState:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.preemptive, self.preemption_mode, self.growth_blocks = preemptive, preemption_mode, growth_blocks
+        self.adapters = adapters or AdapterSlots(0)
         self.clock = clock
         self.groups: dict[str, SequenceGroup] = {}  # live requests by id
         self.awaiting_mask: list[Sequence] = []  # constrained, with a known last token and no mask for the next one
@@ -74,6 +78,7 @@ class SchedulerState:
     def clear(self) -> None:
         """Forget what the workers hold, which are new and empty; all sequences wait, with the tokens that are known."""
         self.memory.clear()
+        self.adapters.clear()
         self.waiting = InOrder()
         self.running = InOrder()
         self.forks: list[Sequence] = []  # enter the batch in the next step
@@ -98,6 +103,7 @@ class SchedulerState:
         """Give a sequence a row of the batch; there must be a free one."""
         seq.status = SequenceStatus.RUNNING
         seq.row = self.free_rows.pop()
+        seq.adapter_slot = -1 if seq.group.adapter is None else self.adapters.hold(seq.group.adapter)
         self.running.add(seq)
 
     def fork(self, seq: Sequence, parent: Sequence, num_tokens: int) -> None:
@@ -143,6 +149,8 @@ class SchedulerState:
         """Take back a sequence's row, if it runs, and its device blocks."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.discard(seq)
+            if seq.group.adapter is not None:
+                self.adapters.release(seq.group.adapter)
             self.left_rows.append(seq.row)
             self.chosen_tokens.pop(seq.row, None)
             self.free_rows.append(seq.row)

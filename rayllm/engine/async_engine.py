@@ -13,6 +13,7 @@ from rayllm.engine.build import start_engine
 from rayllm.engine.client import EngineClient
 from rayllm.engine.driver import Core, EngineDriver
 from rayllm.engine.socket import EngineSocket
+from rayllm.hub import local_engine
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -33,6 +34,7 @@ class AsyncEngine(EngineClient):
     @classmethod
     def from_config(cls, config: EngineConfig) -> AsyncEngine:
         """An engine with these options. Blocks while the model loads; raises ConfigError, ModelError, StartupError."""
+        config = local_engine(config)
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
         return cls(start_engine(config), tokenizer)
 

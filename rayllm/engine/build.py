@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from contextlib import ExitStack
 
 from rayllm.config.options import EngineConfig
 from rayllm.config.resolved import ResolvedConfig, resolve, uses_ray
@@ -26,12 +27,16 @@ def start_engine(options: EngineConfig) -> EngineCore:
         return start_resolved_engine(resolve(options, torch.cuda.device_count()))
     import ray
 
+    from rayllm.executor.checkpoints import offered_checkpoint
     from rayllm.executor.ray_cluster import connect_to_ray
 
     owns_ray = connect_to_ray()
     try:
         config = resolve(options, ray.cluster_resources().get("GPU", 0))
-        return start_resolved_engine(config, _make_executor(config, owns_ray))
+        with ExitStack() as life:
+            if sum(node["Alive"] for node in ray.nodes()) > 1:
+                life.enter_context(offered_checkpoint(config.options.model))
+            return start_resolved_engine(config, _make_executor(config, owns_ray))
     except BaseException:
         if owns_ray:
             ray.shutdown()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ from msgspec.structs import replace
 
 from rayllm import timeouts
 from rayllm.api.types import KEY_HEADER, Abort, EngineInfo, EngineStats, GenerationRequest, IdempotencyKey, TokenDelta
+from rayllm.engine.adapters import PreparedAdapter
 from rayllm.engine.engine import failures, refusal
 from rayllm.engine.kept import KeptRequest, KeptRequests
 from rayllm.errors import EngineDeadError, InvalidRequestError
@@ -27,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Core(Protocol):
-    """What the driver needs of `EngineCore`; all calls but check_health are the engine thread's."""
+    """What the driver needs of `EngineCore`; all calls are the engine thread's where nothing else is said."""
 
     info: EngineInfo
     on_compiled: Callable[[], None]
@@ -44,6 +46,11 @@ class Core(Protocol):
     def step(self) -> list[TokenDelta]: ...
     def stats(self) -> EngineStats: ...
     def check_integrity(self) -> None: ...
+    @property
+    def adapters(self) -> list[str]: ...
+    def prepare_adapter(self, name: str, path: str) -> PreparedAdapter: ...  # on any thread
+    def add_adapter(self, prepared: PreparedAdapter) -> None: ...
+    def remove_adapter(self, name: str) -> None: ...
     def shutdown(self) -> None: ...
 
 
@@ -126,6 +133,37 @@ class EngineDriver:
     def forget(self, key_id: str) -> None:
         """Keep the request with this key no more. It ends when nobody listens to it."""
         self._inbox.put(partial(self._forget, key_id))
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Let requests ask for an adapter. Blocks while the workers read it; steps go on.
+
+        Raises InvalidRequestError or ModelError, and EngineDeadError if the engine stops meanwhile.
+        """
+        prepared = self._core.prepare_adapter(name, path)
+        self._call(partial(self._core.add_adapter, prepared))
+
+    def unload_adapter(self, name: str) -> None:
+        """Let no request ask for an adapter any more; those that have it go on. Raises as `load_adapter`."""
+        self._call(partial(self._core.remove_adapter, name))
+
+    def _call(self, act: Callable[[], None]) -> None:
+        """Do something on the engine's thread and wait for it; what it raises is raised here."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                act()
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+        self._inbox.put(run)
+        while True:
+            try:
+                return done.result(timeouts.IDLE_WATCH_S)
+            except TimeoutError:
+                if self.dead is not None:
+                    raise EngineDeadError(self.dead) from None
 
     @property
     def busy(self) -> bool:

@@ -12,11 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from rayllm.api.types import Abort, EngineInfo, EngineStats, GenerationRequest, KVBlocks, StartReport, TokenDelta
 from rayllm.api.validation import validate_request
 from rayllm.config.kv_groups import kv_groups
 from rayllm.config.resolved import ResolvedConfig
+from rayllm.core.adapter_slots import AdapterSlots
 from rayllm.core.check import check_scheduler
 from rayllm.core.chunk_budget import ChunkBudget
 from rayllm.core.memory import KVMemory, KVWindow, WriteAheadLimits, longest, most_blocks
@@ -25,6 +27,7 @@ from rayllm.core.scheduler import Scheduler
 from rayllm.core.sequence import MakeConstraint
 from rayllm.core.state import SchedulerState
 from rayllm.core.token_rules import TokenRules, has_rules
+from rayllm.engine.adapters import EngineAdapters, PreparedAdapter, load_adapters
 from rayllm.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError
 from rayllm.executor.base import Executor
 from rayllm.text.grammar import Grammar, bad_grammar
@@ -35,12 +38,21 @@ MASK_WAIT_S = 0.05  # at most, before the loop looks at its inbox again
 logger = logging.getLogger(__name__)
 
 
+class _Compiling(NamedTuple):
+    """A request that waits for its grammar."""
+
+    request: GenerationRequest
+    grammar: Future[Grammar]
+    adapter: int | None
+
+
 class EngineCore:
     """A scheduler and an executor that has been started.
 
     blocks: of the pools that the workers allocated. grammars: None if the engine has no tokenizer.
     Raises ConfigError if max_model_len is configured but the pool cannot hold one such sequence (if it is not
-    configured, the pool limits it), and if preemption is to be by swap and the host pool holds no block.
+    configured, the pool limits it), and if preemption is to be by swap and the host pool holds no block; ModelError for
+    an adapter of lora_modules that cannot be served.
     """
 
     def __init__(
@@ -68,7 +80,11 @@ class EngineCore:
         self._executor = executor
         self._grammars = grammars
         # Requests that are not queued yet, in the order in which they came, and their grammars.
-        self._compiling: dict[str, tuple[GenerationRequest, Future[Grammar]]] = {}
+        self._compiling: dict[str, _Compiling] = {}
+        self._adapters = EngineAdapters(
+            config.options, executor, self.scheduler.state.adapters, lambda: self.on_compiled()
+        )
+        load_adapters(config.options.adapters, self._adapters)
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises InvalidRequestError if it can never be served or its id is in use.
@@ -79,33 +95,56 @@ class EngineCore:
         validate_request(request, self.info)
         if request.request_id in self.scheduler.state.groups or request.request_id in self._compiling:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use", "request_id")
-        structure = request.params.structured_outputs
+        adapter, structure = self._adapters.id_of(request.adapter), request.params.structured_outputs
         if structure is None:
-            self.scheduler.add(request, self._constraint(request))
+            self.scheduler.add(request, self._constraint(request), adapter)
             return
         if self._grammars is None:
             raise bad_grammar("needs a tokenizer, and skip_tokenizer_init left it out")
         grammar = self._grammars.compile(structure, request.client, gently=self.has_work())
-        self._compiling[request.request_id] = request, grammar
+        self._compiling[request.request_id] = _Compiling(request, grammar, adapter)
         grammar.add_done_callback(lambda _: self.on_compiled())
 
     def abort(self, aborts: Iterable[Abort]) -> None:
         """End requests, or completions of them, at once; no more deltas come for them. Unknown ones are ignored."""
         for abort in aborts:
             if abort.index is None and (waiting := self._compiling.pop(abort.request_id, None)) is not None:
-                grammar = waiting[1]
-                if all(grammar is not other for _, other in self._compiling.values()):
+                grammar = waiting.grammar
+                if all(grammar is not other.grammar for other in self._compiling.values()):
                     grammar.cancel()
             self.scheduler.abort(abort.request_id, abort.index)
+        self._adapters.drop_unused(self._used_adapters)
 
     def has_work(self) -> bool:
         """True while `step` has something to do."""
-        return self.scheduler.has_work() or any(grammar.done() for _, grammar in self._compiling.values())
+        compiled = any(waiting.grammar.done() for waiting in self._compiling.values())
+        return self.scheduler.has_work() or compiled or self._adapters.is_ready
 
     @property
     def is_compiling(self) -> bool:
         """True while a grammar is being compiled. From any thread."""
-        return any(not grammar.done() for _, grammar in list(self._compiling.values()))
+        return any(not waiting.grammar.done() for waiting in list(self._compiling.values()))
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that requests may ask for."""
+        return self._adapters.names
+
+    def prepare_adapter(self, name: str, path: str) -> PreparedAdapter:
+        """Read an adapter from its folder, on another thread if steps are to go on. `add_adapter` takes the result.
+
+        Raises InvalidRequestError, and ModelError for a folder that cannot be served.
+        """
+        return self._adapters.prepare(name, path)
+
+    def add_adapter(self, prepared: PreparedAdapter) -> None:
+        """Let requests ask for an adapter. Raises InvalidRequestError."""
+        self._adapters.add(*prepared)
+
+    def remove_adapter(self, name: str) -> None:
+        """Let no request ask for an adapter any more; those that have it go on. Raises InvalidRequestError."""
+        self._adapters.remove(name)
+        self._adapters.drop_unused(self._used_adapters)
 
     def step(self) -> list[TokenDelta]:
         """Schedule and submit one plan, take in the oldest result if enough are in flight. Blocks for at most one step.
@@ -113,7 +152,7 @@ class EngineCore:
         Requests whose grammars cannot be used end first, in a step in which nothing is scheduled. If a worker failed,
         new ones take over, and requests go on where they were; raises EngineDeadError if that can't be done.
         """
-        if ended := self._take_compiled():
+        if ended := self._take_compiled() + self._take_adapters():
             return ended
         plan = self.scheduler.schedule()
         deltas = self.scheduler.new_deltas
@@ -127,10 +166,14 @@ class EngineCore:
         except EngineDeadError as error:
             return deltas + self._recover(error)
         if result is not None:
-            return deltas + self.scheduler.update(result)
+            deltas = deltas + self.scheduler.update(result)
+            self._adapters.drop_unused(self._used_adapters)
+            return deltas
         if self.scheduler.state.awaiting_mask:
             assert self._grammars is not None  # who made the constraints
             self._grammars.threads.wait(MASK_WAIT_S)
+        elif self._adapters.is_loading:
+            self._adapters.wait(MASK_WAIT_S)
         elif self.scheduler.has_work() and not deltas:
             raise RuntimeError("requests wait, but none can be scheduled and none is in flight")
         return deltas
@@ -160,6 +203,7 @@ class EngineCore:
         """Stop the workers; idempotent."""
         if self._grammars is not None:
             self._grammars.close()
+        self._adapters.close()
         self._executor.shutdown()
         gc.unfreeze()
 
@@ -172,6 +216,7 @@ class EngineCore:
         finally:
             self.is_recovering = False
         seconds, report = time.monotonic() - started, self._executor.report
+        self._adapters.restart()
         deltas = self.scheduler.restart(seconds)
         phases = ", ".join(f"{name} {taken:.2f} s" for name, taken in report.phases)
         num_requests = len(self.scheduler.state.groups)
@@ -184,6 +229,21 @@ class EngineCore:
             return grammar
         return TokenRules(request, self.info.vocab_size, self.info.eos_token_ids, grammar)
 
+    def _used_adapters(self) -> set[int | None]:
+        """Those of all requests that live."""
+        live = {group.adapter for group in self.scheduler.state.groups.values()}
+        return live | {waiting.adapter for waiting in self._compiling.values()}
+
+    def _take_adapters(self) -> list[TokenDelta]:
+        """Take the adapters that new workers have read, and end requests whose adapter they cannot read."""
+        if not self._adapters.is_ready or not (lost := self._adapters.take_ready()):
+            return []
+        requests = [group.request for group in self.scheduler.state.groups.values() if group.adapter in lost]
+        requests += [waiting.request for waiting in self._compiling.values() if waiting.adapter in lost]
+        self.abort(Abort(request.request_id) for request in requests)
+        message = "the workers were lost, and the new ones cannot read the request's adapter"
+        return [delta for each in requests for delta in failures(each.request_id, each.live_indices, message)]
+
     def _take_compiled(self) -> list[TokenDelta]:
         """Queue the requests whose grammars have become ready; end those whose grammars cannot be used.
 
@@ -191,12 +251,13 @@ class EngineCore:
         """
         refused: list[TokenDelta] = []
         failed: list[TokenDelta] = []
-        for request, grammar in [waiting for waiting in self._compiling.values() if waiting[1].done()]:
+        done = [waiting for waiting in self._compiling.values() if waiting.grammar.done()]
+        for request, grammar, adapter in done:
             del self._compiling[request.request_id]
             error = grammar.exception()
             try:
                 if error is None:
-                    self.scheduler.add(request, self._constraint(request, grammar.result()))
+                    self.scheduler.add(request, self._constraint(request, grammar.result()), adapter)
                     continue
             except InvalidRequestError as nothing_left:
                 error = nothing_left
@@ -280,6 +341,7 @@ def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks
         eos_token_ids=config.spec.eos_token_ids,
         preemptive=options.scheduling_policy == "priority",
         preemption_mode=options.preemption_mode,
+        adapters=AdapterSlots(options.max_loras) if options.enable_lora else None,
         clock=time.monotonic,
     )
     chunk_budget = None

@@ -41,6 +41,8 @@ class PrivateFolder:
 class SharedFolder:
     """A folder of all processes on this host that know its name; the last one to leave removes it.
 
+    Joining one removes the folders whose processes have all died.
+
     name: letters and digits that nobody can guess. Each process holds a lock on the folder that others can hold too.
     Raises StartupError if another user has it.
     """
@@ -49,6 +51,7 @@ class SharedFolder:
         self.path = Path(tempfile.gettempdir(), f"{PREFIX}{name}")
         while not self._join():
             time.sleep(0.01)  # somebody removes it just now
+        remove_orphaned_folders()
 
     def _join(self) -> bool:
         self.path.mkdir(mode=0o700, exist_ok=True)

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from rayllm.api.types import KVBlocks, StartReport, StepPlan, StepResult
+from rayllm.api.types import Adapter, KVBlocks, StartReport, StepPlan, StepResult
 from rayllm.errors import EngineDeadError, RayllmError, StartupError
 
 
 class Executor(ABC):
     """Runs StepPlans on the workers of one engine. Life: start, then submit and collect in turn, then shutdown.
 
-    Called from one thread, but for `check_health`. The caller keeps at most max_in_flight plans in flight, and collects
-    no more results than it has submitted plans.
+    Called from one thread, but for `check_health` and `load_adapter`. The caller keeps at most max_in_flight plans in
+    flight, and collects no more results than it has submitted plans.
 
     report: how the start went, filled in as it goes.
     """
@@ -42,6 +42,13 @@ class Executor(ABC):
     @abstractmethod
     def collect(self) -> StepResult:
         """The result of the oldest plan in flight; blocks until it is there. Raises EngineDeadError."""
+
+    @abstractmethod
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Have all workers read an adapter into host memory; plans may name it then. Blocks; steps go on meanwhile.
+
+        Raises ModelError if a worker cannot read it; then none has it. EngineDeadError if a worker failed.
+        """
 
     def recover(self) -> None:
         """Replace workers that failed by new ones, which hold nothing; plans in flight are forgotten. Blocks.

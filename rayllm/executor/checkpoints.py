@@ -1,7 +1,8 @@
 """Checkpoints that a host does not have: copied once from the host of `rayllm launch`, over Ray's object store.
 
 A copy lies at the same path as the original, with the same times of change, and says that it is one: a folder that
-somebody else has put there is left alone.
+somebody else has put there is left alone. Snapshots in the hub's cache are the exception: their name is the commit, so
+their files are the same on all hosts, whoever has put them there, and only those that lack are copied.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fcntl
 import itertools
 import logging
 import os
+import re
 import shutil
 import socket
 import uuid
@@ -25,6 +27,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayllm.errors import ModelError
+from rayllm.hub import text_files
 
 CHUNK = 64 * 2**20  # bytes
 IN_FLIGHT = 4  # chunks; while one is written, the next ones are on their way
@@ -56,8 +59,12 @@ class CheckpointSource:
         self._folder = Path(folder)
 
     def files(self) -> list[File]:
-        """All of them but hidden ones."""
-        return list_files(self._folder)
+        """All of them but hidden ones; of a snapshot, those that serving needs, as other tools may have added more."""
+        files = list_files(self._folder)
+        if not is_snapshot(self._folder):
+            return files
+        texts = set(text_files([file.path for file in files]))
+        return [file for file in files if file.path in texts or (file.is_weights and "/" not in file.path)]
 
     def read(self, path: str, offset: int, size: int) -> np.ndarray:
         """Bytes of a file. Raises FileNotFoundError for one that is not of the checkpoint."""
@@ -66,32 +73,59 @@ class CheckpointSource:
         return np.fromfile(self._folder / path, np.uint8, size, offset=offset)
 
 
+def is_snapshot(folder: Path) -> bool:
+    """Whether a folder is a model at a commit in the hub's cache: it may lack files, but none ever changes."""
+    return folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name) is not None
+
+
 def offer_checkpoint(folder: str, node_id: str) -> Callable[[], None]:
     """Let other hosts copy a folder of this one, also when this process has gone.
 
     node_id: Ray's id of this node. Returns what ends that.
     """
+    actor = _start_source(folder, node_id, lifetime="detached")
+    return lambda: ray.kill(actor)
+
+
+@contextlib.contextmanager
+def offered_checkpoint(folder: str) -> Iterator[None]:
+    """Let other hosts copy a folder of this one while the block runs, at most as long as this process lives."""
+    try:
+        ray.get_actor(_name(folder), namespace=NAMESPACE)
+    except ValueError:
+        actor = _start_source(folder, ray.get_runtime_context().get_node_id(), lifetime=None)
+    else:  # a server does it
+        actor = None
+    try:
+        yield
+    finally:
+        if actor is not None:
+            ray.kill(actor)
+
+
+def _start_source(folder: str, node_id: str, lifetime: str | None) -> Any:
     actor: Any = ray.remote(CheckpointSource)
-    actor = actor.options(
+    return actor.options(
         name=_name(folder),
         namespace=NAMESPACE,
-        lifetime="detached",
+        lifetime=lifetime,
         get_if_exists=True,
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=IN_FLIGHT,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
     ).remote(folder)
-    return lambda: ray.kill(actor)
 
 
 def fetch_checkpoint(folder: str, *, weights: bool = True) -> int:
-    """Bring what this host lacks of a checkpoint; returns the bytes. Returns at once if it has one of its own.
+    """Bring what this host lacks of a checkpoint; returns the bytes. Returns at once if it has one of its own, a
+    snapshot if that is whole.
 
     weights: those too. Waits while another process of this host does the same. Raises ModelError.
     """
     target = Path(folder)
-    if not ray.is_initialized() or (target.exists() and not (target / MARK).exists()):
+    is_own = target.exists() and not (target / MARK).exists() and not is_snapshot(target)
+    if not ray.is_initialized() or is_own:
         return 0
     try:
         source = ray.get_actor(_name(folder), namespace=NAMESPACE)
@@ -110,11 +144,13 @@ def copy_checkpoint(
     target: Path, files: list[File], chunks: Callable[[File], Iterator[np.ndarray]], *, weights: bool = True
 ) -> int:
     """Copy files that are not there as they are; returns the bytes. chunks: of a file, in order. Raises OSError."""
+    wanted = [file for file in files if weights or not file.is_weights]
+    if is_snapshot(target) and not _missing(target, wanted):
+        return 0  # the original too, which may be read-only
     _make_copy(target)
     with (target / MARK).open("w") as mark:
         fcntl.flock(mark, fcntl.LOCK_EX)  # one process a host
-        there = set(list_files(target))
-        missing = [file for file in files if file not in there and (weights or not file.is_weights)]
+        missing = _missing(target, wanted)
         num_bytes, free = sum(file.size for file in missing), shutil.disk_usage(target).free
         if num_bytes > free:
             raise OSError(f"it takes {num_bytes} bytes, and {free} are free")
@@ -122,6 +158,14 @@ def copy_checkpoint(
             logger.info("copying %s, %d bytes", target / file.path, file.size)
             _write(target / file.path, file, chunks(file))
     return num_bytes
+
+
+def _missing(target: Path, files: list[File]) -> list[File]:
+    """Those files that a folder has not, or not as they are. Times of change mean nothing in snapshots."""
+    there = {file.path: file for file in list_files(target)}
+    if not is_snapshot(target):
+        return [file for file in files if there.get(file.path) != file]
+    return [file for file in files if file.path not in there or there[file.path].size != file.size]
 
 
 def _make_copy(target: Path) -> None:

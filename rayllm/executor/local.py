@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rayllm.api.types import KVBlocks, StepPlan, StepResult
+from rayllm.api.types import Adapter, KVBlocks, StepPlan, StepResult
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.executor.base import Executor
 from rayllm.parallel.tp_group import TPGroup
@@ -46,6 +46,12 @@ class LocalExecutor(Executor):
 
     def collect(self) -> StepResult:
         return self._run(lambda worker: worker.collect())
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        self.check_health()
+        assert self._worker is not None
+        assert self._worker.adapters is not None
+        self._worker.adapters.load(adapter)
 
     def shutdown(self) -> None:
         worker, self._worker = self._worker, None

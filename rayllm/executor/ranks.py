@@ -18,8 +18,9 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rayllm import timeouts
+from rayllm.api.types import Adapter
 from rayllm.config.resolved import ResolvedConfig
-from rayllm.errors import ConfigError, RayllmError, StartupError
+from rayllm.errors import ConfigError, EngineDeadError, ModelError, RayllmError, StartupError
 from rayllm.executor.placement import Placement
 from rayllm.worker.actor import Whereabouts, WorkerActor
 from rayllm.worker.worker import LoadRank
@@ -27,6 +28,7 @@ from rayllm.worker.worker import LoadRank
 # Concurrency groups of the actors, beside the one for all else.
 _PINGS = "ping"
 _LIFE = "live"
+_ADAPTERS = "adapters"
 _POLL_SECONDS = 0.05
 _LOST_PEER = re.compile(r"gloo|NCCL|connection (closed|reset)|broken pipe", re.IGNORECASE)
 
@@ -46,7 +48,7 @@ class Failure(NamedTuple):
 @functools.cache
 def _actor_class() -> Any:
     """Made once a process: Ray stores each that is made in the cluster's memory before it makes the first actor."""
-    return ray.remote(concurrency_groups={_PINGS: 1, _LIFE: 1})(WorkerActor)  # type: ignore[call-overload] # a gap in Ray's types
+    return ray.remote(concurrency_groups={_PINGS: 1, _LIFE: 1, _ADAPTERS: 1})(WorkerActor)  # type: ignore[call-overload] # a gap in Ray's types
 
 
 class RankActors:
@@ -125,6 +127,22 @@ class RankActors:
         """Start the step loops of all ranks, from when on they have to answer sooner."""
         self._pings = [self._ping(rank) for rank in range(len(self._actors))]
         self._loops = [actor.run.remote() for actor in self._actors]
+
+    def load_adapter(self, adapter: Adapter, seconds: float) -> None:
+        """Have all ranks read an adapter beside their steps; none has it if one cannot. From any thread.
+
+        Raises ModelError as a rank raised it, and EngineDeadError for everything else.
+        """
+        calls = [actor.load_adapter.options(concurrency_group=_ADAPTERS).remote(adapter) for actor in self._actors]
+        try:
+            ray.get(calls, timeout=seconds)
+        except Exception as error:
+            for actor in self._actors:  # behind what they still load
+                actor.drop_adapter.options(concurrency_group=_ADAPTERS).remote(adapter.id)
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, ModelError):
+                raise cause from error
+            raise EngineDeadError(f"adapter {adapter.name} could not be loaded: {_explain(error)}") from error
 
     def failure(self, wait_seconds: float = 0.0) -> tuple[str, Exception] | None:
         """Which rank failed or went silent, where and why, and the error behind it; None if none did. Cheap then.

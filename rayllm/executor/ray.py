@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from rayllm import timeouts
-from rayllm.api.types import KVBlocks, StepPlan, StepResult, timed
+from rayllm.api.types import Adapter, KVBlocks, StepPlan, StepResult, timed
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import EngineDeadError, StartupError
 from rayllm.executor.base import Executor
@@ -226,6 +226,10 @@ class RayExecutor(Executor):
                 self._die(f"{reason}; {self._last_step}")
         self._last_step = f"the last finished step was {step_id}"
         return result
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        super().check_health()
+        self._ranks.load_adapter(adapter, timeouts.RANK_START_S)
 
     def check_health(self) -> None:
         super().check_health()

@@ -40,6 +40,15 @@ def gated_activation(name: str, context: BuildContext) -> Activation:
     return _row_by_row(gated) if context.deterministic else gated
 
 
+def soft_cap(cap: float, context: BuildContext) -> Activation:
+    """cap * tanh(x / cap) of a contiguous tensor, which is overwritten; as `activation`."""
+
+    def capped(x: torch.Tensor) -> torch.Tensor:
+        return ops.soft_cap_(x, cap)
+
+    return _row_by_row(capped) if context.deterministic else capped
+
+
 def _row_by_row(act: Activation) -> Activation:
     """`act` of [T, d], on the CPU a row at a time.
 

@@ -79,7 +79,8 @@ class Attention(Layer):
 
     heads: of the whole model. scoring: its ALiBi slopes are the rank's.
     rotary: the table of angles by which queries and keys are turned (`rotary.cos_sin_table`); None leaves them alone.
-    norm_eps: of the RMS norms "q_norm" and "k_norm" of each query and key head; None for none.
+    norm_eps: of the RMS norms "q_norm" and "k_norm" of each query and key head; None for none. norm_offset: as for
+    `RMSNorm`.
     interleaved, query_scale: how queries and keys are turned, as for `ops.qk_norm_rope_cache`.
     scales: the checkpoint's for a cache in fp8, of the rank's KV heads, on the CPU; None if it has none.
     """
@@ -94,6 +95,7 @@ class Attention(Layer):
         *,
         interleaved: bool = False,
         query_scale: torch.Tensor | None = None,
+        norm_offset: bool = False,
     ):
         super().__init__(context)
         self.heads, self.scoring, self.rotary = heads, scoring, rotary
@@ -101,8 +103,8 @@ class Attention(Layer):
         self.deterministic = context.deterministic
         self.norms: HeadNorms | None = None
         if norm_eps is not None:
-            self.q_norm = RMSNorm(context.at("q_norm"), heads.head_dim, norm_eps)
-            self.k_norm = RMSNorm(context.at("k_norm"), heads.head_dim, norm_eps)
+            self.q_norm = RMSNorm(context.at("q_norm"), heads.head_dim, norm_eps, offset=norm_offset)
+            self.k_norm = RMSNorm(context.at("k_norm"), heads.head_dim, norm_eps, offset=norm_offset)
             self.norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, norm_eps)
         self.scales: KVScales | None = None
 

@@ -25,6 +25,7 @@ class ForwardBatch:
     max_query_len: of the prefill chunks, a host integer.
     prefill_row: the first row that chunks may have; None stands for num_decodes. Captured steps have room for more
     decodes than there are: rows below num_decodes whose sequence has length 0 then belong to chunks, if at all.
+    adapter_slots: [T] int32, where the weights of a token's adapter are, -1 without one; None if no token has one.
     """
 
     input_ids: torch.Tensor
@@ -37,3 +38,4 @@ class ForwardBatch:
     num_decodes: int
     max_query_len: int
     prefill_row: int | None = None
+    adapter_slots: torch.Tensor | None = None

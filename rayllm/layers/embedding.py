@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rayllm.errors import ModelError
+from rayllm.layers.activation import soft_cap
 from rayllm.layers.layer import BuildContext, Layer
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels import ops
@@ -43,9 +44,20 @@ class VocabLayer(Layer):
 
 
 class Embedding(VocabLayer):
-    """forward: ids [T] -> [T, dim], on all ranks."""
+    """forward: ids [T] -> [T, dim], on all ranks.
+
+    scale: what the embeddings are multiplied by, once it is rounded to the model's dtype; None for nothing.
+    """
+
+    def __init__(self, context: BuildContext, vocab_size: int, dim: int, *, scale: float | None = None):
+        super().__init__(context, vocab_size, dim)
+        self.scale = None if scale is None else float(torch.tensor(scale, dtype=context.dtype))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = self._find(ids)
+        return found if self.scale is None else found * self.scale
+
+    def _find(self, ids: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
             return F.embedding(ids, self.weight)
         rows = ids - self.first_token
@@ -60,10 +72,14 @@ class LMHead(VocabLayer):
     room: a tensor of N rows or more, where the result is put: calls whose results are not needed at the same time can
     share memory. gather: such parts of all ranks -> [N, vocab_size], on all ranks.
     tied: the embedding whose table is the head's weight too; None gives the head its own.
+    softcap: logits become softcap * tanh(logits / softcap); None leaves them alone.
     """
 
-    def __init__(self, context: BuildContext, vocab_size: int, dim: int, *, tied: Embedding | None):
+    def __init__(
+        self, context: BuildContext, vocab_size: int, dim: int, *, tied: Embedding | None, softcap: float | None = None
+    ):
         super().__init__(context, vocab_size, dim, None if tied is None else tied.weight)
+        self.capped = None if softcap is None else soft_cap(softcap, context)
         self.is_tied, self.deterministic = tied is not None, context.deterministic
         if vocab_size <= (context.tp.size - 1) * self.shard:
             raise ValueError(f"a vocabulary of {vocab_size} tokens is too small for {context.tp.size} ranks")
@@ -73,8 +89,11 @@ class LMHead(VocabLayer):
         out = None if room is None else room[:rows]
         if self.deterministic:
             logits = ops.linear_invariant(hidden, weight)
+            if self.capped is not None:
+                logits = self.capped(logits)
             return logits if out is None else out.copy_(logits)
-        return ops.linear(hidden, weight, out=out) if rows <= FEW_ROWS else torch.mm(hidden, weight.t(), out=out)
+        logits = ops.linear(hidden, weight, out=out) if rows <= FEW_ROWS else torch.mm(hidden, weight.t(), out=out)
+        return logits if self.capped is None else self.capped(logits)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import nn
 
+from rayllm.layers.lora import AdapterState
 from rayllm.layers.weights import WeightSource
 from rayllm.parallel.shared_weights import SharedWeights
 from rayllm.parallel.tp_group import TPGroup
@@ -23,6 +24,7 @@ class BuildContext:
     deterministic: a token's result does not depend on the other tokens of a call, to the bit.
     prefix: what the names of weights in the checkpoint begin with: empty, or it ends with a dot.
     memory: of the parameters; None for memory of their own.
+    adapters: of the projections; None for none.
     """
 
     tp: TPGroup
@@ -32,6 +34,7 @@ class BuildContext:
     deterministic: bool = False
     prefix: str = ""
     memory: SharedWeights | None = None
+    adapters: AdapterState | None = None
 
     def at(self, name: str) -> Self:
         """The same for the part `name` of what this is for."""

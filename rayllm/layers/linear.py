@@ -6,13 +6,16 @@ partial products over the ranks (Shoeybi et al., 2019). Weights are [out, in], a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from rayllm.layers.activation import SILU, gated_activation
 from rayllm.layers.layer import BuildContext, Heads, Layer
+from rayllm.layers.lora import Adaptable, ProjectionAdapters
 from rayllm.layers.norm import RMSNorm
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels import ops
@@ -63,6 +66,22 @@ class Linear(Layer):
         self.product: Callable[..., torch.Tensor] = ops.linear_invariant if context.deterministic else ops.linear
         # Whether products may take in what comes before or after them.
         self.fuses = context.tp.size == 1 and not context.deterministic
+        self.adapters: ProjectionAdapters | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the step's tokens get the product alone, because none has an adapter."""
+        return self.adapters is None or self.adapters.state.is_idle
+
+    def adapt(self, context: BuildContext, modules: list[Adaptable]) -> None:
+        """Have the product add what adapters of these modules add to it, if the context has any."""
+        if context.adapters is None:
+            return
+        product, (_outputs, inputs), dtype = self.product, self.weight.shape, context.dtype
+        adapters = self.adapters = ProjectionAdapters(
+            context.adapters, inputs, modules, context.device, dtype, deterministic=context.deterministic
+        )
+        self.product = lambda x, weight, bias: adapters.add(x, product(x, weight, bias))
 
 
 class ColumnLinear(Linear):
@@ -78,6 +97,17 @@ class ColumnLinear(Linear):
     def __init__(self, context: BuildContext, in_features: int, parts: list[Part], *, bias: bool):
         super().__init__(context, in_features, sum(part.rows for part in parts), bias)
         self.parts = parts
+        self.adapt(context, self.adaptable())
+
+    def adaptable(self) -> list[Adaptable]:
+        """The checkpoint's modules, of which one may be several parts."""
+        modules = []
+        for name, same in itertools.groupby(self.parts, key=lambda part: part.name):
+            parts, inputs = list(same), self.weight.shape[1]
+            rows = partial(_rows_of, parts)
+            num_rows = sum(part.rows for part in parts)
+            modules.append(Adaptable(self.prefix + name, inputs, parts[0].total, slice(None), rows, num_rows))
+        return modules
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x, self.weight, self.bias)
@@ -89,7 +119,7 @@ class ColumnLinear(Linear):
 
         x: the rank's summand of it (`RowLinear.partial`); the whole if residual is None.
         """
-        if self.fuses:
+        if self.fuses and self.is_plain:
             return ops.add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, gated=self.gated)
         x, total = norm.add_partial(x, residual)
         return self.forward(x), total
@@ -116,7 +146,7 @@ class GatedLinear(ColumnLinear):
         self.fuses = self.fuses and self.fuses_act
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fuses_act:
+        if self.fuses_act and self.is_plain:
             return ops.linear_silu_mul(x, self.weight)
         return self.act(self.product(x, self.weight, self.bias))
 
@@ -131,12 +161,21 @@ class InterleavedQKVLinear(ColumnLinear):
         super().__init__(context, in_features, qkv_parts(context, heads), bias=bias)
         self.head_dim = heads.head_dim
 
+    def adaptable(self) -> list[Adaptable]:
+        (rows, inputs), total, start = self.weight.shape, 3 * self.parts[0].total, 3 * self.parts[0].start
+        own = slice(start, start + rows)
+        return [Adaptable(self.prefix[:-1], inputs, total, slice(None), lambda b: self._in_parts(b[own]), rows)]
+
+    def _in_parts(self, stored: torch.Tensor) -> torch.Tensor:
+        """The rank's rows as the checkpoint has them, those of all queries first, then of keys, then of values."""
+        return stored.unflatten(0, (-1, 3, self.head_dim)).transpose(0, 1).flatten(0, 2)
+
     def load(self, source: WeightSource) -> None:
         total, start = 3 * self.parts[0].total, 3 * self.parts[0].start
         for field, parameter in self.named_parameters(recurse=False):
             rows, *rest = parameter.shape
             stored = source.slice(self.prefix + field, (total, *rest), 0, start, start + rows)
-            source.write(parameter, stored.unflatten(0, (-1, 3, self.head_dim)).transpose(0, 1).flatten(0, 2))
+            source.write(parameter, self._in_parts(stored))
 
 
 class RowLinear(Linear):
@@ -146,6 +185,11 @@ class RowLinear(Linear):
         super().__init__(context, context.shard(in_features, "in_features"), out_features, bias)
         self.in_features = in_features
         self.adds = self.fuses and not bias
+        shard = self.weight.shape[1]
+        columns = slice(self.tp.rank * shard, (self.tp.rank + 1) * shard)
+        self.adapt(
+            context, [Adaptable(self.prefix[:-1], in_features, out_features, columns, lambda b: b, out_features)]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.tp.all_reduce(self.partial(x))
@@ -161,7 +205,8 @@ class RowLinear(Linear):
         `residual` is overwritten then.
         """
         if self.adds and x.shape[0] >= ADD_TOKENS:
-            return residual.addmm_(x, self.weight.t()), None
+            total = residual.addmm_(x, self.weight.t())
+            return (total if self.adapters is None else self.adapters.add(x, total)), None
         return self.partial(x), residual
 
     def load(self, source: WeightSource) -> None:
@@ -170,3 +215,9 @@ class RowLinear(Linear):
         source.write(self.weight, source.slice(self.prefix + "weight", shape, 1, start, start + shard))
         if self.bias is not None:
             source.write(self.bias, source.tensor(self.prefix + "bias", (out_features,)))
+
+
+def _rows_of(parts: list[Part], stored: torch.Tensor) -> torch.Tensor:
+    """The rank's rows of these parts of one stored tensor, one after the other."""
+    pieces = [stored[part.start : part.start + part.rows] for part in parts]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

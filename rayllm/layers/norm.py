@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
 from rayllm.layers.layer import BuildContext, Layer
+from rayllm.layers.weights import WeightSource
 from rayllm_kernels import ops
 
 
 class RMSNorm(Layer):
-    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, of `size` entries (Zhang and Sennrich, 2019)."""
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, of `size` entries (Zhang and Sennrich, 2019).
 
-    def __init__(self, context: BuildContext, size: int, eps: float):
+    offset: checkpoints hold the weight less 1 in the model's dtype, and the product with the whole weight is in fp32
+    (Gemma). The sum is made once, in fp32, where it is as exact as in a norm that adds 1 each time.
+    """
+
+    def __init__(self, context: BuildContext, size: int, eps: float, *, offset: bool = False):
         super().__init__(context)
-        self.eps = eps
-        self.weight = context.parameter(size)
+        self.eps, self.offset, self.dtype = eps, offset, context.dtype
+        self.weight = (replace(context, dtype=torch.float32) if offset else context).parameter(size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., size]."""
@@ -29,6 +36,12 @@ class RMSNorm(Layer):
         if residual is None:
             return self(x), x
         return self.tp.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
+
+    def load(self, source: WeightSource) -> None:
+        if not self.offset:
+            return super().load(source)
+        stored = source.tensor(self.prefix + "weight", tuple(self.weight.shape))
+        source.write(self.weight, stored.to(self.dtype).float() + 1.0)
 
     def onto(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """norm(x) + residual, in one pass; all [T, size]."""

@@ -12,6 +12,8 @@ from rayllm.layers.attention import Attention, LayerCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import LMHead
 from rayllm.layers.layer import BuildContext, Heads, Layer
+from rayllm.layers.linear import Linear
+from rayllm.layers.lora import ProjectionAdapters
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels.ops import KVScales
 
@@ -29,12 +31,22 @@ class CausalLM(nn.Module, ABC):
     def __init__(self, build: BuildContext, spec: ModelSpec):
         super().__init__()
         self.build, self.spec, self.tp = build, spec, build.tp
+        if (adapters := build.adapters) is not None:
+            self.register_forward_pre_hook(
+                lambda _model, args: adapters.begin(args[0].adapter_slots, args[0].logit_rows)
+            )
         self.num_kv_heads_per_rank = spec.kv_heads_per_rank(build.tp.size)
 
     @property
     def kv_scales(self) -> list[KVScales | None]:
         """Of each layer, for a cache in fp8: those of the checkpoint, None where it has none."""
         return [module.scales for module in self.modules() if isinstance(module, Attention)]
+
+    @property
+    def projection_adapters(self) -> list[ProjectionAdapters]:
+        """Of all projections that have slots for adapters."""
+        modules = [module for module in self.modules() if isinstance(module, Linear)]
+        return [module.adapters for module in modules if module.adapters is not None]
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> torch.Tensor:

@@ -3,7 +3,8 @@
 Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP. Qwen2 has biases on q, k and v; Qwen3
 normalises each query and key head; Mistral (and Qwen, where its config asks for it) attends to a sliding window. GLM-4
 normalises what attention and MLP give once more. Checkpoints of Phi-3 and GLM-4 have several projections as one. Some
-layers of SmolLM3 have no rotary positions.
+layers of SmolLM3 have no rotary positions. Gemma scales its embeddings, has norms where GLM-4 has them, whose weights
+are stored less 1, soft caps, and, from 3 on, rotary positions of another kind in layers with a window.
 """
 
 from __future__ import annotations
@@ -47,10 +48,18 @@ class LlamaAttention(nn.Module):
         if spec.fused_qkv:
             parts = stored_as_one("qkv_proj", parts)
         self.qkv_proj = ColumnLinear(build, hidden, parts, bias=spec.qkv_bias)
-        scoring = Scoring(head_dim**-0.5, spec.sliding_windows[layer])
+        scale = head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+        scoring = Scoring(scale, spec.sliding_windows[layer], softcap=spec.attention_softcap)
         interleaved = spec.rope is not None and spec.rope.interleaved
         self.attention = Attention(
-            build, heads, scoring, rotary, norm_eps, interleaved=interleaved, query_scale=query_scale
+            build,
+            heads,
+            scoring,
+            rotary,
+            norm_eps,
+            interleaved=interleaved,
+            query_scale=query_scale,
+            norm_offset=spec.norm_offset,
         )
         self.o_proj = RowLinear(build.at("o_proj"), num_heads * head_dim, hidden, bias=spec.attention_out_bias)
         self.post_norm = post_norm
@@ -115,8 +124,13 @@ MakeMLP = Callable[[BuildContext, ModelSpec, int], nn.Module]
 
 def dense_mlp(build: BuildContext, spec: ModelSpec, _layer: int) -> nn.Module:
     """A `MakeMLP`."""
-    norm = RMSNorm(build.at("post_mlp_layernorm"), spec.hidden_size, spec.norm_eps) if spec.post_norms else None
-    return LlamaMLP(build.at("mlp"), spec, norm)
+    post_norm = _norm(build, spec, spec.norm_names.after_mlp) if spec.post_norms else None
+    return LlamaMLP(build.at("mlp"), spec, post_norm)
+
+
+def _norm(build: BuildContext, spec: ModelSpec, name: str) -> RMSNorm:
+    """A norm of the residual's width. build: of the layer."""
+    return RMSNorm(build.at(name), spec.hidden_size, spec.norm_eps, offset=spec.norm_offset)
 
 
 class LlamaLayer(nn.Module):
@@ -132,14 +146,11 @@ class LlamaLayer(nn.Module):
         make_mlp: MakeMLP,
     ):
         super().__init__()
-
-        def norm(name: str) -> RMSNorm:
-            return RMSNorm(build.at(name), spec.hidden_size, spec.norm_eps)
-
-        after_attention = norm("post_self_attn_layernorm") if spec.post_norms else None
-        self.input_layernorm = norm("input_layernorm")
+        names = spec.norm_names
+        after_attention = _norm(build, spec, names.after_attention) if spec.post_norms else None
+        self.input_layernorm = _norm(build, spec, "input_layernorm")
         self.self_attn = LlamaAttention(build.at("self_attn"), spec, layer, rotary, query_scale, after_attention)
-        self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.post_attention_layernorm = _norm(build, spec, names.before_mlp)
         self.mlp = make_mlp(build, spec, layer)
 
     def forward(
@@ -168,17 +179,30 @@ class LlamaForCausalLM(CausalLM):
         body = build.at("model")
         assert spec.rope is not None
         rotary = cos_sin_table(spec.rope, build.max_model_len).to(build.device)
+        window_rotary = rotary
+        if spec.window_rope is not None:
+            window_rotary = cos_sin_table(spec.window_rope, build.max_model_len).to(build.device)
         query_scale = query_scales(spec.rope, build.max_model_len)
         if query_scale is not None:
             query_scale = query_scale.to(build.device)
-        self.embed_tokens = Embedding(body.at("embed_tokens"), spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(
-            LlamaLayer(body.at(f"layers.{i}"), spec, i, rotary if has_rope else None, query_scale, make_mlp)
-            for i, has_rope in enumerate(spec.rope_layers or (True,) * spec.num_layers)
+        self.embed_tokens = Embedding(
+            body.at("embed_tokens"), spec.vocab_size, spec.hidden_size, scale=spec.embedding_scale
         )
-        self.norm = RMSNorm(body.at("norm"), spec.hidden_size, spec.norm_eps)
+
+        def rotary_of(layer: int) -> torch.Tensor | None:
+            if spec.rope_layers is not None and not spec.rope_layers[layer]:
+                return None
+            return rotary if spec.sliding_windows[layer] is None else window_rotary
+
+        self.layers = nn.ModuleList(
+            LlamaLayer(body.at(f"layers.{i}"), spec, i, rotary_of(i), query_scale, make_mlp)
+            for i in range(spec.num_layers)
+        )
+        self.norm = _norm(body, spec, "norm")
         tied = self.embed_tokens if spec.tie_word_embeddings else None
-        self.lm_head = LMHead(build.at("lm_head"), spec.vocab_size, spec.hidden_size, tied=tied)
+        self.lm_head = LMHead(
+            build.at("lm_head"), spec.vocab_size, spec.hidden_size, tied=tied, softcap=spec.logit_softcap
+        )
 
     def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch, self.build)
@@ -194,3 +218,7 @@ class LlamaForCausalLM(CausalLM):
         x, residual = last[0](x, residual, last[1], plan, rows if few else None)
         hidden, _ = self.norm.add_partial(x, residual)
         return hidden if rows is None or few else hidden[rows]
+
+    def local_logits(self, hidden: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+        scale = self.spec.logits_scale
+        return super().local_logits(hidden if scale == 1 else hidden * scale, room)

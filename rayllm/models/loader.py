@@ -12,10 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from rayllm.config.json_fields import read_json_object
+from rayllm.config.model_folder import indexed_weights
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ModelError
 from rayllm.layers.layer import BuildContext
+from rayllm.layers.lora import AdapterState
 from rayllm.layers.weights import WeightSource
 from rayllm.models.base import CausalLM
 from rayllm.models.dequantised import DequantisedCheckpoint, Index, Stored, StoredTensors
@@ -135,12 +136,8 @@ class Checkpoint(StoredTensors):
 
     def _find_weights(self) -> dict[str, str]:
         """Name of each weight -> name of its file. An index wins over model.safetensors, and that over other files."""
-        index = self._folder / "model.safetensors.index.json"
-        if index.is_file():
-            files = read_json_object(index).get("weight_map")
-            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-                raise ModelError(f'{index} has no "weight_map" of weight names to file names')
-            return files
+        if (indexed := indexed_weights(self._folder)) is not None:
+            return indexed
         found = sorted(path.name for path in self._folder.glob("*.safetensors"))
         if not found:
             raise ModelError(self._no_weights())
@@ -189,7 +186,10 @@ def load_model(
     """
     spec, options, dtype = config.spec, config.options, getattr(torch, config.dtype)
     make = model_class(spec.architecture)
-    context = BuildContext(tp, device, dtype, config.max_model_len, options.deterministic, memory=weights)
+    adapters = AdapterState(options.max_loras, options.max_lora_rank) if options.enable_lora else None
+    context = BuildContext(
+        tp, device, dtype, config.max_model_len, options.deterministic, memory=weights, adapters=adapters
+    )
     if weights is not None and weights.is_filled:
         return make(context, spec).eval()
     dummy = options.load_format == "dummy"

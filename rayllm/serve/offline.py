@@ -17,7 +17,8 @@ from rayllm.engine.build import start_engine
 from rayllm.engine.engine import EngineCore
 from rayllm.engine.folder import PrivateFolder
 from rayllm.engine.whole_engine import WholeEngine
-from rayllm.errors import EngineDeadError
+from rayllm.errors import EngineDeadError, InvalidRequestError
+from rayllm.hub import local_model
 from rayllm.serve.http.app import create_app
 from rayllm.serve.http.jobs import Jobs
 from rayllm.serve.http.limits import Admission
@@ -42,6 +43,7 @@ class OfflineModel:
         self.server: ServerConfig = model.server.model_copy(update=_UNLIMITED)
         self.metrics = FrontMetrics()
         self.admission = Admission(self.server, core.info.max_num_seqs)
+        self._adapters = list(model.engine.adapters)
         self._engine = WholeEngine(core, tokenizer)
         self._folder = PrivateFolder()
         self.response_store, self.jobs = ResponseStore(self._folder.path), Jobs()
@@ -85,6 +87,20 @@ class OfflineModel:
         """There are no other servers."""
         return []
 
+    @property
+    def adapters(self) -> list[str]:
+        """Those of the options."""
+        return self._adapters
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """A batch has those of the options."""
+        message = f"adapters of a batch come with the option lora_modules, as {name}={path}"
+        raise InvalidRequestError(message, "lora_name")
+
+    async def unload_adapter(self, name: str) -> None:
+        """They stay."""
+        raise InvalidRequestError(f"the adapter {name!r} stays while the batch runs", "lora_name")
+
     async def stats(self) -> Mapping[str, EngineStats]:
         """The figures of the engine."""
         return {"0": self._engine.stats()}
@@ -116,6 +132,7 @@ class LocalEngine:
     """
 
     def __init__(self, model: ModelConfig):
+        model = local_model(model)
         options = model.engine
         if options.max_num_batched_tokens is None:
             options = options.model_copy(update={"max_num_batched_tokens": OFFLINE_BATCHED_TOKENS})

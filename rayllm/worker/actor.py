@@ -17,7 +17,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from rayllm.api.types import KVBlocks, RankReady
+from rayllm.api.types import Adapter, KVBlocks, RankReady
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.parallel.process_groups import (
     FOREVER,
@@ -50,8 +50,9 @@ class WorkerActor:
     A rank gets `connect`, `load`, `build` and `run`. A standby gets `warm_up` and `adopt` before, maybe long before,
     and `end` when it takes over.
 
-    All of the rank's methods but `collect` run on one thread of ours, since PyTorch keeps streams, gradient mode and
-    the like by thread, and Ray's own thread has to stay free to report an error of either thread at once.
+    All of the rank's methods but `collect` and those of adapters run on one thread of ours, since PyTorch keeps
+    streams, gradient mode and the like by thread, and Ray's own thread has to stay free to report an error of either
+    thread at once.
     """
 
     def __init__(self, rank: int, config: ResolvedConfig, load: LoadRank):
@@ -156,6 +157,16 @@ class WorkerActor:
         self._worker = self._thread.call(partial(self._loaded.build, blocks, resumes=resumes))
         _freeze()
         return self._worker.ready
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Read an adapter into host memory; called in a thread of its own. Raises ModelError."""
+        assert self._worker.adapters is not None
+        self._worker.adapters.load(adapter)
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """Forget an adapter that no plan has named; called in a thread of its own."""
+        assert self._worker.adapters is not None
+        self._worker.adapters.drop(adapter_id)
 
     def run(self) -> None:
         """The step loop: returns when the driver said stop and all plans before that are done.

@@ -106,11 +106,12 @@ def graph_bytes(max_num_seqs: int, num_layers: int) -> int:
 class _Captured(ABC):
     """A step of several sizes: replayed where it was captured, and otherwise computed kernel by kernel.
 
-    sizes: ascending. logits_room: where all graphs put their logits, as `CausalLM.local_logits` takes it.
+    sizes: ascending. logits_room: where all graphs put their logits, as `CausalLM.local_logits` takes it. adapted:
+    tokens may have adapters.
     """
 
-    def __init__(self, context: RunContext, sizes: Sequence[int], logits_room: torch.Tensor):
-        self._context, self.sizes, self._logits_room = context, sizes, logits_room
+    def __init__(self, context: RunContext, sizes: Sequence[int], logits_room: torch.Tensor, adapted: bool):
+        self._context, self.sizes, self._logits_room, self._adapted = context, sizes, logits_room, adapted
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]] = {}
         self._missed: Counter[int] = Counter()  # how often steps were computed kernel by kernel, by size
         self._used = 0  # the size of the last such step; 0 if it is captured
@@ -148,6 +149,10 @@ class _Captured(ABC):
         graph.replay()
         return output
 
+    def _adapter_slots(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Of the tokens of these batch rows."""
+        return self._context.batch.adapter_table[rows] if self._adapted else None
+
     @abstractmethod
     def _load_padding(self, size: int) -> None:
         """Fill the inputs of a step of this size with padding alone."""
@@ -165,9 +170,9 @@ class DecodeGraphs(_Captured):
     token table's spare row. `run` returns tensors that the next `run` overwrites.
     """
 
-    def __init__(self, context: RunContext, logits_room: torch.Tensor):
+    def __init__(self, context: RunContext, logits_room: torch.Tensor, *, adapted: bool = False):
         seqs, groups, device = context.max_num_seqs, context.num_groups, context.device
-        super().__init__(context, graph_sizes(seqs), logits_room)
+        super().__init__(context, graph_sizes(seqs), logits_room, adapted)
         self._size_for = [next(s for s in self.sizes if s >= n) for n in range(1, seqs + 1)]
         self._packed = torch.zeros(WORDS * seqs, dtype=torch.int64, device=device)
         self._input_ids = torch.zeros(seqs, dtype=torch.int64, device=device)
@@ -221,6 +226,7 @@ class DecodeGraphs(_Captured):
             logit_rows=None,
             num_decodes=size if split else 0,
             max_query_len=0 if split else 1,
+            adapter_slots=self._adapter_slots(rows),
         )
         ops.decode_inputs(rows, positions, state.token_table, state.block_tables, state.block_size, inputs)
         logits = model.local_logits(model(batch, caches), self._logits_room)
@@ -274,9 +280,16 @@ class ChunkGraphs(_Captured):
     """
 
     def __init__(
-        self, context: RunContext, sizes: list[int], *, max_decodes: int, max_chunks: int, logits_room: torch.Tensor
+        self,
+        context: RunContext,
+        sizes: list[int],
+        *,
+        max_decodes: int,
+        max_chunks: int,
+        logits_room: torch.Tensor,
+        adapted: bool = False,
     ):
-        super().__init__(context, sizes, logits_room)
+        super().__init__(context, sizes, logits_room, adapted)
         self._max_decodes, self._max_chunks = max_decodes, max_chunks
         tokens, seqs, device = max(sizes, default=0), max_decodes + max_chunks, context.device
         self._packed = torch.zeros(self._num_words(tokens), dtype=torch.int64, device=device)
@@ -383,6 +396,7 @@ class ChunkGraphs(_Captured):
             num_decodes=room,
             max_query_len=size,
             prefill_row=0,
+            adapter_slots=self._adapter_slots(inputs.token_rows),
         )
         return (model.local_logits(model(batch, caches), self._logits_room),)
 
@@ -395,6 +409,8 @@ class StepGraphs:
     decodes: DecodeGraphs | None = None
     # Tried in order.
     chunks: Sequence[ChunkGraphs] = ()
+    # Of steps in which tokens have adapters; None if there are none.
+    adapted: StepGraphs | None = None
 
     @torch.inference_mode()
     def capture_used(self, memory: StepMemory) -> None:
@@ -402,6 +418,8 @@ class StepGraphs:
         for graphs in (self.decodes, *self.chunks):
             if graphs is not None:
                 graphs.capture_used(memory)
+        if self.adapted is not None:
+            self.adapted.capture_used(memory)
 
     @torch.inference_mode()
     def costs(self) -> dict[int, StepCost]:
@@ -415,13 +433,24 @@ def make_graphs(context: RunContext, max_tokens: int) -> StepGraphs:
     head = context.model.lm_head
     # Logits are read before the next step runs, so all graphs put theirs here.
     room = torch.empty(context.max_num_seqs, head.num_tokens, dtype=head.weight.dtype, device=context.device)
-    return StepGraphs(DecodeGraphs(context, room), step_graphs(context, max_tokens, room))
+    adapted = None
+    if context.model.build.adapters is not None:
+        chunks = step_graphs(context, max_tokens, room, adapted=True)
+        adapted = StepGraphs(DecodeGraphs(context, room, adapted=True), chunks)
+    return StepGraphs(DecodeGraphs(context, room), step_graphs(context, max_tokens, room), adapted)
 
 
 @torch.inference_mode()
 def capture_graphs(context: RunContext, max_tokens: int, memory: StepMemory) -> StepGraphs:
     """`make_graphs`, run all of them, and capture those of up to MIXED_SEQS sequences. On all ranks together."""
     made = make_graphs(context, max_tokens)
+    for graphs in (made, made.adapted):
+        if graphs is not None:
+            _capture(graphs, context, memory)
+    return made
+
+
+def _capture(made: StepGraphs, context: RunContext, memory: StepMemory) -> None:
     decodes, (alone, mixed, *wide) = made.decodes, made.chunks
     assert decodes is not None
     all_graphs: list[_Captured] = [*wide, mixed, alone, decodes]  # the largest first
@@ -436,10 +465,11 @@ def capture_graphs(context: RunContext, max_tokens: int, memory: StepMemory) -> 
     mixed.capture(mixed.sizes, memory)
     alone.capture(alone.sizes, memory)
     decodes.capture([size for size in decodes.sizes if size <= MIXED_SEQS], memory)
-    return made
 
 
-def step_graphs(context: RunContext, max_tokens: int, logits_room: torch.Tensor) -> list[ChunkGraphs]:
+def step_graphs(
+    context: RunContext, max_tokens: int, logits_room: torch.Tensor, *, adapted: bool = False
+) -> list[ChunkGraphs]:
     """Graphs for steps of up to max_tokens tokens: without decodes, with up to MIXED_SEQS and with more of them."""
     weights = sum(parameter.numel() for parameter in context.model.parameters())
     most = min(max_tokens, max(CHUNK_SIZES[-1], int(CAPTURED_FLOPS / (2 * weights))))
@@ -448,7 +478,9 @@ def step_graphs(context: RunContext, max_tokens: int, logits_room: torch.Tensor)
     def up_to(decodes: int, chunks: int, sizes: Sequence[int]) -> ChunkGraphs:
         sizes = [size for size in sizes if size <= most]
         decodes = decodes if context.split_decodes else 0
-        return ChunkGraphs(context, sizes, max_decodes=decodes, max_chunks=chunks, logits_room=logits_room)
+        return ChunkGraphs(
+            context, sizes, max_decodes=decodes, max_chunks=chunks, logits_room=logits_room, adapted=adapted
+        )
 
     few = min(seqs, MIXED_SEQS)
     graphs = [up_to(0, min(MAX_CHUNKS, seqs), CHUNK_SIZES), up_to(few, few, MIXED_SIZES)]

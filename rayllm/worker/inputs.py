@@ -34,6 +34,10 @@ class PersistentBatch:
         max_blocks = -(-max_model_len // block_size)
         self.block_tables = torch.zeros(num_groups, max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device)
         self.token_table = torch.zeros(max_num_seqs + 1, max_model_len, dtype=torch.int32, device=device)
+        # Where each row's adapter is, -1 without one: on the host, and on the device with a row of padding.
+        self._any_adapters = False  # so far
+        self.adapter_slots = np.full(max_num_seqs, -1, np.int32)
+        self.adapter_table = torch.full((max_num_seqs + 1,), -1, dtype=torch.int32, device=device)
 
     def apply(self, plan: StepPlan) -> None:
         """Let the plan's new sequences in, extend block tables, and replace tokens that were not to be taken."""
@@ -61,6 +65,13 @@ class PersistentBatch:
             self.block_tables.view(-1).index_copy_(0, index, values)
             for data, ids in zip(plan.new, rows, strict=True):
                 self.token_table[data.row, : len(ids)] = ids
+        moved = [data for data in plan.new if data.adapter_slot != self.adapter_slots[data.row]]
+        if moved:
+            self._any_adapters = True
+            of_rows = np.array([data.row for data in moved], np.int64)
+            self.adapter_slots[of_rows] = [data.adapter_slot for data in moved]
+            where = to_device([of_rows, self.adapter_slots[of_rows]], self.adapter_table.device)
+            self.adapter_table.index_copy_(0, where[0], where[1])
         if plan.tokens:
             rows, ids = np.array(plan.tokens, np.int64).T
             where = to_device([rows, self.num_tokens[rows] - 1, ids.astype(np.int32)], self.token_table.device)
@@ -71,6 +82,10 @@ class PersistentBatch:
         assert (self.num_computed <= self.num_tokens).all(), "a row has computed tokens that it does not have"
         assert (self.num_prompt <= self.num_tokens).all(), "a row has lost prompt tokens"
         assert (self.num_tokens <= self.token_table.shape[1]).all(), "a row is longer than max_model_len"
+
+    def has_adapters(self, rows: np.ndarray) -> bool:
+        """Whether any of these rows has one."""
+        return self._any_adapters and bool((self.adapter_slots[rows] >= 0).any())
 
     def advance(self, rows: np.ndarray, counts: np.ndarray | int, num_sampled: int) -> None:
         """Count what a step computes in its rows, and the tokens that the first num_sampled of them sample."""
@@ -157,4 +172,5 @@ def build(state: PersistentBatch, layout: StepLayout) -> ForwardBatch:
         logit_rows=logit_rows,
         num_decodes=layout.num_decodes,
         max_query_len=int(layout.counts[layout.num_decodes :].max(initial=0)),
+        adapter_slots=state.adapter_table[token_rows] if state.has_adapters(layout.rows) else None,
     )

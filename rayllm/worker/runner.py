@@ -68,7 +68,10 @@ class ModelRunner:
         self._apply(plan)
         sampled, sampling, embeddings = None, None, None
         prompt_entries: PromptEntries = []
-        decode_graphs = self._graphs.decodes
+        graphs = self._graphs
+        if graphs.adapted is not None and self._state.has_adapters(np.array(plan.rows, np.int64)):
+            graphs = graphs.adapted
+        decode_graphs = graphs.decodes
         if decode_graphs is not None and plan.num_decodes == len(plan.rows):
             sampled, sampling = self._decode(decode_graphs, np.array(plan.rows, np.int64), plan)
         else:
@@ -76,7 +79,7 @@ class ModelRunner:
             if self._prompt_logprobs_of or self._pooler.wants(plan.rows):
                 logits, prompt_entries, embeddings = self._forward_all(layout)
             else:
-                logits = self._forward(layout)
+                logits = self._forward(layout, graphs)
             if plan.num_sampled:
                 count = plan.num_sampled
                 sampled, sampling = self._sample(logits, layout.rows[:count], layout.seq_lens[:count], plan)
@@ -102,11 +105,11 @@ class ModelRunner:
             if data.params.prompt_logprobs is not None:
                 self._prompt_logprobs_of[data.row] = data.params.prompt_logprobs
 
-    def _forward(self, layout: StepLayout) -> torch.Tensor:
+    def _forward(self, layout: StepLayout, graphs: StepGraphs) -> torch.Tensor:
         """Logits of the sampling sequences [num_sampled, vocab_size]."""
-        for graphs in self._graphs.chunks:
-            if graphs.fits(layout):
-                return self._model.gather_logits(graphs.run(layout))
+        for captured in graphs.chunks:
+            if captured.fits(layout):
+                return self._model.gather_logits(captured.run(layout))
         return self._model.compute_logits(self._model(build(self._state, layout), self._context.caches))
 
     def _forward_all(self, layout: StepLayout) -> tuple[torch.Tensor, PromptEntries, torch.Tensor | None]:

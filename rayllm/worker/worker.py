@@ -24,6 +24,7 @@ from rayllm.models.loader import load_model
 from rayllm.parallel.shared_weights import SharedWeights
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.sampling.sampling_table import SamplingTable
+from rayllm.worker.adapters import AdapterStore
 from rayllm.worker.cache import CacheEngine, block_bytes, lay_out_blocks, staging_blocks
 from rayllm.worker.graphs import RunContext, StepGraphs, capture_graphs, graph_bytes, make_graphs, table_bytes
 from rayllm.worker.inputs import PersistentBatch, StepLayout, build
@@ -115,7 +116,10 @@ class RankModel:
         tables = table_bytes(num_seqs, self.config.max_model_len, options.block_size, self.num_groups)
         tables += 8 * num_seqs * spec.hidden_size  # the pooler's sums
         logits = num_seqs * self.model.lm_head.num_tokens * self.dtype.itemsize
-        return tables + (0 if options.enforce_eager else graph_bytes(num_seqs, spec.num_layers) + logits)
+        kinds = 2 if options.enable_lora else 1  # of graphs: steps with adapters have their own
+        return kinds * tables + (
+            0 if options.enforce_eager else kinds * graph_bytes(num_seqs, spec.num_layers) + logits
+        )
 
     def new_cache(self, blocks: KVBlocks) -> CacheEngine:
         """Pools of these sizes for this model."""
@@ -127,10 +131,12 @@ class RankModel:
             torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def run_batch(self, caches: list[LayerCache], total: int, length: int | None = None) -> None:
+    def run_batch(
+        self, caches: list[LayerCache], total: int, length: int | None = None, *, adapted: bool = False
+    ) -> None:
         """A pass over `total` tokens by the layers of `caches`: no KV is written, as many rows get logits as may.
 
-        length: of a sequence, 1 for decodes; None for as long as can be.
+        length: of a sequence, 1 for decodes; None for as long as can be. adapted: tokens may have adapters.
         """
         options, device = self.config.options, self.device
         length = min(total, self.config.max_model_len, length or total)
@@ -150,6 +156,7 @@ class RankModel:
             logit_rows=torch.arange(min(max(self.max_num_seqs, PROMPT_LOGITS_ROWS), total), device=device),
             num_decodes=num_seqs if decodes else 0,
             max_query_len=0 if decodes else length,
+            adapter_slots=torch.full((total,), -1, dtype=torch.int32, device=device) if adapted else None,
         )
         hidden = self.model(batch, caches)
         logits = self.model.compute_logits(hidden)
@@ -173,11 +180,12 @@ class RankModel:
         spare = self.new_cache(KVBlocks(1, 0))
         with self.memory.active():
             caches = spare.layers[: spec.num_distinct_layers]  # the others use the same memory again
+            adapted = options.enable_lora  # such steps take the most
             with ops.compile_only():
-                self.run_batch(caches, self.config.max_num_batched_tokens)
+                self.run_batch(caches, self.config.max_num_batched_tokens, adapted=adapted)
             # How memory is cut depends on the steps that came before: on one long prompt, and on many short ones.
             for length in (None, 1024, None, 128):
-                self.run_batch(caches, self.config.max_num_batched_tokens, length)
+                self.run_batch(caches, self.config.max_num_batched_tokens, length, adapted=adapted)
         del spare, caches
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
@@ -208,7 +216,7 @@ class LoadRank(Protocol):
 class Worker:
     """A rank that serves. For executors: `submit`, `collect`, which may run on another thread, `close` and `ready`.
 
-    ready: how its start went.
+    ready: how its start went. adapters: on the host; None without enable_lora.
     """
 
     def __init__(self, rank: RankModel, blocks: KVBlocks, *, resumes: bool = False):
@@ -233,6 +241,7 @@ class Worker:
             if not resumes:
                 step_costs = {} if options.target_itl_ms is None else self._graphs.costs()
                 costs = self._measure_costs()
+        self.adapters = AdapterStore(rank.model) if options.enable_lora else None
         self.ready = RankReady(self._memory_taken(), step_costs, costs, rank.phases)
 
     def submit(self, plan: StepPlan) -> None:
@@ -241,6 +250,8 @@ class Worker:
             self._move_blocks(plan)
             if plan.copies:
                 self._cache.copy(plan.copies)
+            if self.adapters is not None:
+                self.adapters.apply(plan)
             self._pending.append(self._runner.submit(plan))
         if self._graphs.decodes is not None:  # all ranks compute the same plans, so they come to the same sizes
             self._graphs.capture_used(self._memory)
@@ -253,7 +264,7 @@ class Worker:
         """Let go of the device's memory; the worker must not be used any more."""
         self._pending.clear()
         self._cache.close()
-        del self._runner, self._graphs, self._cache, self._memory, self._rank.model, self._rank.memory
+        del self._runner, self._graphs, self._cache, self._memory, self.adapters, self._rank.model, self._rank.memory
         if self._rank.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -279,10 +290,11 @@ class Worker:
         with self._memory.active():
             with ops.compile_only():
                 # Prompts and decodes of all sizes: which kernels run depends on the size.
-                for total in _growing(rank.config.max_num_batched_tokens):
-                    rank.run_batch(caches, total)
-                for total in _growing(rank.max_num_seqs):
-                    rank.run_batch(caches, total, length=1)
+                for adapted in (False, True) if options.enable_lora else (False,):
+                    for total in _growing(rank.config.max_num_batched_tokens):
+                        rank.run_batch(caches, total, adapted=adapted)
+                    for total in _growing(rank.max_num_seqs):
+                        rank.run_batch(caches, total, length=1, adapted=adapted)
                 sample_all_ways(context, table)
                 build(
                     context.batch, StepLayout(np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64), 0, 1)

@@ -73,7 +73,7 @@ def test_several_models_of_a_file(launched, tmp_path):
     )
     launch(launched, "--config", str(path), "--block-size", "8", "--max-queued-requests", "5")
     *_, models, server = launched[-1]
-    assert [model.name for model in models] == ["a", "two"]
+    assert [model.name for model in models] == ["a", "x/two"]
     assert [model.engine.model for model in models] == ["x/one", "x/two"]
     assert [model.engine.max_num_seqs for model in models] == [7, 9]
     assert [model.engine.block_size for model in models] == [8, 8]
@@ -95,7 +95,7 @@ def test_several_models_of_a_file(launched, tmp_path):
         ("models: [{port: 1}]", (), r"models\[0\]: port belongs to the whole deployment"),
         ("models: [{}, {modle: x}]", (), r"models\[1\]: unknown option 'modle' \(did you mean 'model'"),
         ("model: x\nmodels: [{}]", (), "model belongs to each of models"),
-        ("models: [{model: a/x}, {model: b/x}]", (), "two models have the name 'x'"),
+        ("models: [{model: /a/x}, {model: /b/x}]", (), "two models have the name 'x'"),
         ("models: [{model: a}, {model: b, block_size: 0}]", (), r"models\[1\]: block_size"),
         ("models: [{model: a}, {model: b}]", ("--served-model-name", "c"), "served_model_name cannot be given"),
         ("models: [{model: a}, {model: b}]", ("c",), "model cannot be given for several models"),

@@ -236,6 +236,70 @@ def test_text_models_beside_towers(tmp_path):
             spec_of(tmp_path, base=nested | change)
 
 
+GEMMA = {"num_hidden_layers": 4, "hidden_size": 64, "head_dim": 8, "sliding_window": 16, "vocab_size": 259}
+
+
+def test_gemma2(tmp_path):
+    spec = spec_of(tmp_path, GEMMA | arch("Gemma2"), hidden_act="gelu_pytorch_tanh", sliding_window_size=16)
+    assert spec.sliding_windows == (16, None, 16, None)
+    assert (spec.attention_softcap, spec.logit_softcap, spec.attention_scale) == (50.0, 30.0, 256**-0.5)
+    assert (spec.embedding_scale, spec.norm_offset, spec.post_norms, spec.qk_norm) == (8.0, True, True, False)
+    assert (spec.tie_word_embeddings, spec.eos_token_ids, spec.window_rope) == (True, [1], None)
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    plain = spec_of(tmp_path, GEMMA | arch("Gemma2"), **caps, query_pre_attn_scalar=4)
+    assert (plain.attention_softcap, plain.logit_softcap, plain.attention_scale) == (None, None, 0.5)
+
+
+def test_gemma3_of_transformers_4(tmp_path):
+    """As on the hub: a text_config of what is not the default, and rotary embeddings by the older keys."""
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "image_token_index": 262144,
+        "mm_tokens_per_image": 256,
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152},
+    }
+    spec = load_model_spec(write(tmp_path, config))
+    assert spec.sliding_windows == tuple(None if layer % 6 == 5 else 1024 for layer in range(34))
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
+    assert (spec.rope.rope_type, spec.rope.theta, spec.rope.factor) == ("linear", 1e6, 8.0)
+    assert (spec.window_rope.rope_type, spec.window_rope.theta) == ("default", 1e4)
+    # The context that the factor leads to, not one that it stretches once more.
+    assert spec.max_model_len == 131072
+    assert (spec.qk_norm, spec.attention_softcap, spec.logit_softcap) == (True, None, None)
+    assert (spec.eos_token_ids, spec.dtype, spec.text_only) == ([1, 106], "bfloat16", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("Gemma2", {"hidden_act": "gelu"}, "hidden_act gelu is not hidden_activation, gelu_pytorch_tanh"),
+        ("Gemma2", {"sliding_window_size": 8}, "sliding_window_size 8 is not sliding_window, 16"),
+        ("Gemma2", {"sliding_window": None}, "sliding_window must be a positive integer where layers slide"),
+        ("Gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be a positive number"),
+        ("Gemma2", {"layer_types": ["full_attention"]}, "layer_types must be a list of num_hidden_layers, 4"),
+        ("Gemma3", {"attn_logit_softcapping": 50.0}, '"attn_logit_softcapping" is not understood'),
+        ("Gemma3", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters must have an object for"),
+        ("Gemma3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type yarn is not"),
+    ],
+)
+def test_refusals_of_gemma(tmp_path, name, fields, message):
+    with pytest.raises(ModelError, match=message):
+        spec_of(tmp_path, GEMMA | arch(name), **fields)
+
+
 def test_generation_config_wins(tmp_path):
     assert spec_of(tmp_path, eos_token_id=7, generation={"eos_token_id": [9, 7]}).eos_token_ids == [9, 7]
     assert spec_of(tmp_path, eos_token_id=7, generation={"eos_token_id": 0}).eos_token_ids == [0]

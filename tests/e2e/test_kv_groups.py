@@ -108,14 +108,16 @@ def check(case: Case, *, repeats: int = 1, **options: object) -> EngineStats:
     return stats
 
 
-def groups_of(case: Case) -> int:
-    return len(kv_groups(resolve(EngineConfig(model=case.folder, device="cpu"), 0).spec, 1))
+def windows_of(case: Case) -> list[int | None]:
+    """Of each group."""
+    spec = resolve(EngineConfig(model=case.folder, device="cpu"), 0).spec
+    return [group.window for group in kv_groups(spec, 1)]
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("caching", [True, False])
 def test_with_room_for_all(cases, name, caching):
-    assert groups_of(cases[name]) == MODELS[name][2]
+    assert len(windows_of(cases[name])) == MODELS[name][2]
     stats = check(cases[name], repeats=2, enable_prefix_caching=caching, block_size=8)
     assert stats.num_preemptions == 0
     assert (stats.prefix_cache_hits > 16 * 60) == caching, "prompts that came before, and their beginnings"
@@ -137,8 +139,9 @@ def test_in_chunks(cases, name):
 )
 def test_in_a_pool_for_little_more_than_the_longest(cases, name, mode, caching):
     """In blocks of 4, a sequence of 256 tokens needs 64 blocks of a full group and 7 of a windowed one."""
-    full = sum(window is None for window, _layers in kv_groups(resolve_spec(cases[name]), 1))
-    num_blocks = 64 * full + 7 * (MODELS[name][2] - full) + 10
+    windows = windows_of(cases[name])
+    full = windows.count(None)
+    num_blocks = 64 * full + 7 * (len(windows) - full) + 10
     whole = cases[name]
     stats = check(
         Case(whole.folder, whole.prompts[:10], whole.expected[:10], whole.beams),
@@ -167,10 +170,6 @@ def test_the_size_that_is_told_is_that_of_the_longest_sequences(cases):
         LLM(folder, num_gpu_blocks_override=91, max_model_len=256, **options)
     with pytest.raises(ConfigError, match="not a single block of a sequence fits into the KV cache of 4 blocks"):
         LLM(folder, num_gpu_blocks_override=4, **options)
-
-
-def resolve_spec(case: Case):
-    return resolve(EngineConfig(model=case.folder, device="cpu"), 0).spec
 
 
 class LosingExecutor(LocalExecutor):

@@ -19,6 +19,7 @@ from support.model_factory import make_model
 from rayllm import LLM, SamplingParams
 
 KINDS = ("llama3_rope", "mistral", "qwen2", "qwen3", "opt")
+MORE_KINDS = ("glm4", "phi3", "ministral3", "granite", "smollm3")  # beside glm4 only with --full-matrix
 BUDGETS, CACHING, BLOCK_SIZES = (16, 2048), (True, False), (1, 8, 16)
 NUM_TOKENS = 64
 OPTIONS = list(itertools.product(BUDGETS, CACHING, BLOCK_SIZES))
@@ -79,6 +80,15 @@ def check(case: Case, **options: object) -> LLM:
 @pytest.mark.parametrize(("budget", "caching", "block_size"), OPTIONS)
 def test_tp1(cases, kind, budget, caching, block_size):
     check(cases[kind], max_num_batched_tokens=budget, enable_prefix_caching=caching, block_size=block_size)
+
+
+@pytest.mark.parametrize("kind", MORE_KINDS)
+def test_more_kinds(tmp_path, kind, full_matrix):
+    if not full_matrix and kind != MORE_KINDS[0]:
+        pytest.skip("with --full-matrix")
+    case = make_case(tmp_path, kind)
+    for budget, caching, block_size in OPTIONS if full_matrix else [(16, True, 8)]:
+        check(case, max_num_batched_tokens=budget, enable_prefix_caching=caching, block_size=block_size)
 
 
 @pytest.mark.parametrize(("kind", "longest"), [("mistral", 30), ("qwen3", 90)])

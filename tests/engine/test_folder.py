@@ -79,7 +79,6 @@ def test_a_shared_one_that_nobody_has_any_more_is_removed(tmp_path):
     (tmp_path / "rayllm-run-x1").mkdir(mode=0o700)
     (tmp_path / "rayllm-run-x1" / "file").touch()
     other = SharedFolder("x2")
-    remove_orphaned_folders()
     assert os.listdir(tmp_path) == [other.path.name]
     other.leave()
 

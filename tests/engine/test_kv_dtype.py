@@ -98,7 +98,7 @@ def test_values_that_are_not_finite_are_refused(llama):
     model = load(llama)
 
     def run(_batch, caches):
-        caches[1].v[0, 0, 0, 0] = torch.inf
+        caches[1].kv.v[0, 0, 0, 0] = torch.inf
 
     with pytest.raises(ModelError, match="kv_cache_dtype: keys or values of layer 1 are not finite"):
         find_scales(model, E4M3, 16, run)

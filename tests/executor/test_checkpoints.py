@@ -19,6 +19,7 @@ from rayllm.executor.checkpoints import (
     fetch_checkpoint,
     list_files,
     offer_checkpoint,
+    offered_checkpoint,
 )
 
 FILES = {
@@ -116,6 +117,43 @@ def test_a_disk_that_is_too_small_is_an_error_at_once(folder, tmp_path, monkeypa
         copy_checkpoint(tmp_path / "copy", CheckpointSource(str(folder)).files(), Chunks(folder))
 
 
+@pytest.fixture
+def snapshot(tmp_path):
+    """A model at a commit as the hub's cache has it: links to blobs, among them what another tool has downloaded."""
+    files = {"config.json": b"{}", "model.safetensors": b"\2" * 1000, "a.bin": b"1", "original/x.safetensors": b"2"}
+    found = tmp_path / "here" / "models--org--m" / "snapshots" / ("0a" * 20)
+    (found.parents[1] / "blobs").mkdir(parents=True)
+    for number, (name, content) in enumerate(files.items()):
+        (found / name).parent.mkdir(parents=True, exist_ok=True)
+        blob = found.parents[1] / "blobs" / str(number)
+        blob.write_bytes(content)
+        (found / name).symlink_to(blob)
+    return found
+
+
+def test_a_snapshot_of_the_hub_is_copied_as_files_and_without_what_nobody_serves(snapshot, tmp_path):
+    target, chunks = tmp_path / "there" / "snapshots" / snapshot.name, Chunks(snapshot)
+    assert copy_checkpoint(target, chunks.source.files(), chunks) == 1002
+    assert contents(target) == {"config.json": b"{}", "model.safetensors": b"\2" * 1000}
+    assert not any(path.is_symlink() for path in target.iterdir())
+
+
+def test_a_snapshot_that_is_not_whole_gets_what_it_lacks_whoever_made_it(snapshot, tmp_path):
+    target, chunks = tmp_path / "there" / "snapshots" / snapshot.name, Chunks(snapshot)
+    target.mkdir(parents=True)
+    (target / "config.json").write_bytes(b"{}")  # at another time than the original
+    (target / "model.safetensors").symlink_to(tmp_path / "gone")
+    assert copy_checkpoint(target, chunks.source.files(), chunks) == 1000
+    assert chunks.asked == ["model.safetensors"]
+    assert contents(target)["model.safetensors"] == b"\2" * 1000
+
+
+def test_a_snapshot_that_is_whole_is_not_written_to(snapshot):
+    chunks, before = Chunks(snapshot), sorted(snapshot.rglob("*"))
+    assert copy_checkpoint(snapshot, chunks.source.files(), chunks) == 0
+    assert sorted(snapshot.rglob("*")) == before and chunks.asked == []
+
+
 def test_nothing_else_can_be_read(folder):
     source = CheckpointSource(str(folder))
     for path in ("../secret", ".git/x", "/etc/passwd"):
@@ -141,5 +179,15 @@ def test_by_ray(folder, tmp_path, ray_cluster, monkeypatch):
             ModelError, match=r"file/model is not on host .* nor can it be copied there: .*File exists: .*/file'"
         ):
             fetch_checkpoint(str(tmp_path / "file" / "model"))
+        with offered_checkpoint(str(folder)):
+            pass
+        assert fetch_checkpoint(str(target)) == 0, "the server's offer goes on"
     finally:
         end()
+
+
+def test_an_offer_ends_with_its_block(folder, tmp_path, ray_cluster, monkeypatch):
+    monkeypatch.setattr(checkpoints, "_name", lambda _folder: "checkpoint of a block")
+    with offered_checkpoint(str(folder)):
+        assert fetch_checkpoint(str(tmp_path / "first")) == 1282
+    assert fetch_checkpoint(str(tmp_path / "second")) == 0, "nobody offers it"

@@ -21,7 +21,10 @@ from rayllm.executor.local import LocalExecutor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-KINDS = ("llama3_rope", "mistral", "qwen2", "qwen3", "opt", "bloom", "phi3", "glm4", "ministral3", "smollm3")
+KINDS = (
+    *("llama3_rope", "mistral", "qwen2", "qwen3", "opt", "bloom", "phi3", "glm4", "ministral3", "smollm3"),
+    *("gemma2", "gemma3"),
+)
 NUM_TOKENS = 64
 
 

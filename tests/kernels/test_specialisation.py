@@ -87,6 +87,7 @@ def step(rows, begin):
     ops.gumbel_argmax(logits, draw)
     ops.truncate_draws(tensor(dtype=torch.int64), logits, draw, CutRows(array(), array(), floats, floats))
     ops.gather_logprobs(logits, array(), array(), rows % 7)
+    ops.soft_cap_(logits, 30.0)
     ops.penalise(logits.float(), table, PenaltyRows(array(), array(), array(), array(), floats, floats, floats))
 
 

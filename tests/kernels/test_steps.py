@@ -27,14 +27,18 @@ pytestmark = [
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "deterministic"])
+@pytest.fixture(
+    scope="module",
+    params=[("qwen3", False), ("qwen3", True), ("gemma2", False)],
+    ids=["plain", "deterministic", "with soft caps"],
+)
 def case(request, tmp_path_factory):
     """(model, whether it is deterministic). fp16: the interpreter cannot multiply bf16 matrices."""
     from support import model_factory
 
-    folder = tmp_path_factory.mktemp("model")
-    model_factory.make_model(folder, "qwen3", num_hidden_layers=2)
-    return model_factory.load(folder, dtype="float16", deterministic=request.param), request.param
+    (kind, deterministic), folder = request.param, tmp_path_factory.mktemp("model")
+    model_factory.make_model(folder, kind, num_hidden_layers=2)
+    return model_factory.load(folder, dtype="float16", deterministic=deterministic), deterministic
 
 
 def tokens(count, seed):

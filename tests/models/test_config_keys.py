@@ -22,20 +22,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rayllm.config.model_folder import load_model_spec
 from rayllm.errors import ModelError
 
+OLDER = ("llama", "mistral", "qwen2", "qwen3", "opt", "bloom")
 PLAIN = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "opt",
-    "bloom",
-    "phi3",
-    "glm4",
-    "ministral",
-    "ministral3",
-    "smollm3",
-    "qwen3_moe",
-    "mixtral",
+    *OLDER,
+    *("phi3", "glm4", "ministral", "ministral3", "granite", "smollm3", "gemma2", "gemma3", "qwen3_moe", "mixtral"),
 )
 WITH_TOWERS = ("mistral3", "qwen2_5_vl", "qwen3_vl")  # for the keys of their text_config
 OWN = (*PLAIN, *WITH_TOWERS)
@@ -48,11 +38,14 @@ WINDOWED = ["sliding_attention", "full_attention"]
 VALUES: dict[str, list[Any]] = {
     "activation_function": ["gelu", "gelu_new", "silu", "gelu_pytorch_tanh", "gelu_fast", "tanh", "quick_gelu"],
     "architectures": [["GPT2LMHeadModel"], ["MistralForCausalLM", "LlamaForCausalLM"]],
+    "attn_logit_softcapping": [30.0, None],
     "bos_token_id": [7, None],
     "dtype": ["bfloat16", "float16"],
     "eos_token_id": [7, [7, 8], None],
+    "final_logit_softcapping": [20.0, None],
     "head_dim": [8, 24, None],
     "hidden_act": ["gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "swish", "relu", "quick_gelu"],
+    "hidden_activation": ["gelu", "gelu_new", "gelu_fast", "silu", "relu", "quick_gelu"],
     "hidden_size": [192],
     "id2label": [{"0": "a", "1": "b", "2": "c"}],
     "label2id": [{"a": 0, "b": 1}],
@@ -93,6 +86,8 @@ PAIRS: dict[str, list[dict[str, Any]]] = {
     ],
     "max_window_layers": [{"max_window_layers": 1, "use_sliding_window": True, "sliding_window": 8}],
     "slow_but_exact": [{"slow_but_exact": True, "pretraining_tp": 2}],
+    "rope_local_base_freq": [{"rope_local_base_freq": 500.0, "rope_theta": 3000.0, "rope_parameters": ABSENT}],
+    "sliding_window_pattern": [{"sliding_window_pattern": 1, "layer_types": ABSENT}],
     "use_sliding_window": [{"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}],
 }
 # What checkpoints hold that transformers' class of their architecture does not know, from fine-tunes, converters and
@@ -105,13 +100,12 @@ FOUND = {
     "alibi": True,
     "attention_multiplier": 0.5,
     "attention_softmax_in_fp32": True,
-    "attn_logit_softcapping": 30.0,
     "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"},
     "bias_dropout_fusion": True,
+    "cache_implementation": "hybrid",
     "do_sample": True,
     "dual_chunk_attention_config": {"chunk_size": 8},
     "embedding_multiplier": 12.0,
-    "final_logit_softcapping": 30.0,
     "gradient_checkpointing": True,
     "is_causal": False,
     "is_decoder": True,
@@ -138,8 +132,11 @@ FOUND = {
     "query_pre_attn_scalar": 256,
     "residual_multiplier": 0.22,
     "rope_interleaved": True,
+    "rope_local_base_freq": 500.0,
     "rope_scaling_factor": 2.0,
     "seq_length": 2048,
+    "sliding_window_pattern": 3,
+    "sliding_window_size": 8,
     "skip_bias_add": True,
     "skip_bias_add_qkv": False,
     "task_specific_params": {"text-generation": {"do_sample": True}},
@@ -219,6 +216,8 @@ def own_changes(base: dict[str, Any], config_class: type) -> list[tuple[str, dic
 def rope_changes(base: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     told = base["rope_parameters"]
     changes: list[tuple[str, dict[str, Any]]] = []
+    if "full_attention" in told:
+        return rope_changes_by_layer_type(told)
     for key, value in ROPE.items():
         for name in ("rope_parameters", "rope_scaling"):
             changes.append((key, {name: told | {key: value}}))
@@ -228,6 +227,20 @@ def rope_changes(base: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         changes.append(("rope", {"rope_parameters": ABSENT, "rope_scaling": {"type": kind, "factor": 2.0}}))
     changes.append(("rope", {"rope_parameters": {"full_attention": told, "sliding_attention": told}}))
     changes.append(("rope", {"rope_parameters": ABSENT, "rope_theta": 500.0}))
+    return changes
+
+
+def rope_changes_by_layer_type(told: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    changes: list[tuple[str, dict[str, Any]]] = [("rope", {"rope_parameters": told["full_attention"]})]
+    for layer_type, own in told.items():
+        changed = [(key, own | {key: value}) for key, value in ROPE.items()]
+        changed += [(key, {k: v for k, v in own.items() if k != key}) for key in ROPE]
+        changed += [("rope", own | {"rope_type": kind}) for kind in ROPE_TYPES]
+        changes += [(key, {"rope_parameters": told | {layer_type: new}}) for key, new in changed]
+        changes.append(("rope", {"rope_parameters": {k: v for k, v in told.items() if k != layer_type}}))
+    for kind in ROPE_TYPES:
+        changes.append(("rope", {"rope_parameters": ABSENT, "rope_scaling": {"type": kind, "factor": 2.0}}))
+        changes.append(("rope", {"rope_scaling": {"rope_type": kind, "factor": 2.0}}))
     return changes
 
 
@@ -323,13 +336,15 @@ def verdict(folder: Path, base: dict[str, Any], key: str, change: dict[str, Any]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_same_mathematics_or_a_refusal(tmp_path, kind):
+def test_same_mathematics_or_a_refusal(tmp_path, kind, full_matrix):
     folder = Path(factory.make_model(tmp_path, kind, num_hidden_layers=2))
     base = json.loads((folder / "config.json").read_text())
     text = text_of(base)
     config_class = transformers.CONFIG_MAPPING[text["model_type"]]
     changes = rope_changes(text) if "rope_parameters" in text else []
     changes += own_changes(text, config_class) if kind in OWN else []
+    if kind in OWN and kind not in OLDER and not full_matrix:  # which takes half of the time
+        changes = changes[OWN.index(kind) % 3 :: 3]
     if text is not base:  # a part's own dtype counts only where transformers makes it without reading any weights
         changes = [(key, change) for key, change in changes if key not in ("dtype", "torch_dtype")]
     verdicts = [(change, verdict(folder, base, key, change)) for key, change in changes]

@@ -78,6 +78,25 @@ def test_parity(tmp_path, kind):
 
 
 VARIANTS = {
+    "gemma2 without caps, untied, biases": (
+        "gemma2",
+        {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "hidden_activation": "gelu",
+        },
+    ),
+    "gemma2 windows by layer_types": (
+        "gemma2",
+        {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 5},
+    ),
+    "gemma3 with a cap of logits, untied, biases": (
+        "gemma3",
+        {"final_logit_softcapping": 20.0, "tie_word_embeddings": False, "attention_bias": True, "head_dim": 24},
+    ),
+    "gemma3 of default frequencies": ("gemma3", {"rope_parameters": None, "sliding_window": 6}),
     "llama biases, tied, gelu": (
         "llama",
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu"},
@@ -163,6 +182,17 @@ VARIANTS |= {
     "ministral windows by layer_types, tied": (
         "ministral",
         {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "tie_word_embeddings": True},
+    ),
+    "granite with biases, tied, without multipliers": (
+        "granite",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
     ),
     "smollm3 with biases and windows, untied": (
         "smollm3",

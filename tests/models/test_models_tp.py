@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import support.model_factory as factory
 import torch
 from support.kinds.common import VOCAB_SIZE
+from support.thread_group import ThreadGroup
 
 from rayllm.config.model_folder import load_model_spec
 from rayllm.config.model_spec import check_parallel
@@ -20,37 +20,6 @@ from rayllm.worker.kv_scales import find_scales
 from rayllm_kernels import ops
 
 CPU = torch.device("cpu")
-
-
-class ThreadGroup:
-    """A TPGroup whose ranks are threads of this process."""
-
-    def __init__(self, rank, size, barrier, slots):
-        self.rank, self.size, self.barrier, self.slots = rank, size, barrier, slots
-
-    @classmethod
-    def make(cls, size):
-        barrier, slots = threading.Barrier(size, timeout=60), [None] * size
-        return [cls(rank, size, barrier, slots) for rank in range(size)]
-
-    def exchange(self, x):
-        self.slots[self.rank] = x.clone()
-        self.barrier.wait()
-        everyone = list(self.slots)
-        self.barrier.wait()
-        return everyone
-
-    def all_reduce(self, x):
-        return x.copy_(sum(self.exchange(x)))
-
-    def all_reduce_add_rms_norm(self, x, residual, weight, eps):
-        return ops.fused_add_rms_norm(self.all_reduce(x), residual, weight, eps)
-
-    def gather_small(self, x):
-        return torch.stack(self.exchange(x))
-
-    def all_gather(self, x):
-        return torch.cat(self.exchange(x), dim=-1)
 
 
 def drive(folder, tp, load_format="auto"):
@@ -86,12 +55,15 @@ def run_ranks(folder, size, load_format="auto"):
         ("phi4", (4,)),
         ("glm", (4,)),
         ("glm4", (2, 8)),
+        ("gemma2", (2, 4)),
+        ("gemma3", (2, 4)),
         ("ministral", (2,)),
         ("ministral3", (4,)),
         ("qwen2_5_vl", (2,)),
         ("smollm3", (4,)),
         ("qwen3_moe", (2, 4)),
         ("mixtral", (4,)),
+        ("granite", (2,)),
     ],
 )
 def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):

@@ -9,7 +9,7 @@ import httpx
 
 from rayllm.api.types import CompletionOutput, EngineInfo, EngineStats, Logprob, RequestOutput, RequestTimes
 from rayllm.config.options import ServerConfig
-from rayllm.errors import EngineDeadError
+from rayllm.errors import EngineDeadError, InvalidRequestError
 from rayllm.serve.http.app import create_app
 from rayllm.serve.http.jobs import Jobs
 from rayllm.serve.http.limits import Admission
@@ -62,12 +62,14 @@ class FakeEngine:
         self.started = []
         self.aborted = []
         self.forgotten = []
+        self.adapters = []  # that requests asked for
 
     def forget(self, key_id):
         self.forgotten.append(key_id)
 
     async def generate(self, request, prompt_text=None):
         self.started.append(request.request_id)
+        self.adapters.append(request.adapter)
         prompt = self.tokenizer.decode(request.prompt_token_ids)
         count = request.params.max_tokens or 3
         try:
@@ -124,6 +126,7 @@ class FakeState:
         self.reason = None
         self.dead = False
         self.models = {name: self}
+        self.adapters = {}
         self.jobs = Jobs()
         self._folder = tempfile.TemporaryDirectory(prefix="rayllm-test-")
         self.response_store = ResponseStore(Path(self._folder.name))
@@ -146,6 +149,15 @@ class FakeState:
         if self.dead:
             raise EngineDeadError("it is being restarted")
         return self.fake
+
+    async def load_adapter(self, name, path):
+        if path == "/bad":
+            raise InvalidRequestError("an engine cannot load it", "lora_path")
+        self.adapters[name] = path
+
+    async def unload_adapter(self, name):
+        if self.adapters.pop(name, None) is None:
+            raise InvalidRequestError(f"no adapter {name!r} is loaded", "lora_name")
 
     async def unhealthy_reason(self):
         return self.reason

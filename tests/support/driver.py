@@ -42,6 +42,7 @@ class FakeCore:
     def __init__(self, token: Callable[[GenerationRequest, int, int], int] = fake_token, gated: bool = False):
         self.info = INFO
         self.on_compiled: Callable[[], None] = lambda: None
+        self.adapters: list[str] = []
         self.calls: list[tuple] = []  # adds, aborts, steps and shutdowns in order
         self.crash: BaseException | None = None  # what the next step raises
         self.lost: str | None = None  # what check_health says of a dead worker

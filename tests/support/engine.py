@@ -12,12 +12,21 @@ import msgspec
 from support.fakes import EOS, VOCAB, FakeConstraint, FakeWorker
 
 from rayllm.api.sampling_params import SamplingParams, StructuredOutputs
-from rayllm.api.types import GenerationRequest, KVBlocks, KVCosts, RankReady, RequestOutput, StepPlan, TokenDelta
+from rayllm.api.types import (
+    Adapter,
+    GenerationRequest,
+    KVBlocks,
+    KVCosts,
+    RankReady,
+    RequestOutput,
+    StepPlan,
+    TokenDelta,
+)
 from rayllm.config.kv_groups import kv_groups
 from rayllm.config.options import EngineConfig
 from rayllm.config.resolved import ResolvedConfig, resolve
 from rayllm.engine.engine import EngineCore
-from rayllm.errors import EngineDeadError
+from rayllm.errors import EngineDeadError, ModelError
 from rayllm.executor.base import Executor
 from rayllm.text.outputs import OutputProcessor, accumulate
 from rayllm.text.tokenizer import Tokenizer
@@ -43,6 +52,8 @@ class FakeExecutor(Executor):
         self.plans: list[StepPlan] = []  # all, in order
         self.lost: str | None = None  # what check_health says of a dead worker
         self.num_shutdowns = 0
+        self.adapters: list[Adapter] = []  # that were loaded, in order
+        self.bad_adapters: set[str] = set()  # paths of those that cannot be
         self._config, self._blocks, self._error = config, blocks, error
         self._in_flight: list[StepPlan] = []
         self.fails: Callable[[StepPlan], bool] = lambda _plan: False
@@ -66,6 +77,11 @@ class FakeExecutor(Executor):
             raise EngineDeadError("there are no more workers")
         self._worker, self._in_flight, self.lost = self._make_worker(), [], None
         self.num_recoveries += 1
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        if adapter.path in self.bad_adapters:
+            raise ModelError(f"{adapter.path} is bad")
+        self.adapters.append(adapter)
 
     def submit(self, plan: StepPlan) -> None:
         assert len(self._in_flight) < self.max_in_flight

@@ -79,6 +79,9 @@ MODELS = {
     "heads-of-96": _llama("Llama", 3072, 8192, 32, 32, 96),
     "heads-of-192": _llama("Llama", 3072, 8192, 16, 4, 192),
     "heads-of-256": _llama("Llama", 2048, 16384, 64, 1, 256),
+    "heads-of-512": _llama("Llama", 2048, 8192, 32, 4, 512),
+    "one-kv-head-of-512": _llama("Llama", 2048, 8192, 64, 1, 512),
+    "gemma-2-9b": _llama("Gemma2", 3584, 14336, 16, 8, 256, sliding_window=4096),
     "one-kv-head": _llama("Llama", 8192, 8192, 64, 1, 128),
     "qwen3-30b-a3b": _llama("Qwen3Moe", 2048, 6144, 32, 4, 128, moe_intermediate_size=768, norm_topk_prob=True),
     "mixtral-8x7b": _llama("Mixtral", 4096, 14336, 32, 8, 128),
@@ -125,11 +128,23 @@ def run_collectives(dtype: torch.dtype) -> None:
     ops.all_gather_small(x[0, :32], buffers)
 
 
+def run_adapters(dtype: torch.dtype) -> None:
+    """Adapters of a group of projections and of one, on META."""
+    for inputs, rows in ((4096, (4096, 1024, 1024)), (14336, (4096,))):
+        a = torch.empty(8, len(rows), 64, inputs, dtype=dtype, device=META)
+        b = torch.empty(8, sum(rows), 64, dtype=dtype, device=META)
+        weights = ops.AdapterSlots(a, b, torch.empty(8, len(rows), dtype=torch.int32, device=META), rows)
+        for tokens in (1, 100):
+            x, y = (torch.empty(tokens, size, dtype=dtype, device=META) for size in (inputs, sum(rows)))
+            ops.add_adapters(x, y, torch.empty(tokens, dtype=torch.int32, device=META), weights)
+
+
 def compile_engines(gpu: str, engines: list[dict[str, Any]]) -> None:
-    """Compile for one of GPUS what `run_engine` runs with each of these arguments, and the collectives."""
+    """Compile for one of GPUS what `run_engine` runs with each of these arguments, collectives and adapters."""
     with assumed(META, GPUS[gpu]), dispatch.forced(triton=True):
         with ops.compile_only():
             run_collectives(torch.bfloat16)
+            run_adapters(torch.bfloat16)
         for arguments in engines:
             with ops.compile_only():
                 run_engine(**arguments)

@@ -33,9 +33,10 @@ def make_model(
     architecture, options = CONFIGS[kind]
     sees = "text_config" in options
     options = {**options, "text_config": options["text_config"] | overrides} if sees else {**options, **overrides}
-    config = getattr(transformers, architecture + "Config")(**options)
+    model_class = getattr(transformers, architecture + ("ForConditionalGeneration" if sees else "ForCausalLM"))
+    config = model_class.config_class(**options)
     torch.manual_seed(seed)
-    model = getattr(transformers, architecture + ("ForConditionalGeneration" if sees else "ForCausalLM"))(config)
+    model = model_class(config)
     randomise(model, seed)
     model.to(getattr(torch, dtype))
     model.generation_config.eos_token_id = config.get_text_config().eos_token_id

@@ -8,6 +8,7 @@ from support.fakes import EOS, FakeConstraint, FakeWorker, embedding, expected_b
 
 from rayllm.api.sampling_params import SamplingParams, derive_seed
 from rayllm.api.types import GenerationRequest, KVCosts, StepCost, StepPlan, TokenDelta
+from rayllm.core.adapter_slots import AdapterSlots
 from rayllm.core.check import check_scheduler
 from rayllm.core.chunk_budget import ChunkBudget
 from rayllm.core.memory import KVMemory, WriteAheadLimits
@@ -36,6 +37,7 @@ def make_scheduler(
     growth_blocks: int = 1,
     target_itl: float | None = None,
     step_costs: dict[int, StepCost] | None = None,
+    num_slots: int = 0,
     clock=lambda: 0.0,
 ) -> Scheduler:
     """A scheduler with small limits, which writes to the host ahead in pools of a few blocks, too."""
@@ -48,8 +50,11 @@ def make_scheduler(
         windows=windows,
         write_ahead=WriteAheadLimits(2 * max_num_batched_tokens // block_size, blocks_a_step=2, host_share=1),
     )
+    adapters = AdapterSlots(num_slots)
+    adapters.loaded.update(range(100))
     state = SchedulerState(
         memory,
+        adapters=adapters,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=num_blocks * block_size if max_model_len is None else max_model_len,
@@ -90,6 +95,8 @@ class Harness:
         self.reasons: dict[tuple[str, int], str] = {}
         self.requests: dict[str, GenerationRequest] = {}
         self.constraints: dict[str, dict | None] = {}
+        self.adapters: dict[str, int | None] = {}
+        self.slots: dict[int, int] = {}  # the worker's: slot -> adapter
         self.aborted: set[str] = set()
         self.ended: set[tuple[str, int]] = set()
         self.plans: list[StepPlan] = []
@@ -103,6 +110,7 @@ class Harness:
         salt: str = "",
         constraint: dict | None = None,
         pooling: str | None = None,
+        adapter: int | None = None,
         **params: object,
     ) -> None:
         if pooling is not None:
@@ -117,12 +125,13 @@ class Harness:
         )
         self.requests[request_id] = request
         self.constraints[request_id] = constraint
+        self.adapters[request_id] = adapter
         self._send(request)
         check_scheduler(self.scheduler)
 
     def _send(self, request: GenerationRequest) -> None:
-        constraint = self.constraints[request.request_id]
-        self.scheduler.add(request, None if constraint is None else lambda: FakeConstraint(**constraint))
+        constraint, adapter = self.constraints[request.request_id], self.adapters[request.request_id]
+        self.scheduler.add(request, None if constraint is None else lambda: FakeConstraint(**constraint), adapter)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
@@ -147,6 +156,7 @@ class Harness:
         self.deliver(self.scheduler.new_deltas)
         if plan is not None:
             self.plans.append(plan)
+            self.check_adapters(plan)
             self.results.append(self.worker.execute(plan))
         if not self.results:
             return bool(self.scheduler.new_deltas) or bool(self.scheduler.state.awaiting_mask)
@@ -154,9 +164,20 @@ class Harness:
             self.deliver(self.scheduler.update(self.results.pop(0)))
         return True
 
+    def check_adapters(self, plan: StepPlan) -> None:
+        """Every sequence that the plan lets in finds its adapter in its slot, and a slot that is used stays."""
+        running = {seq.row: seq for seq in self.scheduler.state.running}
+        for slot, adapter in plan.adapters:
+            self.slots[slot] = adapter
+        for seq in running.values():
+            assert seq.group.adapter == (None if seq.adapter_slot < 0 else self.slots[seq.adapter_slot])
+        for data in plan.new:
+            if data.row in running:
+                assert data.adapter_slot == running[data.row].adapter_slot
+
     def lose_worker(self) -> None:
         """Another worker, which knows nothing, takes over; results that are on their way are lost."""
-        self.worker, self.results = self._make_worker(), []
+        self.worker, self.results, self.slots = self._make_worker(), [], {}
         self.deliver(self.scheduler.restart(1.0))
 
     def lose_engine(self) -> None:

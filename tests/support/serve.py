@@ -21,6 +21,9 @@ class LocalDirectory:
     def tell(self, report):
         self.directory.tell(report)
 
+    def decide(self, records):
+        self.directory.decide(records)
+
     def leave(self, member_id):
         self.directory.leave(member_id)
 

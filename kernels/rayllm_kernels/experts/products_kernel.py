@@ -123,7 +123,8 @@ def _experts_kernel(x_ptr, weight_ptr, y_ptr, experts_ptr, groups, strides, inpu
     column = output[None, :]
     y = sums(acc, None, column, outputs, TILES)
     if FORM.act is not None:
-        y = _gated(y, sums(up_acc, None, column, outputs, TILES), FORM.act)
+        ACT: tl.constexpr = FORM.act  # Triton 3.6 hands a field on as a constant of Python's only so
+        y = _gated(y, sums(up_acc, None, column, outputs, TILES), ACT)
     target_ptr = y_ptr + target.to(tl.int64)[:, None] * outputs + column
     tl.store(target_ptr, y.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column < outputs))
 

@@ -58,19 +58,21 @@ def _expert_of(ranked, NUM_EXPERTS: tl.constexpr):
 @triton.jit
 def _in_best_groups(choice, expert, FORM: tl.constexpr):
     """Whether an expert lies in one of the best groups, which count as much as their two best experts."""
-    SIZE: tl.constexpr = FORM.experts // FORM.num_groups
+    EXPERTS: tl.constexpr = FORM.experts
+    SIZE: tl.constexpr = EXPERTS // FORM.num_groups
+    PADDED: tl.constexpr = FORM.experts_padded
     group = expert // SIZE
-    group_score = tl.full([FORM.experts_padded], float("-inf"), tl.float32)
+    group_score = tl.full([PADDED], float("-inf"), tl.float32)
     for i in range(FORM.num_groups):
         mine = tl.where(group == i, choice, float("-inf"))
         best = tl.max(mine, 0)
-        first = tl.min(tl.where(mine == best, expert, FORM.experts), 0)
+        first = tl.min(tl.where(mine == best, expert, EXPERTS), 0)
         second = tl.max(tl.where(expert == first, float("-inf"), mine), 0)
         group_score = tl.where(group == i, best + second, group_score)
     allowed = expert < 0
-    ranked = _ranked(group_score, expert, FORM.experts)
+    ranked = _ranked(group_score, expert, EXPERTS)
     for _ in range(FORM.top_k_groups):
-        chosen = _expert_of(tl.max(ranked, 0), FORM.experts) // SIZE
+        chosen = _expert_of(tl.max(ranked, 0), EXPERTS) // SIZE
         allowed |= group == chosen
         ranked = tl.where(group == chosen, SMALLEST, ranked)
     return allowed
@@ -97,9 +99,10 @@ def _route_kernel(logits_ptr, correction_ptr, weights_ptr, experts_ptr, stride, 
         allowed = _in_best_groups(choice, expert, FORM)
         ranked = tl.where(allowed, ranked, SMALLEST)
 
-    place = tl.arange(0, FORM.top_k_padded)
-    weights = tl.full([FORM.top_k_padded], float("-inf") if FORM.scores == "top_k_softmax" else 0.0, tl.float32)
-    experts = tl.zeros([FORM.top_k_padded], tl.int32)
+    PLACES: tl.constexpr = FORM.top_k_padded
+    place = tl.arange(0, PLACES)
+    weights = tl.full([PLACES], float("-inf") if FORM.scores == "top_k_softmax" else 0.0, tl.float32)
+    experts = tl.zeros([PLACES], tl.int32)
     for i in range(FORM.top_k):
         best = _expert_of(tl.max(ranked, 0), EXPERTS)
         weight = tl.sum(tl.where(expert == best, scores, 0.0), 0)

@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_last_dim, check_like, check_out, check_residual, check_rows, check_vectors, fail
+from ..checks import (
+    check_last_dim,
+    check_like,
+    check_norm_weight,
+    check_out,
+    check_residual,
+    check_rows,
+    check_vectors,
+    fail,
+)
 from ..device import hardware
 from ..dispatch import TritonModule, on_triton
 from ..norm.rms_norm import fused_add_rms_norm, rms_norm
@@ -105,7 +114,7 @@ def add_rms_norm_linear(
     if gated:
         _check_gated(weight)
     _check_projection(x, weight, bias)
-    check_vectors(x.shape[1], x.dtype, x.device, norm_weight=norm_weight)
+    check_norm_weight(norm_weight, "norm_weight", x.shape[1], x)
     if residual is not None:
         check_residual(residual, x)
     if on_triton(x) and plans.rows_take(x, weight, norm=True):

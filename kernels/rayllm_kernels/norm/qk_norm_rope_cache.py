@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..cache.kv_cache import KVCache
 from ..cache.reshape_and_cache import reshape_and_cache
-from ..checks import check_last_dim, check_vectors, fail
+from ..checks import check_last_dim, check_norm_weight, check_vectors, fail
 from ..dispatch import TritonModule, on_triton
 from .rms_norm import rms_norm
 
@@ -27,7 +27,7 @@ _kernel = TritonModule("rayllm_kernels.norm.qk_norm_rope_cache_kernel")
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of one head's size, as Qwen3 has them."""
+    """RMSNorms of one head's size, as Qwen3 has them; weights in the heads' dtype or in fp32, as for `rms_norm`."""
 
     q: Tensor  # [D], the weight of the norm of query heads
     k: Tensor  # [D], the weight of the norm of key heads
@@ -69,7 +69,8 @@ def qk_norm_rope_cache(
         fail("cos_sin_cache", f"must have an even rotary_dim of 2 to {head_dim}", cos_sin_cache.shape)
     check_last_dim(cos_sin_cache, "cos_sin_cache")
     if norms is not None:
-        check_vectors(head_dim, qkv.dtype, qkv.device, **{"norms.q": norms.q, "norms.k": norms.k})
+        check_norm_weight(norms.q, "norms.q", head_dim, qkv)
+        check_norm_weight(norms.k, "norms.k", head_dim, qkv)
     if query_scale is not None:
         check_vectors(cos_sin_cache.shape[0], torch.float32, qkv.device, query_scale=query_scale)
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads

@@ -49,9 +49,11 @@ class Form(NamedTuple):
 
 @triton.jit
 def _scale_part(x, scale, weight_ptr, dims, valid):
-    """weight * round(x * scale), rounded to x's dtype and widened again."""
+    """weight * round(x * scale), rounded to x's dtype and widened again; an fp32 weight meets what is not rounded."""
     weight = tl.load(weight_ptr + dims, mask=valid, other=0.0).to(tl.float32)
-    normed = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)
+    normed = x.to(tl.float32) * scale
+    if weight_ptr.dtype.element_ty == x.dtype:
+        normed = normed.to(x.dtype).to(tl.float32)
     return (normed * weight).to(x.dtype).to(tl.float32)
 
 

@@ -2,6 +2,8 @@
 
 y = weight * round((x + residual) / sqrt(mean((x + residual)^2) + eps))
 y = weight * round(x / sqrt(mean(x^2) + eps)) + residual
+
+Weights in fp32, where x is not, multiply what is not rounded yet.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import check_residual, check_rows, check_vectors
+from ..checks import check_norm_weight, check_residual, check_rows
 from ..dispatch import TritonModule, on_triton
 
 _kernel = TritonModule("rayllm_kernels.norm.rms_norm_kernel")
@@ -19,15 +21,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension -> a new contiguous tensor.
 
     x: [..., D], last dimension contiguous; up to 3 dimensions of any stride, more if contiguous. weight: [D] in x's
-    dtype. fp32 inside; the quotient is rounded to x's dtype before the product with weight, as in transformers' Llama.
+    dtype or in fp32. fp32 inside; the quotient is rounded to x's dtype before the product with a weight of that dtype,
+    as in transformers' Llama, and only the product with one of fp32, as in its Gemma.
     """
     check_rows(x, "x")
-    check_vectors(x.shape[-1], x.dtype, x.device, weight=weight)
+    check_norm_weight(weight, "weight", x.shape[-1], x)
     if on_triton(x):
         return _kernel.rms_norm(x, None, weight, eps, False)[0]
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return weight * wide.to(x.dtype) if weight.dtype == x.dtype else (wide * weight).to(x.dtype)
 
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -36,7 +39,7 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
     x, residual: [..., D] of one shape and dtype, strides as for `rms_norm`. The sum is rounded to x's dtype first.
     """
     check_rows(x, "x")
-    check_vectors(x.shape[-1], x.dtype, x.device, weight=weight)
+    check_norm_weight(weight, "weight", x.shape[-1], x)
     check_residual(residual, x)
     if on_triton(x):
         return _kernel.rms_norm(x, residual, weight, eps, False)
@@ -47,7 +50,7 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """rms_norm(x) + residual, a new tensor; arguments as for `fused_add_rms_norm`. The norm is rounded first."""
     check_rows(x, "x")
-    check_vectors(x.shape[-1], x.dtype, x.device, weight=weight)
+    check_norm_weight(weight, "weight", x.shape[-1], x)
     check_residual(residual, x)
     if on_triton(x):
         return _kernel.rms_norm(x, residual, weight, eps, True)[0]

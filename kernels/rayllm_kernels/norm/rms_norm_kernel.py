@@ -4,7 +4,8 @@
     y = round(weight * round(x / sqrt(mean(x^2) + eps))) + residual
 
 x and residual [..., D] of fp32, fp16 or bf16 with any row stride, weight [D] -> y, total [..., D], contiguous. The
-normalisation is fp32 and rounded to x's dtype before it meets the weight, as transformers' LlamaRMSNorm does.
+normalisation is fp32 and rounded to x's dtype before it meets a weight of that dtype, as in transformers' LlamaRMSNorm.
+A weight may be in fp32 too: then only the product is rounded, as in its Gemma2RMSNorm.
 """
 
 # mypy: allow-incomplete-defs
@@ -63,7 +64,9 @@ def _rms_norm_kernel(
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)
     weight = tl.load(weight_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    normed = (x * scale[:, None]).to(dtype).to(tl.float32)
+    normed = x * scale[:, None]
+    if weight_ptr.dtype.element_ty == dtype:
+        normed = normed.to(dtype).to(tl.float32)
     y = (normed * weight).to(dtype)
     if FORM.adds_after:
         y = (y.to(tl.float32) + residual.to(tl.float32)).to(dtype)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from rayllm.config.architectures import (
     bloom,
+    gemma,
     glm4,
+    granite,
     llama,
     ministral,
     mistral3,
@@ -40,7 +42,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "MinistralForCausalLM": Architecture(llama.parse, "ministral", eos_token_id=2, models="Ministral 8B of 2024"),
     "Ministral3ForCausalLM": Architecture(ministral.parse, "ministral3", eos_token_id=2, models="Ministral 3"),
+    "GraniteForCausalLM": Architecture(granite.parse, "granite", eos_token_id=2, models="Granite 3"),
     "SmolLM3ForCausalLM": Architecture(smollm3.parse, "smollm3", eos_token_id=128001, models="SmolLM3"),
+    "Gemma2ForCausalLM": Architecture(gemma.parse_gemma2, "gemma2", eos_token_id=1, models="Gemma 2"),
+    "Gemma3ForCausalLM": Architecture(gemma.parse_gemma3, "gemma3_text", eos_token_id=1, models="Gemma 3 1B and 270M"),
+    "Gemma3ForConditionalGeneration": Architecture(
+        gemma.parse_gemma3, "gemma3", eos_token_id=1, text_types=("gemma3_text",), models="Gemma 3 4B, 12B and 27B"
+    ),
     "Mistral3ForConditionalGeneration": Architecture(
         mistral3.parse,
         "mistral3",

@@ -18,10 +18,11 @@ KINDS = ROPE_KINDS | {"mrope": "default"}  # of Qwen2.5-VL
 
 
 def parse(config: JsonFields, architecture: str) -> dict[str, Any]:
+    own: dict[str, Any]
     if architecture == "Qwen3VLForConditionalGeneration":
         fields = decoder_fields(config, kv_heads=32, head_dim=128, theta=500000.0, has_sections=True)
         bias = config.flag("attention_bias", False)
-        own: dict[str, Any] = {"qkv_bias": bias, "attention_out_bias": bias, "qk_norm": True}
+        own = {"qkv_bias": bias, "attention_out_bias": bias, "qk_norm": True}
     else:
         fields = decoder_fields(config, kv_heads=8, norm_eps=1e-5, theta=1000000.0, kinds=KINDS, has_sections=True)
         _check_heads(config, fields)

@@ -33,6 +33,7 @@ from rayllm.serve.cluster.directory import (
     Report,
     ServerMember,
     View,
+    adapters_known,
     address,
     own_place,
 )
@@ -97,6 +98,7 @@ class ServedModels:
         self._folder: SharedFolder | None = None  # of this deployment and host, if no other one is named
         self.address, self.is_draining = "", False  # as the directory is told
         self._is_outdated = False
+        self._adapters_known = 0  # as `ServerMember` has it
 
     async def start(self) -> None:
         """Return when every model has an engine. Raises ConfigError, StartupError."""
@@ -107,7 +109,9 @@ class ServedModels:
         for model in self._options.models:
             tokenizer = None if model.skip_tokenizer_init else await asyncio.to_thread(_load_tokenizer, model.folder)
             place = self._place
-            self.models[model.name] = ModelFront(model, tokenizer, self._server_id, place.node_id, place.replica_index)
+            self.models[model.name] = ModelFront(
+                model, tokenizer, self._server_id, place.node_id, place.replica_index, directory=self._directory
+            )
         watch_host(self._options.server.spot_notices, self._place.node_id)
         self.membership = Membership(self._directory, self._member, self._report, self._on_view, self._stop)
         while not all(model.num_replicas for model in self.models.values()):
@@ -179,7 +183,14 @@ class ServedModels:
 
     def _member(self) -> ServerMember:
         draining = self.is_draining or self._is_outdated
-        return ServerMember(self._server_id, self._place.node_id, list(self.models), self.address, draining)
+        return ServerMember(
+            self._server_id,
+            self._place.node_id,
+            list(self.models),
+            self.address,
+            draining,
+            adapters_known=self._adapters_known,
+        )
 
     def _report(self) -> Report:
         load = sum((model.admission.load for model in self.models.values()), Load())
@@ -194,8 +205,10 @@ class ServedModels:
         lost = {name for name, model in self.models.items() if not model.num_replicas}
         others = {engine.model for engine in view.engines if engine.version != VERSION}
         self._is_outdated = bool(self.address) and bool(lost & others)
+        self._adapters_known = adapters_known(view)
         for name, model in self.models.items():
             model.is_last = view.stop_in is not None
+            model.lora.update(view)
             await model.update([engine for engine in view.engines if engine.model == name], view.front_keys)
 
 

@@ -26,6 +26,7 @@ from rayllm import timeouts
 from rayllm.config.options import EngineConfig, ModelConfig, ModelServerConfig, ServerConfig, check_names, make_models
 from rayllm.config.resolved import ResolvedConfig, resolve
 from rayllm.errors import ConfigError
+from rayllm.hub import local_model
 from rayllm.serve.cluster.api_server import ApiServer, FrontOptions, app_builder
 from rayllm.serve.cluster.capacity import Capacity
 from rayllm.serve.cluster.front import FrontModel
@@ -247,7 +248,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     knows = ray.is_initialized()
     num_gpus = ray.cluster_resources().get("GPU", 0) if knows else float(Path("/dev/nvidiactl").exists())
     free = ray.available_resources().get("GPU", 0) if knows else None
-    resolved = resolve_models(models, Capacity(num_gpus, is_open=True))
+    resolved = resolve_models([local_model(model) for model in models], Capacity(num_gpus, is_open=True))
     cores = cores_by_host() if knows else []
     return make_application(resolved, server, keys=keys, free_gpus=free, host_cores=cores)
 
@@ -280,6 +281,8 @@ def _front_model(model: ResolvedModel) -> FrontModel:
         folder=options.model,
         server=_without_key(model.server),
         skip_tokenizer_init=options.skip_tokenizer_init,
+        enable_lora=options.enable_lora,
+        adapters=options.adapters,
     )
 
 

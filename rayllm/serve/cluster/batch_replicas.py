@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from typing import Any
 
 import ray
@@ -18,8 +18,9 @@ from rayllm.batch.runner import Ask
 from rayllm.config.options import ModelConfig
 from rayllm.config.resolved import ResolvedConfig, resolve
 from rayllm.errors import EngineDeadError, StartupError
-from rayllm.executor.checkpoints import fetch_checkpoint
+from rayllm.executor.checkpoints import fetch_checkpoint, offered_checkpoint
 from rayllm.executor.placement import actor_environment
+from rayllm.hub import local_model, with_engine
 from rayllm.serve.cluster.application import engine_placement
 from rayllm.serve.offline import LocalEngine
 
@@ -59,7 +60,11 @@ class BatchReplicas:
     """
 
     def __init__(self, model: ModelConfig, count: int):
+        model = local_model(model)
         config = resolve(model.engine, ray.cluster_resources().get("GPU", 0))
+        model = with_engine(model, config.options)  # whose folder is the same everywhere
+        self._life = ExitStack()
+        self._life.enter_context(offered_checkpoint(config.options.model))
         self._groups: list[PlacementGroup] = []
         self._actors = [self._start(model, config) for _ in range(count)]
         try:
@@ -120,6 +125,7 @@ class BatchReplicas:
         )
 
     def _end(self) -> None:
+        self._life.close()
         for actor in self._actors:
             ray.kill(actor)
         for group in self._groups:

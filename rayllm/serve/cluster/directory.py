@@ -54,6 +54,10 @@ class EngineMember(msgspec.Struct, frozen=True, tag=True):
     draining: bool = False
     # Of the protocol between front and engine.
     version: int = VERSION
+    # Adapters that were loaded while it ran, by name: the `LoraRecord.version` that requests get.
+    adapters: dict[str, int] = {}
+    # Those that could not be loaded: version -> why.
+    adapter_errors: dict[int, str] = {}
 
     def can_replace(self, other: Member) -> bool:
         """Whether requests for the other one can go here."""
@@ -75,6 +79,8 @@ class ServerMember(msgspec.Struct, frozen=True, tag=True):
     draining: bool = False
     # Of the protocol between front and engine.
     version: int = VERSION
+    # The latest `LoraRecord.changed` that it knows.
+    adapters_known: int = 0
 
     def can_replace(self, other: Member) -> bool:
         """Whether requests for the other one can go here."""
@@ -88,6 +94,22 @@ class LaunchMember(msgspec.Struct, frozen=True, tag=True):
     member_id: str
     # Ray's id of its node.
     node_id: str
+
+
+class LoraRecord(msgspec.Struct, frozen=True):
+    """What is to become of an adapter of a model, on all of the model's engines. The latest of a name holds."""
+
+    # The model's name in the API, and the adapter's.
+    model: str
+    name: str
+    # Of its folder; empty once it is to go.
+    path: str
+    # When it was to be loaded, unique: another time it may have other weights.
+    version: int
+    # When this was decided; grows.
+    changed: int
+    # All engines have it, so requests may ask for it.
+    is_ready: bool = False
 
 
 Replica = EngineMember | ServerMember
@@ -106,6 +128,9 @@ class View(msgspec.Struct, frozen=True):
     # Grows with each change, also from one directory to the next.
     version: int = 0
     launches: list[LaunchMember] = []
+    # Of adapters that came or went while engines ran, one a model and name; None if nothing has changed since the
+    # version that was asked for.
+    adapters: list[LoraRecord] | None = None
     # Ids of members that have gone since the version that was asked for; None if the view is whole.
     gone: list[str] | None = None
 
@@ -120,8 +145,22 @@ class View(msgspec.Struct, frozen=True):
             engines=[each for each in self.engines if each.member_id not in old] + changes.engines,
             servers=[each for each in self.servers if each.member_id not in old] + changes.servers,
             launches=[each for each in self.launches if each.member_id not in old] + changes.launches,
+            adapters=self.adapters if changes.adapters is None else changes.adapters,
             gone=None,
         )
+
+
+def adapters_known(view: View) -> int:
+    """When the latest of its decisions about adapters was made; 0 if there is none."""
+    return max((record.changed for record in view.adapters or []), default=0)
+
+
+def _latest(records: list[LoraRecord]) -> dict[tuple[str, str], LoraRecord]:
+    """Of each model and name the record that holds."""
+    latest: dict[tuple[str, str], LoraRecord] = {}
+    for record in sorted(records, key=lambda each: each.changed):
+        latest[record.model, record.name] = record
+    return latest
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +211,8 @@ class Directory:
         self._first = self._version = time.time_ns()  # more than any version of a directory before this one
         self._changed: dict[str, int] = {}  # id -> version of its last change or its end; oldest first
         self._stop_at: float | None = None
+        self._adapters: dict[tuple[str, str], LoraRecord] = {}
+        self._adapters_changed = self._version
         self._reports: dict[str, Report] = {}
         self._incidents: deque[Incident] = deque(maxlen=MAX_INCIDENTS)
 
@@ -198,7 +239,9 @@ class Directory:
             ids = [each for each in changed if each in self._members]
             gone = [each for each in changed if each not in self._members]
         members = [self._members[each][1] for each in ids]
+        same_adapters = gone is not None and known is not None and known.version >= self._adapters_changed
         return View(
+            adapters=None if same_adapters else list(self._adapters.values()),
             engines=[each for each in members if isinstance(each, EngineMember)],
             servers=[each for each in members if isinstance(each, ServerMember)],
             front_keys=self._keys,
@@ -207,6 +250,14 @@ class Directory:
             gone=gone,
             launches=[each for each in members if isinstance(each, LaunchMember)],
         )
+
+    def decide(self, records: list[LoraRecord]) -> None:
+        """Take in what is to become of adapters, or what members know that an earlier directory knew."""
+        latest = _latest([*self._adapters.values(), *records])
+        if latest != self._adapters:
+            self._adapters = latest
+            self._version += 1
+            self._adapters_changed = self._version
 
     def leave(self, member_id: str) -> bool:
         """Remove a member; returns whether nobody is left."""
@@ -265,6 +316,10 @@ class DirectoryActor:
         """See `Directory.leave`."""
         return self._directory.leave(member_id)
 
+    def decide(self, message: bytes) -> None:
+        """See `Directory.decide`."""
+        self._directory.decide(msgspec.msgpack.decode(message, type=list[LoraRecord]))
+
     def tell(self, message: bytes) -> None:
         """See `Directory.tell`."""
         self._directory.tell(msgspec.msgpack.decode(message, type=Report))
@@ -297,13 +352,23 @@ class DirectoryLink:
 
     def ask(self, member: Member | None = None) -> View | None:
         """Tell of a member, if there is one; returns what the directory knows, None if it does not answer."""
-        known = None if self._view is None else msgspec.structs.replace(self._view, engines=[], servers=[], launches=[])
+        known = self._view
+        if known is not None:
+            known = msgspec.structs.replace(known, engines=[], servers=[], launches=[], adapters=None)
         answer = self._call("beat", msgspec.msgpack.encode((member, known)))
         if answer is None:
             return None
         view = msgspec.msgpack.decode(answer, type=View)
+        if self._view is not None and self._view.adapters and view.gone is None:  # a new directory, it may be
+            self.decide(self._view.adapters)
+            latest = _latest([*self._view.adapters, *(view.adapters or [])])
+            view = msgspec.structs.replace(view, adapters=list(latest.values()))
         self._view = view if self._view is None else self._view.updated(view)
         return self._view
+
+    def decide(self, records: list[LoraRecord]) -> None:
+        """See `Directory.decide`."""
+        self._call("decide", msgspec.msgpack.encode(records))
 
     def tell(self, report: Report) -> None:
         """See `Directory.tell`."""

@@ -26,6 +26,7 @@ from rayllm.api.wire import VERSION, CurveKeys, EngineBeat, FrontBeat, Snapshot,
 from rayllm.config.options import ServerConfig
 from rayllm.engine.client import EngineClient
 from rayllm.errors import EngineDeadError
+from rayllm.serve.cluster.adapters import Deciding, FrontAdapters
 from rayllm.serve.cluster.directory import EngineMember
 from rayllm.serve.cluster.router import Router
 from rayllm.serve.http.limits import Admission
@@ -47,6 +48,9 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     server: ServerConfig = ServerConfig()
     skip_tokenizer_init: bool = False
+    enable_lora: bool = False
+    # Paths by name of those that engines have from their options.
+    adapters: dict[str, str] = {}
 
 
 class _Replica:
@@ -79,7 +83,8 @@ class ModelFront:
     """One model of an API server. All methods are of one event loop.
 
     tokenizer: None with skip_tokenizer_init. front_id: of the API server, unique for each start. node_id: where it is.
-    index: of the API server, from 0 on; no two number requests alike. connect: makes clients.
+    index: of the API server, from 0 on; no two number requests alike. connect: makes clients. directory: where it is
+    written which adapters there are to be.
     """
 
     def __init__(
@@ -90,12 +95,14 @@ class ModelFront:
         node_id: str,
         index: int = 0,
         connect: Callable[..., EngineClient] = EngineClient,
+        directory: Deciding | None = None,
     ):
         self.name = model.name
         self.server = model.server
         self.tokenizer = tokenizer
         self.metrics = FrontMetrics()
         self.admission = Admission(model.server, 0)
+        self.lora = FrontAdapters(model.name, model.enable_lora, model.adapters, directory)
         self._front_id, self._node_id = front_id, node_id
         self._make_client = connect
         self._replicas: dict[str, _Replica] = {}
@@ -237,6 +244,19 @@ class ModelFront:
             replica, waiting = await self._find_or_route(state.request)
             self.metrics.resumed.inc()
 
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that requests may ask for."""
+        return list(self.lora.versions)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """See `FrontAdapters.load`."""
+        await self.lora.load(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `FrontAdapters.unload`."""
+        await self.lora.unload(name)
+
     def forget(self, key_id: str) -> None:
         """Nobody will send the request with this key again; whichever replica has it keeps it no more."""
         for replica in self._replicas.values():
@@ -352,6 +372,12 @@ class ModelFront:
             replica = replicas.get(replica_id)
             return None if replica is None else replica.load + replica.beat.others_here
 
-        prompt = self._router.prompt(request.prompt_token_ids, request.cache_salt, request.prompt_cache_key)
+        salt = request.cache_salt
+        if request.adapter:
+            # A replica that starts may not have it yet. What is cached of another version is of no use.
+            version = self.lora.versions.get(request.adapter)
+            names = [each for each in names if replicas[each].member.adapters.get(request.adapter) == version] or names
+            salt = f"{request.adapter} {version} {salt}"
+        prompt = self._router.prompt(request.prompt_token_ids, salt, request.prompt_cache_key)
         replica_id, cached = self._router.choose(prompt, names, load)
         return replicas[replica_id], len(request.prompt_token_ids) - cached

@@ -24,7 +24,7 @@ import rayllm.errors
 from rayllm import timeouts
 from rayllm.api.types import DeviceMemory, EngineInfo, Phases, StartReport, timed
 from rayllm.config.options import ModelConfig, ServerConfig
-from rayllm.config.resolved import NUM_SEQS, resolve
+from rayllm.config.resolved import MAX_GPUS, NUM_SEQS, resolve
 from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
 from rayllm.executor.checkpoints import offer_checkpoint
 from rayllm.executor.ray_cluster import connect_to_ray, has_no_cluster
@@ -32,6 +32,7 @@ from rayllm.executor.ray_compat import log_folder, raylet_socket
 from rayllm.serve.cluster.application import ResolvedModel, cores_by_host, make_application, resolve_models
 from rayllm.serve.cluster.capacity import Capacity, cluster_capacity
 from rayllm.serve.cluster.directory import DirectoryLink, LaunchMember, address
+from rayllm.serve.cluster.download import local_models
 from rayllm.serve.cluster.ingress import ClusterIngress, Ingress, allow_files, haproxy_binary, listen, max_files
 from rayllm.serve.cluster.processes import Orders, ignore_signals, supervise, watch_processes
 from rayllm.serve.cluster.serve_compat import serve_http_options
@@ -43,7 +44,6 @@ POLL_S = 0.1
 TAKES_LONG = "taken more than"  # in what Serve says of replicas that are slow to start
 
 GIB = 1 << 30
-MAX_GPUS = 8  # that an engine may ask for
 
 Options = tuple[list[ModelConfig], ServerConfig]
 Report = Callable[[str], None]
@@ -81,9 +81,10 @@ def start_server(
     phases: Phases = []
     environment = {name: os.environ[name] for name in KEY_VARIABLES if name in os.environ}
     with timed(phases, "checks"):
-        _check(models)
         trace_endpoint(server.otlp_endpoint, os.environ)
         keys = load_api_keys(server, os.environ)
+        models = local_models(models)
+        _check(models)
     for warning in key_warnings(server, has_keys=bool(keys)):
         report(warning)
     deployment = Deployment(server)
@@ -93,8 +94,14 @@ def start_server(
         if reread is None:
             raise ConfigError("there is no --config file to read again")
         models, server = reread()
+        keys = load_api_keys(server, dict(environment))
+        models = local_models(models, goes_on, timeouts.INGRESS_WATCH_S)
         _check(models)
-        deployment.update(models, server, load_api_keys(server, dict(environment)))
+        deployment.update(models, server, keys)
+
+    def goes_on() -> bool:
+        deployment.watch_ingress()
+        return not orders.stop.is_set()
 
     try:
         with timed(phases, "ray"):

@@ -21,6 +21,7 @@ from rayllm.engine.driver import Core, EngineDriver
 from rayllm.engine.socket import EngineSocket
 from rayllm.errors import EngineDeadError
 from rayllm.executor.checkpoints import fetch_checkpoint
+from rayllm.serve.cluster.adapters import ReplicaAdapters
 from rayllm.serve.cluster.directory import DirectoryLink, EngineMember, Membership, Place, Report, View, own_place
 from rayllm.serve.cluster.spot import watch_host
 from rayllm.serve.cluster.stopped import end_if_stopped
@@ -57,6 +58,7 @@ class EngineReplica:
         self._core = (start or _start)(config)  # the driver's, while that runs
         self._driver = EngineDriver(self._core)
         self._socket = EngineSocket(self._driver)
+        self._adapters = ReplicaAdapters(model, self._driver, self._core.adapters)
         self._servers: set[str] | None = None  # the model's API servers; None until the directory has told them
         directory = registry or DirectoryLink(self._place.app_name)
         self._membership = Membership(directory, self._member, self._report, self._on_view, self._stop)
@@ -121,6 +123,8 @@ class EngineReplica:
             node_id=self._place.node_id,
             endpoint=self._socket.endpoint,
             draining=self._membership.is_stopping or self._membership.is_leaving,
+            adapters=self._adapters.versions,
+            adapter_errors=self._adapters.errors,
         )
 
     def _report(self) -> Report:
@@ -136,6 +140,7 @@ class EngineReplica:
 
     async def _on_view(self, view: View) -> None:
         self._socket.allow([view.front_keys.public])
+        self._adapters.update(view.adapters or [])
         servers = [each for each in view.servers if self._model in each.models and not each.draining]
         mine = {each.member_id for each in servers if each.version == VERSION}
         self._servers = mine if mine or not servers else None  # those of its own version are still to come

@@ -154,9 +154,10 @@ async def console_files(path: str, if_none_match: Annotated[str | None, Header()
 async def health(context: OpenContext, model: str | None = None) -> dict[str, str]:
     """Whether requests are answered: by one model, or by all. Why they are not is said only to who has a key."""
     models = context.state.models
-    if model is not None and model not in models:  # asked without a key, so it must not name the models that there are
+    names = [name for each in models.values() for name in (each.name, *each.adapters)]
+    if model is not None and model not in names:  # asked without a key, so it must not name the models that there are
         raise ApiError(404, "there is no such model", code="model_not_found", param="model")
-    asked = [each for each in models.values() if model in (None, each.name)]
+    asked = [each for each in models.values() if model in (None, each.name, *each.adapters)]
     reasons = {each.name: await each.unhealthy_reason() for each in asked}
     bad = [f"{name}: {why}" if len(asked) > 1 else why for name, why in reasons.items() if why is not None]
     if bad and not context.is_trusted:
@@ -195,16 +196,40 @@ async def cluster(context: request.Context, format: str = "text") -> Response:
 
 @server_routes.get("/v1/models", response_model_exclude_none=True)
 async def models(context: request.Context) -> protocol.ModelList:
-    """The models served."""
-    return protocol.ModelList(data=[_card(model) for model in context.state.models.values()])
+    """The models served, and their adapters."""
+    found = context.state.models.values()
+    return protocol.ModelList(data=[_card(model, name) for model in found for name in ("", *model.adapters)])
 
 
 @server_routes.get("/v1/models/{model_id:path}", response_model_exclude_none=True)
 async def model(model_id: str, context: request.Context) -> protocol.ModelCard:
-    """One model."""
+    """One model, or adapter."""
     if not model_id:
         raise HTTPException(404)
-    return _card(request.find_model(context.state, model_id))
+    found = request.find_model(context.state, model_id)
+    return _card(found, request.adapter_name(found, model_id))
+
+
+@tokenizer_routes.post("/v1/load_lora_adapter")
+async def load_lora_adapter(body: protocol.LoadAdapterBody, context: request.Context) -> protocol.AdapterAnswer:
+    """Load an adapter (LoRA) on all engines of a model, from its folder in PEFT's form.
+
+    Afterwards requests ask for it by its name in place of the model's. If an engine cannot load it, none has it.
+    """
+    model = request.find_model(context.state, body.model)
+    others = [name for each in context.state.models.values() for name in (each.name, *each.adapters)]
+    if body.lora_name in others and body.lora_name not in model.adapters:
+        raise InvalidRequestError(f"lora_name: {body.lora_name!r} is the name of a model or its adapter", "lora_name")
+    await model.load_adapter(body.lora_name, body.lora_path)
+    return protocol.AdapterAnswer(id=body.lora_name, parent=model.name)
+
+
+@tokenizer_routes.post("/v1/unload_lora_adapter")
+async def unload_lora_adapter(body: protocol.UnloadAdapterBody, context: request.Context) -> protocol.AdapterAnswer:
+    """Forget an adapter on all engines of its model. Requests that run with it go on."""
+    model = request.find_model(context.state, body.lora_name if body.model is None else body.model)
+    await model.unload_adapter(body.lora_name)
+    return protocol.AdapterAnswer(id=body.lora_name, parent=model.name, deleted=True)
 
 
 @tokenizer_routes.post("/tokenize", response_model_exclude_none=True)
@@ -270,15 +295,16 @@ async def embed(body: protocol.EmbeddingBody, context: request.Context) -> Respo
     """Embed texts: by the last token's hidden state after the model's final norm, or the mean of all tokens'."""
     target = context.enter(body.model, "embd-", request_id=body.request_id)
     outputs = await request.run(context, await context.work(embedding_job, body, target))
-    return request.json_response(embeddings(body, target.model.name, outputs))
+    return request.json_response(embeddings(body, target.name, outputs))
 
 
 add_response_routes(generation_routes, tokenizer_routes, server_routes)
 
 
-def _card(model: ServedModel) -> protocol.ModelCard:
+def _card(model: ServedModel, adapter: str = "") -> protocol.ModelCard:
     max_model_len = model.engine().info.max_model_len if model.num_replicas else None
-    return protocol.ModelCard(id=model.name, created=_STARTED, max_model_len=max_model_len)
+    name, parent = (adapter, model.name) if adapter else (model.name, None)
+    return protocol.ModelCard(id=name, created=_STARTED, max_model_len=max_model_len, parent=parent)
 
 
 def _tokenizing_engine(context: request.RequestContext, name: str | None) -> tuple[EngineInfo, Tokenizer]:

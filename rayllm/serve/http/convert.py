@@ -303,6 +303,7 @@ def _request(
         prompt_cache_key=body.prompt_cache_key or "",
         pooling=pooling,
         key=key,
+        adapter=target.adapter,
     )
     validate_request(request, info)
     return request

@@ -31,6 +31,7 @@ from pydantic_core import CoreSchema, from_json
 
 from rayllm.api.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from rayllm.api.types import Pooling
+from rayllm.config.options import check_adapter_name
 from rayllm.errors import InvalidRequestError
 from rayllm.serve.http.unknown_fields import UnknownField, UnknownFields
 from rayllm.text.json_schema import enforceable, not_enforced
@@ -176,7 +177,7 @@ def _text_of(content: Any, info: ValidationInfo) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
-            raise ValueError(f"content of type {kind!r} is not supported yet")
+            raise ValueError(f"content of type {kind[:80]!r} is not supported: models are served text-only")
     return "\n".join(TextPart.model_validate(part, context=info.context).text for part in content)
 
 
@@ -728,12 +729,40 @@ class ErrorAnswer(BaseModel):
     error: ErrorDetail
 
 
+def _check_adapter(name: str) -> str:
+    check_adapter_name(name)
+    return name
+
+
+AdapterName = Annotated[str, AfterValidator(_check_adapter)]
+
+
+class UnloadAdapterBody(RequestBody):
+    """The body of /v1/unload_lora_adapter. model: the adapter's, found by the adapter's name if absent."""
+
+    lora_name: AdapterName
+
+
+class LoadAdapterBody(UnloadAdapterBody):
+    """The body of /v1/load_lora_adapter. model: may be absent if there is only one."""
+
+    lora_path: str
+
+
+class AdapterAnswer(BaseModel):
+    id: str
+    object: Literal["adapter"] = "adapter"
+    parent: str
+    deleted: bool = False
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "rayllm"
     max_model_len: int | None = None  # left out while the model has no engine
+    parent: str | None = None  # the model of an adapter; left out for models
 
 
 class ModelList(BaseModel):

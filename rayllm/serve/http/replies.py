@@ -44,7 +44,7 @@ class Reply(ABC):
         self._n = n
         self._job = job
         self._tokenizer = target.engine.tokenizer
-        self._head: Json = {"id": target.reply_id, "created": int(time.time()), "model": target.model.name}
+        self._head: Json = {"id": target.reply_id, "created": int(time.time()), "model": target.name}
         self._prompt_entries: dict[int, Entries] = {}  # prompt index -> its log-probabilities
         self._prompt_tokens = sum(len(r.prompt_token_ids) for r in job.requests)
         self._cached_tokens = [0] * len(job.requests)

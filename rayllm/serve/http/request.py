@@ -14,7 +14,7 @@ import time
 import uuid
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Annotated, ParamSpec, TypeVar, get_type_hints
 
@@ -102,13 +102,14 @@ class RequestContext:
         before, whose reply has the id of its key. Raises ApiError, EngineDeadError.
         """
         model = find_model(self.state, name)
+        adapter = adapter_name(model, name)
         self.record.model = model.name
         engine = model.engine()
         self.ticket.move(model.admission)
         if again is not None:
             reply_id, key = again.id, again
         elif self.idempotency_key:  # id and time are those of the first request with it
-            parts = repr((self.record.key, prefix, model.name, self.idempotency_key)).encode()
+            parts = repr((self.record.key, prefix, adapter or model.name, self.idempotency_key)).encode()
             reply_id = prefix + hashlib.sha256(parts).hexdigest()[:32]
             key = IdempotencyKey(reply_id, self.fingerprint, int(time.time()))
         else:
@@ -117,7 +118,7 @@ class RequestContext:
             reply_id = prefix + request_id
         self.record.reply_id = reply_id
         client = self.record.key or self._address
-        self.target = Target(model, engine, engine.info, reply_id, client, key)
+        self.target = Target(model, engine, engine.info, reply_id, client, key, adapter)
         return self.target
 
     async def work(self, function: Callable[Args, Result], *args: Args.args, **options: Args.kwargs) -> Result:
@@ -152,9 +153,8 @@ class RequestContext:
             return
         self.headers[HEADER] = header_value(body.unknown_fields)
         self._field_log.note(body.unknown_fields, self.record.path)
-        models = self.state.models
-        if (name := next(iter(models)) if body.model is None else body.model) in models:
-            models[name].metrics.ignored.inc()
+        with suppress(ApiError):  # the answer will say that there is no such model
+            find_model(self.state, body.model).metrics.ignored.inc()
 
     def note_not_enforced(self, job: Job) -> None:
         """Name in a header what of the request's schemas is not enforced, as far as it has room."""
@@ -299,17 +299,29 @@ class RequestLife:
 
 
 def find_model(state: ServerState, name: str | None) -> ServedModel:
-    """The model that a request asks for; it may leave the name out if there is only one. Raises ApiError."""
+    """The model that a request asks for, or whose adapter; it may leave the name out if there is only one.
+
+    Raises ApiError.
+    """
     models = state.models
     if name is None and len(models) == 1:
         return next(iter(models.values()))
-    known = ", ".join(map(repr, models))
+    if name is not None and name not in models:
+        for model in models.values():
+            if name in model.adapters:
+                return model
+    known = ", ".join(repr(each) for model in models.values() for each in (model.name, *model.adapters))
     if name is None:
         raise ApiError(400, f"model is missing; this server has {known}", param="model")
     if name not in models:
         message = f"the model {name!r} does not exist; this server has {known}"
         raise ApiError(404, message, code="model_not_found", param="model")
     return models[name]
+
+
+def adapter_name(model: ServedModel, name: str | None) -> str:
+    """The adapter that a request asks for whose model was found by this name; empty for none."""
+    return "" if name is None or name == model.name else name
 
 
 # ---- before the body is read
@@ -509,7 +521,7 @@ class RequestGroup:
 
     def __init__(self, context: RequestContext, job: Job):
         self._context = context
-        self._names = job.names
+        self._names, self._requests = job.names, job.requests
         self._queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
         self._running = len(job.requests)
         self._tasks = [asyncio.create_task(each) for each in (self._start(job), self._watch_client())]
@@ -524,6 +536,8 @@ class RequestGroup:
                 self._running -= 1
             elif isinstance(item, Exception):
                 self._close()
+                if isinstance(item, ApiError) and item.status_code == 408:
+                    self._forget()
                 with renamed(self._names):  # a grammar that only the engine could find wrong
                     raise item
             else:
@@ -534,6 +548,12 @@ class RequestGroup:
         """Stop what still runs."""
         for task in self._tasks:
             task.cancel()
+
+    def _forget(self) -> None:
+        """A deadline was missed: the engine is not to go on for who may send it again."""
+        for request in self._requests:
+            if request.key is not None:
+                self._context.target.engine.forget(request.key.id)
 
     async def _start(self, job: Job) -> None:
         for index, (request, text) in enumerate(zip(job.requests, job.prompts, strict=True)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from typing import NamedTuple, Protocol
 
 from rayllm.api.types import EngineInfo, EngineStats, GenerationRequest, IdempotencyKey, RequestOutput
@@ -41,6 +41,16 @@ class ServedModel(Protocol):
     @property
     def num_replicas(self) -> int:
         """How many engines there are for new requests; `engine` raises only if it is none."""
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """The names of its adapters, by which requests may ask for them in place of the model's."""
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Have all engines load an adapter. Raises InvalidRequestError if one cannot; then none has it."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have all engines forget an adapter. Raises InvalidRequestError."""
 
     async def unhealthy_reason(self) -> str | None:
         """None if requests are being answered, else why not."""
@@ -87,3 +97,9 @@ class Target(NamedTuple):
     reply_id: str
     client: str = ""  # who asks, as far as it is known
     key: IdempotencyKey | None = None  # of a request that may be sent again
+    adapter: str = ""  # the name of the adapter that was asked for
+
+    @property
+    def name(self) -> str:
+        """What was asked for: the adapter or the model."""
+        return self.adapter or self.model.name

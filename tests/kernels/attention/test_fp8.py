@@ -52,6 +52,7 @@ def test_attention(
     check_close(case.prefill(kernels), case.prefill(reference), terms=case.longest)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 @pytest.mark.parametrize(
     ("window", "alibi", "softcap", "has_sinks", "cache_dtype"),
     [

@@ -10,6 +10,8 @@ from rayllm_kernels import ops
 from rayllm_kernels.ops import Contexts, KVCache
 
 ON_GPU = torch.cuda.is_available()
+# Of sinks far above all scores, and of products far above a cap.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 # The interpreter's `tl.dot` multiplies bf16 bit patterns as integers: there, fp16 takes the place of bf16.
 BRAIN = torch.bfloat16 if ON_GPU else torch.float16
 

@@ -229,3 +229,18 @@ print("compiled")
 
 def test_forms_compile(run_compiler, tmp_path):
     assert run_compiler(FORMS, TRITON_CACHE_DIR=str(tmp_path)).strip() == "compiled"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norms_in_fp32(randn, device, kernels, reference, dtype):
+    """Their weights multiply what is not rounded yet."""
+    norms, positions = HeadNorms(1.0 + randn(16), 1.0 + randn(16), 1e-6), torch.arange(5, device=device)
+    qkv, pool = randn(5, 8 * 16, dtype=dtype), randn(2, 3, 2, 8, 16, dtype=dtype)
+    caches = [KVCache(*pool.clone()) for _ in range(2)]
+    angles = randn(5, 16).sin()
+    ours, theirs = (
+        each.qk_norm_rope_cache(qkv, norms, positions, angles, cache, positions)
+        for each, cache in zip((kernels, reference), caches, strict=True)
+    )
+    check_close(ours, theirs, terms=2)
+    check_close(caches[0].k, caches[1].k, terms=2)

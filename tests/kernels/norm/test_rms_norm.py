@@ -48,6 +48,22 @@ def test_fused_add_rms_norm(randn, kernels, reference, shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ROWS)
+def test_weights_in_fp32_multiply_what_is_not_rounded(randn, kernels, reference, shape, dtype):
+    """As in transformers' Gemma, to the bit."""
+    x, residual, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), 1.0 + randn(shape[-1])
+    wide = x.float()
+    expected = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * weight).to(dtype)
+    assert torch.equal(reference.rms_norm(x, weight, 1e-6), expected)
+    check_close(kernels.rms_norm(x, weight, 1e-6), expected)
+    added = kernels.rms_norm_add(x, residual, weight, 1e-6)
+    check_close(added, reference.rms_norm_add(x, residual, weight, 1e-6), terms=2)
+    pair = kernels.fused_add_rms_norm(x, residual, weight, 1e-6)
+    for ours, theirs in zip(pair, reference.fused_add_rms_norm(x, residual, weight, 1e-6), strict=True):
+        check_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ROWS)
 def test_rms_norm_add(randn, kernels, reference, shape, dtype):
     x, residual, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
     before = x.clone(), residual.clone()

@@ -45,6 +45,8 @@ def test_every_route_is_described():
         "/v1/responses/{response_id}": ["get", "delete"],
         "/v1/responses/{response_id}/cancel": ["post"],
         "/v1/responses/{response_id}/input_items": ["get"],
+        "/v1/load_lora_adapter": ["post"],
+        "/v1/unload_lora_adapter": ["post"],
         "/tokenize": ["post"],
         "/detokenize": ["post"],
     }

@@ -112,6 +112,18 @@ def test_another_body_is_a_422(stream):
     assert (error["param"], "another body" in error["message"]) == ("Idempotency-Key", True)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_misses_a_deadline_leaves_nothing_that_runs_on(stream):
+    state = FakeState()
+    body = json.dumps({"prompt": ["hi", "slow"], "stream": stream}).encode()
+    answer = Api(ServerConfig(request_timeout=0.1), (), state).post(
+        "/v1/completions", content=body, headers={"idempotency-key": "k"}
+    )
+    assert "request_timeout" in answer.text
+    assert len(state.fake.started) == len(set(state.fake.forgotten)) == 2
+    assert sorted(state.fake.aborted) == sorted(state.fake.started)
+
+
 def test_tool_calls_have_the_same_ids():
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     app = Played(*[call * 2] * 4, source=HERMES)

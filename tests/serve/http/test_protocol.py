@@ -197,7 +197,12 @@ def test_a_byte_order_mark_is_left_out():
         ([{"role": "robot", "content": "hi"}], "role"),
         ([{"role": "assistant", "function_call": {"arguments": "{}"}}], "messages.0.function_call.name is required"),
         ([{"role": "assistant", "audio": {"id": "a"}}], "messages.0.audio: is not supported"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url' is not supported yet"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "'image_url' is not supported: models are served text-",
+        ),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "'input_audio' is not supported: models are served"),
+        ([{"role": "user", "content": [{"type": "file"}]}], "'file' is not supported: models are served text-only"),
         ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "string"),
         ([{"role": "user", "content": 3}], "content: must be a string or a list of text parts"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.kinds import bloom, glm4, llama, ministral, mixtral, opt, phi3, qwen3_moe, smollm3, vision
+from support.kinds import bloom, gemma, glm4, granite, llama, ministral, mixtral, opt, phi3, qwen3_moe, smollm3, vision
 
 CONFIGS = {
     **llama.CONFIGS,
@@ -11,7 +11,9 @@ CONFIGS = {
     **phi3.CONFIGS,
     **glm4.CONFIGS,
     **ministral.CONFIGS,
+    **granite.CONFIGS,
     **smollm3.CONFIGS,
+    **gemma.CONFIGS,
     **vision.CONFIGS,
     **qwen3_moe.CONFIGS,
     **mixtral.CONFIGS,

@@ -14,6 +14,7 @@ import hashlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -28,6 +29,7 @@ from rayllm.batch.result_file import InUseError, ResultFile
 from rayllm.batch.runner import NotSentError, run_batch
 from rayllm.serve.http.batches.store import BatchError, BatchErrors, BatchStore, RequestCounts, StoredBatch
 from rayllm.serve.http.errors import ApiError
+from rayllm.serve.http.request import find_model
 from rayllm.serve.http.served import ServedModel, ServerState
 
 LOOK_S = 1.0  # between looks for new batches, and at whether one is to be cancelled
@@ -189,10 +191,8 @@ class BatchWorker:
 
     async def _place(self, request: BatchRequest) -> None:
         """Return when the request's model has a place for it that no client needs."""
-        models = self._state.models
-        name = _read_model(request.body).model
-        model = next(iter(models.values())) if name is None else models.get(name)
-        if model is not None:  # else the app says that there is no such model
+        with suppress(ApiError):  # the app says that there is no such model
+            model = find_model(self._state, _read_model(request.body).model)
             async with self._turns[model.name]:
                 while _is_busy(model):
                     await asyncio.sleep(PLACE_S)

@@ -57,7 +57,8 @@ def _known(*kinds: str) -> BeforeValidator:
     def check(block: Any) -> Any:
         kind = block.get("type") if isinstance(block, dict) else None
         if isinstance(kind, str) and kind not in kinds:
-            raise ValueError(f"content of type {kind[:80]!r} is not supported here, only {', '.join(kinds)}")
+            message = f"content of type {kind[:80]!r} is not supported: models are served text-only"
+            raise ValueError(f"{message}, and take {', '.join(kinds)} here")
         return block
 
     return BeforeValidator(check)

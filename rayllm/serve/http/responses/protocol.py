@@ -64,7 +64,7 @@ def _part_kind(part: Any) -> str:
 def _check_part(part: Any) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind not in _TEXTS and kind != "refusal":
-        raise ValueError(f"content of type {kind[:80]!r} is not supported, only text")
+        raise ValueError(f"content of type {kind[:80]!r} is not supported: models are served text-only")
     return part
 
 

@@ -44,6 +44,7 @@ def add_routes(generation: APIRouter, tokenizer: APIRouter, server: APIRouter) -
     server.delete("/v1/responses/{response_id}")(delete)
     server.post("/v1/responses/{response_id}/cancel", response_model=ResponseAnswer)(cancel)
     server.get("/v1/responses/{response_id}/input_items")(input_items)
+    server.post("/v1/responses/compact", include_in_schema=False)(compact)
 
 
 async def create(body: ResponseBody, context: request.Context) -> Response:
@@ -121,6 +122,12 @@ async def cancel(response_id: str, context: request.Context) -> Response:
     if not stored.response["background"]:
         raise ApiError(400, "only responses that were made with background: true can be cancelled", param="response_id")
     return request.json_response((await background.cancel(context, stored)).response)
+
+
+async def compact() -> Response:
+    """Refused: OpenAI's models read an encrypted summary of a conversation, for which open ones have no form."""
+    message = "/v1/responses/compact is not supported: no open model reads compacted items; shorten the input instead"
+    raise ApiError(404, message, code="not_supported")
 
 
 async def input_items(

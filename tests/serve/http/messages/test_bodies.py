@@ -135,7 +135,10 @@ def refusal(response, status, kind):
         ({"messages": []}, "messages must not be empty"),
         ({"messages": [{"role": "user"}]}, "messages.0.content is required"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-        (turns([text("a"), IMAGE]), "messages.0.content.1: content of type 'image' is not supported"),
+        (
+            turns([text("a"), IMAGE]),
+            "messages.0.content.1: content of type 'image' is not supported: models are served text-only",
+        ),
         (turns([{"type": "document", "source": {}}]), "messages.0.content.0: content of type 'document'"),
         (turns("a", [USE], [result([IMAGE])]), "messages.2.content.0.tool_result.content.0: content of type 'image'"),
         (

@@ -23,6 +23,11 @@ def test_a_response_is_read_again():
         assert (answer.status_code, answer.json()) == (200, made)
 
 
+def test_compaction_is_refused_with_a_reason():
+    error = error_of(Conversation().request("POST", "/v1/responses/compact", json={"model": "m", "input": "hi"}), 404)
+    assert error["code"] == "not_supported" and "shorten the input" in error["message"]
+
+
 def test_what_is_not_stored():
     app = Conversation("one", "two", "three")
     made = app.post(input="hi", store=False).json()
