@@ -128,7 +128,7 @@ FOUND = {
     "per_layer_config": {"0": {"intermediate_size": 64}},
     "prefix": "</s>",
     "qk_layernorm": True,
-    "quantization_config": {"quant_method": "awq"},
+    "quantization_config": {"quant_method": "bitsandbytes"},
     "query_pre_attn_scalar": 256,
     "residual_multiplier": 0.22,
     "rope_interleaved": True,
