@@ -469,6 +469,9 @@ class KVMemory:
         """
         blocks = self.gpu.allocate(num_blocks * self.num_groups)
         seq.capacity += num_blocks * self.block_size
+        if self.num_groups == 1:
+            seq.block_tables[0] += blocks
+            return [blocks]
         parts = [blocks[begin : begin + num_blocks] for begin in range(0, len(blocks), num_blocks)]
         for table, part in zip(seq.block_tables, parts, strict=True):
             table += part
