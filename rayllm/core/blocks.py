@@ -56,16 +56,19 @@ class BlockManager:
 
         Raises RuntimeError if there are fewer: callers check num_free before.
         """
-        if count > self.num_free:
+        free, stale = self._free, self._stale
+        if count > len(free) + len(stale):
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} free")
         self.num_allocated += count
         blocks = []
         for _ in range(count):
-            stale = bool(self._stale) and (not self._free or next(iter(self._free)) in self.cache)
-            block, _none = (self._stale if stale else self._free).popitem(last=False)
+            source = free
+            if stale and (not free or next(iter(free)) in self.cache):
+                source = stale
+            block, _none = source.popitem(last=False)
             digest = self.cache.evict(block)
             if digest is not None and self._on_evict is not None:
-                self._on_evict(block, digest, not stale)
+                self._on_evict(block, digest, source is free)
             self._holders[block] = 1
             blocks.append(block)
         return blocks

@@ -279,9 +279,10 @@ class KVMemory:
         """Make the full blocks among the first num_tokens tokens (ids known, KV written or scheduled) findable."""
         full = num_tokens // self.block_size
         hashes = self._hashes(seq, full)
-        for group, (first, table) in enumerate(zip(seq.first_blocks, seq.block_tables, strict=True)):
+        for group, table in enumerate(seq.block_tables):
+            first = seq.first_blocks[group]
             for i in range(max(seq.num_registered, first), full):
-                self.gpu.cache.register(group_key(hashes[i], group), table[i - first])
+                self.gpu.cache.register(group_key(hashes[i], group) if group else hashes[i], table[i - first])
         seq.num_registered = full
         seq.next_full = (full + 1) * self.block_size
 
@@ -469,6 +470,9 @@ class KVMemory:
         """
         blocks = self.gpu.allocate(num_blocks * self.num_groups)
         seq.capacity += num_blocks * self.block_size
+        if self.num_groups == 1:
+            seq.block_tables[0] += blocks
+            return [blocks]
         parts = [blocks[begin : begin + num_blocks] for begin in range(0, len(blocks), num_blocks)]
         for table, part in zip(seq.block_tables, parts, strict=True):
             table += part
