@@ -30,7 +30,7 @@ PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
 class PythonEnvironment:
     """Packages of PyPI in a virtual environment, and the files of tests that run there, beside test_docs.py.
 
-    sees_ours: it also sees the packages of .venv, for its torch and transformers.
+    sees_ours: it also sees the packages of .venv, for its torch and transformers, and rayllm.
     """
 
     name: str
@@ -87,7 +87,8 @@ class PythonEnvironment:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         if self.sees_ours:
             packages = next((folder / "lib").glob("python*/site-packages"))
-            (packages / "ours.pth").write_text(sysconfig.get_path("purelib"))
+            # Ours too, whose own .pth file there is not read from here.
+            (packages / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
         return folder / "bin" / "python"
 
 
