@@ -36,6 +36,9 @@ PLAIN = (
     "smollm3",
     "qwen3_moe",
     "mixtral",
+    "glm4_moe",
+    "minimax_m2",
+    "gpt_oss",
 )
 WITH_TOWERS = ("mistral3", "qwen2_5_vl", "qwen3_vl")  # for the keys of their text_config
 OWN = (*PLAIN, *WITH_TOWERS)

@@ -25,14 +25,14 @@ TILES = tl.constexpr(32)  # that are stored at once
 
 
 class Groups(NamedTuple):
-    """order: [P] int32, the pairs, those of expert 0 first. count: [1] int32, the number of tiles.
+    """order: [P] int32, the pairs, those of expert 0 first. num_tiles: [1] int32.
 
     tiles: [3, most tiles] int32, of each its expert, its first place in `order`, and the end of its expert's places.
     """
 
     order: Tensor
     tiles: Tensor
-    count: Tensor
+    num_tiles: Tensor
 
 
 @triton.jit(do_not_specialize=["pairs", "most"])

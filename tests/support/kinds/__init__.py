@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from support.kinds import bloom, glm4, llama, ministral, mixtral, opt, phi3, qwen3_moe, smollm3, vision
+from support.kinds import (
+    bloom,
+    glm4,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    minimax_m2,
+    ministral,
+    mixtral,
+    opt,
+    phi3,
+    qwen3_moe,
+    smollm3,
+    vision,
+)
 
 CONFIGS = {
     **llama.CONFIGS,
@@ -15,4 +29,7 @@ CONFIGS = {
     **vision.CONFIGS,
     **qwen3_moe.CONFIGS,
     **mixtral.CONFIGS,
+    **glm4_moe.CONFIGS,
+    **minimax_m2.CONFIGS,
+    **gpt_oss.CONFIGS,
 }
