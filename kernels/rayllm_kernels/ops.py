@@ -26,7 +26,7 @@ from .collectives.all_reduce import PeerBuffers, all_gather_small, all_reduce, a
 from .dispatch import TritonModule
 from .experts.experts import experts
 from .experts.route import Routing, route
-from .linear.linear import add_rms_norm_linear, linear, linear_invariant, linear_silu_mul, prepare
+from .linear.linear import add_rms_norm_linear, linear, linear_invariant, linear_silu_mul, linear_wide, prepare
 from .lora.lora import AdapterSlots, add_adapters
 from .norm.qk_norm_rope_cache import HeadNorms, qk_norm_rope_cache
 from .norm.rms_norm import fused_add_rms_norm, rms_norm, rms_norm_add

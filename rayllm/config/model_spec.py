@@ -52,7 +52,7 @@ class RouterSpec:
     correction: a number an expert is added to its score where experts are chosen, and not where they are weighed.
     num_groups, top_k_groups: experts lie in so many groups, and only those of the best few groups are chosen from.
     scale: of the weights. bias: of the logits.
-    wide_weights: weights are float32 and not of the model's dtype.
+    wide_logits: logits are float32 and not of the model's dtype. wide_weights: the same for the weights.
     """
 
     scores: str
@@ -62,6 +62,7 @@ class RouterSpec:
     top_k_groups: int = 1
     scale: float = 1.0
     bias: bool = False
+    wide_logits: bool = False
     wide_weights: bool = True
 
 
@@ -72,7 +73,7 @@ class ExpertsSpec:
     sparse_layers: one entry a layer, whether it has experts; the others have an MLP of the model's intermediate_size.
     intermediate_size: of one expert.
     shared_size: intermediate size of the shared expert, which every token goes through; 0 for none.
-    shared_gate: the shared expert's output is scaled by the sigmoid of a logit.
+    bias: of gate, up and down. clamp: (alpha, limit) of a clamped activation (`rayllm_kernels.ops.experts`), if any.
     """
 
     num_experts: int
@@ -81,7 +82,8 @@ class ExpertsSpec:
     sparse_layers: tuple[bool, ...]
     router: RouterSpec
     shared_size: int = 0
-    shared_gate: bool = False
+    bias: bool = False
+    clamp: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class ModelSpec:
     embedding_scale: what embeddings are multiplied by, rounded to the model's dtype; None for nothing.
     window_rope: of layers with a window; None if it is that of the others.
     fused_qkv, fused_gate_up: checkpoints have these projections as one.
+    qk_norm_whole: all query heads are normed as one, and all key heads. attention_sinks: each head has one.
+    draft_layers: layers after the last one that a checkpoint may hold, which guess further tokens and are left out.
     text_only: the checkpoint holds towers for images or sound too, which are left out.
     rope_layers: one entry a layer, whether it has rotary positions; None if all have.
     logits_scale: of logits.
@@ -124,6 +128,9 @@ class ModelSpec:
     sliding_windows: tuple[int | None, ...]
     eos_token_ids: list[int]
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    attention_sinks: bool = False
+    draft_layers: int = 0
     experts: ExpertsSpec | None = None
     post_norms: bool = False
     norm_names: NormNames = LLAMA_NORMS

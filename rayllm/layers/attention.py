@@ -81,6 +81,7 @@ class Attention(Layer):
     rotary: the table of angles by which queries and keys are turned (`rotary.cos_sin_table`); None leaves them alone.
     norm_eps: of the RMS norms "q_norm" and "k_norm" of each query and key head; None for none. norm_offset: as for
     `RMSNorm`.
+    sinks: each head has one, as `Scoring.sinks`, called "sinks".
     interleaved, query_scale: how queries and keys are turned, as for `ops.qk_norm_rope_cache`.
     scales: the checkpoint's for a cache in fp8, of the rank's KV heads, on the CPU; None if it has none.
     """
@@ -96,8 +97,11 @@ class Attention(Layer):
         interleaved: bool = False,
         query_scale: torch.Tensor | None = None,
         norm_offset: bool = False,
+        sinks: bool = False,
     ):
         super().__init__(context)
+        self.sinks = context.parameter(context.shard(heads.num_heads, "heads")) if sinks else None
+        scoring = scoring if self.sinks is None else scoring._replace(sinks=self.sinks)
         self.heads, self.scoring, self.rotary = heads, scoring, rotary
         self.interleaved, self.query_scale = interleaved, query_scale
         self.deterministic = context.deterministic
@@ -158,3 +162,7 @@ class Attention(Layer):
 
     def load(self, source: WeightSource) -> None:
         self.scales = load_kv_scales(source, self.prefix, self.heads.num_kv_heads, self.tp)
+        if self.sinks is not None:
+            (count,), first = self.sinks.shape, self.tp.rank * self.sinks.shape[0]
+            stored = source.slice(self.prefix + "sinks", (self.heads.num_heads,), 0, first, first + count)
+            source.write(self.sinks, stored)

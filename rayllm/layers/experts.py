@@ -19,6 +19,8 @@ class Experts(Layer):
     experts' as two tensors "gate_up_proj" [num_experts, 2 * inner, hidden_size] and "down_proj"
     [num_experts, hidden_size, inner].
 
+    bias: "gate_up_proj_bias" and "down_proj_bias" beside the fused tensors. clamp: as for `ops.experts`.
+    transposed: the fused tensors are [num_experts, in, out], and rows of gate and up take turns.
     names: of the whole, with the block's prefix before it, of which the checkpoint has one. projections: of an expert's
     gate, up and down.
     """
@@ -32,13 +34,19 @@ class Experts(Layer):
         act: str,
         names: tuple[str, ...],
         projections: tuple[str, str, str],
+        *,
+        bias: bool = False,
+        clamp: tuple[float, float] | None = None,
+        transposed: bool = False,
     ):
         super().__init__(context)
         self.inner_size, self.act, self.deterministic = inner_size, act, context.deterministic
         self.shard = context.shard(inner_size, "an expert's intermediate size")
         self.gate_up = context.parameter(num_experts, 2 * self.shard, hidden_size)
         self.down = context.parameter(num_experts, hidden_size, self.shard)
-        self.names, self.projections = names, projections
+        self.gate_up_bias = context.parameter(num_experts, 2 * self.shard) if bias else None
+        self.down_bias = context.parameter(num_experts, hidden_size) if bias else None
+        self.names, self.projections, self.clamp, self.transposed = names, projections, clamp, transposed
 
     def forward(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, onto: torch.Tensor | None = None
@@ -48,14 +56,26 @@ class Experts(Layer):
         weights, experts: of `Router`.
         """
         return ops.experts(
-            x, weights, experts, self.gate_up, self.down, self.act, onto=onto, deterministic=self.deterministic
+            x,
+            weights,
+            experts,
+            self.gate_up,
+            self.down,
+            self.act,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias if self.tp.rank == 0 else None,  # which is added once
+            clamp=self.clamp,
+            onto=onto,
+            deterministic=self.deterministic,
         )
 
     def load(self, source: WeightSource) -> None:
         first = [f"{self.prefix}{name}.0.{self.projections[0]}.weight" for name in self.names]
         fused = [f"{self.prefix}{name}.gate_up_proj" for name in self.names]
         found = source.choose(*first, *fused)
-        if found in fused:
+        if self.transposed:
+            self._load_transposed(source, fused[0].removesuffix("gate_up_proj"))
+        elif found in fused:
             self._load_fused(source, found.removesuffix("gate_up_proj"))
         else:
             self._load_each(source, found.removesuffix(f"0.{self.projections[0]}.weight"))
@@ -68,6 +88,22 @@ class Experts(Layer):
             stored = source.slice(prefix + "gate_up_proj", (experts, 2 * inner, hidden), 1, rows, rows + shard)
             source.write(self.gate_up[:, half * shard : (half + 1) * shard], stored)
         source.write(self.down, source.slice(prefix + "down_proj", (experts, hidden, inner), 2, start, start + shard))
+
+    def _load_transposed(self, source: WeightSource, prefix: str) -> None:
+        shard, inner, (experts, hidden, _) = self.shard, self.inner_size, self.down.shape
+        start, end = self.tp.rank * shard, (self.tp.rank + 1) * shard
+        pairs = source.slice(prefix + "gate_up_proj", (experts, hidden, 2 * inner), 2, 2 * start, 2 * end)
+        down = source.slice(prefix + "down_proj", (experts, inner, hidden), 1, start, end)
+        source.write(self.down, down.transpose(1, 2))
+        biases = None
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            biases = source.slice(prefix + "gate_up_proj_bias", (experts, 2 * inner), 1, 2 * start, 2 * end)
+            source.write(self.down_bias, source.tensor(prefix + "down_proj_bias", (experts, hidden)))
+        for half in range(2):
+            rows = slice(half * shard, (half + 1) * shard)
+            source.write(self.gate_up[:, rows], pairs[:, :, half::2].transpose(1, 2))
+            if self.gate_up_bias is not None and biases is not None:
+                source.write(self.gate_up_bias[:, rows], biases[:, half::2])
 
     def _load_each(self, source: WeightSource, prefix: str) -> None:
         shard, inner, hidden = self.shard, self.inner_size, self.down.shape[1]

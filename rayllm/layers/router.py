@@ -32,7 +32,7 @@ class Router(Layer):
         self.weight = context.parameter(num_experts, hidden_size)
         self.bias = context.parameter(num_experts) if spec.bias else None
         self.correction = context.parameter(num_experts, dtype=torch.float32) if spec.correction else None
-        self.deterministic = context.deterministic
+        self.wide_logits, self.deterministic = spec.wide_logits, context.deterministic
         self.names, self.corrections = names, corrections
         self.routing = ops.Routing(
             top_k=top_k,
@@ -46,7 +46,10 @@ class Router(Layer):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         deterministic = self.deterministic
-        logits = (ops.linear_invariant if deterministic else ops.linear)(x, self.weight, self.bias)
+        if self.wide_logits:
+            logits = ops.linear_wide(x, self.weight, self.bias, deterministic=deterministic)
+        else:
+            logits = (ops.linear_invariant if deterministic else ops.linear)(x, self.weight, self.bias)
         return ops.route(logits, self.routing, self.correction, deterministic=deterministic)
 
     def load(self, source: WeightSource) -> None:

@@ -21,6 +21,7 @@ from rayllm.layers.embedding import Embedding, LMHead
 from rayllm.layers.layer import BuildContext
 from rayllm.layers.linear import ColumnLinear, GatedLinear, RowLinear, column_part, qkv_parts, stored_as_one
 from rayllm.layers.norm import RMSNorm
+from rayllm.layers.projection_norms import ProjectionNorms
 from rayllm.layers.rotary import cos_sin_table, query_scales
 from rayllm.models.base import CausalLM, heads_of
 from rayllm_kernels.ops import Scoring
@@ -60,7 +61,9 @@ class LlamaAttention(nn.Module):
             interleaved=interleaved,
             query_scale=query_scale,
             norm_offset=spec.norm_offset,
+            sinks=spec.attention_sinks,
         )
+        self.projection_norms = ProjectionNorms(build, heads, spec.norm_eps) if spec.qk_norm_whole else None
         self.o_proj = RowLinear(build.at("o_proj"), num_heads * head_dim, hidden, bias=spec.attention_out_bias)
         self.post_norm = post_norm
 
@@ -75,6 +78,8 @@ class LlamaAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """total + attention over norm(total), total = x + residual: in two parts, as x and residual themselves."""
         qkv, residual = self.qkv_proj.after_norm(x, residual, norm)
+        if self.projection_norms is not None:
+            qkv = self.projection_norms(qkv)
         attention = self.attention
         q = attention.store(qkv, kv_cache, plan)
         del qkv  # the largest tensor of many a step, and nobody needs it any more

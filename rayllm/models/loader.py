@@ -38,10 +38,11 @@ class Checkpoint(StoredTensors):
     """The *.safetensors files of a model folder, mapped lazily: a slice is read from the file when it is asked for.
 
     text_only: it holds towers beside a text model, whose weights alone are read, by the names of a text model alone.
+    left_out: beginnings of names of weights that nobody reads.
     Raises ModelError if the folder has no safetensors weights, or files that are missing or damaged.
     """
 
-    def __init__(self, path: str, *, text_only: bool = False):
+    def __init__(self, path: str, *, text_only: bool = False, left_out: tuple[str, ...] = ()):
         super().__init__()
         self._folder = Path(path)
         self._open: dict[str, Any] = {}
@@ -53,6 +54,7 @@ class Checkpoint(StoredTensors):
             self._text, towers = split_text(self._file_of)
             self._file_of = {name: self._file_of[name] for name in self._text.values()}
             self.num_left_out = len(towers)
+        self._file_of = {name: file for name, file in self._file_of.items() if not name.startswith(left_out)}
         self._used: set[str] = set()
         self._missing: list[str] = []
         # Shown on terminals only, so not by the ranks of a cluster.
@@ -195,7 +197,8 @@ def load_model(
     dummy = options.load_format == "dummy"
     source: WeightSource = DummyCheckpoint(options.seed or 0, device, dtype)
     if not dummy:
-        source = checkpoint = Checkpoint(options.model, text_only=spec.text_only)
+        drafts = tuple(f"model.layers.{spec.num_layers + i}." for i in range(spec.draft_layers))
+        source = checkpoint = Checkpoint(options.model, text_only=spec.text_only, left_out=drafts)
         if checkpoint.num_left_out and tp.rank == 0:
             logger.info("%s is served for text alone: %d weights are left out", options.model, checkpoint.num_left_out)
         if spec.quantization is not None:

@@ -12,7 +12,10 @@ from rayllm.errors import ModelError
 from rayllm.layers.layer import BuildContext
 from rayllm.models.base import CausalLM
 from rayllm.models.bloom import BloomForCausalLM
+from rayllm.models.glm4_moe import glm4_moe
+from rayllm.models.gpt_oss import gpt_oss
 from rayllm.models.llama import LlamaForCausalLM
+from rayllm.models.minimax_m2 import minimax_m2
 from rayllm.models.mixtral import mixtral
 from rayllm.models.opt import OPTForCausalLM
 from rayllm.models.qwen3_moe import qwen3_moe
@@ -45,6 +48,9 @@ MODEL_CLASSES: dict[str, ModelClass] = {
     "Qwen3VLForConditionalGeneration": LlamaForCausalLM,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "MixtralForCausalLM": mixtral,
+    "Glm4MoeForCausalLM": glm4_moe,
+    "MiniMaxM2ForCausalLM": minimax_m2,
+    "GptOssForCausalLM": gpt_oss,
 }
 
 

@@ -20,7 +20,7 @@ class SparseNames(NamedTuple):
 
     blocks: the names that the block goes by, of which a checkpoint has one.
     router, correction: within the block. shared: the shared expert.
-    projections: gate, up and down of an expert.
+    projections: gate, up and down of an expert. transposed: as for `Experts`.
     """
 
     blocks: tuple[str, ...] = ("mlp",)
@@ -28,6 +28,7 @@ class SparseNames(NamedTuple):
     correction: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    transposed: bool = False
 
 
 class SparseMLP(nn.Module):
@@ -52,6 +53,9 @@ class SparseMLP(nn.Module):
             spec.hidden_act,
             within("experts"),
             names.projections,
+            bias=sizes.bias,
+            clamp=sizes.clamp,
+            transposed=names.transposed,
         )
         self.shared = None
         if sizes.shared_size:

@@ -97,6 +97,38 @@ VARIANTS = {
         {"final_logit_softcapping": 20.0, "tie_word_embeddings": False, "attention_bias": True, "head_dim": 24},
     ),
     "gemma3 of default frequencies": ("gemma3", {"rope_parameters": None, "sliding_window": 6}),
+    "qwen3-moe, every second layer, not normalised, biases, tied": (
+        "qwen3_moe",
+        {
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+    ),
+    "mixtral, all experts, gelu, without window": (
+        "mixtral",
+        {"num_experts_per_tok": 6, "hidden_act": "gelu", "sliding_window": None},
+    ),
+    "glm-4-moe, no groups, dense layers, norms or biases": (
+        "glm4_moe",
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "norm_topk_prob": False,
+            "n_shared_experts": 1,
+        },
+    ),
+    "gpt-oss, whole attention, no biases there, small limit": (
+        "gpt_oss",
+        {"layer_types": ["full_attention"] * 3, "attention_bias": False, "swiglu_limit": 0.5, "swiglu_alpha": 1.0},
+    ),
     "llama biases, tied, gelu": (
         "llama",
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu"},

@@ -64,6 +64,9 @@ def run_ranks(folder, size, load_format="auto"):
         ("qwen3_moe", (2, 4)),
         ("mixtral", (4,)),
         ("granite", (2,)),
+        ("glm4_moe", (2,)),
+        ("minimax_m2", (2, 8)),
+        ("gpt_oss", (4,)),
     ],
 )
 def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):

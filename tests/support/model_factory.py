@@ -48,7 +48,8 @@ def make_model(
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Weights large enough for sharp attention and logits far apart: greedy text of the default inits repeats."""
     generator = torch.Generator().manual_seed(seed + 1)
-    for name, parameter in model.named_parameters():
+    corrections = [entry for entry in model.named_buffers() if entry[0].endswith("correction_bias")]
+    for name, parameter in [*model.named_parameters(), *corrections]:
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
             if name.endswith(("norm.weight", "ln_f.weight")):

@@ -102,6 +102,24 @@ MISTAKES = {
         ("real & (start + depth < inputs)", "real & (start + depth < inputs - 1)"),
         ("inside % width, inside // width", "inside // width, inside % width"),
     ],
+    ("experts/route_kernel.py", "experts/test_route.py::test_kernel_and_reference_choose_alike"): [
+        ("best + second, group_score", "best, group_score"),
+        ("weights / (tl.sum(weights, 0) + _TINY)", "weights / tl.sum(scores, 0)"),
+        ("choice += tl.load(correction_ptr", "scores += tl.load(correction_ptr"),
+    ],
+    ("experts/group_kernel.py", "experts/test_experts.py::test_groups"): [
+        ("place += tl.sum(found", "place = tl.sum(found"),
+        ("tiles_ptr + first_tile + tile", "tiles_ptr + first_tile + tile + mine // 2"),
+    ],
+    ("experts/products_kernel.py", "experts/test_experts.py::test_values"): [
+        ("source, target = place, pair", "source, target = pair, pair"),
+        ("inside = start + depth < inputs", "inside = start + depth < inputs - 1"),
+        ("real = place < end", "real = place < end - 1"),
+    ],
+    ("experts/products_kernel.py", "experts/test_experts.py::test_biases_and_the_clamped_activation"): [
+        ("            bias_ptr += outputs\n", "            bias_ptr += 0\n"),
+        ("(up + 1.0) * (gate", "up * (gate"),
+    ],
     ("norm/rms_norm_kernel.py", "norm/test_rms_norm.py::test_rms_norm"): [
         ("(dims < DIM)\n", "(dims < DIM - 1)\n"),
         ("tl.sum(x * x, 1) / DIM", "tl.sum(x * x, 1) / FORM.dim_padded"),

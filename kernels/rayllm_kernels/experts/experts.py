@@ -2,12 +2,15 @@
 
 y[t] = onto[t] + sum over i of weights[t, i] * round(D_e act(G_e x[t], U_e x[t])),   e = experts[t, i]
 
+with a bias after each of G, U and D, if there are any.
+
 Each expert's output is rounded to x's dtype before it is weighted. The sum is fp32, in the order of i, rounded once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +40,22 @@ ACTS: dict[str, Act] = {
 }
 
 
+class Projections(NamedTuple):
+    """The arguments of `experts` that are of a layer."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    act: str
+    clamp: tuple[float, float] | None
+
+
+def _clamped(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
 def experts(
     x: Tensor,
     weights: Tensor,
@@ -45,6 +64,9 @@ def experts(
     down: Tensor,
     act: str = "silu",
     *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    clamp: tuple[float, float] | None = None,
     onto: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
@@ -52,34 +74,49 @@ def experts(
 
     x, onto: [T, H]; weights: [T, k] fp32; experts: [T, k] int32, each below E, those of a token all different.
     gate_up: [E, 2 * I, H], the rows of gate before those of up; down: [E, H, I]; last dimensions contiguous. act: one
-    of ACTS. deterministic: on the CPU, rows are computed one by one, so that none depends on the others to the bit; on
+    of ACTS. gate_up_bias: [E, 2 * I], down_bias: [E, H], each for an expert's own output.
+    clamp: (alpha, limit) of gpt-oss's activation in place of act, (up + 1) * gate * sigmoid(alpha * gate), where gate
+    is at most limit and up from -limit to limit.
+    deterministic: on the CPU, rows are computed one by one, so that none depends on the others to the bit; on
     GPUs none ever does.
     """
     _check(x, weights, experts, gate_up, down, act)
+    for argument, bias, rows in (
+        ("gate_up_bias", gate_up_bias, gate_up.shape[1]),
+        ("down_bias", down_bias, x.shape[1]),
+    ):
+        if bias is not None:
+            if bias.shape != (gate_up.shape[0], rows) or not bias.is_contiguous():
+                fail(argument, f"must be contiguous and {(gate_up.shape[0], rows)}", bias.shape)
+            check_like(bias, argument, x, "x")
+    projections = Projections(gate_up, down, gate_up_bias, down_bias, act, clamp)
     if onto is not None:
         if onto.shape != x.shape:
             fail("onto", f"must have the shape of x, {tuple(x.shape)}", onto.shape)
         check_like(onto, "onto", x, "x")
         check_last_dim(onto, "onto")
     if on_triton(x):
-        return _kernel.experts(x, weights, experts, gate_up, down, act, onto)
+        return _kernel.experts(x, weights, experts, projections, onto)
     if deterministic and x.shape[0]:
         parts = [() if onto is None else (row.clone(),) for row in (x if onto is None else onto).split(1)]
-        rows = zip(x.split(1), weights.split(1), experts.split(1), parts, strict=True)
-        return torch.cat([_experts(row.clone(), w, e, gate_up, down, act, *part) for row, w, e, part in rows])
-    return _experts(x, weights, experts, gate_up, down, act, onto)
+        pieces = zip(x.split(1), weights.split(1), experts.split(1), parts, strict=True)
+        return torch.cat([_experts(row.clone(), w, e, projections, *part) for row, w, e, part in pieces])
+    return _experts(x, weights, experts, projections, onto)
 
 
 def _experts(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str, onto: Tensor | None = None
+    x: Tensor, weights: Tensor, experts: Tensor, projections: Projections, onto: Tensor | None = None
 ) -> Tensor:
     """Expert by expert, each with all of its tokens."""
+    gate_up, down, gate_up_bias, down_bias, act, clamp = projections
     chosen, pair_expert = experts.shape[1], experts.flatten()
     out = x.new_empty(pair_expert.shape[0], down.shape[1])
     for expert in pair_expert.unique().tolist():
         pairs = (pair_expert == expert).nonzero().squeeze(1)
-        gate, up = F.linear(x[pairs // chosen], gate_up[expert]).chunk(2, dim=-1)
-        out[pairs] = F.linear(ACTS[act](gate, up), down[expert])
+        own = None if gate_up_bias is None else gate_up_bias[expert]
+        gate, up = F.linear(x[pairs // chosen], gate_up[expert], own).chunk(2, dim=-1)
+        inner = ACTS[act](gate, up) if clamp is None else _clamped(gate, up, *clamp)
+        out[pairs] = F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
     by_token = out.unflatten(0, (-1, chosen))
     total = torch.zeros(x.shape, device=x.device) if onto is None else onto.float()
     for i in range(chosen):

@@ -26,6 +26,7 @@ from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
 from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.plans import Tiles
+from .experts import Projections
 from .group_kernel import Groups, group, most_tiles
 from .plans import choose_rows, choose_tiles, is_unsorted
 
@@ -39,14 +40,21 @@ class Form(NamedTuple):
     tiles: Tiles
     even: bool  # the tiles' depth divides K
     act: str | None  # of the first product; None makes it the second
+    alpha: float  # these of the activation "clamped"
+    limit: float
     top_k: int
     grouped: bool  # there is a list of pairs
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
 @triton.jit
-def _gated(gate, up, ACT: tl.constexpr):
-    if ACT == "silu":
+def _gated(gate, up, FORM: tl.constexpr):
+    ACT: tl.constexpr = FORM.act
+    if ACT == "clamped":
+        gate = tl.minimum(gate, FORM.limit)
+        up = tl.minimum(tl.maximum(up, -FORM.limit), FORM.limit)
+        return (up + 1.0) * (gate / (1.0 + tl.exp(-gate * FORM.alpha)))
+    elif ACT == "silu":
         return gate / (1.0 + tl.exp(-gate)) * up
     elif ACT == "gelu":
         return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
@@ -70,7 +78,9 @@ def _find_tile(groups, experts_ptr, tile, most, FORM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["most"])
-def _experts_kernel(x_ptr, weight_ptr, y_ptr, experts_ptr, groups, strides, inputs, outputs, most, FORM: tl.constexpr):
+def _experts_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, experts_ptr, groups, strides, inputs, outputs, most, FORM: tl.constexpr
+):
     """groups: of `Groups`, or None. strides: of a row of x, of an expert and of a row of the weights.
 
     most: tiles that there is room for.
@@ -121,10 +131,13 @@ def _experts_kernel(x_ptr, weight_ptr, y_ptr, experts_ptr, groups, strides, inpu
         inputs_ptr += TILES.depth
 
     column = output[None, :]
-    y = sums(acc, None, column, outputs, TILES)
+    if bias_ptr is not None:
+        bias_ptr += expert.to(tl.int64) * outputs * (2 if FORM.act is not None else 1)
+    y = sums(acc, bias_ptr, column, outputs, TILES)
     if FORM.act is not None:
-        ACT: tl.constexpr = FORM.act  # Triton 3.6 hands a field on as a constant of Python's only so
-        y = _gated(y, sums(up_acc, None, column, outputs, TILES), ACT)
+        if bias_ptr is not None:
+            bias_ptr += outputs
+        y = _gated(y, sums(up_acc, bias_ptr, column, outputs, TILES), FORM)
     target_ptr = y_ptr + target.to(tl.int64)[:, None] * outputs + column
     tl.store(target_ptr, y.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column < outputs))
 
@@ -156,31 +169,34 @@ def _combine_kernel(
 
 
 def multiply(
-    x: Tensor, weight: Tensor, experts: Tensor, groups: Groups | None, tiles: Tiles, act: str | None
+    x: Tensor, projections: Projections, experts: Tensor, groups: Groups | None, tiles: Tiles, *, gated: bool
 ) -> Tensor:
-    """h of x [T, H] and gate_up with an act, z of h [P, I] and down without; experts [T, k] and their groups, if any.
+    """h of x [T, H] if `gated`, z of h [P, I] otherwise; experts [T, k] and their groups, if any.
 
     tiles: its tokens are the rows of a tile of the groups.
     """
+    weight, bias = (projections[0], projections[2]) if gated else (projections[1], projections[3])
+    act = "clamped" if projections.clamp else ACTS.get(projections.act, "gelu_tanh")
     pairs, inputs = experts.numel(), x.shape[1]
-    outputs = weight.shape[1] // 2 if act else weight.shape[1]
+    outputs = weight.shape[1] // 2 if gated else weight.shape[1]
     y = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
     most = pairs if groups is None else most_tiles(pairs, weight.shape[0], tiles.tokens)
     gpu = hardware(x.device)
     form = Form(
         tiles,
         inputs % tiles.depth == 0,
-        ACTS.get(act, "gelu_tanh") if act else None,
+        act if gated else None,
+        *(projections.clamp if gated and projections.clamp else (0.0, 0.0)),
         experts.shape[1],
         groups is not None,
         gpu.can_overlap,
     )
-    stage_bytes = (tiles.tokens + (2 if act else 1) * tiles.outputs) * tiles.depth * x.element_size()
+    stage_bytes = (tiles.tokens + (2 if gated else 1) * tiles.outputs) * tiles.depth * x.element_size()
     stages = gpu.stages(tiles.num_stages, stage_bytes)
     strides = (x.stride(0), weight.stride(0), weight.stride(1))
     options = {"num_warps": tiles.num_warps, "num_stages": stages, "launch_pdl": gpu.can_overlap}
     launch(_experts_kernel, (most * triton.cdiv(outputs, tiles.outputs),))(
-        x, weight, y, experts, groups, strides, inputs, outputs, most, FORM=form, **options
+        x, weight, bias, y, experts, groups, strides, inputs, outputs, most, FORM=form, **options
     )
     return y
 
@@ -197,16 +213,14 @@ def combine(z: Tensor, weights: Tensor, onto: Tensor | None) -> Tensor:
     return y
 
 
-def experts(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str, onto: Tensor | None
-) -> Tensor:
+def experts(x: Tensor, weights: Tensor, experts: Tensor, projections: Projections, onto: Tensor | None) -> Tensor:
     """y of checked arguments."""
     if not x.numel():
         return torch.empty_like(x)
-    (tokens, top_k), num_experts, dtype = experts.shape, down.shape[0], x.dtype
+    (tokens, top_k), num_experts, dtype = experts.shape, projections.down.shape[0], x.dtype
     unsorted = is_unsorted(tokens, top_k, num_experts)
     rows = choose_rows(tokens * top_k, num_experts, dtype, unsorted=unsorted)
     groups = None if unsorted else group(experts, num_experts, rows)
-    h = multiply(x, gate_up, experts, groups, choose_tiles(rows, dtype, gated=True), act)
-    z = multiply(h, down, experts, groups, choose_tiles(rows, dtype, gated=False), None)
+    h = multiply(x, projections, experts, groups, choose_tiles(rows, dtype, gated=True), gated=True)
+    z = multiply(h, projections, experts, groups, choose_tiles(rows, dtype, gated=False), gated=False)
     return combine(z, weights, onto)

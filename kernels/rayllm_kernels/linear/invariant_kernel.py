@@ -97,10 +97,10 @@ def _linear_copied_kernel(
     _finish(acc, bias_ptr, y_ptr, token, output, tokens, outputs, TILES)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
-    """y of checked arguments, by one choice of tiles."""
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, *, wide: bool = False) -> Tensor:
+    """y of checked arguments, by one choice of tiles; in fp32 if `wide`."""
     (tokens, inputs), outputs = x.shape, weight.shape[0]
-    y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
+    y = torch.empty((tokens, outputs), dtype=torch.float32 if wide else x.dtype, device=x.device)
     if not y.numel():
         return y
     gpu = hardware(x.device)
@@ -130,9 +130,9 @@ def can_copy(tensor: Tensor) -> bool:
     return copies and tensor.data_ptr() % 16 == 0 and row_bytes % 16 == 0 and tensor.stride(1) == 1
 
 
-def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + bias; the arguments are checked."""
+def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Tensor:
+    """x W^T + bias, in fp32 if `wide`; the arguments are checked."""
     tiles = choose_invariant_tiles(x.shape[0], weight.shape[0], x.dtype, hardware(x.device).multiprocessors)
     if tiles.copied and not (can_copy(x) and can_copy(weight)):
         tiles = tiles._replace(copied=False)
-    return multiply(x, weight, bias, tiles)
+    return multiply(x, weight, bias, tiles, wide=wide)

@@ -83,6 +83,19 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return y
 
 
+def linear_wide(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
+    """x W^T + bias -> a new tensor [T, out] in fp32, not rounded to x's dtype; arguments as for `linear`.
+
+    deterministic: on the CPU, rows are multiplied one by one, so that none depends on the others to the bit; on GPUs
+    none ever does.
+    """
+    _check_projection(x, weight, bias)
+    if on_triton(x):
+        return _invariant_kernel.linear_invariant(x, weight, bias, wide=True)
+    wide = x.float(), weight.float(), None if bias is None else bias.float()
+    return linear_invariant(*wide) if deterministic else F.linear(*wide)
+
+
 def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x G^T) * (x U^T) -> a new tensor [T, out], where weight is [2 * out, in], the rows of G before those of U.
 

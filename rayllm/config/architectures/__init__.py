@@ -6,8 +6,11 @@ from rayllm.config.architectures import (
     bloom,
     gemma,
     glm4,
+    glm4_moe,
+    gpt_oss,
     granite,
     llama,
+    minimax_m2,
     ministral,
     mistral3,
     mixtral,
@@ -66,6 +69,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         qwen3_moe.parse, "qwen3_moe", models="Qwen3 30B-A3B and 235B-A22B, Qwen3-Coder"
     ),
     "MixtralForCausalLM": Architecture(mixtral.parse, "mixtral", eos_token_id=2, models="Mixtral 8x7B and 8x22B"),
+    "Glm4MoeForCausalLM": Architecture(glm4_moe.parse, "glm4_moe", models="GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7"),
+    "MiniMaxM2ForCausalLM": Architecture(
+        minimax_m2.parse, "minimax_m2", eos_token_id=200020, models="MiniMax-M2, MiniMax-M2.1"
+    ),
+    "GptOssForCausalLM": Architecture(gpt_oss.parse, "gpt_oss", models="gpt-oss 20B and 120B with weights in bf16"),
 }
 
 

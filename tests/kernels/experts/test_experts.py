@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support.closeness import check_close
 
 from rayllm_kernels import dispatch
+from rayllm_kernels.experts.experts import Projections
 from rayllm_kernels.experts.plans import choose_rows, choose_tiles, is_unsorted
 
 ON_GPU = torch.cuda.is_available()
@@ -71,6 +72,21 @@ def test_activations(case, each, act):
     check_close(each.experts(*arguments, act), exact(*arguments, act), terms=96, slack=2)
 
 
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_biases_and_the_clamped_activation(case, each, randn, tokens):
+    x, weights, experts, gate_up, down = case(tokens, 4, 2, 32, 24, torch.float32)
+    gate_up_bias, down_bias = randn(4, 48), randn(4, 32)
+    options = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "clamp": (1.7, 0.8)}
+    expected = torch.zeros(tokens, 32, dtype=torch.float64, device=x.device)
+    for token in range(tokens):
+        for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
+            gate, up = (gate_up[expert].double() @ x[token].double() + gate_up_bias[expert]).chunk(2)
+            gate, up = gate.clamp(max=0.8), up.clamp(-0.8, 0.8)
+            inner = (up + 1) * gate * torch.sigmoid(1.7 * gate)
+            expected[token] += weight * (down[expert].double() @ inner + down_bias[expert])
+    check_close(each.experts(x, weights, experts, gate_up, down, **options), expected.float(), terms=96, slack=2)
+
+
 def chosen_rows():
     pairs = {choose_rows(p, 8, torch.float16, unsorted=False) for p in range(1, 4096, 7)}
     return sorted(pairs)
@@ -84,10 +100,11 @@ def test_every_tile_that_may_be_chosen(case, rows):
 
     arguments = case(rows + 9, 6, 2, 80, 72, torch.float16, skewed=True)
     x, weights, experts, gate_up, down = arguments
+    projections = Projections(gate_up, down, None, None, "silu", None)
     with dispatch.forced(triton=True):
         groups = group(experts, 6, rows)
-        h = multiply(x, gate_up, experts, groups, choose_tiles(rows, x.dtype, gated=True), "silu")
-        z = multiply(h, down, experts, groups, choose_tiles(rows, x.dtype, gated=False), None)
+        h = multiply(x, projections, experts, groups, choose_tiles(rows, x.dtype, gated=True), gated=True)
+        z = multiply(h, projections, experts, groups, choose_tiles(rows, x.dtype, gated=False), gated=False)
         y = combine(z, weights, None)
     check_close(y, exact(*arguments), terms=300, slack=2)
 
@@ -141,6 +158,8 @@ def test_errors(case, each):
         "down": {"down": down[:, :, :15]},
         "act": {"act": "relu6"},
         "onto": {"onto": x[:2]},
+        "gate_up_bias": {"gate_up_bias": x[:2]},
+        "down_bias": {"down_bias": x},
     }.items():
         arguments = {"x": x, "weights": weights, "experts": experts, "gate_up": gate_up, "down": down}
         with pytest.raises(ValueError, match=f"^{name} "):

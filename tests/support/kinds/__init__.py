@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from support.kinds import bloom, gemma, glm4, granite, llama, ministral, mixtral, opt, phi3, qwen3_moe, smollm3, vision
+from support.kinds import (
+    bloom,
+    gemma,
+    glm4,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    llama,
+    minimax_m2,
+    ministral,
+    mixtral,
+    opt,
+    phi3,
+    qwen3_moe,
+    smollm3,
+    vision,
+)
 
 CONFIGS = {
     **llama.CONFIGS,
@@ -17,4 +33,7 @@ CONFIGS = {
     **vision.CONFIGS,
     **qwen3_moe.CONFIGS,
     **mixtral.CONFIGS,
+    **glm4_moe.CONFIGS,
+    **minimax_m2.CONFIGS,
+    **gpt_oss.CONFIGS,
 }
