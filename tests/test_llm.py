@@ -38,7 +38,7 @@ def test_the_forms_of_a_prompt_mean_the_same(llm):
     forms = [PROMPT, [PROMPT], ids, [ids], {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}], {"prompt": PROMPT}]
     texts = {generate(llm, form)[0].outputs[0].text for form in forms}
     assert len(texts) == 1
-    assert texts.pop().startswith(" is used to iterate over the elements of a sequence")
+    assert "The for statement is used to iter" in texts.pop()
 
 
 def test_outputs_come_in_order_with_their_own_parameters(llm):

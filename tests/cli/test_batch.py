@@ -44,7 +44,7 @@ def test_a_file_is_answered_once(files):
     assert result.exit_code == 0, result.output
     assert "5 of 5 requests, 2 of them errors" in result.stderr
     found = {each["custom_id"]: each for each in results(output)}
-    assert found["0"]["response"]["body"]["choices"][0]["text"] == " is used to iterate over"
+    assert found["0"]["response"]["body"]["choices"][0]["text"] == "\n*******************\n\nThe"
     assert {found[name]["response"]["status_code"] for name in ("0", "1", "chat")} == {200}
     assert found["chat"]["response"]["body"]["model"] == "tiny"
     assert found["2"]["response"]["status_code"] == 400

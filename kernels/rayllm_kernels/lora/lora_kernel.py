@@ -35,7 +35,7 @@ MAX_PARTS = 16
 OUTPUTS = 128  # of a tile
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["slots_ptr", "tokens"])
 def _shrink_kernel(
     x_ptr, a_ptr, slots_ptr, ranks_ptr, u_ptr, stride_x, tokens, inputs, part_inputs,
     SLOTS: tl.constexpr, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr,
@@ -71,7 +71,7 @@ def _shrink_kernel(
         tl.store(u_ptr + target[:, None] * MAX_RANK + rank[None, :], acc, mask=mine[:, None] & there[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["slots_ptr", "tokens"])
 def _expand_kernel(
     u_ptr, b_ptr, slots_ptr, ranks_ptr, y_ptr, stride_y, tokens, bounds,
     SLOTS: tl.constexpr, PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr,
