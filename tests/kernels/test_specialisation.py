@@ -78,9 +78,8 @@ def step(rows, begin):
     projections = torch.zeros(16, 64, 128, dtype=half), torch.zeros(16, 128, 32, dtype=half)
     ops.experts(x, weights, experts, *projections)
     ops.experts(x[:1], weights[:1], experts[:1], *projections)
-    adapters = AdapterSlots(
-        torch.zeros(2, 1, 16, 128, dtype=half), torch.zeros(2, 256, 16, dtype=half), torch.zeros(2, 1, dtype=torch.int32), (256,)
-    )
+    a, b, ranks = (torch.zeros(2, *shape) for shape in ((1, 16, 128), (256, 16), (1,)))
+    adapters = AdapterSlots(a.to(half), b.to(half), ranks.to(torch.int32), (256,))
     ops.add_adapters(x, tensor(256), array(dtype=torch.int32), adapters)
     buffers = PeerBuffers(0, 2, 128, half, 8, 64, tensor(dtype=torch.int64), tensor(dtype=torch.int32))
     ops.all_reduce(x, buffers, two_shot=True)
