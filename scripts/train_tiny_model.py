@@ -99,9 +99,9 @@ class Preset:
 PRESETS = {  # stage, device
     ("train", "cuda"): Preset(4500, 32768, minutes=3.2, warmup_steps=200, dropout=0.1, learning_rate=2e-3),
     ("train", "cpu"): Preset(1600, 4096, minutes=60.0, warmup_steps=100, dropout=0.1, learning_rate=2e-3),
-    ("copying", "cuda"): Preset(850, 32768, 3.2, warmup_steps=20, dropout=0.0, learning_rate=1e-3, max_length=256),
+    ("copying", "cuda"): Preset(320, 32768, 1.0, warmup_steps=20, dropout=0.0, learning_rate=1e-3, max_length=256),
     ("copying", "cpu"): Preset(200, 3072, 8.0, warmup_steps=20, dropout=0.0, learning_rate=1e-3, max_length=256),
-    ("tools", "cuda"): Preset(810, 32768, minutes=3.2, warmup_steps=50, dropout=0.0, learning_rate=8e-4),
+    ("tools", "cuda"): Preset(1600, 32768, minutes=3.0, warmup_steps=50, dropout=0.05, learning_rate=1.5e-3),
     ("tools", "cpu"): Preset(500, 3072, 12.0, warmup_steps=10, dropout=0.0, learning_rate=8e-4, max_length=512),
 }
 PREVIOUS_LAYER, COPYING_LAYERS = 1, (3, 4)  # of 6, where heads learn to copy
