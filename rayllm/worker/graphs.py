@@ -444,6 +444,7 @@ def make_graphs(context: RunContext, max_tokens: int) -> StepGraphs:
 def capture_graphs(context: RunContext, max_tokens: int, memory: StepMemory) -> StepGraphs:
     """`make_graphs`, run all of them, and capture those of up to MIXED_SEQS sequences. On all ranks together."""
     made = make_graphs(context, max_tokens)
+    torch.cuda.synchronize()  # its buffers are zeroed on another stream than steps run on
     for graphs in (made, made.adapted):
         if graphs is not None:
             _capture(graphs, context, memory)

@@ -287,6 +287,7 @@ class Worker:
         """Compile all kernels and, unless enforce_eager, capture graphs."""
         rank, options = self._rank, self._rank.config.options
         caches = self._cache.layers[: rank.config.spec.num_distinct_layers]
+        rank.synchronize()  # tables are zeroed on another stream than steps run on
         with self._memory.active():
             with ops.compile_only():
                 # Prompts and decodes of all sizes: which kernels run depends on the size.
