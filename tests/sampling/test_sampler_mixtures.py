@@ -43,7 +43,8 @@ def reference_token(logits, params, seed, prompt, output):
         ranked = sorted(kept, key=lambda i: -scaled[i])
         total = sum(math.exp(scaled[i]) for i in kept)
         size = 1
-        while sum(math.exp(scaled[i]) for i in ranked[:size]) < params.top_p * total:
+        # Sums in another order can differ in the last bit, and all of them together be less than top_p of the total.
+        while size < len(ranked) and sum(math.exp(scaled[i]) for i in ranked[:size]) < params.top_p * total:
             size += 1
         kept = [i for i in kept if scaled[i] >= scaled[ranked[size - 1]]]
     noise = gumbel_noise(torch.tensor([seed]), torch.tensor([len(prompt) + len(output)]), len(logits))[0].tolist()
