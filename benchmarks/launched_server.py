@@ -160,12 +160,13 @@ def is_stopped(process: int) -> bool:
 def wait_until_healthy(process: subprocess.Popen[bytes], url: str, limit_s: float, log: Path | None = None) -> None:
     """Wait until the server of a process answers /health with 200. Raises ProcessFailedError."""
     deadline = time.monotonic() + limit_s
-    while not healthy(url):
+    while time.monotonic() <= deadline:
+        if healthy(url):
+            return
         if process.poll() is not None:
             raise ProcessFailedError(f"the server ended with exit code {process.returncode}", log)
-        if time.monotonic() > deadline:
-            raise ProcessFailedError(f"the server did not come up within {limit_s:g} s", log)
         time.sleep(0.2)
+    raise ProcessFailedError(f"the server did not come up within {limit_s:g} s", log)
 
 
 def healthy(url: str) -> bool:

@@ -833,7 +833,7 @@ def test_no_tcp_port_is_open_before_open_tcp():
     before = listening_ports()
     with listening(FakeCore()) as (server, _):
         assert (server.endpoint.tcp, server.endpoint.public_key) == ("", "")
-        assert listening_ports() == before
+        assert listening_ports() <= before  # what another test had open may close meanwhile
         server.open_tcp("127.0.0.1")
         (port,) = listening_ports() - before
         assert server.endpoint.tcp == f"tcp://127.0.0.1:{port}"

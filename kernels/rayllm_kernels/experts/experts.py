@@ -115,7 +115,8 @@ def _experts(
         pairs = (pair_expert == expert).nonzero().squeeze(1)
         own = None if gate_up_bias is None else gate_up_bias[expert]
         gate, up = F.linear(x[pairs // chosen], gate_up[expert], own).chunk(2, dim=-1)
-        inner = ACTS[act](gate, up) if clamp is None else _clamped(gate, up, *clamp)
+        combine = ACTS[act]
+        inner = combine(gate, up) if clamp is None else _clamped(gate, up, *clamp)
         out[pairs] = F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
     by_token = out.unflatten(0, (-1, chosen))
     total = torch.zeros(x.shape, device=x.device) if onto is None else onto.float()
