@@ -164,8 +164,9 @@ def test_enforced_tools_whole_streamed_and_answered(client):
     required = client.chat.completions.create(**fields | {"tool_choice": "required", "parallel_tool_calls": False})
     (call,) = required.choices[0].message.tool_calls
     assert call.function.name in ("travel", "rest")
-    auto = client.chat.completions.create(**fields | {"tool_choice": "auto", "max_tokens": 8}).choices[0].message
-    assert auto.content or auto.tool_calls
+    auto = client.chat.completions.create(**fields | {"tool_choice": "auto", "max_tokens": 8}).choices[0]
+    # Of a call that was cut, nothing is in the content.
+    assert auto.message.content or auto.message.tool_calls or auto.finish_reason == "length"
 
 
 def test_parse(client):
