@@ -99,7 +99,7 @@ def run_engine(model: str, max_tokens: int, max_num_seqs: int, *, sampling: bool
         Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
         config = resolve(EngineConfig(model=folder, device="cpu", load_format="dummy", **options), 0)
     spec, dtype, block_size = config.spec, getattr(torch, config.dtype), config.options.block_size
-    context = BuildContext(TPGroup.single(), META, dtype, config.options.deterministic)
+    context = BuildContext(TPGroup.single(), META, dtype, config.max_model_len, config.options.deterministic)
     rank = MODEL_CLASSES[spec.architecture](context, spec).eval()
     scales = None
     if config.kv_dtype != config.dtype:
