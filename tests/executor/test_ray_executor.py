@@ -228,6 +228,8 @@ def watch_until(executor, condition):
 
 
 def test_standbys_take_over_and_are_replaced(started, tmp_path, monkeypatch):
+    # Only deaths count here: processes that import take both cores from the ranks for seconds at a time.
+    monkeypatch.setattr(timeouts, "RANK_SILENCE_S", 20.0)
     monkeypatch.setattr(timeouts, "STANDBY_DELAY_S", {"cpu": 0.1})
     monkeypatch.setattr(timeouts, "STANDBY_RETRY_S", 0.1)
     load = partial(StumblingRank, folder=tmp_path, deadly_starts=(2,))
