@@ -76,6 +76,7 @@ LATE_S = 0.1  # how long these are there before the fault
 TOKENS = 96
 PAUSE_S = 3.0
 MEMORY_LIMIT_S = 60.0  # for a process that gets no more memory to fail
+LONG_PROMPT, LONG_PROMPTS = 1900, 4  # tokens of a prompt that takes memory, and how many are computed at once
 BREAKS = ("API server", "ingress")  # whose connections break off with them
 
 
@@ -212,6 +213,8 @@ async def strike_memory(fault: Fault) -> None:
     for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
         process.rlimit(limit, (1, process.rlimit(limit)[1]))
     fault.victims.add(victim)
+    # What was allocated for the requests before may be enough for the rest of them, so others go on asking for more.
+    needing = [asyncio.create_task(_need_memory(fault, process)) for _ in range(LONG_PROMPTS)]
     try:
         await asyncio.to_thread(process.wait, MEMORY_LIMIT_S)
     except psutil.TimeoutExpired:
@@ -219,6 +222,20 @@ async def strike_memory(fault: Fault) -> None:
         fault.victims.clear()
         for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
             process.rlimit(limit, (process.rlimit(limit)[1],) * 2)
+    await asyncio.gather(*needing)
+
+
+async def _need_memory(fault: Fault, process: psutil.Process) -> None:
+    """Send long prompts, one after the other, while the process is there; each must be answered as all others."""
+    deadline = time.monotonic() + MEMORY_LIMIT_S
+    async with every_kind.new_client() as client:
+        while process.is_running() and time.monotonic() < deadline:
+            prompt = [fault.server.rng.randrange(100, 400) for _ in range(LONG_PROMPT)]
+            request = Request("long prompt", "/v1/completions", {"prompt": prompt, "max_tokens": 8})
+            result = await ask(client, fault.server.url, request, Result())
+            if result.failure is not None:
+                fault.note = f"{request.kind} failed: {result.failure}"
+                return
 
 
 async def strike_again(fault: Fault, delay: float) -> None:
