@@ -1,7 +1,9 @@
-"""A worker dies silently under streams, and comes back; the head dies, and comes back with what Redis has."""
+"""A worker dies silently under streams, and comes back; the head dies, and comes back with what Redis has; it dies for
+good."""
 
 from __future__ import annotations
 
+import json
 import re
 import time
 
@@ -14,6 +16,7 @@ STREAMS = 12
 TOKENS = 400
 LIMIT_S = 10.0  # of a pause; on a machine that has time it is much shorter, which the table at the end shows
 REDIS_PORT = 6380
+SERVED_S = 90.0  # for at least so long without a head; docs/operations.md says no more
 SETTLE_S = 20.0  # in which Ray or Serve would replace what they do not take for theirs
 
 
@@ -79,4 +82,25 @@ def test_the_head_dies_and_comes_back(cluster, hosts, laptop, texts, phases):
         lambda: re.search("rayllm.*\n.*RUNNING", cluster.head.run("serve status", check=False)), "Serve is not back"
     )
     time.sleep(SETTLE_S)
+    assert cluster.engines() == before
+
+
+def is_answered(laptop, url):
+    """Whether a request is."""
+    body = {"model": "tiny-pydoc", "prompt": "Hello", "max_tokens": 4}
+    curl = "curl --silent --max-time 10 --header 'content-type: application/json'"
+    return '"usage"' in laptop.run(f"{curl} --data '{json.dumps(body)}' {url}/v1/completions", check=False)
+
+
+def test_the_head_dies_for_good(cluster, laptop, texts, phases):
+    """Workers know nothing of Redis: to them it is as if what the GCS knew was lost. They have engines, API servers and
+    proxies of their own."""
+    before, urls = cluster.engines(), [cluster.url(name) for name in cluster.workers]
+    running = streams(cluster, laptop, cluster.workers)
+    cluster.head.stop()
+    died = time.monotonic()
+    phases.add("the head dies for good: longest gap of streams", texts.check(running.results(), TOKENS))
+    while time.monotonic() - died < SERVED_S:
+        assert all(is_answered(laptop, url) for url in urls)
+        time.sleep(1)
     assert cluster.engines() == before

@@ -120,7 +120,7 @@ def test_an_update_loses_no_stream(cluster, hosts, laptop, texts, phases):
     with phases.timed("update under load, a host for it included"):
         assert update(cluster, num_replicas=2, max_model_len=2000, model=folder) == "updated"
     for name, _ in cluster.status().engines:
-        assert hosts[name].run(f"cat {folder}/.copied-by-rayllm")
+        assert hosts[name].run(f"ls {folder}/.copied-by-rayllm")
     phases.add("update: longest pause of a stream", texts.check(running.results(), 250))
     assert resumed(laptop, where[0]) > before
     for url in where:

@@ -25,6 +25,13 @@ def own_machines() -> dict[str, Any]:
     return kept | yaml.safe_load("\n".join(lines[start:]))
 
 
+def use_clone(config: dict[str, Any]) -> None:
+    """Have hosts use the clone where it lies. To install it takes a host seconds; tests of the file itself do that."""
+    _, *others = config["setup_commands"]
+    use = "echo 'export PYTHONPATH=~/rayllm:~/rayllm/kernels:$PYTHONPATH' >> ~/.bashrc"
+    config["setup_commands"] = [use, *others]
+
+
 def for_test_hosts(supervisor: str, cpus: float = 1.0, **changes: Any) -> dict[str, Any]:
     """The file for a node provider whose hosts are namespaces. What differs from AWS:
 

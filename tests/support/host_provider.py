@@ -107,9 +107,10 @@ class Supervisor:
             self.history.append((time.monotonic(), "create", name))
 
     def _terminate(self, name: str) -> None:
-        if self._tags.pop(name, None) is not None:
+        if name in self._tags:
+            self.history.append((time.monotonic(), "terminate", name))  # before anybody can see that it is gone
+            del self._tags[name]
             self._hosts.stop(name)
-            self.history.append((time.monotonic(), "terminate", name))
 
 
 class _Handler(BaseHTTPRequestHandler):

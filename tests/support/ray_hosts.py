@@ -101,21 +101,21 @@ class OwnCluster:
     """A cluster of own machines, the bundled model with a replica on each worker: `head`, and `workers` by name.
 
     Made by `ray up` with cluster.yaml, from a laptop. redis: where the head's GCS keeps what it knows, "HOST:PORT",
-    with the password "secret"; None for in its memory.
+    with the password "secret".
     """
 
-    def __init__(self, hosts: Hosts, laptop: Host, redis: str | None = None, num_workers: int = 3):
+    def __init__(self, hosts: Hosts, laptop: Host, redis: str, num_workers: int = 3):
         self._hosts, self._laptop = hosts, laptop
         hosts.start("head", 1)
         self.workers = [f"w{number}" for number in range(2, 2 + num_workers)]
         for number, name in enumerate(self.workers, 2):
             hosts.start(name, number)
         config = cluster_file.own_machines()
+        cluster_file.use_clone(config)
         config["provider"]["worker_ips"] = [hosts[name].ip for name in self.workers]
         config["min_workers"] = config["max_workers"] = num_workers
-        if redis is not None:
-            *others, start = config["head_start_ray_commands"]
-            config["head_start_ray_commands"] = [*others, f"RAY_REDIS_ADDRESS={redis} {start} --redis-password=secret"]
+        *others, start = config["head_start_ray_commands"]
+        config["head_start_ray_commands"] = [*others, f"RAY_REDIS_ADDRESS={redis} {start} --redis-password=secret"]
         self._start_head = config["head_start_ray_commands"][-1]
         laptop.path("rayllm/own.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         laptop.run("(umask 077; ray get-auth-token --generate)")
@@ -188,10 +188,7 @@ class GrowingCluster:
         del config["available_node_types"]["gpu-4"]
         config["available_node_types"]["gpu-1"] |= {"min_workers": 2, "max_workers": 6}
         config["max_workers"] = 6  # hosts that drain count until they are gone
-        # The clone is used where it lies: `test_cloud` installs it, which takes a host seconds.
-        _, *setup = config["setup_commands"]
-        use = "echo 'export PYTHONPATH=~/rayllm:~/rayllm/kernels:$PYTHONPATH' >> ~/.bashrc"
-        config["setup_commands"] = [use, *setup]
+        cluster_file.use_clone(config)
         laptop.path("rayllm/cluster.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         laptop.run("(umask 077; ray get-auth-token --generate)")
         laptop.run("cd ~/rayllm; ray up --yes cluster.yaml", timeout=120)
