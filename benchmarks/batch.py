@@ -3,15 +3,16 @@
     python benchmarks/batch.py [--model FOLDER] [--count 512] [--runs 3]          # throughput of both
     python benchmarks/batch.py --kills 2 --count 10000 [--replicas 2]             # each request answered once
 
-The first prints the output tokens a second of `LLM.generate` and of a batch file with the same prompts, each run with
-prompts of its own, the engines warm. The second ends `rayllm batch` with SIGKILL at equal parts of the way, starts it
-again each time, and then counts the results of each request.
+The first prints the output tokens a second of `LLM.generate` and of a batch file with the same prompts. They are two
+processes that take turns, each run with prompts of its own, the engines warm. The second ends `rayllm batch` with
+SIGKILL at equal parts of the way, starts it again each time, and then counts the results of each request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -21,6 +22,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +33,7 @@ from rayllm.api.sampling_params import SamplingParams
 from rayllm.batch.app_client import ENDPOINTS
 from rayllm.batch.inputs import FileInput
 from rayllm.batch.result_file import ResultFile
-from rayllm.batch.runner import run_batch
+from rayllm.batch.runner import Ask, run_batch
 from rayllm.cli.main import main, make_app
 from rayllm.cli.options import config_flags, engine_config
 from rayllm.config.options import EngineConfig, ModelConfig, ServerConfig
@@ -62,10 +65,7 @@ def batch(
             file = write_requests(Path(folder, "requests.jsonl"), make_prompts(0, count, input_words), output_tokens)
             kill_and_resume(config, file, count, replicas, kills)
             return
-        prompts = [make_prompts(run, count, input_words) for run in range(runs + 1)]
-        files = [write_requests(Path(folder, f"{n}.jsonl"), each, output_tokens) for n, each in enumerate(prompts)]
-        alone = engine_figures(config, prompts, output_tokens)
-        of_batch = asyncio.run(batch_figures(config, files))
+        alone, of_batch = throughputs(config, Path(folder), count, input_words, output_tokens, runs)
     figures = statistics.median(alone), statistics.median(of_batch)
     for name, figure, each in zip(("LLM.generate", "rayllm batch"), figures, (alone, of_batch), strict=True):
         print(f"{name:14}{figure:9.0f} out tok/s  (runs: {', '.join(f'{each:.0f}' for each in each)})")
@@ -88,30 +88,65 @@ def write_requests(path: Path, prompts: list[str], output_tokens: int) -> Path:
     return path
 
 
-def engine_figures(config: EngineConfig, prompts: list[list[str]], output_tokens: int) -> list[float]:
-    """Output tokens a second of the engine alone, of each run but the first, which warms up."""
-    params, figures = SamplingParams(max_tokens=output_tokens, ignore_eos=True), []
-    with LLM(**config.model_dump(exclude_unset=True)) as llm:
-        for each in prompts:
-            started = time.perf_counter()
-            llm.generate(each, params, use_tqdm=False)
-            figures.append(len(each) * output_tokens / (time.perf_counter() - started))
-    return figures[1:]
+def throughputs(
+    config: EngineConfig, folder: Path, count: int, input_words: int, output_tokens: int, runs: int
+) -> tuple[list[float], list[float]]:
+    """Output tokens a second of the engine alone, and of a batch file from the first line read to the last result
+    written, of each run but the first, which warms up. They take turns, with the same prompts, each in its process."""
+    figures: tuple[list[float], list[float]] = ([], [])
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as life:
+        ends = []
+        for measure in (engine_figures, batch_figures):
+            own, end = context.Pipe()
+            process = context.Process(target=measure, args=(config, end, output_tokens))
+            process.start()
+            end.close()  # so that `own` sees its end
+            life.callback(process.join)
+            life.enter_context(own)
+            ends.append(own)
+        for own in ends:
+            own.recv()  # it is up
+        for run in range(runs + 1):
+            file = write_requests(folder / f"{run}.jsonl", make_prompts(run, count, input_words), output_tokens)
+            for own, found in zip(ends, figures, strict=True):
+                own.send(file)
+                found.append(own.recv())
+    return figures[0][1:], figures[1][1:]
 
 
-async def batch_figures(config: EngineConfig, files: list[Path]) -> list[float]:
-    """The same of batch files, from the first line read to the last result written."""
-    figures = []
-    async with LocalEngine(ModelConfig(config, ServerConfig())).answers() as (ask, limit):
-        for file in files:
-            results = ResultFile(file.with_suffix(".out"))
+def engine_figures(config: EngineConfig, end: Connection, output_tokens: int) -> None:
+    """Measure `LLM.generate` for each file that comes through a pipe, until it is closed."""
+    params = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+    with LLM(**config.model_dump(exclude_unset=True)) as llm, suppress(EOFError):
+        end.send(None)
+        while True:
+            prompts = [json.loads(line)["body"]["prompt"] for line in end.recv().open()]
             started = time.perf_counter()
-            await run_batch(FileInput(file).lines(), ENDPOINTS, ask, results, results.counts, limit)
-            results.close()
-            if results.counts.failed:
-                raise RayllmError(f"{results.counts.failed} requests failed")
-            figures.append(results.counts.completion_tokens / (time.perf_counter() - started))
-    return figures[1:]
+            llm.generate(prompts, params, use_tqdm=False)
+            end.send(len(prompts) * output_tokens / (time.perf_counter() - started))
+
+
+def batch_figures(config: EngineConfig, end: Connection, output_tokens: int) -> None:
+    """The same for batch files, as `rayllm batch` runs them."""
+
+    async def measure(file: Path, ask: Ask, limit: int) -> float:
+        results = ResultFile(file.with_suffix(".out"))
+        started = time.perf_counter()
+        await run_batch(FileInput(file).lines(), ENDPOINTS, ask, results, results.counts, limit)
+        results.close()
+        if results.counts.failed or results.counts.completion_tokens != results.counts.completed * output_tokens:
+            raise RayllmError(f"{results.counts} is not what was asked for")
+        return results.counts.completion_tokens / (time.perf_counter() - started)
+
+    async def run() -> None:
+        async with LocalEngine(ModelConfig(config, ServerConfig())).answers() as (ask, limit):
+            end.send(None)
+            with suppress(EOFError):
+                while True:
+                    end.send(await measure(await asyncio.to_thread(end.recv), ask, limit))
+
+    asyncio.run(run())
 
 
 def kill_and_resume(config: EngineConfig, file: Path, count: int, replicas: int, kills: int) -> None:

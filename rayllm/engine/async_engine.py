@@ -6,12 +6,13 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from rayllm.api.types import EngineStats, GenerationRequest, RequestOutput
 from rayllm.config.options import EngineConfig
 from rayllm.engine.build import start_engine
 from rayllm.engine.client import EngineClient
-from rayllm.engine.driver import Core, EngineDriver
+from rayllm.engine.driver import Core, EngineDriver, start_core
 from rayllm.engine.socket import EngineSocket
 from rayllm.hub import local_engine
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
@@ -36,7 +37,7 @@ class AsyncEngine(EngineClient):
         """An engine with these options. Blocks while the model loads; raises ConfigError, ModelError, StartupError."""
         config = local_engine(config)
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
-        return cls(start_engine(config), tokenizer)
+        return cls(start_core(partial(start_engine, config)), tokenizer)
 
     async def start(self) -> None:
         """Connect to the engine; `generate` does it where it was not done. Raises EngineDeadError."""

@@ -24,6 +24,7 @@ from rayllm.engine.adapters import PreparedAdapter
 from rayllm.engine.engine import failures, refusal
 from rayllm.engine.kept import KeptRequest, KeptRequests
 from rayllm.errors import EngineDeadError, InvalidRequestError
+from rayllm.executor.threads import on_thread
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,16 @@ class _Live(NamedTuple):
     front: Front | None
     running: set[int]  # its completions that go on
     kept: KeptRequest | None = None
+
+
+def start_core(start: Callable[[], Core]) -> Core:
+    """The core that `start` makes, for a driver. It runs on a thread of its own, which has ended when this returns.
+
+    On CPUs OpenMP keeps a team of threads for each thread that has computed something. As soon as all teams together
+    have more threads than there are cores, they sleep between computations instead of spinning, and a step of a small
+    model takes a fifth longer. So what loads and warms up must not be a thread that stays.
+    """
+    return on_thread(start).result()
 
 
 class EngineDriver:

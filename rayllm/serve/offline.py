@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 
@@ -14,7 +15,7 @@ from rayllm.batch.lines import BatchRequest
 from rayllm.batch.runner import Ask
 from rayllm.config.options import OFFLINE_BATCHED_TOKENS, ModelConfig, ServerConfig
 from rayllm.engine.build import start_engine
-from rayllm.engine.engine import EngineCore
+from rayllm.engine.driver import Core, start_core
 from rayllm.engine.folder import PrivateFolder
 from rayllm.engine.whole_engine import WholeEngine
 from rayllm.errors import EngineDeadError, InvalidRequestError
@@ -37,7 +38,7 @@ _UNLIMITED = {"max_queued_requests": _NO_LIMIT, "max_queued_tokens": _NO_LIMIT} 
 class OfflineModel:
     """A `ServedModel`, and the `ServerState` of an app that serves nothing else. It owns the engine."""
 
-    def __init__(self, model: ModelConfig, core: EngineCore, tokenizer: Tokenizer | None):
+    def __init__(self, model: ModelConfig, core: Core, tokenizer: Tokenizer | None):
         """tokenizer: None with skip_tokenizer_init. Made in an event loop."""
         self.name = model.name
         self.server: ServerConfig = model.server.model_copy(update=_UNLIMITED)
@@ -138,7 +139,7 @@ class LocalEngine:
             options = options.model_copy(update={"max_num_batched_tokens": OFFLINE_BATCHED_TOKENS})
         self._model = model
         self._tokenizer = None if options.skip_tokenizer_init else load_tokenizer(options.model)
-        self._core = start_engine(options)
+        self._core = start_core(partial(start_engine, options))
 
     @asynccontextmanager
     async def answers(self) -> AsyncIterator[tuple[Ask, int]]:

@@ -11,13 +11,14 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from rayllm import timeouts
 from rayllm.api.types import EngineInfo
 from rayllm.api.wire import VERSION
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.engine.build import start_resolved_engine
-from rayllm.engine.driver import Core, EngineDriver
+from rayllm.engine.driver import Core, EngineDriver, start_core
 from rayllm.engine.socket import EngineSocket
 from rayllm.errors import EngineDeadError
 from rayllm.executor.checkpoints import fetch_checkpoint
@@ -55,7 +56,7 @@ class EngineReplica:
         self._model, self._drain_timeout = model, drain_timeout
         self._place = place or own_place()
         watch_host(spot_notices, self._place.node_id)
-        self._core = (start or _start)(config)  # the driver's, while that runs
+        self._core = start_core(partial(start or _start, config))  # the driver's, while that runs
         self._driver = EngineDriver(self._core)
         self._socket = EngineSocket(self._driver)
         self._adapters = ReplicaAdapters(model, self._driver, self._core.adapters)
