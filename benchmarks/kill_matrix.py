@@ -18,12 +18,13 @@ try brings. Afterwards the server must be whole again. Servers:
 | STOP | SIGSTOP, for good |
 | pause | SIGSTOP, and SIGCONT after 3 s, before anybody takes it for dead |
 | late | SIGSTOP, and SIGCONT when it has been given up |
-| memory | no allocation succeeds any more (RLIMIT_AS, RLIMIT_DATA) |
+| memory | the system gives no more memory (RLIMIT_AS, RLIMIT_DATA), and long prompts come |
 | again | SIGKILL, and another one for a process that is to replace the first, so many seconds later |
 | other engine | SIGKILL of a rank, and of the other engine while the rank is replaced |
 
 What the kernel does when a host or a cgroup is out of memory is SIGKILL, the row KILL of each process. "memory" is the
-other way to run out, and there are rows for those who compute.
+other way to run out, and there are rows for those who compute. A rank has had what its largest step needs since its
+start, so it may go on; the table says so.
 
 A cell and all servers end in bounded time. Exit code 1 if anything was lost, different or left.
 """
@@ -158,7 +159,8 @@ class Fault:
     when: float = 0.0  # time.monotonic() of the first blow
     victims: set[int] = field(default_factory=set)
     stopped: list[int] = field(default_factory=list)
-    note: str = ""  # what else there is to say
+    note: str = ""  # what is wrong with the blow itself
+    remark: str = ""  # what is worth saying, and not wrong
     ends_server: bool = False
 
     async def strike(self, strike: Strike) -> float | None:
@@ -218,7 +220,7 @@ async def strike_memory(fault: Fault) -> None:
     try:
         await asyncio.to_thread(process.wait, MEMORY_LIMIT_S)
     except psutil.TimeoutExpired:
-        fault.note = "it did not run out of memory"
+        fault.remark = f"it needed no more memory in {MEMORY_LIMIT_S:g} s"
         fault.victims.clear()
         for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
             process.rlimit(limit, (process.rlimit(limit)[1],) * 2)
@@ -409,6 +411,8 @@ async def run_cell(server: Server, cell: Cell, number: int) -> list[str]:
         now = {kind: len(server.find(kind)) for kind in PROCESSES}
         wrong.append(f"the server is not whole again: {now} processes instead of {server.counts}")
     print_row(cell, figures, f"{longest_gap(server, outcome):.1f}", whole)
+    if fault.remark:
+        print(f"  {fault.remark}", flush=True)
     return answers + wrong + ([fault.note] if fault.note else [])
 
 
