@@ -73,6 +73,7 @@ class ExpertsSpec:
     sparse_layers: one entry a layer, whether it has experts; the others have an MLP of the model's intermediate_size.
     intermediate_size: of one expert.
     shared_size: intermediate size of the shared expert, which every token goes through; 0 for none.
+    shared_gate: what it gives is multiplied by the sigmoid of a linear layer's one output.
     bias: of gate, up and down. clamp: (alpha, limit) of a clamped activation (`rayllm_kernels.ops.experts`), if any.
     """
 
@@ -82,6 +83,7 @@ class ExpertsSpec:
     sparse_layers: tuple[bool, ...]
     router: RouterSpec
     shared_size: int = 0
+    shared_gate: bool = False
     bias: bool = False
     clamp: tuple[float, float] | None = None
 

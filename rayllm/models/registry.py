@@ -18,6 +18,7 @@ from rayllm.models.llama import LlamaForCausalLM
 from rayllm.models.minimax_m2 import minimax_m2
 from rayllm.models.mixtral import mixtral
 from rayllm.models.opt import OPTForCausalLM
+from rayllm.models.qwen2_moe import qwen2_moe
 from rayllm.models.qwen3_moe import qwen3_moe
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ MODEL_CLASSES: dict[str, ModelClass] = {
     "Mistral3ForConditionalGeneration": LlamaForCausalLM,
     "Qwen2_5_VLForConditionalGeneration": LlamaForCausalLM,
     "Qwen3VLForConditionalGeneration": LlamaForCausalLM,
+    "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "MixtralForCausalLM": mixtral,
     "Glm4MoeForCausalLM": glm4_moe,

@@ -300,6 +300,98 @@ def test_refusals_of_gemma(tmp_path, name, fields, message):
         spec_of(tmp_path, GEMMA | arch(name), **fields)
 
 
+MINIMAX = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "attn_type_list": [1] * 62,
+    "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"},
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 1536,
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0,
+    "max_position_embeddings": 196608,
+    "mlp_intermediate_size": 8192,
+    "model_type": "minimax_m2",
+    "mtp_transformer_layers": 1,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "output_router_logits": False,
+    "postnorm": False,
+    "qk_norm_type": "per_layer",
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "float8_e4m3fn",
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "shared_moe_mode": "sigmoid",
+    "sliding_window": None,
+    "swa_rope_theta": -1.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+
+
+def test_minimax_m2_as_published(tmp_path):
+    spec = spec_of(tmp_path, MINIMAX)
+    assert (spec.num_layers, spec.draft_layers, spec.qk_norm_whole, spec.dtype) == (62, 3, True, "bfloat16")
+    assert (spec.rope.rotary_dim, spec.rope.theta, spec.max_model_len) == (64, 5e6, 196608)
+    assert (spec.experts.num_experts, spec.experts.top_k, spec.experts.intermediate_size) == (256, 8, 1536)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attn_type_list", [1] * 61 + [0]),
+        ("layernorm_mlp_beta", 3.5),
+        ("num_mtp_modules", -1),
+        ("postnorm", True),
+        ("qk_norm_type", "per_head"),
+        ("scoring_func", "softmax"),
+        ("shared_intermediate_size", 1536),
+        ("sliding_window", 4096),
+        ("swa_rope_theta", 10000.0),
+        ("use_qk_norm", False),
+        ("use_routing_bias", False),
+    ],
+)
+def test_refusals_of_minimax_m2(tmp_path, key, value):
+    with pytest.raises(ModelError, match=key):
+        spec_of(tmp_path, MINIMAX, **{key: value})
+
+
+def test_qwen2_moe_windows(tmp_path):
+    """Every other layer of the first max_window_layers."""
+    base = LLAMA | arch("Qwen2Moe") | {"sliding_window": 16}
+    assert spec_of(tmp_path, base).sliding_windows == (None,) * 4
+    windows = {"use_sliding_window": True}
+    assert spec_of(tmp_path, base, **windows).sliding_windows == (16, None, 16, None)
+    assert spec_of(tmp_path, base, **windows, max_window_layers=2).sliding_windows == (16, None, None, None)
+    with pytest.raises(ModelError, match="sliding_window must be a positive integer where it is used"):
+        spec_of(tmp_path, base, **windows, sliding_window=None)
+
+
 def test_generation_config_wins(tmp_path):
     assert spec_of(tmp_path, eos_token_id=7, generation={"eos_token_id": [9, 7]}).eos_token_ids == [9, 7]
     assert spec_of(tmp_path, eos_token_id=7, generation={"eos_token_id": 0}).eos_token_ids == [0]

@@ -97,6 +97,18 @@ VARIANTS = {
         {"final_logit_softcapping": 20.0, "tie_word_embeddings": False, "attention_bias": True, "head_dim": 24},
     ),
     "gemma3 of default frequencies": ("gemma3", {"rope_parameters": None, "sliding_window": 6}),
+    "qwen2-moe, every second layer, normalised, no biases, tied, windows": (
+        "qwen2_moe",
+        {
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+    ),
     "qwen3-moe, every second layer, not normalised, biases, tied": (
         "qwen3_moe",
         {

@@ -61,6 +61,7 @@ def run_ranks(folder, size, load_format="auto"):
         ("ministral3", (4,)),
         ("qwen2_5_vl", (2,)),
         ("smollm3", (4,)),
+        ("qwen2_moe", (2, 8)),
         ("qwen3_moe", (2, 4)),
         ("mixtral", (4,)),
         ("granite", (2,)),

@@ -16,6 +16,7 @@ from rayllm.config.architectures import (
     mixtral,
     opt,
     phi3,
+    qwen2_moe,
     qwen3_moe,
     qwen_vl,
     smollm3,
@@ -65,13 +66,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3VLForConditionalGeneration": Architecture(
         qwen_vl.parse, "qwen3_vl", text_types=("qwen3_vl_text",), models="Qwen3-VL"
     ),
+    "Qwen2MoeForCausalLM": Architecture(qwen2_moe.parse, "qwen2_moe", models="Qwen1.5-MoE, Qwen2 57B-A14B"),
     "Qwen3MoeForCausalLM": Architecture(
         qwen3_moe.parse, "qwen3_moe", models="Qwen3 30B-A3B and 235B-A22B, Qwen3-Coder"
     ),
     "MixtralForCausalLM": Architecture(mixtral.parse, "mixtral", eos_token_id=2, models="Mixtral 8x7B and 8x22B"),
     "Glm4MoeForCausalLM": Architecture(glm4_moe.parse, "glm4_moe", models="GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7"),
     "MiniMaxM2ForCausalLM": Architecture(
-        minimax_m2.parse, "minimax_m2", eos_token_id=200020, models="MiniMax-M2, MiniMax-M2.1"
+        minimax_m2.parse, "minimax_m2", eos_token_id=200020, models="MiniMax-M2, M2.1, M2.5"
     ),
     "GptOssForCausalLM": Architecture(gpt_oss.parse, "gpt_oss", models="gpt-oss 20B and 120B with weights in bf16"),
 }
