@@ -12,6 +12,7 @@ from rayllm.errors import ModelError
 from rayllm.layers.layer import BuildContext
 from rayllm.models.base import CausalLM
 from rayllm.models.bloom import BloomForCausalLM
+from rayllm.models.gemma4 import Gemma4ForCausalLM
 from rayllm.models.glm4_moe import glm4_moe
 from rayllm.models.gpt_oss import gpt_oss
 from rayllm.models.llama import LlamaForCausalLM
@@ -44,6 +45,10 @@ MODEL_CLASSES: dict[str, ModelClass] = {
     "Gemma2ForCausalLM": LlamaForCausalLM,
     "Gemma3ForCausalLM": LlamaForCausalLM,
     "Gemma3ForConditionalGeneration": LlamaForCausalLM,
+    "Gemma4ForCausalLM": Gemma4ForCausalLM,
+    "Gemma4ForConditionalGeneration": Gemma4ForCausalLM,
+    "Gemma4UnifiedForCausalLM": Gemma4ForCausalLM,
+    "Gemma4UnifiedForConditionalGeneration": Gemma4ForCausalLM,
     "Mistral3ForConditionalGeneration": LlamaForCausalLM,
     "Qwen2_5_VLForConditionalGeneration": LlamaForCausalLM,
     "Qwen3VLForConditionalGeneration": LlamaForCausalLM,

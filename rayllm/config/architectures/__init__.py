@@ -5,6 +5,7 @@ from __future__ import annotations
 from rayllm.config.architectures import (
     bloom,
     gemma,
+    gemma4,
     glm4,
     glm4_moe,
     gpt_oss,
@@ -52,6 +53,22 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma3ForCausalLM": Architecture(gemma.parse_gemma3, "gemma3_text", eos_token_id=1, models="Gemma 3 1B and 270M"),
     "Gemma3ForConditionalGeneration": Architecture(
         gemma.parse_gemma3, "gemma3", eos_token_id=1, text_types=("gemma3_text",), models="Gemma 3 4B, 12B and 27B"
+    ),
+    "Gemma4ForCausalLM": Architecture(
+        gemma4.parse, "gemma4_text", eos_token_id=1, models="Gemma 4, the text model alone"
+    ),
+    "Gemma4ForConditionalGeneration": Architecture(
+        gemma4.parse, "gemma4", eos_token_id=1, text_types=("gemma4_text",), models="Gemma 4 E2B, E4B, 26B-A4B and 31B"
+    ),
+    "Gemma4UnifiedForCausalLM": Architecture(
+        gemma4.parse_unified, "gemma4_unified_text", eos_token_id=1, models="Gemma 4 12B, the text model alone"
+    ),
+    "Gemma4UnifiedForConditionalGeneration": Architecture(
+        gemma4.parse_unified,
+        "gemma4_unified",
+        eos_token_id=1,
+        text_types=("gemma4_unified_text",),
+        models="Gemma 4 12B",
     ),
     "Mistral3ForConditionalGeneration": Architecture(
         mistral3.parse,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.kinds import (
     bloom,
     gemma,
+    gemma4,
     glm4,
     glm4_moe,
     gpt_oss,
@@ -31,6 +32,7 @@ CONFIGS = {
     **granite.CONFIGS,
     **smollm3.CONFIGS,
     **gemma.CONFIGS,
+    **gemma4.CONFIGS,
     **vision.CONFIGS,
     **qwen2_moe.CONFIGS,
     **qwen3_moe.CONFIGS,
