@@ -41,7 +41,7 @@ _HARMLESS = {
 _TOWERS = (
     "vision_config audio_config image_token_index video_token_index boi_token_index eoi_token_index image_seq_length"
     " projector_hidden_act multimodal_projector_bias spatial_merge_size mm_tokens_per_image vision_feature_layer"
-    " vision_feature_select_strategy"
+    " vision_feature_select_strategy vision_soft_tokens_per_image eoa_token_index"
 )
 # Of checkpoints that hold towers for images or sound beside a text model: what the towers are.
 TOWERS = frozenset(_TOWERS.split())

@@ -4,6 +4,8 @@ A block of the pool holds block_size tokens of the layers of one group. All laye
 distance, so a group with a window lets go of the blocks behind it while others keep theirs. Blocks of all groups are of
 the same size and come from one pool, so memory moves freely between the groups.
 
+A layer that attends to the keys and values of another is in no group: it has the cache of that one.
+
 Layers of the same window and of the same shape of keys and values make a group, or several, because the groups have to
 be of about the same size. What a group lacks to a whole block is lost. docs/decisions/kv_groups.md explains the choice.
 """
@@ -38,7 +40,7 @@ class _Kind(NamedTuple):
 
 
 def kv_groups(spec: ModelSpec, tp: int) -> tuple[KVGroup, ...]:
-    """The groups of a model on `tp` ranks, in which each layer occurs once. One if all layers are alike.
+    """The groups of a model on `tp` ranks, in which each layer with keys of its own occurs once. One if all are alike.
 
     Of all ways to size a block, those lose least for a sequence of CONTEXT tokens that have at most MOST_LOST of what
     the layers need; of these it is the one with the fewest groups. One group for all layers, whose windows then do not
@@ -63,6 +65,8 @@ def kv_groups(spec: ModelSpec, tp: int) -> tuple[KVGroup, ...]:
 def _kinds(spec: ModelSpec, tp: int) -> list[_Kind]:
     kinds: dict[tuple[int | None, int], _Kind] = {}
     for layer, window in enumerate(spec.sliding_windows):
+        if spec.kv_layer(layer) != layer:
+            continue
         num_heads, head_dim = spec.kv_shape(layer, tp)
         kind = (window, num_heads * head_dim)
         kinds.setdefault(kind, _Kind(*kind, [])).layers.append(layer)

@@ -32,6 +32,21 @@ class BloomSpec:
     residual_after_norm: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Gemma4Spec:
+    """What only Gemma 4 has. key_is_value: layers without a window have one projection for keys and values.
+
+    layer_embedding: entries of a token's embedding for each layer, which is fed to it beside the residual; 0 for none.
+    layer_vocab: tokens that have these. wide_readers: layers that attend to the keys of others have an MLP of twice the
+    size.
+    """
+
+    key_is_value: bool
+    layer_embedding: int
+    layer_vocab: int
+    wide_readers: bool
+
+
 class NormNames(NamedTuple):
     """What checkpoints call the norms of a layer but the first; those after attention and MLP only with post_norms."""
 
@@ -52,6 +67,7 @@ class RouterSpec:
     correction: a number an expert is added to its score where experts are chosen, and not where they are weighed.
     num_groups, top_k_groups: experts lie in so many groups, and only those of the best few groups are chosen from.
     scale: of the weights. bias: of the logits.
+    factors: a number an expert multiplies its weight at last.
     wide_logits: logits are float32 and not of the model's dtype. wide_weights: the same for the weights.
     """
 
@@ -62,6 +78,7 @@ class RouterSpec:
     top_k_groups: int = 1
     scale: float = 1.0
     bias: bool = False
+    factors: bool = False
     wide_logits: bool = False
     wide_weights: bool = True
 
@@ -73,6 +90,7 @@ class ExpertsSpec:
     sparse_layers: one entry a layer, whether it has experts; the others have an MLP of the model's intermediate_size.
     intermediate_size: of one expert.
     shared_size: intermediate size of the shared expert, which every token goes through; 0 for none.
+    shared_gate: what it gives is multiplied by the sigmoid of a linear layer's one output.
     bias: of gate, up and down. clamp: (alpha, limit) of a clamped activation (`rayllm_kernels.ops.experts`), if any.
     """
 
@@ -82,6 +100,7 @@ class ExpertsSpec:
     sparse_layers: tuple[bool, ...]
     router: RouterSpec
     shared_size: int = 0
+    shared_gate: bool = False
     bias: bool = False
     clamp: tuple[float, float] | None = None
 
@@ -104,9 +123,11 @@ class ModelSpec:
     text_only: the checkpoint holds towers for images or sound too, which are left out.
     rope_layers: one entry a layer, whether it has rotary positions; None if all have.
     logits_scale: of logits.
+    layer_heads: one entry a layer, its KV heads and the size of a head, where they differ; None if all are alike.
+    kv_layers: one entry a layer, the layer whose keys and values it attends to; None if each has its own.
     own: what only an architecture of a user's package has.
     quantization: how the checkpoint stores weights in fewer bits; None if it does not.
-    experts is None for models without. rope is None for OPT and BLOOM, opt and bloom are None for the others.
+    experts is None for models without. rope is None for OPT and BLOOM; opt, bloom and gemma4 are None for the others.
     """
 
     architecture: str
@@ -145,10 +166,13 @@ class ModelSpec:
     text_only: bool = False
     rope_layers: tuple[bool, ...] | None = None
     logits_scale: float = 1.0
+    layer_heads: tuple[tuple[int, int], ...] | None = None
+    kv_layers: tuple[int, ...] | None = None
     own: Any = None
     rope: RopeSpec | None = None
     opt: OPTSpec | None = None
     bloom: BloomSpec | None = None
+    gemma4: Gemma4Spec | None = None
     quantization: QuantizationSpec | None = None
 
     @property
@@ -170,7 +194,21 @@ class ModelSpec:
 
     def layer_kind(self, layer: int) -> Hashable:
         """Equal for layers that run the same kernels on tensors of the same shapes."""
-        return self.sliding_windows[layer], self.rope_layers is None or self.rope_layers[layer], self.is_sparse(layer)
+        return (
+            self.sliding_windows[layer],
+            self.rope_layers is None or self.rope_layers[layer],
+            self.is_sparse(layer),
+            self.kv_heads(layer),
+            self.kv_layer(layer) == layer,
+        )
+
+    def kv_heads(self, layer: int) -> tuple[int, int]:
+        """(KV heads, entries of a head) of a layer."""
+        return (self.num_kv_heads, self.head_dim) if self.layer_heads is None else self.layer_heads[layer]
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends to: its own, or those of one before it."""
+        return layer if self.kv_layers is None else self.kv_layers[layer]
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer has experts in place of the MLP."""
@@ -191,19 +229,21 @@ class ModelSpec:
         """KV heads that each of `tp` ranks holds: replicated where there are more ranks than heads."""
         return max(1, self.num_kv_heads // tp)
 
-    def kv_shape(self, layer: int, tp: int) -> tuple[int, int]:  # noqa: ARG002 # the same in all layers so far
+    def kv_shape(self, layer: int, tp: int) -> tuple[int, int]:
         """(heads, numbers of a head) of the keys of one token that each of `tp` ranks keeps, and of its values."""
-        return self.kv_heads_per_rank(tp), self.head_dim
+        num_heads, head_dim = self.kv_heads(layer)
+        return max(1, num_heads // tp), head_dim
 
 
 def check_parallel(spec: ModelSpec, tp: int) -> None:
     """Raises ModelError if `tp` ranks cannot share this model's heads or its MLP evenly."""
     if spec.num_heads % tp:
         raise ModelError(f"tensor_parallel_size {tp} does not divide the model's {spec.num_heads} attention heads")
-    if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-        raise ModelError(
-            f"tensor_parallel_size {tp} neither divides nor is a multiple of the model's {spec.num_kv_heads} KV heads"
-        )
+    for kv_heads in sorted({spec.kv_heads(layer)[0] for layer in range(spec.num_layers)}):
+        if kv_heads % tp and tp % kv_heads:
+            raise ModelError(
+                f"tensor_parallel_size {tp} neither divides nor is a multiple of the model's {kv_heads} KV heads"
+            )
     experts = spec.experts
     widths = {"intermediate_size": spec.intermediate_size}
     if experts is not None:

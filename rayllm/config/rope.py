@@ -14,13 +14,15 @@ from rayllm.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding. rope_type: "default", "linear", "dynamic", "llama3", "yarn" or "longrope".
+    """Rotary position embedding. rope_type: "default", "linear", "dynamic", "llama3", "yarn", "longrope" or
+    "proportional".
 
     rotary_dim: leading entries of a head that are rotated. interleaved: in pairs of neighbours, not of halves.
     query_beta: of the growth of queries with their position, see `layers.rotary.query_scales`; 0 for none.
     attention_factor: multiplies cos and sin (yarn, longrope).
     low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, truncate: yarn. short_factors, long_factors: of the
     rotary_dim / 2 periods, longrope.
+    turning_pairs: those that turn, the first ones of a head; the others stay as they are (proportional).
     stretched: max_position_embeddings is what the factor of "linear" leads to, not what it starts from (Gemma 3).
     original_max_position: context of the pretraining, in tokens (all types but default and linear).
     """
@@ -40,6 +42,7 @@ class RopeSpec:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    turning_pairs: int = 0
     stretched: bool = False
 
     def max_model_len(self, max_position_embeddings: int) -> int:

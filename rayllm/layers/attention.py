@@ -79,8 +79,9 @@ class Attention(Layer):
 
     heads: of the whole model. scoring: its ALiBi slopes are the rank's.
     rotary: the table of angles by which queries and keys are turned (`rotary.cos_sin_table`); None leaves them alone.
-    norm_eps: of the RMS norms "q_norm" and "k_norm" of each query and key head; None for none. norm_offset: as for
-    `RMSNorm`.
+    norm_eps: of the RMS norms "q_norm" and "k_norm" of each query and key head; None for none. norm_wide, norm_offset:
+    as for `RMSNorm`. norm_values: value heads are normed too, without a weight.
+    reads_only: keys and values are in the cache already, which is another layer's; there are queries alone.
     sinks: each head has one, as `Scoring.sinks`, called "sinks".
     interleaved, query_scale: how queries and keys are turned, as for `ops.qk_norm_rope_cache`.
     scales: the checkpoint's for a cache in fp8, of the rank's KV heads, on the CPU; None if it has none.
@@ -96,7 +97,10 @@ class Attention(Layer):
         *,
         interleaved: bool = False,
         query_scale: torch.Tensor | None = None,
+        norm_wide: bool = False,
         norm_offset: bool = False,
+        norm_values: bool = False,
+        reads_only: bool = False,
         sinks: bool = False,
     ):
         super().__init__(context)
@@ -104,21 +108,26 @@ class Attention(Layer):
         scoring = scoring if self.sinks is None else scoring._replace(sinks=self.sinks)
         self.heads, self.scoring, self.rotary = heads, scoring, rotary
         self.interleaved, self.query_scale = interleaved, query_scale
-        self.deterministic = context.deterministic
+        self.deterministic, self.reads_only = context.deterministic, reads_only
+        if reads_only and rotary is None:
+            raise ValueError("a layer that only reads the cache must have rotary positions")
         self.norms: HeadNorms | None = None
         if norm_eps is not None:
-            self.q_norm = RMSNorm(context.at("q_norm"), heads.head_dim, norm_eps, offset=norm_offset)
-            self.k_norm = RMSNorm(context.at("k_norm"), heads.head_dim, norm_eps, offset=norm_offset)
-            self.norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, norm_eps)
+            kind = {"wide": norm_wide, "offset": norm_offset}
+            self.q_norm = RMSNorm(context.at("q_norm"), heads.head_dim, norm_eps, **kind)
+            self.k_norm = None if reads_only else RMSNorm(context.at("k_norm"), heads.head_dim, norm_eps, **kind)
+            k_weight = None if self.k_norm is None else self.k_norm.weight
+            self.norms = HeadNorms(self.q_norm.weight, k_weight, norm_eps, norm_values)
         self.scales: KVScales | None = None
 
     def store(self, qkv: torch.Tensor, kv_cache: LayerCache, plan: AttentionPlan) -> torch.Tensor:
         """Norm and turn the heads, write keys and values into the cache -> queries [T, heads, head_dim].
 
-        qkv: [T, (heads + 2 KV heads) * head_dim] of the rank, those of queries first, then keys, then values.
+        qkv: [T, (heads + 2 KV heads) * head_dim] of the rank, those of queries first, then keys, then values; queries
+        alone if the layer only reads the cache.
         """
         batch, cache = plan.batch, kv_cache.kv
-        slots = batch.slot_mappings[kv_cache.group]
+        slots = None if self.reads_only else batch.slot_mappings[kv_cache.group]
         if self.rotary is not None:
             return ops.qk_norm_rope_cache(
                 qkv,
@@ -131,6 +140,7 @@ class Attention(Layer):
                 query_scale=self.query_scale,
                 deterministic=self.deterministic,
             )
+        assert slots is not None
         all_heads, kv = qkv.view(qkv.shape[0], -1, self.heads.head_dim), cache.k.shape[1]
         q, k, v = all_heads.split([all_heads.shape[1] - 2 * kv, kv, kv], dim=1)
         ops.reshape_and_cache(k, v, cache, slots)

@@ -15,14 +15,15 @@ from rayllm_kernels import ops
 class RMSNorm(Layer):
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension, of `size` entries (Zhang and Sennrich, 2019).
 
-    offset: checkpoints hold the weight less 1 in the model's dtype, and the product with the whole weight is in fp32
-    (Gemma). The sum is made once, in fp32, where it is as exact as in a norm that adds 1 each time.
+    wide: the product with the weight is in fp32, and only then rounded (Gemma).
+    offset: so it is, and checkpoints hold the weight less 1 in the model's dtype (Gemma 2 and 3). The sum is made once,
+    in fp32, where it is as exact as in a norm that adds 1 each time.
     """
 
-    def __init__(self, context: BuildContext, size: int, eps: float, *, offset: bool = False):
+    def __init__(self, context: BuildContext, size: int, eps: float, *, wide: bool = False, offset: bool = False):
         super().__init__(context)
-        self.eps, self.offset, self.dtype = eps, offset, context.dtype
-        self.weight = (replace(context, dtype=torch.float32) if offset else context).parameter(size)
+        self.eps, self.wide, self.offset, self.dtype = eps, wide or offset, offset, context.dtype
+        self.weight = (replace(context, dtype=torch.float32) if self.wide else context).parameter(size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., size]."""
@@ -38,10 +39,10 @@ class RMSNorm(Layer):
         return self.tp.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
 
     def load(self, source: WeightSource) -> None:
-        if not self.offset:
+        if not self.wide:
             return super().load(source)
-        stored = source.tensor(self.prefix + "weight", tuple(self.weight.shape))
-        source.write(self.weight, stored.to(self.dtype).float() + 1.0)
+        stored = source.tensor(self.prefix + "weight", tuple(self.weight.shape)).to(self.dtype).float()
+        source.write(self.weight, stored + 1.0 if self.offset else stored)
 
     def onto(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """norm(x) + residual, in one pass; all [T, size]."""

@@ -36,7 +36,8 @@ def inverse_frequencies(rope: RopeSpec, max_model_len: int) -> torch.Tensor:
     max_model_len: the tokens of a sequence at most, by which types choose that depend on a length ("dynamic" and
     "longrope"; docs/decisions/rope.md says why).
     """
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    turning = 2 * rope.turning_pairs if rope.rope_type == "proportional" else rope.rotary_dim
+    exponents = torch.arange(0, turning, 2, dtype=torch.float32) / rope.rotary_dim
     if rope.rope_type == "dynamic":
         return 1.0 / _dynamic_theta(rope, max_model_len) ** exponents
     periods = rope.theta**exponents
@@ -49,6 +50,9 @@ def inverse_frequencies(rope: RopeSpec, max_model_len: int) -> torch.Tensor:
         return _llama3_frequencies(rope, 1.0 / periods)
     if rope.rope_type == "yarn":
         return _yarn_frequencies(rope, periods)
+    if rope.rope_type == "proportional":  # pairs lie as far apart as if all turned
+        still = torch.zeros((rope.rotary_dim - turning) // 2)
+        return torch.cat([1.0 / periods, still]) / rope.factor
     return 1.0 / periods
 
 

@@ -13,9 +13,9 @@ from rayllm_kernels import ops
 class Router(Layer):
     """A linear layer to one logit an expert, and the choice of `top_k` by `RouterSpec`. Every rank has it whole.
 
-    names: of the projection, each with the block's prefix before it, of which the checkpoint has one. corrections: the
-    same for `RouterSpec.correction`. forward: [T, hidden_size] -> (weights [T, top_k] float32, experts [T, top_k]
-    int32), the best expert first.
+    names: of the projection, each with the block's prefix before it, of which the checkpoint has one. corrections,
+    factors: the same for what `RouterSpec` calls so. forward: [T, hidden_size] -> (weights [T, top_k] float32, experts
+    [T, top_k] int32), the best expert first.
     """
 
     def __init__(
@@ -27,13 +27,15 @@ class Router(Layer):
         spec: RouterSpec,
         names: tuple[str, ...],
         corrections: tuple[str, ...] = (),
+        factors: tuple[str, ...] = (),
     ):
         super().__init__(context)
         self.weight = context.parameter(num_experts, hidden_size)
         self.bias = context.parameter(num_experts) if spec.bias else None
         self.correction = context.parameter(num_experts, dtype=torch.float32) if spec.correction else None
-        self.wide_logits, self.deterministic = spec.wide_logits, context.deterministic
-        self.names, self.corrections = names, corrections
+        self.factors = context.parameter(num_experts, dtype=torch.float32) if spec.factors else None
+        self.dtype, self.wide_logits, self.deterministic = context.dtype, spec.wide_logits, context.deterministic
+        self.names, self.correction_names, self.factor_names = names, corrections, factors
         self.routing = ops.Routing(
             top_k=top_k,
             scores=spec.scores,
@@ -50,7 +52,7 @@ class Router(Layer):
             logits = ops.linear_wide(x, self.weight, self.bias, deterministic=deterministic)
         else:
             logits = (ops.linear_invariant if deterministic else ops.linear)(x, self.weight, self.bias)
-        return ops.route(logits, self.routing, self.correction, deterministic=deterministic)
+        return ops.route(logits, self.routing, self.correction, self.factors, deterministic=deterministic)
 
     def load(self, source: WeightSource) -> None:
         for field, parameter in (("weight", self.weight), ("bias", self.bias)):
@@ -58,5 +60,8 @@ class Router(Layer):
                 name = source.choose(*(f"{self.prefix}{name}.{field}" for name in self.names))
                 source.write(parameter, source.tensor(name, tuple(parameter.shape)))
         if self.correction is not None:
-            name = source.choose(*(self.prefix + name for name in self.corrections))
+            name = source.choose(*(self.prefix + name for name in self.correction_names))
             source.write(self.correction, source.tensor(name, tuple(self.correction.shape)))
+        if self.factors is not None:
+            name = source.choose(*(self.prefix + name for name in self.factor_names))
+            source.write(self.factors, source.tensor(name, tuple(self.factors.shape)).to(self.dtype))

@@ -79,6 +79,6 @@ class CausalLM(nn.Module, ABC):
                 module.load(source)
 
 
-def heads_of(spec: ModelSpec) -> Heads:
-    """For layers that have all of a model's heads."""
-    return Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+def heads_of(spec: ModelSpec, layer: int = 0) -> Heads:
+    """Of the whole model, for one of its layers."""
+    return Heads(spec.num_heads, *spec.kv_heads(layer))

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from rayllm.config.model_folder import indexed_weights
+from rayllm.config.model_spec import ModelSpec
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ModelError
 from rayllm.layers.layer import BuildContext
@@ -29,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 # Buffers that old checkpoints hold and that the model derives from its config.
 DERIVED_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-NORM_NAMES = ("norm.weight", "ln_f.weight")
+# Of a layer that has keys and values of its own.
+KV_MODULES = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+# Endings of names of weights that are around 1 in any model.
+ONES = ("norm.weight", "norm_1.weight", "norm_2.weight", "ln_f.weight", "layer_scalar", "router.scale", "expert_scale")
 FLOAT_STORAGE = ("F64", "F32", "F16", "BF16")
 NAMES_IN_ERRORS = 5
 
@@ -49,12 +53,15 @@ class Checkpoint(StoredTensors):
         # Weights of towers.
         self.num_left_out = 0
         self._file_of = self._find_weights()
+        # Name in a text model alone -> stored name, where they may differ.
         self._text: dict[str, str] = {}
+        names = {name: name for name in self._file_of}
         if text_only:
             self._text, towers = split_text(self._file_of)
-            self._file_of = {name: self._file_of[name] for name in self._text.values()}
-            self.num_left_out = len(towers)
-        self._file_of = {name: file for name, file in self._file_of.items() if not name.startswith(left_out)}
+            self.num_left_out, names = len(towers), self._text
+        self._file_of = {
+            stored: self._file_of[stored] for name, stored in names.items() if not name.startswith(left_out)
+        }
         self._used: set[str] = set()
         self._missing: list[str] = []
         # Shown on terminals only, so not by the ranks of a cluster.
@@ -172,7 +179,7 @@ class DummyCheckpoint(WeightSource):
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "little"))
         noise = torch.randn(shape, generator=generator, device=self._device, dtype=self._dtype).mul_(0.02)
-        return noise.add_(1.0) if name.endswith(NORM_NAMES) else noise
+        return noise.add_(1.0) if name.endswith(ONES) else noise
 
     def slice(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> torch.Tensor:
         return self.tensor(name, shape).narrow(dim, start, stop - start)
@@ -197,8 +204,7 @@ def load_model(
     dummy = options.load_format == "dummy"
     source: WeightSource = DummyCheckpoint(options.seed or 0, device, dtype)
     if not dummy:
-        drafts = tuple(f"model.layers.{spec.num_layers + i}." for i in range(spec.draft_layers))
-        source = checkpoint = Checkpoint(options.model, text_only=spec.text_only, left_out=drafts)
+        source = checkpoint = Checkpoint(options.model, text_only=spec.text_only, left_out=_left_out(spec))
         if checkpoint.num_left_out and tp.rank == 0:
             logger.info("%s is served for text alone: %d weights are left out", options.model, checkpoint.num_left_out)
         if spec.quantization is not None:
@@ -216,6 +222,14 @@ def load_model(
         # Whole dummy tensors and staging copies would otherwise count as used when the KV cache is sized.
         torch.cuda.empty_cache()
     return model.eval()
+
+
+def _left_out(spec: ModelSpec) -> tuple[str, ...]:
+    """Beginnings of names of weights that the model has no use for, whether a checkpoint holds them or not."""
+    drafts = [f"model.layers.{spec.num_layers + i}." for i in range(spec.draft_layers)]
+    readers = [layer for layer in range(spec.num_layers) if spec.kv_layer(layer) != layer]
+    keys = [f"model.layers.{layer}.self_attn.{name}" for layer in readers for name in KV_MODULES]
+    return (*drafts, *keys)
 
 
 def _some(names: list[str], what: str) -> str:

@@ -12,12 +12,14 @@ from rayllm.errors import ModelError
 from rayllm.layers.layer import BuildContext
 from rayllm.models.base import CausalLM
 from rayllm.models.bloom import BloomForCausalLM
+from rayllm.models.gemma4 import Gemma4ForCausalLM
 from rayllm.models.glm4_moe import glm4_moe
 from rayllm.models.gpt_oss import gpt_oss
 from rayllm.models.llama import LlamaForCausalLM
 from rayllm.models.minimax_m2 import minimax_m2
 from rayllm.models.mixtral import mixtral
 from rayllm.models.opt import OPTForCausalLM
+from rayllm.models.qwen2_moe import qwen2_moe
 from rayllm.models.qwen3_moe import qwen3_moe
 
 logger = logging.getLogger(__name__)
@@ -43,9 +45,14 @@ MODEL_CLASSES: dict[str, ModelClass] = {
     "Gemma2ForCausalLM": LlamaForCausalLM,
     "Gemma3ForCausalLM": LlamaForCausalLM,
     "Gemma3ForConditionalGeneration": LlamaForCausalLM,
+    "Gemma4ForCausalLM": Gemma4ForCausalLM,
+    "Gemma4ForConditionalGeneration": Gemma4ForCausalLM,
+    "Gemma4UnifiedForCausalLM": Gemma4ForCausalLM,
+    "Gemma4UnifiedForConditionalGeneration": Gemma4ForCausalLM,
     "Mistral3ForConditionalGeneration": LlamaForCausalLM,
     "Qwen2_5_VLForConditionalGeneration": LlamaForCausalLM,
     "Qwen3VLForConditionalGeneration": LlamaForCausalLM,
+    "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "MixtralForCausalLM": mixtral,
     "Glm4MoeForCausalLM": glm4_moe,

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 # What is not the text model's, below `model.` or not.
-TOWERS = ("vision_tower.", "vision_model.", "visual.", "audio_tower.", "multi_modal_projector.", "embed_vision.")
+TOWERS = (
+    *("vision_tower.", "vision_model.", "vision_embedder.", "visual.", "audio_tower.", "multi_modal_projector."),
+    *("embed_vision.", "embed_audio."),
+)
 
 
 def split_text(stored: Iterable[str]) -> tuple[dict[str, str], list[str]]:

@@ -58,7 +58,7 @@ class LayerPlace(NamedTuple):
 
 
 def lay_out_blocks(spec: ModelSpec, tp: int, block_size: int) -> list[LayerPlace]:
-    """Where each layer of a model is in the blocks of each of `tp` ranks."""
+    """Where each layer of a model is in the blocks of each of `tp` ranks; some layers may be at the same place."""
     places: dict[int, LayerPlace] = {}
     for group, (_window, layers) in enumerate(kv_groups(spec, tp)):
         offset = 0
@@ -66,7 +66,7 @@ def lay_out_blocks(spec: ModelSpec, tp: int, block_size: int) -> list[LayerPlace
             heads, head_dim = spec.kv_shape(layer, tp)
             places[layer] = place = LayerPlace(group, offset, (heads, block_size, head_dim))
             offset = place.end
-    return [places[layer] for layer in range(spec.num_layers)]
+    return [places[spec.kv_layer(layer)] for layer in range(spec.num_layers)]
 
 
 class CacheEngine:

@@ -38,12 +38,14 @@ def find_scales(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Ru
     """
     if kv_dtype not in FP8_MAX:
         return None
+    layers = range(model.spec.num_layers)
     found = model.kv_scales
+    found = [found[model.spec.kv_layer(layer)] for layer in layers]
     if any(scales is None for scales in found):
         if kv_dtype == torch.float8_e4m3fn:
             measured = _calibrate(model, kv_dtype, block_size, run)
         else:
-            heads = [model.spec.kv_shape(layer, model.tp.size)[0] for layer in range(model.spec.num_layers)]
+            heads = [model.spec.kv_shape(layer, model.tp.size)[0] for layer in layers]
             measured = [KVScales(torch.ones(count), torch.ones(count)) for count in heads]
         found = [own or other for own, other in zip(found, measured, strict=True)]
     device = model.lm_head.weight.device
@@ -77,8 +79,11 @@ def _calibrate(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Run
     dtype, device = model.lm_head.weight.dtype, model.lm_head.weight.device
     tokens = min(CALIBRATION_TOKENS, model.build.max_model_len)
     blocks = math.ceil(tokens / block_size)
-    caches = []
+    caches: list[LayerCache] = []
     for layer in range(model.spec.num_layers):
+        if (source := model.spec.kv_layer(layer)) != layer:
+            caches.append(caches[source])
+            continue
         heads, head_dim = model.spec.kv_shape(layer, model.tp.size)
         keys, values = torch.zeros(2, blocks, heads, block_size, head_dim, dtype=dtype, device=device)
         caches.append(LayerCache(KVCache(keys, values)))

@@ -300,6 +300,214 @@ def test_refusals_of_gemma(tmp_path, name, fields, message):
         spec_of(tmp_path, GEMMA | arch(name), **fields)
 
 
+ROPES = {
+    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+GEMMA4_E2B = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_k_eq_v": False,
+    "dtype": "bfloat16",
+    "enable_moe_block": False,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1536,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 6144,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "max_position_embeddings": 131072,
+    "model_type": "gemma4_text",
+    "moe_intermediate_size": None,
+    "num_attention_heads": 8,
+    "num_experts": None,
+    "num_global_key_value_heads": None,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": ROPES,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "top_k_experts": None,
+    "use_bidirectional_attention": None,
+    "use_double_wide_mlp": True,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}
+GEMMA4_26B = GEMMA4_E2B | {
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "hidden_size": 2816,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 2112,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+    "moe_intermediate_size": 704,
+    "num_attention_heads": 16,
+    "num_experts": 128,
+    "num_global_key_value_heads": 2,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 1024,
+    "top_k_experts": 8,
+    "use_bidirectional_attention": "vision",
+    "use_double_wide_mlp": False,
+}
+
+
+def test_gemma4_as_published(tmp_path):
+    towers = {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
+        "audio_config": {"model_type": "gemma4_audio"},
+        "audio_token_id": 258881,
+        "boa_token_id": 256000,
+        "eoa_token_index": 258883,
+        "image_token_id": 258880,
+        "vision_config": {"model_type": "gemma4_vision"},
+        "vision_soft_tokens_per_image": 280,
+    }
+    small = spec_of(tmp_path, towers, text_config=GEMMA4_E2B)
+    assert small.kv_heads(3) == (1, 256)
+    assert small.kv_heads(4) == (1, 512)
+    assert [small.kv_layer(layer) for layer in (0, 13, 14, 15, 19, 34)] == [0, 13, 14, 13, 14, 14]
+    assert (small.rope.rotary_dim, small.rope.turning_pairs, small.window_rope.rope_type) == (512, 64, "default")
+    assert (small.gemma4.layer_embedding, small.gemma4.wide_readers, small.experts) == (256, True, None)
+    assert (small.attention_scale, small.logit_softcap, small.embedding_scale) == (1.0, 30.0, 1536**0.5)
+    assert small.num_distinct_layers == 20
+    large = spec_of(tmp_path, towers, text_config=GEMMA4_26B)
+    assert (large.kv_heads(0), large.kv_heads(5), large.kv_layers) == ((8, 256), (2, 512), None)
+    assert (large.experts.num_experts, large.experts.top_k, large.experts.intermediate_size) == (128, 8, 704)
+    assert (large.gemma4.key_is_value, large.gemma4.layer_embedding) == (True, 0)
+    check_parallel(large, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention all is not supported"),
+        ({"num_kv_shared_layers": 32}, "num_kv_shared_layers 32 must leave a layer of each of layer_types"),
+        ({"global_head_dim": 1024}, "global_head_dim 1024 is more than the 512"),
+        ({"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input 100 is less than vocab_size"),
+        ({"rope_parameters": {"full_attention": ROPES["full_attention"]}}, "rope_parameters.sliding_attention must"),
+        (
+            {"rope_parameters": ROPES | {"full_attention": {"rope_type": "yarn", "rope_theta": 1.0}}},
+            "rope_parameters.full_attention.rope_type yarn is not supported",
+        ),
+        ({"per_layer_config": {"4": {"head_dim": 512}}}, "per_layer_config must be the same for all full"),
+        ({"per_layer_config": {"0": {"sliding_window": 8}}}, "per_layer_config.0.sliding_window"),
+        ({"per_layer_config": {"99": {"head_dim": 8}}}, "per_layer_config.99 must be an object, and of a layer"),
+        (
+            {"enable_moe_block": True, "top_k_experts": 2},
+            "enable_moe_block needs num_experts and moe_intermediate_size",
+        ),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
+            "top_k_experts 5 is more than the 4",
+        ),
+        ({"attn_logit_softcapping": 50.0}, '"attn_logit_softcapping" is not understood'),
+    ],
+)
+def test_refusals_of_gemma4(tmp_path, change, message):
+    with pytest.raises(ModelError, match=message):
+        spec_of(tmp_path, GEMMA4_E2B | arch("Gemma4"), **change)
+
+
+MINIMAX = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "attn_type_list": [1] * 62,
+    "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"},
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 1536,
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0,
+    "max_position_embeddings": 196608,
+    "mlp_intermediate_size": 8192,
+    "model_type": "minimax_m2",
+    "mtp_transformer_layers": 1,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "output_router_logits": False,
+    "postnorm": False,
+    "qk_norm_type": "per_layer",
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "float8_e4m3fn",
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "shared_moe_mode": "sigmoid",
+    "sliding_window": None,
+    "swa_rope_theta": -1.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+
+
+def test_minimax_m2_as_published(tmp_path):
+    spec = spec_of(tmp_path, MINIMAX)
+    assert (spec.num_layers, spec.draft_layers, spec.qk_norm_whole, spec.dtype) == (62, 3, True, "bfloat16")
+    assert (spec.rope.rotary_dim, spec.rope.theta, spec.max_model_len) == (64, 5e6, 196608)
+    assert (spec.experts.num_experts, spec.experts.top_k, spec.experts.intermediate_size) == (256, 8, 1536)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attn_type_list", [1] * 61 + [0]),
+        ("layernorm_mlp_beta", 3.5),
+        ("num_mtp_modules", -1),
+        ("postnorm", True),
+        ("qk_norm_type", "per_head"),
+        ("scoring_func", "softmax"),
+        ("shared_intermediate_size", 1536),
+        ("sliding_window", 4096),
+        ("swa_rope_theta", 10000.0),
+        ("use_qk_norm", False),
+        ("use_routing_bias", False),
+    ],
+)
+def test_refusals_of_minimax_m2(tmp_path, key, value):
+    with pytest.raises(ModelError, match=key):
+        spec_of(tmp_path, MINIMAX, **{key: value})
+
+
+def test_qwen2_moe_windows(tmp_path):
+    """Every other layer of the first max_window_layers."""
+    base = LLAMA | arch("Qwen2Moe") | {"sliding_window": 16}
+    assert spec_of(tmp_path, base).sliding_windows == (None,) * 4
+    windows = {"use_sliding_window": True}
+    assert spec_of(tmp_path, base, **windows).sliding_windows == (16, None, 16, None)
+    assert spec_of(tmp_path, base, **windows, max_window_layers=2).sliding_windows == (16, None, None, None)
+    with pytest.raises(ModelError, match="sliding_window must be a positive integer where it is used"):
+        spec_of(tmp_path, base, **windows, sliding_window=None)
+
+
 def test_generation_config_wins(tmp_path):
     assert spec_of(tmp_path, eos_token_id=7, generation={"eos_token_id": [9, 7]}).eos_token_ids == [9, 7]
     assert spec_of(tmp_path, eos_token_id=7, generation={"eos_token_id": 0}).eos_token_ids == [0]

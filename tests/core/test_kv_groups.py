@@ -22,6 +22,10 @@ class Shape:
     sliding_windows: tuple[int | None, ...]
     widths: tuple[int, ...] = ()
     max_model_len: int = 131072
+    kv_layers: tuple[int, ...] = ()
+
+    def kv_layer(self, layer: int) -> int:
+        return self.kv_layers[layer] if self.kv_layers else layer
 
     def kv_shape(self, layer: int, tp: int) -> tuple[int, int]:
         return max(1, (self.widths[layer] if self.widths else 8) // tp), 8
@@ -61,6 +65,15 @@ def test_layers_of_other_shapes_fill_blocks_of_the_same_size():
     assert sizes(Shape((512, 512, 512, 512, None), (4, 4, 4, 4, 8))) == [(512, 2), (512, 2), (None, 1)]
     assert sizes(Shape((512,) * 4 + (None,) * 2, (4, 4, 4, 4, 8, 8))) == [(512, 4), (None, 2)]
     assert kv_groups(Shape((None, 512, None), (4, 8, 4)), 2) == (KVGroup(None, (0, 2)), KVGroup(512, (1,)))
+
+
+def test_layers_that_read_the_keys_of_others_have_no_blocks():
+    """Gemma 4 E2B: 15 layers of 35 have keys of their own, every fifth of them no window and heads twice as large."""
+    windows = tuple(None if layer % 5 == 4 else 512 for layer in range(35))
+    kv_layers = (*range(15), *(14 if windows[layer] is None else 13 for layer in range(15, 35)))
+    groups = kv_groups(Shape(windows, tuple(2 if window is None else 1 for window in windows), 131072, kv_layers), 1)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(15))
+    assert [(window, len(layers)) for window, layers in groups] == [(512, 6), (512, 6), (None, 3)]
 
 
 WINDOWS = st.sampled_from([None, None, 128, 1024, 4096])

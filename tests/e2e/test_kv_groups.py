@@ -156,6 +156,21 @@ def test_in_a_pool_for_little_more_than_the_longest(cases, name, mode, caching):
     assert (stats.num_swap_preemptions > 4) == (mode == "swap")
 
 
+def test_heads_of_other_sizes_and_keys_of_other_layers(tmp_path):
+    """Gemma 4 in chunks and in a pool for little more than the longest, with blocks of two sizes of heads."""
+    case = make_case(tmp_path, "gemma4_shared", {})
+    assert windows_of(case) == [WINDOW, None]
+    stats = check(
+        Case(case.folder, case.prompts[:10], case.expected[:10], case.beams),
+        block_size=4,
+        num_gpu_blocks_override=81,
+        max_num_batched_tokens=16,
+        preemption_mode="swap",
+        swap_space=0.05,
+    )
+    assert stats.num_swap_preemptions > 4
+
+
 def test_the_size_that_is_told_is_that_of_the_longest_sequences(cases):
     """In blocks of 4, 256 tokens need 64 + 4 * 7 blocks."""
     options = {"device": "cpu", "skip_tokenizer_init": True, "block_size": 4}

@@ -22,7 +22,7 @@ from rayllm.executor.local import LocalExecutor
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 DENSE = ("llama3_rope", "mistral", "qwen2", "qwen3", "opt", "bloom", "phi3", "glm4", "ministral3", "smollm3")
-KINDS = (*DENSE, "gemma2", "gemma3", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "gpt_oss")
+KINDS = (*DENSE, "gemma2", "gemma3", "qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "gpt_oss")
 NUM_TOKENS = 64
 
 

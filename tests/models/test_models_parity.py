@@ -97,6 +97,53 @@ VARIANTS = {
         {"final_logit_softcapping": 20.0, "tie_word_embeddings": False, "attention_bias": True, "head_dim": 24},
     ),
     "gemma3 of default frequencies": ("gemma3", {"rope_parameters": None, "sliding_window": 6}),
+    "gemma4 untied, biases, gelu, other frequencies": (
+        "gemma4",
+        {
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "hidden_activation": "gelu",
+            "final_logit_softcapping": None,
+            "vocab_size_per_layer_input": 300,
+            "use_bidirectional_attention": "vision",
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gemma4 with embeddings and experts, one projection, shared keys, narrow": (
+        "gemma4_shared",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": False,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 24,
+            "sliding_window": 5,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 4,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "gemma4 12b, all layers whole": (
+        "gemma4_unified",
+        {"layer_types": ["full_attention"] * 3, "attention_k_eq_v": False},
+    ),
+    "qwen2-moe, every second layer, normalised, no biases, tied, windows": (
+        "qwen2_moe",
+        {
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+    ),
     "qwen3-moe, every second layer, not normalised, biases, tied": (
         "qwen3_moe",
         {

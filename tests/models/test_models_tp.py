@@ -57,10 +57,14 @@ def run_ranks(folder, size, load_format="auto"):
         ("glm4", (2, 8)),
         ("gemma2", (2, 4)),
         ("gemma3", (2, 4)),
+        ("gemma4", (2, 8)),
+        ("gemma4_moe", (2, 4)),
+        ("gemma4_shared", (4,)),
         ("ministral", (2,)),
         ("ministral3", (4,)),
         ("qwen2_5_vl", (2,)),
         ("smollm3", (4,)),
+        ("qwen2_moe", (2, 8)),
         ("qwen3_moe", (2, 4)),
         ("mixtral", (4,)),
         ("granite", (2,)),
@@ -71,7 +75,8 @@ def run_ranks(folder, size, load_format="auto"):
 )
 def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):
     """Among them: more ranks than KV heads (llama at 8, mistral at 4) and a vocabulary of 259."""
-    folder = factory.make_model(tmp_path, kind, num_hidden_layers=2)
+    layers = {} if kind == "gemma4_shared" else {"num_hidden_layers": 2}
+    folder = factory.make_model(tmp_path, kind, **layers)
     whole = drive(folder, TPGroup.single())
     assert whole.shape[1] == VOCAB_SIZE
     for size in sizes:

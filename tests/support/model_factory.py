@@ -48,11 +48,11 @@ def make_model(
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Weights large enough for sharp attention and logits far apart: greedy text of the default inits repeats."""
     generator = torch.Generator().manual_seed(seed + 1)
-    corrections = [entry for entry in model.named_buffers() if entry[0].endswith("correction_bias")]
+    corrections = [entry for entry in model.named_buffers() if entry[0].endswith(("correction_bias", "layer_scalar"))]
     for name, parameter in [*model.named_parameters(), *corrections]:
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
-            if name.endswith(("norm.weight", "ln_f.weight")):
+            if name.endswith(("norm.weight", "ln_f.weight", "layer_scalar")):
                 parameter.copy_(1.0 + 0.1 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.1 * noise)
@@ -112,8 +112,11 @@ class PagedRunner:
         from rayllm.layers.attention import KVCache, LayerCache
 
         self.model, self.block_size, self.num_groups = model, block_size, num_groups
-        self.caches = []
+        self.caches: list[LayerCache] = []
         for layer in range(model.spec.num_layers):
+            if (source := model.spec.kv_layer(layer)) != layer:
+                self.caches.append(self.caches[source])
+                continue
             heads, head_dim = model.spec.kv_shape(layer, model.tp.size)
             k, v = torch.full((2, num_blocks, heads, block_size, head_dim), float("nan"), dtype=dtype)
             self.caches.append(LayerCache(KVCache(k, v), layer % num_groups))

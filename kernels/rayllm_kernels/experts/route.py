@@ -4,9 +4,10 @@ softmax:        s = softmax(logits)      the top_k largest s + correction are ch
 sigmoid:        s = sigmoid(logits)      the same
 top_k_softmax:  the top_k largest logits are chosen, and s is the softmax of these
 
-weight = s / (sum of the chosen s, if normalised) * scale. With groups (DeepSeek-V3, 2024), experts lie in num_groups
-groups of equal size; a group counts as much as its two largest s + correction together, and only experts of the
-top_k_groups best groups are chosen from.
+weight = s / (sum of the chosen s, if normalised) * scale * factor of the expert, if there are any
+
+With groups (DeepSeek-V3, 2024), experts lie in num_groups groups of equal size; a group counts as much as its two
+largest s + correction together, and only experts of the top_k_groups best groups are chosen from.
 """
 
 from __future__ import annotations
@@ -38,23 +39,30 @@ class Routing(NamedTuple):
 
 
 def route(
-    logits: Tensor, routing: Routing, correction: Tensor | None = None, *, deterministic: bool = False
+    logits: Tensor,
+    routing: Routing,
+    correction: Tensor | None = None,
+    factors: Tensor | None = None,
+    *,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(weights [T, top_k] fp32, experts [T, top_k] int32) of logits [T, E], the best expert first.
 
-    Of equal ones the first is better. correction: [E] fp32. Everything is computed in fp32. deterministic: on the CPU,
-    rows are computed one by one, so that none depends on the others to the bit; on GPUs none ever does.
+    Of equal ones the first is better. correction, factors: [E] fp32. Everything is computed in fp32. deterministic: on
+    the CPU, rows are computed one by one, so that none depends on the others to the bit; on GPUs none ever does.
     """
-    _check(logits, routing, correction)
+    _check(logits, routing, correction, factors)
     if on_triton(logits):
-        return _kernel.route(logits, routing, correction)
+        return _kernel.route(logits, routing, correction, factors)
     if deterministic and logits.shape[0]:
-        rows = [_route(row.clone(), routing, correction) for row in logits.split(1)]
+        rows = [_route(row.clone(), routing, correction, factors) for row in logits.split(1)]
         return torch.cat([weights for weights, _ in rows]), torch.cat([experts for _, experts in rows])
-    return _route(logits, routing, correction)
+    return _route(logits, routing, correction, factors)
 
 
-def _route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+def _route(
+    logits: Tensor, routing: Routing, correction: Tensor | None, factors: Tensor | None
+) -> tuple[Tensor, Tensor]:
     wide = logits.float()
     scores = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}.get(routing.scores, lambda x: x)(wide)
     choice = scores if correction is None else scores + correction
@@ -67,6 +75,8 @@ def _route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple
     if routing.normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
     weights = weights * routing.scale
+    if factors is not None:
+        weights = weights * factors[experts]
     if routing.rounded:
         weights = weights.to(logits.dtype).float()
     return weights, experts.to(torch.int32)
@@ -81,7 +91,7 @@ def _only_best_groups(choice: Tensor, routing: Routing) -> Tensor:
     return groups.masked_fill(~chosen[..., None], -torch.inf).flatten(1)
 
 
-def _check(logits: Tensor, routing: Routing, correction: Tensor | None) -> None:
+def _check(logits: Tensor, routing: Routing, correction: Tensor | None, factors: Tensor | None) -> None:
     if logits.dim() != 2:
         fail("logits", "must be [T, E]", logits.shape)
     check_float(logits, "logits")
@@ -98,3 +108,5 @@ def _check(logits: Tensor, routing: Routing, correction: Tensor | None) -> None:
         fail("routing.top_k", f"must be from 1 to {size * routing.top_k_groups}", routing.top_k)
     if correction is not None:
         check_vectors(experts, torch.float32, logits.device, correction=correction)
+    if factors is not None:
+        check_vectors(experts, torch.float32, logits.device, factors=factors)

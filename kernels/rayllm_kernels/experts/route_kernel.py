@@ -79,7 +79,7 @@ def _in_best_groups(choice, expert, FORM: tl.constexpr):
 
 
 @triton.jit
-def _route_kernel(logits_ptr, correction_ptr, weights_ptr, experts_ptr, stride, FORM: tl.constexpr):
+def _route_kernel(logits_ptr, correction_ptr, factors_ptr, weights_ptr, experts_ptr, stride, FORM: tl.constexpr):
     EXPERTS: tl.constexpr = FORM.experts
     wait_for_predecessor(FORM.overlap)
     token = tl.program_id(0).to(tl.int64)
@@ -115,6 +115,8 @@ def _route_kernel(logits_ptr, correction_ptr, weights_ptr, experts_ptr, stride, 
     if FORM.normalised:
         weights = weights / (tl.sum(weights, 0) + _TINY)
     weights *= FORM.scale
+    if factors_ptr is not None:
+        weights *= tl.load(factors_ptr + experts, mask=place < FORM.top_k, other=0.0)
     if FORM.rounded:
         weights = weights.to(logits_ptr.dtype.element_ty).to(tl.float32)
     target = token * FORM.top_k + place
@@ -122,7 +124,7 @@ def _route_kernel(logits_ptr, correction_ptr, weights_ptr, experts_ptr, stride, 
     tl.store(experts_ptr + target, experts, mask=place < FORM.top_k)
 
 
-def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, routing: Routing, correction: Tensor | None, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     """(weights, experts) of checked arguments."""
     tokens, num_experts = logits.shape
     weights = torch.empty((tokens, routing.top_k), dtype=torch.float32, device=logits.device)
@@ -144,6 +146,6 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
         overlap,
     )
     launch(_route_kernel, (tokens,))(
-        logits, correction, weights, experts, logits.stride(0), FORM=form, num_warps=1, launch_pdl=overlap
+        logits, correction, factors, weights, experts, logits.stride(0), FORM=form, num_warps=1, launch_pdl=overlap
     )
     return weights, experts

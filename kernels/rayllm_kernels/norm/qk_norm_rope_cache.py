@@ -1,13 +1,14 @@
 """What lies between the qkv projection and attention, in one launch: head norms, rotary positions, the cache write.
 
-q, k = rotary(norm(q)) * scale, rotary(norm(k));  cache[slot // block_size, :, slot % block_size] = k, v
+q, k = rotary(norm(q)) * scale, rotary(norm(k));  cache[slot // block_size, :, slot % block_size] = k, norm(v)
 
 rotary (Su et al., 2021), of two parts a, b of a head's first r entries:
 
 a' = a cos - b sin,  b' = b cos + a sin
 
 which are its halves (GPT-NeoX, Llama), a = head[:r/2] and b = head[r/2:r], or are interleaved (GPT-J, GLM),
-a = head[0:r:2] and b = head[1:r:2]. scale: of a query, by its position (Llama 4); most models have none.
+a = head[0:r:2] and b = head[1:r:2]. scale: of a query, by its position (Llama 4); most models have none. Few models
+norm their values (Gemma 4).
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class HeadNorms(NamedTuple):
     """RMSNorms of one head's size, as Qwen3 has them; weights in the heads' dtype or in fp32, as for `rms_norm`."""
 
     q: Tensor  # [D], the weight of the norm of query heads
-    k: Tensor  # [D], the weight of the norm of key heads
+    k: Tensor | None  # [D], the weight of the norm of key heads; None where there are queries alone
     eps: float
+    values: bool = False  # value heads are normed too, by a norm without a weight
 
 
 def qk_norm_rope_cache(
@@ -40,7 +42,7 @@ def qk_norm_rope_cache(
     positions: Tensor,
     cos_sin_cache: Tensor,
     cache: KVCache,
-    slot_mapping: Tensor,
+    slot_mapping: Tensor | None,
     *,
     interleaved: bool = False,
     query_scale: Tensor | None = None,
@@ -52,16 +54,18 @@ def qk_norm_rope_cache(
     values, with the roundings of the three in sequence. qkv: [T, (Hq + 2 Hkv) D] in the cache's dtype (or any, for an
     fp8 cache), heads in the order q, k, v, last dimension contiguous; not changed. positions: [T] int64, each below
     max_pos (padding rows too). cos_sin_cache: [max_pos, r] fp32, cos in the first half, sin in the second. slot_mapping
-    as for `reshape_and_cache`. interleaved: as for `rotate`. query_scale: [max_pos] fp32, by which the queries of a
-    position are multiplied at last.
+    as for `reshape_and_cache`; None for qkv [T, Hq D] of queries alone, of which nothing is stored. interleaved: as for
+    `rotate`. query_scale: [max_pos] fp32, by which the queries of a position are multiplied at last.
     deterministic: a token's bits do not depend on the number of tokens. Slower for few.
     """
     cache.check(qkv, "qkv")
-    _, num_kv_heads, _, head_dim = cache.k.shape
+    head_dim, num_kv_heads = cache.k.shape[3], 0 if slot_mapping is None else cache.k.shape[1]
     if qkv.dim() != 2 or qkv.shape[1] % head_dim or qkv.shape[1] // head_dim <= 2 * num_kv_heads:
         fail("qkv", f"must be [T, (Hq + 2 * {num_kv_heads}) * {head_dim}]", qkv.shape)
     check_last_dim(qkv, "qkv")
-    check_vectors(qkv.shape[0], torch.int64, qkv.device, positions=positions, slot_mapping=slot_mapping)
+    check_vectors(qkv.shape[0], torch.int64, qkv.device, positions=positions)
+    if slot_mapping is not None:
+        check_vectors(qkv.shape[0], torch.int64, qkv.device, slot_mapping=slot_mapping)
     if cos_sin_cache.dim() != 2 or cos_sin_cache.dtype != torch.float32 or cos_sin_cache.device != qkv.device:
         got = (cos_sin_cache.dtype, cos_sin_cache.device, *cos_sin_cache.shape)
         fail("cos_sin_cache", f"must be [max_pos, rotary_dim] of torch.float32 on {qkv.device}", got)
@@ -70,7 +74,10 @@ def qk_norm_rope_cache(
     check_last_dim(cos_sin_cache, "cos_sin_cache")
     if norms is not None:
         check_norm_weight(norms.q, "norms.q", head_dim, qkv)
-        check_norm_weight(norms.k, "norms.k", head_dim, qkv)
+        if norms.k is None and slot_mapping is not None:
+            fail("norms.k", "must be a weight where there are keys", None)
+        if norms.k is not None:
+            check_norm_weight(norms.k, "norms.k", head_dim, qkv)
     if query_scale is not None:
         check_vectors(cos_sin_cache.shape[0], torch.float32, qkv.device, query_scale=query_scale)
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -89,14 +96,16 @@ def qk_norm_rope_cache(
         )
     # `deterministic` makes no difference here: a head's norm does not depend on how many there are.
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    if norms is not None:
-        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
-    else:
-        q, k = q.clone(memory_format=torch.contiguous_format), k.clone()
+    q = q.clone(memory_format=torch.contiguous_format) if norms is None else rms_norm(q, norms.q, norms.eps)
     rotate(q, positions, cos_sin_cache, interleaved=interleaved)
-    rotate(k, positions, cos_sin_cache, interleaved=interleaved)
     if query_scale is not None:
         q *= query_scale[positions].to(q.dtype)[:, None, None]
+    if slot_mapping is None:
+        return q
+    k = k.clone() if norms is None or norms.k is None else rms_norm(k, norms.k, norms.eps)
+    rotate(k, positions, cos_sin_cache, interleaved=interleaved)
+    if norms is not None and norms.values:
+        v = rms_norm(v, torch.ones(head_dim, device=v.device), norms.eps)
     reshape_and_cache(k, v, cache, slot_mapping)
     return q
 

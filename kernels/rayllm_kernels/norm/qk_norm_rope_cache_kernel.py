@@ -1,13 +1,13 @@
 """The Triton kernel of `qk_norm_rope_cache`: one program takes some heads of one token, of queries, keys or values.
 
-    q, k = rotary(norm(q)) * scale, rotary(norm(k));  cache[slot // block_size, :, slot % block_size] = k, v
+    q, k = rotary(norm(q)) * scale, rotary(norm(k));  cache[slot // block_size, :, slot % block_size] = k, norm(v)
 
 The cache is in qkv's dtype or in fp8, which k and v are then converted to with a scale for each head (`kv_cache.py`).
 
 qkv [T, (Hq + 2 Hkv) D] of any row stride, its heads in the order q, k, v; the norms (`rms_norm`) optional; positions
 [T] int64; cos_sin_cache [max_pos, r] fp32; query scales [max_pos] fp32, optional; caches [num_blocks, Hkv, block_size,
-D]; slot_mapping [T] int64, negative for padding -> q [T, Hq, D]. The roundings are those of `rms_norm`, `rotate` and
-`reshape_and_cache` in turn.
+D]; slot_mapping [T] int64, negative for padding, or none where there are queries alone -> q [T, Hq, D]. The roundings
+are those of `rms_norm`, `rotate` and `reshape_and_cache` in turn.
 """
 
 # mypy: allow-incomplete-defs
@@ -44,6 +44,7 @@ class Form(NamedTuple):
     interleaved: bool  # entries 2i and 2i + 1 are a pair, not i and i + half
     heads: int  # of one program
     block_size: int
+    norm_values: bool
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -135,7 +136,7 @@ def _qk_norm_rope_cache_kernel(
         target = q_ptr + (token * num_heads + head) * FORM.dim
         q_angles = cos_sin_ptr, stride_cos_sin, query_scale_ptr
         _norm_rotate(row + head * FORM.dim, target, 1.0, head < num_heads, q_weight, eps, q_angles, position, FORM)
-    else:
+    elif slots_ptr is not None:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
             target = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_slot
@@ -153,6 +154,10 @@ def _qk_norm_rope_cache_kernel(
                 dims = tl.arange(0, FORM.dim_padded)[None, :]
                 mask = (head < num_kv_heads) & (dims < FORM.dim)
                 v = tl.load(row + (num_heads + num_kv_heads + head) * FORM.dim + dims, mask=mask)
+                if FORM.norm_values:
+                    wide = tl.where(mask, v, 0.0).to(tl.float32)
+                    norm = tl.rsqrt(tl.sum(wide * wide, 1) / FORM.dim + eps)[:, None]
+                    v = (wide * norm).to(v.dtype)
                 valid = head < num_kv_heads
                 scale = tl.load(cache.scales.v + head, mask=valid, other=1.0) if cache.scales is not None else 1.0
                 store_rows(cache.v + target + head * stride_cache_head + dims, v, scale, mask)
@@ -164,7 +169,7 @@ def qk_norm_rope_cache(
     positions: Tensor,
     cos_sin_cache: Tensor,
     cache: KVCache,
-    slot_mapping: Tensor,
+    slot_mapping: Tensor | None,
     num_heads: int,
     interleaved: bool,
     query_scale: Tensor | None,
@@ -172,6 +177,7 @@ def qk_norm_rope_cache(
 ) -> Tensor:
     """Queries ready for attention, keys and values stored; the arguments are checked."""
     tokens, (_, num_kv_heads, block_size, head_dim) = qkv.shape[0], cache.k.shape
+    num_kv_heads = 0 if slot_mapping is None else num_kv_heads
     q = torch.empty((tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return q
@@ -186,8 +192,10 @@ def qk_norm_rope_cache(
     overlap = hardware(qkv.device).can_overlap
     rest_padded = triton.next_power_of_2(rest) if rest else 0
     half_padded = triton.next_power_of_2(half)
-    form = Form(head_dim, padded, half, half_padded, rest_padded, interleaved, heads, block_size, overlap)
-    norm, angles = norms or (None, None, 0.0), (cos_sin_cache, query_scale)
+    norm_values = norms is not None and norms.values
+    form = Form(head_dim, padded, half, half_padded, rest_padded, interleaved, heads, block_size, norm_values, overlap)
+    norm = (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
+    angles = cos_sin_cache, query_scale
     strides = (qkv.stride(0), cos_sin_cache.stride(0), *cache.k.stride()[:3])
     options = {"num_warps": 4, "launch_pdl": overlap}
     launch(_qk_norm_rope_cache_kernel, (tokens, tiles))(

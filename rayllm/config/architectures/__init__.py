@@ -5,6 +5,7 @@ from __future__ import annotations
 from rayllm.config.architectures import (
     bloom,
     gemma,
+    gemma4,
     glm4,
     glm4_moe,
     gpt_oss,
@@ -16,6 +17,7 @@ from rayllm.config.architectures import (
     mixtral,
     opt,
     phi3,
+    qwen2_moe,
     qwen3_moe,
     qwen_vl,
     smollm3,
@@ -52,6 +54,22 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma3ForConditionalGeneration": Architecture(
         gemma.parse_gemma3, "gemma3", eos_token_id=1, text_types=("gemma3_text",), models="Gemma 3 4B, 12B and 27B"
     ),
+    "Gemma4ForCausalLM": Architecture(
+        gemma4.parse, "gemma4_text", eos_token_id=1, models="Gemma 4, the text model alone"
+    ),
+    "Gemma4ForConditionalGeneration": Architecture(
+        gemma4.parse, "gemma4", eos_token_id=1, text_types=("gemma4_text",), models="Gemma 4 E2B, E4B, 26B-A4B and 31B"
+    ),
+    "Gemma4UnifiedForCausalLM": Architecture(
+        gemma4.parse_unified, "gemma4_unified_text", eos_token_id=1, models="Gemma 4 12B, the text model alone"
+    ),
+    "Gemma4UnifiedForConditionalGeneration": Architecture(
+        gemma4.parse_unified,
+        "gemma4_unified",
+        eos_token_id=1,
+        text_types=("gemma4_unified_text",),
+        models="Gemma 4 12B",
+    ),
     "Mistral3ForConditionalGeneration": Architecture(
         mistral3.parse,
         "mistral3",
@@ -65,13 +83,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3VLForConditionalGeneration": Architecture(
         qwen_vl.parse, "qwen3_vl", text_types=("qwen3_vl_text",), models="Qwen3-VL"
     ),
+    "Qwen2MoeForCausalLM": Architecture(qwen2_moe.parse, "qwen2_moe", models="Qwen1.5-MoE, Qwen2 57B-A14B"),
     "Qwen3MoeForCausalLM": Architecture(
         qwen3_moe.parse, "qwen3_moe", models="Qwen3 30B-A3B and 235B-A22B, Qwen3-Coder"
     ),
     "MixtralForCausalLM": Architecture(mixtral.parse, "mixtral", eos_token_id=2, models="Mixtral 8x7B and 8x22B"),
     "Glm4MoeForCausalLM": Architecture(glm4_moe.parse, "glm4_moe", models="GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7"),
     "MiniMaxM2ForCausalLM": Architecture(
-        minimax_m2.parse, "minimax_m2", eos_token_id=200020, models="MiniMax-M2, MiniMax-M2.1"
+        minimax_m2.parse, "minimax_m2", eos_token_id=200020, models="MiniMax-M2, M2.1, M2.5"
     ),
     "GptOssForCausalLM": Architecture(gpt_oss.parse, "gpt_oss", models="gpt-oss 20B and 120B with weights in bf16"),
 }

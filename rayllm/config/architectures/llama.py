@@ -41,7 +41,7 @@ def _sliding_windows(architecture: str, config: JsonFields, num_layers: int) -> 
     if architecture == "MinistralForCausalLM":
         if window is None:  # where transformers fails
             raise ModelError(f"{config.file}: sliding_window must be a positive integer, not null")
-        return _by_layer_types(config, num_layers, window, 0)
+        return windows_of(config, num_layers, window, [True] * num_layers)
     return layer_windows(config, num_layers)
 
 
@@ -53,13 +53,14 @@ def layer_windows(config: JsonFields, num_layers: int, *, first: int = 28) -> tu
     window = None if config.is_null("sliding_window") else config.size("sliding_window", 4096)
     first = config.integer("max_window_layers", first)
     window = window if config.flag("use_sliding_window", False) else None
-    return _by_layer_types(config, num_layers, window, first)
+    return windows_of(config, num_layers, window, [layer >= first for layer in range(num_layers)])
 
 
-def _by_layer_types(config: JsonFields, num_layers: int, window: int | None, first: int) -> tuple[int | None, ...]:
+def windows_of(config: JsonFields, num_layers: int, window: int | None, default: list[bool]) -> tuple[int | None, ...]:
+    """`window` for the layers that layer_types calls sliding. default: which those are if it is absent."""
     kinds = config.get("layer_types")
     if kinds is None:
-        return tuple(window if layer >= first else None for layer in range(num_layers))
+        return tuple(window if slides else None for slides in default)
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ModelError(f"{config.file}: layer_types must be a list of as many as num_hidden_layers, {num_layers}")
     supported = ("full_attention", "sliding_attention") if window else ("full_attention",)

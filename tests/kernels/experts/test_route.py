@@ -37,6 +37,17 @@ def test_kernel_and_reference_choose_alike(randn, kernels, reference, name, corr
         check_close(weights, expected)
 
 
+def test_factors_of_experts(randn, each):
+    """They multiply the weights, and have no part in the choice."""
+    logits, factors = 3 * randn(5, 12), randn(12)
+    plain, experts = each.route(logits, ROUTINGS["softmax"])
+    weights, same = each.route(logits, ROUTINGS["softmax"], None, factors)
+    assert torch.equal(same, experts)
+    check_close(weights, plain * factors[experts.long()])
+    with pytest.raises(ValueError, match=r"^factors "):
+        each.route(logits, ROUTINGS["softmax"], None, factors[1:])
+
+
 def test_equal_logits_go_to_the_first_experts(each, device):
     weights, experts = each.route(torch.zeros(2, 7, device=device), Routing(3, "softmax"))
     assert experts.tolist() == [[0, 1, 2]] * 2

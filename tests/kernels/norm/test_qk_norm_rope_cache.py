@@ -95,6 +95,41 @@ def test_queries_are_scaled_by_their_position(randn, kernels, device):
     assert torch.equal(other, pool)
 
 
+@pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(7, (4, 2), 32), (9, (3, 3), 80), (130, (6, 2), 16)])
+def test_normed_values(randn, kernels, reference, device, tokens, heads, head_dim):
+    """Without a weight; the rest is as ever."""
+    pool, call = arguments(randn, device, tokens, heads, head_dim, head_dim, 8, torch.float16, True)
+    plain, expected, same = pool.clone(), pool.clone(), call
+    run(reference, plain, same)
+    call = call | {"norms": call["norms"]._replace(values=True)}
+    run(reference, expected, call)
+    q = run(kernels, pool, call)
+    check_close(q, run(reference, plain.clone(), same), terms=2)
+    check_close(pool, expected, terms=2)
+    assert torch.equal(expected[:, 1, 0], plain[:, 1, 0])
+    slots = call["slot_mapping"]
+    rows = slots >= 0
+    values = call["qkv"].unflatten(1, (-1, head_dim))[rows, heads[0] + heads[1] :].float()
+    normed = values / (values.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    stored = pool[slots[rows] // 8, 1, 1, :, slots[rows] % 8]
+    check_close(stored, normed.to(stored.dtype), terms=2)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_queries_alone(randn, each, device, tokens, norm):
+    """Of a layer that reads the keys of another: those of a layer that has its own, and a cache that stays as it is."""
+    pool, call = arguments(randn, device, tokens, (4, 2), 32, 32, 8, torch.float32, norm)
+    expected, before = run(each, pool.clone(), call), pool.clone()
+    norms = call["norms"]._replace(k=None) if norm else None
+    alone = call | {"qkv": call["qkv"][:, : 4 * 32], "slot_mapping": None, "norms": norms}
+    check_close(run(each, pool, alone), expected)
+    assert torch.equal(pool, before)
+    if norm:
+        with pytest.raises(ValueError, match=r"^norms.k "):
+            run(each, pool, call | {"norms": norms})
+
+
 def check_sequence(pool, call, kernels, reference):
     expected_pool, qkv = pool.clone(), call["qkv"].clone()
     expected = run(reference, expected_pool, call)
