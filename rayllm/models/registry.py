@@ -12,10 +12,12 @@ from rayllm.errors import ModelError
 from rayllm.layers.layer import BuildContext
 from rayllm.models.base import CausalLM
 from rayllm.models.bloom import BloomForCausalLM
+from rayllm.models.deepseek import deepseek
 from rayllm.models.glm4_moe import glm4_moe
 from rayllm.models.gpt_oss import gpt_oss
 from rayllm.models.llama import LlamaForCausalLM
 from rayllm.models.minimax_m2 import minimax_m2
+from rayllm.models.mistral3 import mistral3
 from rayllm.models.mixtral import mixtral
 from rayllm.models.opt import OPTForCausalLM
 from rayllm.models.qwen3_moe import qwen3_moe
@@ -43,13 +45,17 @@ MODEL_CLASSES: dict[str, ModelClass] = {
     "Gemma2ForCausalLM": LlamaForCausalLM,
     "Gemma3ForCausalLM": LlamaForCausalLM,
     "Gemma3ForConditionalGeneration": LlamaForCausalLM,
-    "Mistral3ForConditionalGeneration": LlamaForCausalLM,
+    "Mistral3ForConditionalGeneration": mistral3,
     "Qwen2_5_VLForConditionalGeneration": LlamaForCausalLM,
     "Qwen3VLForConditionalGeneration": LlamaForCausalLM,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "MixtralForCausalLM": mixtral,
     "Glm4MoeForCausalLM": glm4_moe,
     "MiniMaxM2ForCausalLM": minimax_m2,
+    "DeepseekV3ForCausalLM": deepseek,
+    "DeepseekV2ForCausalLM": deepseek,
+    "Glm4MoeLiteForCausalLM": deepseek,
+    "Mistral4ForCausalLM": deepseek,
     "GptOssForCausalLM": gpt_oss,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.kinds import (
     bloom,
+    deepseek,
     gemma,
     glm4,
     glm4_moe,
@@ -35,5 +36,6 @@ CONFIGS = {
     **mixtral.CONFIGS,
     **glm4_moe.CONFIGS,
     **minimax_m2.CONFIGS,
+    **deepseek.CONFIGS,
     **gpt_oss.CONFIGS,
 }
