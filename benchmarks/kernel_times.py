@@ -48,6 +48,8 @@ DECODE = [
 ]  # sequences, context
 RAGGED = [32, 64, 96, 128, 160, 256]  # sequences
 RAGGED_HEADS = [(32, 8, 128), (16, 8, 128), (12, 2, 128), (32, 8, 64)]  # query heads, KV heads, head size
+LATENT_HEADS = [16, 128]  # of a rank of eight of DeepSeek-V3, and of the whole
+LATENT_DECODE = [(64, 4096), (16, 2048), (1, 8192)]
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 PREFILL = [(1, 8192, 0), (8, 2048, 0), (1, 2048, 32768), (4, 512, 8192)]  # sequences, chunk, context before it
 TOKENS = [8192, 64]
@@ -141,12 +143,21 @@ def paged_context(batch: int, length: int, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def decode(
-    name: str, lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16
+    name: str,
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    value_dim: int | None = None,
 ) -> Case:
-    """One decode step's attention; the schedule is made once for all layers, as in the engine."""
+    """One decode step's attention; the schedule is made once for all layers, as in the engine.
+
+    value_dim: of a cache of latents.
+    """
     batch, tokens = len(lengths), sum(lengths)
     counts = [-(-length // BLOCK_SIZE) for length in lengths]
-    context_bytes = tokens * kv_heads * head_dim * 2 * dtype.itemsize
+    context_bytes = tokens * kv_heads * head_dim * (2 if value_dim is None else 1) * dtype.itemsize
     layers = copies(context_bytes)
     pool = kv_pool(sum(counts), layers, kv_heads, head_dim, dtype)
     tables = torch.zeros(batch, max(counts), dtype=torch.int32)
@@ -154,14 +165,17 @@ def decode(
         tables[row, : len(ids)] = ids
     tables, seq_lens = tables.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     q = normal(batch, heads, head_dim)
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if value_dim is None else q.new_empty(batch, heads, value_dim)
     caches = layers_of(pool)
+    if value_dim is not None:
+        caches = [ops.latent_cache(part, value_dim) for part in pool.flatten(1, 2).unbind(1)]
     contexts, scoring = ops.Contexts(tables, seq_lens), ops.Scoring(head_dim**-0.5)
     schedule = ops.decode_schedule(q, caches[0], contexts, scoring)
     calls = [
         partial(ops.paged_decode_attention, q, cache, contexts, scoring, schedule=schedule, out=out) for cache in caches
     ]
-    return Case(name, calls, bytes=context_bytes + 2 * q.nbytes)
+    flops = 0 if value_dim is None else 2 * tokens * heads * (head_dim + value_dim)
+    return Case(name, calls, bytes=context_bytes + q.nbytes + out.nbytes, flops=flops)
 
 
 def ragged_lengths(batch: int) -> list[int]:
@@ -258,6 +272,11 @@ def cases() -> dict[str, Callable[[str], Case]]:
         for batch in RAGGED:
             made[f"decode {batch} ragged, {heads}/{kv_heads} x {head_dim}"] = partial(
                 decode, lengths=ragged_lengths(batch), heads=heads, kv_heads=kv_heads, head_dim=head_dim
+            )
+    for heads in LATENT_HEADS:
+        for batch, length in LATENT_DECODE:
+            made[f"decode latents {batch} x {length}, {heads} heads"] = partial(
+                decode, lengths=[length] * batch, heads=heads, kv_heads=1, head_dim=576, value_dim=512
             )
     for batch, chunk, context in PREFILL:
         name = f"prefill {batch} x {chunk}" + (f" on {context}" if context else "")

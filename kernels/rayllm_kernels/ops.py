@@ -4,9 +4,10 @@ Nothing falls back: on CUDA a missing or failing Triton is an error. Every funct
 ValueError naming the one at fault; none reads tensor contents on a CUDA device, so none synchronises with it and all
 can be captured in a CUDA graph.
 
-Names of dimensions: T tokens, B sequences, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), D head size (up to 512;
-sizes that are no power of two are padded on chip). block_size is any positive integer. Dtypes are fp32, fp16 and bf16;
-a cache may also be in fp8, float8_e5m2 or, from compute capability 8.9 on, float8_e4m3fn.
+Names of dimensions: T tokens, B sequences, Hq query heads, Hkv KV heads (Hq a multiple of Hkv), D head size (up to 512,
+and 128 more for the keys of a cache of latents; sizes that are no power of two are padded on chip). block_size is any
+positive integer. Dtypes are fp32, fp16 and bf16; a cache may also be in fp8, float8_e5m2 or, from compute capability
+8.9 on, float8_e4m3fn.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from .attention.prefill import paged_prefill_attention
 from .attention.schedule import DecodeSchedule, decode_schedule
 from .cache.copy_blocks import copy_blocks
 from .cache.decode_inputs import DecodeInputs, decode_inputs
-from .cache.kv_cache import KVCache, KVScales
+from .cache.kv_cache import KVCache, KVScales, latent_cache
 from .cache.reshape_and_cache import reshape_and_cache
 from .cache.token_inputs import token_inputs
 from .collectives.all_reduce import PeerBuffers, all_gather_small, all_reduce, all_reduce_add_rms_norm
 from .dispatch import TritonModule
 from .experts.experts import experts
 from .experts.route import Routing, route
+from .linear.heads import linear_heads
 from .linear.linear import add_rms_norm_linear, linear, linear_invariant, linear_silu_mul, linear_wide, prepare
 from .lora.lora import AdapterSlots, add_adapters
+from .norm.latent_norm_rope_cache import latent_norm_rope_cache
 from .norm.qk_norm_rope_cache import HeadNorms, qk_norm_rope_cache
 from .norm.rms_norm import fused_add_rms_norm, rms_norm, rms_norm_add
 from .norm.silu_and_mul import silu_and_mul

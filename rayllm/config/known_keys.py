@@ -25,7 +25,7 @@ _HARMLESS = {
     ),
     "training": (
         "initializer_range init_std layerdrop gradient_checkpointing use_recompute router_aux_loss_coef"
-        " router_jitter_noise"
+        " router_jitter_noise ep_size seq_aux aux_loss_alpha"
     ),
     "lengths that limit nothing, and that a model was trained with the factor of its rope_scaling": (
         "model_max_length max_sequence_length max_position_embeddings seq_length finetuned"

@@ -59,6 +59,32 @@ LLAMA_NORMS = NormNames()
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention: keys and values of all heads are made of one row a token.
+
+    q_rank: entries of the row that queries are made of; None if they are projected at once. kv_rank: of the latent.
+    nope_dim, rope_dim: of a head's queries and keys, those that no position turns before those that are rotated, which
+    for keys are the same in all heads. value_dim: of a head's values.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    @property
+    def query_dim(self) -> int:
+        """Entries of a head's query."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def row_dim(self) -> int:
+        """Numbers that the cache holds of a token: its latent and its rotated key."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
 class RouterSpec:
     """How a token's experts are chosen and weighed, by one logit an expert.
 
@@ -66,6 +92,7 @@ class RouterSpec:
     normalised: the weights of the chosen ones are divided by their sum.
     correction: a number an expert is added to its score where experts are chosen, and not where they are weighed.
     num_groups, top_k_groups: experts lie in so many groups, and only those of the best few groups are chosen from.
+    best_of_group: a group counts as much as so many of its best experts, 1 or 2.
     scale: of the weights. bias: of the logits.
     factors: a number an expert multiplies its weight at last.
     wide_logits: logits are float32 and not of the model's dtype. wide_weights: the same for the weights.
@@ -76,6 +103,7 @@ class RouterSpec:
     correction: bool = False
     num_groups: int = 1
     top_k_groups: int = 1
+    best_of_group: int = 2
     scale: float = 1.0
     bias: bool = False
     factors: bool = False
@@ -126,6 +154,7 @@ class ModelSpec:
     layer_heads: one entry a layer, its KV heads and the size of a head, where they differ; None if all are alike.
     kv_layers: one entry a layer, the layer whose keys and values it attends to; None if each has its own.
     own: what only an architecture of a user's package has.
+    latent: of latent attention; num_kv_heads is 1 then, and head_dim that of a cached row. None for any other.
     quantization: how the checkpoint stores weights in fewer bits; None if it does not.
     experts is None for models without. rope is None for OPT and BLOOM; opt, bloom and gemma4 are None for the others.
     """
@@ -169,6 +198,7 @@ class ModelSpec:
     layer_heads: tuple[tuple[int, int], ...] | None = None
     kv_layers: tuple[int, ...] | None = None
     own: Any = None
+    latent: LatentSpec | None = None
     rope: RopeSpec | None = None
     opt: OPTSpec | None = None
     bloom: BloomSpec | None = None
@@ -230,7 +260,10 @@ class ModelSpec:
         return max(1, self.num_kv_heads // tp)
 
     def kv_shape(self, layer: int, tp: int) -> tuple[int, int]:
-        """(heads, numbers of a head) of the keys of one token that each of `tp` ranks keeps, and of its values."""
+        """(heads, numbers of a head) of the keys of one token that each of `tp` ranks keeps, and of its values.
+
+        With latent attention there are no values, see `LatentSpec.row_dim`.
+        """
         num_heads, head_dim = self.kv_heads(layer)
         return max(1, num_heads // tp), head_dim
 

@@ -105,6 +105,11 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
 def _kv_dtype(options: EngineConfig, spec: ModelSpec, dtype: str) -> str:
     if options.kv_cache_dtype == "auto":
         return dtype
+    if spec.latent is not None:
+        raise ConfigError(
+            f"kv_cache_dtype {options.kv_cache_dtype} is not supported for latent attention, which {spec.architecture} "
+            'has; supported is "auto"'
+        )
     if spec.head_dim % 2:
         raise ConfigError(
             f"kv_cache_dtype {options.kv_cache_dtype} needs an even head_dim; the model's is {spec.head_dim}"

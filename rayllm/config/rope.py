@@ -19,7 +19,8 @@ class RopeSpec:
 
     rotary_dim: leading entries of a head that are rotated. interleaved: in pairs of neighbours, not of halves.
     query_beta: of the growth of queries with their position, see `layers.rotary.query_scales`; 0 for none.
-    attention_factor: multiplies cos and sin (yarn, longrope).
+    attention_factor: multiplies cos and sin (yarn, longrope). score_factor: what latent attention multiplies the
+    products of queries and keys by (yarn); other attention does not.
     low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, truncate: yarn. short_factors, long_factors: of the
     rotary_dim / 2 periods, longrope.
     turning_pairs: those that turn, the first ones of a head; the others stay as they are (proportional).
@@ -35,6 +36,7 @@ class RopeSpec:
     query_beta: float = 0.0
     factor: float = 1.0
     attention_factor: float = 1.0
+    score_factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     beta_fast: float = 32.0
@@ -160,11 +162,14 @@ def _yarn(rope: JsonFields, max_position: int, pretrained: int) -> dict[str, Any
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    attention = temperature(1.0)
+    attention, score = temperature(1.0), 1.0
+    if rope.get("mscale_all_dim"):
+        score = temperature(rope.number("mscale_all_dim"))
     if all([rope.get("mscale"), rope.get("mscale_all_dim")]):
-        attention = temperature(rope.number("mscale")) / temperature(rope.number("mscale_all_dim"))
+        attention = temperature(rope.number("mscale")) / score
     return {
         "factor": factor,
+        "score_factor": score * score,
         "attention_factor": rope.number("attention_factor", attention),
         "beta_fast": rope.number("beta_fast", 32.0),
         "beta_slow": rope.number("beta_slow", 1.0),

@@ -83,6 +83,7 @@ class Attention(Layer):
     as for `RMSNorm`. norm_values: value heads are normed too, without a weight.
     reads_only: keys and values are in the cache already, which is another layer's; there are queries alone.
     sinks: each head has one, as `Scoring.sinks`, called "sinks".
+    value_dim: entries of a value; None for as many as of a key. Fewer are for a cache of latents.
     interleaved, query_scale: how queries and keys are turned, as for `ops.qk_norm_rope_cache`.
     scales: the checkpoint's for a cache in fp8, of the rank's KV heads, on the CPU; None if it has none.
     """
@@ -102,11 +103,12 @@ class Attention(Layer):
         norm_values: bool = False,
         reads_only: bool = False,
         sinks: bool = False,
+        value_dim: int | None = None,
     ):
         super().__init__(context)
         self.sinks = context.parameter(context.shard(heads.num_heads, "heads")) if sinks else None
         scoring = scoring if self.sinks is None else scoring._replace(sinks=self.sinks)
-        self.heads, self.scoring, self.rotary = heads, scoring, rotary
+        self.heads, self.scoring, self.rotary, self.value_dim = heads, scoring, rotary, value_dim
         self.interleaved, self.query_scale = interleaved, query_scale
         self.deterministic, self.reads_only = context.deterministic, reads_only
         if reads_only and rotary is None:
@@ -147,8 +149,8 @@ class Attention(Layer):
         return q
 
     def attend(self, q: torch.Tensor, kv_cache: LayerCache, plan: AttentionPlan) -> torch.Tensor:
-        """Attend q [T, heads, head_dim] to a cache that holds this step's keys and values -> [T, heads * head_dim]."""
-        out = q.new_empty(q.shape)
+        """Attend q [T, heads, head_dim] to a cache that holds this step's keys and values -> [T, heads * value_dim]."""
+        out = q.new_empty(q.shape if self.value_dim is None else (*q.shape[:2], self.value_dim))
         decodes, first, (cache, group) = plan.num_decodes, plan.prefill_row, kv_cache
         if decodes:
             schedule = plan.decode_schedule(q, kv_cache, self.scoring)

@@ -42,6 +42,7 @@ class Router(Layer):
             normalised=spec.normalised,
             num_groups=spec.num_groups,
             top_k_groups=spec.top_k_groups,
+            best_of_group=spec.best_of_group,
             scale=spec.scale,
             rounded=not spec.wide_weights,
         )

@@ -127,6 +127,13 @@ class LlamaMLP(nn.Module):
 MakeMLP = Callable[[BuildContext, ModelSpec, int], nn.Module]
 
 
+# (context of the layer, spec, number of the layer, rotary table, query scales, norm of the output or None) -> what the
+# layer attends with, called as `LlamaAttention` is.
+MakeAttention = Callable[
+    [BuildContext, ModelSpec, int, torch.Tensor | None, torch.Tensor | None, RMSNorm | None], nn.Module
+]
+
+
 def dense_mlp(build: BuildContext, spec: ModelSpec, _layer: int) -> nn.Module:
     """A `MakeMLP`."""
     post_norm = _norm(build, spec, spec.norm_names.after_mlp) if spec.post_norms else None
@@ -149,12 +156,13 @@ class LlamaLayer(nn.Module):
         rotary: torch.Tensor | None,
         query_scale: torch.Tensor | None,
         make_mlp: MakeMLP,
+        make_attention: MakeAttention,
     ):
         super().__init__()
         names = spec.norm_names
         after_attention = _norm(build, spec, names.after_attention) if spec.post_norms else None
         self.input_layernorm = _norm(build, spec, "input_layernorm")
-        self.self_attn = LlamaAttention(build.at("self_attn"), spec, layer, rotary, query_scale, after_attention)
+        self.self_attn = make_attention(build.at("self_attn"), spec, layer, rotary, query_scale, after_attention)
         self.post_attention_layernorm = _norm(build, spec, names.before_mlp)
         self.mlp = make_mlp(build, spec, layer)
 
@@ -177,9 +185,15 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """See `CausalLM`. make_mlp: of the layers."""
+    """See `CausalLM`. make_mlp, make_attention: of the layers."""
 
-    def __init__(self, build: BuildContext, spec: ModelSpec, make_mlp: MakeMLP = dense_mlp):
+    def __init__(
+        self,
+        build: BuildContext,
+        spec: ModelSpec,
+        make_mlp: MakeMLP = dense_mlp,
+        make_attention: MakeAttention = LlamaAttention,
+    ):
         super().__init__(build, spec)
         body = build.at("model")
         assert spec.rope is not None
@@ -200,7 +214,7 @@ class LlamaForCausalLM(CausalLM):
             return rotary if spec.sliding_windows[layer] is None else window_rotary
 
         self.layers = nn.ModuleList(
-            LlamaLayer(body.at(f"layers.{i}"), spec, i, rotary_of(i), query_scale, make_mlp)
+            LlamaLayer(body.at(f"layers.{i}"), spec, i, rotary_of(i), query_scale, make_mlp, make_attention)
             for i in range(spec.num_layers)
         )
         self.norm = _norm(body, spec, "norm")

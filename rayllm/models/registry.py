@@ -12,11 +12,13 @@ from rayllm.errors import ModelError
 from rayllm.layers.layer import BuildContext
 from rayllm.models.base import CausalLM
 from rayllm.models.bloom import BloomForCausalLM
+from rayllm.models.deepseek import deepseek
 from rayllm.models.gemma4 import Gemma4ForCausalLM
 from rayllm.models.glm4_moe import glm4_moe
 from rayllm.models.gpt_oss import gpt_oss
 from rayllm.models.llama import LlamaForCausalLM
 from rayllm.models.minimax_m2 import minimax_m2
+from rayllm.models.mistral3 import mistral3
 from rayllm.models.mixtral import mixtral
 from rayllm.models.opt import OPTForCausalLM
 from rayllm.models.qwen2_moe import qwen2_moe
@@ -49,7 +51,7 @@ MODEL_CLASSES: dict[str, ModelClass] = {
     "Gemma4ForConditionalGeneration": Gemma4ForCausalLM,
     "Gemma4UnifiedForCausalLM": Gemma4ForCausalLM,
     "Gemma4UnifiedForConditionalGeneration": Gemma4ForCausalLM,
-    "Mistral3ForConditionalGeneration": LlamaForCausalLM,
+    "Mistral3ForConditionalGeneration": mistral3,
     "Qwen2_5_VLForConditionalGeneration": LlamaForCausalLM,
     "Qwen3VLForConditionalGeneration": LlamaForCausalLM,
     "Qwen2MoeForCausalLM": qwen2_moe,
@@ -57,6 +59,10 @@ MODEL_CLASSES: dict[str, ModelClass] = {
     "MixtralForCausalLM": mixtral,
     "Glm4MoeForCausalLM": glm4_moe,
     "MiniMaxM2ForCausalLM": minimax_m2,
+    "DeepseekV3ForCausalLM": deepseek,
+    "DeepseekV2ForCausalLM": deepseek,
+    "Glm4MoeLiteForCausalLM": deepseek,
+    "Mistral4ForCausalLM": deepseek,
     "GptOssForCausalLM": gpt_oss,
 }
 

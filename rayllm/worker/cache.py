@@ -3,7 +3,7 @@
 Both are block-major: [num_blocks, numbers of a block], so that a block is one contiguous piece to copy. A block holds
 the layers of one group (`config.kv_groups`) one after the other, each as [2 (K, V), num_kv_heads, block_size,
 head_dim]; which group's, only block tables know. Attention sees strided views of one layer. Pools in fp8 are bytes to
-all but those views.
+all but those views. A layer of latent attention has no V: the first entries of its K are (`latent_cache`).
 
 On CUDA, moves go beside the step that computes (`CopyStream`). Blocks are scattered over both pools, and one transfer a
 block would be too small for PCIe where blocks are. So blocks go through staging blocks on the device: one kernel
@@ -35,7 +35,7 @@ from rayllm.errors import ConfigError
 from rayllm.layers.attention import KVCache, LayerCache
 from rayllm.sampling.transfer import to_device
 from rayllm_kernels import ops
-from rayllm_kernels.cache.kv_cache import FP8_MAX, KVScales
+from rayllm_kernels.cache.kv_cache import FP8_MAX, KVScales, latent_cache
 
 SLOT_BYTES = 64 << 20  # a transfer of this size is as fast as any
 OUT_SLOTS = 4  # what swap-outs may be behind compute before it waits for them
@@ -50,21 +50,24 @@ class LayerPlace(NamedTuple):
     offset: int
     # num_kv_heads, block_size, head_dim.
     shape: tuple[int, int, int]
+    # Numbers of a key that are its value too; None where values are stored on their own.
+    shared_values: int | None = None
 
     @property
     def end(self) -> int:
         """Numbers up to its end."""
-        return self.offset + 2 * math.prod(self.shape)
+        return self.offset + (2 if self.shared_values is None else 1) * math.prod(self.shape)
 
 
 def lay_out_blocks(spec: ModelSpec, tp: int, block_size: int) -> list[LayerPlace]:
     """Where each layer of a model is in the blocks of each of `tp` ranks; some layers may be at the same place."""
     places: dict[int, LayerPlace] = {}
+    shared_values = None if spec.latent is None else spec.latent.kv_rank
     for group, (_window, layers) in enumerate(kv_groups(spec, tp)):
         offset = 0
         for layer in layers:
             heads, head_dim = spec.kv_shape(layer, tp)
-            places[layer] = place = LayerPlace(group, offset, (heads, block_size, head_dim))
+            places[layer] = place = LayerPlace(group, offset, (heads, block_size, head_dim), shared_values)
             offset = place.end
     return [places[spec.kv_layer(layer)] for layer in range(spec.num_layers)]
 
@@ -105,8 +108,11 @@ class CacheEngine:
         numbers = self.pool.view(dtype)
         self.layers = []
         for i, place in enumerate(places):
-            both = numbers[:, place.offset : place.end].unflatten(1, (2, *place.shape))
-            kv = KVCache(both[:, 0], both[:, 1], None if scales is None else scales[i])
+            parts = numbers[:, place.offset : place.end].unflatten(1, (-1, *place.shape))
+            if place.shared_values is None:
+                kv = KVCache(parts[:, 0], parts[:, 1], None if scales is None else scales[i])
+            else:
+                kv = latent_cache(parts[:, 0], place.shared_values)
             self.layers.append(LayerCache(kv, place.group))
         self.host_pool = _host_memory((blocks.cpu, size), storage, pinned)
         self.swaps: CopyStream | PlainCopies = PlainCopies(self.pool, self.host_pool)

@@ -23,6 +23,7 @@ def on_cpu(monkeypatch):
     [
         lambda: bench.decode("", [5, 40], 4, 2, 16),
         lambda: bench.decode("", [5, 40], 4, 2, 16, torch.float8_e4m3fn),
+        lambda: bench.decode("", [5, 40], 4, 1, 24, value_dim=16),
         lambda: bench.prefill("", 2, 9, 20),
         lambda: bench.prefill("", 2, 9, 20, torch.float8_e5m2),
         lambda: bench.add_norm("", 3),
@@ -49,6 +50,9 @@ def test_floors():
     assert decode.floor_us() == decode.bytes / 4.3e12 * 1e6
     small = bench.decode("", [5, 40], 4, kv_heads, head_dim, torch.float8_e5m2)
     assert small.bytes == tokens * kv_heads * head_dim * 2 + q_and_out
+    latents = bench.decode("", [5, 40], 4, 1, 24, value_dim=16)
+    assert latents.bytes == tokens * 24 * 2 + 2 * 4 * (24 + 16) * 2
+    assert latents.flops == 2 * tokens * 4 * (24 + 16)
     write, small_write = (bench.norm_rope_cache("", 3, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn))
     assert write.bytes - small_write.bytes == 3 * 2 * bench.KV_HEADS * bench.HEAD_DIM
     product = bench.linear("", 3000, 16, 24)

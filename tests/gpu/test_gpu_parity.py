@@ -22,7 +22,8 @@ from rayllm.executor.local import LocalExecutor
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 DENSE = ("llama3_rope", "mistral", "qwen2", "qwen3", "opt", "bloom", "phi3", "glm4", "ministral3", "smollm3")
-KINDS = (*DENSE, "gemma2", "gemma3", "qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "gpt_oss")
+MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "gpt_oss", "deepseek_v3")
+KINDS = (*DENSE, "gemma2", "gemma3", *MIXTURES)
 NUM_TOKENS = 64
 
 
@@ -38,7 +39,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 def make_case(folder: Path, kind: str) -> Case:
-    sizes = {"opt": {"hidden_size": 512}, "bloom": {"hidden_size": 768}}
+    latent = {"kv_lora_rank": 192, "qk_rope_head_dim": 32, "qk_nope_head_dim": 48, "v_head_dim": 64}
+    sizes = {"opt": {"hidden_size": 512}, "bloom": {"hidden_size": 768}, "deepseek_v3": {"hidden_size": 512} | latent}
     size = sizes.get(kind, {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64})
     make_model(folder, kind, dtype="bfloat16", **size)
     rng = random.Random(kind)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rayllm_kernels import dispatch, ops
 from rayllm_kernels.cache.kv_cache import FP8_MAX
-from rayllm_kernels.ops import Contexts, DecodeSchedule, KVCache, KVScales, Scoring
+from rayllm_kernels.ops import Contexts, DecodeSchedule, KVCache, KVScales, Scoring, latent_cache
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
@@ -133,7 +133,7 @@ class PagedCase:
 def paged_case(randn: Callable[..., Tensor], device: torch.device) -> Callable[..., PagedCase]:
     """Builds a PagedCase: layer 1 of a block-major pool, shuffled blocks, NaN in every slot no sequence owns.
 
-    cache_dtype: None is dtype; an fp8 one comes with scales from 0.5 to 2.
+    cache_dtype: None is dtype; an fp8 one comes with scales from 0.5 to 2. value_dim: of a cache of latents.
     """
 
     def build(
@@ -146,6 +146,7 @@ def paged_case(randn: Callable[..., Tensor], device: torch.device) -> Callable[.
         dtype: torch.dtype = torch.float32,
         spread: float = 1.0,
         cache_dtype: torch.dtype | None = None,
+        value_dim: int | None = None,
     ) -> PagedCase:
         query_heads, kv_heads = heads
         query_lens = [1] * len(seq_lens) if query_lens is None else query_lens
@@ -167,9 +168,10 @@ def paged_case(randn: Callable[..., Tensor], device: torch.device) -> Callable[.
         if cache_dtype in FP8_MAX:
             pool = pool.to(cache_dtype)
             scales = KVScales(*torch.linspace(0.5, 2.0, 2 * kv_heads, device=device).view(2, kv_heads))
+        keys, values = pool[:, 1, 0], pool[:, 1, 1]
         return PagedCase(
             qkv[:, :query_heads],
-            KVCache(pool[:, 1, 0], pool[:, 1, 1], scales),
+            KVCache(keys, values, scales) if value_dim is None else latent_cache(keys, value_dim),
             Contexts(tables.to(device), torch.tensor(seq_lens, dtype=torch.int32, device=device)),
             starts,
             max(query_lens, default=0),

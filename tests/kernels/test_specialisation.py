@@ -56,6 +56,14 @@ def step(rows, begin):
     ops.qk_norm_rope_cache(tensor(16 * 64), None, array(), torch.zeros(9, 64), cache, array())
     scales = {"interleaved": True, "query_scale": torch.zeros(9)}
     ops.qk_norm_rope_cache(tensor(16 * 64), None, array(), torch.zeros(9, 64), cache, array(), **scales)
+    latents, queries = ops.latent_cache(torch.zeros(9, 1, 16, 80, dtype=half), 64), tensor(8, 80)
+    angles = torch.zeros(9, 16)
+    ops.latent_norm_rope_cache(
+        q[..., :16], tensor(80), q[0, 0], 1e-6, array(), angles, latents, array(), out=queries[..., 64:]
+    )
+    ops.linear_heads(q, torch.zeros(8, 64, 64, dtype=half), out=queries[..., :64], deterministic=True)
+    ops.paged_decode_attention(queries, latents, contexts, scoring)
+    ops.paged_prefill_attention(queries, latents, contexts, scoring, starts, 100 + rows)
     ops.copy_blocks(pool, array(), array())
     tables = torch.zeros(2, 99, 48, dtype=torch.int32)
     ids, lens = tensor(dtype=torch.int64), tensor(dtype=torch.int32)

@@ -181,6 +181,7 @@ def test_weights_are_what_the_stored_numbers_mean(tmp_path, case):
         ("qwen3_moe", "ct-int4", None),
         ("mixtral", "awq", ("_proj.weight", "w1.weight", "w2.weight", "w3.weight")),
         ("phi3", "gptq-ordered", None),  # of fused projections
+        ("deepseek_v3", "fp8", ("_proj.weight", "_mqa.weight")),  # of heads that are taken apart
         ("qwen2_5_vl", "fp8-tensor-mistral", None),  # the text of a model that sees
     ],
 )

@@ -172,6 +172,63 @@ VARIANTS = {
             "n_shared_experts": 1,
         },
     ),
+    "deepseek-v3, queries at once, halves turned, no groups, all layers sparse, tied": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "rope_parameters": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek-v3, biases, gelu, no layer sparse": (
+        "deepseek_v3",
+        {"attention_bias": True, "first_k_dense_replace": 3, "hidden_act": "gelu", "num_key_value_heads": None},
+    ),
+    "deepseek-v2, greedy, biases, tied, yarn": (
+        "deepseek_v2",
+        {
+            "topk_method": "greedy",
+            "q_lora_rank": 20,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.7,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "glm-4-moe-lite, sparse layers by their list, halves turned, groups, biases, tied": (
+        "glm4_moe_lite",
+        {
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_interleave": False,
+            "n_group": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mistral4, halves turned, groups, not normalised, biases, tied": (
+        "mistral4",
+        {
+            "rope_interleave": False,
+            "n_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+            "first_k_dense_replace": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gpt-oss, whole attention, no biases there, small limit": (
         "gpt_oss",
         {"layer_types": ["full_attention"] * 3, "attention_bias": False, "swiglu_limit": 0.5, "swiglu_alpha": 1.0},
@@ -394,15 +451,18 @@ def test_bfloat16_stays_close(tmp_path):
     assert (rounded - exact).abs().mean() < 0.05 * exact.std()
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "opt_post", "bloom"])
-def test_decode_reads_nothing_on_the_host(tmp_path, kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "options"), [("qwen3", {}), ("opt_post", {}), ("bloom", {}), ("deepseek_v3", {"first_k_dense_replace": 3})]
+)
+def test_decode_reads_nothing_on_the_host(tmp_path, kind, options, monkeypatch):
     """A CUDA graph can capture a decode: no operation outside the kernels depends on a tensor's contents."""
-    model = factory.load(factory.make_model(tmp_path, kind))
+    model = factory.load(factory.make_model(tmp_path, kind, **options))
     runner = factory.PagedRunner(model)
     runner.step([("a", tokens_of(9, 7))])
     batch = runner.batch([("a", [5])], num_decodes=1, padding=3)
     # The torch references of these do read tensors; their Triton counterparts do not.
     monkeypatch.setattr(attention_ops, "reshape_and_cache", lambda *_, **__: None)
+    monkeypatch.setattr(attention_ops, "latent_norm_rope_cache", lambda *_, **__: None)
 
     def queries(qkv, *_, **__):
         return qkv.view(len(qkv), -1, model.spec.head_dim)[:, : -2 * model.num_kv_heads_per_rank]

@@ -70,6 +70,10 @@ def run_ranks(folder, size, load_format="auto"):
         ("granite", (2,)),
         ("glm4_moe", (2,)),
         ("minimax_m2", (2, 8)),
+        ("deepseek_v3", (2, 4)),
+        ("deepseek_v2", (2,)),
+        ("glm4_moe_lite", (4,)),
+        ("mistral4", (2,)),
         ("gpt_oss", (4,)),
     ],
 )

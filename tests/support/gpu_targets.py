@@ -67,6 +67,20 @@ def _bloom(hidden: int, heads: int) -> dict:
     return {"architectures": ["BloomForCausalLM"], "hidden_size": hidden, "n_layer": 3, "n_head": heads}
 
 
+def _deepseek(heads: int) -> dict:
+    sizes = {"n_routed_experts": 16, "n_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 1}
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "hidden_size": 7168,
+        "num_hidden_layers": 3,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "vocab_size": 129280,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        **sizes,
+    }
+
+
 # config.json of models of which each stands for a head size, a number of query heads a KV head, or a kind of attention.
 MODELS = {
     "llama-3.1-8b": _llama("Llama", 4096, 14336, 32, 8, 128),
@@ -85,6 +99,8 @@ MODELS = {
     "one-kv-head": _llama("Llama", 8192, 8192, 64, 1, 128),
     "qwen3-30b-a3b": _llama("Qwen3Moe", 2048, 6144, 32, 4, 128, moe_intermediate_size=768, norm_topk_prob=True),
     "mixtral-8x7b": _llama("Mixtral", 4096, 14336, 32, 8, 128),
+    "deepseek-v3": _deepseek(128),
+    "deepseek-v3, a rank of 8": _deepseek(16),
     "opt-125m": _opt(768, 12),
     "opt-2.7b": _opt(2560, 32),
     "bloom-560m": _bloom(1024, 16),

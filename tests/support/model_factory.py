@@ -110,6 +110,7 @@ class PagedRunner:
         num_groups: int = 1,
     ):
         from rayllm.layers.attention import KVCache, LayerCache
+        from rayllm_kernels.ops import latent_cache
 
         self.model, self.block_size, self.num_groups = model, block_size, num_groups
         self.caches: list[LayerCache] = []
@@ -119,7 +120,9 @@ class PagedRunner:
                 continue
             heads, head_dim = model.spec.kv_shape(layer, model.tp.size)
             k, v = torch.full((2, num_blocks, heads, block_size, head_dim), float("nan"), dtype=dtype)
-            self.caches.append(LayerCache(KVCache(k, v), layer % num_groups))
+            latent = model.spec.latent
+            cache = KVCache(k, v) if latent is None else latent_cache(k, latent.kv_rank)
+            self.caches.append(LayerCache(cache, layer % num_groups))
         self.free = list(range(num_blocks))
         random.Random(0).shuffle(self.free)
         self.tables: dict[str, list[list[int]]] = {}  # by group

@@ -69,6 +69,12 @@ MISTAKES = {
     ("attention/prefill_kernel.py", "attention/test_prefill.py::test_shapes"): [
         ("total = total * decay + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)")
     ],
+    ("attention/decode_kernel.py", "attention/test_latent.py::test_decodes"): [
+        ("q_ptr + HEAD_DIM, sequence", "q_ptr + HEAD_DIM - 1, sequence")
+    ],
+    ("attention/prefill_kernel.py", "attention/test_latent.py::test_prefills"): [
+        ("cache.k + SHAPE.head_dim, offsets", "cache.k + SHAPE.head_dim - 1, offsets")
+    ],
     ("attention/device_functions.py", "attention/test_prefill.py::test_shapes"): [
         ("(dims[None, :] < HEAD_DIM), other", "(dims[None, :] < HEAD_DIM - 1), other")
     ],
@@ -103,7 +109,7 @@ MISTAKES = {
         ("inside % width, inside // width", "inside // width, inside % width"),
     ],
     ("experts/route_kernel.py", "experts/test_route.py::test_kernel_and_reference_choose_alike"): [
-        ("best + second, group_score", "best, group_score"),
+        ("            best += tl.max(", "            best = tl.max("),
         ("weights / (tl.sum(weights, 0) + _TINY)", "weights / tl.sum(scores, 0)"),
         ("choice += tl.load(correction_ptr", "scores += tl.load(correction_ptr"),
     ],
@@ -136,6 +142,13 @@ MISTAKES = {
             "                valid = head < num_kv_heads\n                scale = tl.load(cache.scales.k",
             "                valid = head < num_kv_heads - 1\n                scale = tl.load(cache.scales.k",
         ),
+    ],
+    ("norm/latent_norm_rope_cache_kernel.py", "norm/test_latent_norm_rope_cache.py::test_kernel_and_reference"): [
+        ("mask = dims < FORM.rank", "mask = dims < FORM.rank - 1"),
+        ("b * cos + a * sin", "b * cos - a * sin"),
+    ],
+    ("linear/heads_kernel.py", "linear/test_heads.py::test_products"): [
+        ("real = start + depth < inputs", "real = start + depth < inputs - 1")
     ],
     ("cache/copy_blocks_kernel.py", "cache/test_copy_blocks.py"): [
         ("mask = element < block_elements", "mask = element < block_elements - 1")

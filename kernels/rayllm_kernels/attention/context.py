@@ -11,7 +11,8 @@ from ..cache.kv_cache import KVCache
 from ..checks import check_last_dim, check_out, check_table, check_vectors, fail
 from ..device import Hardware
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 512  # of values, and of keys that are no wider
+MAX_REST = 128  # entries of the keys of a cache of latents that are not values too
 MAX_WINDOW = 1 << 30  # positions are 32-bit numbers, and windows are added to them
 
 
@@ -46,19 +47,24 @@ class Tiles(NamedTuple):
     num_stages: int  # of the pipeline that loads keys and values
     programs: int = 2  # that a multiprocessor runs at once; asked of decodes only
 
-    def fitted(self, head_dim: int, itemsize: int, cache_itemsize: int, gpu: Hardware, *, queries_move: bool) -> Tiles:
+    def fitted(
+        self, head_dim: int, itemsize: int, cache_itemsize: int, gpu: Hardware, *, queries_move: bool, rest: int = 0
+    ) -> Tiles:
         """These, with as many keys and stages as a program has room for.
 
         itemsizes: bytes of an element of queries, and of keys and values. queries_move: they are loaded as keys are,
         stage by stage. Two stages are on their way while one is used; rather than fewer of them, there are fewer keys.
+        rest: entries of keys behind those that are values too, in a cache of latents.
         """
         keys, stages = self.keys, self.num_stages
         padded, least = max(16, 1 << (head_dim - 1).bit_length()), min(3, stages)
+        width = padded + max(16, 1 << (rest - 1).bit_length()) if rest else padded
 
         def taken() -> int:
             # By Triton at most: keys of each stage, values of all but one, queries, and weights on their way.
-            queries = padded * (stages if queries_move else 1)
-            return (2 * stages - 1) * keys * padded * cache_itemsize + self.rows * (queries + keys) * itemsize
+            queries = width * (stages if queries_move else 1)
+            loaded = stages * width if rest else (2 * stages - 1) * padded
+            return keys * loaded * cache_itemsize + self.rows * (queries + keys) * itemsize
 
         while taken() > gpu.shared_memory and (keys > 16 or stages > 1):
             if keys > 16 and stages <= least:
@@ -76,8 +82,10 @@ def check_attention(q: Tensor, cache: KVCache, contexts: Contexts, scoring: Scor
         fail("q", "must have 3 dimensions", q.shape)
     if q.shape[2] != head_dim:
         fail("q", f"must have the head_dim of the cache, {head_dim}", q.shape)
-    if head_dim > MAX_HEAD_DIM:
-        fail("q", f"must have a head_dim of at most {MAX_HEAD_DIM}", q.shape)
+    value_dim = cache.v.shape[3]
+    if value_dim > MAX_HEAD_DIM or head_dim - value_dim > MAX_REST:
+        limit = f"{MAX_HEAD_DIM} (and {MAX_REST} more that are no values)"
+        fail("q", f"must have a head_dim of at most {limit}", q.shape)
     if q.shape[1] % kv_heads != 0:
         fail("q", f"must have a multiple of {kv_heads} heads", q.shape)
     check_last_dim(q, "q")
@@ -97,7 +105,12 @@ def check_attention(q: Tensor, cache: KVCache, contexts: Contexts, scoring: Scor
         fail("softcap", "must be positive or None", scoring.softcap)
     if scoring.sinks is not None:
         check_vectors(q.shape[1], q.dtype, q.device, sinks=scoring.sinks)
-    check_out(out, q.shape, q, "q")
+    check_out(out, q.shape if value_dim == head_dim else torch.Size((*q.shape[:2], value_dim)), q, "q")
+
+
+def new_out(q: Tensor, cache: KVCache) -> Tensor:
+    """Room for the output of these queries: [.., Hq, D] of the values."""
+    return torch.empty((*q.shape[:-1], cache.v.shape[3]), dtype=q.dtype, device=q.device)
 
 
 def check_decodes(q: Tensor, cache: KVCache, contexts: Contexts, scoring: Scoring, out: Tensor | None) -> None:

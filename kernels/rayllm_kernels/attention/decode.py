@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..cache.kv_cache import KVCache
 from ..dispatch import TritonModule, on_triton
-from .context import Contexts, Scoring, check_decodes
+from .context import Contexts, Scoring, check_decodes, new_out
 from .reference import attend, gather
 from .schedule import DecodeSchedule, decode_schedule
 
@@ -29,16 +29,16 @@ def paged_decode_attention(
 ) -> Tensor:
     """Attention of one new token per sequence over its cached context -> [B, Hq, D] in q's dtype (`out` if given).
 
-    q: [B, Hq, D], last dimension contiguous. contexts: with the new tokens, whose keys and values are already cached;
-    the output of a padding row is zero. schedule: of `decode_schedule` for these lengths, this window and caches of
-    this dtype; None makes one for this call. Calls that share a schedule, which holds scratch space, must follow one
-    another in one stream.
+    q: [B, Hq, D], last dimension contiguous; D of the result is that of values, which is less in a cache of latents.
+    contexts: with the new tokens, whose keys and values are already cached; the output of a padding row is zero.
+    schedule: of `decode_schedule` for these lengths, this window and caches of this dtype; None makes one for this
+    call. Calls that share a schedule, which holds scratch space, must follow one another in one stream.
     """
     check_decodes(q, cache, contexts, scoring, out)
     if schedule is not None:
-        schedule.check(q)
+        schedule.check(q, cache)
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = new_out(q, cache)
     if not on_triton(q):
         _attend(q, cache, contexts, scoring, out)
     elif q.shape[0]:  # otherwise there is not even a first row to load

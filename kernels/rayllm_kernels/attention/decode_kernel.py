@@ -9,6 +9,9 @@ q [B, Hq, D] of any row and head stride; cache.k, cache.v [num_blocks, Hkv, bloc
 In an fp8 cache k_j and v_j are stored numbers times a scale of their head. These are factors of `scale` and of `out`,
 so they cost nothing a key; products are computed in fp16 (`widen_queries`), values are read in pairs (`split_pairs`).
 
+In a cache of latents v_j is the first entries of k_j. These and the rest are two tiles, because their number together
+is no power of two (512 and 64, in DeepSeek-V3); the first is read once, for scores and for the sum.
+
 Algorithm: flash-decoding (Dao, Haziza, Massa, Sizov, 2023), the online softmax of Milakov and Gimelshein (2018), and
 work cut into equal ranges of key tiles as in lean attention (Sanovar, Bharadwaj, St. Amant, Ruehle, Rajmohan, 2024).
 
@@ -120,6 +123,7 @@ def _decode_kernel(
     PADDED: tl.constexpr = SHAPE.padded_dim
     ALIBI: tl.constexpr = scoring.alibi_slopes is not None
     FP8: tl.constexpr = cache.scales is not None
+    LATENT: tl.constexpr = SHAPE.rest > 0
     record = schedule.ranges + tl.program_id(1) * FIELDS
     context = tl.load(record)
     sequence = tl.load(record + 1)
@@ -136,6 +140,9 @@ def _decode_kernel(
     head = kv_head * SHAPE.group + in_group
     dims = tl.arange(0, PADDED)
     mask = row_valid[:, None] & (dims[None, :] < HEAD_DIM)
+    if LATENT:
+        rest_dims = tl.arange(0, SHAPE.rest_padded)
+        rest_mask = row_valid[:, None] & (rest_dims[None, :] < SHAPE.rest)
     if tl.load(record + 7) > 0:
         offsets = head[:, None] * stride_oh + dims[None, :]
         _zero_padding_rows(seq_lens, out_ptr, batch, stride_ob, offsets, mask)
@@ -168,7 +175,11 @@ def _decode_kernel(
         if not FP8:
             q = _load_queries(q_ptr, sequence, head, dims, q_strides, mask)
         k = load_tile(cache.k, offsets, valid, HEAD_DIM, PADDED, True).to(q.dtype)
-        if FP8:
+        if LATENT:
+            v = k
+            q_rest = _load_queries(q_ptr + HEAD_DIM, sequence, head, rest_dims, q_strides, rest_mask)
+            k_rest = load_tile(cache.k + HEAD_DIM, offsets, valid, SHAPE.rest, SHAPE.rest_padded, True)
+        elif FP8:
             v = load_tile(cache.v, offsets // 2, valid, HEAD_DIM // 2, PADDED // 2, True)
         else:
             v = load_tile(cache.v, offsets, valid, HEAD_DIM, PADDED, True)
@@ -188,6 +199,8 @@ def _decode_kernel(
         block = _load_blocks(block_tables, sequence, stride_table, tile, seq_len, KEYS, BLOCK_SIZE)
 
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if LATENT:
+            products = tl.dot(q_rest, tl.trans(k_rest), products, input_precision="ieee")
         scores = finish_scores(products, distance, slopes, scale, softcap, ALIBI)
         weights, decay, totals, peak = _weigh(scores, valid, totals, peak, unit)
         if FP8:
@@ -276,7 +289,7 @@ def decode(
     q: Tensor, cache: KVCache, contexts: Contexts, scoring: Scoring, schedule: DecodeSchedule, out: Tensor
 ) -> None:
     """Write attention to `out`; the arguments are checked, and B is at least 1."""
-    (batch, heads, head_dim), kv_heads = q.shape, cache.k.shape[1]
+    (batch, heads), (_, kv_heads, _, head_dim) = q.shape[:2], cache.v.shape
     least_dim = 16 if cache.scales is None else 32
     tiles, overlap = choose_tiles(q, cache), hardware(q.device).can_overlap
     tile = head_tile(heads, kv_heads, head_dim)

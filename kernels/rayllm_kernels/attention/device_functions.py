@@ -28,6 +28,8 @@ class Shape(NamedTuple):
     # Width of a tile's row: a power of two, and at least the 16 that `tl.dot` wants of its inner dimension. Even and
     # odd dimensions of an fp8 cache are columns of two products in a decode, each of them 16 or more.
     padded_dim: int
+    rest: int = 0  # entries of keys behind those that are values too, in a cache of latents; 0 for any other
+    rest_padded: int = 0
     overlap: bool = False  # launches overlap (`dependent_launch.py`)
 
 
@@ -35,9 +37,12 @@ def shape_of(
     q: Tensor, cache: KVCache, head_tile: int, rows: int, keys: int, *, least_dim: int = 16, overlap: bool = False
 ) -> Shape:
     """The shape of queries [.., Hq, D] over a cache; head_tile is at most the query heads of a KV head."""
-    _, kv_heads, block_size, head_dim = cache.k.shape
+    _, kv_heads, block_size, head_dim = cache.v.shape
     padded = max(least_dim, triton.next_power_of_2(head_dim))
-    return Shape(q.shape[1] // kv_heads, head_tile, rows, keys, block_size, head_dim, padded, overlap)
+    rest = cache.k.shape[3] - head_dim
+    rest_padded = max(16, triton.next_power_of_2(rest)) if rest else 0
+    group = q.shape[1] // kv_heads
+    return Shape(group, head_tile, rows, keys, block_size, head_dim, padded, rest, rest_padded, overlap)
 
 
 @triton.jit

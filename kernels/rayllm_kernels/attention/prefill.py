@@ -8,7 +8,7 @@ from torch import Tensor
 from ..cache.kv_cache import KVCache
 from ..checks import check_vectors, fail
 from ..dispatch import TritonModule, on_triton
-from .context import Contexts, Scoring, check_attention
+from .context import Contexts, Scoring, check_attention, new_out
 from .reference import attend, gather
 
 # The reference holds a score matrix of [heads, this many queries, context] in fp32 at a time.
@@ -30,7 +30,8 @@ def paged_prefill_attention(
 ) -> Tensor:
     """Causal attention of a chunk of new tokens per sequence over its context -> [T, Hq, D] in q's dtype.
 
-    q: [T, Hq, D], the chunks packed one after the other, last dimension contiguous. contexts: with the chunks, whose
+    q: [T, Hq, D], the chunks packed one after the other, last dimension contiguous; D of the result is that of values,
+    which is less in a cache of latents. contexts: with the chunks, whose
     keys and values are already cached: query i of chunk b is at position seq_lens[b] - chunk length + i.
     query_start_loc: [B + 1] int32, chunk b is rows query_start_loc[b] to query_start_loc[b + 1]; chunks may have any
     length, 0 and 1 included. max_query_len: at least the longest chunk's length (queries beyond it are not computed).
@@ -44,7 +45,7 @@ def paged_prefill_attention(
     if max_query_len < 0:
         fail("max_query_len", "must not be negative", max_query_len)
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = new_out(q, cache)
     if on_triton(q):
         _kernel.prefill(q, cache, contexts, scoring, query_start_loc, max_query_len, deterministic, out)
     else:

@@ -16,11 +16,14 @@ The key range of a query tile is cut in three: tiles that the window's lower edg
 whole (no masks), and tiles on the diagonal or past the sequence's end. Query tiles run longest first.
 
 This kernel runs on any GPU and in the interpreter. Chunks that fill the tiles of `prefill_hopper.py` go there on a
-Hopper GPU, unless they need a window, ALiBi, a soft cap or sinks, or the cache is in fp8: products there take keys and
-values as the tensor copies leave them in shared memory, so for fp8 it would need a fourth role that converts them.
+Hopper GPU, unless they need a window, ALiBi, a soft cap or sinks, or the cache is of latents or in fp8: products there
+take keys and values as the tensor copies leave them in shared memory, so for fp8 it would need a fourth role that
+converts them.
 
 In an fp8 cache k_j and v_j are stored numbers times a scale of their head: factors of `scale` and of `out`. Products
 are computed in fp16 then (`widen_queries`).
+
+In a cache of latents v_j is the first entries of k_j, which are read once; the rest of k_j is a tile of its own.
 
 Either kernel gives a query the same bits however its sequence is cut into chunks: key tiles lie at fixed positions and
 are folded in in one order, and a tile that a query sees nothing of changes nothing of its (acc, total, peak); a sink
@@ -54,13 +57,16 @@ DETERMINISTIC_ROWS = 64
 _hopper = TritonModule("rayllm_kernels.attention.prefill_hopper")
 
 
-def choose_tiles(head_dim: int, itemsize: int, rows: int, gpu: Hardware) -> Tiles:
-    """The fastest tiles on H200 for `rows` of queries times heads, less what does not fit a smaller GPU."""
+def choose_tiles(head_dim: int, itemsize: int, rows: int, gpu: Hardware, *, rest: int = 0) -> Tiles:
+    """The fastest tiles on H200 for `rows` of queries times heads, less what does not fit a smaller GPU.
+
+    rest: entries of keys behind those that are values too, in a cache of latents.
+    """
     tiles = _fastest_tiles(head_dim, itemsize, rows)
-    row_bytes = triton.next_power_of_2(head_dim) * itemsize
+    row_bytes = (triton.next_power_of_2(head_dim) + (triton.next_power_of_2(rest) if rest else 0)) * itemsize
     while tiles.rows > 16 and 2 * tiles.rows * row_bytes > gpu.shared_memory:  # half is for the keys
         tiles = _fastest_tiles(head_dim, itemsize, tiles.rows // 2)
-    return tiles.fitted(head_dim, itemsize, itemsize, gpu, queries_move=False)
+    return tiles.fitted(head_dim, itemsize, itemsize, gpu, queries_move=False, rest=rest)
 
 
 def _fastest_tiles(head_dim: int, itemsize: int, rows: int) -> Tiles:
@@ -78,12 +84,12 @@ def _fastest_tiles(head_dim: int, itemsize: int, rows: int) -> Tiles:
 def _attend_keys(softmax, queries, context, low, high, rule, SHAPE: tl.constexpr, MASKED: tl.constexpr):
     """Fold key tiles low..high into the running softmax; without MASKED every row sees all their keys.
 
-    softmax: (acc, total, peak) of each row. queries: (q, slopes, positions) of each row. context: (cache, the
-    sequence's row of the block table, offset of the KV head, strides of block and slot, length, first key that is
-    seen). rule: (scale, window, ALiBi slopes, soft cap), each of the last three None for none.
+    softmax: (acc, total, peak) of each row. queries: (q, its entries behind head_dim or None, slopes, positions) of
+    each row. context: (cache, the sequence's row of the block table, offset of the KV head, strides of block and slot,
+    length, first key that is seen). rule: (scale, window, ALiBi slopes, soft cap), the last three None for none.
     """
     acc, total, peak = softmax
-    q, slopes, q_pos = queries
+    q, q_rest, slopes, q_pos = queries
     cache, table_ptr, head_offset, stride_block, stride_slot, seq_len, first_key = context
     scale, window, alibi_slopes, softcap = rule
     KEYS: tl.constexpr = SHAPE.keys
@@ -101,6 +107,9 @@ def _attend_keys(softmax, queries, context, low, high, rule, SHAPE: tl.constexpr
         block = tl.load(table_ptr + (key + KEYS) // BLOCK_SIZE, mask=key + KEYS < seq_len, other=0)
         k = load_tile(cache.k, offsets, valid, SHAPE.head_dim, SHAPE.padded_dim, MASKED).to(q.dtype)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SHAPE.rest > 0:
+            k_rest = load_tile(cache.k + SHAPE.head_dim, offsets, valid, SHAPE.rest, SHAPE.rest_padded, MASKED)
+            products = tl.dot(q_rest, tl.trans(k_rest), products, input_precision="ieee")
         distance = key[None, :] - q_pos[:, None]
         scores = finish_scores(products, distance, slopes, scale, softcap, ALIBI)
         if MASKED:
@@ -115,7 +124,10 @@ def _attend_keys(softmax, queries, context, low, high, rule, SHAPE: tl.constexpr
         decay = tl.exp2(peak - shift)
         total = total * decay + tl.sum(weights, 1)
         peak = new_peak
-        v = load_tile(cache.v, offsets, valid, SHAPE.head_dim, SHAPE.padded_dim, MASKED).to(q.dtype)
+        if SHAPE.rest > 0:
+            v = k
+        else:
+            v = load_tile(cache.v, offsets, valid, SHAPE.head_dim, SHAPE.padded_dim, MASKED).to(q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, total, peak
 
@@ -168,6 +180,11 @@ def _prefill_kernel(
     q_mask = row_valid[:, None] & (dims[None, :] < SHAPE.head_dim)
     q_ptrs = q_ptr + (q_row * stride_qt + head * stride_qh)[:, None] + dims[None, :]
     q = widen_queries(tl.load(q_ptrs, mask=q_mask, other=0.0), cache.scales is not None)
+    q_rest = None
+    if SHAPE.rest > 0:
+        rest_dims = tl.arange(0, SHAPE.rest_padded)
+        rest_ptrs = q_ptr + (q_row * stride_qt + head * stride_qh + SHAPE.head_dim)[:, None] + rest_dims[None, :]
+        q_rest = tl.load(rest_ptrs, mask=row_valid[:, None] & (rest_dims[None, :] < SHAPE.rest), other=0.0)
     if cache.scales is not None:
         scale = scale * tl.load(cache.scales.k + kv_head)
     slopes = tl.load(alibi_slopes + head, mask=row_valid, other=0.0) if alibi_slopes is not None else 0.0
@@ -183,7 +200,7 @@ def _prefill_kernel(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     acc = tl.zeros([ROWS, PADDED], tl.float32)
     softmax = (acc, total, peak)
-    tile_queries = (q, slopes, q_pos)
+    tile_queries = (q, q_rest, slopes, q_pos)
     context = (cache, table_ptr, head_offset, stride_block, stride_slot, seq_len, first_key)
     rule = (scale, window, alibi_slopes, softcap)
     if window is not None:
@@ -214,6 +231,7 @@ def hopper_takes(q: Tensor, cache: KVCache) -> bool:
     return (
         q.dtype in (torch.bfloat16, torch.float16)
         and cache.k.dtype == q.dtype
+        and not cache.is_latent
         and head_dim in (64, 128)
         and q.shape[1] // kv_heads <= 128
         and block_size % 8 == 0
@@ -237,7 +255,7 @@ def prefill(
     out: Tensor,
 ) -> None:
     """Write attention to `out`; the arguments are checked."""
-    batch, (_, heads, head_dim), kv_heads = contexts.seq_lens.shape[0], q.shape, cache.k.shape[1]
+    batch, heads, (_, kv_heads, _, head_dim) = contexts.seq_lens.shape[0], q.shape[1], cache.v.shape
     group, gpu = heads // kv_heads, hardware(q.device)
     scale, window, slopes, softcap, sinks = scoring
     plain = batch > 0 and window is None and slopes is None and softcap is None and sinks is None
@@ -246,7 +264,7 @@ def prefill(
         _hopper.prefill(q, cache, contexts, scale, query_start_loc, out)
         return
     rows = DETERMINISTIC_ROWS if deterministic else max_query_len * group
-    tiles = choose_tiles(head_dim, q.element_size(), rows, gpu)
+    tiles = choose_tiles(head_dim, q.element_size(), rows, gpu, rest=q.shape[2] - head_dim)
     head_tile = min(group, tiles.rows)
     query_tiles = triton.cdiv(max_query_len, tiles.rows // head_tile)
     shape = shape_of(q, cache, head_tile, tiles.rows, tiles.keys)

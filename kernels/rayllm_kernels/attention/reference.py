@@ -22,11 +22,15 @@ from .context import Scoring
 
 
 def gather(cache: KVCache, block_tables: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values at `positions` int64 [N, L] through tables [N, blocks]: two copies [N, Hkv, L, D].
+    """Keys and values at `positions` int64 [N, L] through tables [N, blocks]: two copies [N, Hkv, L, D], or views of
+    one in a cache of latents.
 
     Of an fp8 cache they are what the stored numbers stand for, in fp32.
     """
     k_scale, v_scale = cache.scales or (None, None)
+    if cache.is_latent:
+        k = _gather(cache.k, None, block_tables, positions)
+        return k, k[..., : cache.v.shape[3]]
     return _gather(cache.k, k_scale, block_tables, positions), _gather(cache.v, v_scale, block_tables, positions)
 
 
@@ -46,7 +50,7 @@ def _gather(part: Tensor, scale: Tensor | None, block_tables: Tensor, positions:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, distance: Tensor, scoring: Scoring) -> Tensor:
-    """Attention of q [N, Q, Hq, D] over k, v [N, Hkv, L, D] -> [N, Q, Hq, D] in fp32.
+    """Attention of q [N, Q, Hq, D] over k [N, Hkv, L, D] and v [N, Hkv, L, Dv] -> [N, Q, Hq, Dv] in fp32.
 
     `distance` [N, Q, L] is key position minus query position. A query with no visible key yields NaN.
     """
@@ -66,8 +70,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, distance: Tensor, scoring: Scoring) 
         hidden |= distance <= -scoring.sliding_window
     scores.masked_fill_(hidden[:, None, None], float("-inf"))
     weights = _softmax(scores, scoring.sinks).view(n, kv_heads, group * queries, length)
-    result = torch.matmul(weights, v.float()).view(n, kv_heads, group, queries, head_dim)
-    return result.permute(0, 3, 1, 2, 4).reshape(n, queries, heads, head_dim)
+    result = torch.matmul(weights, v.float()).view(n, kv_heads, group, queries, v.shape[-1])
+    return result.permute(0, 3, 1, 2, 4).reshape(n, queries, heads, v.shape[-1])
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -35,21 +35,24 @@ class DecodeSchedule(NamedTuple):
     partials: Tensor  # [2 * num_ranges, Hq, D] fp32, scratch for sequences that borders cut
     lse: Tensor  # [2 * num_ranges, Hq] fp32, scratch too
 
-    def check(self, q: Tensor) -> None:
-        """Raise ValueError unless it was made for queries like q [B, Hq, D]."""
+    def check(self, q: Tensor, cache: KVCache) -> None:
+        """Raise ValueError unless it was made for queries like q [B, Hq, D] over a cache like this one."""
         made_for = (self.contexts.shape[0], *self.partials.shape[1:])
-        if made_for != q.shape:
-            fail("schedule", f"must be made for queries of shape {tuple(q.shape)}", made_for)
+        wanted = (*q.shape[:2], cache.v.shape[3])
+        if made_for != wanted:
+            fail("schedule", f"must be made for queries of shape {wanted}", made_for)
         if self.ranges.device != q.device:
             fail("schedule", f"must be on {q.device}", self.ranges.device)
 
 
 def choose_tiles(q: Tensor, cache: KVCache) -> Tiles:
     """The fastest tiles on H200, less what does not fit a smaller GPU."""
-    head_dim, itemsizes = q.shape[2], (q.element_size(), cache.k.element_size())
+    head_dim, itemsizes = cache.v.shape[3], (q.element_size(), cache.k.element_size())
     rows = max(16, 1 << (head_tile(q.shape[1], cache.k.shape[1], head_dim) - 1).bit_length())
-    tiles = _fastest_tiles(rows, head_dim, *itemsizes)
-    return tiles.fitted(head_dim, *itemsizes, hardware(q.device), queries_move=cache.scales is None)
+    rest = q.shape[2] - head_dim
+    tiles = _latent_tiles(rows, itemsizes[0]) if rest else _fastest_tiles(rows, head_dim, *itemsizes)
+    queries_move = cache.scales is None
+    return tiles.fitted(head_dim, *itemsizes, hardware(q.device), queries_move=queries_move, rest=rest)
 
 
 def _fastest_tiles(rows: int, head_dim: int, itemsize: int, cache_itemsize: int) -> Tiles:
@@ -71,6 +74,11 @@ def _fastest_tiles(rows: int, head_dim: int, itemsize: int, cache_itemsize: int)
     return Tiles(rows, 64 if head_dim > 64 else 128, 4, 3)
 
 
+def _latent_tiles(rows: int, itemsize: int) -> Tiles:
+    """For a cache of latents; not measured. A tile's keys are its values too, and fill a multiprocessor once."""
+    return Tiles(rows, 32 if itemsize == 2 else 16, 4, 3 if itemsize == 2 else 2, 1)
+
+
 def head_tile(heads: int, kv_heads: int, head_dim: int) -> int:
     """Query heads of one KV head that one program takes, whose outputs have to fit its registers."""
     return min(heads // kv_heads, 64 if head_dim <= 256 else 16)
@@ -90,7 +98,7 @@ def decode_schedule(
     None fills the device once. Returns None where the reference attends, which needs no schedule.
     """
     check_decodes(q, cache, contexts, scoring, None)
-    (batch, heads, head_dim), kv_heads = q.shape, cache.k.shape[1]
+    (batch, heads), (_, kv_heads, _, head_dim) = q.shape[:2], cache.v.shape
     if num_ranges is not None and num_ranges < 1:
         fail("num_ranges", "must be at least 1 or None", num_ranges)
     if not on_triton(q):

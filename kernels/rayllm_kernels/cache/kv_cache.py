@@ -32,11 +32,30 @@ class KVCache(NamedTuple):
 
     Both have the same strides, the last of them 1, as two slices of one pool have, or two contiguous tensors: so a
     kernel computes one offset for both. An fp8 cache has an even head size.
+
+    A cache of latents (`latent_cache`) holds no values of their own: v is a view of the first entries of k, of which
+    there are more. It is not in fp8.
     """
 
     k: Tensor
     v: Tensor
     scales: KVScales | None = None  # exactly if the cache is in fp8
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether values are the first entries of the keys."""
+        return self.v.shape[3] < self.k.shape[3]
+
+    def _check_latent(self) -> None:
+        """Raise ValueError unless v is a view of the first entries of k, as the only one whose shape may differ."""
+        k, v, _ = self
+        if v.shape[:3] != k.shape[:3] or v.stride() != k.stride() or v.shape[3] > k.shape[3]:
+            like = f"must have the shape and the strides of cache.k, {tuple(k.shape)} and {k.stride()}"
+            fail("cache.v", like, f"{tuple(v.shape)} and {v.stride()}")
+        if v.data_ptr() != k.data_ptr():
+            fail("cache.v", "must be the first entries of cache.k if it has fewer", v.shape)
+        if k.dtype in FP8_MAX:
+            fail("cache.k", "must not be in fp8 if cache.v is a part of it", k.dtype)
 
     def check(self, tensor: Tensor, argument: str) -> None:
         """Raise ValueError unless the cache is as above, and goes with `tensor`, on the same device.
@@ -50,8 +69,7 @@ class KVCache(NamedTuple):
             fail("cache.k", "must be float32, float16, bfloat16, float8_e4m3fn or float8_e5m2", k.dtype)
         check_last_dim(k, "cache.k")
         if v.shape != k.shape or v.stride() != k.stride():
-            like = f"must have the shape and the strides of cache.k, {tuple(k.shape)} and {k.stride()}"
-            fail("cache.v", like, f"{tuple(v.shape)} and {v.stride()}")
+            self._check_latent()
         check_like(v, "cache.v", k, "cache.k")
         if k.dtype not in FP8_MAX:
             check_like(tensor, argument, k, "cache.k")
@@ -70,6 +88,15 @@ class KVCache(NamedTuple):
         if scales is None:
             fail("cache.scales", f"must be given for a cache of {k.dtype}", scales)
         check_vectors(k.shape[1], torch.float32, k.device, **{"cache.scales.k": scales.k, "cache.scales.v": scales.v})
+
+
+def latent_cache(rows: Tensor, value_dim: int) -> KVCache:
+    """The cache whose keys are `rows` [num_blocks, 1, block_size, D], and whose values are their first entries.
+
+    Multi-head latent attention (DeepSeek-V2, 2024) has such a one: a token's latent, of value_dim entries, and a
+    rotated key behind it, for all heads together.
+    """
+    return KVCache(rows, rows[..., :value_dim])
 
 
 def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

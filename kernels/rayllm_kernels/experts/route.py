@@ -7,7 +7,8 @@ top_k_softmax:  the top_k largest logits are chosen, and s is the softmax of the
 weight = s / (sum of the chosen s, if normalised) * scale * factor of the expert, if there are any
 
 With groups (DeepSeek-V3, 2024), experts lie in num_groups groups of equal size; a group counts as much as its two
-largest s + correction together, and only experts of the top_k_groups best groups are chosen from.
+largest s + correction together (or as its largest, in DeepSeek-V2), and only experts of the top_k_groups best groups
+are chosen from.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ TINY = 1e-20  # keeps a sum of scores from being zero, and changes no other in f
 
 
 class Routing(NamedTuple):
-    """How experts are chosen and weighed: see above. rounded: weights are rounded to the dtype of the logits."""
+    """How experts are chosen and weighed: see above.
+
+    best_of_group: how many experts of a group it counts as much as, 1 or 2. rounded: weights are rounded to the dtype
+    of the logits.
+    """
 
     top_k: int
     scores: str
@@ -36,6 +41,7 @@ class Routing(NamedTuple):
     top_k_groups: int = 1
     scale: float = 1.0
     rounded: bool = False
+    best_of_group: int = 2
 
 
 def route(
@@ -84,9 +90,8 @@ def _route(
 
 def _only_best_groups(choice: Tensor, routing: Routing) -> Tensor:
     groups = choice.unflatten(1, (routing.num_groups, -1))
-    best = (
-        groups.topk(2, -1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k_groups]
-    )
+    counts = groups.topk(routing.best_of_group, -1).values.sum(-1)
+    best = counts.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k_groups]
     chosen = torch.zeros(groups.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, value=True)
     return groups.masked_fill(~chosen[..., None], -torch.inf).flatten(1)
 
@@ -100,6 +105,8 @@ def _check(logits: Tensor, routing: Routing, correction: Tensor | None, factors:
     if routing.scores not in SCORES:
         fail("routing.scores", f"must be one of {', '.join(SCORES)}", routing.scores)
     size, rest = divmod(experts, routing.num_groups)
+    if routing.best_of_group not in (1, 2):
+        fail("routing.best_of_group", "must be 1 or 2", routing.best_of_group)
     if rest or (routing.num_groups > 1 and size < 2):
         fail("routing.num_groups", f"must share {experts} experts evenly, two or more each", routing.num_groups)
     if not 0 < routing.top_k_groups <= routing.num_groups:

@@ -38,6 +38,7 @@ class Form(NamedTuple):
     top_k_groups: int
     scale: float
     rounded: bool
+    best_of_group: int
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -57,7 +58,7 @@ def _expert_of(ranked, NUM_EXPERTS: tl.constexpr):
 
 @triton.jit
 def _in_best_groups(choice, expert, FORM: tl.constexpr):
-    """Whether an expert lies in one of the best groups, which count as much as their two best experts."""
+    """Whether an expert lies in one of the best groups, which count as much as their best expert or two."""
     EXPERTS: tl.constexpr = FORM.experts
     SIZE: tl.constexpr = EXPERTS // FORM.num_groups
     PADDED: tl.constexpr = FORM.experts_padded
@@ -66,9 +67,10 @@ def _in_best_groups(choice, expert, FORM: tl.constexpr):
     for i in range(FORM.num_groups):
         mine = tl.where(group == i, choice, float("-inf"))
         best = tl.max(mine, 0)
-        first = tl.min(tl.where(mine == best, expert, EXPERTS), 0)
-        second = tl.max(tl.where(expert == first, float("-inf"), mine), 0)
-        group_score = tl.where(group == i, best + second, group_score)
+        if FORM.best_of_group == 2:
+            first = tl.min(tl.where(mine == best, expert, EXPERTS), 0)
+            best += tl.max(tl.where(expert == first, float("-inf"), mine), 0)
+        group_score = tl.where(group == i, best, group_score)
     allowed = expert < 0
     ranked = _ranked(group_score, expert, EXPERTS)
     for _ in range(FORM.top_k_groups):
@@ -143,6 +145,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None, factors: 
         routing.top_k_groups,
         routing.scale,
         routing.rounded,
+        routing.best_of_group,
         overlap,
     )
     launch(_route_kernel, (tokens,))(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rayllm.config.architectures import (
     bloom,
+    deepseek,
     gemma,
     gemma4,
     glm4,
@@ -74,8 +75,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         mistral3.parse,
         "mistral3",
         eos_token_id=2,
-        text_types=("mistral", "ministral3"),
-        models="Mistral Small 3.1 and later, Ministral 3",
+        text_types=("mistral", "ministral3", "mistral4"),
+        models="Mistral Small 3.1, 3.2 and 4, Ministral 3",
     ),
     "Qwen2_5_VLForConditionalGeneration": Architecture(
         qwen_vl.parse, "qwen2_5_vl", eos_token_id=151645, text_types=("qwen2_5_vl_text",), models="Qwen2.5-VL"
@@ -91,6 +92,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Glm4MoeForCausalLM": Architecture(glm4_moe.parse, "glm4_moe", models="GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7"),
     "MiniMaxM2ForCausalLM": Architecture(
         minimax_m2.parse, "minimax_m2", eos_token_id=200020, models="MiniMax-M2, M2.1, M2.5"
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        deepseek.parse_v3, "deepseek_v3", eos_token_id=1, models="DeepSeek-V3, DeepSeek-V3.1, DeepSeek-R1"
+    ),
+    "DeepseekV2ForCausalLM": Architecture(
+        deepseek.parse_v2, "deepseek_v2", eos_token_id=2, models="DeepSeek-V2, DeepSeek-V2-Lite, DeepSeek-Coder-V2"
+    ),
+    "Glm4MoeLiteForCausalLM": Architecture(
+        deepseek.parse_glm4_moe_lite, "glm4_moe_lite", eos_token_id=1, models="GLM-4.7-Flash"
+    ),
+    "Mistral4ForCausalLM": Architecture(
+        deepseek.parse_mistral4, "mistral4", eos_token_id=2, models="Mistral 4 without a tower for images"
     ),
     "GptOssForCausalLM": Architecture(gpt_oss.parse, "gpt_oss", models="gpt-oss 20B and 120B with weights in bf16"),
 }

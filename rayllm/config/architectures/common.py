@@ -86,7 +86,7 @@ def make_spec(
         raise ModelError(
             f"{config.file}: num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}"
         )
-    if head_dim > MAX_HEAD_DIM:
+    if head_dim > MAX_HEAD_DIM and rest.get("latent") is None:  # whose parsers know other limits
         raise ModelError(f"{config.file}: head_dim {head_dim} is more than the {MAX_HEAD_DIM} that attention supports")
     dtype = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
     defaults = dict.fromkeys(("qkv_bias", "attention_out_bias", "mlp_bias"), bias)

@@ -20,7 +20,7 @@ def parse(config: JsonFields, _architecture: str) -> dict[str, Any]:
         "intermediate_size": config.size("intermediate_size", 10944),
         "qkv_bias": config.flag("attention_bias", False),
         "qk_norm": config.flag("use_qk_norm", False),
-        "draft_layers": _draft_layers(config),
+        "draft_layers": draft_layers(config),
         "experts": ExpertsSpec(
             num_experts=num_experts,
             top_k=top_k,
@@ -32,9 +32,14 @@ def parse(config: JsonFields, _architecture: str) -> dict[str, Any]:
     }
 
 
-def grouped_router(config: JsonFields, num_experts: int, top_k: int) -> RouterSpec:
-    """The router of DeepSeek-V3, which GLM has too. Raises ModelError if its groups do not fit the experts."""
-    groups, best = config.size("n_group", 1), config.size("topk_group", 1)
+def grouped_router(
+    config: JsonFields, num_experts: int, top_k: int, *, groups: int = 1, best: int = 1, scale: float = 1.0
+) -> RouterSpec:
+    """The router of DeepSeek-V3, which GLM has too. Raises ModelError if its groups do not fit the experts.
+
+    groups, best, scale: where config.json says nothing.
+    """
+    groups, best = config.size("n_group", groups), config.size("topk_group", best)
     if num_experts % groups or num_experts // groups < 2:
         raise ModelError(f"{config.file}: n_group {groups} must share {num_experts} experts evenly, two or more each")
     if best > groups or best * (num_experts // groups) < top_k:
@@ -47,12 +52,12 @@ def grouped_router(config: JsonFields, num_experts: int, top_k: int) -> RouterSp
         correction=True,
         num_groups=groups,
         top_k_groups=best,
-        scale=config.number("routed_scaling_factor", 1.0),
+        scale=config.number("routed_scaling_factor", scale),
         wide_logits=True,
     )
 
 
-def _draft_layers(config: JsonFields) -> int:
-    """0 is a value of its own, which `whole_number` does not take."""
+def draft_layers(config: JsonFields) -> int:
+    """Layers behind the last one, for guesses of further tokens; `whole_number` would not take a 0."""
     told = {name: config.integer(name, 1) for name in ("num_nextn_predict_layers", "num_mtp_layers")}
     return max(told.values())

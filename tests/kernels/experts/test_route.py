@@ -16,6 +16,7 @@ ROUTINGS = {
     "sigmoid, normalised": Routing(5, "sigmoid", normalised=True, scale=0.5),
     "of the chosen": Routing(4, "top_k_softmax", rounded=True),
     "groups": Routing(4, "sigmoid", normalised=True, num_groups=4, top_k_groups=2),
+    "groups by their best": Routing(5, "softmax", num_groups=3, top_k_groups=2, scale=1.5, best_of_group=1),
     "groups of two": Routing(2, "softmax", num_groups=6, top_k_groups=1),
 }
 
@@ -82,6 +83,7 @@ def test_errors(each, randn):
     for name, routing in {
         "routing.scores": Routing(1, "hardmax"),
         "routing.top_k": Routing(13, "softmax"),
+        "routing.best_of_group": Routing(1, "softmax", best_of_group=3),
         "routing.num_groups": Routing(1, "softmax", num_groups=5),
         "routing.top_k_groups": Routing(1, "softmax", num_groups=3, top_k_groups=4),
     }.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.kinds import (
     bloom,
+    deepseek,
     gemma,
     gemma4,
     glm4,
@@ -39,5 +40,6 @@ CONFIGS = {
     **mixtral.CONFIGS,
     **glm4_moe.CONFIGS,
     **minimax_m2.CONFIGS,
+    **deepseek.CONFIGS,
     **gpt_oss.CONFIGS,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from support.kinds.common import LLAMA
+from support.kinds.deepseek import CONFIGS as LATENTS
 from support.kinds.ministral import CONFIGS as MINISTRALS
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 14}
@@ -21,6 +22,7 @@ def _mistral3(text: dict[str, Any], **rest: Any) -> tuple[str, dict[str, Any]]:
 CONFIGS = {
     "mistral3": _mistral3({**LLAMA, "model_type": "mistral", "sliding_window": None}, tie_word_embeddings=False),
     "mistral3_ministral": _mistral3({**MINISTRALS["ministral3"][1], "model_type": "ministral3"}),
+    "mistral3_mistral4": _mistral3({**LATENTS["mistral4"][1], "model_type": "mistral4"}),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         {
