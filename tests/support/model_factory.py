@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def make_model(
     """
     import transformers
 
-    architecture, options = CONFIGS[kind]
+    architecture, options = deepcopy(CONFIGS[kind])  # transformers adds to dicts that it is given
     sees = "text_config" in options
     options = {**options, "text_config": options["text_config"] | overrides} if sees else {**options, **overrides}
     model_class = getattr(transformers, architecture + ("ForConditionalGeneration" if sees else "ForCausalLM"))
