@@ -83,6 +83,11 @@ class WeightSource(ABC):
         """The whole tensor `name`, of whatever shape; None if there is none, or if weights are made up."""
         return None
 
+    def check_found(self) -> None:  # noqa: B027
+        """Raises ModelError naming weights that were asked for so far and are missing; of use before their contents are
+        found wanting.
+        """
+
     def finish(self) -> None:  # noqa: B027
         """Raises ModelError naming weights that were asked for and missing, or that nobody asked for."""
 

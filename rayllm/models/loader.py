@@ -80,10 +80,13 @@ class Checkpoint(StoredTensors):
     def choose(self, *names: str) -> str:
         return next((name for name in names if self._stored(name) in self._file_of), names[0])
 
-    def finish(self) -> None:
-        self._bar.close()
+    def check_found(self) -> None:
         if self._missing:
             raise ModelError(f"model folder {self._folder} lacks {_some(self._missing, 'weight')}")
+
+    def finish(self) -> None:
+        self._bar.close()
+        self.check_found()
         unused = [name for name in self._file_of if name not in self._used and not name.endswith(DERIVED_BUFFERS)]
         if unused:
             raise ModelError(

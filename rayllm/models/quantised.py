@@ -112,6 +112,9 @@ class QuantisedCheckpoint(WeightSource):
     def optional(self, name: str) -> torch.Tensor | None:
         return self._checkpoint.optional(name)
 
+    def check_found(self) -> None:
+        self._checkpoint.check_found()
+
     def finish(self) -> None:
         # AutoGPTQ writes biases of zeros for projections that have none.
         for bias in sorted(module + ".bias" for module in self._gptq_modules):
@@ -227,8 +230,6 @@ class QuantisedCheckpoint(WeightSource):
         if not found.ordered and not (name and self._checkpoint.find(name)):
             return regular - plain.start, plain
         stored = self._read(name, ("I32",), columns).long()
-        if self._checkpoint.find(name) is None:
-            return regular, every
         if not found.ordered:
             if not torch.equal(stored, regular):
                 raise ModelError(f"weight {name} is in another order than that of the inputs, but config.json has none")

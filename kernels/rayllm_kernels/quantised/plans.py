@@ -152,4 +152,6 @@ def choose_expert_tiles(rows: int, group: int | None, dtype: torch.dtype, *, gat
     depth = min(128, group or 128)
     if rows <= 32:
         return Tiles(rows, 64, depth, 4, 3, True)
-    return Tiles(rows, 64 if gated or rows == 64 else 128, min(depth, 64), 4 if rows == 64 else 8, 3, True)
+    # Before Hopper, both operands and two sums of a gated product are in registers: of four warps they would spill.
+    num_warps = 8 if gated or rows == 128 else 4
+    return Tiles(rows, 64 if gated or rows == 64 else 128, min(depth, 64), num_warps, 3, True)

@@ -56,7 +56,11 @@ class Int4Matrix(Matrix):
         for piece in pieces:
             numbers = source.numbers(piece.module, piece.rows, piece.columns)
             if self._order is not None:
-                order = _by_group(piece.module, numbers.groups, group)
+                order = torch.argsort(numbers.groups, stable=True)
+                regular = torch.arange(len(order), device=order.device) // (group or len(order))
+                if not torch.equal(numbers.groups[order], regular):
+                    source.check_found()
+                    raise ModelError(f"the groups of {piece.module} have not {group} inputs each")
                 if first is not None and not torch.equal(order, first):
                     raise ModelError(
                         f"the groups of {pieces[0].module} and {piece.module}, which are computed as one, have other "
@@ -77,12 +81,3 @@ class Int4Matrix(Matrix):
         if self._order is not None:
             x = x.index_select(1, self._order)
         return ops.linear_int4(x, self._operand, bias, deterministic=self._deterministic)
-
-
-def _by_group(module: str, groups: torch.Tensor, group: int | None) -> torch.Tensor:
-    """The inputs, those of the first group before those of the second. Raises ModelError if groups differ in size."""
-    order = torch.argsort(groups, stable=True)
-    regular = torch.arange(len(groups), device=groups.device) // (group or len(groups))
-    if not torch.equal(groups[order], regular):
-        raise ModelError(f"the groups of {module} have not {group} inputs each, in an order of theirs")
-    return order
