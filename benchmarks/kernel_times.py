@@ -29,10 +29,13 @@ from rayllm.cli.main import main, make_app
 from rayllm.errors import ConfigError
 from rayllm_kernels import ops
 from rayllm_kernels.cache.kv_cache import FP8_MAX, KVCache, KVScales
+from rayllm_kernels.quantised.formats import e4m3_numbers, int4_numbers
+from rayllm_kernels.quantised.int4 import pack_int4
 
 DEVICE = "cuda"
 BYTES_PER_SECOND = 4.3e12
 FLOPS_PER_SECOND = 790e12
+FP8_FLOPS_PER_SECOND = 2 * FLOPS_PER_SECOND  # as the hardware's tables have it; not measured
 ROTATED_BYTES = 256 << 20  # several times the 60 MB L2
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
@@ -56,6 +59,7 @@ TOKENS = [8192, 64]
 HIDDEN, INTERMEDIATE = 4096, 14336
 LINEAR = [(4096, 28672), (14336, 4096), (4096, 6144), (1024, 151936), (1024, 6144)]  # inputs, outputs
 LINEAR_TOKENS = [1, 32, 128]
+QUANTISED_LINEAR, QUANTISED_TOKENS = LINEAR[:3], [1, 16, 32, 64, 128, 1024, 8192]
 DRAWS = [1, 32, 256]  # rows of logits
 VOCAB_SIZE = 151936
 
@@ -81,9 +85,10 @@ class Case:
     calls: Sequence[Callable[[], object]]  # equal calls on different data, made in turn
     bytes: float = 0.0  # that one call has to move
     flops: float = 0.0  # that one call has to do
+    flops_per_second: float = FLOPS_PER_SECOND
 
     def floor_us(self) -> float:
-        return max(self.bytes / BYTES_PER_SECOND, self.flops / FLOPS_PER_SECOND) * 1e6
+        return max(self.bytes / BYTES_PER_SECOND, self.flops / self.flops_per_second) * 1e6
 
     def measure_us(self) -> float:
         """Median time of one call in microseconds."""
@@ -102,7 +107,7 @@ class Case:
 
     def measure(self) -> Measurement:
         us, floor = self.measure_us(), self.floor_us()
-        if self.flops / FLOPS_PER_SECOND > self.bytes / BYTES_PER_SECOND:
+        if self.flops / self.flops_per_second > self.bytes / BYTES_PER_SECOND:
             return Measurement(self.name, us, self.flops / us * 1e-6, "TFLOP/s", floor, floor / us)
         return Measurement(self.name, us, self.bytes / us * 1e-6, "TB/s", floor, floor / us)
 
@@ -239,6 +244,52 @@ def linear(name: str, tokens: int, inputs: int, outputs: int) -> Case:
     return Case(name, [partial(ops.linear, x, weight) for weight in weights], moved, flops)
 
 
+def linear_fp8(name: str, tokens: int, inputs: int, outputs: int, rows: int, group: int | None, *, wide: bool) -> Case:
+    """A product with a weight [outputs, inputs] in e4m3, a scale a row or a block. wide: tokens stay in bf16."""
+    weights = []
+    for _ in range(copies(inputs * outputs)):
+        found = e4m3_numbers(normal(outputs, inputs).mul_(inputs**-0.5), (rows, group))
+        scales = found.scales[::rows][:, found.groups[:: group or inputs]].contiguous()
+        weights.append(ops.Fp8Weight(found.values.contiguous(), scales, rows, group))
+    x, of_token = normal(tokens, inputs), inputs * (2 if wide else 1) + 2 * outputs
+    moved, flops = inputs * outputs + tokens * of_token + weights[0].scales.nbytes, 2 * tokens * inputs * outputs
+    if wide:
+        return Case(name, [partial(ops.linear_fp8_weight, x, weight) for weight in weights], moved, flops)
+    rounded = ops.to_fp8(x, ops.Rounding(group))
+    calls = [partial(ops.linear_fp8, rounded, weight, None, x.dtype) for weight in weights]
+    return Case(name, calls, moved, flops, FP8_FLOPS_PER_SECOND)
+
+
+def linear_int4(name: str, tokens: int, inputs: int, outputs: int, group: int, *, symmetric: bool) -> Case:
+    """A product with a weight [outputs, inputs] in 4 bits."""
+    weights = []
+    for _ in range(copies(inputs * outputs // 2)):
+        weight = normal(outputs, inputs).mul_(inputs**-0.5)
+        codes, scales, zeros = pack_int4(int4_numbers(weight, group, symmetric=symmetric), group)
+        zero = None if symmetric else zeros.contiguous()
+        weights.append(ops.Int4Weight(codes, scales.contiguous(), zero, inputs, group))
+    x, one = normal(tokens, inputs), weights[0]
+    moved = sum(part.nbytes for part in (one.codes, one.scales, one.zeros) if part is not None)
+    moved += 2 * tokens * (inputs + outputs)
+    calls = [partial(ops.linear_int4, x, weight) for weight in weights]
+    return Case(name, calls, moved, 2 * tokens * inputs * outputs)
+
+
+def rounding(name: str, tokens: int, group: int | None) -> Case:
+    """Adding to the residual, its norm, and rounding that to fp8."""
+    hidden, weight = normal(copies(tokens * HIDDEN * 2), tokens, HIDDEN), normal(HIDDEN)
+    how = ops.Rounding(group)
+    pairs = [(hidden[i], hidden[i - 1]) for i in range(len(hidden))]
+    calls = [partial(ops.rms_norm_fp8, x, residual, weight, 1e-5, how) for x, residual in pairs]
+    return Case(name, calls, bytes=7 * tokens * HIDDEN)
+
+
+def silu_fp8(name: str, tokens: int, group: int | None) -> Case:
+    """SiLU of one half of the columns times the other half, rounded to fp8."""
+    gate_up, how = normal(copies(tokens * INTERMEDIATE * 4), tokens, 2 * INTERMEDIATE), ops.Rounding(group)
+    return Case(name, [partial(ops.silu_and_mul_fp8, x, how) for x in gate_up], bytes=5 * tokens * INTERMEDIATE)
+
+
 def gumbel(name: str, rows: int) -> Case:
     """Drawing one token a row of logits."""
     logits = normal(copies(rows * VOCAB_SIZE * 2), rows, VOCAB_SIZE)
@@ -288,11 +339,26 @@ def cases() -> dict[str, Callable[[str], Case]]:
             made[f"linear {tokens} x {inputs} -> {outputs}"] = partial(
                 linear, tokens=tokens, inputs=inputs, outputs=outputs
             )
+    for inputs, outputs in QUANTISED_LINEAR:
+        for tokens in QUANTISED_TOKENS:
+            shape = {"tokens": tokens, "inputs": inputs, "outputs": outputs}
+            size = f"{tokens} x {inputs} -> {outputs}"
+            for kind, rows, group in (("rows", 1, None), ("blocks", 128, 128)):
+                made[f"linear_fp8 {size} {kind}"] = partial(linear_fp8, **shape, rows=rows, group=group, wide=False)
+                made[f"linear_fp8_weight {size} {kind}"] = partial(
+                    linear_fp8, **shape, rows=rows, group=group, wide=True
+                )
+            for group, symmetric in ((32, True), (128, True), (128, False)):
+                name = f"linear_int4 {size} g{group}" + ("" if symmetric else " zeros")
+                made[name] = partial(linear_int4, **shape, group=group, symmetric=symmetric)
     for rows in DRAWS:
         made[f"draw {rows} x {VOCAB_SIZE}"] = partial(gumbel, rows=rows)
     for tokens in TOKENS:
         made[f"add and rms_norm {tokens} x {HIDDEN}"] = partial(add_norm, tokens=tokens)
         made[f"silu_and_mul {tokens} x {INTERMEDIATE}"] = partial(silu, tokens=tokens)
+        for kind, group in (("rows", None), ("groups", 128)):
+            made[f"rms_norm_fp8 {tokens} x {HIDDEN} {kind}"] = partial(rounding, tokens=tokens, group=group)
+            made[f"silu_and_mul_fp8 {tokens} x {INTERMEDIATE} {kind}"] = partial(silu_fp8, tokens=tokens, group=group)
         made[f"qk_norm_rope_cache {tokens} x {HEADS}+2x{KV_HEADS}"] = partial(norm_rope_cache, tokens=tokens)
         for kind, dtype in FP8.items():
             name = f"qk_norm_rope_cache {tokens} x {HEADS}+2x{KV_HEADS} {kind}"

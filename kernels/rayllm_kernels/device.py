@@ -28,7 +28,7 @@ class Hardware(NamedTuple):
 
     @property
     def has_e4m3(self) -> bool:
-        """Whether Triton can convert float8_e4m3fn there."""
+        """Whether Triton can convert float8_e4m3fn there, and tensor cores multiply it."""
         return self.capability is None or self.capability >= (8, 9)
 
     def stages(self, wanted: int, stage_bytes: int) -> int:

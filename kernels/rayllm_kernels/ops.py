@@ -34,6 +34,19 @@ from .norm.latent_norm_rope_cache import latent_norm_rope_cache
 from .norm.qk_norm_rope_cache import HeadNorms, qk_norm_rope_cache
 from .norm.rms_norm import fused_add_rms_norm, rms_norm, rms_norm_add
 from .norm.silu_and_mul import silu_and_mul
+from .quantised.experts import ExpertWeight, experts_quantised
+from .quantised.fp8 import (
+    Fp8Rows,
+    Fp8Weight,
+    Rounding,
+    linear_fp8,
+    linear_fp8_weight,
+    linear_rounding_fp8,
+    rms_norm_fp8,
+    silu_and_mul_fp8,
+    to_fp8,
+)
+from .quantised.int4 import Int4Weight, linear_int4
 from .sampling.draw import DrawRows, gumbel_argmax, gumbel_keys, tokens_of_keys
 from .sampling.logprobs import gather_logprobs
 from .sampling.penalties import PenaltyRows, penalise

@@ -94,6 +94,9 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations; auto is the checkpoint's on GPUs (float32 checkpoints become bfloat16), and
     float32 on CPUs, where it is the faster one"""
+    quantization: Literal["auto", "fp8", "none"] = "auto"
+    """Bits of weights in memory: auto keeps those of a quantised checkpoint where products with them are there; fp8
+    rounds the linear layers of other checkpoints while they load, and their activations; none turns all into dtype"""
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of prompt and output together; if absent, the model's own limit, or the context of its pretraining if
     its positions are scaled by length (longrope, dynamic)"""

@@ -2,7 +2,8 @@
 
 Which modules are quantised is told by the tensors of the checkpoint: a weight that is stored as it is, is read as it
 is. The lists of modules that config.json has of its own (ignore, modules_to_not_convert) need not be believed, so they
-are not. How activations would be quantised is not followed either: they stay in the model's dtype, which is more exact.
+are not, unless weights are made up and there are no tensors. How activations are to be rounded is followed where
+products are in fp8, and nowhere else: they stay in the model's dtype then, which is more exact.
 Whatever else changes what the stored numbers mean is understood, or refuses the model by the field's name.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rayllm.config.json_fields import JsonFields
@@ -21,10 +22,14 @@ Storage = Literal["fp8", "int8", "packed", "gptq", "awq", "mxfp4"]
 # Rows and columns of a weight [out, in] that share a scale; None is all of them.
 Block = tuple[int | None, int | None]
 
+# How tokens are rounded to fp8 for a product: by scales found as they come, or by one that the checkpoint has.
+Activations = Literal["dynamic", "static"]
+
 MXFP4_GROUP = 32
 CLASS = "Linear"  # a target of compressed-tensors for all projections
 # What says which modules are quantised, which the tensors tell.
-LISTS = ("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore", "modules_in_block_to_quantize")
+LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")
+LISTS = (*LEFT_OUT, "modules_to_convert", "modules_in_block_to_quantize")
 # Of GPTQ and AWQ: how the numbers came about, and which kernels are to compute with them.
 MAKING = (
     "act_group_aware batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent dataset"
@@ -42,7 +47,8 @@ class WeightFormat:
     """How weights are stored. docs/models.md lists the tensors of each.
 
     bits: of a number. symmetric: there are no stored zero points. ordered: an input's group is stored, as those of
-    neighbours may differ. first_form: GPTQ's zero points are stored less one.
+    neighbours may differ. first_form: GPTQ's zero points are stored less one. activations: None if they stay as they
+    are.
     """
 
     storage: Storage
@@ -51,6 +57,7 @@ class WeightFormat:
     symmetric: bool = True
     ordered: bool = False
     first_form: bool = False
+    activations: Activations | None = None
 
     def __str__(self) -> str:
         kind = {"packed": f"int{self.bits}", "gptq": f"int{self.bits}, GPTQ", "awq": f"int{self.bits}, AWQ"}
@@ -67,9 +74,13 @@ class WeightFormat:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationSpec:
-    """groups: the formats, and the modules that have each: names, patterns as "re:...", or "Linear" for all."""
+    """groups: the formats, and the modules that have each: names, patterns as "re:...", or "Linear" for all.
+
+    left_out: modules that are said to have none: parts of their names, or patterns.
+    """
 
     groups: tuple[tuple[tuple[str, ...], WeightFormat], ...]
+    left_out: tuple[str, ...] = ()
 
     def format_of(self, module: str, *aliases: str) -> WeightFormat | None:
         """That of the weights of `module`, if they are quantised. aliases: other names of it.
@@ -88,6 +99,18 @@ class QuantizationSpec:
                     return found
         return None
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether all that is quantised is in fp8."""
+        return all(found.storage == "fp8" for _, found in self.groups)
+
+    def made_up(self, module: str) -> WeightFormat | None:
+        """The format of a module of whose weights there are no tensors that would tell."""
+        for entry in self.left_out:
+            if re.match(entry[3:], module) if entry.startswith("re:") else f".{entry}." in f".{module}.":
+                return None
+        return self.format_of(module)
+
     def __str__(self) -> str:
         return " and ".join(dict.fromkeys(str(found) for _, found in self.groups))
 
@@ -105,23 +128,23 @@ def parse_quantization(config: JsonFields) -> QuantizationSpec | None:
     if not method:
         raise ModelError(f'{fields.file} has no "{fields.prefix}quant_method"')
     spec = METHODS[_one_of(fields, "quant_method", method, METHODS)](fields)
-    for name in LISTS:
-        _check_list(fields, name)
+    lists = {name: _list(fields, name) for name in LISTS}
     refuse_unknown(fields)
-    return spec
+    left_out = tuple(entry for name in LEFT_OUT for entry in lists[name])
+    return None if spec is None else replace(spec, left_out=left_out)
 
 
 def _fp8(fields: JsonFields) -> QuantizationSpec:
     """Of DeepSeek, Qwen and MiniMax in blocks; of Mistral and AutoFP8 with a scale a tensor."""
     _choice(fields, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
-    _choice(fields, "activation_scheme", "dynamic", ("dynamic", "static"))
+    static = _choice(fields, "activation_scheme", "dynamic", ("dynamic", "static")) == "static"
     _choice(fields, "scale_fmt", "float", ("float", "ue8m0"))
     _choice(fields, "expert_dtype", "fp8", ("fp8",))
     fields.flag("dequantize", False)  # says how transformers is to compute
     fields.get("kv_cache_scheme")
     shape = fields.get("weight_block_size")
     block: Block = (None, None) if shape is None else _block(fields, "weight_block_size", shape)
-    return _everywhere(WeightFormat("fp8", 8, block))
+    return _everywhere(WeightFormat("fp8", 8, block, activations="static" if static else "dynamic"))
 
 
 def _gptq(fields: JsonFields) -> QuantizationSpec:
@@ -187,15 +210,28 @@ def _group(fields: JsonFields, form: str) -> tuple[tuple[str, ...], WeightFormat
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise ModelError(f"{fields.file}: {fields.prefix}targets must be a list of strings, not {targets!r}")
     for target in targets:
-        _check_pattern(fields, target)
+        _check_pattern(fields, "targets", target)
     form = _one_of(fields, "format", fields.text("format", form), PLAIN_FORMATS)
-    fields.get("input_activations")
+    activations = _activations(fields)
     weights = _object(fields.get("weights"), fields, "weights")
     refuse_unknown(fields)
     found = _packed_weights(weights) if form == "pack-quantized" else _plain_weights(weights, form)
     _ignore(weights, OBSERVING)
     refuse_unknown(weights)
-    return tuple(targets), found
+    return tuple(targets), replace(found, activations=activations) if found.storage == "fp8" else found
+
+
+def _activations(fields: JsonFields) -> Activations | None:
+    """Of compressed-tensors; None for all that no product rounds to, which stays as exact as it is."""
+    told = fields.get("input_activations")
+    if not told:
+        return None
+    inner = _object(told, fields, "input_activations")
+    if inner.get("num_bits", 8) != 8 or inner.get("type", "float") != "float":
+        return None
+    if inner.get("dynamic", False):
+        return "dynamic"
+    return "static" if inner.get("strategy", "tensor") == "tensor" else None
 
 
 def _plain_weights(weights: JsonFields, form: str) -> WeightFormat:
@@ -245,6 +281,10 @@ METHODS: dict[str, Callable[[JsonFields], QuantizationSpec | None]] = {
 }
 
 
+# What `--quantization fp8` makes of weights that are stored as they are.
+FP8_BY_CHANNEL = WeightFormat("fp8", 8, (1, None), activations="dynamic")
+
+
 def _everywhere(found: WeightFormat) -> QuantizationSpec:
     return QuantizationSpec((((CLASS,), found),))
 
@@ -264,10 +304,13 @@ def _choice(fields: JsonFields, name: str, default: str, supported: tuple[str, .
     return _one_of(fields, name, fields.text(name, default).lower(), supported)
 
 
-def _check_list(fields: JsonFields, name: str) -> None:
+def _list(fields: JsonFields, name: str) -> list[str]:
     told = fields.get(name)
     if told is not None and not isinstance(told, list):
         raise ModelError(f"{fields.file}: {fields.prefix}{name} must be a list of modules, not {told!r}")
+    for entry in told or []:
+        _check_pattern(fields, name, str(entry))
+    return [str(entry) for entry in told or []]
 
 
 def _block(fields: JsonFields, name: str, value: Any) -> Block:
@@ -294,11 +337,11 @@ def _groups(fields: JsonFields) -> Block:
     return 1, None if size == -1 else size
 
 
-def _check_pattern(fields: JsonFields, target: str) -> None:
+def _check_pattern(fields: JsonFields, name: str, target: str) -> None:
     try:
         re.compile(target[3:] if target.startswith("re:") else "")
     except re.error as error:
-        raise ModelError(f"{fields.file}: {fields.prefix}targets: {target} is no pattern: {error}") from None
+        raise ModelError(f"{fields.file}: {fields.prefix}{name}: {target} is no pattern: {error}") from None
 
 
 def _ignore(fields: JsonFields, names: str) -> None:

@@ -78,6 +78,11 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
         raise ConfigError(
             f"lora_modules has {len(options.lora_modules)} adapters, and max_cpu_loras is {options.max_cpu_loras}"
         )
+    if options.quantization == "fp8" and spec.quantization is not None and not spec.quantization.is_fp8:
+        raise ConfigError(
+            f'quantization "fp8" is for weights in 16 bits or more; the checkpoint\'s are in {spec.quantization} '
+            '(quantization "auto" serves it)'
+        )
     device: Literal["cpu", "cuda"] = "cpu" if options.device == "cpu" or num_gpus < 1 else "cuda"
     if options.device == "cuda" and device == "cpu":
         raise ConfigError('device "cuda" needs a GPU, and there is none (device "cpu" works)')

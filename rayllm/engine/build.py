@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack
 
 from rayllm.config.options import EngineConfig
+from rayllm.config.quantization import FP8_BY_CHANNEL
 from rayllm.config.resolved import ResolvedConfig, resolve, uses_ray
 from rayllm.engine.engine import EngineCore
 from rayllm.executor.base import Executor
@@ -67,8 +68,8 @@ def start_resolved_engine(config: ResolvedConfig, executor: Executor | None = No
     gc.collect()
     gc.freeze()
     spec = config.spec
-    if spec.quantization is not None:
-        logger.info("%s", _about_quantised(config))
+    if (about := _about_quantised(config)) is not None:
+        logger.info("%s", about)
     if spec.rope is not None and spec.default_model_len < spec.max_model_len:
         logger.info(
             "positions of rope_type %s are exact up to %d tokens; max_model_len is %d, and may be up to %d",
@@ -88,14 +89,17 @@ def start_resolved_engine(config: ResolvedConfig, executor: Executor | None = No
     return core
 
 
-def _about_quantised(config: ResolvedConfig) -> str:
-    """One line that says what becomes of a checkpoint's weights in fewer bits."""
-    stored = f"weights are stored in {config.spec.quantization}"
-    if config.options.load_format == "dummy":
-        return f"{stored}; dummy weights are made in {config.dtype}"
-    return (
-        f"{stored} and dequantised to {config.dtype} while they load: they take as much memory as {config.dtype} ones"
-    )
+def _about_quantised(config: ResolvedConfig) -> str | None:
+    """One line that says in which bits weights are stored and computed with; None if all are in dtype."""
+    quantization, dtype, choice = config.spec.quantization, config.dtype, config.options.quantization
+    if quantization is None:
+        return f"linear layers are rounded to {FP8_BY_CHANNEL} from {dtype}" if choice == "fp8" else None
+    stored = f"weights are stored in {quantization}"
+    if choice == "none":
+        if config.options.load_format == "dummy":
+            return f"{stored}; dummy weights are made in {dtype}"
+        return f"{stored} and dequantised to {dtype} while they load: they take as much memory as {dtype} ones"
+    return f"{stored}; linear layers keep them where there are products for it, all others have them in {dtype}"
 
 
 def _make_executor(config: ResolvedConfig, owns_ray: bool = False) -> Executor:

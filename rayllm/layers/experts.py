@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from rayllm.layers.layer import BuildContext, Layer
+from rayllm.layers.matrices.experts import ExpertShapes, QuantisedExperts
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels import ops
 
@@ -42,8 +46,16 @@ class Experts(Layer):
         super().__init__(context)
         self.inner_size, self.act, self.deterministic = inner_size, act, context.deterministic
         self.shard = context.shard(inner_size, "an expert's intermediate size")
-        self.gate_up = context.parameter(num_experts, 2 * self.shard, hidden_size)
-        self.down = context.parameter(num_experts, hidden_size, self.shard)
+        shapes = ExpertShapes(hidden_size, num_experts, inner_size, names, projections, transposed)
+        self.quantised = QuantisedExperts.make(context, shapes)
+        if self.quantised is None:
+            self.gate_up = context.parameter(num_experts, 2 * self.shard, hidden_size)
+            self.down = context.parameter(num_experts, hidden_size, self.shard)
+            self.product: Callable[..., torch.Tensor] = partial(ops.experts, gate_up=self.gate_up, down=self.down)
+        else:
+            self.product = partial(ops.experts_quantised, gate_up=self.quantised.gate_up, down=self.quantised.down)
+            for name, parameter in self.quantised.parameters.items():
+                self.register_parameter(name, parameter)
         self.gate_up_bias = context.parameter(num_experts, 2 * self.shard) if bias else None
         self.down_bias = context.parameter(num_experts, hidden_size) if bias else None
         self.names, self.projections, self.clamp, self.transposed = names, projections, clamp, transposed
@@ -55,13 +67,11 @@ class Experts(Layer):
 
         weights, experts: of `Router`.
         """
-        return ops.experts(
+        return self.product(
             x,
             weights,
             experts,
-            self.gate_up,
-            self.down,
-            self.act,
+            act=self.act,
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias if self.tp.rank == 0 else None,  # which is added once
             clamp=self.clamp,
@@ -70,6 +80,10 @@ class Experts(Layer):
         )
 
     def load(self, source: WeightSource) -> None:
+        if self.quantised is not None:
+            self.quantised.load(source)
+            self._load_biases(source, self.quantised.prefix)
+            return
         first = [f"{self.prefix}{name}.0.{self.projections[0]}.weight" for name in self.names]
         fused = [f"{self.prefix}{name}.gate_up_proj" for name in self.names]
         found = source.choose(*first, *fused)
@@ -95,15 +109,20 @@ class Experts(Layer):
         pairs = source.slice(prefix + "gate_up_proj", (experts, hidden, 2 * inner), 2, 2 * start, 2 * end)
         down = source.slice(prefix + "down_proj", (experts, inner, hidden), 1, start, end)
         source.write(self.down, down.transpose(1, 2))
-        biases = None
-        if self.gate_up_bias is not None and self.down_bias is not None:
-            biases = source.slice(prefix + "gate_up_proj_bias", (experts, 2 * inner), 1, 2 * start, 2 * end)
-            source.write(self.down_bias, source.tensor(prefix + "down_proj_bias", (experts, hidden)))
         for half in range(2):
             rows = slice(half * shard, (half + 1) * shard)
             source.write(self.gate_up[:, rows], pairs[:, :, half::2].transpose(1, 2))
-            if self.gate_up_bias is not None and biases is not None:
-                source.write(self.gate_up_bias[:, rows], biases[:, half::2])
+        self._load_biases(source, prefix)
+
+    def _load_biases(self, source: WeightSource, prefix: str) -> None:
+        """If there are any: rows of gate and up take turns."""
+        if self.gate_up_bias is None or self.down_bias is None:
+            return
+        (experts, hidden), inner, start = self.down_bias.shape, self.inner_size, 2 * self.tp.rank * self.shard
+        biases = source.slice(prefix + "gate_up_proj_bias", (experts, 2 * inner), 1, start, start + 2 * self.shard)
+        source.write(self.down_bias, source.tensor(prefix + "down_proj_bias", (experts, hidden)))
+        for half in range(2):
+            source.write(self.gate_up_bias[:, half * self.shard : (half + 1) * self.shard], biases[:, half::2])
 
     def _load_each(self, source: WeightSource, prefix: str) -> None:
         shard, inner, hidden = self.shard, self.inner_size, self.down.shape[1]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import torch
 from torch import nn
 
+from rayllm.config.quantization import WeightFormat
 from rayllm.layers.lora import AdapterState
 from rayllm.layers.weights import WeightSource
 from rayllm.parallel.shared_weights import SharedWeights
@@ -25,6 +27,7 @@ class BuildContext:
     prefix: what the names of weights in the checkpoint begin with: empty, or it ends with a dot.
     memory: of the parameters; None for memory of their own.
     adapters: of the projections; None for none.
+    formats: module of the checkpoint -> in how many bits its weight is to stay; None for all in dtype.
     """
 
     tp: TPGroup
@@ -35,6 +38,7 @@ class BuildContext:
     prefix: str = ""
     memory: SharedWeights | None = None
     adapters: AdapterState | None = None
+    formats: Callable[[str], WeightFormat | None] | None = None
 
     def at(self, name: str) -> Self:
         """The same for the part `name` of what this is for."""
@@ -44,6 +48,15 @@ class BuildContext:
     def replicated(self) -> Self:
         """For layers that every rank has whole."""
         return replace(self, tp=TPGroup.single())
+
+    @property
+    def unquantised(self) -> Self:
+        """For layers that have their weights in dtype, whatever the checkpoint has."""
+        return replace(self, formats=None)
+
+    def format_of(self, module: str) -> WeightFormat | None:
+        """How a linear layer is to keep the weight of a module of the checkpoint; None for in dtype."""
+        return None if self.formats is None else self.formats(module)
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """One to be filled by `WeightSource.write`, unless its memory is; its contents are undefined until then.

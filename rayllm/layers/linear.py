@@ -7,17 +7,19 @@ partial products over the ranks (Shoeybi et al., 2019). Weights are [out, in], a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from rayllm.layers.activation import SILU, gated_activation
 from rayllm.layers.layer import BuildContext, Heads, Layer
 from rayllm.layers.lora import Adaptable, ProjectionAdapters
+from rayllm.layers.matrices.make import make_matrix
+from rayllm.layers.matrices.matrix import Activations, Piece
 from rayllm.layers.norm import RMSNorm
-from rayllm.layers.weights import WeightSource
+from rayllm.layers.weights import Span, WeightSource
 from rayllm_kernels import ops
 
 ADD_TOKENS = 1024  # from here on a norm is bound by memory, not by its launch
@@ -56,16 +58,25 @@ def stored_as_one(name: str, parts: list[Part]) -> list[Part]:
 
 
 class Linear(Layer):
-    """x W^T + bias, by the rank's part [out, in] of the weight. Which part it is, is for the classes below."""
+    """x W^T + bias, by the rank's part [out, in] of the weight. Which part it is, is for the classes below.
 
-    def __init__(self, context: BuildContext, in_features: int, out_features: int, bias: bool):
+    pieces: of the checkpoint's weights, which make the matrix. What the matrix is in, it knows itself
+    (`layers/matrices/`).
+    """
+
+    def __init__(
+        self, context: BuildContext, in_features: int, out_features: int, pieces: Sequence[Piece], *, bias: bool
+    ):
         super().__init__(context)
-        self.weight = context.parameter(out_features, in_features)
+        self.pieces, self.in_features, self.out_features = pieces, in_features, out_features
+        self.matrix = make_matrix(context, out_features, in_features, pieces)
+        for name, parameter in self.matrix.parameters.items():
+            self.register_parameter(name, parameter)
         self.bias = context.parameter(out_features) if bias else None
-        # (x, weight, bias) -> x W^T + bias
-        self.product: Callable[..., torch.Tensor] = ops.linear_invariant if context.deterministic else ops.linear
+        # (x, bias) -> x W^T + bias
+        self.product: Callable[..., torch.Tensor] = self.matrix.multiply
         # Whether products may take in what comes before or after them.
-        self.fuses = context.tp.size == 1 and not context.deterministic
+        self.fuses = self.matrix.fuses and context.tp.size == 1
         self.adapters: ProjectionAdapters | None = None
 
     @property
@@ -73,15 +84,19 @@ class Linear(Layer):
         """Whether the step's tokens get the product alone, because none has an adapter."""
         return self.adapters is None or self.adapters.state.is_idle
 
+    def takes(self) -> ops.Rounding | None:
+        """How the step's tokens should be rounded by whoever makes them; None for not at all."""
+        return self.matrix.takes if self.is_plain else None
+
     def adapt(self, context: BuildContext, modules: list[Adaptable]) -> None:
         """Have the product add what adapters of these modules add to it, if the context has any."""
         if context.adapters is None:
             return
-        product, (_outputs, inputs), dtype = self.product, self.weight.shape, context.dtype
+        product, inputs, dtype = self.product, self.in_features, context.dtype
         adapters = self.adapters = ProjectionAdapters(
             context.adapters, inputs, modules, context.device, dtype, deterministic=context.deterministic
         )
-        self.product = lambda x, weight, bias: adapters.add(x, product(x, weight, bias))
+        self.product = lambda x, bias: adapters.add(x, product(x, bias))
 
 
 class ColumnLinear(Linear):
@@ -95,43 +110,48 @@ class ColumnLinear(Linear):
     gated = False  # whether the output is act(gate) * up of two parts
 
     def __init__(self, context: BuildContext, in_features: int, parts: list[Part], *, bias: bool):
-        super().__init__(context, in_features, sum(part.rows for part in parts), bias)
+        columns, pieces, at = Span(0, in_features, in_features), [], 0
+        for name, total, start, rows in parts:
+            pieces.append(Piece(context.prefix + name, Span(start, start + rows, total), columns, at))
+            at += rows
+        super().__init__(context, in_features, at, pieces, bias=bias)
         self.parts = parts
+        # How the output should be rounded, if it is made in a pass of its own.
+        self.wanted: Callable[[], ops.Rounding | None] = _in_dtype
         self.adapt(context, self.adaptable())
 
     def adaptable(self) -> list[Adaptable]:
         """The checkpoint's modules, of which one may be several parts."""
         modules = []
         for name, same in itertools.groupby(self.parts, key=lambda part: part.name):
-            parts, inputs = list(same), self.weight.shape[1]
+            parts, inputs = list(same), self.in_features
             rows = partial(_rows_of, parts)
             num_rows = sum(part.rows for part in parts)
             modules.append(Adaptable(self.prefix + name, inputs, parts[0].total, slice(None), rows, num_rows))
         return modules
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, self.weight, self.bias)
+    def forward(self, x: Activations) -> Activations:
+        return self.product(x, self.bias)
 
-    def after_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def after_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm) -> tuple[Any, torch.Tensor]:
         """(`forward` of norm(total), total), total = x + residual [T, in].
 
+        The first is a tensor, but for what `feeds` another layer: that is for its consumer, in whatever form.
         x: the rank's summand of it (`RowLinear.partial`); the whole if residual is None.
         """
         if self.fuses and self.is_plain:
-            return ops.add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias, gated=self.gated)
-        x, total = norm.add_partial(x, residual)
-        return self.forward(x), total
+            return self.matrix.multiply_normed(
+                x, residual, (norm.weight, norm.eps), self.bias, gated=self.gated, wanted=self.wanted()
+            )
+        normed, total = norm.add_partial(x, residual, self.takes())
+        return self.forward(normed), total
 
     def load(self, source: WeightSource) -> None:
-        offset = 0
-        for name, total, start, rows in self.parts:
-            for field, parameter in self.named_parameters(recurse=False):
-                shape = (total, *parameter.shape[1:])
-                stored = source.slice(f"{self.prefix}{name}.{field}", shape, 0, start, start + rows)
-                source.write(parameter[offset : offset + rows], stored)
-            offset += rows
+        self.matrix.load(source, self.pieces)
+        if self.bias is not None:
+            for module, (start, stop, total), _, at in self.pieces:
+                stored = source.slice(module + ".bias", (total,), 0, start, stop)
+                source.write(self.bias[at : at + stop - start], stored)
 
 
 class GatedLinear(ColumnLinear):
@@ -142,13 +162,21 @@ class GatedLinear(ColumnLinear):
     def __init__(self, context: BuildContext, in_features: int, parts: list[Part], act: str, *, bias: bool):
         super().__init__(context, in_features, parts, bias=bias)
         self.act = gated_activation(act, context)
-        self.fuses_act = act in SILU and not bias and not context.deterministic
+        # The deterministic mode has an activation of its own on CPUs.
+        self.rounds_act = act in SILU and not context.deterministic
+        self.fuses_act = act in SILU and not bias and self.matrix.fuses
         self.fuses = self.fuses and self.fuses_act
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def feeds(self, consumer: Linear) -> None:
+        """Have the output rounded as `consumer` takes it, which nothing else reads."""
+        if self.rounds_act:
+            self.wanted = consumer.takes
+
+    def forward(self, x: Activations) -> Activations:
         if self.fuses_act and self.is_plain:
-            return ops.linear_silu_mul(x, self.weight)
-        return self.act(self.product(x, self.weight, self.bias))
+            return self.matrix.multiply_silu(x, self.wanted())
+        y, rounding = self.product(x, self.bias), self.wanted()
+        return self.act(y) if rounding is None else ops.silu_and_mul_fp8(y, rounding)
 
 
 class InterleavedQKVLinear(ColumnLinear):
@@ -158,11 +186,12 @@ class InterleavedQKVLinear(ColumnLinear):
     """
 
     def __init__(self, context: BuildContext, in_features: int, heads: Heads, *, bias: bool):
-        super().__init__(context, in_features, qkv_parts(context, heads), bias=bias)
+        super().__init__(context.unquantised, in_features, qkv_parts(context, heads), bias=bias)
         self.head_dim = heads.head_dim
 
     def adaptable(self) -> list[Adaptable]:
-        (rows, inputs), total, start = self.weight.shape, 3 * self.parts[0].total, 3 * self.parts[0].start
+        rows, inputs = self.out_features, self.in_features
+        total, start = 3 * self.parts[0].total, 3 * self.parts[0].start
         own = slice(start, start + rows)
         return [Adaptable(self.prefix[:-1], inputs, total, slice(None), lambda b: self._in_parts(b[own]), rows)]
 
@@ -182,39 +211,41 @@ class RowLinear(Linear):
     """A projection split by inputs: [T, in / tp] -> [T, out], the same on all ranks. The bias is added once."""
 
     def __init__(self, context: BuildContext, in_features: int, out_features: int, *, bias: bool):
-        super().__init__(context, context.shard(in_features, "in_features"), out_features, bias)
-        self.in_features = in_features
-        self.adds = self.fuses and not bias
-        shard = self.weight.shape[1]
-        columns = slice(self.tp.rank * shard, (self.tp.rank + 1) * shard)
-        self.adapt(
-            context, [Adaptable(self.prefix[:-1], in_features, out_features, columns, lambda b: b, out_features)]
-        )
+        shard, module = context.shard(in_features, "in_features"), context.prefix[:-1]
+        own = Span(context.tp.rank * shard, (context.tp.rank + 1) * shard, in_features)
+        piece = Piece(module, Span(0, out_features, out_features), own, 0)
+        super().__init__(context, shard, out_features, [piece], bias=bias)
+        self.adds = self.fuses and self.matrix.adds and not bias
+        columns = slice(own.start, own.stop)
+        self.adapt(context, [Adaptable(module, in_features, out_features, columns, lambda b: b, out_features)])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Activations) -> torch.Tensor:
         return self.tp.all_reduce(self.partial(x))
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
+    def partial(self, x: Activations) -> torch.Tensor:
         """The rank's summand of the output, for a sum that is fused with what follows it."""
-        return self.product(x, self.weight, self.bias if self.tp.rank == 0 else None)
+        return self.product(x, self.bias if self.tp.rank == 0 else None)
 
-    def onto(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def onto(self, x: Activations, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output added to `residual` [T, out], in two parts as `RMSNorm.add_partial` takes them.
 
         For many tokens the product adds it in the same pass, which spares a norm two of its four passes over memory;
         `residual` is overwritten then.
         """
-        if self.adds and x.shape[0] >= ADD_TOKENS:
-            total = residual.addmm_(x, self.weight.t())
+        if self.adds and residual.shape[0] >= ADD_TOKENS:
+            assert isinstance(x, torch.Tensor)
+            total = self.matrix.add_to(residual, x)
             return (total if self.adapters is None else self.adapters.add(x, total)), None
         return self.partial(x), residual
 
     def load(self, source: WeightSource) -> None:
-        out_features, shard = self.weight.shape
-        start, shape = self.tp.rank * shard, (out_features, self.in_features)
-        source.write(self.weight, source.slice(self.prefix + "weight", shape, 1, start, start + shard))
+        self.matrix.load(source, self.pieces)
         if self.bias is not None:
-            source.write(self.bias, source.tensor(self.prefix + "bias", (out_features,)))
+            source.write(self.bias, source.tensor(self.prefix + "bias", (self.out_features,)))
+
+
+def _in_dtype() -> None:
+    """The `takes` of whoever wants tokens in the model's dtype."""
 
 
 def _rows_of(parts: list[Part], stored: torch.Tensor) -> torch.Tensor:

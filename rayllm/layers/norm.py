@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import overload
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +30,25 @@ class RMSNorm(Layer):
         """x: [..., size]."""
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def add_partial(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    @overload
+    def add_partial(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @overload
+    def add_partial(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rounding: ops.Rounding | None
+    ) -> tuple[torch.Tensor | ops.Fp8Rows, torch.Tensor]: ...
+
+    def add_partial(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rounding: ops.Rounding | None = None
+    ) -> tuple[torch.Tensor | ops.Fp8Rows, torch.Tensor]:
         """(norm(total), total), total = sum over the ranks of x + residual, in one pass; all [T, size].
 
         x may be overwritten; residual is the same on all ranks. If it is None, x is the total.
+        rounding: how the norm is to be rounded to fp8; None for not at all.
         """
+        if rounding is not None:
+            x = x if residual is None else self.tp.all_reduce(x)
+            return ops.rms_norm_fp8(x, residual, self.weight, self.eps, rounding)
         if residual is None:
             return self(x), x
         return self.tp.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)

@@ -107,16 +107,17 @@ class LlamaMLP(nn.Module):
             parts = stored_as_one("gate_up_proj", parts)
         self.gate_up_proj = GatedLinear(build, hidden, parts, spec.hidden_act, bias=bias)
         self.down_proj = RowLinear(build.at("down_proj"), inner, hidden, bias=bias)
+        self.gate_up_proj.feeds(self.down_proj)
         self.post_norm = post_norm
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """total + MLP of norm(total), total = x + residual: in two parts, as x and residual themselves."""
-        x, total = self.gate_up_proj.after_norm(x, residual, norm)
+        inner, total = self.gate_up_proj.after_norm(x, residual, norm)
         if self.post_norm is not None:
-            return self.post_norm.onto(self.down_proj(x), total), None
-        return self.down_proj.onto(x, total)
+            return self.post_norm.onto(self.down_proj(inner), total), None
+        return self.down_proj.onto(inner, total)
 
     def summand(self, x: torch.Tensor) -> torch.Tensor:
         """The rank's summand of the output, for x [T, hidden_size] that is normed already."""

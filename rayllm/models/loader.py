@@ -14,13 +14,16 @@ from tqdm import tqdm
 
 from rayllm.config.model_folder import indexed_weights
 from rayllm.config.model_spec import ModelSpec
+from rayllm.config.quantization import FP8_BY_CHANNEL
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ModelError
 from rayllm.layers.layer import BuildContext
+from rayllm.layers.linear import Linear
 from rayllm.layers.lora import AdapterState
+from rayllm.layers.matrices.plain import PlainMatrix
 from rayllm.layers.weights import WeightSource
 from rayllm.models.base import CausalLM
-from rayllm.models.dequantised import DequantisedCheckpoint, Index, Stored, StoredTensors
+from rayllm.models.quantised import Index, QuantisedCheckpoint, QuantisingSource, Stored, StoredTensors
 from rayllm.models.registry import model_class
 from rayllm.models.text_only import split_text
 from rayllm.parallel.shared_weights import SharedWeights
@@ -84,10 +87,13 @@ class Checkpoint(StoredTensors):
     def choose(self, *names: str) -> str:
         return next((name for name in names if self._stored(name) in self._file_of), names[0])
 
-    def finish(self) -> None:
-        self._bar.close()
+    def check_found(self) -> None:
         if self._missing:
             raise ModelError(f"model folder {self._folder} lacks {_some(self._missing, 'weight')}")
+
+    def finish(self) -> None:
+        self._bar.close()
+        self.check_found()
         unused = [name for name in self._file_of if name not in self._used and not name.endswith(DERIVED_BUFFERS)]
         if unused:
             raise ModelError(
@@ -196,19 +202,20 @@ def load_model(
     spec, options, dtype = config.spec, config.options, getattr(torch, config.dtype)
     make = model_class(spec.architecture)
     adapters = AdapterState(options.max_loras, options.max_lora_rank) if options.enable_lora else None
+    filled = weights is not None and weights.is_filled
+    source = _weight_source(config, tp, device, filled=filled)
     context = BuildContext(
-        tp, device, dtype, config.max_model_len, options.deterministic, memory=weights, adapters=adapters
+        tp,
+        device,
+        dtype,
+        config.max_model_len,
+        options.deterministic,
+        memory=weights,
+        adapters=adapters,
+        formats=source.format_of,
     )
-    if weights is not None and weights.is_filled:
+    if filled:
         return make(context, spec).eval()
-    dummy = options.load_format == "dummy"
-    source: WeightSource = DummyCheckpoint(options.seed or 0, device, dtype)
-    if not dummy:
-        source = checkpoint = Checkpoint(options.model, text_only=spec.text_only, left_out=_left_out(spec))
-        if checkpoint.num_left_out and tp.rank == 0:
-            logger.info("%s is served for text alone: %d weights are left out", options.model, checkpoint.num_left_out)
-        if spec.quantization is not None:
-            source = DequantisedCheckpoint(checkpoint, spec.quantization, device)
     if weights is not None:
         make(replace(context, device=torch.device("meta")), spec)
         weights.allocate()
@@ -218,6 +225,9 @@ def load_model(
     source.finish()
     if unwritten := source.unwritten(model):
         raise RuntimeError(f"parameters left unfilled after loading: {', '.join(unwritten)}")
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    if kept := sum(not isinstance(linear.matrix, PlainMatrix) for linear in linears):
+        logger.info("rank %d: %d of %d linear layers keep weights in fewer bits", tp.rank, kept, len(linears))
     if device.type == "cuda":
         # Whole dummy tensors and staging copies would otherwise count as used when the KV cache is sized.
         torch.cuda.empty_cache()
@@ -230,6 +240,32 @@ def _left_out(spec: ModelSpec) -> tuple[str, ...]:
     readers = [layer for layer in range(spec.num_layers) if spec.kv_layer(layer) != layer]
     keys = [f"model.layers.{layer}.self_attn.{name}" for layer in readers for name in KV_MODULES]
     return (*drafts, *keys)
+
+
+def _weight_source(config: ResolvedConfig, tp: TPGroup, device: torch.device, *, filled: bool) -> WeightSource:
+    """Where the model's weights come from, in the formats that they are to have.
+
+    filled: they are there already, and only formats are asked for; what no tensors tell is not looked for on disk then.
+    """
+    spec, options = config.spec, config.options
+    stored, keep = spec.quantization, options.quantization != "none"
+    if options.load_format == "dummy" or (filled and (stored is None or not keep)):
+        dummy = DummyCheckpoint(options.seed or 0, device, getattr(torch, config.dtype))
+        if stored is not None and keep:
+            return QuantisingSource(dummy, stored.made_up, device)
+        if options.quantization == "fp8":
+            return QuantisingSource(dummy, lambda _module: FP8_BY_CHANNEL, device)
+        return dummy
+    checkpoint = Checkpoint(options.model, text_only=spec.text_only, left_out=_left_out(spec))
+    if checkpoint.num_left_out and tp.rank == 0:
+        logger.info("%s is served for text alone: %d weights are left out", options.model, checkpoint.num_left_out)
+    if stored is not None:
+        return QuantisedCheckpoint(checkpoint, stored, device, keep=keep)
+    if options.quantization == "fp8":
+        return QuantisingSource(
+            checkpoint, lambda module: FP8_BY_CHANNEL if checkpoint.find(module + ".weight") else None, device
+        )
+    return checkpoint
 
 
 def _some(names: list[str], what: str) -> str:

@@ -31,6 +31,11 @@ def on_cpu(monkeypatch):
         lambda: bench.norm_rope_cache("", 3),
         lambda: bench.norm_rope_cache("", 3, torch.float8_e4m3fn),
         lambda: bench.linear("", 3, 16, 24),
+        lambda: bench.linear_fp8("", 3, 64, 24, 1, None, wide=False),
+        lambda: bench.linear_fp8("", 3, 64, 24, 8, 32, wide=True),
+        lambda: bench.linear_int4("", 3, 64, 24, 32, symmetric=False),
+        lambda: bench.rounding("", 3, 32),
+        lambda: bench.silu_fp8("", 3, None),
         lambda: bench.gumbel("", 3),
     ],
 )
@@ -57,6 +62,12 @@ def test_floors():
     assert write.bytes - small_write.bytes == 3 * 2 * bench.KV_HEADS * bench.HEAD_DIM
     product = bench.linear("", 3000, 16, 24)
     assert product.flops == 2 * 3000 * 16 * 24
+    fp8, int4 = (
+        bench.linear_fp8("", 1, 64, 24, 1, None, wide=False),
+        bench.linear_int4("", 1, 64, 24, 32, symmetric=True),
+    )
+    assert fp8.bytes == 64 * 24 + 4 * 24 + 64 + 2 * 24
+    assert int4.bytes == 64 * 24 // 2 + 4 * 2 * 24 + 2 * (64 + 24)
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,17 @@ def parse(told):
 @pytest.mark.parametrize(
     ("told", "expected", "said"),
     [
-        (FP8, WeightFormat("fp8", 8, (128, 128)), "fp8 (blocks of 128 x 128)"),
+        (FP8, WeightFormat("fp8", 8, (128, 128), activations="dynamic"), "fp8 (blocks of 128 x 128)"),
         (
             {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
-            WeightFormat("fp8", 8, (None, None)),
+            WeightFormat("fp8", 8, (None, None), activations="static"),
             "fp8 (one scale a tensor)",
         ),
-        (FP8 | {"scale_fmt": "ue8m0", "fmt": "float8_e4m3fn"}, WeightFormat("fp8", 8, (128, 128)), None),
+        (
+            FP8 | {"scale_fmt": "ue8m0", "fmt": "float8_e4m3fn"},
+            WeightFormat("fp8", 8, (128, 128), activations="dynamic"),
+            None,
+        ),
         (
             GPTQ | {"sym": True, "damp_percent": 0.1, "meta": {"quantizer": ["gptqmodel:2"]}, "static_groups": False},
             WeightFormat("gptq", 4, (1, 128), symmetric=False, first_form=True),
@@ -61,7 +65,7 @@ def parse(told):
                 {"input_activations": {"dynamic": True}},
                 sparsity_config={"format": "dense", "global_sparsity": 0.1},
             ),
-            WeightFormat("fp8", 8, (1, None)),
+            WeightFormat("fp8", 8, (1, None), activations="dynamic"),
             "fp8 (one scale a channel)",
         ),
         (compressed({}, "int-quantized"), WeightFormat("int8", 8, (None, None)), "int8 (one scale a tensor)"),
@@ -79,6 +83,32 @@ def test_formats(told, expected, said):
     spec = parse(told)
     assert spec.format_of("model.layers.0.mlp.up_proj") == expected
     assert said is None or str(spec) == said
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (None, None),
+        ({"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}, "dynamic"),
+        ({"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}, "static"),
+        ({"num_bits": 8, "type": "float", "dynamic": False, "strategy": "channel"}, None),
+        ({"num_bits": 8, "type": "int", "dynamic": True}, None),
+    ],
+)
+def test_how_activations_are_rounded(told, expected):
+    spec = parse(compressed(FLOAT, "float-quantized", {"input_activations": told}))
+    assert spec.format_of("up_proj").activations == expected
+    assert parse(compressed(group={"input_activations": told})).format_of("up_proj").activations is None  # of int4
+
+
+def test_modules_left_out():
+    """Where tensors tell, nobody asks; where weights are made up, they count."""
+    spec = parse(compressed(ignore=["lm_head", "model.layers.1", "re:.*gate$"]))
+    assert spec.format_of("lm_head") is not None
+    assert spec.made_up("model.layers.0.mlp.up_proj") is not None
+    assert spec.made_up("model.layers.10.mlp.up_proj") is not None
+    left_out = ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.gate")
+    assert [spec.made_up(name) for name in left_out] == [None] * 3
 
 
 @pytest.mark.parametrize("told", [None, {}, {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}])
@@ -159,6 +189,7 @@ def test_groups_by_name_then_pattern_then_class():
         ),
         (compressed(group={"weights": None}), r"config_groups\.g\.weights must be an object, not None"),
         (compressed(group={"targets": "Linear"}), "targets must be a list of strings, not 'Linear'"),
+        (compressed(ignore=["re:("]), r"ignore: re:\( is no pattern"),
         (compressed(group={"targets": ["re:("]}), r"targets: re:\( is no pattern"),
         (compressed(WEIGHTS | {"num_bits": 2}), r"config_groups\.g\.weights\.num_bits 2 is not supported"),
         (compressed(WEIGHTS | {"type": "float"}), r"weights\.type float is not supported; supported are int"),

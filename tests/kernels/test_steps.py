@@ -101,3 +101,38 @@ def test_decode_steps(case):
         logits, token_ids = graphs.run(np.array(rows), positions, greedy)  # padded to 8 rows
     assert_near(logits, expected)
     assert token_ids.tolist() == logits.argmax(-1).tolist()
+
+
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("how", ["rows", "blocks", "int4"])
+@torch.inference_mode()
+def test_steps_with_weights_in_fewer_bits(how, tmp_path):
+    """Of one token and of several. A number between two of fp8 may fall to either side, which shows in what follows."""
+    from support import model_factory, quantised
+
+    folder = tmp_path / "model"
+    model_factory.make_model(folder, "qwen3_moe", num_hidden_layers=2)
+    if how == "blocks":
+        quantised.quantise(folder, FP8_BLOCKS, lambda weight: quantised.fp8(weight, (32, 32)))
+    elif how == "int4":
+        quantised.quantise(folder, INT4, lambda weight: quantised.packed(weight, 32, 4, symmetric=False))
+    model = model_factory.load(folder, dtype="float16", quantization="fp8" if how == "rows" else "auto")
+    ours, theirs = (model_factory.PagedRunner(model, dtype=torch.float16) for _ in range(2))
+    for work, decodes in (([("a", tokens(20, 1)), ("b", tokens(3, 2))], 0), ([("a", tokens(1, 3))], 1)):
+        expected = torch.cat(theirs.step(work, num_decodes=decodes)).float()
+        with dispatch.forced(triton=True):
+            actual = torch.cat(ours.step(work, num_decodes=decodes)).float()
+        error = (actual - expected).square().mean().sqrt() / expected.std()
+        assert error < (0.01 if how == "int4" else 0.05)

@@ -83,6 +83,24 @@ def test_kernels_fit(gpu, full_matrix, run_compiler, tmp_path):
     assert not {kernel for kernel in kernels if kernel.stack > SPILLED}
 
 
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_products_in_fewer_bits_fit(gpu, full_matrix, run_compiler, tmp_path):
+    """Few tokens and many on two GPUs, all sizes in all dtypes on all of them with --full-matrix."""
+    if not full_matrix and gpu not in ("A100", "H200"):
+        pytest.skip("only compiled with --full-matrix")
+    tokens, dtypes = (
+        ((1, 30, 60, 100, 8192), ("bfloat16", "float16", "float32")) if full_matrix else ((1,), ("bfloat16",))
+    )
+    script = f"from support.gpu_targets import compile_quantised\ncompile_quantised({gpu!r}, {tokens}, {dtypes})"
+    run_compiler(script, GPUS[gpu].capability, timeout=1800, TRITON_CACHE_DIR=str(tmp_path))
+    kernels = list(compiled(tmp_path))
+    wanted = {"_fp8_product_kernel", "_int4_product_kernel", "_quantised_experts_kernel"}
+    assert wanted | ({"_rms_norm_fp8_kernel"} if GPUS[gpu].has_e4m3 else set()) <= {kernel.name for kernel in kernels}
+    assert not {kernel for kernel in kernels if kernel.shared > GPUS[gpu].shared_memory}
+    assert not {kernel for kernel in kernels if kernel.stack > SPILLED}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
 def test_h200_has_room_for_all_that_was_measured_there(paged_case, device, head_dim, dtype):

@@ -155,6 +155,63 @@ def run_adapters(dtype: torch.dtype) -> None:
             ops.add_adapters(x, y, torch.empty(tokens, dtype=torch.int32, device=META), weights)
 
 
+def run_quantised(gpu: Hardware, dtype: torch.dtype, tokens: tuple[int, ...], *, deterministic: bool) -> None:
+    """Projections with weights in fewer bits, of so many tokens, on META."""
+    inputs, outputs = 4096, 6144
+    bias, static = torch.empty(outputs, dtype=dtype, device=META), torch.empty(1, device=META)
+    norm = torch.empty(inputs, dtype=dtype, device=META)
+    for count in tokens:
+        x = torch.empty(count, inputs, dtype=dtype, device=META)
+        for rows, group in ((1, None), (128, 128)):
+            values = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn, device=META)
+            scales = torch.empty(outputs // rows, inputs // (group or inputs), device=META)
+            weight = ops.Fp8Weight(values, scales, rows, group)
+            ops.linear_fp8_weight(x, weight, bias, deterministic=deterministic)
+            if gpu.has_e4m3:
+                rounding = ops.Rounding(group)
+                ops.rms_norm_fp8(x, x, norm, 1e-5, rounding)
+                ops.silu_and_mul_fp8(torch.empty(count, 2 * inputs, dtype=dtype, device=META), rounding)
+                tokens_in_fp8 = ops.to_fp8(x, rounding if group else ops.Rounding(None, static))
+                ops.linear_fp8(tokens_in_fp8, weight, bias, dtype, deterministic=deterministic)
+                if not deterministic:
+                    ops.linear_rounding_fp8(x, rounding, weight, bias, norm=(norm, 1e-5), residual=x)
+                    ops.linear_rounding_fp8(x, rounding, weight, norm=(norm, 1e-5), residual=x, gated=True)
+        for group, symmetric in ((32, True), (128, False)):
+            codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=META)
+            scales = torch.empty(outputs, inputs // group, device=META)
+            zeros = None if symmetric else scales.to(torch.uint8)
+            ops.linear_int4(x, ops.Int4Weight(codes, scales, zeros, inputs, group), bias, deterministic=deterministic)
+
+
+def run_quantised_experts(dtype: torch.dtype, tokens: tuple[int, ...]) -> None:
+    """Experts with weights in fewer bits, of so many tokens, on META."""
+    count, hidden, inner, top_k = 32, 2048, 768, 4
+
+    def weight(kind: str, rows: int, inputs: int, group: int) -> ops.ExpertWeight:
+        codes = torch.empty(count, rows, inputs if kind == "fp8" else inputs // 2, dtype=torch.uint8, device=META)
+        own_rows = 128 if kind == "fp8" else 1
+        scales = torch.empty(count, rows // own_rows, inputs // group, device=META)
+        zeros = scales.to(torch.uint8) if kind == "int4" else None
+        scales = scales.to(torch.uint8) if kind == "mxfp4" else scales
+        return ops.ExpertWeight(kind, codes, scales, zeros, inputs, group, own_rows)
+
+    for number in tokens:
+        x = torch.empty(number, hidden, dtype=dtype, device=META)
+        weights = torch.empty(number, top_k, device=META)
+        for kind, group in (("fp8", 128), ("int4", 128), ("int4", 32), ("mxfp4", 32)):
+            projections = weight(kind, 2 * inner, hidden, group), weight(kind, hidden, inner, group)
+            ops.experts_quantised(x, weights, weights.to(torch.int32), *projections)
+
+
+def compile_quantised(gpu: str, tokens: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    """Compile for one of GPUS what `run_quantised` runs."""
+    with assumed(META, GPUS[gpu]), dispatch.forced(triton=True), ops.compile_only():
+        for dtype in dtypes:
+            for deterministic in (False, True):
+                run_quantised(GPUS[gpu], getattr(torch, dtype), tokens, deterministic=deterministic)
+            run_quantised_experts(getattr(torch, dtype), tokens)
+
+
 def compile_engines(gpu: str, engines: list[dict[str, Any]]) -> None:
     """Compile for one of GPUS what `run_engine` runs with each of these arguments, collectives and adapters."""
     with assumed(META, GPUS[gpu]), dispatch.forced(triton=True):

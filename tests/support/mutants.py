@@ -126,6 +126,21 @@ MISTAKES = {
         ("            bias_ptr += outputs\n", "            bias_ptr += 0\n"),
         ("(up + 1.0) * (gate", "up * (gate"),
     ],
+    ("quantised/fp8_product_kernel.py", "quantised/test_fp8.py::test_products"): [
+        ("mask=token < tokens, other=0.0)[:, None]", "mask=token < tokens - 1, other=0.0)[:, None]"),
+        ("// FORM.rows * weight_stride", "// FORM.rows"),
+    ],
+    ("quantised/fp8_product_kernel.py", "quantised/test_fp8.py::test_every_code_becomes_its_number"): [
+        ("(wide & 0x80) << 24", "(wide & 0x80) << 23")
+    ],
+    ("quantised/fp8_rows_kernel.py", "quantised/test_fp8.py::test_rounding"): [
+        ("later = start + element", "later = start + element - 1"),
+        ("peak = tl.maximum(peak, _peaks(", "peak = tl.minimum(peak, _peaks("),
+    ],
+    ("quantised/int4_product_kernel.py", "quantised/test_int4.py::test_products"): [
+        ("scales_ptr, zeros_ptr, half + start, inputs, FORM)", "scales_ptr, zeros_ptr, start, inputs, FORM)"),
+        ("(half + at < inputs)", "(half + at < inputs - 1)"),
+    ],
     ("norm/rms_norm_kernel.py", "norm/test_rms_norm.py::test_rms_norm"): [
         ("(dims < DIM)\n", "(dims < DIM - 1)\n"),
         ("tl.sum(x * x, 1) / DIM", "tl.sum(x * x, 1) / FORM.dim_padded"),

@@ -30,7 +30,7 @@ GROUP = tl.constexpr(8)  # token tiles that share their weight tiles in L2
 
 
 @triton.jit
-def _program_tiles(tokens, outputs, TILES: tl.constexpr):
+def program_tiles(tokens, outputs, TILES: tl.constexpr):
     """(token tile, output tile) of this program: GROUP token tiles go through all output tiles together."""
     token_tiles, output_tiles = tl.cdiv(tokens, TILES.tokens), tl.cdiv(outputs, TILES.outputs)
     program = tl.program_id(0)
@@ -56,7 +56,7 @@ def _linear_invariant_kernel(
     """operands: (x, weight, bias or None, y). strides: of x and weight. EVEN: the tiles' depth divides K."""
     x_ptr, weight_ptr, bias_ptr, y_ptr = operands
     stride_x, stride_weight = strides
-    token_tile, output_tile = _program_tiles(tokens, outputs, TILES)
+    token_tile, output_tile = program_tiles(tokens, outputs, TILES)
     token = token_tile * TILES.tokens + tl.arange(0, TILES.tokens)
     output = output_tile * TILES.outputs + tl.arange(0, TILES.outputs)
     depth = tl.arange(0, TILES.depth)[None, :]
@@ -85,7 +85,7 @@ def _linear_copied_kernel(
     x_desc, weight_desc, bias_ptr, y_ptr, tokens, inputs, outputs, TILES: tl.constexpr, OVERLAP: tl.constexpr
 ):
     """The same with tensor copies, which read past an end as zeros."""
-    token_tile, output_tile = _program_tiles(tokens, outputs, TILES)
+    token_tile, output_tile = program_tiles(tokens, outputs, TILES)
     wait_for_predecessor(OVERLAP)
     acc = no_sums(TILES)
     for start in range(0, inputs, TILES.depth):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,14 +14,20 @@ import support.model_factory as factory
 import support.quantised as quantised
 import torch
 from safetensors.torch import load_file, save_file
+from support.thread_group import ThreadGroup
 
 from rayllm import LLM, SamplingParams
 from rayllm.config.json_fields import JsonFields
 from rayllm.config.quantization import parse_quantization
-from rayllm.errors import ModelError
-from rayllm.models.dequantised import DequantisedCheckpoint
+from rayllm.errors import ConfigError, ModelError
+from rayllm.layers.experts import Experts
+from rayllm.layers.linear import Linear
+from rayllm.layers.matrices.plain import PlainMatrix
 from rayllm.models.loader import Checkpoint
+from rayllm.models.quantised import QuantisedCheckpoint
 from rayllm.parallel.tp_group import TPGroup
+from rayllm_kernels import ops
+from rayllm_kernels.quantised.formats import e4m3_numbers
 
 PROJECTIONS = ("_proj.weight",)
 AND_HEAD = ("_proj.weight", "lm_head.weight")
@@ -34,8 +42,10 @@ def one_scale(weight, name="weight_scale", shape=(1,)):
 
 
 CASES = {
-    # Blocks that neither rows, columns nor ranks divide.
+    # Blocks that neither rows, columns nor ranks divide, and no product has scales for.
     "fp8": (FP8_BLOCKS, functools.partial(quantised.fp8, block=(64, 48)), AND_HEAD),
+    "fp8-32": (FP8 | {"weight_block_size": [32, 32]}, functools.partial(quantised.fp8, block=(32, 32)), AND_HEAD),
+    "fp8-128": (FP8 | {"weight_block_size": [128, 128]}, functools.partial(quantised.fp8, block=(128, 128)), AND_HEAD),
     "fp8-tensor": (FP8 | {"activation_scheme": "static", "weight_block_size": None}, one_scale, PROJECTIONS),
     "fp8-tensor-mistral": (
         FP8 | {"weight_block_size": None, "dequantize": False},
@@ -74,10 +84,10 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 CASES |= {"awq": (AWQ, functools.partial(quantised.awq, group=32), PROJECTIONS)}
 
 
-def compressed(form, **weights):
+def compressed(form, activations=None, **weights):
     """A quantization_config of one group."""
     group = {"targets": ["Linear"], "weights": {"dynamic": False, "observer": "minmax"} | weights}
-    group |= {"input_activations": None, "output_activations": None}
+    group |= {"input_activations": activations, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -93,6 +103,11 @@ PACKED = functools.partial(quantised.packed, group=32, bits=4, symmetric=True)
 CASES |= {
     "ct-fp8-row": (
         compressed("float-quantized", **FLOAT, strategy="channel"),
+        lambda weight: quantised.fp8(weight, (1, weight.shape[1]), "weight_scale"),
+        PROJECTIONS,
+    ),
+    "ct-fp8-token": (
+        compressed("float-quantized", FLOAT | {"dynamic": True, "strategy": "token"}, **FLOAT, strategy="channel"),
         lambda weight: quantised.fp8(weight, (1, weight.shape[1]), "weight_scale"),
         PROJECTIONS,
     ),
@@ -158,26 +173,102 @@ def configure(folder, **fields):
 
 
 def state(folder, rank=0, size=1, **options):
+    """What a rank's parameters mean: name -> tensor, of matrices in fewer bits too."""
     model = factory.load(folder, TPGroup(rank, size, None if size == 1 else object()), **options)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and not isinstance(module.matrix, PlainMatrix):
+            for own in module.matrix.parameters:
+                found.pop(f"{name}.{own}")
+            found[f"{name}.weight"] = meaning(module.matrix)
+        elif isinstance(module, Experts) and module.quantised is not None:
+            for own in module.quantised.parameters:
+                found.pop(f"{name}.{own}")
+            for part in ("gate_up", "down"):
+                weight = getattr(module.quantised, part)
+                found[f"{name}.{part}"] = torch.stack([weight.dequantised(e) for e in range(len(weight.codes))])
+    return found
+
+
+def drive(folder, tp):
+    """Prefill and decode steps on one rank -> all logits."""
+    torch.set_num_threads(1)
+    runner = factory.PagedRunner(factory.load(folder, tp))
+    prompt = torch.arange(3, 240, 8).tolist()
+    return torch.cat(runner.step([("a", prompt), ("b", prompt[:7])]) + runner.step([("a", [256])], num_decodes=1))
+
+
+def run_ranks(folder, size):
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(drive, folder, tp) for tp in ThreadGroup.make(size)]
+        return [future.result(timeout=120) for future in futures]
+
+
+def meaning(matrix):
+    """float32 [out, in] of a matrix in fewer bits."""
+    weight = matrix._operand.dequantised()
+    if "input_order" not in matrix.parameters:
+        return weight
+    return torch.empty_like(weight).index_copy_(1, matrix.parameters["input_order"], weight)
+
+
+def kept(folder, rank=0, size=1, **options):
+    """The names of layers whose weights stay in fewer bits."""
+    model = factory.load(folder, TPGroup(rank, size, None if size == 1 else object()), **options)
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, Linear)]
+    return {name.partition(".")[2] for name, module in modules if not isinstance(module.matrix, PlainMatrix)}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_what_the_stored_numbers_mean(tmp_path, case):
-    """To the bit, and those of every rank its slices of the whole, also where blocks and words cross its borders."""
+    """To the bit, kept or dequantised, and those of every rank its slices, also where blocks cross borders."""
     folder, plain = make(tmp_path, case)
     for rank, size in ((0, 1), (0, 2), (1, 2), (5, 8)):
-        found, expected = state(folder, rank, size), state(plain, rank, size)
-        assert found.keys() == expected.keys()
-        for name, weight in expected.items():
-            assert torch.equal(found[name], weight), name
+        expected = state(plain, rank, size)
+        for choice in ("auto", "none"):
+            found = state(folder, rank, size, quantization=choice)
+            assert found.keys() == expected.keys()
+            for name, weight in expected.items():
+                assert torch.equal(found[name], weight), name
     assert torch.equal(state(folder, dtype="bfloat16")["norm.weight"], state(plain)["norm.weight"].bfloat16())
+
+
+NAMES = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+LAYERS = {f"{layer}.{name}" for layer in (0, 1) for name in NAMES}
+DOWN = {f"{layer}.mlp.down_proj" for layer in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("case", "whole", "of_two"),
+    [
+        ("fp8", set(), set()),
+        ("fp8-32", LAYERS, LAYERS - DOWN),  # 80 inputs of 160 begin in the middle of a block
+        ("fp8-128", LAYERS, LAYERS - DOWN),
+        ("fp8-tensor", LAYERS, LAYERS),
+        ("ct-fp8-row", LAYERS, LAYERS),
+        ("ct-int8", set(), set()),
+        ("gptq", LAYERS, LAYERS - DOWN),
+        ("gptq-8", set(), set()),
+        ("gptq-ordered", LAYERS, LAYERS - DOWN - {"0.self_attn.o_proj", "1.self_attn.o_proj"}),
+        ("gptq-row", LAYERS, LAYERS),
+        ("awq", LAYERS, LAYERS - DOWN),
+        ("ct-int4-zeros", LAYERS, LAYERS - DOWN),
+    ],
+)
+def test_what_stays_in_fewer_bits(tmp_path, case, whole, of_two):
+    """On one rank, and on the second of two, whose part no product may have scales for."""
+    folder, _ = make(tmp_path, case)
+    assert kept(folder) == whole
+    assert kept(folder, 1, 2) == of_two
+    assert not kept(folder, quantization="none")
 
 
 @pytest.mark.parametrize(
     ("kind", "case", "ends"),
     [
         ("qwen3_moe", "fp8", None),
+        ("qwen3_moe", "fp8-32", None),
+        ("qwen3_moe", "ct-fp8-token", None),
         ("qwen3_moe", "ct-int4", None),
         ("mixtral", "awq", ("_proj.weight", "w1.weight", "w2.weight", "w3.weight")),
         ("phi3", "gptq-ordered", None),  # of fused projections
@@ -194,6 +285,78 @@ def test_other_families(tmp_path, kind, case, ends):
             assert torch.equal(found[name], weight), name
 
 
+def kept_experts(folder, rank=0, size=1, **options):
+    model = factory.load(folder, TPGroup(rank, size, None if size == 1 else object()), **options)
+    return [module.quantised is not None for module in model.modules() if isinstance(module, Experts)]
+
+
+@pytest.mark.parametrize(
+    ("case", "of_two"), [("fp8", False), ("fp8-32", False), ("ct-fp8-token", True), ("awq", False)]
+)
+def test_experts_stay_in_fewer_bits(tmp_path, case, of_two):
+    """96 inputs, and 48, which are cut at 24 on two ranks."""
+    folder, plain = make(tmp_path, case, "qwen3_moe")
+    assert kept_experts(folder) == [case != "fp8"]
+    assert kept_experts(folder, 1, 2) == [of_two]
+    assert kept_experts(folder, quantization="none") == [False]
+    dummy = {"load_format": "dummy", "seed": 3}
+    assert kept_experts(folder, **dummy) == [case != "fp8"]
+    ids = list(range(3, 240, 8))
+    found, expected = (factory.PagedRunner(factory.load(each)).step([("a", ids)])[0] for each in (folder, plain))
+    error = (found - expected).square().mean().sqrt() / expected.std()
+    assert error < (1e-4 if case in ("fp8", "awq") else 0.2)  # of rounded tokens in attention
+
+
+def in_mxfp4(folder):
+    """Turn the experts of a gpt-oss into MXFP4. Returns the folder of the same as these bits mean it."""
+    plain = folder.parent / "plain"
+    shutil.copytree(folder, plain)
+    tensors = load_file(folder / "model.safetensors")
+    meaning = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        blocks, scales, meant = quantised.mxfp4(tensors.pop(name).transpose(1, 2).contiguous().numpy())
+        tensors |= {name + "_blocks": blocks, name + "_scales": scales}
+        meaning[name] = torch.from_numpy(meant).transpose(1, 2).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    save_file(meaning, plain / "model.safetensors")
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "lm_head"]}
+    quantised.set_config(folder, quantization_config=config)
+    return plain
+
+
+def test_gpt_oss_in_mxfp4(tmp_path):
+    folder = tmp_path / "gpt_oss"
+    factory.make_model(folder, "gpt_oss", intermediate_size=64)
+    plain = in_mxfp4(folder)
+    for rank, size in ((0, 1), (0, 2), (1, 2), (3, 4)):
+        expected = state(plain, rank, size)
+        for choice in ("auto", "none"):
+            found = state(folder, rank, size, quantization=choice)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    assert kept_experts(folder) == kept_experts(folder, 1, 2) == [True, True]
+    assert kept_experts(folder, 3, 4) == [False, False]  # 16 inputs, half a group
+    ids = list(range(3, 240, 8))
+    found, expected = (factory.PagedRunner(factory.load(each)).step([("a", ids)])[0] for each in (folder, plain))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+    dummy = {"load_format": "dummy", "seed": 3}
+    assert kept_experts(folder, **dummy) == [True, True]
+    assert not kept(folder, **dummy)
+    found, expected = state(folder, **dummy), state(plain, **dummy)
+    for name, weight in expected.items():
+        assert (found[name] - weight).abs().max() <= 0.25 * weight.abs().max(), name
+
+
+def test_an_expert_that_is_not_quantised_as_the_others(tmp_path):
+    folder, _ = make(tmp_path, "fp8-32", "qwen3_moe")
+    name = "model.layers.0.mlp.experts.5.up_proj.weight"
+    edit(folder, lambda tensors: tensors.update({name: tensors[name].float()}))
+    with pytest.raises(ModelError, match=r"experts\.5\.up_proj\.weight is missing or not quantised, unlike those it"):
+        factory.load(folder)
+    edit(folder, lambda tensors: tensors.pop(name + "_scale_inv"))
+    factory.load(folder, quantization="none")
+
+
 def test_greedy_tokens_and_the_line_that_says_so(tmp_path, caplog):
     folder, plain = make(tmp_path, "fp8")
     prompts = [{"prompt_token_ids": list(range(3, 240, 8))}, {"prompt_token_ids": [7, 8, 9]}]
@@ -206,15 +369,125 @@ def test_greedy_tokens_and_the_line_that_says_so(tmp_path, caplog):
     assert tokens[folder] == tokens[plain]
     lines = [record.getMessage() for record in caplog.records if "weights are stored" in record.getMessage()]
     assert lines == [
-        "weights are stored in fp8 (blocks of 64 x 48) and dequantised to float32 while they load: "
-        "they take as much memory as float32 ones"
+        "weights are stored in fp8 (blocks of 64 x 48); linear layers keep them where there are products for it, all "
+        "others have them in float32"
     ]
 
 
-def test_dummy_weights_are_made_as_if_nothing_was_quantised(tmp_path):
-    folder, plain = make(tmp_path, "fp8")
-    found, expected = state(folder, load_format="dummy", seed=3), state(plain, load_format="dummy", seed=3)
-    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+@pytest.mark.parametrize("case", ["fp8-32", "fp8-tensor", "ct-int4", "gptq-ordered", "ct-int4-zeros"])
+def test_dummy_weights_are_valid_numbers(tmp_path, case):
+    """Of as many bits as the checkpoint's, near those that are made where nothing is quantised."""
+    folder, plain = make(tmp_path, case)
+    dummy = {"load_format": "dummy", "seed": 3}
+    found, expected = state(folder, **dummy), state(plain, **dummy)
+    step = 2.0**-4 if "fp8" in case else 0.25
+    for name, weight in expected.items():
+        if name.endswith("proj.weight"):
+            assert (found[name] - weight).abs().max() <= step * weight.abs().max(), name
+            assert not torch.equal(found[name], weight)
+        else:
+            assert torch.equal(found[name], weight), name
+    assert kept(folder, **dummy) == LAYERS
+    exact = state(folder, quantization="none", **dummy)
+    assert all(torch.equal(exact[name], weight) for name, weight in expected.items())
+    configure(folder, **{"ignore" if "ct" in case else "modules_to_not_convert": ["model.layers.1"]})
+    assert kept(folder, **dummy) == {name for name in LAYERS if name.startswith("0")}
+
+
+def rounded(x, group=None, scale=None):
+    """Activations as fp8 has them, as float32."""
+    return ops.to_fp8(x.flatten(0, -2), ops.Rounding(group, scale)).dequantised().view_as(x)
+
+
+def logits_of_transformers(folder, ids, change_weight, change_input):
+    """Of a model whose projections have other weights and inputs."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            module.weight.data = change_weight(module.weight.data)
+            module.register_forward_pre_hook(lambda _module, args: (change_input(args[0]),))
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0]
+
+
+def by_channel(weight):
+    return e4m3_numbers(weight, (1, None)).dequantised()
+
+
+@pytest.mark.parametrize(
+    ("case", "change_weight", "change_input"),
+    [
+        ("fp8-32", lambda weight: weight, functools.partial(rounded, group=32)),
+        ("fp8-tensor", lambda weight: weight, functools.partial(rounded, scale=torch.tensor([0.5]))),
+        ("ct-fp8-token", lambda weight: weight, rounded),
+        ("ct-fp8-row", lambda weight: weight, lambda x: x),
+        ("gptq-ordered", lambda weight: weight, lambda x: x),
+        ("awq", lambda weight: weight, lambda x: x),
+        ("plain", by_channel, rounded),
+    ],
+)
+def test_logits_are_those_of_transformers_with_rounded_activations(tmp_path, case, change_weight, change_input):
+    """A number near the border between two of fp8 may fall to the other side, so few logits may be off by some 1e-2."""
+    if case == "plain":
+        folder = plain = factory.make_model(tmp_path / "llama", "llama", num_hidden_layers=2)
+    else:
+        folder, plain = make(tmp_path, case)
+    ids = list(range(3, 240, 8))
+    expected = logits_of_transformers(plain, ids, change_weight, change_input)
+    model = factory.load(folder, quantization="fp8" if case == "plain" else "auto")
+    runner = factory.PagedRunner(model)
+    prompt, last = runner.step([("a", ids[:-1])])[0], runner.step([("a", ids[-1:])], num_decodes=1)[0]
+    error = (torch.cat((prompt, last)) - expected).abs()
+    assert error.median() < 1e-4
+    assert error.max() < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("case", ["fp8-32", "ct-fp8-token", "ct-int4-zeros", "gptq-ordered"])
+def test_ranks_compute_what_the_whole_does(tmp_path, case):
+    """Each rounds its own part of a token by its own largest number, so sums differ by what rounding does."""
+    folder, _ = make(tmp_path, case)
+    whole = drive(folder, TPGroup.single())
+    ranks = run_ranks(folder, 2)
+    assert torch.equal(*ranks)
+    error = (ranks[0] - whole).square().mean().sqrt() / whole.std()
+    assert error < (1e-5 if "fp8" not in case else 0.2)
+
+
+def test_a_checkpoint_in_16_bits_is_rounded_while_it_loads(tmp_path, caplog):
+    folder = factory.make_model(tmp_path / "llama", "llama", num_hidden_layers=2)
+    expected = state(folder)
+    found = state(folder, quantization="fp8")
+    for name, weight in expected.items():
+        assert torch.equal(found[name], by_channel(weight) if name.endswith("proj.weight") else weight), name
+    assert kept(folder, quantization="fp8") == kept(folder, 1, 2, quantization="fp8") == LAYERS
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with caplog.at_level(logging.INFO, logger="rayllm"):
+        options = {"device": "cpu", "skip_tokenizer_init": True, "num_gpu_blocks_override": 32}
+        with LLM(folder, quantization="fp8", **options) as llm:
+            assert len(llm.generate([{"prompt_token_ids": [7, 8, 9]}], params)[0].outputs[0].token_ids) == 4
+    lines = [record.getMessage() for record in caplog.records]
+    assert "linear layers are rounded to fp8 (one scale a channel) from float32" in lines
+    assert "rank 0: 8 of 8 linear layers keep weights in fewer bits" in lines
+
+
+def test_fp8_of_fewer_bits_is_refused(tmp_path):
+    folder, _ = make(tmp_path, "ct-int4")
+    with pytest.raises(ConfigError, match=r'quantization "fp8" is for weights in 16 bits .* in int4 \(groups of 32\)'):
+        factory.load(folder, quantization="fp8")
+
+
+def test_projections_that_order_their_inputs_differently(tmp_path):
+    folder, _ = make(tmp_path, "gptq-ordered")
+    name = "model.layers.0.mlp.up_proj.g_idx"
+    edit(folder, lambda tensors: tensors.update({name: tensors[name].flip(0).contiguous()}))
+    with pytest.raises(ModelError, match=r"groups of .*gate_proj and .*up_proj, which are computed as one, have other"):
+        factory.load(folder)
+    edit(folder, lambda tensors: tensors.update({name: torch.zeros(96, dtype=torch.int32)}))
+    with pytest.raises(ModelError, match=r"the groups of .*up_proj have not 32 inputs each"):
+        factory.load(folder)
+    factory.load(folder, quantization="none")
 
 
 def drop(*names):
@@ -308,7 +581,7 @@ def test_a_fused_projection(tmp_path):
     weight = np.random.default_rng(0).normal(size=(96, 64)).astype(np.float32)
     tensors, meant = quantised.awq(weight, 32)
     save_file({f"qkv_proj.{last}": tensor for last, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    source = DequantisedCheckpoint(Checkpoint(str(tmp_path)), spec_of(AWQ), torch.device("cpu"))
+    source = QuantisedCheckpoint(Checkpoint(str(tmp_path)), spec_of(AWQ), torch.device("cpu"))
     for start, stop in ((0, 32), (20, 31), (64, 96)):
         found = source.slice("qkv_proj.weight", (96, 64), 0, start, stop)
         assert torch.equal(found, torch.from_numpy(meant)[start:stop])
@@ -354,7 +627,7 @@ def test_experts_in_mxfp4(tmp_path):
     spec = spec_of({"quant_method": "mxfp4"})
 
     def source():
-        return DequantisedCheckpoint(Checkpoint(str(tmp_path)), spec, torch.device("cpu"))
+        return QuantisedCheckpoint(Checkpoint(str(tmp_path)), spec, torch.device("cpu"))
 
     whole, found = torch.from_numpy(meant).transpose(1, 2), source()
     assert found.choose("model.layers.0.mlp.experts.0.up_proj.weight", name) == name

@@ -1,22 +1,25 @@
-"""`DequantisedCheckpoint`: a checkpoint whose weights are stored in fewer bits, read as if they were not.
+"""Weights in fewer bits: as a checkpoint stores them (`QuantisedCheckpoint`), or made from others (`QuantisingSource`).
 
-A layer asks for its slice of `x.weight` as ever. Where the checkpoint has it in fewer bits, the part of the packed
-tensors that holds the slice is read, out to the next borders of blocks and of packed words, and turned into float32.
+A layer that computes with fewer bits asks for the `numbers` of its part. All others ask for their slice of `x.weight`
+as ever, and get it as float32. Either way the part of the packed tensors that holds it is read, out to the next borders
+of blocks and of packed words.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from types import EllipsisType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 
 from rayllm.config.quantization import MXFP4_GROUP, QuantizationSpec, WeightFormat
 from rayllm.errors import ModelError
-from rayllm.layers.weights import WeightSource
+from rayllm.layers.weights import Span, WeightSource
 from rayllm_kernels.quantised import formats
+from rayllm_kernels.quantised.formats import Numbers
 
 # As what safetensors may have scales and zero points of whole numbers.
 SCALES = ("F32", "BF16", "F16", "F8_E8M0")
@@ -28,8 +31,10 @@ WORD = 32  # bits
 # How the weight of a module is called that is stored so, and how all experts' weights.
 KEYS = {"fp8": "weight", "int8": "weight", "packed": "weight_packed", "gptq": "qweight", "awq": "qweight"}
 EXPERTS_KEY = "_blocks"
-# Of activations, which stay in the model's dtype.
-ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_zero_point")
+# Of activations: scales, which count where products are in fp8, and what says that there is nothing else.
+ACTIVATION_SCALES = ("input_scale", "activation_scale")
+ACTIVATIONS = (*ACTIVATION_SCALES, "input_zero_point")
+MADE_UP_SCALE = 1 / 64  # of activations, of which the largest is then 7
 
 
 class Stored(NamedTuple):
@@ -55,34 +60,17 @@ class StoredTensors(WeightSource):
         """
 
 
-class Span(NamedTuple):
-    """[start, stop) of a dimension of `size`."""
+class QuantisedCheckpoint(WeightSource):
+    """`checkpoint`, its quantised weights as numbers or float32 on `device`, where they are turned into these.
 
-    start: int
-    stop: int
-    size: int
+    keep: layers are told of what is quantised, and may keep it so.
+    """
 
-    def blocks(self, step: int | None) -> Self:
-        """The blocks of `step` that hold it, counted in blocks; None is one block of all."""
-        if step is None:
-            return self._replace(start=0, stop=1, size=1)
-        return self._replace(start=self.start // step, stop=-(-self.stop // step), size=-(-self.size // step))
-
-    def aligned(self, step: int) -> Self:
-        """Out to multiples of `step`, or to the end of the dimension."""
-        return self._replace(start=self.start // step * step, stop=min(-(-self.stop // step) * step, self.size))
-
-    def within(self, outer: Span) -> slice:
-        """Where it is in a tensor that holds `outer`."""
-        return slice(self.start - outer.start, self.stop - outer.start)
-
-
-class DequantisedCheckpoint(WeightSource):
-    """`checkpoint`, its quantised weights as float32 on `device`, where they are turned into it."""
-
-    def __init__(self, checkpoint: StoredTensors, quantization: QuantizationSpec, device: torch.device):
+    def __init__(
+        self, checkpoint: StoredTensors, quantization: QuantizationSpec, device: torch.device, *, keep: bool = True
+    ):
         super().__init__()
-        self._checkpoint, self._quantization, self._device = checkpoint, quantization, device
+        self._checkpoint, self._quantization, self._device, self._keep = checkpoint, quantization, device, keep
         self._plain: set[str] = set()  # names that were asked for, of what is stored as it is
         self._gptq_modules: set[str] = set()  # modules
 
@@ -93,13 +81,39 @@ class DequantisedCheckpoint(WeightSource):
             return self._checkpoint.slice(name, shape, dim, start, stop)
         spans = [Span(0, size, size) for size in shape]
         spans[dim] = Span(start, stop, shape[dim])
-        return self._experts(name, *spans) if found.storage == "mxfp4" else self._weight(name, found, *spans)
+        if found.storage == "mxfp4":
+            return self._experts(name, *spans)
+        return self._numbers(name.removesuffix(".weight"), found, *spans).dequantised()
+
+    def format_of(self, module: str) -> WeightFormat | None:
+        return (self._format(module + ".weight", 2) or self._format(module, 3)) if self._keep else None
+
+    def numbers(self, module: str, rows: Span, columns: Span) -> Numbers:
+        found = self._format(module + ".weight", 2)
+        if found is None:
+            raise ModelError(f"weight {module}.weight is missing or not quantised, unlike those it is computed with")
+        return self._numbers(module, found, rows, columns)
+
+    def expert_codes(self, name: str, experts: Span, outputs: Span, inputs: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        groups, half = inputs.blocks(MXFP4_GROUP), MXFP4_GROUP // 2
+        blocks = self._read(name + EXPERTS_KEY, ("U8",), experts, outputs, groups, Span(0, half, half))
+        return formats.e2m1_codes(blocks), self._read(name + "_scales", ("U8",), experts, outputs, groups)
+
+    def activation_scale(self, module: str) -> torch.Tensor:
+        name = self._checkpoint.choose(*(f"{module}.{scale}" for scale in ACTIVATION_SCALES))
+        stored = self._checkpoint.find(name)
+        shape = () if stored is not None and not stored.shape else (1,)
+        one = self._checkpoint.part(name, shape, (...,), SCALES)
+        return torch.ones(1) if one is None else one.reshape(1).float()
 
     def choose(self, *names: str) -> str:
         return next((name for name in names if self._is_there(name)), names[0])
 
     def optional(self, name: str) -> torch.Tensor | None:
         return self._checkpoint.optional(name)
+
+    def check_found(self) -> None:
+        self._checkpoint.check_found()
 
     def finish(self) -> None:
         # AutoGPTQ writes biases of zeros for projections that have none.
@@ -129,28 +143,28 @@ class DequantisedCheckpoint(WeightSource):
                 return found
         return None
 
-    def _weight(self, name: str, found: WeightFormat, rows: Span, columns: Span) -> torch.Tensor:
-        module, per_word, group = name.removesuffix(".weight"), WORD // found.bits, found.block[1] or 1
-        for scale in ACTIVATION_SCALES:
+    def _numbers(self, module: str, found: WeightFormat, rows: Span, columns: Span) -> Numbers:
+        per_word, group = WORD // found.bits, found.block[1] or 1
+        for scale in ACTIVATIONS:
             if stored := self._checkpoint.find(f"{module}.{scale}"):
                 self._checkpoint.part(stored.name, stored.shape, (...,), (stored.dtype,))
         if found.storage in ("fp8", "int8"):
             outer = rows.aligned(found.block[0] or 1), columns.aligned(group)
-            weight = self._blocks(module, found, *outer)
+            numbers = self._blocks(module, found, *outer)
         elif found.storage == "packed":
             outer = rows.aligned(1 if found.symmetric else per_word), columns.aligned(math.lcm(per_word, group))
-            weight = self._packed(module, found, *outer)
+            numbers = self._packed(module, found, *outer)
         elif found.storage == "gptq":
             outer = rows.aligned(per_word), columns.aligned(math.lcm(per_word, group))
-            weight = self._gptq_weight(module, found, *outer)
+            numbers = self._gptq(module, found, *outer)
         else:
             outer = rows.aligned(per_word), columns.aligned(group)
-            weight = self._awq(module, found, *outer)
-        return weight[rows.within(outer[0]), columns.within(outer[1])]
+            numbers = self._awq(module, found, *outer)
+        return numbers.part(rows.within(outer[0]), columns.within(outer[1]))
 
-    def _blocks(self, module: str, found: WeightFormat, rows: Span, columns: Span) -> torch.Tensor:
+    def _blocks(self, module: str, found: WeightFormat, rows: Span, columns: Span) -> Numbers:
         dtype = "F8_E4M3" if found.storage == "fp8" else "I8"
-        numbers = self._read(f"{module}.weight", (dtype,), rows, columns)
+        values = self._read(f"{module}.weight", (dtype,), rows, columns)
         scale = self._checkpoint.choose(f"{module}.weight_scale_inv", f"{module}.weight_scale")
         zero = f"{module}.weight_zero_point"
         zeros = None
@@ -159,7 +173,7 @@ class DequantisedCheckpoint(WeightSource):
         elif self._checkpoint.find(zero) and bool(self._of_blocks(zero, ZEROS, found, rows, columns).float().any()):
             raise ModelError(f"weight {zero} is not zero, but config.json says symmetric")
         scales = self._of_blocks(scale, SCALES, found, rows, columns)
-        return formats.dequantise_blocks(numbers, scales, found.block, zeros)
+        return formats.block_numbers(values, scales, found.block, zeros)
 
     def _of_blocks(
         self, name: str, dtypes: tuple[str, ...], found: WeightFormat, rows: Span, columns: Span
@@ -172,7 +186,7 @@ class DequantisedCheckpoint(WeightSource):
                 return one.reshape(1, 1).to(self._device)
         return self._read(name, dtypes, rows.blocks(found.block[0]), columns.blocks(found.block[1]))
 
-    def _packed(self, module: str, found: WeightFormat, rows: Span, columns: Span) -> torch.Tensor:
+    def _packed(self, module: str, found: WeightFormat, rows: Span, columns: Span) -> Numbers:
         per_word, shape = WORD // found.bits, f"{module}.weight_shape"
         if self._checkpoint.find(shape):
             told = self._read(shape, ("I64", "I32"), Span(0, 2, 2)).tolist()
@@ -184,9 +198,9 @@ class DequantisedCheckpoint(WeightSource):
         zeros = None
         if not found.symmetric:
             zeros = self._read(f"{module}.weight_zero_point", ("I32",), rows.blocks(per_word), their)
-        return formats.dequantise_packed(packed, scales, groups, found.bits, zeros)
+        return formats.packed_numbers(packed, scales, groups, found.bits, zeros)
 
-    def _gptq_weight(self, module: str, found: WeightFormat, rows: Span, columns: Span) -> torch.Tensor:
+    def _gptq(self, module: str, found: WeightFormat, rows: Span, columns: Span) -> Numbers:
         self._gptq_modules.add(module)
         per_word = WORD // found.bits
         _check_words(module, per_word, rows, columns)
@@ -194,16 +208,16 @@ class DequantisedCheckpoint(WeightSource):
         groups, their = self._groups(f"{module}.g_idx", found, columns)
         qzeros = self._read(f"{module}.qzeros", ("I32",), their, rows.blocks(per_word))
         scales = self._read(f"{module}.scales", SCALES, their, rows)
-        return formats.dequantise_gptq(qweight, qzeros, scales, groups, found.bits, first_form=found.first_form)
+        return formats.gptq_numbers(qweight, qzeros, scales, groups, found.bits, first_form=found.first_form)
 
-    def _awq(self, module: str, found: WeightFormat, rows: Span, columns: Span) -> torch.Tensor:
+    def _awq(self, module: str, found: WeightFormat, rows: Span, columns: Span) -> Numbers:
         per_word = WORD // found.bits
         _check_words(module, per_word, rows)
         qweight = self._read(f"{module}.qweight", ("I32",), columns, rows.blocks(per_word))
         groups, their = self._groups("", found, columns)
         qzeros = self._read(f"{module}.qzeros", ("I32",), their, rows.blocks(per_word))
         scales = self._read(f"{module}.scales", SCALES, their, rows)
-        return formats.dequantise_awq(qweight, qzeros, scales, groups)
+        return formats.awq_numbers(qweight, qzeros, scales, groups)
 
     def _groups(self, name: str, found: WeightFormat, columns: Span) -> tuple[torch.Tensor, Span]:
         """(the group of each of `columns`, int64, counted within those to be read, which groups these are).
@@ -242,6 +256,48 @@ class DequantisedCheckpoint(WeightSource):
             sizes = [span.stop - span.start for span in spans]
             stored = torch.zeros(sizes, dtype=DTYPES.get(dtypes[0], torch.float32))
         return stored.to(self._device)
+
+
+class QuantisingSource(WeightSource):
+    """Weights of `source`, those of modules that have a format rounded to it as they are read: by the largest of each
+    block or group that shares a scale. A rank rounds its own part.
+    """
+
+    def __init__(self, source: WeightSource, format_of: Callable[[str], WeightFormat | None], device: torch.device):
+        super().__init__()
+        self._source, self._format_of, self._device = source, format_of, device
+
+    def slice(self, name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> torch.Tensor:
+        return self._source.slice(name, shape, dim, start, stop)
+
+    def choose(self, *names: str) -> str:
+        return self._source.choose(*names)
+
+    def optional(self, name: str) -> torch.Tensor | None:
+        return self._source.optional(name)
+
+    def finish(self) -> None:
+        self._source.finish()
+
+    def format_of(self, module: str) -> WeightFormat | None:
+        return self._format_of(module)
+
+    def numbers(self, module: str, rows: Span, columns: Span) -> Numbers:
+        found = self._format_of(module)
+        assert found is not None, "layers ask for the numbers of what is quantised"
+        weight = self._source.rectangle(module + ".weight", rows, columns).to(self._device)
+        if found.storage == "fp8":
+            return formats.e4m3_numbers(weight, found.block)
+        return formats.int4_numbers(weight, found.block[1], symmetric=found.symmetric)
+
+    def expert_codes(self, name: str, experts: Span, outputs: Span, inputs: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (experts.size, inputs.size, outputs.size)  # as they are where they are not quantised
+        weight = self._source.slice(name, shape, 0, experts.start, experts.stop).to(self._device)
+        own = weight[:, inputs.start : inputs.stop, outputs.start : outputs.stop].transpose(1, 2)
+        return formats.e2m1_numbers(own)
+
+    def activation_scale(self, module: str) -> torch.Tensor:  # noqa: ARG002
+        return torch.full((1,), MADE_UP_SCALE)
 
 
 def _of(name: str, key: str) -> str:

@@ -1,0 +1,169 @@
+"""The experts' products with weights in fewer bits: `experts/experts.py` has the mathematics.
+
+Tokens stay in their dtype; numbers of weights become floats of it in registers, exactly, and scales are applied to the
+fp32 sums of their groups. What goes into the last product is rounded to x's dtype, and so is each expert's output.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checks import check_float, check_last_dim, check_like, fail
+from ..dispatch import TritonModule, on_triton
+from ..experts.experts import ACTS, _clamped
+from .formats import E2M1
+from .int4 import MIDDLE, half_of
+
+_kernel = TritonModule("rayllm_kernels.quantised.experts_kernel")
+
+Kind = Literal["fp8", "int4", "mxfp4"]
+GROUPS = (32, 64, 128)  # inputs that share a scale
+
+
+class ExpertWeight(NamedTuple):
+    """One projection of all experts, [E, N, K].
+
+    codes: uint8 [E, N, K] of e4m3 numbers for "fp8"; else [E, N, `half_of`(K, group)], two numbers a byte, one of each
+    half of a row. scales: float32 [E, ceil(N / rows), groups], and for "mxfp4" uint8 exponents of 2 with 127 added.
+    zeros: uint8 of the same shape, for "int4"; None: all are 8. inputs: K. group: inputs that share a scale, one of
+    GROUPS, None for all. rows: outputs that do.
+    """
+
+    kind: Kind
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    inputs: int
+    group: int | None
+    rows: int = 1
+
+    def dequantised(self, expert: int) -> Tensor:
+        """float32 [N, K]."""
+        codes = self.codes[expert]
+        if self.kind == "fp8":
+            numbers = codes.view(torch.float8_e4m3fn).float()
+        else:
+            numbers = torch.cat((codes & 15, codes >> 4), 1)[:, : self.inputs].float()
+        if self.kind == "mxfp4":
+            numbers = torch.tensor(E2M1, device=codes.device)[numbers.int()]
+            return torch.ldexp(numbers, self._spread(self.scales[expert].int()) - 127)
+        if self.kind == "int4":
+            numbers = numbers - (MIDDLE if self.zeros is None else self._spread(self.zeros[expert].float()))
+        return numbers * self._spread(self.scales[expert])
+
+    def _spread(self, scales: Tensor) -> Tensor:
+        if self.rows > 1:
+            scales = scales.repeat_interleave(self.rows, 0)[: self.codes.shape[1]]
+        return scales if self.group is None else scales.repeat_interleave(self.group, 1)[:, : self.inputs]
+
+
+class QuantisedProjections(NamedTuple):
+    """The arguments of `experts_quantised` that are of a layer."""
+
+    gate_up: ExpertWeight
+    down: ExpertWeight
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    act: str
+    clamp: tuple[float, float] | None
+
+
+def experts_quantised(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    act: str = "silu",
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    clamp: tuple[float, float] | None = None,
+    onto: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """As `experts`, gate_up [E, 2 * I, H] and down [E, H, I] being in fewer bits."""
+    _check(x, weights, experts, gate_up, down, act)
+    for argument, bias, of in (("gate_up_bias", gate_up_bias, gate_up), ("down_bias", down_bias, down)):
+        if bias is not None:
+            if bias.shape != of.codes.shape[:2] or not bias.is_contiguous():
+                fail(argument, f"must be contiguous and {tuple(of.codes.shape[:2])}", bias.shape)
+            check_like(bias, argument, x, "x")
+    if onto is not None:
+        if onto.shape != x.shape:
+            fail("onto", f"must have the shape of x, {tuple(x.shape)}", onto.shape)
+        check_like(onto, "onto", x, "x")
+        check_last_dim(onto, "onto")
+    projections = QuantisedProjections(gate_up, down, gate_up_bias, down_bias, act, clamp)
+    if on_triton(x):
+        return _kernel.experts(x, weights, experts, projections, onto)
+    return _experts(x, weights, experts, projections, onto, deterministic=deterministic)
+
+
+def _experts(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    projections: QuantisedProjections,
+    onto: Tensor | None,
+    *,
+    deterministic: bool,
+) -> Tensor:
+    """Expert by expert, each with all of its tokens, or, if deterministic, these one by one."""
+    gate_up, down, gate_up_bias, down_bias, act, clamp = projections
+    chosen, pair_expert = experts.shape[1], experts.flatten()
+    out = x.new_empty(pair_expert.shape[0], x.shape[1])
+    for expert in pair_expert.unique().tolist():
+        first, last = gate_up.dequantised(expert), down.dequantised(expert)
+        biases = [None if bias is None else bias[expert].float() for bias in (gate_up_bias, down_bias)]
+        pairs = (pair_expert == expert).nonzero().squeeze(1)
+        for some in pairs.split(1) if deterministic else (pairs,):
+            gate, up = F.linear(x[some // chosen].float(), first, biases[0]).chunk(2, dim=-1)
+            inner = ACTS[act](gate, up) if clamp is None else _clamped(gate, up, *clamp)
+            out[some] = F.linear(inner.to(x.dtype).float(), last, biases[1]).to(x.dtype)
+    by_token = out.unflatten(0, (-1, chosen))
+    total = torch.zeros(x.shape, device=x.device) if onto is None else onto.float()
+    for i in range(chosen):
+        total = total + by_token[:, i].float() * weights[:, i, None]
+    return total.to(x.dtype)
+
+
+def _check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: ExpertWeight, down: ExpertWeight, act: str) -> None:
+    if act not in ACTS:
+        fail("act", f"must be one of {', '.join(ACTS)}", act)
+    if x.dim() != 2:
+        fail("x", "must be [T, H]", x.shape)
+    check_float(x, "x")
+    check_last_dim(x, "x")
+    count, rows = gate_up.codes.shape[:2]
+    if rows % 2:
+        fail("gate_up", "must have an even number of rows, gate and up", rows)
+    _check_weight(gate_up, "gate_up", count, rows, x.shape[1])
+    _check_weight(down, "down", count, x.shape[1], rows // 2)
+    for argument, tensor, dtype in (("weights", weights, torch.float32), ("experts", experts, torch.int32)):
+        if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.dtype != dtype or tensor.device != x.device:
+            fail(argument, f"must be [{x.shape[0]}, k] {dtype} on {x.device}", (tensor.dtype, *tensor.shape))
+        if not tensor.is_contiguous():
+            fail(argument, "must be contiguous", tensor.stride())
+    if weights.shape != experts.shape:
+        fail("weights", f"must have the shape of experts, {tuple(experts.shape)}", weights.shape)
+
+
+def _check_weight(weight: ExpertWeight, argument: str, count: int, outputs: int, inputs: int) -> None:
+    kind, codes, scales, zeros, own_inputs, group, rows = weight
+    if own_inputs != inputs:
+        fail(argument, f"must have {inputs} inputs", own_inputs)
+    if group is not None and group not in GROUPS:
+        fail(f"{argument}.group", f"must be one of {GROUPS}", group)
+    shape = (count, outputs, inputs if kind == "fp8" else half_of(inputs, group))
+    if codes.shape != shape or codes.dtype != torch.uint8 or not codes.is_contiguous():
+        fail(f"{argument}.codes", f"must be contiguous uint8 of shape {shape}", (codes.dtype, *codes.shape))
+    shape = (count, -(-outputs // rows), 1 if group is None else -(-inputs // group))
+    wanted = torch.uint8 if kind == "mxfp4" else torch.float32
+    for name, tensor, dtype in (("scales", scales, wanted), ("zeros", zeros, torch.uint8)):
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous()):
+            fail(f"{argument}.{name}", f"must be contiguous {dtype} of shape {shape}", (tensor.dtype, *tensor.shape))

@@ -1,0 +1,241 @@
+"""The Triton kernel of `experts_quantised`: the two grouped products of `experts/products_kernel.py`, whose tiles, list
+of pairs and sum over a token's experts these are, with weights that become floats as they are multiplied.
+
+    h[p] = act(G_e x[t], U_e x[t]),   z[q] = round(D_e h[p])
+
+A tile's depth is a group of inputs that share a scale, or a part of one: its sum is scaled and added in fp32, in
+ascending order of K. A byte of 4-bit weights has two numbers, of inputs in the two halves of a row, so a tile of bytes
+is two products.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_ahead import launch
+from ..dependent_launch import wait_for_predecessor
+from ..device import hardware
+from ..experts.group_kernel import Groups, group, most_tiles
+from ..experts.plans import choose_rows, is_unsorted
+from ..experts.products_kernel import ACTS, _gated, combine
+from ..linear.device_functions import add_products, no_sums, sums
+from ..linear.plans import Tiles
+from . import plans
+from .experts import QuantisedProjections
+from .fp8_product_kernel import decode_e4m3
+from .int4 import MIDDLE
+from .int4_product_kernel import decode_int4
+
+SYMMETRIC_ZERO = tl.constexpr(MIDDLE)
+
+
+class Form(NamedTuple):
+    """The compile-time argument of the kernel. The fields up to `grouped` are as in `experts/products_kernel.py`."""
+
+    tiles: Tiles
+    act: str | None
+    alpha: float
+    limit: float
+    top_k: int
+    grouped: bool
+    kind: str  # of the weights
+    group: int  # inputs that share a scale; 0 for all
+    rows: int  # outputs that do
+    overlap: bool  # launches overlap (`dependent_launch.py`)
+
+
+@triton.jit
+def decode_e2m1(numbers, DTYPE: tl.constexpr):
+    """int32 codes of e2m1, a sign, two bits of exponent and one of mantissa, as exactly these numbers.
+
+    The bits are those of a fp32 number that is 2^126 times too small, subnormal ones too.
+    """
+    bits = ((numbers & 7) << 22) | ((numbers & 8) << 28)
+    return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)
+
+
+@triton.jit
+def _find_tile(groups, experts_ptr, tile, most, FORM: tl.constexpr):
+    """(expert, first place, end of the expert's places) of a tile; nothing but places past the end if there is none."""
+    if FORM.grouped:
+        _, tiles_ptr, count_ptr = groups
+        real = tile < tl.load(count_ptr)
+        expert = tl.load(tiles_ptr + tile, mask=real, other=0)
+        first = tl.load(tiles_ptr + most + tile, mask=real, other=0)
+        end = tl.load(tiles_ptr + 2 * most + tile, mask=real, other=0)
+    else:
+        expert, first, end = tl.load(experts_ptr + tile), tile, tile + 1
+    return expert, first, end
+
+
+@triton.jit
+def _add_tile(acc, numbers, x, scales_ptr, zeros_ptr, start, inputs, FORM: tl.constexpr):
+    """acc plus the scaled products of a tile that begins at input `start`. The pointers are of rows."""
+    TILES: tl.constexpr = FORM.tiles
+    group = 0
+    if FORM.group > 0:
+        group = tl.minimum(start, inputs - 1) // FORM.group
+    scales = tl.load(scales_ptr + group)
+    if FORM.kind == "fp8":
+        weights = decode_e4m3(numbers, x.dtype)
+    elif FORM.kind == "mxfp4":
+        weights = decode_e2m1(numbers, x.dtype)
+        exponents = scales.to(tl.int32)
+        # The least exponent is that of a subnormal number of fp32.
+        scales = tl.where(exponents == 0, 0x00400000, exponents << 23).to(tl.float32, bitcast=True)
+    elif zeros_ptr is not None:
+        weights = decode_int4(numbers, tl.load(zeros_ptr + group).to(tl.int32)[:, None], x.dtype)
+    else:
+        weights = decode_int4(numbers, tl.full([1, 1], SYMMETRIC_ZERO, tl.int32), x.dtype)
+    products = add_products(no_sums(TILES), weights, x, TILES)
+    if TILES.weights_first:
+        return acc + products * scales[:, None]
+    else:
+        return acc + products * scales[None, :]
+
+
+@triton.jit
+def _add_bytes(acc, codes_ptr, row_pointers, x, second, start, inputs, half, depth, FORM: tl.constexpr):
+    """acc plus what the bytes at `start` of rows give: one tile, or two, of which `second` are the other tokens."""
+    scales_ptr, zeros_ptr = row_pointers
+    codes = tl.load(codes_ptr + start + depth, mask=start + depth < half, other=0).to(tl.int32)
+    if FORM.kind == "fp8":
+        return _add_tile(acc, codes, x, scales_ptr, zeros_ptr, start, inputs, FORM)
+    else:
+        acc = _add_tile(acc, codes & 15, x, scales_ptr, zeros_ptr, start, inputs, FORM)
+        return _add_tile(acc, codes >> 4, second, scales_ptr, zeros_ptr, half + start, inputs, FORM)
+
+
+@triton.jit(do_not_specialize=["most"])
+def _quantised_experts_kernel(
+    x_ptr, weight, bias_ptr, y_ptr, experts_ptr, groups, x_stride, sizes, most, FORM: tl.constexpr
+):
+    """weight: (codes, scales, zeros or None). groups: of `Groups`, or None. most: tiles that there is room for.
+
+    sizes: (K, outputs, bytes of a row, an expert's rows of scales, groups of a row).
+    """
+    codes_ptr, scales_ptr, zeros_ptr = weight
+    inputs, outputs, half, scale_rows, num_groups = sizes
+    TILES: tl.constexpr = FORM.tiles
+    OUTPUTS: tl.constexpr = TILES.outputs
+    wait_for_predecessor(FORM.overlap)
+    column_tiles = tl.cdiv(outputs, OUTPUTS)
+    tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
+    expert, first, end = _find_tile(groups, experts_ptr, tile, most, FORM)
+    if first >= end:
+        return
+    place = first + tl.arange(0, TILES.tokens)
+    real = place < end
+    pair = place
+    if FORM.grouped:
+        pair = tl.load(groups[0] + place, mask=real, other=0)
+    if FORM.act is not None:
+        source, target, own_rows = pair // FORM.top_k, place, 2 * outputs
+    else:
+        source, target, own_rows = place, pair, outputs
+    output = column_tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    depth = tl.arange(0, TILES.depth)[None, :]
+    # Rows past the end repeat the last one and are not stored.
+    row = tl.minimum(output, outputs - 1)
+    own_codes = codes_ptr + (expert.to(tl.int64) * own_rows + row)[:, None] * half
+    up_codes = own_codes + outputs.to(tl.int64) * half
+    scale_row = expert.to(tl.int64) * scale_rows + row // FORM.rows
+    up_scale_row = expert.to(tl.int64) * scale_rows + (outputs + row) // FORM.rows
+    own_zeros, up_zeros = zeros_ptr, zeros_ptr
+    if zeros_ptr is not None:
+        own_zeros, up_zeros = zeros_ptr + scale_row * num_groups, zeros_ptr + up_scale_row * num_groups
+    own_pointers = scales_ptr + scale_row * num_groups, own_zeros
+    up_pointers = scales_ptr + up_scale_row * num_groups, up_zeros
+    inputs_ptr = x_ptr + source.to(tl.int64)[:, None] * x_stride
+    acc = no_sums(TILES)
+    up_acc = acc
+    for start in range(0, half, TILES.depth):
+        at = start + depth
+        x = tl.load(inputs_ptr + at, mask=real[:, None] & (at < half) & (at < inputs), other=0.0)
+        second = x
+        if FORM.kind != "fp8":
+            there = real[:, None] & (at < half) & (half + at < inputs)
+            second = tl.load(inputs_ptr + half + at, mask=there, other=0.0)
+        acc = _add_bytes(acc, own_codes, own_pointers, x, second, start, inputs, half, depth, FORM)
+        if FORM.act is not None:
+            up_acc = _add_bytes(up_acc, up_codes, up_pointers, x, second, start, inputs, half, depth, FORM)
+
+    column = output[None, :]
+    if bias_ptr is not None:
+        bias_ptr += expert.to(tl.int64) * own_rows
+    y = sums(acc, bias_ptr, column, outputs, TILES)
+    if FORM.act is not None:
+        if bias_ptr is not None:
+            bias_ptr += outputs
+        y = _gated(y, sums(up_acc, bias_ptr, column, outputs, TILES), FORM)
+    target_ptr = y_ptr + target.to(tl.int64)[:, None] * outputs + column
+    tl.store(target_ptr, y.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column < outputs))
+
+
+def multiply(
+    x: Tensor, projections: QuantisedProjections, experts: Tensor, groups: Groups | None, tiles: Tiles, *, gated: bool
+) -> Tensor:
+    """h of x [T, H] if `gated`, z of h [P, I] otherwise; experts [T, k] and their groups, if any.
+
+    tiles: its tokens are the rows of a tile of the groups.
+    """
+    weight, bias = (projections[0], projections[2]) if gated else (projections[1], projections[3])
+    act = "clamped" if projections.clamp else ACTS.get(projections.act, "gelu_tanh")
+    count, rows, num_bytes = weight.codes.shape
+    outputs = rows // 2 if gated else rows
+    y = torch.empty((experts.numel(), outputs), dtype=x.dtype, device=x.device)
+    most = experts.numel() if groups is None else most_tiles(experts.numel(), count, tiles.tokens)
+    gpu = hardware(x.device)
+    form = Form(
+        tiles,
+        act if gated else None,
+        *(projections.clamp if gated and projections.clamp else (0.0, 0.0)),
+        experts.shape[1],
+        groups is not None,
+        weight.kind,
+        weight.group or 0,
+        weight.rows,
+        gpu.can_overlap,
+    )
+    of_x = tiles.tokens * x.element_size() * (1 if weight.kind == "fp8" else 2)
+    stages = gpu.stages(tiles.num_stages, (of_x + (2 if gated else 1) * tiles.outputs) * tiles.depth)
+    options = {"num_warps": tiles.num_warps, "num_stages": stages, "launch_pdl": gpu.can_overlap}
+    sizes = (x.shape[1], outputs, num_bytes, *weight.scales.shape[1:])
+    launch(_quantised_experts_kernel, (most * triton.cdiv(outputs, tiles.outputs),))(
+        x,
+        (weight.codes, weight.scales, weight.zeros),
+        bias,
+        y,
+        experts,
+        groups,
+        x.stride(0),
+        sizes,
+        most,
+        FORM=form,
+        **options,
+    )
+    return y
+
+
+def experts(
+    x: Tensor, weights: Tensor, experts: Tensor, projections: QuantisedProjections, onto: Tensor | None
+) -> Tensor:
+    """y of checked arguments."""
+    if not x.numel():
+        return torch.empty_like(x)
+    (tokens, top_k), num_experts, dtype = experts.shape, projections.down.codes.shape[0], x.dtype
+    unsorted = is_unsorted(tokens, top_k, num_experts)
+    rows = choose_rows(tokens * top_k, num_experts, dtype, unsorted=unsorted)
+    groups = None if unsorted else group(experts, num_experts, rows)
+    first = plans.choose_expert_tiles(rows, projections.gate_up.group, dtype, gated=True)
+    last = plans.choose_expert_tiles(rows, projections.down.group, dtype, gated=False)
+    h = multiply(x, projections, experts, groups, first, gated=True)
+    z = multiply(h, projections, experts, groups, last, gated=False)
+    return combine(z, weights, onto)

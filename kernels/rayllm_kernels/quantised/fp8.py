@@ -1,0 +1,267 @@
+"""Products of fp8 numbers (e4m3), and the rounding of activations to them beside a norm or an activation function.
+
+A weight [N, K] has a scale a row, or one a block of rows and inputs. Tokens are rounded to e4m3 with a scale each, or
+with one for each of a weight's blocks of inputs:
+
+    scale = max(|x|) / 448,   x is about scale * e4m3(x / scale)
+    y[t, n] = sum over k of x[t, k] scale[t, block of k] * w[n, k] scale[block of n, block of k] + bias[n]
+
+Rounding a row needs nothing of the others, so a token's numbers do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checks import check_norm_weight, check_residual, check_rows, check_vectors, fail
+from ..dispatch import TritonModule, on_triton
+from ..norm.rms_norm import fused_add_rms_norm, rms_norm
+from ..norm.silu_and_mul import silu_and_mul
+from . import plans
+from .formats import E4M3_MAX
+
+_rows_kernel = TritonModule("rayllm_kernels.quantised.fp8_rows_kernel")
+_product_kernel = TritonModule("rayllm_kernels.quantised.fp8_product_kernel")
+_vector_kernel = TritonModule("rayllm_kernels.quantised.fp8_vector_kernel")
+
+LEAST_PEAK = 1e-12  # of a group of activations: that of zeros would have no scale
+
+
+class Rounding(NamedTuple):
+    """How activations become fp8.
+
+    group: neighbouring inputs that share a scale, a power of two; None is all of a token's. scale: float32 [1], found
+    beforehand, of all tokens; None: each group's largest number decides.
+    """
+
+    group: int | None = None
+    scale: Tensor | None = None
+
+
+class Fp8Rows(NamedTuple):
+    """Activations [T, K] in e4m3. scales: float32 [T, ceil(K / group)], multiplied. group: as for `Rounding`."""
+
+    values: Tensor
+    scales: Tensor
+    group: int | None = None
+
+    def dequantised(self) -> Tensor:
+        """float32 [T, K]."""
+        scales = self.scales
+        if self.group is not None:
+            scales = scales.repeat_interleave(self.group, 1)[:, : self.values.shape[1]]
+        return self.values.float() * scales
+
+
+class Fp8Weight(NamedTuple):
+    """A weight [N, K] in e4m3. scales: float32 [ceil(N / rows), ceil(K / group)], multiplied.
+
+    rows: outputs that share a scale. group: inputs that do, a power of two from 32 to 128; None is all of them, and
+    rows is 1 then.
+    """
+
+    values: Tensor
+    scales: Tensor
+    rows: int = 1
+    group: int | None = None
+
+    def dequantised(self) -> Tensor:
+        """float32 [N, K]."""
+        (outputs, inputs), scales = self.values.shape, self.scales
+        if self.rows > 1:
+            scales = scales.repeat_interleave(self.rows, 0)[:outputs]
+        if self.group is not None:
+            scales = scales.repeat_interleave(self.group, 1)[:, :inputs]
+        return self.values.float() * scales
+
+
+def to_fp8(x: Tensor, how: Rounding) -> Fp8Rows:
+    """x [T, K] of fp32, fp16 or bf16 rounded to fp8, last dimension contiguous."""
+    _check_matrix(x, how)
+    return _rows_kernel.to_fp8(x, how, gated=False) if on_triton(x) else _round(x, how)
+
+
+def silu_and_mul_fp8(x: Tensor, how: Rounding) -> Fp8Rows:
+    """`to_fp8` of `silu_and_mul`(x), x [T, 2 K], in one pass; what is rounded to fp8 is rounded to x's dtype first."""
+    _check_matrix(x, how)
+    if x.shape[1] % 2:
+        fail("x", "must have an even last dimension", x.shape)
+    return _rows_kernel.to_fp8(x, how, gated=True) if on_triton(x) else _round(silu_and_mul(x), how)
+
+
+def rms_norm_fp8(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, how: Rounding
+) -> tuple[Fp8Rows, Tensor]:
+    """(`to_fp8` of the norm of total, total), total = x + residual, x itself if residual is None; in one pass.
+
+    x, residual: [T, K]; the rest as for `rms_norm`. The norm is rounded to x's dtype before it is to fp8.
+    """
+    _check_matrix(x, how)
+    check_norm_weight(weight, "weight", x.shape[1], x)
+    if residual is not None:
+        check_residual(residual, x)
+    if on_triton(x):
+        return _rows_kernel.rms_norm_fp8(x, residual, weight, eps, how)
+    if residual is None:
+        return _round(rms_norm(x, weight, eps), how), x
+    normed, total = fused_add_rms_norm(x, residual, weight, eps)
+    return _round(normed, how), total
+
+
+def linear_fp8(
+    x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype, *, deterministic: bool = False
+) -> Tensor:
+    """x W^T + bias -> a new tensor [T, N] of `dtype`, rounded once.
+
+    x has groups of as many inputs as the weight. bias: [N] of `dtype`. deterministic: each row depends on its row of x
+    and on W alone, to the bit. Needs a GPU with `Hardware.has_e4m3`, or the CPU.
+    """
+    values, scales, group = x
+    _check_weight(weight, values.shape[1])
+    if values.dtype != torch.float8_e4m3fn or not values.is_contiguous():
+        fail("x", "must be contiguous e4m3", values.dtype)
+    if group != weight.group:
+        fail("x.group", f"must be that of the weight, {weight.group}", group)
+    _check_scales(scales, "x.scales", (values.shape[0], weight.scales.shape[1]))
+    if bias is not None:
+        check_vectors(weight.values.shape[0], dtype, values.device, bias=bias)
+    if on_triton(values):
+        if not deterministic and plans.library_takes(values, weight.values, group, dtype):
+            return _scaled_mm(x, weight, bias, dtype)
+        return _product_kernel.linear_fp8(x, weight, bias, dtype, deterministic)
+    return _multiply(x.dequantised(), weight, bias, deterministic).to(dtype)
+
+
+def linear_rounding_fp8(
+    x: Tensor,
+    how: Rounding,
+    weight: Fp8Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    wanted: Rounding | None = None,
+    deterministic: bool = False,
+) -> tuple[Tensor | Fp8Rows, Tensor]:
+    """(`linear_fp8` of n as `to_fp8` has it, total), where n is the norm of total = x + residual, or x, both in one.
+
+    norm: (weight, eps), None for none. residual: None for none. gated: weight is [2 N, K], the rows of gate before
+    those of up; the product is silu(gate) * up then, and has no bias. wanted: how that is to be rounded to fp8, if it
+    can be in the same pass; None for in x's dtype. A single token takes one launch, and its product is in x's dtype.
+    """
+    _check_matrix(x, how)
+    if gated and (weight.values.shape[0] % 2 or bias is not None):
+        fail("weight", "must have an even number of rows, gate and up, and no bias", weight.values.shape)
+    if on_triton(x) and plans.vector_takes(*x.shape) and not deterministic:
+        return _one_token(x, how, weight, bias, norm, residual, gated=gated)
+    if norm is not None:
+        rows, total = rms_norm_fp8(x, residual, *norm, how)
+    else:
+        rows, total = to_fp8(x, how), x
+    y = linear_fp8(rows, weight, bias, x.dtype, deterministic=deterministic)
+    if not gated:
+        return y, total
+    return (silu_and_mul(y) if wanted is None else silu_and_mul_fp8(y, wanted)), total
+
+
+def _one_token(
+    x: Tensor,
+    how: Rounding,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    residual: Tensor | None,
+    *,
+    gated: bool,
+) -> tuple[Tensor, Tensor]:
+    _check_weight(weight, x.shape[1])
+    if how.group != weight.group:
+        fail("how.group", f"must be that of the weight, {weight.group}", how.group)
+    if bias is not None:
+        check_vectors(weight.values.shape[0], x.dtype, x.device, bias=bias)
+    if norm is None:
+        before: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0)
+    else:
+        check_norm_weight(norm[0], "norm", x.shape[1], x)
+        if residual is not None:
+            check_residual(residual, x)
+        before = (residual, *norm)
+    y, total = _vector_kernel.linear_fp8_vector(x, before, how, weight, bias, gated=gated)
+    return y, total
+
+
+def linear_fp8_weight(
+    x: Tensor, weight: Fp8Weight, bias: Tensor | None = None, *, deterministic: bool = False
+) -> Tensor:
+    """x W^T + bias -> a new tensor [T, N] of x's dtype, x [T, K] as it is: for any GPU, e4m3 as x's dtype on the way.
+
+    Sums are fp32, scales are applied to sums, all is rounded once. The rest as for `linear_fp8`.
+    """
+    _check_weight(weight, x.shape[-1])
+    _check_matrix(x, Rounding())
+    if bias is not None:
+        check_vectors(weight.values.shape[0], x.dtype, x.device, bias=bias)
+    if on_triton(x):
+        return _product_kernel.linear_fp8_weight(x, weight, bias, deterministic)
+    return _multiply(x.float(), weight, bias, deterministic).to(x.dtype)
+
+
+def _round(x: Tensor, how: Rounding) -> Fp8Rows:
+    (tokens, inputs), wide = x.shape, x.float()
+    group = inputs if how.group is None else how.group
+    groups = -(-inputs // group)
+    parts = F.pad(wide, (0, groups * group - inputs)).view(tokens, groups, group)
+    if how.scale is None:
+        scales = parts.abs().amax(-1).clamp(min=LEAST_PEAK) / E4M3_MAX
+    else:
+        scales = how.scale.float().expand(tokens, groups).contiguous()
+    inside = (parts * (1.0 / scales)[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
+    return Fp8Rows(inside.flatten(1)[:, :inputs].to(torch.float8_e4m3fn).contiguous(), scales, how.group)
+
+
+def _multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None, deterministic: bool) -> Tensor:
+    wide, bias = weight.dequantised(), None if bias is None else bias.float()
+    if not deterministic or x.shape[0] < 2:
+        return F.linear(x, wide, bias)
+    return torch.cat([F.linear(row.clone(), wide, bias) for row in x.split(1)])  # see `linear_invariant`
+
+
+def _scaled_mm(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """By PyTorch's product, with a scale a token and one an output."""
+    rows = F.ScalingType.RowWise
+    y: Tensor = F.scaled_mm(
+        x.values, weight.values.t(), x.scales, rows, weight.scales.t(), rows, bias=bias, output_dtype=dtype
+    )
+    return y
+
+
+def _check_matrix(x: Tensor, how: Rounding) -> None:
+    if x.dim() != 2:
+        fail("x", "must be [T, K]", x.shape)
+    check_rows(x, "x")
+    if how.group is not None and (how.group < 1 or how.group & (how.group - 1)):
+        fail("group", "must be a power of two", how.group)
+
+
+def _check_weight(weight: Fp8Weight, inputs: int) -> None:
+    values, scales, rows, group = weight
+    if values.dim() != 2 or values.shape[1] != inputs or values.dtype != torch.float8_e4m3fn:
+        fail("weight", f"must be [N, {inputs}] in e4m3", (values.dtype, *values.shape))
+    if not values.is_contiguous():
+        fail("weight", "must be contiguous", values.stride())
+    if group is None and rows != 1:
+        fail("weight.rows", "must be 1 without groups of inputs", rows)
+    if group is not None and group not in plans.GROUPS:
+        fail("weight.group", f"must be one of {plans.GROUPS}", group)
+    groups = 1 if group is None else -(-inputs // group)
+    _check_scales(scales, "weight.scales", (-(-values.shape[0] // rows), groups))
+
+
+def _check_scales(scales: Tensor, argument: str, shape: tuple[int, int]) -> None:
+    if scales.shape != shape or scales.dtype != torch.float32 or not scales.is_contiguous():
+        fail(argument, f"must be contiguous float32 of shape {shape}", (scales.dtype, *scales.shape))

@@ -1,0 +1,195 @@
+"""The Triton kernels that round activations to e4m3, alone or in one pass with what makes them.
+
+    scale = max(|y|) / 448 over a group of a row, or one found beforehand;   code = e4m3(y * (1 / scale))
+    y = x,   y = round(silu(gate)) * up where x = [gate, up],   or   y = RMS norm of total, total = round(x + residual)
+
+x, residual [T, K] of fp32, fp16 or bf16, any row stride -> codes [T, K] e4m3, scales [T, ceil(K / group)] fp32, total
+[T, K]. y is rounded to x's dtype before the scale is found, as if it were stored between two kernels; both divisions
+are rounded to nearest, so the references in torch have the same codes.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..cache.fp8 import encode_fp8
+from ..compile_ahead import launch
+from ..dependent_launch import announce_and_wait, wait_for_predecessor
+from ..device import hardware
+from . import formats, fp8
+from .fp8 import Fp8Rows, Rounding
+
+E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
+LEAST_PEAK = tl.constexpr(fp8.LEAST_PEAK)
+MAX_TILE = 8192  # entries of a row that a program holds at once
+
+
+class Form(NamedTuple):
+    """The compile-time argument of the kernels."""
+
+    dim: int
+    tile: int  # entries that are held at once, a power of two
+    group: int  # entries that share a scale, a power of two that divides the tile, or the tile for a whole row
+    gated: bool
+    overlap: bool  # launches overlap (`dependent_launch.py`)
+
+
+@triton.jit
+def _peaks(y, FORM: tl.constexpr):
+    """The largest |y| of each group of a tile, [tile / group, 1]."""
+    return tl.max(tl.abs(tl.reshape(y, [FORM.tile // FORM.group, FORM.group])), 1, keep_dims=True)
+
+
+@triton.jit
+def scales_of(peaks, static_ptr):
+    """What the numbers of groups are divided by whose largest ones these peaks are."""
+    if static_ptr is not None:
+        return tl.zeros_like(peaks) + tl.load(static_ptr).to(tl.float32)
+    else:
+        return tl.div_rn(tl.maximum(peaks, LEAST_PEAK), tl.zeros_like(peaks) + E4M3_MAX)
+
+
+@triton.jit
+def _store_codes(y, scales, codes_ptr, element, FORM: tl.constexpr):
+    """A tile of one row, whose groups have these scales."""
+    inverse = tl.div_rn(tl.zeros_like(scales) + 1.0, scales)
+    wide = tl.reshape(y, [FORM.tile // FORM.group, FORM.group]) * inverse
+    codes = tl.reshape(encode_fp8(wide, 1.0, False), [FORM.tile])
+    tl.store(codes_ptr + element, codes, mask=element < FORM.dim)
+
+
+@triton.jit
+def _load_activated(x_ptr, element, FORM: tl.constexpr):
+    """fp32 numbers of a row that have been rounded to its dtype; 0 past its end."""
+    mask = element < FORM.dim
+    x = tl.load(x_ptr + element, mask=mask, other=0.0)
+    if FORM.gated:
+        up = tl.load(x_ptr + FORM.dim + element, mask=mask, other=0.0)
+        wide = x.to(tl.float32)
+        silu = (wide / (1.0 + tl.exp(-wide))).to(x.dtype)
+        return (silu.to(tl.float32) * up.to(tl.float32)).to(x.dtype).to(tl.float32)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _to_fp8_groups_kernel(x_ptr, codes_ptr, scales_ptr, static_ptr, x_stride, groups, FORM: tl.constexpr):
+    """A program has a tile of a row."""
+    wait_for_predecessor(FORM.overlap)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    element = tile * FORM.tile + tl.arange(0, FORM.tile)
+    y = _load_activated(x_ptr + row * x_stride, element, FORM)
+    scales = scales_of(_peaks(y, FORM), static_ptr)
+    _store_codes(y, scales, codes_ptr + row * FORM.dim, element, FORM)
+    COUNT: tl.constexpr = FORM.tile // FORM.group
+    group = tile * COUNT + tl.arange(0, COUNT)[:, None]
+    tl.store(scales_ptr + row * groups + group, scales, mask=group < groups)
+
+
+@triton.jit
+def _to_fp8_rows_kernel(x_ptr, codes_ptr, scales_ptr, static_ptr, x_stride, FORM: tl.constexpr):
+    """A program has a row, one scale for all of it; rows longer than a tile are read twice."""
+    wait_for_predecessor(FORM.overlap)
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    codes_ptr += row * FORM.dim
+    element = tl.arange(0, FORM.tile)
+    y = _load_activated(x_ptr, element, FORM)
+    peak = _peaks(y, FORM)
+    if FORM.dim > FORM.tile:
+        for start in range(FORM.tile, FORM.dim, FORM.tile):
+            peak = tl.maximum(peak, _peaks(_load_activated(x_ptr, start + element, FORM), FORM))
+    scales = scales_of(peak, static_ptr)
+    _store_codes(y, scales, codes_ptr, element, FORM)
+    if FORM.dim > FORM.tile:
+        for start in range(FORM.tile, FORM.dim, FORM.tile):
+            later = start + element
+            _store_codes(_load_activated(x_ptr, later, FORM), scales, codes_ptr, later, FORM)
+    tl.store(scales_ptr + row + tl.arange(0, 1)[:, None], scales)
+
+
+@triton.jit
+def _rms_norm_fp8_kernel(x_ptr, residual_ptr, norm, outputs, static_ptr, strides, groups, FORM: tl.constexpr):
+    """A program has a row. norm: (weight, eps). outputs: (codes, scales, total). strides: of x and residual."""
+    weight_ptr, eps = norm
+    codes_ptr, scales_ptr, total_ptr = outputs
+    x_stride, residual_stride = strides
+    announce_and_wait(FORM.overlap)
+    row = tl.program_id(0).to(tl.int64)
+    element = tl.arange(0, FORM.tile)
+    mask = element < FORM.dim
+    x = tl.load(x_ptr + row * x_stride + element, mask=mask, other=0.0)
+    dtype = x.dtype
+    wide = x.to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * residual_stride + element, mask=mask, other=0.0)
+        total = (wide + residual.to(tl.float32)).to(dtype)
+        tl.store(total_ptr + row * FORM.dim + element, total, mask=mask)
+        wide = total.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide, 0) / FORM.dim + eps)
+    weight = tl.load(weight_ptr + element, mask=mask, other=0.0).to(tl.float32)
+    normed = wide * factor
+    if weight_ptr.dtype.element_ty == dtype:
+        normed = normed.to(dtype).to(tl.float32)
+    y = (normed * weight).to(dtype).to(tl.float32)
+    scales = scales_of(_peaks(y, FORM), static_ptr)
+    _store_codes(y, scales, codes_ptr + row * FORM.dim, element, FORM)
+    COUNT: tl.constexpr = FORM.tile // FORM.group
+    group = tl.arange(0, COUNT)[:, None]
+    tl.store(scales_ptr + row * groups + group, scales, mask=group < groups)
+
+
+def _allocate(tokens: int, dim: int, how: Rounding, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(codes as bytes, scales) of new rows."""
+    groups = 1 if how.group is None else triton.cdiv(dim, how.group)
+    codes = torch.empty((tokens, dim), dtype=torch.uint8, device=device)
+    return codes, torch.empty((tokens, groups), dtype=torch.float32, device=device)
+
+
+def to_fp8(x: Tensor, how: Rounding, *, gated: bool) -> Fp8Rows:
+    """x [T, K], or, if gated, [T, 2 K], activated, as fp8; the arguments are checked."""
+    tokens, dim = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    codes, scales = _allocate(tokens, dim, how, x.device)
+    overlap, padded = hardware(x.device).can_overlap, triton.next_power_of_2(max(dim, 1))
+    if tokens and how.group is not None:
+        tile = max(how.group, min(1024, padded))
+        form = Form(dim, tile, how.group, gated, overlap)
+        launch(_to_fp8_groups_kernel, (tokens, triton.cdiv(dim, tile)))(
+            x, codes, scales, how.scale, x.stride(0), scales.shape[1], FORM=form, num_warps=4, launch_pdl=overlap
+        )
+    elif tokens:
+        tile = min(MAX_TILE, padded)
+        form = Form(dim, tile, tile, gated, overlap)
+        warps = min(16, max(4, tile // 512))
+        launch(_to_fp8_rows_kernel, (tokens,))(
+            x, codes, scales, how.scale, x.stride(0), FORM=form, num_warps=warps, launch_pdl=overlap
+        )
+    return Fp8Rows(codes.view(torch.float8_e4m3fn), scales, how.group)
+
+
+def rms_norm_fp8(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, how: Rounding
+) -> tuple[Fp8Rows, Tensor]:
+    """(fp8 rows, total) of checked arguments."""
+    tokens, dim = x.shape
+    codes, scales = _allocate(tokens, dim, how, x.device)
+    total = x if residual is None else torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
+    tile = triton.next_power_of_2(dim)
+    group, overlap = tile if how.group is None else how.group, hardware(x.device).can_overlap
+    form = Form(dim, max(tile, group), group, False, overlap)
+    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
+    options = {"num_warps": min(16, max(4, tile // 512)), "launch_pdl": overlap}
+    if tokens:
+        outputs = (codes, scales, total)
+        launch(_rms_norm_fp8_kernel, (tokens,))(
+            x, residual, (weight, eps), outputs, how.scale, strides, scales.shape[1], FORM=form, **options
+        )
+    return Fp8Rows(codes.view(torch.float8_e4m3fn), scales, how.group), total

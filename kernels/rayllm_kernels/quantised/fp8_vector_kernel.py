@@ -1,0 +1,139 @@
+"""One token times a weight in e4m3, with the norm before it and the activation behind it.
+
+    y = act((code(n) W^T) * scale of n * scales of W + bias),   n = x,   or   n = RMS norm of total,
+    total = round(x + residual);   act, where W = [gate; up]: silu(gate) * up
+
+x, residual [1, K], W [N, K] (gated: [2 N, K]) with scales a row or a block, bias [N] -> y [1, N], total [1, K]. Codes
+and scales of the token are those of `fp8_rows_kernel`, to the bit; every program makes them anew.
+
+One program owns some outputs and all of K. It asks for its weights before the previous kernel ends, all at once, and
+makes the token's codes while they are on their way; so nothing is looped over, and the registers of several programs
+hold what is in flight.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..cache.fp8 import encode_fp8
+from ..compile_ahead import launch
+from ..dependent_launch import wait_for_predecessor
+from ..device import hardware
+from . import plans
+from .fp8 import Fp8Weight, Rounding
+from .fp8_product_kernel import decode_e4m3
+from .fp8_rows_kernel import scales_of
+
+Norm = tuple[Tensor | None, Tensor | None, float]  # (residual, weight, eps), none of them without a weight
+
+
+class Form(NamedTuple):
+    """The compile-time argument of the kernel."""
+
+    inputs: int
+    padded: int  # to a power of two
+    rows: int  # outputs of a program
+    group: int  # inputs that share a scale; `padded` for all
+    weight_rows: int  # outputs that share one
+    gated: bool
+    overlap: bool  # launches overlap (`dependent_launch.py`)
+
+
+@triton.jit
+def _token(x_ptr, norm, total_ptr, depth, inside, FORM: tl.constexpr):
+    """What is rounded to fp8, in fp32: the token or its norm, rounded to its dtype; 0 past the end of K."""
+    residual_ptr, norm_ptr, eps = norm
+    x = tl.load(x_ptr + depth, mask=inside, other=0.0)
+    wide = x.to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + depth, mask=inside, other=0.0)
+        total = (wide + residual.to(tl.float32)).to(x.dtype)
+        stored = tl.where(tl.program_id(0) == 0, FORM.inputs, 0)  # one program stores it for all
+        tl.store(total_ptr + depth, total, mask=depth < stored)
+        wide = total.to(tl.float32)
+    if norm_ptr is not None:
+        factor = tl.rsqrt(tl.sum(wide * wide, 0) / FORM.inputs + eps)
+        weight = tl.load(norm_ptr + depth, mask=inside, other=0.0).to(tl.float32)
+        wide = wide * factor
+        if norm_ptr.dtype.element_ty == x.dtype:
+            wide = wide.to(x.dtype).to(tl.float32)
+        wide = (wide * weight).to(x.dtype).to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _multiply(codes, values, scales_ptr, row, scale_stride, token_scales, FORM: tl.constexpr):
+    """[rows]: the scaled sums of codes [rows, padded] and the token's values [padded / group, group]."""
+    COUNT: tl.constexpr = FORM.padded // FORM.group
+    products = tl.reshape(codes.to(tl.float32), [FORM.rows, COUNT, FORM.group]) * values[None, :, :]
+    group = tl.arange(0, COUNT)[None, :]
+    pointers = scales_ptr + (row // FORM.weight_rows * scale_stride)[:, None] + group
+    scales = tl.load(pointers, mask=group * FORM.group < FORM.inputs, other=0.0)
+    return tl.sum(tl.sum(products, 2) * (scales * tl.trans(token_scales)), 1)
+
+
+@triton.jit
+def _fp8_vector_kernel(
+    x_ptr, norm, static_ptr, weight, bias_ptr, y_ptr, total_ptr, scale_stride, outputs, FORM: tl.constexpr
+):
+    """norm: (residual or None, weight of the norm or None, eps). weight: (codes, scales)."""
+    codes_ptr, scales_ptr = weight
+    COUNT: tl.constexpr = FORM.padded // FORM.group
+    output = tl.program_id(0) * FORM.rows + tl.arange(0, FORM.rows)
+    # Rows past the end repeat the last one and are not stored.
+    row = tl.minimum(output, outputs - 1)
+    depth = tl.arange(0, FORM.padded)
+    inside = depth < FORM.inputs
+    pointers = codes_ptr + row.to(tl.int64)[:, None] * FORM.inputs + depth[None, :]
+    codes = tl.load(pointers, mask=inside[None, :], other=0.0)
+    up_codes = codes
+    if FORM.gated:
+        up_codes = tl.load(pointers + outputs.to(tl.int64) * FORM.inputs, mask=inside[None, :], other=0.0)
+    wait_for_predecessor(FORM.overlap)
+    wide = tl.reshape(_token(x_ptr, norm, total_ptr, depth, inside, FORM), [COUNT, FORM.group])
+    token_scales = scales_of(tl.max(tl.abs(wide), 1, keep_dims=True), static_ptr)
+    inverse = tl.div_rn(tl.zeros_like(token_scales) + 1.0, token_scales)
+    values = decode_e4m3(encode_fp8(wide * inverse, 1.0, False), tl.float32)
+    y = _multiply(codes, values, scales_ptr, row, scale_stride, token_scales, FORM)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)
+    if FORM.gated:
+        up = _multiply(up_codes, values, scales_ptr, outputs + row, scale_stride, token_scales, FORM)
+        y = y / (1.0 + tl.exp(-y)) * up
+    tl.store(y_ptr + output, y.to(y_ptr.dtype.element_ty), mask=output < outputs)
+
+
+def linear_fp8_vector(
+    x: Tensor, norm: Norm, how: Rounding, weight: Fp8Weight, bias: Tensor | None, *, gated: bool
+) -> tuple[Tensor, Tensor]:
+    """(y, total) of checked arguments, total being x where there is no residual."""
+    inputs, rows = x.shape[1], weight.values.shape[0]
+    outputs = rows // 2 if gated else rows
+    y = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    total = x if norm[0] is None else torch.empty_like(x)
+    padded = triton.next_power_of_2(max(inputs, weight.group or 1))
+    program_rows, num_warps = plans.choose_fp8_vector(padded, gated=gated)
+    overlap = hardware(x.device).can_overlap
+    form = Form(inputs, padded, program_rows, weight.group or padded, weight.rows, gated, overlap)
+    launch(_fp8_vector_kernel, (triton.cdiv(outputs, program_rows),))(
+        x,
+        norm,
+        how.scale,
+        (weight.values, weight.scales),
+        bias,
+        y,
+        total,
+        weight.scales.stride(0),
+        outputs,
+        FORM=form,
+        num_warps=num_warps,
+        launch_pdl=overlap,
+    )
+    return y, total

@@ -1,0 +1,98 @@
+"""Products with weights of 4 bits: one layout for all formats that checkpoints have, made when they are loaded.
+
+    w[n, k] = scale[n, group of k] * (number[n, k] - zero[n, group of k]),   y = x W^T + bias
+
+A row's numbers are cut in two halves of whole groups. A byte has one number of each half, in its lower and its upper
+four bits, so that a tile of bytes is two tiles of weights, each of neighbouring inputs, and nothing is shuffled.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checks import check_rows, check_vectors, fail
+from ..dispatch import TritonModule, on_triton
+from . import plans
+from .formats import Numbers
+
+_product_kernel = TritonModule("rayllm_kernels.quantised.int4_product_kernel")
+
+MIDDLE = 8  # the zero point of symmetric weights
+
+
+class Int4Weight(NamedTuple):
+    """A weight [N, K] in 4 bits.
+
+    codes: uint8 [N, `half_of`(K, group)]. scales: float32 [N, groups]. zeros: uint8 of the same shape; None: all are
+    8. inputs: K. group: inputs that share a scale, a multiple of 32; None is all of them.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    inputs: int
+    group: int | None
+
+    def dequantised(self) -> Tensor:
+        """float32 [N, K]."""
+        numbers = torch.cat((self.codes & 15, self.codes >> 4), 1)[:, : self.inputs].float()
+        zeros = float(MIDDLE) if self.zeros is None else self._spread(self.zeros.float())
+        return (numbers - zeros) * self._spread(self.scales)
+
+    def _spread(self, of_groups: Tensor) -> Tensor:
+        return of_groups if self.group is None else of_groups.repeat_interleave(self.group, 1)[:, : self.inputs]
+
+
+def half_of(inputs: int, group: int | None) -> int:
+    """Inputs of each half of a row, the second being filled up."""
+    step = 1 if group is None else group
+    return -(-inputs // (2 * step)) * step
+
+
+def pack_int4(numbers: Numbers, group: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scales, zeros) as of `Int4Weight`, of numbers from 0 to 15 whose groups are `group` neighbours each."""
+    inputs, half = numbers.values.shape[1], half_of(numbers.values.shape[1], group)
+    values = F.pad(numbers.values.to(torch.uint8), (0, 2 * half - inputs))
+    firsts = numbers.groups[:: group or max(inputs, 1)]
+    assert numbers.zeros is not None
+    return values[:, :half] | values[:, half:] << 4, numbers.scales.float()[:, firsts], numbers.zeros[:, firsts]
+
+
+def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
+    """x W^T + bias -> a new tensor [T, N] of x's dtype; x [T, K], last dimension contiguous, bias [N].
+
+    What is multiplied are the numbers less their zero points, which are exact in any dtype. Sums are fp32, scales are
+    applied to the sums of groups, all is rounded once. deterministic: each row depends on its row of x and on W alone,
+    to the bit.
+    """
+    _check(x, weight)
+    if bias is not None:
+        check_vectors(weight.codes.shape[0], x.dtype, x.device, bias=bias)
+    if on_triton(x):
+        return _product_kernel.linear_int4(x, weight, bias, deterministic)
+    wide, bias = weight.dequantised(), None if bias is None else bias.float()
+    if not deterministic or x.shape[0] < 2:
+        return F.linear(x.float(), wide, bias).to(x.dtype)
+    rows = [F.linear(row.clone(), wide, bias) for row in x.float().split(1)]  # see `linear_invariant`
+    return torch.cat(rows).to(x.dtype)
+
+
+def _check(x: Tensor, weight: Int4Weight) -> None:
+    codes, scales, zeros, inputs, group = weight
+    if x.dim() != 2 or x.shape[1] != inputs:
+        fail("x", f"must be [T, {inputs}]", x.shape)
+    check_rows(x, "x")
+    if group is not None and (group < 1 or group % plans.LEAST_INT4_GROUP):
+        fail("weight.group", f"must be a multiple of {plans.LEAST_INT4_GROUP}", group)
+    if codes.dim() != 2 or codes.shape[1] != half_of(inputs, group) or codes.dtype != torch.uint8:
+        fail("weight.codes", f"must be uint8 [N, {half_of(inputs, group)}]", (codes.dtype, *codes.shape))
+    shape = (codes.shape[0], 1 if group is None else -(-inputs // group))
+    for argument, tensor, dtype in (("scales", scales, torch.float32), ("zeros", zeros, torch.uint8)):
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous()):
+            fail(f"weight.{argument}", f"must be contiguous {dtype} of shape {shape}", (tensor.dtype, *tensor.shape))
+    if not codes.is_contiguous():
+        fail("weight.codes", "must be contiguous", codes.stride())

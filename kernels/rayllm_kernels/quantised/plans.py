@@ -1,0 +1,157 @@
+"""Which kernel computes a product with weights in fewer bits, with which tiles: from shapes, dtype and hardware alone.
+
+So a captured graph and an eager call agree. Nothing here has been timed: tiles follow from what limits a product
+(docs/performance.md, "Weights in fewer bits"), and wait for a sweep.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..device import Hardware, hardware
+from ..linear.plans import Tiles
+
+GROUPS = (32, 64, 128)  # inputs that share a scale of an fp8 weight
+
+# ---- many tokens and a scale a row: PyTorch's product ----
+
+LIBRARY_TOKENS = 65  # below, reading the weights is what takes long
+# Compute capabilities for which PyTorch has a product of fp8 rows with scales.
+LIBRARY_CAPABILITIES = ((8, 9), (9, 0), (10, 0))
+
+
+def library_takes(x: Tensor, weight: Tensor, group: int | None, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's product is to compute x [T, K] W^T of fp8 tensors: it rounds to bf16, in multiples of 16."""
+    return (
+        group is None
+        and dtype == torch.bfloat16
+        and x.shape[0] >= LIBRARY_TOKENS
+        and weight.shape[0] % 16 == weight.shape[1] % 16 == 0
+        and hardware(x.device).capability in LIBRARY_CAPABILITIES
+    )
+
+
+# ---- one token: `fp8_vector_kernel` ----
+
+MAX_VECTOR_INPUTS = 16384  # of which a program holds all
+VECTOR_BYTES = 256  # of weights that a thread holds
+
+
+def vector_takes(tokens: int, inputs: int) -> bool:
+    """Whether one program is to round a token, and what comes before, for each few outputs."""
+    return tokens == 1 and 0 < inputs <= MAX_VECTOR_INPUTS
+
+
+def choose_fp8_vector(padded: int, *, gated: bool) -> tuple[int, int]:
+    """Outputs and warps of a program for so many inputs: 32 KiB of weights in four warps, 64 in eight.
+
+    Every program makes the token's codes, so they should be few where that takes long.
+    """
+    num_warps = 8 if gated or padded > 4096 else 4
+    return max(1, min(16, 32 * num_warps * VECTOR_BYTES // padded // (2 if gated else 1))), num_warps
+
+
+# ---- fp8 weights: `fp8_product_kernel` ----
+
+
+def choose_fp8_tiles(tokens: int, outputs: int, group: int | None, gpu: Hardware) -> Tiles:
+    """Tiles for tokens in fp8 too. With groups, a tile's depth is a whole number of them, each a product of its own.
+
+    Few tokens: weights come first, so that Hopper's instruction takes 64 of them against as few tokens as there are,
+    and a tile of 64 x 256 bytes, four deep, keeps 48 KiB a program on their way. If those tiles are too few for the
+    multiprocessors, the warps of narrower ones share the depth. Many: as large as accumulators leave registers for,
+    which hold a second sum where groups have scales.
+    """
+    depth, multiprocessors = group or 128, gpu.multiprocessors
+    padded = max(16, 1 << (tokens - 1).bit_length())
+    if padded <= 32 and outputs <= 64 * multiprocessors:
+        return Tiles(padded, 16, 4 * depth, 4, 4, False, slices=4)
+    if padded <= 32:
+        return Tiles(padded, 64, depth if group else 256, 4, 4 if group is None else 6, True)
+    if padded <= 64:
+        return Tiles(64, 64, depth, 4, 5, True)
+    if group is None and -(-tokens // 128) * -(-outputs // 256) >= multiprocessors:
+        return Tiles(128, 256, depth, 8, 4, False, copied=True)
+    if -(-tokens // 128) * -(-outputs // 128) >= multiprocessors * 7 // 10:
+        return Tiles(128, 128, depth, 8, 4, False, copied=True)
+    return Tiles(64, 128, depth, 4, 5, False, copied=True)
+
+
+def choose_wide_tiles(tokens: int, outputs: int, group: int | None, dtype: torch.dtype, gpu: Hardware) -> Tiles:
+    """Tiles for tokens that stay in `dtype`, in which a tile's weights are multiplied too."""
+    depth, multiprocessors = group or 128, gpu.multiprocessors
+    if dtype == torch.float32:  # no tensor cores in exact fp32
+        return Tiles(32, 32, 32, 4, 2, False)
+    padded = max(16, 1 << (tokens - 1).bit_length())
+    if padded <= 32 and outputs <= 64 * multiprocessors:
+        return Tiles(padded, 16, 4 * depth, 4, 3, False, slices=4)
+    if padded <= 32:
+        return Tiles(padded, 64, depth, 4, 4, True)
+    if padded <= 64:
+        return Tiles(64, 64, depth, 4, 3, True)
+    if -(-tokens // 128) * -(-outputs // 128) >= multiprocessors * 7 // 10:
+        return Tiles(128, 128, min(depth, 64), 8, 3, False)
+    return Tiles(64, 128, min(depth, 64), 4, 3, False)
+
+
+def fixed_fp8_tiles(group: int | None, *, wide: bool, dtype: torch.dtype) -> Tiles:
+    """For the deterministic mode: one tile for any number of tokens, as nobody has shown that all give equal bits."""
+    if wide and dtype == torch.float32:
+        return Tiles(32, 32, 32, 4, 2, False)
+    return Tiles(64, 64, min(group or 128, 64 if wide else 128), 4, 4, True)
+
+
+# ---- weights of 4 bits: `int4_product_kernel` ----
+
+LEAST_INT4_GROUP = 32  # inputs that share a scale: a product's depth is as many at least
+
+
+def int4_depth(group: int | None) -> int:
+    """Bytes of a row of which each half's inputs have one scale: the largest up to 128."""
+    return 128 if group is None else math.gcd(128, group)
+
+
+def choose_int4_tiles(tokens: int, outputs: int, group: int | None, dtype: torch.dtype, gpu: Hardware) -> Tiles:
+    """As for fp8 with half the bytes a weight, and two tiles of x, which are read again for every tile of outputs."""
+    depth, multiprocessors = int4_depth(group), gpu.multiprocessors
+    if dtype == torch.float32:  # no tensor cores in exact fp32
+        return Tiles(32, 32, 32, 4, 2, False)
+    padded = max(16, 1 << (tokens - 1).bit_length())
+    if padded <= 16 and outputs <= 64 * multiprocessors:
+        return Tiles(padded, 16, 4 * depth, 4, 3, False, slices=4)
+    if padded <= 32:
+        return Tiles(padded, 64, depth, 4, 4, True)
+    if padded <= 64:
+        return Tiles(64, 64, min(depth, 64), 4, 3, True)
+    if -(-tokens // 128) * -(-outputs // 128) >= multiprocessors * 7 // 10:
+        return Tiles(128, 128, min(depth, 32), 8, 3, True)
+    return Tiles(64, 128, min(depth, 32), 4, 3, True)
+
+
+def fixed_int4_tiles(group: int | None, dtype: torch.dtype) -> Tiles:
+    """For the deterministic mode: one tile for any number of tokens."""
+    if dtype == torch.float32:
+        return Tiles(32, 32, 32, 4, 2, False)
+    return Tiles(64, 64, min(int4_depth(group), 64), 4, 3, True)
+
+
+# ---- experts: `experts_kernel` ----
+
+
+def choose_expert_tiles(rows: int, group: int | None, dtype: torch.dtype, *, gated: bool) -> Tiles:
+    """Of so many rows; the depth, for 4 bits in bytes, is of inputs that share a scale.
+
+    Weights come first: Hopper's instruction takes them from the registers in which they become floats. gated: a program
+    has so many outputs of gate and as many of up.
+    """
+    if dtype == torch.float32:  # no tensor cores in exact fp32
+        return Tiles(rows, 32, 32, 4, 2, False)
+    depth = min(128, group or 128)
+    if rows <= 32:
+        return Tiles(rows, 64, depth, 4, 3, True)
+    # Before Hopper, both operands and two sums of a gated product are in registers: of four warps they would spill.
+    num_warps = 8 if gated or rows == 128 else 4
+    return Tiles(rows, 64 if gated or rows == 64 else 128, min(depth, 64), num_warps, 3, True)

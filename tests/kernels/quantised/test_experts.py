@@ -1,0 +1,180 @@
+"""Experts in fewer bits, by every tile that may be chosen, against float64 of the dequantised weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.closeness import check_close
+
+from rayllm_kernels import dispatch
+from rayllm_kernels.ops import ExpertWeight
+from rayllm_kernels.quantised import plans
+from rayllm_kernels.quantised.formats import E2M1, e2m1_numbers, e4m3_numbers, int4_numbers
+from rayllm_kernels.quantised.int4 import pack_int4
+
+ON_GPU = torch.cuda.is_available()
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
+
+
+def pack_halves(codes, half):
+    codes = F.pad(codes, (0, 2 * half - codes.shape[-1]))
+    return codes[..., :half] | codes[..., half:] << 4
+
+
+def make_weight(weight, kind, group, rows):
+    """[E, N, K] of any floats in fewer bits."""
+    inputs = weight.shape[2]
+    if kind == "mxfp4":
+        codes, scales = e2m1_numbers(weight)
+        half = -(-inputs // 64) * 32
+        return ExpertWeight(kind, pack_halves(codes, half), scales, None, inputs, 32)
+    found = []
+    for each in weight:
+        if kind == "fp8":
+            numbers = e4m3_numbers(each, (rows, group))
+            scales = numbers.scales[::rows][:, numbers.groups[:: group or inputs]]
+            found.append((numbers.values.view(torch.uint8), scales, scales))
+        else:
+            found.append(pack_int4(int4_numbers(each, group, symmetric=rows == 1), group))
+    codes, scales, zeros = (torch.stack(parts).contiguous() for parts in zip(*found, strict=True))
+    zeros = zeros if kind == "int4" and rows > 1 else None
+    return ExpertWeight(kind, codes, scales, zeros, inputs, group, rows if kind == "fp8" else 1)
+
+
+@pytest.fixture
+def case(randn):
+    """(tokens, experts, top_k, hidden, inner, dtype, format) -> the arguments of `ops.experts_quantised` to `down`."""
+
+    def make(tokens, num_experts, top_k, hidden, inner, dtype, how):
+        x = randn(tokens, hidden + 8, dtype=dtype)[:, :hidden]
+        gate_up = make_weight(randn(num_experts, 2 * inner, hidden).mul_(2 * hidden**-0.5), *how)
+        down = make_weight(randn(num_experts, hidden, inner).mul_(inner**-0.5), *how)
+        weights, experts = randn(tokens, num_experts).softmax(-1).topk(top_k)
+        return x, weights.contiguous(), experts.to(torch.int32), gate_up, down
+
+    return make
+
+
+def whole(weight):
+    return torch.stack([weight.dequantised(expert) for expert in range(weight.codes.shape[0])])
+
+
+def exact(x, weights, experts, gate_up, down, onto=None, biases=None):
+    """In fp64, token by token."""
+    first, last = whole(gate_up).double(), whole(down).double()
+    total = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if onto is None else onto.double()
+    for token in range(x.shape[0]):
+        for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
+            gate, up = (first[expert] @ x[token].double() + (biases[0][expert] if biases else 0)).chunk(2)
+            out = last[expert] @ (F.silu(gate) * up) + (biases[1][expert] if biases else 0)
+            total[token] += weight * out
+    return total.to(x.dtype)
+
+
+# kind, inputs that share a scale, outputs that do (of int4: more than 1 if there are zero points)
+FORMATS = [("fp8", None, 1), ("fp8", 32, 16), ("fp8", 128, 128), ("int4", 32, 1), ("int4", 64, 2), ("int4", None, 2)]
+FORMATS += [("mxfp4", 32, 1)]
+# tokens, experts, top_k, hidden, inner
+SHAPES = [(1, 4, 2, 64, 96), (9, 5, 2, 160, 32), (40, 3, 1, 96, 64)]
+
+
+@pytest.mark.parametrize("how", FORMATS, ids=str)
+def test_what_weights_mean(randn, how):
+    """Within what the format's bits allow."""
+    weight = randn(2, 32, 96)
+    made = whole(make_weight(weight, *how))
+    assert (made - weight).abs().mean() < {"fp8": 0.03, "int4": 0.2, "mxfp4": 0.2}[how[0]] * weight.abs().mean()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("how", FORMATS, ids=str)
+def test_values(case, kernels, reference, randn, shape, how, dtype):
+    arguments, terms = case(*shape, dtype, how), shape[3] + shape[4] * shape[2]
+    onto = randn(shape[0], shape[3] + 3, dtype=dtype)[:, : shape[3]]
+    expected = exact(*arguments, onto=onto)
+    for each in (kernels, reference):
+        check_close(each.experts_quantised(*arguments, onto=onto), expected, terms=terms, slack=2)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_biases_and_the_clamped_activation(case, each, randn, tokens):
+    x, weights, experts, gate_up, down = case(tokens, 4, 2, 32, 32, torch.float32, ("mxfp4", 32, 1))
+    options = {"gate_up_bias": randn(4, 64), "down_bias": randn(4, 32)}
+    y = each.experts_quantised(x, weights, experts, gate_up, down, **options)
+    check_close(y, exact(x, weights, experts, gate_up, down, biases=tuple(options.values())), terms=96, slack=2)
+    y = each.experts_quantised(x, weights, experts, gate_up, down, clamp=(1.7, 0.8), **options)
+    plain = whole(gate_up), whole(down)
+    check_close(y, each.experts(x, weights, experts, *plain, clamp=(1.7, 0.8), **options), terms=96, slack=2)
+
+
+def test_every_code_of_e2m1_becomes_its_number(kernels, device):
+    """And every exponent, least and largest too, as far as fp32 goes."""
+    codes = torch.arange(16, dtype=torch.uint8, device=device).repeat(2).view(1, 1, 32)
+    packed = pack_halves(codes, 32)
+    x = torch.eye(32, device=device)
+    once = torch.ones(32, 1, device=device), torch.zeros(32, 1, dtype=torch.int32, device=device)
+    expected = torch.tensor(E2M1 * 2, device=device)
+    from rayllm_kernels.quantised.experts import QuantisedProjections
+    from rayllm_kernels.quantised.experts_kernel import group, multiply
+
+    for exponent in (0, 1, 127, 200, 250):
+        scales = torch.full((1, 1, 1), exponent, dtype=torch.uint8, device=device)
+        weight = ExpertWeight("mxfp4", packed, scales, None, 32, 32)
+        projections = QuantisedProjections(weight, weight, None, None, "silu", None)
+        tiles = plans.choose_expert_tiles(16, 32, torch.float32, gated=False)
+        with dispatch.forced(triton=True):
+            y = multiply(x, projections, once[1], group(once[1], 1, tiles.tokens), tiles, gated=False)
+        assert torch.equal(y[:, 0], torch.ldexp(expected, torch.tensor(exponent - 127)))
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("how", [("fp8", 128, 16), ("int4", 32, 2)], ids=str)
+def test_every_tile_that_may_be_chosen(case, rows, how):
+    from rayllm_kernels.experts.group_kernel import group
+    from rayllm_kernels.experts.products_kernel import combine
+    from rayllm_kernels.quantised.experts import QuantisedProjections
+    from rayllm_kernels.quantised.experts_kernel import multiply
+
+    arguments = case(rows + 9, 4, 2, 160, 64, torch.float16, how)
+    x, weights, experts, gate_up, down = arguments
+    projections = QuantisedProjections(gate_up, down, None, None, "silu", None)
+    tiles = [plans.choose_expert_tiles(rows, how[1], x.dtype, gated=gated) for gated in (True, False)]
+    with dispatch.forced(triton=True):
+        groups = group(experts, 4, rows)
+        h = multiply(x, projections, experts, groups, tiles[0], gated=True)
+        z = multiply(h, projections, experts, groups, tiles[1], gated=False)
+        y = combine(z, weights, None)
+    check_close(y, exact(*arguments), terms=300, slack=2)
+
+
+@pytest.mark.parametrize("how", [("fp8", 32, 16), ("mxfp4", 32, 1)], ids=str)
+def test_tokens_do_not_know_of_each_other(case, each, how):
+    x, weights, experts, *rest = case(20, 8, 2, 64, 32, torch.float16, how)
+    everything = each.experts_quantised(x, weights, experts, *rest, deterministic=True)
+    for first, end in ((0, 1), (7, 8), (3, 5), (2, 19)):
+        part = x[first:end], weights[first:end], experts[first:end]
+        assert torch.equal(each.experts_quantised(*part, *rest, deterministic=True), everything[first:end])
+
+
+def test_no_tokens_and_errors(case, each):
+    x, weights, experts, gate_up, down = case(3, 4, 2, 32, 32, torch.float32, ("int4", 32, 2))
+    assert each.experts_quantised(x[:0], weights[:0], experts[:0], gate_up, down).shape == (0, 32)
+    for name, change in {
+        "x": {"x": x[0]},
+        "weights": {"weights": weights[:, :1].contiguous()},
+        "experts": {"experts": experts.long()},
+        "act": {"act": "relu6"},
+        "onto": {"onto": x[:2]},
+        "gate_up": {"gate_up": gate_up._replace(inputs=64)},
+        "gate_up.group": {"gate_up": gate_up._replace(group=16)},
+        "gate_up.codes": {"gate_up": gate_up._replace(codes=gate_up.codes.int())},
+        "down.scales": {"down": down._replace(scales=down.scales.half())},
+        "down.zeros": {"down": down._replace(zeros=down.zeros[:1])},
+        "gate_up_bias": {"gate_up_bias": x[:2]},
+        "down_bias": {"down_bias": x},
+    }.items():
+        arguments = {"x": x, "weights": weights, "experts": experts, "gate_up": gate_up, "down": down}
+        with pytest.raises(ValueError, match=f"^{name} "):
+            each.experts_quantised(**{**arguments, **change})

@@ -1,0 +1,234 @@
+"""fp8: what activations are rounded to, and products, against float64 of the numbers that are multiplied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.closeness import check_close
+
+from rayllm_kernels.linear.plans import Tiles
+from rayllm_kernels.ops import Fp8Rows, Fp8Weight, Rounding
+from rayllm_kernels.quantised import plans
+from rayllm_kernels.quantised.formats import e4m3_numbers
+
+ON_GPU = torch.cuda.is_available()
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Hopper's tensor cores add fp8 products with fewer bits than fp32 has.
+PRODUCT_DTYPES = DTYPES[1:] if ON_GPU else DTYPES
+E4M3 = torch.float8_e4m3fn
+GPU = plans.hardware(torch.device("cpu"))
+
+
+def make_weight(weight, rows=1, group=None):
+    """As `Fp8Weight`, of any floats [N, K]."""
+    found = e4m3_numbers(weight, (rows, group))
+    scales = found.scales[::rows][:, found.groups[:: group or len(found.groups)]]
+    return Fp8Weight(found.values.contiguous(), scales.contiguous(), rows, group)
+
+
+def exact(x: Fp8Rows, weight: Fp8Weight):
+    return x.dequantised().double() @ weight.dequantised().double().T
+
+
+def check_codes(actual, expected, share=0.0):
+    """Equal codes and scales, but for `share` of the codes, which are the next ones."""
+    torch.testing.assert_close(actual.scales, expected.scales, rtol=1e-6 if share else 0, atol=0)
+    assert actual.group == expected.group
+    ours, theirs = actual.values.view(torch.uint8).int(), expected.values.view(torch.uint8).int()
+    assert (ours != theirs).float().mean() <= share
+    assert ((ours - theirs).abs() <= 1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "group"), [(100, None), (100, 32), (512, 128), (9000, None), (1100, 64)])
+def test_rounding(randn, kernels, reference, dim, group, dtype):
+    """Scales map a group's largest number to 448; the kernel has the same codes, to the bit."""
+    x = 3 * randn(5, dim + 3, dtype=dtype)[:, 1 : dim + 1]
+    x[2] = 0.0
+    x[3, : dim // 2] *= 1e-4
+    found = reference.to_fp8(x, Rounding(group))
+    assert found.values.dtype == E4M3
+    assert found.scales.shape == (5, 1 if group is None else -(-dim // group))
+    wide = found.dequantised()
+    steps = found.scales if group is None else found.scales.repeat_interleave(group, 1)[:, :dim]
+    assert ((wide - x.float()).abs() <= x.float().abs() * 2.0**-4 + steps * 2.0**-10 + 1e-30).all()
+    assert not wide[2].any()
+    torch.testing.assert_close(wide.abs().amax(1), x.float().abs().amax(1))
+    check_codes(kernels.to_fp8(x, Rounding(group)), found)
+
+
+def test_a_scale_found_beforehand(randn, kernels, reference, device):
+    x = randn(4, 40)
+    x[1, 2], x[1, 3] = 1e4, -1e4
+    how = Rounding(None, torch.tensor([0.5], device=device))
+    found = reference.to_fp8(x, how)
+    assert found.scales.tolist() == [[0.5]] * 4
+    assert found.dequantised()[1, 2:4].tolist() == [224.0, -224.0]
+    check_codes(kernels.to_fp8(x, how), found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "group"), [(96, None), (96, 32), (1100, 128)])
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_rms_norm_fp8(randn, kernels, reference, dim, group, with_residual, dtype):
+    x, weight = 4 * randn(3, dim, dtype=dtype), randn(dim, dtype=dtype)
+    residual = 5 * randn(3, dim + 1, dtype=dtype)[:, 1:] if with_residual else None
+    how = Rounding(group)
+    found, total = reference.rms_norm_fp8(x, residual, weight, 1e-5, how)
+    apart = reference.rms_norm(total, weight, 1e-5)
+    check_codes(found, reference.to_fp8(apart, how))
+    torch.testing.assert_close(total, x if residual is None else x + residual, rtol=0, atol=0)
+    ours, our_total = kernels.rms_norm_fp8(x, residual, weight, 1e-5, how)
+    check_close(our_total, total)
+    if ON_GPU or dtype != torch.bfloat16:  # which the interpreter truncates
+        check_codes(ours, found, share=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("dim", "group"), [(80, None), (80, 32), (8300, None)])
+def test_silu_and_mul_fp8(randn, kernels, reference, dim, group, dtype):
+    x, how = 2 * randn(3, 2 * dim, dtype=dtype), Rounding(group)
+    found = reference.silu_and_mul_fp8(x, how)
+    check_codes(found, reference.to_fp8(reference.silu_and_mul(x), how))
+    check_codes(kernels.silu_and_mul_fp8(x, how), found, share=0.01)
+
+
+# tokens, outputs, inputs, outputs that share a scale, inputs that do
+SHAPES = [(1, 33, 130, 1, None), (5, 40, 96, 1, None), (70, 24, 64, 1, None)]
+SHAPES += [(1, 33, 130, 16, 128), (7, 40, 96, 1, 32), (19, 200, 300, 128, 128), (70, 72, 160, 8, 64)]
+if ON_GPU:
+    SHAPES += [(m, n, k, *b) for m in (1, 16, 100, 500) for n, k in ((4096, 1024),) for b in ((1, None), (128, 128))]
+
+
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
+@pytest.mark.parametrize(("tokens", "outputs", "inputs", "rows", "group"), SHAPES)
+def test_products(randn, scaled, kernels, reference, tokens, outputs, inputs, rows, group, dtype):
+    """Both implementations are the exactly scaled product of the numbers, with a bias, rounded once."""
+    weight = make_weight(scaled(outputs, inputs, torch.float32), rows, group)
+    x, bias = reference.to_fp8(3 * randn(tokens, inputs), Rounding(group)), randn(outputs, dtype=dtype)
+    expected = exact(x, weight)
+    for each in (reference, kernels):
+        check_close(each.linear_fp8(x, weight, None, dtype), expected.to(dtype), terms=inputs)
+        check_close(each.linear_fp8(x, weight, bias, dtype), (expected + bias.double()).to(dtype), terms=inputs)
+        fixed = each.linear_fp8(x, weight, bias, dtype, deterministic=True)
+        check_close(fixed, (expected + bias.double()).to(dtype), terms=inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "outputs", "inputs", "rows", "group"), SHAPES)
+def test_products_of_tokens_as_they_are(randn, scaled, kernels, reference, tokens, outputs, inputs, rows, group, dtype):
+    weight = make_weight(scaled(outputs, inputs, torch.float32), rows, group)
+    x, bias = 3 * randn(tokens, inputs, dtype=dtype), randn(outputs, dtype=dtype)
+    expected = (x.double() @ weight.dequantised().double().T + bias.double()).to(dtype)
+    for each in (reference, kernels):
+        check_close(each.linear_fp8_weight(x, weight, bias), expected, terms=inputs)
+        check_close(each.linear_fp8_weight(x, weight, bias, deterministic=True), expected, terms=inputs)
+
+
+def test_every_code_becomes_its_number(kernels, device):
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 127) != 127].view(2, 127).to(device).view(E4M3)
+    ones = torch.ones(2, 1, device=device)
+    y = kernels.linear_fp8_weight(torch.eye(127, device=device), Fp8Weight(codes, ones), None)
+    assert torch.equal(y, codes.float().T)
+
+
+TILES = {
+    plans.choose_fp8_tiles(tokens, outputs, group, GPU._replace(multiprocessors=count))
+    for tokens in (1, 17, 40, 70, 129)
+    for outputs in (16, 5000)
+    for group in (None, 32, 128)
+    for count in (1, 132)
+}
+
+
+@pytest.mark.parametrize("tiles", sorted(TILES), ids=str)
+def test_every_tile_that_may_be_chosen(randn, scaled, reference, tiles: Tiles):
+    from rayllm_kernels.quantised.fp8_product_kernel import multiply
+
+    tokens, outputs, inputs = min(tiles.tokens, 20) + 1, 40, tiles.depth + 48
+    for group in {None, 32, 64, 128}:
+        part = tiles.depth // tiles.slices
+        if group is not None and group % part:
+            continue
+        weight = make_weight(scaled(outputs, inputs, torch.float32), 1 if group is None else 8, group)
+        x = reference.to_fp8(randn(tokens, inputs), Rounding(group))
+        y = multiply(x.values, x.scales, weight, None, PRODUCT_DTYPES[0], tiles)
+        check_close(y, exact(x, weight).to(PRODUCT_DTYPES[0]), terms=inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "rows", "group"), [(33, 130, 1, None), (40, 300, 8, 128), (6, 64, 1, 32)]
+)
+def test_a_token_that_its_product_rounds(randn, scaled, kernels, reference, outputs, inputs, rows, group, dtype):
+    """With a norm before it and the activation behind it, by one kernel for one token, and by several for more."""
+    weight, how = make_weight(2 * scaled(outputs, inputs, torch.float32), rows, group), Rounding(group)
+    bias, norm = randn(outputs, dtype=dtype), (randn(inputs, dtype=dtype), 1e-5)
+    for tokens in (1, 3):
+        x, residual = 3 * randn(tokens, inputs, dtype=dtype), randn(tokens, inputs, dtype=dtype)
+        expected = exact(reference.to_fp8(x, how), weight)
+        y, total = kernels.linear_rounding_fp8(x, how, weight, bias)
+        assert total is x
+        check_close(y, (expected + bias.double()).to(dtype), terms=inputs)
+        before = {"norm": norm, "residual": residual}
+        normed = exact(reference.rms_norm_fp8(x, residual, *norm, how)[0], weight)
+        gate, up = normed.chunk(2, dim=1)
+        for each in (kernels, reference):
+            y, total = each.linear_rounding_fp8(x, how, weight, **before)
+            check_close(total, x + residual)
+            check_close(y, normed.to(dtype), terms=inputs)
+            if outputs % 2 == 0:
+                y, _ = each.linear_rounding_fp8(x, how, weight, gated=True, **before)
+                check_close(y, (gate * torch.sigmoid(gate) * up).to(dtype), terms=inputs)
+
+
+def test_a_token_with_a_scale_found_beforehand(randn, scaled, kernels, reference, device):
+    weight, how = make_weight(scaled(24, 96, torch.float32)), Rounding(None, torch.tensor([0.01], device=device))
+    x = randn(1, 96)
+    y, _ = kernels.linear_rounding_fp8(x, how, weight)
+    check_close(y, exact(reference.to_fp8(x, how), weight).float(), terms=96)
+
+
+@pytest.mark.parametrize("group", [None, 32])
+def test_rows_do_not_know_of_other_rows(randn, scaled, assert_rows_independent, reference, group):
+    weight = make_weight(scaled(24, 64, torch.float32), 1, group)
+    x = randn(201, 64)
+
+    def product(x):
+        return (reference.linear_fp8(reference.to_fp8(x, Rounding(group)), weight, None, x.dtype, deterministic=True),)
+
+    assert_rows_independent(product, x)
+    assert_rows_independent(lambda x: (reference.linear_fp8_weight(x, weight, deterministic=True),), x)
+
+
+def test_no_tokens(randn, each):
+    weight = make_weight(randn(16, 32))
+    x = each.to_fp8(randn(0, 32), Rounding())
+    assert each.linear_fp8(x, weight, None, torch.float16).shape == (0, 16)
+    assert each.linear_fp8_weight(randn(0, 32), weight).shape == (0, 16)
+    assert each.silu_and_mul_fp8(randn(0, 64), Rounding(32)).scales.shape == (0, 1)
+
+
+def test_errors(randn, each):
+    weight, x, x32 = make_weight(randn(16, 64)), each.to_fp8(randn(2, 64), Rounding()), randn(1, 64)
+    calls = [
+        ("x", lambda: each.to_fp8(randn(2, 3, 4), Rounding())),
+        ("group", lambda: each.to_fp8(randn(2, 64), Rounding(48))),
+        ("x", lambda: each.silu_and_mul_fp8(randn(2, 7), Rounding())),
+        ("residual", lambda: each.rms_norm_fp8(randn(2, 8), randn(1, 8), randn(8), 1e-6, Rounding())),
+        ("weight", lambda: each.linear_fp8(x, make_weight(randn(16, 32)), None, torch.float16)),
+        ("weight", lambda: each.linear_fp8_weight(randn(2, 32), weight)),
+        ("weight.rows", lambda: each.linear_fp8(x, weight._replace(rows=2), None, torch.float16)),
+        ("weight.group", lambda: each.linear_fp8(x, weight._replace(group=16), None, torch.float16)),
+        ("weight.scales", lambda: each.linear_fp8(x, weight._replace(scales=weight.scales.T), None, torch.float16)),
+        ("x.group", lambda: each.linear_fp8(x._replace(group=32), weight, None, torch.float16)),
+        ("x.scales", lambda: each.linear_fp8(x._replace(scales=x.scales[:1]), weight, None, torch.float16)),
+        ("bias", lambda: each.linear_fp8(x, weight, randn(16), torch.float16)),
+        ("weight", lambda: each.linear_rounding_fp8(randn(1, 64), Rounding(), weight, randn(16), gated=True)),
+        ("bias", lambda: each.linear_rounding_fp8(randn(1, 64), Rounding(), weight, randn(15))),
+        ("residual", lambda: each.linear_rounding_fp8(x32, Rounding(), weight, norm=(randn(64), 1.0), residual=x32[0])),
+    ]
+    for name, call in calls:
+        with pytest.raises(ValueError, match=f"^{name} "):
+            call()
