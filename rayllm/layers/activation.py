@@ -20,6 +20,7 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 SILU = ("silu", "swish")
 _ACTIVATIONS: dict[str, Activation] = {
     "relu": F.relu,
+    "sigmoid": torch.sigmoid,
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,

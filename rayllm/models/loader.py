@@ -38,7 +38,7 @@ class Checkpoint(StoredTensors):
     """The *.safetensors files of a model folder, mapped lazily: a slice is read from the file when it is asked for.
 
     text_only: it holds towers beside a text model, whose weights alone are read, by the names of a text model alone.
-    left_out: beginnings of names of weights that nobody reads.
+    left_out: beginnings of names of weights of layers that guess further tokens, which nobody reads.
     Raises ModelError if the folder has no safetensors weights, or files that are missing or damaged.
     """
 
@@ -46,15 +46,16 @@ class Checkpoint(StoredTensors):
         super().__init__()
         self._folder = Path(path)
         self._open: dict[str, Any] = {}
-        # Weights of towers.
-        self.num_left_out = 0
+        # Weights of towers, and weights of `left_out`.
+        self.num_left_out = self.num_drafts = 0
         self._file_of = self._find_weights()
         self._text: dict[str, str] = {}
         if text_only:
             self._text, towers = split_text(self._file_of)
             self._file_of = {name: self._file_of[name] for name in self._text.values()}
             self.num_left_out = len(towers)
-        self._file_of = {name: file for name, file in self._file_of.items() if not name.startswith(left_out)}
+        read = {name: file for name, file in self._file_of.items() if not name.startswith(left_out)}
+        self.num_drafts, self._file_of = len(self._file_of) - len(read), read
         self._used: set[str] = set()
         self._missing: list[str] = []
         # Shown on terminals only, so not by the ranks of a cluster.
@@ -198,9 +199,13 @@ def load_model(
     source: WeightSource = DummyCheckpoint(options.seed or 0, device, dtype)
     if not dummy:
         drafts = tuple(f"model.layers.{spec.num_layers + i}." for i in range(spec.draft_layers))
+        drafts += (spec.draft_prefix,) if spec.draft_prefix is not None else ()
         source = checkpoint = Checkpoint(options.model, text_only=spec.text_only, left_out=drafts)
         if checkpoint.num_left_out and tp.rank == 0:
             logger.info("%s is served for text alone: %d weights are left out", options.model, checkpoint.num_left_out)
+        if checkpoint.num_drafts and tp.rank == 0:
+            layers = "%d weights of layers that guess further tokens (%s) are left out"
+            logger.info(layers, checkpoint.num_drafts, ", ".join(name.removesuffix(".") for name in drafts))
         if spec.quantization is not None:
             source = DequantisedCheckpoint(checkpoint, spec.quantization, device)
     if weights is not None:

@@ -18,6 +18,7 @@ from rayllm.models.llama import LlamaForCausalLM
 from rayllm.models.minimax_m2 import minimax_m2
 from rayllm.models.mixtral import mixtral
 from rayllm.models.opt import OPTForCausalLM
+from rayllm.models.qwen3_5 import qwen3_5
 from rayllm.models.qwen3_moe import qwen3_moe
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,11 @@ MODEL_CLASSES: dict[str, ModelClass] = {
     "Qwen2_5_VLForConditionalGeneration": LlamaForCausalLM,
     "Qwen3VLForConditionalGeneration": LlamaForCausalLM,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen3_5,
+    "Qwen3_5MoeForCausalLM": qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5,
+    "Qwen3NextForCausalLM": qwen3_5,
     "MixtralForCausalLM": mixtral,
     "Glm4MoeForCausalLM": glm4_moe,
     "MiniMaxM2ForCausalLM": minimax_m2,

@@ -12,6 +12,7 @@ from rayllm.layers.experts import Experts
 from rayllm.layers.layer import BuildContext
 from rayllm.layers.norm import RMSNorm
 from rayllm.layers.router import Router
+from rayllm.layers.shared_expert_gate import SharedExpertGate
 from rayllm.models.llama import LlamaMLP, MakeMLP, dense_mlp
 
 
@@ -19,7 +20,7 @@ class SparseNames(NamedTuple):
     """What a family calls the weights of a layer's experts.
 
     blocks: the names that the block goes by, of which a checkpoint has one.
-    router, correction: within the block. shared: the shared expert.
+    router, correction: within the block. shared, shared_gate: the shared expert and its gate.
     projections: gate, up and down of an expert. transposed: as for `Experts`.
     """
 
@@ -27,6 +28,7 @@ class SparseNames(NamedTuple):
     router: str = "gate"
     correction: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     transposed: bool = False
 
@@ -57,9 +59,11 @@ class SparseMLP(nn.Module):
             clamp=sizes.clamp,
             transposed=names.transposed,
         )
-        self.shared = None
+        self.shared, self.shared_expert_gate, block = None, None, build.at(names.blocks[0])
         if sizes.shared_size:
-            self.shared = LlamaMLP(build.at(names.blocks[0]).at(names.shared), spec, inner=sizes.shared_size)
+            self.shared = LlamaMLP(block.at(names.shared), spec, inner=sizes.shared_size)
+        if sizes.shared_gate:
+            self.shared_expert_gate = SharedExpertGate(block.at(names.shared_gate), hidden)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
@@ -68,6 +72,8 @@ class SparseMLP(nn.Module):
         x, total = norm.add_partial(x, residual)
         weights, experts = self.router(x)
         shared = None if self.shared is None else self.shared.summand(x)
+        if self.shared_expert_gate is not None:
+            shared = self.shared_expert_gate(x, shared)
         return self.experts(x, weights, experts, onto=shared), total
 
 
