@@ -27,6 +27,10 @@ from .collectives.all_reduce import PeerBuffers, all_gather_small, all_reduce, a
 from .dispatch import TritonModule
 from .experts.experts import experts
 from .experts.route import Routing, route
+from .gated_delta.causal_conv import causal_conv
+from .gated_delta.delta_rule import Gates, gated_delta_rule
+from .gated_delta.gated_norm import rms_norm_gated
+from .gated_delta.state import Chunks, StateCache
 from .linear.heads import linear_heads
 from .linear.linear import add_rms_norm_linear, linear, linear_invariant, linear_silu_mul, linear_wide, prepare
 from .lora.lora import AdapterSlots, add_adapters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 from rayllm.config.quantization import QuantizationSpec
@@ -134,6 +135,38 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedDeltaSpec:
+    """Layers that keep a state of fixed size in place of keys and values (gated DeltaNet, `layers.gated_delta`).
+
+    layers: one entry a layer, whether it is such a one; the others attend.
+    key_heads, value_heads: the latter a multiple of the former. key_dim, value_dim: numbers of a head.
+    conv_width: tokens that the causal convolution before the recurrence sees, itself included.
+    grouped: the input projections of a key head and of its value heads are stored together (Qwen3-Next).
+    """
+
+    layers: tuple[bool, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    grouped: bool = False
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        """[value heads, key_dim, value_dim] of the float32 state that each of `tp` ranks keeps of a sequence."""
+        return self.value_heads // tp, self.key_dim, self.value_dim
+
+    def conv_shape(self, tp: int) -> tuple[int, int]:
+        """[conv_width - 1, channels] of the last inputs of the convolution, in the model's dtype."""
+        channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        return self.conv_width - 1, channels // tp
+
+    def state_bytes(self, tp: int, itemsize: int) -> int:
+        """Of both for one layer and sequence, a multiple of 16. itemsize: of the model's dtype."""
+        return -(-(4 * prod(self.state_shape(tp)) + itemsize * prod(self.conv_shape(tp))) // 16) * 16
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One model's shape. Sizes are of the whole model, not of a rank.
 
@@ -147,12 +180,15 @@ class ModelSpec:
     window_rope: of layers with a window; None if it is that of the others.
     fused_qkv, fused_gate_up: checkpoints have these projections as one.
     qk_norm_whole: all query heads are normed as one, and all key heads. attention_sinks: each head has one.
+    attention_gate: q_proj has a gate beside each query, whose sigmoid multiplies what attention gives.
     draft_layers: layers after the last one that a checkpoint may hold, which guess further tokens and are left out.
+    draft_prefix: what the names of other such weights begin with; None if there are none.
     text_only: the checkpoint holds towers for images or sound too, which are left out.
     rope_layers: one entry a layer, whether it has rotary positions; None if all have.
     logits_scale: of logits.
     layer_heads: one entry a layer, its KV heads and the size of a head, where they differ; None if all are alike.
     kv_layers: one entry a layer, the layer whose keys and values it attends to; None if each has its own.
+    gated_delta: of the layers with a recurrent state; None for models without.
     own: what only an architecture of a user's package has.
     latent: of latent attention; num_kv_heads is 1 then, and head_dim that of a cached row. None for any other.
     quantization: how the checkpoint stores weights in fewer bits; None if it does not.
@@ -180,7 +216,9 @@ class ModelSpec:
     qk_norm: bool = False
     qk_norm_whole: bool = False
     attention_sinks: bool = False
+    attention_gate: bool = False
     draft_layers: int = 0
+    draft_prefix: str | None = None
     experts: ExpertsSpec | None = None
     post_norms: bool = False
     norm_names: NormNames = LLAMA_NORMS
@@ -197,6 +235,7 @@ class ModelSpec:
     logits_scale: float = 1.0
     layer_heads: tuple[tuple[int, int], ...] | None = None
     kv_layers: tuple[int, ...] | None = None
+    gated_delta: GatedDeltaSpec | None = None
     own: Any = None
     latent: LatentSpec | None = None
     rope: RopeSpec | None = None
@@ -228,6 +267,7 @@ class ModelSpec:
             self.sliding_windows[layer],
             self.rope_layers is None or self.rope_layers[layer],
             self.is_sparse(layer),
+            self.is_recurrent(layer),
             self.kv_heads(layer),
             self.kv_layer(layer) == layer,
         )
@@ -243,6 +283,10 @@ class ModelSpec:
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer has experts in place of the MLP."""
         return self.experts is not None and self.experts.sparse_layers[layer]
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether the layer keeps a state in place of keys and values."""
+        return self.gated_delta is not None and self.gated_delta.layers[layer]
 
     @property
     def num_distinct_layers(self) -> int:
@@ -285,3 +329,6 @@ def check_parallel(spec: ModelSpec, tp: int) -> None:
     for what, width in widths.items():
         if width % tp:
             raise ModelError(f"tensor_parallel_size {tp} does not divide the model's {what} {width}")
+    delta = spec.gated_delta
+    if delta is not None and delta.key_heads % tp:
+        raise ModelError(f"tensor_parallel_size {tp} does not divide the model's {delta.key_heads} linear key heads")

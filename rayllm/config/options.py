@@ -101,7 +101,8 @@ class EngineConfig(BaseModel):
     """Most tokens of prompt and output together; if absent, the model's own limit, or the context of its pretraining if
     its positions are scaled by length (longrope, dynamic)"""
     block_size: int = Field(default=16, ge=1, le=1024)
-    """Tokens of a KV cache block"""
+    """Tokens of a KV cache block; models with a recurrent state have the least multiple of it at which a block has room
+    for states"""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Type of the KV cache; auto is dtype; fp8_e4m3 (fp8 for short) and fp8_e5m2 hold twice as many tokens as 16 bits
     do, less precisely"""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rayllm.config.kv_groups import block_tokens
 from rayllm.config.model_folder import load_model_spec, load_sampling_defaults
 from rayllm.config.model_spec import ModelSpec, check_parallel
 from rayllm.config.options import EngineConfig
@@ -19,6 +20,7 @@ NUM_SEQS = {"cpu": (256,), "cuda": (256, 512, 1024)}
 # Where max_num_batched_tokens is not given. So many tokens of a small model take a CPU a few tenths of a second.
 BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 MAX_GPUS = 8  # that an engine may ask for
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,12 @@ class ResolvedConfig:
     def tp(self) -> int:
         """Tensor-parallel ranks."""
         return self.options.tensor_parallel_size
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the KV cache."""
+        sizes = {"dtype_bytes": ITEMSIZES[self.dtype], "kv_bytes": ITEMSIZES[self.kv_dtype]}
+        return block_tokens(self.spec, self.tp, self.options.block_size, **sizes)
 
 
 def uses_ray(options: EngineConfig) -> bool:
@@ -114,6 +122,11 @@ def _kv_dtype(options: EngineConfig, spec: ModelSpec, dtype: str) -> str:
         raise ConfigError(
             f"kv_cache_dtype {options.kv_cache_dtype} is not supported for latent attention, which {spec.architecture} "
             'has; supported is "auto"'
+        )
+    if spec.gated_delta is not None:
+        raise ConfigError(
+            f'kv_cache_dtype must be "auto" for {spec.architecture}, which keeps a recurrent state, '
+            f"not {options.kv_cache_dtype}"
         )
     if spec.head_dim % 2:
         raise ConfigError(

@@ -90,7 +90,7 @@ def _check_counts(state: SchedulerState, seq: Sequence, in_flight: int) -> None:
     if seq.num_computed < seq.capacity:
         for group, (first, table) in enumerate(zip(seq.first_blocks, seq.block_tables, strict=True)):
             block = table[seq.num_computed // memory.block_size - first]
-            if any(fork.block_tables[group][-1] == block for fork in state.forks):
+            if any(fork.block_tables[group][-1:] == [block] for fork in state.forks):
                 continue  # the next plan copies it for the siblings before it writes
             assert not memory.gpu.needs_copy(block), f"the next write would change a shared block: {seq}"
 

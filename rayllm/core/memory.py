@@ -19,6 +19,10 @@ needs what groups without a window hold. So such blocks are stale: they are reus
 not go to the host. A prompt that finds its beginning in the groups without a window, but not the windows at the end of
 that, shows where prompts part, and what it leaves there is kept like all else.
 
+Where layers keep a recurrent state, a block of their groups holds the state after the last of its tokens that is
+computed. Such a group is one with a window of two tokens: the next token needs the state at the end of the token before
+it, and writes its own, so the states at borders of blocks are cached, swapped and shared as other blocks are.
+
 A block that is demoted only when it is reused holds up the step that reuses it, because its content has to be out of
 the way first. So the blocks that will be reused next are copied ahead, beside the steps before: a transfer that nothing
 waits for, unless the blocks are needed sooner than they are gone.
@@ -143,6 +147,8 @@ class KVMemory:
     costs: seconds that moving and computing take, as the workers measured them; None without a host pool.
     windows: by group, the tokens that the layer that sees most sees, None for all; at least one group.
     write_ahead: how far ahead of their reuse cached blocks are copied to the host.
+    recurrent: some groups hold states (`config.kv_groups`), into which each token goes once. So a block that a plan
+    writes is of use to later plans only, and a sequence cannot compute a token twice from what is there.
     """
 
     def __init__(
@@ -155,8 +161,9 @@ class KVMemory:
         costs: KVCosts | None = None,
         windows: Iterable[int | None] = (None,),
         write_ahead: WriteAheadLimits = WriteAheadLimits(reach=0),
+        recurrent: bool = False,
     ):
-        self.block_size = block_size
+        self.block_size, self.recurrent = block_size, recurrent
         self.caching = caching
         self.costs = costs or KVCosts(0.0, 0.0, 0.0)
         self.windows = tuple(KVWindow(tokens, block_size) for tokens in windows)

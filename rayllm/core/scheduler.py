@@ -89,6 +89,8 @@ class Step:
         self._yielding: set[int] = set()
         # Sequences that entered, but whose blocks are filled while the step computes.
         self._arriving: list[Sequence] = []
+        # Sequences whose full blocks later steps may use, but not this one.
+        self._filling: list[Sequence] = []
 
     @property
     def is_empty(self) -> bool:
@@ -151,10 +153,13 @@ class Step:
         """Compute the next tokens of a sequence that isn't decoding; all its ids are known, blocks for one are there.
 
         With the last of them its siblings fork off. A sibling computes the prompt's last token once more, in its own
-        copy of the last block, and samples from it with its own noise: to the workers it is like any other sequence.
+        copy of the last block, and samples from it with its own noise: to the workers it is like any other sequence. A
+        recurrent state must not have seen that token, so then they fork off before it, and it is a step of its own.
         """
         uncomputed = len(seq.token_ids) - seq.num_computed
         count = min(self._budget, uncomputed)
+        if seq.group.siblings and self.memory.recurrent and uncomputed > 1:
+            count = min(count, uncomputed - 1)
         if self._chunks is not None and uncomputed > 1:  # a single token is as a decode
             count = self._chunks.grant(seq.num_computed, count)
             if not count:
@@ -165,7 +170,12 @@ class Step:
         self._budget -= count
         seq.num_computed += count
         if seq.next_full <= seq.num_computed:
-            self.memory.register(seq, seq.num_computed)
+            if self.memory.recurrent:
+                self._filling.append(seq)
+            else:
+                self.memory.register(seq, seq.num_computed)
+        if seq.group.siblings and uncomputed - count <= self.memory.recurrent:
+            self._fork_siblings(seq)
         if count < uncomputed:
             self.partial.append((seq, count))
             return
@@ -181,9 +191,12 @@ class Step:
             self.ending.append((seq, count))
         if seq.gate is not None:
             self._close(seq, seq.gate)
+
+    def _fork_siblings(self, seq: Sequence) -> None:
+        """Let the siblings of a sequence hold the blocks of its prompt, or of all but the last token of it."""
         siblings, seq.group.siblings = seq.group.siblings, []
         for sibling in siblings:
-            self.state.fork(sibling, seq, len(seq.group.request.prompt_token_ids))
+            self.state.fork(sibling, seq, len(seq.group.request.prompt_token_ids) - self.memory.recurrent)
 
     def _find_blocks(self, seq: Sequence, count: int) -> int:
         """Make the sequence's tables reach over its next `count` tokens; for how many of them there are blocks.
@@ -416,6 +429,8 @@ class Step:
         prefills = self.ending + self.partial
         num_tokens = [1] * len(self.decodes) + [count for _seq, count in prefills]
         computed = sum(num_tokens)
+        for seq in self._filling:
+            self.memory.register(seq, seq.num_computed)
         # Sources of copies are held until now: another copy's destination could otherwise be one of them.
         self.memory.gpu.release([source for source, _destination in self._copies])
         place = {id(seq): i for i, seq in enumerate(sampled)} if self._masks else {}

@@ -290,7 +290,7 @@ def failures(request_id: str, indices: Iterable[int], message: str) -> list[Toke
 
 def _windows(config: ResolvedConfig) -> tuple[KVWindow, ...]:
     """Of each group of layers."""
-    return tuple(KVWindow(group.window, config.options.block_size) for group in kv_groups(config.spec, config.tp))
+    return tuple(KVWindow(group.window, config.block_size) for group in kv_groups(config.spec, config.tp))
 
 
 def _fitting_length(config: ResolvedConfig, num_blocks: int) -> int:
@@ -300,7 +300,7 @@ def _fitting_length(config: ResolvedConfig, num_blocks: int) -> int:
     if config.max_model_len <= length:
         return config.max_model_len
     if len(windows) == 1:
-        pool = f"the KV cache of {num_blocks * options.block_size} tokens ({num_blocks} blocks of {options.block_size})"
+        pool = f"the KV cache of {num_blocks * config.block_size} tokens ({num_blocks} blocks of {config.block_size})"
     else:
         pool = f"the KV cache of {num_blocks} blocks for {len(windows)} groups of layers, {length} tokens of a sequence"
     if options.max_model_len is not None:
@@ -315,7 +315,7 @@ def _kv_tokens(config: ResolvedConfig, num_blocks: int, max_model_len: int) -> i
     """As `EngineInfo` has it."""
     windows = _windows(config)
     if len(windows) == 1:
-        return num_blocks * config.options.block_size
+        return num_blocks * config.block_size
     return num_blocks * max_model_len // most_blocks(windows, max_model_len)
 
 
@@ -324,14 +324,17 @@ def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks
     if options.preemption_mode == "swap" and not blocks.cpu:
         raise ConfigError(f'preemption_mode "swap": swap_space {options.swap_space:g} GiB is less than a block')
     windows = [window.tokens for window in _windows(config)]
+    if config.block_size != options.block_size:
+        logger.info("a block is %d tokens, so that one has room for recurrent states", config.block_size)
     memory = KVMemory(
         num_blocks=blocks.gpu,
-        block_size=options.block_size,
+        block_size=config.block_size,
         num_cpu_blocks=blocks.cpu,
         caching=options.enable_prefix_caching,
         costs=report.kv_costs(),
         windows=windows,
-        write_ahead=WriteAheadLimits(2 * len(windows) * config.max_num_batched_tokens // options.block_size),
+        write_ahead=WriteAheadLimits(2 * len(windows) * config.max_num_batched_tokens // config.block_size),
+        recurrent=any(group.recurrent for group in kv_groups(config.spec, config.tp)),
     )
     state = SchedulerState(
         memory,

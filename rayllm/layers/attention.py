@@ -22,6 +22,11 @@ class LayerCache(NamedTuple):
     kv: KVCache
     group: int = 0
 
+    @property
+    def num_blocks(self) -> int:
+        """Of the pool."""
+        return self.kv.k.shape[0]
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:

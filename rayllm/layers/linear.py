@@ -48,6 +48,17 @@ def qkv_parts(context: BuildContext, heads: Heads) -> list[Part]:
     return [column_part(context, "q_proj", num_heads * head_dim), *kv]
 
 
+def gated_qkv_parts(context: BuildContext, heads: Heads) -> list[Part]:
+    """`qkv_parts` of a q_proj that has a gate behind each query head, with the gates before all else."""
+    num_heads, _, head_dim = heads
+    count = context.shard(num_heads, "q_proj")
+    own = range(context.tp.rank * count, (context.tp.rank + 1) * count)
+    total = 2 * num_heads * head_dim
+    gates = [Part("q_proj", total, (2 * head + 1) * head_dim, head_dim) for head in own]
+    queries = [Part("q_proj", total, 2 * head * head_dim, head_dim) for head in own]
+    return [*gates, *queries, *qkv_parts(context, heads)[1:]]
+
+
 def stored_as_one(name: str, parts: list[Part]) -> list[Part]:
     """`parts` of a checkpoint that has them as one weight called `name`, the rows of one after those of another."""
     total, start, stored = sum(part.total for part in parts), 0, []

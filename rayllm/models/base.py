@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,11 +12,15 @@ from rayllm.config.model_spec import ModelSpec
 from rayllm.layers.attention import Attention, LayerCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import LMHead
+from rayllm.layers.gated_delta import LayerState
 from rayllm.layers.layer import BuildContext, Heads, Layer
 from rayllm.layers.linear import Linear
 from rayllm.layers.lora import ProjectionAdapters
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels.ops import KVScales
+
+# What a layer keeps of the sequences.
+Cache = LayerCache | LayerState
 
 
 class CausalLM(nn.Module, ABC):
@@ -23,7 +28,8 @@ class CausalLM(nn.Module, ABC):
 
     What a mode promises of results, the layers keep that the context is handed to; a model branches on none.
     lm_head: which part of the vocabulary is this rank's. There is a KV cache for each of spec.num_layers: two tensors
-    [num_blocks, heads, block_size, head_dim], whose heads and head_dim are spec.kv_shape of the layer.
+    [num_blocks, heads, block_size, head_dim], whose heads and head_dim are spec.kv_shape of the layer; layers with a
+    recurrent state have a `LayerState` instead.
     """
 
     lm_head: LMHead
@@ -49,12 +55,12 @@ class CausalLM(nn.Module, ABC):
         return [module.adapters for module in modules if module.adapters is not None]
 
     @abstractmethod
-    def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, kv_caches: list[Any]) -> torch.Tensor:
         """Hidden states of batch.logit_rows after the final norm, [N, hidden_size]; writes all tokens' KV.
 
-        kv_caches: one a layer, or those of the first layers: then the others are left out, which is of use where only
-        the kernels that run matter. A batch of decodes only reads no tensor on the host and can be captured in a CUDA
-        graph.
+        kv_caches: a `Cache` a layer, or those of the first layers: then the others are left out, which is of use where
+        only the kernels that run matter. A batch of decodes only reads no tensor on the host and can be captured in a
+        CUDA graph.
         """
 
     def local_logits(self, hidden: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -91,5 +93,10 @@ def _whole(name: str, rows: int) -> Part:
     return Part(name, rows, 0, rows)
 
 
+def _attention(build: BuildContext, spec: ModelSpec, layer: int, *rest: Any) -> nn.Module:
+    """A `MakeAttention`."""
+    return DeepseekAttention(build.at("self_attn"), spec, layer, *rest)
+
+
 def deepseek(build: BuildContext, spec: ModelSpec) -> CausalLM:
-    return LlamaForCausalLM(build, spec, sparse_mlps(SparseNames()), DeepseekAttention)
+    return LlamaForCausalLM(build, spec, sparse_mlps(SparseNames()), _attention)

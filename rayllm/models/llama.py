@@ -10,16 +10,26 @@ are stored less 1, soft caps, and, from 3 on, rotary positions of another kind i
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from rayllm.config.model_spec import ModelSpec
+from rayllm.layers.activation import activation
 from rayllm.layers.attention import Attention, AttentionPlan, LayerCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import Embedding, LMHead
 from rayllm.layers.layer import BuildContext
-from rayllm.layers.linear import ColumnLinear, GatedLinear, RowLinear, column_part, qkv_parts, stored_as_one
+from rayllm.layers.linear import (
+    ColumnLinear,
+    GatedLinear,
+    RowLinear,
+    column_part,
+    gated_qkv_parts,
+    qkv_parts,
+    stored_as_one,
+)
 from rayllm.layers.norm import RMSNorm
 from rayllm.layers.projection_norms import ProjectionNorms
 from rayllm.layers.rotary import cos_sin_table, query_scales
@@ -45,7 +55,9 @@ class LlamaAttention(nn.Module):
         super().__init__()
         heads, hidden, norm_eps = heads_of(spec), spec.hidden_size, spec.norm_eps if spec.qk_norm else None
         num_heads, _, head_dim = heads
-        parts = qkv_parts(build, heads)
+        self.gate_width = build.shard(num_heads, "heads") * head_dim if spec.attention_gate else 0
+        self.gate_act = activation("sigmoid", build)
+        parts = gated_qkv_parts(build, heads) if spec.attention_gate else qkv_parts(build, heads)
         if spec.fused_qkv:
             parts = stored_as_one("qkv_proj", parts)
         self.qkv_proj = ColumnLinear(build, hidden, parts, bias=spec.qkv_bias)
@@ -80,15 +92,29 @@ class LlamaAttention(nn.Module):
         qkv, residual = self.qkv_proj.after_norm(x, residual, norm)
         if self.projection_norms is not None:
             qkv = self.projection_norms(qkv)
-        attention = self.attention
+        attention, gate = self.attention, None
+        if self.gate_width:
+            gate, qkv = qkv.tensor_split([self.gate_width], dim=1)
         q = attention.store(qkv, kv_cache, plan)
         del qkv  # the largest tensor of many a step, and nobody needs it any more
         out = attention.attend(q, kv_cache, plan)
+        if gate is not None:
+            out *= self.gate_act(gate)
         if rows is not None:
             out, residual = out[rows], residual[rows]
         if self.post_norm is not None:
             return self.post_norm.onto(self.o_proj(out), residual), None
         return self.o_proj.onto(out, residual)
+
+
+# (context of the layer, spec, number of the layer, the last three arguments of `LlamaAttention`) -> what the layer has
+# before its MLP, called as `LlamaAttention` is.
+MakeAttention = Callable[..., nn.Module]
+
+
+def full_attention(build: BuildContext, spec: ModelSpec, layer: int, *rest: Any) -> nn.Module:
+    """A `MakeAttention`."""
+    return LlamaAttention(build.at("self_attn"), spec, layer, *rest)
 
 
 class LlamaMLP(nn.Module):
@@ -128,13 +154,6 @@ class LlamaMLP(nn.Module):
 MakeMLP = Callable[[BuildContext, ModelSpec, int], nn.Module]
 
 
-# (context of the layer, spec, number of the layer, rotary table, query scales, norm of the output or None) -> what the
-# layer attends with, called as `LlamaAttention` is.
-MakeAttention = Callable[
-    [BuildContext, ModelSpec, int, torch.Tensor | None, torch.Tensor | None, RMSNorm | None], nn.Module
-]
-
-
 def dense_mlp(build: BuildContext, spec: ModelSpec, _layer: int) -> nn.Module:
     """A `MakeMLP`."""
     post_norm = _norm(build, spec, spec.norm_names.after_mlp) if spec.post_norms else None
@@ -163,7 +182,7 @@ class LlamaLayer(nn.Module):
         names = spec.norm_names
         after_attention = _norm(build, spec, names.after_attention) if spec.post_norms else None
         self.input_layernorm = _norm(build, spec, "input_layernorm")
-        self.self_attn = make_attention(build.at("self_attn"), spec, layer, rotary, query_scale, after_attention)
+        self.self_attn = make_attention(build, spec, layer, rotary, query_scale, after_attention)
         self.post_attention_layernorm = _norm(build, spec, names.before_mlp)
         self.mlp = make_mlp(build, spec, layer)
 
@@ -193,7 +212,7 @@ class LlamaForCausalLM(CausalLM):
         build: BuildContext,
         spec: ModelSpec,
         make_mlp: MakeMLP = dense_mlp,
-        make_attention: MakeAttention = LlamaAttention,
+        make_attention: MakeAttention = full_attention,
     ):
         super().__init__(build, spec)
         body = build.at("model")

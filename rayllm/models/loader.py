@@ -45,7 +45,7 @@ class Checkpoint(StoredTensors):
     """The *.safetensors files of a model folder, mapped lazily: a slice is read from the file when it is asked for.
 
     text_only: it holds towers beside a text model, whose weights alone are read, by the names of a text model alone.
-    left_out: beginnings of names of weights that nobody reads.
+    left_out: beginnings of names of weights that nobody reads, as of layers that guess further tokens.
     Raises ModelError if the folder has no safetensors weights, or files that are missing or damaged.
     """
 
@@ -53,8 +53,8 @@ class Checkpoint(StoredTensors):
         super().__init__()
         self._folder = Path(path)
         self._open: dict[str, Any] = {}
-        # Weights of towers.
-        self.num_left_out = 0
+        # Weights of towers, and weights of `left_out`.
+        self.num_left_out = self.num_unused = 0
         self._file_of = self._find_weights()
         # Name in a text model alone -> stored name, where they may differ.
         self._text: dict[str, str] = {}
@@ -62,9 +62,9 @@ class Checkpoint(StoredTensors):
         if text_only:
             self._text, towers = split_text(self._file_of)
             self.num_left_out, names = len(towers), self._text
-        self._file_of = {
-            stored: self._file_of[stored] for name, stored in names.items() if not name.startswith(left_out)
-        }
+        read = {stored: self._file_of[stored] for name, stored in names.items() if not name.startswith(left_out)}
+        self.num_unused = len(names) - len(read)
+        self._file_of = read
         self._used: set[str] = set()
         self._missing: list[str] = []
         # Shown on terminals only, so not by the ranks of a cluster.
@@ -239,6 +239,7 @@ def _left_out(spec: ModelSpec) -> tuple[str, ...]:
     drafts = [f"model.layers.{spec.num_layers + i}." for i in range(spec.draft_layers)]
     readers = [layer for layer in range(spec.num_layers) if spec.kv_layer(layer) != layer]
     keys = [f"model.layers.{layer}.self_attn.{name}" for layer in readers for name in KV_MODULES]
+    drafts += [] if spec.draft_prefix is None else [spec.draft_prefix]
     return (*drafts, *keys)
 
 
@@ -259,6 +260,11 @@ def _weight_source(config: ResolvedConfig, tp: TPGroup, device: torch.device, *,
     checkpoint = Checkpoint(options.model, text_only=spec.text_only, left_out=_left_out(spec))
     if checkpoint.num_left_out and tp.rank == 0:
         logger.info("%s is served for text alone: %d weights are left out", options.model, checkpoint.num_left_out)
+    if checkpoint.num_unused and tp.rank == 0:
+        logger.info(
+            "%d weights of which the model has no use are left out, as those that guess further tokens",
+            checkpoint.num_unused,
+        )
     if stored is not None:
         return QuantisedCheckpoint(checkpoint, stored, device, keep=keep)
     if options.quantization == "fp8":

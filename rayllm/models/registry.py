@@ -22,6 +22,7 @@ from rayllm.models.mistral3 import mistral3
 from rayllm.models.mixtral import mixtral
 from rayllm.models.opt import OPTForCausalLM
 from rayllm.models.qwen2_moe import qwen2_moe
+from rayllm.models.qwen3_5 import qwen3_5
 from rayllm.models.qwen3_moe import qwen3_moe
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,11 @@ MODEL_CLASSES: dict[str, ModelClass] = {
     "Qwen3VLForConditionalGeneration": LlamaForCausalLM,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen3_5,
+    "Qwen3_5MoeForCausalLM": qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5,
+    "Qwen3NextForCausalLM": qwen3_5,
     "MixtralForCausalLM": mixtral,
     "Glm4MoeForCausalLM": glm4_moe,
     "MiniMaxM2ForCausalLM": minimax_m2,

@@ -2,8 +2,9 @@
 
 Both are block-major: [num_blocks, numbers of a block], so that a block is one contiguous piece to copy. A block holds
 the layers of one group (`config.kv_groups`) one after the other, each as [2 (K, V), num_kv_heads, block_size,
-head_dim]; which group's, only block tables know. Attention sees strided views of one layer. Pools in fp8 are bytes to
-all but those views. A layer of latent attention has no V: the first entries of its K are (`latent_cache`).
+head_dim], or a recurrent layer's state and the last inputs of its convolution; which group's, only block tables know.
+Layers see strided views of their own. Pools in fp8 are bytes to all but those views. A layer of latent attention has no
+V: the first entries of its K are (`latent_cache`).
 
 On CUDA, moves go beside the step that computes (`CopyStream`). Blocks are scattered over both pools, and one transfer a
 block would be too small for PCIe where blocks are. So blocks go through staging blocks on the device: one kernel
@@ -30,12 +31,15 @@ import torch
 
 from rayllm.api.types import KVBlocks
 from rayllm.config.kv_groups import kv_groups
-from rayllm.config.model_spec import ModelSpec
+from rayllm.config.model_spec import GatedDeltaSpec, ModelSpec
 from rayllm.errors import ConfigError
 from rayllm.layers.attention import KVCache, LayerCache
+from rayllm.layers.gated_delta import LayerState
+from rayllm.models.base import Cache
 from rayllm.sampling.transfer import to_device
 from rayllm_kernels import ops
 from rayllm_kernels.cache.kv_cache import FP8_MAX, KVScales, latent_cache
+from rayllm_kernels.ops import StateCache
 
 SLOT_BYTES = 64 << 20  # a transfer of this size is as fast as any
 OUT_SLOTS = 4  # what swap-outs may be behind compute before it waits for them
@@ -58,16 +62,62 @@ class LayerPlace(NamedTuple):
         """Numbers up to its end."""
         return self.offset + (2 if self.shared_values is None else 1) * math.prod(self.shape)
 
+    def end_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes up to its end, in a cache of this dtype."""
+        return self.end * dtype.itemsize
 
-def lay_out_blocks(spec: ModelSpec, tp: int, block_size: int) -> list[LayerPlace]:
+    def view(self, pool: torch.Tensor, dtype: torch.dtype, scales: KVScales | None) -> LayerCache:
+        """The layer's part of all blocks of a pool [num_blocks, numbers]."""
+        parts = pool.view(dtype)[:, self.offset : self.end].unflatten(1, (-1, *self.shape))
+        if self.shared_values is None:
+            kv = KVCache(parts[:, 0], parts[:, 1], scales)
+        else:
+            kv = latent_cache(parts[:, 0], self.shared_values)
+        return LayerCache(kv, self.group)
+
+
+class StatePlace(NamedTuple):
+    """Where a layer with a recurrent state is in the blocks of its group."""
+
+    group: int
+    # Layers before it.
+    place: int
+    spec: GatedDeltaSpec
+    tp: int
+    block_size: int
+
+    def end_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes up to its end, in a model of this dtype."""
+        return (self.place + 1) * self.spec.state_bytes(self.tp, dtype.itemsize)
+
+    def view(self, pool: torch.Tensor, dtype: torch.dtype, _scales: KVScales | None) -> LayerState:
+        """The layer's part of all blocks of a pool: the state first, and then the inputs."""
+        state, conv = self.spec.state_shape(self.tp), self.spec.conv_shape(self.tp)
+        begin = self.end_bytes(dtype) - self.spec.state_bytes(self.tp, dtype.itemsize)
+        middle = begin + 4 * math.prod(state)
+        stored = pool.view(torch.uint8)
+        recurrent = stored[:, begin:middle].view(torch.float32).unflatten(1, state)
+        inputs = stored[:, middle : middle + dtype.itemsize * math.prod(conv)].view(dtype).unflatten(1, conv)
+        return LayerState(StateCache(inputs, recurrent, self.block_size), self.group)
+
+
+Place = LayerPlace | StatePlace
+
+
+def lay_out_blocks(spec: ModelSpec, tp: int, block_size: int) -> list[Place]:
     """Where each layer of a model is in the blocks of each of `tp` ranks; some layers may be at the same place."""
-    places: dict[int, LayerPlace] = {}
+    places: dict[int, Place] = {}
     shared_values = None if spec.latent is None else spec.latent.kv_rank
-    for group, (_window, layers) in enumerate(kv_groups(spec, tp)):
+    for number, group in enumerate(kv_groups(spec, tp)):
+        if group.recurrent:
+            assert spec.gated_delta is not None
+            for place_in_group, layer in enumerate(group.layers):
+                places[layer] = StatePlace(number, place_in_group, spec.gated_delta, tp, block_size)
+            continue
         offset = 0
-        for layer in layers:
+        for layer in group.layers:
             heads, head_dim = spec.kv_shape(layer, tp)
-            places[layer] = place = LayerPlace(group, offset, (heads, block_size, head_dim), shared_values)
+            places[layer] = place = LayerPlace(number, offset, (heads, block_size, head_dim), shared_values)
             offset = place.end
     return [places[spec.kv_layer(layer)] for layer in range(spec.num_layers)]
 
@@ -86,7 +136,7 @@ class CacheEngine:
     def __init__(
         self,
         blocks: KVBlocks,
-        places: list[LayerPlace],
+        places: list[Place],
         dtype: torch.dtype,
         device: torch.device,
         scales: list[KVScales] | None = None,
@@ -97,7 +147,7 @@ class CacheEngine:
         pinned = device.type == "cuda" and blocks.cpu > 0
         num_staging = staging_blocks(block_bytes(places, dtype), blocks.cpu) if pinned else 0
         # Zeros, not garbage: a masked position times a NaN would still be NaN.
-        size = max(place.end for place in places)
+        size = block_bytes(places, dtype) // storage.itemsize
         shape = (blocks.gpu + num_staging, size)
         if device.type == "cpu":  # the system's zeros, when a block is first used: no start has to wait for all of them
             pages = np.zeros(math.prod(shape) * storage.itemsize, np.uint8)
@@ -105,15 +155,9 @@ class CacheEngine:
         else:
             with_staging = torch.zeros(shape, dtype=storage, device=device)
         self.pool = with_staging[: blocks.gpu]
-        numbers = self.pool.view(dtype)
-        self.layers = []
-        for i, place in enumerate(places):
-            parts = numbers[:, place.offset : place.end].unflatten(1, (-1, *place.shape))
-            if place.shared_values is None:
-                kv = KVCache(parts[:, 0], parts[:, 1], None if scales is None else scales[i])
-            else:
-                kv = latent_cache(parts[:, 0], place.shared_values)
-            self.layers.append(LayerCache(kv, place.group))
+        self.layers: list[Cache] = [
+            place.view(self.pool, dtype, None if scales is None else scales[i]) for i, place in enumerate(places)
+        ]
         self.host_pool = _host_memory((blocks.cpu, size), storage, pinned)
         self.swaps: CopyStream | PlainCopies = PlainCopies(self.pool, self.host_pool)
         if pinned:
@@ -256,9 +300,10 @@ def _copy_blocks(pool: torch.Tensor, source: list[int] | range, destination: lis
     ops.copy_blocks(pool, *to_device([np.array(source, np.int64), np.array(destination, np.int64)], pool.device))
 
 
-def block_bytes(places: list[LayerPlace], dtype: torch.dtype) -> int:
-    """Bytes of one block of one rank: those of the largest group."""
-    return max(place.end for place in places) * dtype.itemsize
+def block_bytes(places: list[Place], dtype: torch.dtype) -> int:
+    """Bytes of one block of one rank: those of the largest group, and a multiple of 16 if there are states."""
+    largest = max(place.end_bytes(dtype) for place in places)
+    return -(-largest // 16) * 16 if any(isinstance(place, StatePlace) for place in places) else largest
 
 
 def slot_blocks(block_bytes: int, num_cpu_blocks: int) -> int:

@@ -19,9 +19,8 @@ import numpy as np
 import torch
 
 from rayllm.api.types import StepCost
-from rayllm.layers.attention import LayerCache
 from rayllm.layers.batch import ForwardBatch
-from rayllm.models.base import CausalLM
+from rayllm.models.base import Cache, CausalLM
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.sampling.sampling_table import DrawColumns
 from rayllm.worker.inputs import PersistentBatch, StepLayout
@@ -48,7 +47,7 @@ class RunContext:
 
     model: CausalLM
     # One a layer.
-    caches: list[LayerCache]
+    caches: list[Cache]
     batch: PersistentBatch
     # Decodes are attended by the decode kernel. Without it they are chunks of one token, whose results do not depend on
     # how a sequence was cut into steps.
@@ -116,7 +115,7 @@ class _Captured(ABC):
         self._missed: Counter[int] = Counter()  # how often steps were computed kernel by kernel, by size
         self._used = 0  # the size of the last such step; 0 if it is captured
 
-    def run_all(self, caches: list[LayerCache]) -> None:
+    def run_all(self, caches: list[Cache]) -> None:
         """Compute a step of padding of each size, by the layers of `caches`. Must run on all ranks together."""
         for size in reversed(self.sizes):
             self._load_padding(size)
@@ -158,7 +157,7 @@ class _Captured(ABC):
         """Fill the inputs of a step of this size with padding alone."""
 
     @abstractmethod
-    def _step(self, size: int, caches: list[LayerCache]) -> tuple[torch.Tensor, ...]:
+    def _step(self, size: int, caches: list[Cache]) -> tuple[torch.Tensor, ...]:
         """Compute what has been loaded. The logits come first."""
 
 
@@ -210,7 +209,7 @@ class DecodeGraphs(_Captured):
         floats[size : size + count], floats[size + count :] = draw.noise_scale, 0.0
         return packed
 
-    def _step(self, size: int, caches: list[LayerCache]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step(self, size: int, caches: list[Cache]) -> tuple[torch.Tensor, torch.Tensor]:
         model, state, split = self._context.model, self._context.batch, self._context.split_decodes
         rows, positions, seeds, floats = self._packed[: WORDS * size].view(WORDS, size).unbind(0)
         temperature, noise_scale = floats.view(torch.float32).view(2, size).unbind(0)
@@ -305,7 +304,7 @@ class ChunkGraphs(_Captured):
         width = self._context.max_blocks
         context = min(PROBE_CONTEXT, width * state.block_size)
         # A sequence of the spare row, whose blocks nobody reads otherwise.
-        num_blocks = self._context.caches[0].kv.k.shape[0]
+        num_blocks = self._context.caches[0].num_blocks
         state.block_tables[:, -1] = torch.arange(width, device=self._context.device) % num_blocks
         inputs = self._inputs(self._packed, size)
         inputs.seq_lens[room] = context
@@ -377,7 +376,7 @@ class ChunkGraphs(_Captured):
         logit_rows[layout.num_sampled :] = 0
         self._packed[: len(packed)].copy_(packed, non_blocking=True)
 
-    def _step(self, size: int, caches: list[LayerCache]) -> tuple[torch.Tensor]:
+    def _step(self, size: int, caches: list[Cache]) -> tuple[torch.Tensor]:
         model, state, room = self._context.model, self._context.batch, self._room(size)
         inputs = self._inputs(self._packed, size)
         input_ids, slots = self._input_ids[:size], self._slots[:, :size]

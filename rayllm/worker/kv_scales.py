@@ -20,14 +20,14 @@ import torch
 from rayllm.errors import ModelError
 from rayllm.layers.attention import KVCache, LayerCache
 from rayllm.layers.batch import ForwardBatch
-from rayllm.models.base import CausalLM
+from rayllm.models.base import Cache, CausalLM
 from rayllm_kernels.cache.kv_cache import FP8_MAX, KVScales
 
 CALIBRATION_TOKENS = 512
 MARGIN = 2.0  # at least, between what was seen and the largest number of the format
 SEED = 1
 
-Run = Callable[[ForwardBatch, list[LayerCache]], None]  # a step, on all ranks together
+Run = Callable[[ForwardBatch, list[Cache]], None]  # a step, on all ranks together
 
 
 def find_scales(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Run) -> list[KVScales] | None:
@@ -101,7 +101,7 @@ def _calibrate(model: CausalLM, kv_dtype: torch.dtype, block_size: int, run: Run
             num_decodes=0,
             max_query_len=tokens,
         ),
-        caches,
+        [*caches],
     )
     scales = []
     for layer, cache in enumerate(caches):

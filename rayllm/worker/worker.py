@@ -18,8 +18,8 @@ import torch
 from rayllm.api.types import DeviceMemory, KVBlocks, KVCosts, Phases, RankReady, StepPlan, StepResult, timed
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ConfigError
-from rayllm.layers.attention import LayerCache
 from rayllm.layers.batch import ForwardBatch
+from rayllm.models.base import Cache
 from rayllm.models.loader import load_model
 from rayllm.parallel.shared_weights import SharedWeights
 from rayllm.parallel.tp_group import TPGroup
@@ -73,10 +73,10 @@ class RankModel:
             if weights is not None and weights.is_filled:
                 self.scales = unpack_scales(weights.note, device)
             else:
-                self.scales = find_scales(self.model, self.kv_dtype, config.options.block_size, self._run_once)
+                self.scales = find_scales(self.model, self.kv_dtype, config.block_size, self._run_once)
                 if weights is not None:
                     weights.note = pack_scales(self.scales)
-        self.places = lay_out_blocks(config.spec, config.tp, config.options.block_size)
+        self.places = lay_out_blocks(config.spec, config.tp, config.block_size)
         self.block_bytes = block_bytes(self.places, self.kv_dtype)
         self.num_groups = 1 + max(place.group for place in self.places)
         self.max_num_seqs = config.num_seqs_choices[0]
@@ -95,7 +95,7 @@ class RankModel:
         if options.num_gpu_blocks_override is not None:
             return KVBlocks(options.num_gpu_blocks_override, num_cpu_blocks, self.max_num_seqs)
         if self.device.type == "cpu":
-            most = self.num_groups * self.max_num_seqs * -(-self.config.max_model_len // options.block_size)
+            most = self.num_groups * self.max_num_seqs * -(-self.config.max_model_len // self.config.block_size)
             num_blocks = max(1, min(most, CPU_POOL_BYTES // self.block_bytes))
             return KVBlocks(num_blocks, num_cpu_blocks, self.max_num_seqs)
         with timed(self.phases, "size KV cache"):
@@ -113,7 +113,7 @@ class RankModel:
     def bytes_for_seqs(self, num_seqs: int) -> int:
         """Device memory that sequences take beside their KV if so many run at once: tables, graphs and logits."""
         options, spec = self.config.options, self.config.spec
-        tables = table_bytes(num_seqs, self.config.max_model_len, options.block_size, self.num_groups)
+        tables = table_bytes(num_seqs, self.config.max_model_len, self.config.block_size, self.num_groups)
         tables += 8 * num_seqs * spec.hidden_size  # the pooler's sums
         logits = num_seqs * self.model.lm_head.num_tokens * self.dtype.itemsize
         kinds = 2 if options.enable_lora else 1  # of graphs: steps with adapters have their own
@@ -131,9 +131,7 @@ class RankModel:
             torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def run_batch(
-        self, caches: list[LayerCache], total: int, length: int | None = None, *, adapted: bool = False
-    ) -> None:
+    def run_batch(self, caches: list[Cache], total: int, length: int | None = None, *, adapted: bool = False) -> None:
         """A pass over `total` tokens by the layers of `caches`: no KV is written, as many rows get logits as may.
 
         length: of a sequence, 1 for decodes; None for as long as can be. adapted: tokens may have adapters.
@@ -144,7 +142,7 @@ class RankModel:
         starts = torch.tensor([*range(0, total, length), total], dtype=torch.int32, device=device)
         positions = torch.arange(total, device=device) % length
         num_seqs = len(starts) - 1
-        tables = torch.zeros(num_seqs, -(-length // options.block_size), dtype=torch.int32, device=device)
+        tables = torch.zeros(num_seqs, -(-length // self.config.block_size), dtype=torch.int32, device=device)
         slots = torch.full((total,), -1, dtype=torch.int64, device=device)
         batch = ForwardBatch(
             input_ids=torch.zeros(total, dtype=torch.int64, device=device),
@@ -165,7 +163,7 @@ class RankModel:
         self.synchronize()
 
     @torch.inference_mode()
-    def _run_once(self, batch: ForwardBatch, caches: list[LayerCache]) -> None:
+    def _run_once(self, batch: ForwardBatch, caches: list[Cache]) -> None:
         """A forward pass before there is a runner, to its end on the device."""
         with self.memory.active():
             if self.device.type == "cuda":
@@ -226,7 +224,7 @@ class Worker:
         with timed(rank.phases, "allocate KV cache"):
             self._cache = rank.new_cache(blocks)
             state = PersistentBatch(
-                rank.max_num_seqs, rank.config.max_model_len, options.block_size, device, rank.num_groups
+                rank.max_num_seqs, rank.config.max_model_len, rank.config.block_size, device, rank.num_groups
             )
             table = SamplingTable(rank.max_num_seqs, spec.vocab_size, spec.eos_token_ids)
             context = RunContext(rank.model, self._cache.layers, state, split_decodes=not options.deterministic)

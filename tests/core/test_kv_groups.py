@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.scheduler import Harness
 
-from rayllm.config.kv_groups import CONTEXT, KVGroup, kv_groups
+from rayllm.config.kv_groups import CONTEXT, KVGroup, block_tokens, kv_groups
+from rayllm.config.model_spec import GatedDeltaSpec
 from rayllm.core.memory import KVWindow, longest, most_blocks
 
 SIZE = 16
@@ -23,6 +24,7 @@ class Shape:
     widths: tuple[int, ...] = ()
     max_model_len: int = 131072
     kv_layers: tuple[int, ...] = ()
+    gated_delta: GatedDeltaSpec | None = None
 
     def kv_layer(self, layer: int) -> int:
         return self.kv_layers[layer] if self.kv_layers else layer
@@ -36,7 +38,7 @@ def gemma3(num_layers: int, window: int) -> Shape:
 
 
 def sizes(shape: Shape) -> list[tuple[int | None, int]]:
-    return [(window, len(layers)) for window, layers in kv_groups(shape, 1)]
+    return [(group.window, len(group.layers)) for group in kv_groups(shape, 1)]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,48 @@ def sizes(shape: Shape) -> list[tuple[int | None, int]]:
 )
 def test_groups_of_known_models(windows, expected):
     assert sizes(Shape(windows)) == expected
+
+
+def hybrid(num_layers: int, key_heads: int = 16, value_heads: int = 32, kv_heads: int = 2) -> Shape:
+    """Qwen3.5's: three layers with a state to one that attends, whose heads are of 256 numbers."""
+    layers = tuple(layer % 4 != 3 for layer in range(num_layers))
+    delta = GatedDeltaSpec(layers, key_heads, value_heads, 128, 128, 4)
+    return Shape((None,) * num_layers, (32 * kv_heads,) * num_layers, gated_delta=delta)
+
+
+def test_states_have_groups_of_their_own():
+    groups = kv_groups(hybrid(40), 1)
+    assert [(group.window, len(group.layers), group.recurrent) for group in groups] == [
+        (None, 10, False),
+        *[(2, 5, True)] * 6,
+    ]
+    assert groups[0].layers == tuple(range(3, 40, 4))
+    assert groups[1].layers == (0, 1, 2, 4, 5)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(40))
+    assert [len(group.layers) for group in kv_groups(hybrid(4), 1)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "kv_bytes", "expected"),
+    [
+        (hybrid(40), 1, 2, 528),
+        (hybrid(40), 2, 2, 528),
+        (hybrid(40), 4, 2, 528),
+        (hybrid(40), 1, 4, 272),
+        (hybrid(32, kv_heads=4), 1, 2, 272),
+        (Shape((None,) * 40), 1, 2, 16),
+    ],
+)
+def test_a_block_has_room_for_states(shape, tp, kv_bytes, expected):
+    tokens = block_tokens(shape, tp, 16, dtype_bytes=2, kv_bytes=kv_bytes)
+    assert tokens == expected
+    assert block_tokens(shape, tp, 100, dtype_bytes=2, kv_bytes=kv_bytes) == -(-tokens // 100) * 100
+    if shape.gated_delta is not None:
+        groups = kv_groups(shape, tp)
+        heads, width = shape.kv_shape(0, tp)
+        state = len(groups[1].layers) * shape.gated_delta.state_bytes(tp, 2)
+        of_token = len(groups[0].layers) * 2 * heads * width * kv_bytes
+        assert (tokens - 16) * of_token < state <= tokens * of_token
 
 
 def test_a_model_of_short_contexts_has_one_group():
@@ -85,7 +129,7 @@ def test_each_layer_is_in_one_group_and_little_is_lost(layers, tp):
     groups = kv_groups(shape, tp)
     assert groups == kv_groups(shape, tp)
     assert sorted(layer for group in groups for layer in group.layers) == list(range(len(layers)))
-    for window, members in groups:
+    for window, members, _recurrent in groups:
         assert list(members) == sorted(members)
         seen = {shape.sliding_windows[layer] for layer in members}
         assert len(groups) == 1 or seen == {window}

@@ -31,7 +31,7 @@ class Pools(RuleBasedStateMachine):
     @initialize(
         caching=st.booleans(),
         costs=st.sampled_from([CHEAP, EVEN, DEAR]),
-        windows=st.sampled_from([(None,), (None,), (1,), (5,), (8,), (None, 5), (8, None, 1), (5, 1)]),
+        windows=st.sampled_from([(None,), (None,), (1,), (5,), (8,), (None, 5), (8, None, 1), (5, 1), (None, 2, 2)]),
         write_ahead=st.sampled_from([0, 3, 20]),
     )
     def start(self, caching: bool, costs: KVCosts, windows: tuple[int | None, ...], write_ahead: int) -> None:

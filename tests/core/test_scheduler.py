@@ -14,6 +14,7 @@ from support.scheduler import CHEAP, DEAR, EVEN, Harness
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest, StepResult
+from rayllm.config.kv_groups import STATE_WINDOW
 from rayllm.core.memory import KVWindow, most_blocks
 from rayllm.core.sequence import SequenceStatus
 
@@ -93,6 +94,7 @@ def beam_params(params, beams, max_num_seqs):
         st.tuples(WINDOWS, WINDOWS),
         st.tuples(WINDOWS, WINDOWS, WINDOWS),
     ),
+    states=st.sampled_from([0, 0, 1, 2]),
     growth_blocks=st.integers(0, 2),
 )
 def test_random_histories_leave_every_output_right(
@@ -108,9 +110,12 @@ def test_random_histories_leave_every_output_right(
     mode,
     costs,
     windows,
+    states,
     growth_blocks,
 ):
-    num_blocks = most_blocks([KVWindow(window, block_size) for window in windows], 32) + spare_blocks
+    """states: groups of layers with a recurrent state, beside those of the windows."""
+    groups = [*windows, *[STATE_WINDOW] * states]
+    num_blocks = most_blocks([KVWindow(window, block_size) for window in groups], 32) + spare_blocks
     harness = Harness(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -123,7 +128,8 @@ def test_random_histories_leave_every_output_right(
         preemption_mode=mode if num_cpu_blocks or mode != "swap" else "cost",
         costs=costs,
         windows=windows,
-        max_model_len=max(32, num_blocks // len(windows) * block_size),
+        states=states,
+        max_model_len=max(32, num_blocks // len(groups) * block_size),
         growth_blocks=growth_blocks,
     )
     for operation in operations:

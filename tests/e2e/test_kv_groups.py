@@ -18,6 +18,7 @@ from rayllm.config.kv_groups import kv_groups
 from rayllm.config.options import EngineConfig
 from rayllm.config.resolved import ResolvedConfig, resolve
 from rayllm.core.check import check_scheduler
+from rayllm.core.memory import KVWindow, most_blocks
 from rayllm.engine.engine import EngineCore
 from rayllm.errors import ConfigError, EngineDeadError
 from rayllm.executor.local import LocalExecutor
@@ -27,11 +28,13 @@ from rayllm.worker.worker import RankModel
 
 WINDOW, NUM_TOKENS = 24, 24
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "num_hidden_layers": 5}
-SLIDING, FULL = "sliding_attention", "full_attention"
-# Groups of one layer and of two; in the latter one block in five is half empty.
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+# Groups of one layer and of two; in the latter one block in five is half empty. Layers with a recurrent state take part
+# in the same: their blocks hold 12 tokens where 4 are asked for, and 16 where 8 are.
 MODELS = {
     "first layers full": ("qwen2", {**WINDOWED, "max_window_layers": 1}, 5),
     "layer types": ("qwen3", {**WINDOWED, "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL]}, 3),
+    "states": ("qwen3_5", {"layer_types": [LINEAR, LINEAR, FULL, LINEAR], "num_hidden_layers": 4}, 4),
 }
 # The same, because only one token is left.
 FOUR = SamplingParams(n=4, temperature=1.0, top_k=1, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -110,8 +113,13 @@ def check(case: Case, *, repeats: int = 1, **options: object) -> EngineStats:
 
 def windows_of(case: Case) -> list[int | None]:
     """Of each group."""
-    spec = resolve(EngineConfig(model=case.folder, device="cpu"), 0).spec
-    return [group.window for group in kv_groups(spec, 1)]
+    return [window.tokens for window in kv_windows(case, 16)]
+
+
+def kv_windows(case: Case, block_size: int) -> list[KVWindow]:
+    """Of each group, for an engine that is asked for this block size."""
+    config = resolve(EngineConfig(model=case.folder, device="cpu", block_size=block_size), 0)
+    return [KVWindow(group.window, config.block_size) for group in kv_groups(config.spec, 1)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -120,7 +128,7 @@ def test_with_room_for_all(cases, name, caching):
     assert len(windows_of(cases[name])) == MODELS[name][2]
     stats = check(cases[name], repeats=2, enable_prefix_caching=caching, block_size=8)
     assert stats.num_preemptions == 0
-    assert (stats.prefix_cache_hits > 16 * 60) == caching, "prompts that came before, and their beginnings"
+    assert (stats.prefix_cache_hits > 16 * 50) == caching, "prompts that came before, and their beginnings"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -135,13 +143,12 @@ def test_in_chunks(cases, name):
         ("first layers full", "swap", False),
         ("layer types", "recompute", False),
         ("layer types", "swap", True),
+        ("states", "recompute", True),
+        ("states", "swap", False),
     ],
 )
 def test_in_a_pool_for_little_more_than_the_longest(cases, name, mode, caching):
-    """In blocks of 4, a sequence of 256 tokens needs 64 blocks of a full group and 7 of a windowed one."""
-    windows = windows_of(cases[name])
-    full = windows.count(None)
-    num_blocks = 64 * full + 7 * (len(windows) - full) + 10
+    num_blocks = most_blocks(kv_windows(cases[name], 4), 256) + 10
     whole = cases[name]
     stats = check(
         Case(whole.folder, whole.prompts[:10], whole.expected[:10], whole.beams),
@@ -152,8 +159,9 @@ def test_in_a_pool_for_little_more_than_the_longest(cases, name, mode, caching):
         enable_prefix_caching=caching,
         swap_space=0.05,
     )
-    assert stats.num_preemptions > 4
-    assert (stats.num_swap_preemptions > 4) == (mode == "swap")
+    fewest = 0 if name == "states" else 4  # admission leaves a block of each group, and most of those are of states
+    assert stats.num_preemptions > fewest
+    assert (stats.num_swap_preemptions > fewest) == (mode == "swap")
 
 
 def test_heads_of_other_sizes_and_keys_of_other_layers(tmp_path):

@@ -64,7 +64,7 @@ def test_results_do_not_depend_on_the_batch(tmp_path, kind, num_blocks):
     [
         *("llama", "qwen2", "qwen3_tied", "mistral", "opt", "bloom", "gemma2", "gemma3", "phi4", "glm4", "ministral3"),
         *("gemma4_moe", "gemma4_shared"),
-        *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3"),
+        *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "qwen3_5", "qwen3_next"),
     ],
 )
 def test_logits_do_not_depend_on_chunks(tmp_path, kind, dtype):

@@ -99,6 +99,12 @@ def step(rows, begin):
     ops.linear_fp8_weight(x, Fp8Weight(numbers, ones))
     ops.linear_rounding_fp8(x[:1], Rounding(), Fp8Weight(numbers, ones), norm=(x[0], 1e-6), residual=x[1:2])
     ops.linear_int4(x, Int4Weight(torch.zeros(256, 64, dtype=torch.uint8), ones, None, 128, None))
+    states = StateCache(torch.zeros(9, 3, 512, dtype=half), torch.zeros(9, 16, 16, 16), 16)
+    for chunks in (Chunks(contexts), Chunks(contexts, starts, 100 + rows)):
+        ops.causal_conv(tensor(512), torch.zeros(512, 4, dtype=half), states, chunks, tensor(512))
+        gates = Gates(tensor(16), tensor(16), torch.zeros(16), torch.zeros(16))
+        ops.gated_delta_rule(tensor(512), gates, states, chunks, tensor(16, 16))
+    ops.rms_norm_gated(tensor(16, 16), tensor(256), torch.zeros(16, dtype=half), 1e-6)
     a, b, ranks = (torch.zeros(2, *shape) for shape in ((1, 16, 128), (256, 16), (1,)))
     adapters = AdapterSlots(a.to(half), b.to(half), ranks.to(torch.int32), (256,))
     ops.add_adapters(x, tensor(256), array(dtype=torch.int32), adapters)

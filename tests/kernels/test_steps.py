@@ -6,6 +6,7 @@ padding left behind. Unwritten slots of the cache hold NaN. On a GPU, tests/gpu 
 
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy as np
@@ -15,7 +16,6 @@ from support.closeness import check_close
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import SequenceData, StepPlan
-from rayllm.layers.attention import KVCache, LayerCache
 from rayllm.sampling.sampling_table import DrawColumns
 from rayllm.worker.graphs import DecodeGraphs, step_graphs
 from rayllm_kernels import dispatch
@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(
     scope="module",
-    params=[("qwen3", False), ("qwen3", True), ("gemma2", False)],
-    ids=["plain", "deterministic", "with soft caps"],
+    params=[("qwen3", False), ("qwen3", True), ("gemma2", False), ("qwen3_5", False)],
+    ids=["plain", "deterministic", "with soft caps", "with states"],
 )
 def case(request, tmp_path_factory):
     """(model, whether it is deterministic). fp16: the interpreter cannot multiply bf16 matrices."""
@@ -88,7 +88,7 @@ def test_decode_steps(case):
             eager.step([(str(row), ids[:-1])])
         table = [*eager.tables.get(str(row), [[]])[0], *([eager.free[row]] * 2)]
         new.append(SequenceData(row, ids, len(ids), len(ids) - 1, [table], SamplingParams(), 0))
-    caches = [LayerCache(KVCache(cache.k.clone(), cache.v.clone())) for cache, _group in eager.caches]
+    caches = [copy.deepcopy(cache) for cache in eager.caches]
     context, room = model_factory.run_context(model, caches, 8, split_decodes=not deterministic)
     graphs = DecodeGraphs(context, room)
     plan = StepPlan(0, [], new, [], [], [], [], 0, 0)

@@ -28,6 +28,7 @@ PLAIN = (
     *("phi3", "glm4", "ministral", "ministral3", "granite", "smollm3", "gemma2", "gemma3", "qwen3_moe", "mixtral"),
     *("glm4_moe", "minimax_m2", "gpt_oss", "qwen2_moe", "gemma4", "gemma4_moe"),
     *("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "mistral4"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next"),
 )
 WITH_TOWERS = ("mistral3", "qwen2_5_vl", "qwen3_vl")  # for the keys of their text_config
 OWN = (*PLAIN, *WITH_TOWERS)

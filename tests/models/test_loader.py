@@ -88,6 +88,20 @@ def test_towers_are_left_out(tmp_path, kind, caplog):
         factory.load(folder)
 
 
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path, caplog):
+    """Beside a tower too, and the log says so."""
+    factory.make_model(tmp_path, "qwen3_5_vl", num_hidden_layers=2)
+    expected = state(factory.load(tmp_path))
+    more = {f"mtp.{name}": torch.zeros(3) for name in ("fc.weight", "layers.0.mlp.up_proj.weight")}
+    edit(tmp_path, lambda tensors: tensors.update(more))
+    caplog.clear()
+    with caplog.at_level("INFO", "rayllm.models.loader"):
+        loaded = state(factory.load(tmp_path))
+    told = [record.getMessage() for record in caplog.records]
+    assert "2 weights of which the model has no use are left out, as those that guess further tokens" in told
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
 def test_a_head_that_is_not_the_embedding_is_not_tied(tmp_path):
     factory.make_model(tmp_path, "qwen3_tied", num_hidden_layers=2)
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))

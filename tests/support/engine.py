@@ -63,12 +63,14 @@ class FakeExecutor(Executor):
     def start(self) -> KVBlocks:
         if self._error is not None:
             raise self._error
-        options = self._config.options
-        windows = tuple(group.window for group in kv_groups(self._config.spec, self._config.tp))
+        groups = kv_groups(self._config.spec, self._config.tp)
+        windows, states = tuple(group.window for group in groups), sum(group.recurrent for group in groups)
         blocks = msgspec.structs.replace(self._blocks, max_num_seqs=self._config.num_seqs_choices[-1])
         if self._blocks.cpu:
             self.report.ready.append(RankReady(kv_costs=KVCosts(1.0, 1e-3, 1e-3)))
-        self._make_worker = lambda: FakeWorker(blocks.gpu, options.block_size, blocks.max_num_seqs, blocks.cpu, windows)
+        self._make_worker = lambda: FakeWorker(
+            blocks.gpu, self._config.block_size, blocks.max_num_seqs, blocks.cpu, windows, states
+        )
         self._worker = self._make_worker()
         return blocks
 

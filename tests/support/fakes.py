@@ -146,6 +146,8 @@ class FakeWorker:
     for them; those that are written back must not change until a plan waits for that.
 
     windows: by group of layers, a token reads so many positions, its own included; None for all.
+    states: so many of the last groups hold a recurrent state in each block, in its first slot: of the last token in the
+    block that is computed. A step reads that of the token before its first, as it was before the step.
     """
 
     num_blocks: int
@@ -153,6 +155,7 @@ class FakeWorker:
     max_num_seqs: int
     num_cpu_blocks: int = 0
     windows: tuple[int | None, ...] = (None,)
+    states: int = 0
     host: dict[int, dict[int, bytes]] = field(default_factory=dict)
     arriving: list[tuple[int, dict[int, bytes]]] = field(default_factory=list)
     leaving: list[tuple[int, int, dict[int, bytes]]] = field(default_factory=list)  # step, block, its content
@@ -183,8 +186,13 @@ class FakeWorker:
         assert all(n == 1 for n in plan.num_tokens[: plan.num_decodes])
         # In every layer the whole batch writes its KV before any sequence attends, so a sequence may share blocks
         # that another one computes in the same step.
+        for row in plan.rows:
+            self._read_states(self.rows[row])
+        written: list[int] = []
         for row, count in zip(plan.rows, plan.num_tokens, strict=True):
             self._write(self.rows[row], count)
+            written += self._write_states(self.rows[row], count)
+        assert len(set(written)) == len(written), "two sequences write a state in one block"
         masks = dict(plan.masks)
         assert all(index < plan.num_sampled for index in masks), "a mask for a sequence that does not sample"
         tokens, logprobs, prompt_logprobs, embeddings = [], [], [], []
@@ -283,12 +291,30 @@ class FakeWorker:
     def _write(self, state: FakeRow, count: int) -> None:
         assert count >= 1 and state.computed + count <= len(state.tokens), "computes tokens that do not exist"
         for position in range(state.computed, state.computed + count):
-            for group in range(len(self.windows)):
+            for group in range(len(self.windows) - self.states):
                 self.pool[self._slot(state, group, position)] = fingerprint(state.tokens[: position + 1], group)
         self.num_tokens_computed += count
 
+    def _write_states(self, state: FakeRow, count: int) -> list[int]:
+        """The blocks that get a state."""
+        written, end = [], state.computed + count
+        for group in range(len(self.windows) - self.states, len(self.windows)):
+            for index in range(state.computed // self.block_size, (end - 1) // self.block_size + 1):
+                last = min(end, (index + 1) * self.block_size)
+                block, _offset = self._slot(state, group, last - 1)
+                self.pool[block, 0] = fingerprint(state.tokens[:last], group)
+                written.append(block)
+        return written
+
+    def _read_states(self, state: FakeRow) -> None:
+        for group in range(len(self.windows) - self.states, len(self.windows)):
+            if state.computed:
+                block, _offset = self._slot(state, group, state.computed - 1)
+                expected = fingerprint(state.tokens[: state.computed], group)
+                assert self.pool.get((block, 0)) == expected, f"wrong state after {state.computed} tokens: {state}"
+
     def _read(self, state: FakeRow) -> None:
-        for group, window in enumerate(self.windows):
+        for group, window in enumerate(self.windows[: len(self.windows) - self.states]):
             first = 0 if window is None else max(0, state.computed - window + 1)
             for position in range(first, state.computed):
                 held = self.pool.get(self._slot(state, group, position))

@@ -98,6 +98,9 @@ MODELS = {
     "gemma-2-9b": _llama("Gemma2", 3584, 14336, 16, 8, 256, sliding_window=4096),
     "one-kv-head": _llama("Llama", 8192, 8192, 64, 1, 128),
     "qwen3-30b-a3b": _llama("Qwen3Moe", 2048, 6144, 32, 4, 128, moe_intermediate_size=768, norm_topk_prob=True),
+    "qwen3.5-35b-a3b": _llama(
+        "Qwen3_5Moe", 2048, 512, 16, 2, 256, moe_intermediate_size=512, full_attention_interval=2
+    ),
     "mixtral-8x7b": _llama("Mixtral", 4096, 14336, 32, 8, 128),
     "deepseek-v3": _deepseek(128),
     "deepseek-v3, a rank of 8": _deepseek(16),
@@ -114,7 +117,7 @@ def run_engine(model: str, max_tokens: int, max_num_seqs: int, *, sampling: bool
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
         config = resolve(EngineConfig(model=folder, device="cpu", load_format="dummy", **options), 0)
-    spec, dtype, block_size = config.spec, getattr(torch, config.dtype), config.options.block_size
+    spec, dtype, block_size = config.spec, getattr(torch, config.dtype), config.block_size
     context = BuildContext(TPGroup.single(), META, dtype, config.max_model_len, config.options.deterministic)
     rank = MODEL_CLASSES[spec.architecture](context, spec).eval()
     scales = None

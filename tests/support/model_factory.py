@@ -49,12 +49,15 @@ def make_model(
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Weights large enough for sharp attention and logits far apart: greedy text of the default inits repeats."""
     generator = torch.Generator().manual_seed(seed + 1)
+    # Of a model with recurrent layers, whose norms add 1 to their weight, but for those of these layers' output. With
+    # gains of 2 in all of them it would amplify the last bit of a state to more than the tests tolerate.
+    adds_one = hasattr(model.config.get_text_config(), "linear_num_key_heads")
     corrections = [entry for entry in model.named_buffers() if entry[0].endswith(("correction_bias", "layer_scalar"))]
     for name, parameter in [*model.named_parameters(), *corrections]:
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
             if name.endswith(("norm.weight", "ln_f.weight", "layer_scalar")):
-                parameter.copy_(1.0 + 0.1 * noise)
+                parameter.copy_((0.0 if adds_one and "linear_attn" not in name else 1.0) + 0.1 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.1 * noise)
             elif "embed" in name or name.startswith("lm_head"):
@@ -111,13 +114,20 @@ class PagedRunner:
         num_groups: int = 1,
     ):
         from rayllm.layers.attention import KVCache, LayerCache
-        from rayllm_kernels.ops import latent_cache
+        from rayllm.layers.gated_delta import LayerState
+        from rayllm_kernels.ops import StateCache, latent_cache
 
         self.model, self.block_size, self.num_groups = model, block_size, num_groups
         self.caches: list[LayerCache] = []
         for layer in range(model.spec.num_layers):
             if (source := model.spec.kv_layer(layer)) != layer:
                 self.caches.append(self.caches[source])
+                continue
+            if model.spec.is_recurrent(layer):
+                delta, tp = model.spec.gated_delta, model.tp.size
+                conv = torch.full((num_blocks, *delta.conv_shape(tp)), float("nan"), dtype=dtype)
+                recurrent = torch.full((num_blocks, *delta.state_shape(tp)), float("nan"))
+                self.caches.append(LayerState(StateCache(conv, recurrent, block_size), layer % num_groups))
                 continue
             heads, head_dim = model.spec.kv_shape(layer, model.tp.size)
             k, v = torch.full((2, num_blocks, heads, block_size, head_dim), float("nan"), dtype=dtype)

@@ -8,6 +8,7 @@ from support.fakes import EOS, FakeConstraint, FakeWorker, embedding, expected_b
 
 from rayllm.api.sampling_params import SamplingParams, derive_seed
 from rayllm.api.types import GenerationRequest, KVCosts, StepCost, StepPlan, TokenDelta
+from rayllm.config.kv_groups import STATE_WINDOW
 from rayllm.core.adapter_slots import AdapterSlots
 from rayllm.core.check import check_scheduler
 from rayllm.core.chunk_budget import ChunkBudget
@@ -32,6 +33,7 @@ def make_scheduler(
     caching: bool = True,
     costs: KVCosts | None = CHEAP,
     windows: tuple[int | None, ...] = (None,),
+    states: int = 0,
     policy: str = "fcfs",
     preemption_mode: str = "cost",
     growth_blocks: int = 1,
@@ -40,7 +42,11 @@ def make_scheduler(
     num_slots: int = 0,
     clock=lambda: 0.0,
 ) -> Scheduler:
-    """A scheduler with small limits, which writes to the host ahead in pools of a few blocks, too."""
+    """A scheduler with small limits, which writes to the host ahead in pools of a few blocks, too.
+
+    states: so many groups with recurrent states follow those of `windows`.
+    """
+    windows = (*windows, *[STATE_WINDOW] * states)
     memory = KVMemory(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -49,6 +55,7 @@ def make_scheduler(
         costs=costs,
         windows=windows,
         write_ahead=WriteAheadLimits(2 * max_num_batched_tokens // block_size, blocks_a_step=2, host_share=1),
+        recurrent=states > 0,
     )
     adapters = AdapterSlots(num_slots)
     adapters.loaded.update(range(100))
@@ -87,6 +94,7 @@ class Harness:
             state.max_num_seqs,
             memory.cpu.num_blocks,
             tuple(window.tokens for window in memory.windows),
+            options.get("states", 0),
         )
         self.worker = self._make_worker()
         self.depth = depth

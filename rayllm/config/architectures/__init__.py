@@ -19,6 +19,7 @@ from rayllm.config.architectures import (
     opt,
     phi3,
     qwen2_moe,
+    qwen3_5,
     qwen3_moe,
     qwen_vl,
     smollm3,
@@ -88,6 +89,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3MoeForCausalLM": Architecture(
         qwen3_moe.parse, "qwen3_moe", models="Qwen3 30B-A3B and 235B-A22B, Qwen3-Coder"
     ),
+    "Qwen3_5ForCausalLM": Architecture(qwen3_5.parse, "qwen3_5_text", models="Qwen3.5 and Qwen3.6, text alone"),
+    "Qwen3_5ForConditionalGeneration": Architecture(
+        qwen3_5.parse, "qwen3_5", text_types=("qwen3_5_text",), models="Qwen3.5 and Qwen3.6, dense"
+    ),
+    "Qwen3_5MoeForCausalLM": Architecture(
+        qwen3_5.parse_moe, "qwen3_5_moe_text", models="Qwen3.5 and Qwen3.6 of experts, text alone"
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Architecture(
+        qwen3_5.parse_moe, "qwen3_5_moe", text_types=("qwen3_5_moe_text",), models="Qwen3.5 and Qwen3.6 of experts"
+    ),
+    "Qwen3NextForCausalLM": Architecture(qwen3_5.parse_next, "qwen3_next", models="Qwen3-Next 80B-A3B"),
     "MixtralForCausalLM": Architecture(mixtral.parse, "mixtral", eos_token_id=2, models="Mixtral 8x7B and 8x22B"),
     "Glm4MoeForCausalLM": Architecture(glm4_moe.parse, "glm4_moe", models="GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7"),
     "MiniMaxM2ForCausalLM": Architecture(
