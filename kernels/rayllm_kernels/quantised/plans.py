@@ -75,9 +75,12 @@ def choose_fp8_tiles(tokens: int, outputs: int, group: int | None, gpu: Hardware
         return Tiles(64, 64, depth, 4, 5, True)
     if group is None and -(-tokens // 128) * -(-outputs // 256) >= multiprocessors:
         return Tiles(128, 256, depth, 8, 4, False, copied=True)
+    num_warps = 4 if group is None else 8  # for two sums
+    if gpu.capability is not None and gpu.capability >= (10, 0) and group is not None:
+        return Tiles(64, 64, depth, num_warps, 4, False, copied=True)  # there, larger ones spill
     if -(-tokens // 128) * -(-outputs // 128) >= multiprocessors * 7 // 10:
         return Tiles(128, 128, depth, 8, 4, False, copied=True)
-    return Tiles(64, 128, depth, 4, 5, False, copied=True)
+    return Tiles(64, 128, depth, num_warps, 5, False, copied=True)
 
 
 def choose_wide_tiles(tokens: int, outputs: int, group: int | None, dtype: torch.dtype, gpu: Hardware) -> Tiles:
@@ -92,6 +95,8 @@ def choose_wide_tiles(tokens: int, outputs: int, group: int | None, dtype: torch
         return Tiles(padded, 64, depth, 4, 4, True)
     if padded <= 64:
         return Tiles(64, 64, depth, 4, 3, True)
+    if gpu.capability is not None and gpu.capability >= (10, 0) and group is not None:
+        return Tiles(64, 64, min(depth, 64), 4, 4, True)  # there, larger ones spill
     if -(-tokens // 128) * -(-outputs // 128) >= multiprocessors * 7 // 10:
         return Tiles(128, 128, min(depth, 64), 8, 3, False)
     return Tiles(64, 128, min(depth, 64), 4, 3, False)
@@ -141,7 +146,7 @@ def fixed_int4_tiles(group: int | None, dtype: torch.dtype) -> Tiles:
 # ---- experts: `experts_kernel` ----
 
 
-def choose_expert_tiles(rows: int, group: int | None, dtype: torch.dtype, *, gated: bool) -> Tiles:
+def choose_expert_tiles(rows: int, group: int | None, dtype: torch.dtype, gpu: Hardware, *, gated: bool) -> Tiles:
     """Of so many rows; the depth, for 4 bits in bytes, is of inputs that share a scale.
 
     Weights come first: Hopper's instruction takes them from the registers in which they become floats. gated: a program
@@ -152,6 +157,7 @@ def choose_expert_tiles(rows: int, group: int | None, dtype: torch.dtype, *, gat
     depth = min(128, group or 128)
     if rows <= 32:
         return Tiles(rows, 64, depth, 4, 3, True)
-    # Before Hopper, both operands and two sums of a gated product are in registers: of four warps they would spill.
-    num_warps = 8 if gated or rows == 128 else 4
-    return Tiles(rows, 64 if gated or rows == 64 else 128, min(depth, 64), num_warps, 3, True)
+    # Before Hopper, both operands and two sums of a gated product are in registers, and would spill.
+    in_registers = gpu.capability is not None and gpu.capability < (9, 0)
+    num_warps, most = 8 if gated or rows == 128 else 4, 32 if gated and in_registers else 64
+    return Tiles(rows, 64 if gated or rows == 64 else 128, min(depth, most), num_warps, 3, True)

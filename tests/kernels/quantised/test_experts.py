@@ -14,6 +14,7 @@ from rayllm_kernels.quantised.formats import E2M1, e2m1_numbers, e4m3_numbers, i
 from rayllm_kernels.quantised.int4 import pack_int4
 
 ON_GPU = torch.cuda.is_available()
+GPU = plans.hardware(torch.device("cpu"))
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 
 
@@ -123,7 +124,7 @@ def test_every_code_of_e2m1_becomes_its_number(kernels, device):
         scales = torch.full((1, 1, 1), exponent, dtype=torch.uint8, device=device)
         weight = ExpertWeight("mxfp4", packed, scales, None, 32, 32)
         projections = QuantisedProjections(weight, weight, None, None, "silu", None)
-        tiles = plans.choose_expert_tiles(16, 32, torch.float32, gated=False)
+        tiles = plans.choose_expert_tiles(16, 32, torch.float32, GPU, gated=False)
         with dispatch.forced(triton=True):
             y = multiply(x, projections, once[1], group(once[1], 1, tiles.tokens), tiles, gated=False)
         assert torch.equal(y[:, 0], torch.ldexp(expected, torch.tensor(exponent - 127)))
@@ -140,7 +141,7 @@ def test_every_tile_that_may_be_chosen(case, rows, how):
     arguments = case(rows + 9, 4, 2, 160, 64, torch.float16, how)
     x, weights, experts, gate_up, down = arguments
     projections = QuantisedProjections(gate_up, down, None, None, "silu", None)
-    tiles = [plans.choose_expert_tiles(rows, how[1], x.dtype, gated=gated) for gated in (True, False)]
+    tiles = [plans.choose_expert_tiles(rows, how[1], x.dtype, GPU, gated=gated) for gated in (True, False)]
     with dispatch.forced(triton=True):
         groups = group(experts, 4, rows)
         h = multiply(x, projections, experts, groups, tiles[0], gated=True)
