@@ -34,16 +34,19 @@ class Lark:
         self._rules.append(f"{name}{options}: {expression}")
         return name
 
-    def tag(self, text: str) -> str:
-        """A tag, which is a token or spelled out."""
-        token = self._special_id(text)
-        return literal(text) if token is None else f"<[{token}]>"
+    def tag(self, *parts: str) -> str:
+        """A tag of these parts, each of which is a token or spelled out."""
+        tokens = {part: self._special_id(part) for part in parts}
+        return " ".join(literal(part) if tokens[part] is None else f"<[{tokens[part]}]>" for part in parts)
 
-    def through(self, tag: str) -> str:
-        """Any text, up to and with a tag."""
-        if self._special_id(tag) is None:
-            return self.rule(f"/(?s:.*){escaped(re.escape(tag))}/", "[lazy]")
-        return self.rule(f"{ANY_TEXT} {self.tag(tag)}")
+    def through(self, *tag: str) -> str:
+        """Any text, up to and with a tag of these parts."""
+        spelled = next((i for i, part in enumerate(tag) if self._special_id(part) is not None), len(tag))
+        if not spelled:
+            return self.rule(f"{ANY_TEXT} {self.tag(*tag)}")
+        # What is spelled out before a token may come in the text too, without the token.
+        piece = self.rule(f"/(?s:.*){escaped(re.escape(''.join(tag[:spelled])))}/", "[lazy]")
+        return self.rule(f"{piece}+ {self.tag(*tag[spelled:])}") if spelled < len(tag) else piece
 
     def json(self, schema: dict[str, Any]) -> str:
         """A value by a JSON schema."""

@@ -5,7 +5,7 @@ import json
 import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
-from support.tool_calls import ALL, SCHEMAS, V3, V31, WHOLE
+from support.tool_calls import ALL, DSML, SCHEMAS, V3, V31, WHOLE, dsml
 
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.config.options import BUNDLED_MODEL
@@ -34,6 +34,8 @@ CALLS = {
 UNTYPED = {
     "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>",
     "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    "deepseek_v32": DSML.format(dsml(a=3)).replace("typed", "f"),
+    "deepseek_v32 v4": DSML.replace("function_calls", "tool_calls").format(dsml(a=3)).replace("typed", "f"),
 }
 
 
@@ -84,6 +86,14 @@ def test_calls_or_an_answer(tokenizer, takes, family):
         assert not takes(grammar, CALLS[family].format('{"a":  3}'))
     pieces = ChatParser(form).feed(call, last=True)
     assert [piece.text for piece in pieces] == ["f", ARGUMENTS]
+
+
+@pytest.mark.parametrize("text", ["", "x", "</p> <｜ </ \n", '"quoted" <b>'])
+def test_text_between_tags_of_which_a_part_is_a_token(tokenizer, takes, text):
+    form = ChatFormat("deepseek_v32", schemas=TOOLS)
+    grammar = reply_grammar(form, ANSWER, "arguments", tokenizer.special_id)
+    assert takes(grammar, DSML.format(dsml(text=text, a="[1]")).replace("typed", "f"))
+    assert not takes(grammar, DSML.format(dsml(text=text, a="x")).replace("typed", "f"))
 
 
 @pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm", "deepseek v3.1", "mistral named", "llama3"])
