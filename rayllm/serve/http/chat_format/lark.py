@@ -7,15 +7,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rayllm.text.json_schema import enforceable
+from rayllm.text.json_schema import closed, enforceable
 
 # At most one space between tokens of JSON text. With more room, a model that does not know how to go on fills all of
 # it, at every place, and runs into max_tokens.
 COMPACT = {"whitespace_pattern": " "}
 ANY_TEXT = "/(?s:.*)/"
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _BEFORE_REGEX_END = re.compile(r"\\.|/|\n", re.DOTALL)
 
-Schemas = Mapping[str, dict[str, Any]]  # of the parameters of tools, by their names
+Schemas = Mapping[str, dict[str, Any]]  # of the parameters of tools, by their names; empty if a tool has none
 
 
 class Lark:
@@ -51,6 +52,10 @@ class Lark:
     def json(self, schema: dict[str, Any]) -> str:
         """A value by a JSON schema."""
         return self.rule(f"%json {json.dumps(enforceable(schema, **COMPACT), ensure_ascii=False)}")
+
+    def arguments(self, schema: dict[str, Any]) -> str:
+        """The arguments of a tool with this schema."""
+        return self.json(schema or NO_ARGUMENTS)
 
     def source(self, start: str) -> str:
         """The whole grammar."""
@@ -90,7 +95,7 @@ def call_schema(schemas: Schemas, arguments: str) -> dict[str, Any]:
     ]
     # With an id of its own, the references of a tool's schema go on meaning places in that schema.
     definitions = {
-        f"tool_{index}": {**(schema or {"type": "object"}), "$id": f"tool_{index}"}
+        f"tool_{index}": closed(schema or NO_ARGUMENTS) | {"$id": f"tool_{index}"}
         for index, schema in enumerate(schemas.values())
     }
     return (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"$defs": definitions}

@@ -161,6 +161,30 @@ def test_forced_calls_have_at_most_one_space_between_tokens(tokenizer, takes):
     assert takes(reply_grammar(thinking, None, "arguments", tokenizer.special_id), f"<think>f?</think>\n{call}")
 
 
+def test_calls_have_no_properties_but_those_of_their_schemas(tokenizer, takes):
+    """Nor has a tool without parameters any. A schema that says so itself lets the model add others."""
+    listed = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"properties": {"c": {}}}}}
+    tools = {"f": listed, "g": {}, "open": listed | {"additionalProperties": True}, "any": {"type": "object"}}
+    tools["parts"] = {"allOf": [listed, {"properties": {"d": {"type": "integer"}}}]}
+    good = [
+        ("f", "{}"),
+        ("f", '{"a": 3, "b": {"c": [1]}}'),
+        ("g", "{}"),
+        ("open", '{"a": 3, "x": 1}'),
+        ("any", '{"x": 1}'),
+        ("parts", '{"a": 3, "d": 4}'),
+    ]
+    bad = [("f", '{"x": 1}'), ("f", '{"a": 3, "x": 1}'), ("f", '{"b": {"c": 1, "x": 1}}'), ("g", '{"x": 1}')]
+    for form, text in (
+        (ChatFormat("json", schemas=tools, single_call=True), '{{"name": "{}", "arguments": {}}}'),
+        (ChatFormat("mistral", schemas=tools), "[TOOL_CALLS]{}[ARGS]{}"),
+        (ChatFormat("deepseek", schemas=tools), ALL.format(V31)),
+    ):
+        grammar = reply_grammar(form, None, "arguments", tokenizer.special_id)
+        assert [call for call in good if not takes(grammar, text.format(*call))] == []
+        assert [call for call in bad if takes(grammar, text.format(*call))] == []
+
+
 def test_schemas_that_are_not_enforced_as_a_whole_are_taken(tokenizer, takes):
     schema = STRICT | {"not": {"required": ["b"]}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}
     for form in (
