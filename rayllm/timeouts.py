@@ -6,6 +6,7 @@
 | front - engine's process and host | the front | CONNECTION_PING_S | CONNECTION_SILENCE_S | requests go on elsewhere |
 | engine - request with an idempotency key | the engine | a front that wants its tokens | KEEP_S | it is forgotten |
 | API server - response in the background | who asks for it | RESPONSE_BEAT_S | RESPONSE_SILENCE_S | it is taken over |
+| API server - batch | the other API servers | BATCH_BEAT_S | BATCH_SILENCE_S | one of them goes on with it |
 | driver - rank | the driver | PING_S; a dead process is seen at once | RANK_SILENCE_S | new ranks take over |
 | driver - starting rank | the driver | the same | RANK_START_SILENCE_S, RANK_START_S a phase | the start fails |
 | driver - standby that takes over | the driver | the same | STANDBY_ANSWER_S, RANK_RESUME_SILENCE_S | new ranks start |
@@ -73,6 +74,10 @@ RESPONSE_BEAT_S = 0.5  # how often its API server says that it runs, and looks w
 RESPONSE_SILENCE_S = 5.0
 RESPONSE_POLL_S = 0.1  # how often its events are written, and who follows them looks for more
 RESPONSE_CANCEL_S = 3.0  # for a cancelled one to end, before its API server is taken to be dead
+
+# Batches. A host that is busy, or a folder that answers slowly, delays a beat; a batch is in no hurry.
+BATCH_BEAT_S = 0.5
+BATCH_SILENCE_S = 15.0  # more than STOPPED_S, after which who is stopped is killed anyway
 
 # Grammars of structured outputs: a first, short trial, behind which others wait, and a long one for those that need it.
 GRAMMAR_FIRST_S = 0.5

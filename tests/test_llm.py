@@ -91,6 +91,16 @@ def test_cached_prefixes_are_shared_under_one_salt_only(llm):
     assert [cached("a"), cached("a"), cached("b"), cached("a"), cached("b")] == [0, 48, 0, 48, 48]
 
 
+def test_a_prefix_that_is_cached_has_its_logprobs(llm):
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    ids = [9 + i % 50 for i in range(64)]
+    new, cached = (generate(llm, {"prompt_token_ids": ids}, params)[0] for _ in range(2))
+    assert generate(llm, {"prompt_token_ids": ids})[0].num_cached_tokens == 48
+    for output in (new, cached):
+        assert output.prompt_logprobs[0] is None
+        assert [next(iter(entries)) for entries in output.prompt_logprobs[1:]] == ids[1:]
+
+
 def test_sampling_in_parts_of_a_batch_changes_nothing(llm, monkeypatch):
     """Changed logits of large batches are held for a part of the rows at a time."""
     ways = [

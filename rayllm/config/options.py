@@ -185,7 +185,17 @@ class ModelServerConfig(BaseModel):
     max_queued_tokens: int = Field(default=2**24, ge=1)
     """Prompt tokens of requests without a first token; more get a 429"""
     tool_call_parser: Literal[
-        "auto", "hermes", "qwen3_coder", "llama3", "llama4", "mistral", "deepseek", "glm", "gpt_oss", "none"
+        "auto",
+        "hermes",
+        "qwen3_coder",
+        "llama3",
+        "llama4",
+        "mistral",
+        "deepseek",
+        "deepseek_v32",
+        "glm",
+        "gpt_oss",
+        "none",
     ] = "auto"
     """The family of models whose form of tool calls the model writes; auto is what its chat template shows"""
     reasoning_parser: Literal["auto", "think", "mistral", "gpt_oss", "none"] = "auto"

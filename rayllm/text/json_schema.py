@@ -1,7 +1,10 @@
-"""Which of a JSON schema's demands a grammar does not enforce, and how such a schema is taken all the same.
+"""Which of a JSON schema's demands a grammar does not enforce, how such a schema is taken all the same, and what is
+enforced beyond it.
 
 The library refuses a schema with keywords that it does not know how to enforce. Agents' schemas have them, and a model
 mostly keeps to them by itself, so they are left out of the grammar, and the answer says which.
+
+An object that lists its properties gets no others, unless its schema says so: see `closed`.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4"
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # of parts of a schema
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
+# Each of them says which properties an object has that others of them do not know.
+_PLACES = ("properties", "$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "if", "then", "else", "dependentSchemas")
+_OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties")
 
 
 def not_enforced(schema: Any) -> list[str]:
@@ -57,7 +63,41 @@ def enforceable(schema: dict[str, Any], **options: Any) -> dict[str, Any]:
         options["coerce_one_of"] = True  # it is the same: at most one part fits, which the library may not see
     given = schema.get(OPTIONS)
     options |= given if isinstance(given, dict) else {}
-    return schema | {OPTIONS: options} if options else schema
+    return closed(schema) | {OPTIONS: options} if options else closed(schema)
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema in which objects that list their properties and say nothing of others have no others.
+
+    A model without a list to end would go on to make up properties. What fits this schema fits the given one. That
+    stays as it is if it describes one object in several places, as with `allOf` or with `properties` beside `anyOf`,
+    where each would forbid what the others list.
+    """
+    return schema if any(_is_combined(part) for part in _parts(schema)) else _closed(schema)
+
+
+def _is_combined(part: dict[str, Any]) -> bool:
+    conjuncts = part.get("allOf")
+    more = len(conjuncts) - 1 if isinstance(conjuncts, list) and conjuncts else 0
+    return sum(name in part for name in _PLACES) + more > 1
+
+
+def _closed(part: Any) -> Any:
+    if isinstance(part, list):
+        return [_closed(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    made = dict(part)
+    for name in _MAPS:
+        if isinstance(part.get(name), dict):
+            made[name] = {key: _closed(value) for key, value in part[name].items()}
+    for name in {*_LISTS, *_SINGLE} & part.keys():
+        made[name] = _closed(part[name])
+    properties = part.get("properties")
+    is_open = not isinstance(properties, dict) or any(name in part for name in _OPEN)
+    if not is_open and _names(part.get("required")) <= properties.keys():
+        made["additionalProperties"] = False
+    return made
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ instructor = pytest.importorskip("instructor", reason="instructor is not install
 import openai  # noqa: E402  (after the skip; instructor needs it)
 from instructor import Mode  # noqa: E402
 from instructor.core.exceptions import IncompleteOutputException, InstructorRetryException  # noqa: E402
-from pydantic import BaseModel, ConfigDict  # noqa: E402
+from pydantic import BaseModel  # noqa: E402
 
 QUESTION = [{"role": "user", "content": "Where shall we go?"}]
 FIELDS = {"model": "tiny-pydoc", "messages": QUESTION, "max_tokens": 300, "temperature": 0}
@@ -24,8 +24,6 @@ ENFORCED = [Mode.TOOLS, Mode.TOOLS_STRICT, Mode.JSON_SCHEMA]
 
 class Visit(BaseModel):
     """A stay in a city."""
-
-    model_config = ConfigDict(extra="forbid")  # else the schema lets the model write further properties without end
 
     city: Literal["Rome", "Oslo"]
     nights: Literal[1, 2, 3]
@@ -52,6 +50,11 @@ def test_enforced_modes(client, mode):
     *early, last = asking.create_partial(response_model=Visit, max_retries=0, **FIELDS)
     assert isinstance(Visit(**last.model_dump()), Visit)  # another one: the tool of a partial result has another name
     assert len(early) > 2 and early[0].guide is None
+
+
+def test_responses(client):
+    asking = instructor.from_openai(client, mode=Mode.RESPONSES_TOOLS)
+    assert isinstance(asking.create(response_model=Visit, max_retries=0, **FIELDS), Visit)
 
 
 def test_async(url):

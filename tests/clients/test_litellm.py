@@ -8,7 +8,7 @@ import os
 from typing import Literal
 
 import pytest
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for prices
 
@@ -19,8 +19,6 @@ QUESTION = [{"role": "user", "content": "What does len do?"}]
 
 class Visit(BaseModel):
     """A stay in a city."""
-
-    model_config = ConfigDict(extra="forbid")  # else the schema lets the model write further properties without end
 
     city: Literal["Rome", "Oslo"]
     guide: bool

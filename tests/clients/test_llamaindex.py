@@ -11,7 +11,7 @@ import openai  # noqa: E402  (after the skip; LlamaIndex needs it)
 from llama_index.core.llms import ChatMessage  # noqa: E402
 from llama_index.core.prompts import PromptTemplate  # noqa: E402
 from llama_index.core.tools import FunctionTool  # noqa: E402
-from pydantic import BaseModel, ConfigDict  # noqa: E402
+from pydantic import BaseModel  # noqa: E402
 
 MODEL = "tiny-pydoc"
 QUESTION = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="What does len do?")]
@@ -19,8 +19,6 @@ QUESTION = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="u
 
 class Visit(BaseModel):
     """A stay in a city."""
-
-    model_config = ConfigDict(extra="forbid")  # else the schema lets the model write further properties without end
 
     city: Literal["Rome", "Oslo"]
     guide: bool

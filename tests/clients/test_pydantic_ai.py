@@ -9,7 +9,7 @@ import pytest
 
 pydantic_ai = pytest.importorskip("pydantic_ai", reason="pydantic-ai is not installed")
 
-from pydantic import BaseModel, ConfigDict  # noqa: E402
+from pydantic import BaseModel  # noqa: E402
 from pydantic_ai import Agent, ModelHTTPError, NativeOutput, ToolOutput, UnexpectedModelBehavior  # noqa: E402
 from pydantic_ai.messages import ToolReturnPart  # noqa: E402
 from pydantic_ai.models.anthropic import AnthropicModel  # noqa: E402
@@ -23,8 +23,6 @@ SETTINGS = {"temperature": 0, "max_tokens": 200, "timeout": 120}
 
 class Visit(BaseModel):
     """A stay in a city."""
-
-    model_config = ConfigDict(extra="forbid")  # else the schema lets the model write further properties without end
 
     city: Literal["Rome", "Oslo"]
     guide: bool

@@ -90,4 +90,9 @@ DEEPSEEK = (
     + "Write <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f and arguments.\n"
     + "{% for message in messages %}{{ message.content.split('</think>') | last }}{% endfor %}"
 )
+DEEPSEEK_V32 = (
+    _TOOLS
+    + 'Write <｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">1.\n'
+    + "{% for message in messages %}{{ message.content.split('</think>') | last }}{% endfor %}"
+)
 GPT_OSS = _TOOLS + "{{ '<|channel|>analysis, commentary or final<|message|>' }}\n" + _TURNS + "<|start|>assistant"

@@ -26,6 +26,7 @@ GLM = "<tool_call>typed\n{}</tool_call>"
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
 V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 ALL = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+DSML = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="typed">\n{}</｜DSML｜invoke>\n</｜DSML｜function_calls>'
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
 FINAL = "<|channel|>final<|message|>{}"
 NEXT = "<|end|><|start|>assistant"
@@ -39,6 +40,13 @@ def pairs(**values):
     return "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in values.items())
 
 
+def dsml(*, string=None, **values):
+    """Parameters of DSML. string: what they say of themselves; None for what their schemas say."""
+    kinds = {key: string or ("true" if key in ("text", "kind") else "false") for key in values}
+    tags = [f'<｜DSML｜parameter name="{k}" string="{kinds[k]}">{v}</｜DSML｜parameter>\n' for k, v in values.items()]
+    return "".join(tags)
+
+
 NESTED = '{"a": {"b": [1, "</tool_call> [TOOL_CALLS] \\" }"]}, "é": "\\u00e9🙂"}'
 WHOLE = {
     "hermes": f'<tool_call>\n{{"name": "f", "arguments": {NESTED}}}\n</tool_call>',
@@ -49,5 +57,6 @@ WHOLE = {
     "glm": GLM.format(pairs(text="x\n<y", count=3)),
     "mistral": f"[TOOL_CALLS]f[CALL_ID]abc[ARGS]{NESTED}",
     "deepseek": ALL.format(V3.format("f", NESTED) + V31.format("f", NESTED)),
+    "deepseek_v32": DSML.format(dsml(text="x\n<y", count=3)),
     "gpt_oss": f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{NESTED}",
 }

@@ -4,6 +4,7 @@ import pytest
 import tokenizers
 from support.chat_templates import (
     DEEPSEEK,
+    DEEPSEEK_V32,
     GLM,
     GPT_OSS,
     HERMES,
@@ -122,6 +123,7 @@ def test_as_transformers(source, tools, extra, turns):
         (MISTRAL, "mistral", None),
         (MAGISTRAL, "mistral", "mistral"),
         (DEEPSEEK, "deepseek", "think"),
+        (DEEPSEEK_V32, "deepseek_v32", "think"),
         (GPT_OSS, "gpt_oss", "gpt_oss"),
         (THINKER, None, "think"),
         (PLAIN, None, None),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rayllm.text.json_schema import enforceable, not_enforced
+from rayllm.text.json_schema import closed, enforceable, not_enforced
 
 KINDS = {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]}
 PETS = {
@@ -58,3 +58,57 @@ def test_the_library_is_lenient_only_where_it_must_be():
     compact = enforceable(own, whitespace_flexible=False, key_separator=":")
     assert compact["x-guidance"] == {"lenient": True, "whitespace_flexible": True, "key_separator": ":"}
     assert own == {"not": {}, "x-guidance": {"whitespace_flexible": True}}
+
+
+A, B = {"properties": {"a": {}}}, {"properties": {"b": {}}}
+TO_X = {"$ref": "#/$defs/x"}
+NO_MORE = {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "made"),
+    [
+        (A, A | NO_MORE),
+        ({"type": "object", "properties": {}}, {"type": "object", "properties": {}} | NO_MORE),
+        (
+            {"properties": {"a": {"items": A}, "b": {"anyOf": [B, {"type": "null"}]}}, "required": ["a"]},
+            {"properties": {"a": {"items": A | NO_MORE}, "b": {"anyOf": [B | NO_MORE, {"type": "null"}]}}}
+            | {"required": ["a"]}
+            | NO_MORE,
+        ),
+        (
+            {"$defs": {"x": A}, "allOf": [{"$ref": "#/$defs/x"}]},
+            {"$defs": {"x": A | NO_MORE}, "allOf": [{"$ref": "#/$defs/x"}]},
+        ),
+        ({"prefixItems": [A], "items": [B]}, {"prefixItems": [A | NO_MORE], "items": [B | NO_MORE]}),
+    ],
+)
+def test_objects_have_the_properties_that_they_list(schema, made):
+    assert closed(schema) == made
+    assert closed(made) == made
+    assert enforceable(schema) == made
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"type": "object"},
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+        A | {"additionalProperties": True},
+        A | {"patternProperties": {"^x": {}}},
+        A | {"unevaluatedProperties": False},
+        A | {"minProperties": 2},
+        A | {"required": ["a", "b"]},
+        # An object that is described in several places: each would forbid what the others list.
+        {"allOf": [A, B]},
+        A | {"anyOf": [B, {}]},
+        A | {"$ref": "#/$defs/x", "$defs": {"x": B}},
+        A | {"if": A, "then": B},
+        {"items": {"allOf": [A]} | B, "$defs": {"x": B}},
+        # What is no schema is left to the library to refuse.
+        {"properties": 3, "required": "a", "allOf": 3, "$defs": [A]},
+    ],
+)
+def test_what_may_have_more_stays_as_it_is(schema):
+    assert closed(schema) == schema

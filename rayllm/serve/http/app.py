@@ -22,7 +22,7 @@ from starlette.types import Lifespan
 from rayllm.api.types import EngineInfo
 from rayllm.config.options import ServerConfig
 from rayllm.errors import InvalidRequestError
-from rayllm.serve.http import protocol, request
+from rayllm.serve.http import answers, protocol, request
 from rayllm.serve.http.auth import ApiKey
 from rayllm.serve.http.batches.routes import Batches, make_routes
 from rayllm.serve.http.batches.store import BatchStore
@@ -57,14 +57,14 @@ _ERRORS: dict[int | str, str] = {
     503: "There is no engine to answer now; retry-after says when to try again.",
 }
 _RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": meaning, "model": protocol.ErrorAnswer} for status, meaning in _ERRORS.items()
+    status: {"description": meaning, "model": answers.ErrorAnswer} for status, meaning in _ERRORS.items()
 }
 _MESSAGES_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": meaning, "model": messages_protocol.MessagesError} for status, meaning in _ERRORS.items()
 }
 _EVENTS = {"description": "The answer, or with stream: true its parts as events.", "content": {"text/event-stream": {}}}
 
-_KEY_REUSED = {"description": "The Idempotency-Key came before, with another body.", "model": protocol.ErrorAnswer}
+_KEY_REUSED = {"description": "The Idempotency-Key came before, with another body.", "model": answers.ErrorAnswer}
 _GENERATION_RESPONSES = _RESPONSES | {200: _EVENTS, 422: _KEY_REUSED}
 _MESSAGES_KEY_REUSED = _KEY_REUSED | {"model": messages_protocol.MessagesError}
 
@@ -195,14 +195,14 @@ async def cluster(context: request.Context, format: str = "text") -> Response:
 
 
 @server_routes.get("/v1/models", response_model_exclude_none=True)
-async def models(context: request.Context) -> protocol.ModelList:
+async def models(context: request.Context) -> answers.ModelList:
     """The models served, and their adapters."""
     found = context.state.models.values()
-    return protocol.ModelList(data=[_card(model, name) for model in found for name in ("", *model.adapters)])
+    return answers.ModelList(data=[_card(model, name) for model in found for name in ("", *model.adapters)])
 
 
 @server_routes.get("/v1/models/{model_id:path}", response_model_exclude_none=True)
-async def model(model_id: str, context: request.Context) -> protocol.ModelCard:
+async def model(model_id: str, context: request.Context) -> answers.ModelCard:
     """One model, or adapter."""
     if not model_id:
         raise HTTPException(404)
@@ -211,7 +211,7 @@ async def model(model_id: str, context: request.Context) -> protocol.ModelCard:
 
 
 @tokenizer_routes.post("/v1/load_lora_adapter")
-async def load_lora_adapter(body: protocol.LoadAdapterBody, context: request.Context) -> protocol.AdapterAnswer:
+async def load_lora_adapter(body: protocol.LoadAdapterBody, context: request.Context) -> answers.AdapterAnswer:
     """Load an adapter (LoRA) on all engines of a model, from its folder in PEFT's form.
 
     Afterwards requests ask for it by its name in place of the model's. If an engine cannot load it, none has it.
@@ -221,25 +221,25 @@ async def load_lora_adapter(body: protocol.LoadAdapterBody, context: request.Con
     if body.lora_name in others and body.lora_name not in model.adapters:
         raise InvalidRequestError(f"lora_name: {body.lora_name!r} is the name of a model or its adapter", "lora_name")
     await model.load_adapter(body.lora_name, body.lora_path)
-    return protocol.AdapterAnswer(id=body.lora_name, parent=model.name)
+    return answers.AdapterAnswer(id=body.lora_name, parent=model.name)
 
 
 @tokenizer_routes.post("/v1/unload_lora_adapter")
-async def unload_lora_adapter(body: protocol.UnloadAdapterBody, context: request.Context) -> protocol.AdapterAnswer:
+async def unload_lora_adapter(body: protocol.UnloadAdapterBody, context: request.Context) -> answers.AdapterAnswer:
     """Forget an adapter on all engines of its model. Requests that run with it go on."""
     model = request.find_model(context.state, body.lora_name if body.model is None else body.model)
     await model.unload_adapter(body.lora_name)
-    return protocol.AdapterAnswer(id=body.lora_name, parent=model.name, deleted=True)
+    return answers.AdapterAnswer(id=body.lora_name, parent=model.name, deleted=True)
 
 
 @tokenizer_routes.post("/tokenize", response_model_exclude_none=True)
-async def tokenize(body: protocol.TokenizeBody, context: request.Context) -> protocol.Tokens:
+async def tokenize(body: protocol.TokenizeBody, context: request.Context) -> answers.Tokens:
     """Tokens of a text. This needs no engine step and holds no place in one."""
     return await context.work(tokens_of, body, *_tokenizing_engine(context, body.model))
 
 
 @tokenizer_routes.post("/detokenize")
-async def detokenize(body: protocol.DetokenizeBody, context: request.Context) -> protocol.Detokenized:
+async def detokenize(body: protocol.DetokenizeBody, context: request.Context) -> answers.Detokenized:
     """Text of tokens, special ones included."""
     return await context.work(text_of, body, *_tokenizing_engine(context, body.model))
 
@@ -253,7 +253,7 @@ async def tokenizer_info(context: request.Context, model: str | None = None) -> 
     return absent | tokenizer.special_tokens | {"chat_template": template, "model_max_length": info.max_model_len}
 
 
-@generation_routes.post("/v1/completions", response_model=protocol.Completion)
+@generation_routes.post("/v1/completions", response_model=answers.Completion)
 async def completions(body: protocol.CompletionBody, context: request.Context) -> Response:
     """Complete prompts."""
     target = context.enter(body.model, "cmpl-", request_id=body.request_id)
@@ -261,7 +261,7 @@ async def completions(body: protocol.CompletionBody, context: request.Context) -
     return await request.generate(context, job, CompletionReply(body, job, target))
 
 
-@generation_routes.post("/v1/chat/completions", response_model=protocol.ChatCompletion)
+@generation_routes.post("/v1/chat/completions", response_model=answers.ChatCompletion)
 async def chat_completions(body: protocol.ChatBody, context: request.Context) -> Response:
     """Answer a conversation."""
     target = context.enter(body.model, "chatcmpl-", request_id=body.request_id)
@@ -290,7 +290,7 @@ async def count_message_tokens(
     return messages_protocol.TokenCount(input_tokens=number)
 
 
-@generation_routes.post("/v1/embeddings", response_model=protocol.Embeddings)
+@generation_routes.post("/v1/embeddings", response_model=answers.Embeddings)
 async def embed(body: protocol.EmbeddingBody, context: request.Context) -> Response:
     """Embed texts: by the last token's hidden state after the model's final norm, or the mean of all tokens'."""
     target = context.enter(body.model, "embd-", request_id=body.request_id)
@@ -301,10 +301,10 @@ async def embed(body: protocol.EmbeddingBody, context: request.Context) -> Respo
 add_response_routes(generation_routes, tokenizer_routes, server_routes)
 
 
-def _card(model: ServedModel, adapter: str = "") -> protocol.ModelCard:
+def _card(model: ServedModel, adapter: str = "") -> answers.ModelCard:
     max_model_len = model.engine().info.max_model_len if model.num_replicas else None
     name, parent = (adapter, model.name) if adapter else (model.name, None)
-    return protocol.ModelCard(id=name, created=_STARTED, max_model_len=max_model_len, parent=parent)
+    return answers.ModelCard(id=name, created=_STARTED, max_model_len=max_model_len, parent=parent)
 
 
 def _tokenizing_engine(context: request.RequestContext, name: str | None) -> tuple[EngineInfo, Tokenizer]:

@@ -13,6 +13,7 @@ from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import EngineInfo, GenerationRequest, Pooling
 from rayllm.api.validation import validate_request
 from rayllm.errors import InvalidRequestError
+from rayllm.serve.http.answers import Detokenized, Tokens
 from rayllm.serve.http.chat_format import ChatFormat, chat_format
 from rayllm.serve.http.chat_format.reply_grammar import reply_grammar
 from rayllm.serve.http.errors import ContextLengthError, renamed
@@ -20,12 +21,10 @@ from rayllm.serve.http.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    Detokenized,
     EmbeddingBody,
     EngineBody,
     GenerationBody,
     TokenizeBody,
-    Tokens,
 )
 from rayllm.serve.http.served import Target
 from rayllm.text.bad_words import bad_token_ids

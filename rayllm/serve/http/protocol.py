@@ -1,4 +1,4 @@
-"""The bodies of all requests as pydantic models, which say what is honoured, and the answers as the API describes them.
+"""The bodies of requests as pydantic models, which say what is honoured.
 
 Known request fields are honoured, without effect on an answer (client metadata), or refused (`NotSupported`). Unknown
 ones are ignored and reported, or refused with `strict_fields` (see `unknown_fields.py`). Nothing is coerced: "1" is not
@@ -713,22 +713,6 @@ class DetokenizeBody(RequestBody):
     tokens: list[int] = Field(max_length=MAX_DETOKENIZED, fail_fast=True)
 
 
-# ---- answers, as the OpenAPI document describes them; those of generation are made by `replies.py`
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(BaseModel):
-    """Every error of the API."""
-
-    error: ErrorDetail
-
-
 def _check_adapter(name: str) -> str:
     check_adapter_name(name)
     return name
@@ -747,90 +731,3 @@ class LoadAdapterBody(UnloadAdapterBody):
     """The body of /v1/load_lora_adapter. model: may be absent if there is only one."""
 
     lora_path: str
-
-
-class AdapterAnswer(BaseModel):
-    id: str
-    object: Literal["adapter"] = "adapter"
-    parent: str
-    deleted: bool = False
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "rayllm"
-    max_model_len: int | None = None  # left out while the model has no engine
-    parent: str | None = None  # the model of an adapter; left out for models
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int = 0
-    total_tokens: int
-    prompt_tokens_details: dict[str, int] = {}
-
-
-class Choice(BaseModel):
-    index: int
-    logprobs: dict[str, Any] | None
-    finish_reason: str | None
-
-
-class CompletionChoice(Choice):
-    text: str
-
-
-class ChatChoice(Choice):
-    message: dict[str, Any]
-
-
-class Answer(BaseModel):
-    id: str
-    created: int
-    model: str
-    usage: Usage
-
-
-class Completion(Answer):
-    object: Literal["text_completion"]
-    choices: list[CompletionChoice]
-
-
-class ChatCompletion(Answer):
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-
-
-class Embedding(BaseModel):
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str  # text is base64
-
-
-class Embeddings(BaseModel):
-    object: Literal["list"]
-    data: list[Embedding]
-    model: str
-    usage: Usage
-
-
-class Tokens(BaseModel):
-    """The answer of /tokenize."""
-
-    tokens: list[int]
-    count: int
-    max_model_len: int
-    token_strs: list[str] | None = None
-
-
-class Detokenized(BaseModel):
-    """The answer of /detokenize."""
-
-    prompt: str

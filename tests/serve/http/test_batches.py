@@ -1,4 +1,7 @@
-"""/v1/files and /v1/batches: objects as OpenAI's client has them, owners, limits, batches to their end, take-overs."""
+"""/v1/files and /v1/batches: objects as OpenAI's client has them, owners, limits, batches to their end.
+
+And take-overs: of two servers with one folder one ends, or stands still and wakes up at the worst moment.
+"""
 
 import asyncio
 import hashlib
@@ -11,6 +14,7 @@ import pytest
 from openai.types import Batch, FileObject
 from support.app import FakeState, error_of
 
+from rayllm import timeouts
 from rayllm.serve.http.app import create_app
 from rayllm.serve.http.auth import ApiKey
 from rayllm.serve.http.batches import worker as worker_module
@@ -28,9 +32,9 @@ def line(custom_id, prompt="hi", url=URL, **body):
 class Server:
     """An API server over a store, with calls of a client."""
 
-    def __init__(self, folder, limits=FileLimits(), keys=(), clock=time.time):
+    def __init__(self, folder, limits=FileLimits(), keys=(), clock=time.time, monotonic=time.monotonic):
         self.state = FakeState()
-        self.store = BatchStore(folder, limits, clock)
+        self.store = BatchStore(folder, limits, clock, monotonic)
         self.app = create_app(self.state, None, keys, batches=lambda: self.store)
         self.worker = BatchWorker(self.state, self.app, self.store)
 
@@ -299,6 +303,95 @@ def test_another_server_goes_on_with_a_batch(tmp_path):
             batch = await second.until(batch_id, "cancelled")
         assert len(second.state.fake.started) == 3
         assert len(await second.results(batch.output_file_id)) == 20
+
+    asyncio.run(check())
+
+
+def test_a_server_that_stood_still_does_not_write_results_too(tmp_path):
+    """Its requests are answered when another one has ended the batch. Until then it hears and says nothing."""
+    now, let_go = [0.0], []
+    first, second = Server(tmp_path), Server(tmp_path, monotonic=lambda: now[0])
+    texts = [line(str(n)) for n in range(5)]
+
+    async def check():
+        awake, stands = asyncio.Event(), asyncio.Event()
+
+        async def slow_app(scope, receive, send):
+            stands.set()
+            await awake.wait()
+            await first.app(scope, receive, send)
+
+        first.worker = BatchWorker(first.state, slow_app, first.store)
+        first.store.beat = lambda _stored: True
+        first.store.save = lambda _stored: None
+        first.store.release = let_go.append
+        batch_id = await second.batch_id("\n".join(texts))
+        async with first.working():
+            await stands.wait()
+            async with second.working():
+                await second.get(batch_id)
+                await asyncio.sleep(0.05)
+                assert not second.state.fake.started
+                while (ended := await second.get(batch_id)).status != "completed":
+                    now[0] += 1
+                    await asyncio.sleep(0.005)
+                assert now[0] > timeouts.BATCH_SILENCE_S
+                awake.set()
+                while not let_go:
+                    await asyncio.sleep(0.005)
+                assert len(first.state.fake.started) == len(texts)
+                assert await second.get(batch_id) == ended
+        assert len(await second.results(ended.output_file_id)) == len(texts) == len(second.state.fake.started)
+        outputs = (await second.call("GET", "/v1/files?purpose=batch_output")).json()["data"]
+        assert [each["id"] for each in outputs] == [ended.output_file_id]
+
+    asyncio.run(check())
+
+
+def test_every_batch_has_its_turn(server, monkeypatch):
+    """Of two batches one at a time is worked on. They take turns, and nothing is asked twice."""
+    monkeypatch.setattr(worker_module, "MAX_BATCHES", 1)
+    monkeypatch.setattr(worker_module, "TURN_S", 0.0)
+
+    terms, end = [], server.store.end
+
+    def watched_end(stored):
+        terms.append(stored.term)
+        return end(stored)
+
+    async def check():
+        ids = [await server.batch_id("\n".join(line(f"{name}{n}") for n in range(40))) for name in "ab"]
+        async with server.working():
+            for batch_id in ids:
+                assert (await server.until(batch_id, "completed")).request_counts.completed == 40
+        assert len(terms) == 2 and max(terms) >= 2
+        assert len(server.state.fake.started) == 80
+
+    monkeypatch.setattr(server.store, "end", watched_end)
+    asyncio.run(check())
+
+
+def test_batches_that_others_work_on_or_that_fail_keep_no_other_one_waiting(tmp_path, monkeypatch):
+    first, second = Server(tmp_path), Server(tmp_path)
+    take = second.store.take
+
+    async def check():
+        ids = [await first.batch_id(line("a", prompt="slow")) for _ in range(4)]
+        async with first.working():
+            for batch_id in ids:
+                await first.until(batch_id, "in_progress")
+            failing = {await first.batch_id(line("a")) for _ in range(4)}
+
+            def fail(batch_id):
+                if batch_id in failing:
+                    raise OSError("the disk is full")
+                return take(batch_id)
+
+            monkeypatch.setattr(second.store, "take", fail)
+            last = await first.batch_id(line("a"))
+            async with second.working():
+                await second.until(last, "completed")
+        assert len(second.state.fake.started) == 1
 
     asyncio.run(check())
 

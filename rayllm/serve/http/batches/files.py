@@ -128,7 +128,12 @@ class FileStore:
 
     def delete(self, file_id: str, owner: str) -> None:
         """Raises ApiError 404."""
-        self._remove(self.get(file_id, owner).id)
+        self.discard(self.get(file_id, owner).id)
+
+    def discard(self, file_id: str) -> None:
+        """Remove a file, whoever owns it, if there is one."""
+        self._path(file_id, ".json").unlink(missing_ok=True)
+        self._path(file_id, ".data").unlink(missing_ok=True)
 
     def owned_by(self, owner: str) -> list[FileObject]:
         """All files of an owner, the newest first."""
@@ -140,7 +145,7 @@ class FileStore:
         """Remove what is too old, and what uploads that broke off have left."""
         for path in self._folder.glob("file-*.json"):
             if self._load(path) is None:
-                self._remove(path.stem)
+                self.discard(path.stem)
         for path in self._folder.glob("file-*.data"):
             try:
                 is_old = self._clock() - path.stat().st_mtime > STALE_S
@@ -154,10 +159,6 @@ class FileStore:
             return []
         with os.scandir(self._folder) as entries:
             return [entry.stat().st_size for entry in entries if entry.name.endswith(".data")]
-
-    def _remove(self, file_id: str) -> None:
-        self._path(file_id, ".json").unlink(missing_ok=True)
-        self._path(file_id, ".data").unlink(missing_ok=True)
 
     def _load(self, path: Path) -> StoredFile | None:
         try:

@@ -13,10 +13,11 @@ from starlette.datastructures import UploadFile
 from starlette.responses import FileResponse, Response
 
 from rayllm.batch.app_client import batch_endpoints
+from rayllm.serve.http.answers import ErrorAnswer
 from rayllm.serve.http.batches.files import FileObject, Purpose
 from rayllm.serve.http.batches.store import Batch, BatchStore
 from rayllm.serve.http.errors import ApiError
-from rayllm.serve.http.protocol import Body, ErrorAnswer, NotSupported, RequestBody
+from rayllm.serve.http.protocol import Body, NotSupported, RequestBody
 from rayllm.serve.http.request import Context, JsonRoute, json_response
 
 FORM_BYTES = 2**16  # of an upload beside its file

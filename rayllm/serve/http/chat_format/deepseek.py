@@ -64,7 +64,7 @@ def _grammar(lark: Lark, schemas: Schemas, single: bool) -> str:
     begin, separator, end = lark.tag(CALL), lark.tag(SEPARATOR), lark.tag(CALL_END)
     calls = []
     for name, schema in schemas.items():
-        arguments = lark.json(schema or {"type": "object"})
+        arguments = lark.arguments(schema)
         fenced, closing = f"{name}\n{FENCE}json\n", literal(f"\n{FENCE}")
         calls.append(f"{begin} {literal(KIND)} {separator} {literal(fenced)} {arguments} {closing} {end}")
         calls.append(f"{begin} {literal(name)} {separator} {arguments} {end}")

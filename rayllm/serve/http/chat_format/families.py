@@ -6,6 +6,7 @@ from typing import Literal
 
 from rayllm.serve.http.chat_format.calls import CallForm
 from rayllm.serve.http.chat_format.deepseek import DEEPSEEK
+from rayllm.serve.http.chat_format.deepseek_dsml import DEEPSEEK_DSML, DSML
 from rayllm.serve.http.chat_format.glm import GLM
 from rayllm.serve.http.chat_format.harmony import TAGS
 from rayllm.serve.http.chat_format.hermes import HERMES
@@ -14,7 +15,7 @@ from rayllm.serve.http.chat_format.llama import LLAMA3, LLAMA4
 from rayllm.serve.http.chat_format.mistral import MISTRAL
 from rayllm.serve.http.chat_format.qwen3_coder import QWEN3_CODER
 
-Family = Literal["hermes", "qwen3_coder", "llama3", "llama4", "mistral", "deepseek", "glm", "gpt_oss"]
+Family = Literal["hermes", "qwen3_coder", "llama3", "llama4", "mistral", "deepseek", "deepseek_v32", "glm", "gpt_oss"]
 Reasoning = Literal["think", "mistral", "gpt_oss"]
 
 # gpt-oss is not among them: all of its text is in a form of its own, see `harmony.py`.
@@ -25,6 +26,7 @@ CALL_FORMS: dict[str, CallForm] = {
     "llama4": LLAMA4,
     "mistral": MISTRAL,
     "deepseek": DEEPSEEK,
+    "deepseek_v32": DEEPSEEK_DSML,
     "glm": GLM,
     "json": JSON_CALLS,
 }
@@ -43,6 +45,8 @@ def family_of(template: str) -> Family | None:
     has = template.__contains__
     if has("<|channel|>") and has("<|message|>"):
         return "gpt_oss"
+    if has(DSML):
+        return "deepseek_v32"
     if has("<｜tool▁call▁begin｜>"):
         return "deepseek"
     if has("[TOOL_CALLS]"):

@@ -124,7 +124,7 @@ def grammar(lark: Lark, schemas: Schemas, answer: str | None = None) -> str:
     parts = []
     for name, schema in schemas.items():
         header = f"{channel} {literal(f'commentary to={_TOOLS}{name}')} {kind} {message}"
-        parts.append(f"{header} {lark.json(schema or {'type': 'object'})}")
+        parts.append(f"{header} {lark.arguments(schema)}")
     if answer is not None:
         parts.append(f'{channel} "final" {kind} {message} {answer}')
     return f"({lark.rule(analysis)})* {lark.rule(' | '.join(parts))}"

@@ -7,15 +7,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rayllm.text.json_schema import enforceable
+from rayllm.text.json_schema import closed, enforceable
 
 # At most one space between tokens of JSON text. With more room, a model that does not know how to go on fills all of
 # it, at every place, and runs into max_tokens.
 COMPACT = {"whitespace_pattern": " "}
 ANY_TEXT = "/(?s:.*)/"
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _BEFORE_REGEX_END = re.compile(r"\\.|/|\n", re.DOTALL)
 
-Schemas = Mapping[str, dict[str, Any]]  # of the parameters of tools, by their names
+Schemas = Mapping[str, dict[str, Any]]  # of the parameters of tools, by their names; empty if a tool has none
 
 
 class Lark:
@@ -34,20 +35,27 @@ class Lark:
         self._rules.append(f"{name}{options}: {expression}")
         return name
 
-    def tag(self, text: str) -> str:
-        """A tag, which is a token or spelled out."""
-        token = self._special_id(text)
-        return literal(text) if token is None else f"<[{token}]>"
+    def tag(self, *parts: str) -> str:
+        """A tag of these parts, each of which is a token or spelled out."""
+        tokens = {part: self._special_id(part) for part in parts}
+        return " ".join(literal(part) if tokens[part] is None else f"<[{tokens[part]}]>" for part in parts)
 
-    def through(self, tag: str) -> str:
-        """Any text, up to and with a tag."""
-        if self._special_id(tag) is None:
-            return self.rule(f"/(?s:.*){escaped(re.escape(tag))}/", "[lazy]")
-        return self.rule(f"{ANY_TEXT} {self.tag(tag)}")
+    def through(self, *tag: str) -> str:
+        """Any text, up to and with a tag of these parts."""
+        spelled = next((i for i, part in enumerate(tag) if self._special_id(part) is not None), len(tag))
+        if not spelled:
+            return self.rule(f"{ANY_TEXT} {self.tag(*tag)}")
+        # What is spelled out before a token may come in the text too, without the token.
+        piece = self.rule(f"/(?s:.*){escaped(re.escape(''.join(tag[:spelled])))}/", "[lazy]")
+        return self.rule(f"{piece}+ {self.tag(*tag[spelled:])}") if spelled < len(tag) else piece
 
     def json(self, schema: dict[str, Any]) -> str:
         """A value by a JSON schema."""
         return self.rule(f"%json {json.dumps(enforceable(schema, **COMPACT), ensure_ascii=False)}")
+
+    def arguments(self, schema: dict[str, Any]) -> str:
+        """The arguments of a tool with this schema."""
+        return self.json(schema or NO_ARGUMENTS)
 
     def source(self, start: str) -> str:
         """The whole grammar."""
@@ -87,7 +95,7 @@ def call_schema(schemas: Schemas, arguments: str) -> dict[str, Any]:
     ]
     # With an id of its own, the references of a tool's schema go on meaning places in that schema.
     definitions = {
-        f"tool_{index}": {**(schema or {"type": "object"}), "$id": f"tool_{index}"}
+        f"tool_{index}": closed(schema or NO_ARGUMENTS) | {"$id": f"tool_{index}"}
         for index, schema in enumerate(schemas.values())
     }
     return (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"$defs": definitions}

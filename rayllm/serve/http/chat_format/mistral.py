@@ -50,7 +50,7 @@ def _grammar(lark: Lark, schemas: Schemas, single: bool) -> str:
     before = f"({lark.tag(CALL_ID)} /[a-zA-Z0-9]{{9}}/)? {arguments}"
     call = call_schema(schemas, "arguments")
     array = array_of(call) | ({"maxItems": 1} if single else {})
-    calls = [f"{literal(name)} {before} {lark.json(schema or {'type': 'object'})}" for name, schema in schemas.items()]
+    calls = [f"{literal(name)} {before} {lark.arguments(schema)}" for name, schema in schemas.items()]
     named = lark.rule(" | ".join(calls))
     return f'{begin} " "? {lark.json(array)} | {one_or_more(begin + " " + named, "", single)}'
 

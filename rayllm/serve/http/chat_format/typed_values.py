@@ -24,12 +24,15 @@ class ArgumentsWriter:
         self._schema = calls.offered[name]
         self._next = "{"  # what stands before the next argument
 
-    def read_value(self, key: str, closing: str, *, lines: bool = False) -> Reading[bool]:
+    def read_value(
+        self, key: str, closing: str, *, lines: bool = False, types: set[str] | None = None
+    ) -> Reading[bool]:
         """Read an argument's text up to `closing`, and that too. False if it breaks off.
 
         lines: the text is on lines of its own, so a line break at its beginning and one at its end do not count.
+        types: those of JSON that it may have, empty for any; None for those of the schema.
         """
-        source, types = self._calls.source, argument_types(self._schema, key)
+        source, types = self._calls.source, argument_types(self._schema, key) if types is None else types
         start = f"{self._next}{json.dumps(key, ensure_ascii=False)}: "
         as_string = types == {"string"}
         if as_string:

@@ -7,7 +7,23 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tool_calls import ALL, FINAL, GLM, NESTED, NEXT, QWEN, SCHEMAS, TO_F, V3, V31, WHOLE, pairs, parameters
+from support.tool_calls import (
+    ALL,
+    DSML,
+    FINAL,
+    GLM,
+    NESTED,
+    NEXT,
+    QWEN,
+    SCHEMAS,
+    TO_F,
+    V3,
+    V31,
+    WHOLE,
+    dsml,
+    pairs,
+    parameters,
+)
 
 from rayllm.config.options import ServerConfig
 from rayllm.serve.http.chat_format import ChatFormat, ChatParser, ReasoningCounter
@@ -108,6 +124,38 @@ FOUND = {  # family -> text -> texts and calls in it
             V31.format("rm", "{}") + "<｜tool▁calls▁end｜>",
         ],
     },
+    "deepseek_v32": {
+        DSML.format(dsml(text="x", count=3)): [("typed", '{"text": "x", "count": 3}')],
+        DSML.format(""): [("typed", "{}")],
+        # What a parameter says of itself counts, not the schema; without a word of its own the schema does.
+        DSML.format(dsml(string="true", count=3)): [("typed", '{"count": "3"}')],
+        DSML.format(dsml(string="false", where='{"x": [null, "</p>"]}', free="True")): [
+            ("typed", '{"where": {"x": [null, "</p>"]}, "free": true}')
+        ],
+        DSML.format(dsml(string="false", free="not JSON")): [("typed", '{"free": "not JSON"}')],
+        DSML.format('<｜DSML｜parameter name="count">3</｜DSML｜parameter>'): [("typed", '{"count": 3}')],
+        "Hm.\n\n" + DSML.format(dsml(text=' "q"\n<b> é🙂 ')) + "\n": [
+            "Hm.\n\n",
+            ("typed", '{"text": " \\"q\\"\\n<b> é🙂 "}'),
+        ],
+        # V4's outer tags; several calls; none of the outer tags.
+        DSML.replace("function_calls", "tool_calls").format(dsml(count=3)): [("typed", '{"count": 3}')],
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n<｜DSML｜invoke name="get_weather">\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>": [("f", "{}"), ("get_weather", "{}")],
+        '<｜DSML｜invoke name="f"></｜DSML｜invoke> done': [("f", "{}"), " done"],
+        # Broken off, in a string, in another value and in a tag; what is not of the form.
+        f'<｜DSML｜function_calls><｜DSML｜invoke name="typed">{dsml(text="ab").split("</")[0]}': [
+            ("typed", '{"text": "ab')
+        ],
+        f'<｜DSML｜function_calls><｜DSML｜invoke name="typed">{dsml(count=12).split("</")[0]}': [("typed", "")],
+        '<｜DSML｜function_calls><｜DSML｜invoke name="typed"><｜DSML｜parameter name="coun': [("typed", "")],
+        DSML.format("junk") + "ok": [("typed", ""), "ok"],
+        DSML.format(dsml(text="x") + "junk"): [("typed", '{"text": "x"')],
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n<｜DSML｜invoke name="rm">': [
+            ("f", "{}"),
+            '\n<｜DSML｜invoke name="rm">',
+        ],
+    },
     "gpt_oss": {
         TO_F.format(NESTED): [("f", NESTED)],
         f"{FINAL.format('Hi <b>')}<|return|>": ["Hi <b>"],
@@ -149,6 +197,14 @@ TEXT = {  # what is no call stays as it is
         "<｜tool▁call",
         V31.format("", "{}"),
         "<",
+    ],
+    "deepseek_v32": [
+        "<｜DSML｜function_calls>",
+        "<｜DSML｜function_calls>\n</｜DSML｜function_calls>",
+        DSML.format("").replace("typed", "rm"),
+        '<｜DSML｜invoke name="f"',
+        "<｜DSML｜parameter",
+        "a ｜DSML｜ <",
     ],
     "gpt_oss": ["", "<|", "<|channel|>commentary to=functions.rm <|message|>{}<|call|>", "<|end|>x"],
 }
@@ -290,6 +346,7 @@ def test_strings_between_tags_come_back_as_they_were(value, borders):
     for family, written in (
         ("qwen3_coder", QWEN.format(parameters(text=value))),
         ("glm", GLM.format(pairs(text=value))),
+        ("deepseek_v32", DSML.format(dsml(text=value))),
     ):
         _, [(_, arguments)] = read(form_of(family), splits(written, borders))
         assert json.loads(arguments) == {"text": value}
@@ -342,6 +399,7 @@ def test_long_outputs_in_small_pieces():  # a parser that reads again what it ha
             "<tool_call>",
             "[TOOL_CALLS]",
             "<｜tool▁call▁begin｜>f",
+            "<｜DSML｜",
             "<|channel|>x",
             "[f(",
             "\n{",

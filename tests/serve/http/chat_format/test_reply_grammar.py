@@ -5,7 +5,7 @@ import json
 import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
-from support.tool_calls import ALL, SCHEMAS, V3, V31, WHOLE
+from support.tool_calls import ALL, DSML, SCHEMAS, V3, V31, WHOLE, dsml
 
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.config.options import BUNDLED_MODEL
@@ -34,6 +34,8 @@ CALLS = {
 UNTYPED = {
     "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>",
     "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    "deepseek_v32": DSML.format(dsml(a=3)).replace("typed", "f"),
+    "deepseek_v32 v4": DSML.replace("function_calls", "tool_calls").format(dsml(a=3)).replace("typed", "f"),
 }
 
 
@@ -84,6 +86,14 @@ def test_calls_or_an_answer(tokenizer, takes, family):
         assert not takes(grammar, CALLS[family].format('{"a":  3}'))
     pieces = ChatParser(form).feed(call, last=True)
     assert [piece.text for piece in pieces] == ["f", ARGUMENTS]
+
+
+@pytest.mark.parametrize("text", ["", "x", "</p> <｜ </ \n", '"quoted" <b>'])
+def test_text_between_tags_of_which_a_part_is_a_token(tokenizer, takes, text):
+    form = ChatFormat("deepseek_v32", schemas=TOOLS)
+    grammar = reply_grammar(form, ANSWER, "arguments", tokenizer.special_id)
+    assert takes(grammar, DSML.format(dsml(text=text, a="[1]")).replace("typed", "f"))
+    assert not takes(grammar, DSML.format(dsml(text=text, a="x")).replace("typed", "f"))
 
 
 @pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm", "deepseek v3.1", "mistral named", "llama3"])
@@ -149,6 +159,30 @@ def test_forced_calls_have_at_most_one_space_between_tokens(tokenizer, takes):
     ]
     thinking = ChatFormat("json", "think", schemas=TOOLS, single_call=True)
     assert takes(reply_grammar(thinking, None, "arguments", tokenizer.special_id), f"<think>f?</think>\n{call}")
+
+
+def test_calls_have_no_properties_but_those_of_their_schemas(tokenizer, takes):
+    """Nor has a tool without parameters any. A schema that says so itself lets the model add others."""
+    listed = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"properties": {"c": {}}}}}
+    tools = {"f": listed, "g": {}, "open": listed | {"additionalProperties": True}, "any": {"type": "object"}}
+    tools["parts"] = {"allOf": [listed, {"properties": {"d": {"type": "integer"}}}]}
+    good = [
+        ("f", "{}"),
+        ("f", '{"a": 3, "b": {"c": [1]}}'),
+        ("g", "{}"),
+        ("open", '{"a": 3, "x": 1}'),
+        ("any", '{"x": 1}'),
+        ("parts", '{"a": 3, "d": 4}'),
+    ]
+    bad = [("f", '{"x": 1}'), ("f", '{"a": 3, "x": 1}'), ("f", '{"b": {"c": 1, "x": 1}}'), ("g", '{"x": 1}')]
+    for form, text in (
+        (ChatFormat("json", schemas=tools, single_call=True), '{{"name": "{}", "arguments": {}}}'),
+        (ChatFormat("mistral", schemas=tools), "[TOOL_CALLS]{}[ARGS]{}"),
+        (ChatFormat("deepseek", schemas=tools), ALL.format(V31)),
+    ):
+        grammar = reply_grammar(form, None, "arguments", tokenizer.special_id)
+        assert [call for call in good if not takes(grammar, text.format(*call))] == []
+        assert [call for call in bad if takes(grammar, text.format(*call))] == []
 
 
 def test_schemas_that_are_not_enforced_as_a_whole_are_taken(tokenizer, takes):

@@ -338,7 +338,7 @@ def test_structured_outputs():
     form = {"type": "json_schema", "schema": CITY}
     for fields in ({"output_config": {"format": form}}, {"extra_body": {"output_format": form}}):
         assert blocks(app.message(**fields)) == [script]
-        assert app.schema() == CITY
+        assert app.schema() == CITY | {"additionalProperties": False}
 
 
 # ---- failures in a stream
