@@ -24,7 +24,7 @@ from .cache.reshape_and_cache import reshape_and_cache
 from .cache.token_inputs import token_inputs
 from .collectives.all_reduce import PeerBuffers, all_gather_small, all_reduce, all_reduce_add_rms_norm
 from .dispatch import TritonModule
-from .experts.experts import experts
+from .experts.experts import ExpertRange, experts
 from .experts.route import Routing, route
 from .linear.linear import add_rms_norm_linear, linear, linear_invariant, linear_silu_mul, linear_wide, prepare
 from .lora.lora import AdapterSlots, add_adapters

@@ -65,7 +65,7 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
     num_gpus: in the cluster if the ranks are Ray actors, in this process else. Raises ConfigError or ModelError.
     """
     spec, tp = load_model_spec(options.model), options.tensor_parallel_size
-    check_parallel(spec, tp)
+    check_parallel(spec, tp, expert_parallel=options.enable_expert_parallel)
     if options.executor == "local" and tp > 1:
         raise ConfigError(f'executor "local" runs one rank, but tensor_parallel_size is {tp}: use "ray" or "auto"')
     if options.preemption_mode == "swap" and not options.swap_space:

@@ -34,6 +34,9 @@ class WeightSource(ABC):
         """The whole tensor `name`, of whatever shape; None if there is none, or if weights are made up."""
         return None
 
+    def leave(self, module: str) -> None:  # noqa: B027
+        """All weights of `module` are other ranks' to read."""
+
     def finish(self) -> None:  # noqa: B027
         """Raises ModelError naming weights that were asked for and missing, or that nobody asked for."""
 

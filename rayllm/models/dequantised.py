@@ -101,6 +101,9 @@ class DequantisedCheckpoint(WeightSource):
     def optional(self, name: str) -> torch.Tensor | None:
         return self._checkpoint.optional(name)
 
+    def leave(self, module: str) -> None:
+        self._checkpoint.leave(module)
+
     def finish(self) -> None:
         # AutoGPTQ writes biases of zeros for projections that have none.
         for bias in sorted(module + ".bias" for module in self._gptq_modules):

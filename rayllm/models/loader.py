@@ -64,6 +64,7 @@ class Checkpoint(StoredTensors):
         }
         self._used: set[str] = set()
         self._missing: list[str] = []
+        self._others: set[str] = set()  # modules of other ranks
         # Shown on terminals only, so not by the ranks of a cluster.
         self._bar = tqdm(total=len(self._file_of), desc="Loading weights", unit="tensor", disable=None, leave=False)
 
@@ -84,16 +85,33 @@ class Checkpoint(StoredTensors):
     def choose(self, *names: str) -> str:
         return next((name for name in names if self._stored(name) in self._file_of), names[0])
 
+    def leave(self, module: str) -> None:
+        self._others.add(module)
+
     def finish(self) -> None:
         self._bar.close()
         if self._missing:
             raise ModelError(f"model folder {self._folder} lacks {_some(self._missing, 'weight')}")
         unused = [name for name in self._file_of if name not in self._used and not name.endswith(DERIVED_BUFFERS)]
+        unused = self._without_others(unused)
         if unused:
             raise ModelError(
                 f"model folder {self._folder} has {_some(unused, 'weight')} that its config.json has no place for"
             )
         self._open.clear()
+
+    def _without_others(self, stored: list[str]) -> list[str]:
+        """Those of these names that are not of a module that was left to other ranks."""
+        if not self._others:
+            return stored
+        others = self._others | {module.partition(".")[2] for module in self._others}  # of a model's body alone
+        own = {name: text for text, name in self._text.items()}
+
+        def is_left(name: str) -> bool:
+            parts = own.get(name, name).split(".")
+            return any(".".join(parts[:end]) in others for end in range(1, len(parts)))
+
+        return [name for name in stored if not is_left(name)]
 
     def find(self, name: str) -> Stored | None:
         name = self._stored(name)
@@ -197,7 +215,14 @@ def load_model(
     make = model_class(spec.architecture)
     adapters = AdapterState(options.max_loras, options.max_lora_rank) if options.enable_lora else None
     context = BuildContext(
-        tp, device, dtype, config.max_model_len, options.deterministic, memory=weights, adapters=adapters
+        tp,
+        device,
+        dtype,
+        config.max_model_len,
+        options.deterministic,
+        memory=weights,
+        adapters=adapters,
+        expert_parallel=options.enable_expert_parallel,
     )
     if weights is not None and weights.is_filled:
         return make(context, spec).eval()
