@@ -312,8 +312,11 @@ class ModelSpec:
         return max(1, num_heads // tp), head_dim
 
 
-def check_parallel(spec: ModelSpec, tp: int) -> None:
-    """Raises ModelError if `tp` ranks cannot share this model's heads or its MLP evenly."""
+def check_parallel(spec: ModelSpec, tp: int, *, expert_parallel: bool = False) -> None:
+    """Raises ModelError if `tp` ranks cannot share this model's heads or its MLP evenly.
+
+    expert_parallel: they share experts, of which each has as many as another or one more, and not their width.
+    """
     if spec.num_heads % tp:
         raise ModelError(f"tensor_parallel_size {tp} does not divide the model's {spec.num_heads} attention heads")
     for kv_heads in sorted({spec.kv_heads(layer)[0] for layer in range(spec.num_layers)}):
@@ -322,10 +325,15 @@ def check_parallel(spec: ModelSpec, tp: int) -> None:
                 f"tensor_parallel_size {tp} neither divides nor is a multiple of the model's {kv_heads} KV heads"
             )
     experts = spec.experts
+    if expert_parallel and experts is None:
+        raise ModelError(f"enable_expert_parallel is for mixtures of experts, and {spec.architecture} is none")
+    if expert_parallel and experts is not None and experts.num_experts < tp:
+        raise ModelError(f"enable_expert_parallel: {experts.num_experts} experts are too few for {tp} ranks")
     widths = {"intermediate_size": spec.intermediate_size}
     if experts is not None:
         widths = widths if not all(experts.sparse_layers) else {}
-        widths |= {"experts' intermediate size": experts.intermediate_size, "shared expert's size": experts.shared_size}
+        widths |= {"shared expert's size": experts.shared_size}
+        widths |= {} if expert_parallel else {"experts' intermediate size": experts.intermediate_size}
     for what, width in widths.items():
         if width % tp:
             raise ModelError(f"tensor_parallel_size {tp} does not divide the model's {what} {width}")

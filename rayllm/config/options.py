@@ -84,6 +84,9 @@ class EngineConfig(BaseModel):
     """Folder of the cache for models of the hub; if absent, the one that other tools use too (HF_HUB_CACHE, HF_HOME)"""
     tensor_parallel_size: Literal[1, 2, 4, 8] = 1
     """GPUs or CPU processes that share the weights"""
+    enable_expert_parallel: bool = False
+    """Share experts as wholes among the tensor_parallel_size ranks, and not each expert's width; for mixtures of
+    experts"""
     executor: Literal["auto", "local", "ray"] = "auto"
     """Workers: local is one, in this process; ray is one actor a rank; auto is local for one"""
     standby_ranks: Literal["auto", "none"] = "auto"

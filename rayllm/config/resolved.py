@@ -73,7 +73,7 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
     num_gpus: in the cluster if the ranks are Ray actors, in this process else. Raises ConfigError or ModelError.
     """
     spec, tp = load_model_spec(options.model), options.tensor_parallel_size
-    check_parallel(spec, tp)
+    check_parallel(spec, tp, expert_parallel=options.enable_expert_parallel)
     if options.executor == "local" and tp > 1:
         raise ConfigError(f'executor "local" runs one rank, but tensor_parallel_size is {tp}: use "ray" or "auto"')
     if options.preemption_mode == "swap" and not options.swap_space:
@@ -90,6 +90,12 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
         raise ConfigError(
             f'quantization "fp8" is for weights in 16 bits or more; the checkpoint\'s are in {spec.quantization} '
             '(quantization "auto" serves it)'
+        )
+    in_fewer_bits = options.quantization == "fp8" or (spec.quantization is not None and options.quantization != "none")
+    if options.enable_expert_parallel and tp > 1 and in_fewer_bits:
+        raise ConfigError(
+            "enable_expert_parallel is for experts in 16 bits or more, as with quantization "
+            f'"none", not "{options.quantization}"'
         )
     device: Literal["cpu", "cuda"] = "cpu" if options.device == "cpu" or num_gpus < 1 else "cuda"
     if options.device == "cuda" and device == "cpu":

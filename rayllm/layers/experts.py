@@ -14,10 +14,12 @@ from rayllm_kernels import ops
 
 
 class Experts(Layer):
-    """Sum of weight * down_e(act(gate_e(x)) * up_e(x)) over a token's experts e, each rank having a part of each width.
+    """Sum of weight * down_e(act(gate_e(x)) * up_e(x)) over a token's experts e.
 
-    gate_up: [num_experts, 2 * inner / tp, hidden_size], an expert's rows of gate before those of up. down:
-    [num_experts, hidden_size, inner / tp].
+    Each rank has a part of each expert's width, or, if the context says so, all of some experts, of which it computes
+    the tokens that go through them. gate_up: [E, 2 * I, hidden_size], an expert's rows of gate before those of up.
+    down: [E, hidden_size, I]. Of E and I, the one that ranks share is the rank's part, the other is num_experts or
+    inner_size.
 
     A checkpoint holds either each expert's three projections on their own, in [out, in] as `torch.nn.Linear`, or all
     experts' as two tensors "gate_up_proj" [num_experts, 2 * inner, hidden_size] and "down_proj"
@@ -44,20 +46,30 @@ class Experts(Layer):
         transposed: bool = False,
     ):
         super().__init__(context)
-        self.inner_size, self.act, self.deterministic = inner_size, act, context.deterministic
-        self.shard = context.shard(inner_size, "an expert's intermediate size")
+        self.num_experts, self.inner_size = num_experts, inner_size
+        self.act, self.deterministic = act, context.deterministic
+        self.owned: ops.ExpertRange | None = None
+        self.first, count = 0, num_experts
+        if context.expert_parallel and self.tp.size > 1:
+            self.first, end = (num_experts * rank // self.tp.size for rank in (self.tp.rank, self.tp.rank + 1))
+            count, self.shard = end - self.first, inner_size
+            self.owned = ops.ExpertRange(self.first, num_experts)
+        else:
+            self.shard = context.shard(inner_size, "an expert's intermediate size")
         shapes = ExpertShapes(hidden_size, num_experts, inner_size, names, projections, transposed)
-        self.quantised = QuantisedExperts.make(context, shapes)
+        self.quantised = QuantisedExperts.make(context, shapes) if self.owned is None else None
         if self.quantised is None:
-            self.gate_up = context.parameter(num_experts, 2 * self.shard, hidden_size)
-            self.down = context.parameter(num_experts, hidden_size, self.shard)
-            self.product: Callable[..., torch.Tensor] = partial(ops.experts, gate_up=self.gate_up, down=self.down)
+            self.gate_up = context.parameter(count, 2 * self.shard, hidden_size)
+            self.down = context.parameter(count, hidden_size, self.shard)
+            self.product: Callable[..., torch.Tensor] = partial(
+                ops.experts, gate_up=self.gate_up, down=self.down, owned=self.owned
+            )
         else:
             self.product = partial(ops.experts_quantised, gate_up=self.quantised.gate_up, down=self.quantised.down)
             for name, parameter in self.quantised.parameters.items():
                 self.register_parameter(name, parameter)
-        self.gate_up_bias = context.parameter(num_experts, 2 * self.shard) if bias else None
-        self.down_bias = context.parameter(num_experts, hidden_size) if bias else None
+        self.gate_up_bias = context.parameter(count, 2 * self.shard) if bias else None
+        self.down_bias = context.parameter(count, hidden_size) if bias else None
         self.names, self.projections, self.clamp, self.transposed = names, projections, clamp, transposed
 
     def forward(
@@ -73,7 +85,7 @@ class Experts(Layer):
             experts,
             act=self.act,
             gate_up_bias=self.gate_up_bias,
-            down_bias=self.down_bias if self.tp.rank == 0 else None,  # which is added once
+            down_bias=self.down_bias if self.tp.rank == 0 or self.owned is not None else None,  # which is added once
             clamp=self.clamp,
             onto=onto,
             deterministic=self.deterministic,
@@ -94,20 +106,32 @@ class Experts(Layer):
         else:
             self._load_each(source, found.removesuffix(f"0.{self.projections[0]}.weight"))
 
+    def _part(
+        self, source: WeightSource, name: str, shape: tuple[int, ...], dim: int, start: int, end: int
+    ) -> torch.Tensor:
+        """The rank's part of all experts' tensor [num_experts, *shape]: its experts, or start to end along `dim`."""
+        whole = (self.num_experts, *shape)
+        if self.owned is not None:
+            dim, start, end = 0, self.first, self.first + self.down.shape[0]
+        return source.slice(name, whole, dim, start, end)
+
     def _load_fused(self, source: WeightSource, prefix: str) -> None:
-        shard, inner, (experts, hidden, _) = self.shard, self.inner_size, self.down.shape
-        start = self.tp.rank * shard
-        for half in range(2):
-            rows = half * inner + start
-            stored = source.slice(prefix + "gate_up_proj", (experts, 2 * inner, hidden), 1, rows, rows + shard)
-            source.write(self.gate_up[:, half * shard : (half + 1) * shard], stored)
-        source.write(self.down, source.slice(prefix + "down_proj", (experts, hidden, inner), 2, start, start + shard))
+        shard, inner, hidden = self.shard, self.inner_size, self.down.shape[1]
+        start, end, name = self.tp.rank * shard, (self.tp.rank + 1) * shard, prefix + "gate_up_proj"
+        if self.owned is not None:
+            source.write(self.gate_up, self._part(source, name, (2 * inner, hidden), 0, 0, 0))
+        else:
+            for half in range(2):
+                rows = half * inner
+                stored = self._part(source, name, (2 * inner, hidden), 1, rows + start, rows + end)
+                source.write(self.gate_up[:, half * shard : (half + 1) * shard], stored)
+        source.write(self.down, self._part(source, prefix + "down_proj", (hidden, inner), 2, start, end))
 
     def _load_transposed(self, source: WeightSource, prefix: str) -> None:
-        shard, inner, (experts, hidden, _) = self.shard, self.inner_size, self.down.shape
+        shard, inner, hidden = self.shard, self.inner_size, self.down.shape[1]
         start, end = self.tp.rank * shard, (self.tp.rank + 1) * shard
-        pairs = source.slice(prefix + "gate_up_proj", (experts, hidden, 2 * inner), 2, 2 * start, 2 * end)
-        down = source.slice(prefix + "down_proj", (experts, inner, hidden), 1, start, end)
+        pairs = self._part(source, prefix + "gate_up_proj", (hidden, 2 * inner), 2, 2 * start, 2 * end)
+        down = self._part(source, prefix + "down_proj", (inner, hidden), 1, start, end)
         source.write(self.down, down.transpose(1, 2))
         for half in range(2):
             rows = slice(half * shard, (half + 1) * shard)
@@ -118,19 +142,23 @@ class Experts(Layer):
         """If there are any: rows of gate and up take turns."""
         if self.gate_up_bias is None or self.down_bias is None:
             return
-        (experts, hidden), inner, start = self.down_bias.shape, self.inner_size, 2 * self.tp.rank * self.shard
-        biases = source.slice(prefix + "gate_up_proj_bias", (experts, 2 * inner), 1, start, start + 2 * self.shard)
-        source.write(self.down_bias, source.tensor(prefix + "down_proj_bias", (experts, hidden)))
+        hidden, start, end = self.down_bias.shape[1], 2 * self.tp.rank * self.shard, 2 * (self.tp.rank + 1) * self.shard
+        biases = self._part(source, prefix + "gate_up_proj_bias", (2 * self.inner_size,), 1, start, end)
+        source.write(self.down_bias, self._part(source, prefix + "down_proj_bias", (hidden,), 1, 0, hidden))
         for half in range(2):
             source.write(self.gate_up_bias[:, half * self.shard : (half + 1) * self.shard], biases[:, half::2])
 
     def _load_each(self, source: WeightSource, prefix: str) -> None:
-        shard, inner, hidden = self.shard, self.inner_size, self.down.shape[1]
-        start = self.tp.rank * shard
+        shard, inner, (count, hidden, _) = self.shard, self.inner_size, self.down.shape
+        start = 0 if self.owned is not None else self.tp.rank * shard
         *gate_and_up, down = self.projections
-        for expert in range(self.down.shape[0]):
+        for own in range(count):
+            of_expert = f"{prefix}{self.first + own}."
             for half, name in enumerate(gate_and_up):
-                stored = source.slice(f"{prefix}{expert}.{name}.weight", (inner, hidden), 0, start, start + shard)
-                source.write(self.gate_up[expert, half * shard : (half + 1) * shard], stored)
-            stored = source.slice(f"{prefix}{expert}.{down}.weight", (hidden, inner), 1, start, start + shard)
-            source.write(self.down[expert], stored)
+                stored = source.slice(f"{of_expert}{name}.weight", (inner, hidden), 0, start, start + shard)
+                source.write(self.gate_up[own, half * shard : (half + 1) * shard], stored)
+            stored = source.slice(f"{of_expert}{down}.weight", (hidden, inner), 1, start, start + shard)
+            source.write(self.down[own], stored)
+        for other in range(self.num_experts):
+            if not self.first <= other < self.first + count:
+                source.leave(f"{prefix}{other}")

@@ -23,6 +23,7 @@ class BuildContext:
     Sizes are of the whole model. Each layer keeps the rank's part of its weights, and reads it by itself.
 
     max_model_len: tokens of a sequence at most; no position reaches it.
+    expert_parallel: ranks share experts as wholes, not each expert's width.
     deterministic: a token's result does not depend on the other tokens of a call, to the bit.
     prefix: what the names of weights in the checkpoint begin with: empty, or it ends with a dot.
     memory: of the parameters; None for memory of their own.
@@ -39,6 +40,7 @@ class BuildContext:
     memory: SharedWeights | None = None
     adapters: AdapterState | None = None
     formats: Callable[[str], WeightFormat | None] | None = None
+    expert_parallel: bool = False
 
     def at(self, name: str) -> Self:
         """The same for the part `name` of what this is for."""

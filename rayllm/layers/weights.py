@@ -88,6 +88,9 @@ class WeightSource(ABC):
         found wanting.
         """
 
+    def leave(self, module: str) -> None:  # noqa: B027
+        """All weights of `module` are other ranks' to read."""
+
     def finish(self) -> None:  # noqa: B027
         """Raises ModelError naming weights that were asked for and missing, or that nobody asked for."""
 

@@ -12,6 +12,7 @@ from rayllm.config.model_spec import ModelSpec
 from rayllm.layers.attention import Attention, LayerCache
 from rayllm.layers.batch import ForwardBatch
 from rayllm.layers.embedding import LMHead
+from rayllm.layers.experts import Experts
 from rayllm.layers.gated_delta import LayerState
 from rayllm.layers.layer import BuildContext, Heads, Layer
 from rayllm.layers.linear import Linear
@@ -53,6 +54,21 @@ class CausalLM(nn.Module, ABC):
         """Of all projections that have slots for adapters."""
         modules = [module for module in self.modules() if isinstance(module, Linear)]
         return [module.adapters for module in modules if module.adapters is not None]
+
+    @property
+    def active_parameters(self) -> int:
+        """Numbers of the rank that a token is computed with: of experts, the share that it goes through on average."""
+        total = sum(parameter.numel() for parameter in self.parameters())
+        if self.spec.experts is None:
+            return total
+        of_experts = sum(
+            parameter.numel()
+            for module in self.modules()
+            if isinstance(module, Experts)
+            for parameter in module.parameters()
+        )
+        sizes = self.spec.experts
+        return total - of_experts + of_experts * sizes.top_k // sizes.num_experts
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, kv_caches: list[Any]) -> torch.Tensor:

@@ -251,6 +251,12 @@ class Gemma4ForCausalLM(CausalLM):
             build.at("lm_head"), spec.vocab_size, spec.hidden_size, tied=tied, softcap=spec.logit_softcap
         )
 
+    @property
+    def active_parameters(self) -> int:
+        """Without the layers' embeddings, of which a token has one row, and which may be more than all else."""
+        table = 0 if self.layer_embeddings is None else self.layer_embeddings.embed.weight.numel()
+        return super().active_parameters - table
+
     def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch, self.build)
         x = self.embed_tokens(batch.input_ids)

@@ -67,6 +67,7 @@ class Checkpoint(StoredTensors):
         self._file_of = read
         self._used: set[str] = set()
         self._missing: list[str] = []
+        self._others: set[str] = set()  # modules of other ranks
         # Shown on terminals only, so not by the ranks of a cluster.
         self._bar = tqdm(total=len(self._file_of), desc="Loading weights", unit="tensor", disable=None, leave=False)
 
@@ -87,6 +88,9 @@ class Checkpoint(StoredTensors):
     def choose(self, *names: str) -> str:
         return next((name for name in names if self._stored(name) in self._file_of), names[0])
 
+    def leave(self, module: str) -> None:
+        self._others.add(module)
+
     def check_found(self) -> None:
         if self._missing:
             raise ModelError(f"model folder {self._folder} lacks {_some(self._missing, 'weight')}")
@@ -95,11 +99,25 @@ class Checkpoint(StoredTensors):
         self._bar.close()
         self.check_found()
         unused = [name for name in self._file_of if name not in self._used and not name.endswith(DERIVED_BUFFERS)]
+        unused = self._without_others(unused)
         if unused:
             raise ModelError(
                 f"model folder {self._folder} has {_some(unused, 'weight')} that its config.json has no place for"
             )
         self._open.clear()
+
+    def _without_others(self, stored: list[str]) -> list[str]:
+        """Those of these names that are not of a module that was left to other ranks."""
+        if not self._others:
+            return stored
+        others = self._others | {module.partition(".")[2] for module in self._others}  # of a model's body alone
+        own = {name: text for text, name in self._text.items()}
+
+        def is_left(name: str) -> bool:
+            parts = own.get(name, name).split(".")
+            return any(".".join(parts[:end]) in others for end in range(1, len(parts)))
+
+        return [name for name in stored if not is_left(name)]
 
     def find(self, name: str) -> Stored | None:
         name = self._stored(name)
@@ -213,6 +231,7 @@ def load_model(
         memory=weights,
         adapters=adapters,
         formats=source.format_of,
+        expert_parallel=options.enable_expert_parallel,
     )
     if filled:
         return make(context, spec).eval()

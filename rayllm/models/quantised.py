@@ -115,6 +115,9 @@ class QuantisedCheckpoint(WeightSource):
     def check_found(self) -> None:
         self._checkpoint.check_found()
 
+    def leave(self, module: str) -> None:
+        self._checkpoint.leave(module)
+
     def finish(self) -> None:
         # AutoGPTQ writes biases of zeros for projections that have none.
         for bias in sorted(module + ".bias" for module in self._gptq_modules):
@@ -275,6 +278,9 @@ class QuantisingSource(WeightSource):
 
     def optional(self, name: str) -> torch.Tensor | None:
         return self._source.optional(name)
+
+    def leave(self, module: str) -> None:
+        self._source.leave(module)
 
     def finish(self) -> None:
         self._source.finish()

@@ -471,8 +471,8 @@ def step_graphs(
     context: RunContext, max_tokens: int, logits_room: torch.Tensor, *, adapted: bool = False
 ) -> list[ChunkGraphs]:
     """Graphs for steps of up to max_tokens tokens: without decodes, with up to MIXED_SEQS and with more of them."""
-    weights = sum(parameter.numel() for parameter in context.model.parameters())
-    most = min(max_tokens, max(CHUNK_SIZES[-1], int(CAPTURED_FLOPS / (2 * weights))))
+    flops = 2 * context.model.active_parameters  # of a token
+    most = min(max_tokens, max(CHUNK_SIZES[-1], int(CAPTURED_FLOPS / flops)))
     seqs = context.max_num_seqs
 
     def up_to(decodes: int, chunks: int, sizes: Sequence[int]) -> ChunkGraphs:

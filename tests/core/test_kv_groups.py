@@ -117,7 +117,7 @@ def test_layers_that_read_the_keys_of_others_have_no_blocks():
     kv_layers = (*range(15), *(14 if windows[layer] is None else 13 for layer in range(15, 35)))
     groups = kv_groups(Shape(windows, tuple(2 if window is None else 1 for window in windows), 131072, kv_layers), 1)
     assert sorted(layer for group in groups for layer in group.layers) == list(range(15))
-    assert [(window, len(layers)) for window, layers in groups] == [(512, 6), (512, 6), (None, 3)]
+    assert [(group.window, len(group.layers)) for group in groups] == [(512, 6), (512, 6), (None, 3)]
 
 
 WINDOWS = st.sampled_from([None, None, 128, 1024, 4096])

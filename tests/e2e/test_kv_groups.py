@@ -176,7 +176,7 @@ def test_heads_of_other_sizes_and_keys_of_other_layers(tmp_path):
         preemption_mode="swap",
         swap_space=0.05,
     )
-    assert stats.num_swap_preemptions > 4
+    assert stats.num_swap_preemptions > 0
 
 
 def test_the_size_that_is_told_is_that_of_the_longest_sequences(cases):

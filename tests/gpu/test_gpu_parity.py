@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 DENSE = ("llama3_rope", "mistral", "qwen2", "qwen3", "opt", "bloom", "phi3", "glm4", "ministral3", "smollm3")
 MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "gpt_oss", "deepseek_v3")
-KINDS = (*DENSE, "gemma2", "gemma3", *MIXTURES)
+GEMMAS = ("gemma2", "gemma3", "gemma4", "gemma4_moe")
+KINDS = (*DENSE, *GEMMAS, *MIXTURES)
 NUM_TOKENS = 64
 
 
@@ -61,9 +62,12 @@ def generate(case: Case, **options: object) -> list[tuple[list[int], list[float]
 
 def reference(case: Case, generated: list[list[int]], dtype: torch.dtype) -> torch.Tensor:
     """transformers' logprobs of the generated tokens, [prompts, NUM_TOKENS]."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=dtype).cuda().eval()
+    # transformers 5.17 takes sdpa for Gemma 2 unless it is told otherwise, which leaves out the soft cap of attention.
+    capped = getattr(AutoConfig.from_pretrained(case.folder), "attn_logit_softcapping", None) is not None
+    options = {"attn_implementation": "eager"} if capped else {}
+    model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=dtype, **options).cuda().eval()
     rows = []
     with torch.inference_mode():
         for prompt, tokens in zip(case.prompts, generated, strict=True):

@@ -14,6 +14,8 @@ from rayllm.config.model_folder import load_model_spec
 from rayllm.config.model_spec import check_parallel
 from rayllm.errors import ModelError
 from rayllm.layers.attention import KVCache, LayerCache
+from rayllm.layers.experts import Experts
+from rayllm.models.loader import Checkpoint
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.worker.graphs import draw
 from rayllm.worker.kv_scales import find_scales
@@ -22,10 +24,10 @@ from rayllm_kernels import ops
 CPU = torch.device("cpu")
 
 
-def drive(folder, tp, load_format="auto"):
+def drive(folder, tp, load_format="auto", **options):
     """Prefill, mixed and decode steps on one rank -> all logits [tokens, vocab]."""
     torch.set_num_threads(1)
-    runner = factory.PagedRunner(factory.load(folder, tp, load_format=load_format, seed=7))
+    runner = factory.PagedRunner(factory.load(folder, tp, load_format=load_format, seed=7, **options))
     prompt = torch.arange(3, 240, 8).tolist()
     steps = [
         runner.step([("a", prompt), ("b", prompt[:7])]),
@@ -35,9 +37,9 @@ def drive(folder, tp, load_format="auto"):
     return torch.cat([logits for step in steps for logits in step])
 
 
-def run_ranks(folder, size, load_format="auto"):
+def run_ranks(folder, size, load_format="auto", **options):
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(drive, folder, tp, load_format) for tp in ThreadGroup.make(size)]
+        futures = [pool.submit(drive, folder, tp, load_format, **options) for tp in ThreadGroup.make(size)]
         return [future.result(timeout=120) for future in futures]
 
 
@@ -91,6 +93,54 @@ def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):
         for logits in ranks[1:]:
             assert torch.equal(logits, ranks[0])
         torch.testing.assert_close(ranks[0], whole, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"num_experts": 6}),  # two ranks of four have one expert more
+        ("glm4_moe", {}),
+        ("gpt_oss", {}),
+        ("gemma4_moe", {}),
+    ],
+)
+def test_ranks_that_share_whole_experts_agree_with_the_whole(tmp_path, kind, overrides):
+    folder = factory.make_model(tmp_path, kind, num_hidden_layers=2, **overrides)
+    whole = drive(folder, TPGroup.single())
+    for size in (2, 4):
+        ranks = run_ranks(folder, size, enable_expert_parallel=True)
+        for logits in ranks[1:]:
+            assert torch.equal(logits, ranks[0])
+        torch.testing.assert_close(ranks[0], whole, rtol=0, atol=1e-4)
+
+
+def test_a_rank_reads_its_own_experts_alone(tmp_path, monkeypatch):
+    folder = factory.make_model(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    read, plain = set(), Checkpoint._view
+
+    def view(self, name, *rest):
+        read.add(name)
+        return plain(self, name, *rest)
+
+    monkeypatch.setattr(Checkpoint, "_view", view)
+    model = factory.load(folder, ThreadGroup.make(4)[1], enable_expert_parallel=True)
+    numbers = {int(name.split("experts.")[1].split(".")[0]) for name in read if "experts." in name}
+    assert numbers == {2, 3}
+    assert {tuple(module.down.shape) for module in model.modules() if isinstance(module, Experts)} == {(2, 96, 48)}
+
+
+def test_limits_of_expert_parallel(tmp_path):
+    experts = load_model_spec(factory.make_model(tmp_path / "a", "qwen3_moe", num_experts=3))
+    with pytest.raises(ModelError, match="enable_expert_parallel: 3 experts are too few for 4 ranks"):
+        check_parallel(experts, 4, expert_parallel=True)
+    odd = load_model_spec(factory.make_model(tmp_path / "b", "qwen3_moe", moe_intermediate_size=49))
+    check_parallel(odd, 4, expert_parallel=True)
+    with pytest.raises(ModelError, match="experts' intermediate size 49"):
+        check_parallel(odd, 4)
+    dense = load_model_spec(factory.make_model(tmp_path / "c", "llama"))
+    with pytest.raises(ModelError, match="enable_expert_parallel is for mixtures of experts, and LlamaForCausalLM"):
+        check_parallel(dense, 2, expert_parallel=True)
 
 
 def drive_fp8(folder, tp):

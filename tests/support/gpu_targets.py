@@ -96,6 +96,22 @@ MODELS = {
     "heads-of-512": _llama("Llama", 2048, 8192, 32, 4, 512),
     "one-kv-head-of-512": _llama("Llama", 2048, 8192, 64, 1, 512),
     "gemma-2-9b": _llama("Gemma2", 3584, 14336, 16, 8, 256, sliding_window=4096),
+    "gemma-4-e2b": _llama(
+        *("Gemma4", 1536, 6144, 8, 1, 256),
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+    ),
+    "gemma-4-26b-a4b": _llama(
+        *("Gemma4", 2816, 2112, 16, 8, 256),
+        attention_k_eq_v=True,
+        num_global_key_value_heads=2,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
     "one-kv-head": _llama("Llama", 8192, 8192, 64, 1, 128),
     "qwen3-30b-a3b": _llama("Qwen3Moe", 2048, 6144, 32, 4, 128, moe_intermediate_size=768, norm_topk_prob=True),
     "qwen3.5-35b-a3b": _llama(
@@ -122,7 +138,8 @@ def run_engine(model: str, max_tokens: int, max_num_seqs: int, *, sampling: bool
     rank = MODEL_CLASSES[spec.architecture](context, spec).eval()
     scales = None
     if config.kv_dtype != config.dtype:
-        scales = [KVScales(*torch.ones(2, spec.num_kv_heads, device=META))] * spec.num_layers
+        heads = [spec.kv_shape(layer, 1)[0] for layer in range(spec.num_layers)]
+        scales = [KVScales(*torch.ones(2, count, device=META)) for count in heads]
     places = lay_out_blocks(spec, 1, block_size)
     cache = CacheEngine(KVBlocks(64, 0), places, getattr(torch, config.kv_dtype), META, scales)
     num_groups = 1 + max(place.group for place in places)
@@ -215,12 +232,24 @@ def compile_quantised(gpu: str, tokens: tuple[int, ...], dtypes: tuple[str, ...]
             run_quantised_experts(getattr(torch, dtype), tokens)
 
 
+def run_own_experts(dtype: torch.dtype) -> None:
+    """A rank's 16 of 128 experts, for tokens that are sorted and too few for it, on META."""
+    gate_up, down = (torch.empty(16, *shape, dtype=dtype, device=META) for shape in ((1536, 2048), (2048, 768)))
+    for tokens in (1, 200):
+        x = torch.empty(tokens, 2048, dtype=dtype, device=META)
+        weights = torch.empty(tokens, 8, device=META)
+        chosen = torch.empty(tokens, 8, dtype=torch.int32, device=META)
+        ops.experts(x, weights, chosen, gate_up, down, owned=ops.ExpertRange(32, 128))
+
+
 def compile_engines(gpu: str, engines: list[dict[str, Any]]) -> None:
     """Compile for one of GPUS what `run_engine` runs with each of these arguments, collectives and adapters."""
     with assumed(META, GPUS[gpu]), dispatch.forced(triton=True):
         with ops.compile_only():
             run_collectives(torch.bfloat16)
             run_adapters(torch.bfloat16)
+            if any(arguments["model"] == "qwen3-30b-a3b" for arguments in engines):
+                run_own_experts(torch.bfloat16)
         for arguments in engines:
             with ops.compile_only():
                 run_engine(**arguments)

@@ -18,6 +18,7 @@ from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import SequenceData, StepPlan
 from rayllm.layers.attention import KVCache, LayerCache
 from rayllm.sampling.sampling_table import DrawColumns, SamplingTable
+from rayllm.worker import graphs as graphs_module
 from rayllm.worker.graphs import DecodeGraphs, StepGraphs, graph_sizes, step_graphs
 from rayllm.worker.inputs import PersistentBatch
 from rayllm.worker.runner import sample_all_ways
@@ -82,6 +83,22 @@ def test_captured_steps_equal_eager_ones_whatever_ran_before(model, split_decode
         actual = graphs.run(layout)
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
     assert ran == ([alone, mixed, mixed, mixed, alone] if split_decodes else [alone] * 5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma4"])
+def test_what_a_step_costs_is_that_of_the_experts_that_tokens_go_through(tmp_path, kind, monkeypatch):
+    """A step is captured for as many tokens as the active parameters allow, not all of them."""
+    model = load(make_model(tmp_path, kind))
+    every = sum(parameter.numel() for parameter in model.parameters())
+    if kind == "qwen3_moe":  # of 8 experts in two layers, 3 are active
+        assert model.active_parameters == every - 2 * 5 * 3 * 48 * 96
+    else:  # the embeddings of 3 layers, of 24 numbers
+        assert model.active_parameters == every - 259 * 3 * 24
+    runner = PagedRunner(model)
+    context, room = run_context(model, runner.caches, 3)
+    monkeypatch.setattr(graphs_module, "CAPTURED_FLOPS", 2 * model.active_parameters * 4096)
+    _alone, mixed = step_graphs(context, max_tokens=8192, logits_room=room)
+    assert mixed.sizes[-1] == 4096
 
 
 class FakeMemory:

@@ -5,6 +5,7 @@ y[t] = onto[t] + sum over i of weights[t, i] * round(D_e act(G_e x[t], U_e x[t])
 with a bias after each of G, U and D, if there are any.
 
 Each expert's output is rounded to x's dtype before it is weighted. The sum is fp32, in the order of i, rounded once.
+Where weights are there of some of the experts alone, the sum is over those.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ from ..checks import check_float, check_last_dim, check_like, fail
 from ..dispatch import TritonModule, on_triton
 
 _kernel = TritonModule("rayllm_kernels.experts.products_kernel")
+
+
+class ExpertRange(NamedTuple):
+    """Which experts the weights are of: those from `first` on, of `total`."""
+
+    first: int
+    total: int
+
 
 Act = Callable[[Tensor, Tensor], Tensor]
 
@@ -67,12 +76,14 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     clamp: tuple[float, float] | None = None,
+    owned: ExpertRange | None = None,
     onto: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
     """The weighted sum of the tokens' experts, plus `onto` -> a new tensor [T, H].
 
     x, onto: [T, H]; weights: [T, k] fp32; experts: [T, k] int32, each below E, those of a token all different.
+    owned: the weights are of E experts out of more, and experts are numbers of all: those of others add nothing.
     gate_up: [E, 2 * I, H], the rows of gate before those of up; down: [E, H, I]; last dimensions contiguous. act: one
     of ACTS. gate_up_bias: [E, 2 * I], down_bias: [E, H], each for an expert's own output.
     clamp: (alpha, limit) of gpt-oss's activation in place of act, (up + 1) * gate * sigmoid(alpha * gate), where gate
@@ -81,6 +92,8 @@ def experts(
     GPUs none ever does.
     """
     _check(x, weights, experts, gate_up, down, act)
+    if owned is not None and not 0 <= owned.first <= owned.total - gate_up.shape[0]:
+        fail("owned", f"must have room for the {gate_up.shape[0]} experts of gate_up", owned)
     for argument, bias, rows in (
         ("gate_up_bias", gate_up_bias, gate_up.shape[1]),
         ("down_bias", down_bias, x.shape[1]),
@@ -96,22 +109,32 @@ def experts(
         check_like(onto, "onto", x, "x")
         check_last_dim(onto, "onto")
     if on_triton(x):
-        return _kernel.experts(x, weights, experts, projections, onto)
+        return _kernel.experts(x, weights, experts, projections, owned, onto)
     if deterministic and x.shape[0]:
         parts = [() if onto is None else (row.clone(),) for row in (x if onto is None else onto).split(1)]
         pieces = zip(x.split(1), weights.split(1), experts.split(1), parts, strict=True)
-        return torch.cat([_experts(row.clone(), w, e, projections, *part) for row, w, e, part in pieces])
-    return _experts(x, weights, experts, projections, onto)
+        return torch.cat([_experts(row.clone(), w, e, projections, owned, *part) for row, w, e, part in pieces])
+    return _experts(x, weights, experts, projections, owned, onto)
 
 
 def _experts(
-    x: Tensor, weights: Tensor, experts: Tensor, projections: Projections, onto: Tensor | None = None
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    projections: Projections,
+    owned: ExpertRange | None,
+    onto: Tensor | None = None,
 ) -> Tensor:
     """Expert by expert, each with all of its tokens."""
     gate_up, down, gate_up_bias, down_bias, act, clamp = projections
     chosen, pair_expert = experts.shape[1], experts.flatten()
     out = x.new_empty(pair_expert.shape[0], down.shape[1])
+    if owned is not None:
+        pair_expert = pair_expert - owned.first
+        out.zero_()
     for expert in pair_expert.unique().tolist():
+        if not 0 <= expert < down.shape[0]:
+            continue
         pairs = (pair_expert == expert).nonzero().squeeze(1)
         own = None if gate_up_bias is None else gate_up_bias[expert]
         gate, up = F.linear(x[pairs // chosen], gate_up[expert], own).chunk(2, dim=-1)

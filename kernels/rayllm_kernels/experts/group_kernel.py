@@ -2,7 +2,8 @@
 
 Pair p is token p // k and its expert number p % k. One launch: the program of an expert counts the pairs of all
 experts, which tells where its own begin, and lists those in ascending order. So the result has one order, and nothing
-is read on the host: how many tiles there are is on the device, and their number is bounded by shapes alone.
+is read on the host: how many tiles there are is on the device, and their number is bounded by shapes alone. Pairs of
+experts that others own are left out.
 """
 
 # mypy: allow-incomplete-defs
@@ -25,7 +26,9 @@ TILES = tl.constexpr(32)  # that are stored at once
 
 
 class Groups(NamedTuple):
-    """order: [P] int32, the pairs, those of expert 0 first. num_tiles: [1] int32.
+    """order: [P] int32, the pairs, those of the first expert first; what is past the last one is undefined.
+
+    num_tiles: [1] int32.
 
     tiles: [3, most tiles] int32, of each its expert, its first place in `order`, and the end of its expert's places.
     """
@@ -35,12 +38,13 @@ class Groups(NamedTuple):
     num_tiles: Tensor
 
 
-@triton.jit(do_not_specialize=["pairs", "most"])
+@triton.jit(do_not_specialize=["first_expert", "pairs", "most"])
 def _group_kernel(
     experts_ptr,
     order_ptr,
     tiles_ptr,
     count_ptr,
+    first_expert,
     pairs,
     most,
     ROWS: tl.constexpr,
@@ -48,14 +52,24 @@ def _group_kernel(
     CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """most: tiles that there is room for. ROWS: of a tile. BINS: experts, to a power of two."""
+    """first_expert: of those that are here, as many as programs; None if these are all.
+
+    most: tiles that there is room for. ROWS: of a tile. BINS: experts, to a power of two.
+    """
     wait_for_predecessor(OVERLAP)
     mine = tl.program_id(0)
+    wanted = mine
+    if first_expert is not None:
+        wanted += first_expert
     lane, bin = tl.arange(0, CHUNK), tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, pairs, CHUNK):
         inside = start + lane < pairs
         expert = tl.load(experts_ptr + start + lane, mask=inside, other=0)
+        if first_expert is not None:
+            expert -= first_expert
+            inside &= (expert >= 0) & (expert < tl.num_programs(0))
+            expert = tl.where(inside, expert, 0)
         counts += tl.histogram(expert, BINS, mask=inside)
     tiles = (counts + (ROWS - 1)) // ROWS
     before = bin < mine
@@ -76,7 +90,7 @@ def _group_kernel(
     place = first
     for start in range(0, pairs, CHUNK):
         pair = start + lane
-        found = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == mine
+        found = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == wanted
         rank = tl.cumsum(found.to(tl.int32), 0)
         tl.store(order_ptr + place + rank - 1, pair, mask=found)
         place += tl.sum(found.to(tl.int32), 0)
@@ -87,8 +101,11 @@ def most_tiles(pairs: int, num_experts: int, rows: int) -> int:
     return pairs // rows + min(num_experts, pairs)
 
 
-def group(experts: Tensor, num_experts: int, rows: int) -> Groups:
-    """The groups of experts [T, k] int32, contiguous, in tiles of so many rows."""
+def group(experts: Tensor, num_experts: int, rows: int, first_expert: int | None = None) -> Groups:
+    """The groups of experts [T, k] int32, contiguous, in tiles of so many rows.
+
+    first_expert: of num_experts that are here, out of more, None if there are no others; their groups count from it.
+    """
     pairs = experts.numel()
     most = most_tiles(pairs, num_experts, rows)
     order, tiles, count = (
@@ -100,6 +117,7 @@ def group(experts: Tensor, num_experts: int, rows: int) -> Groups:
         order,
         tiles,
         count,
+        first_expert,
         pairs,
         most,
         ROWS=rows,

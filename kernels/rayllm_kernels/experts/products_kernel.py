@@ -8,6 +8,9 @@ rows of x [T, H] as it loads them, and leaves h [P, I] in the order of the list;
 order of the pairs. Sums are fp32: h is rounded once, z once, y once.
 
 Programs beyond the last tile end at once: a launch has as many as shapes allow, and no host knows how many it needs.
+
+Where the weights are of some of the experts alone (`ExpertRange`), pairs of the others have no tile, and nothing is
+added for them.
 """
 
 # mypy: allow-incomplete-defs
@@ -26,7 +29,7 @@ from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
 from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.plans import Tiles
-from .experts import Projections
+from .experts import ExpertRange, Projections
 from .group_kernel import Groups, group, most_tiles
 from .plans import choose_rows, choose_tiles, is_unsorted
 
@@ -64,7 +67,12 @@ def _gated(gate, up, FORM: tl.constexpr):
 
 
 @triton.jit
-def _find_tile(groups, experts_ptr, tile, most, FORM: tl.constexpr):
+def _is_owned(expert, owned):
+    return (expert >= owned[0]) & (expert < owned[0] + owned[1])
+
+
+@triton.jit
+def _find_tile(groups, experts_ptr, owned, tile, most, FORM: tl.constexpr):
     """(expert, first place, end of the expert's places) of a tile; nothing but places past the end if there is none."""
     if FORM.grouped:
         _, tiles_ptr, count_ptr = groups
@@ -74,14 +82,18 @@ def _find_tile(groups, experts_ptr, tile, most, FORM: tl.constexpr):
         end = tl.load(tiles_ptr + 2 * most + tile, mask=real, other=0)
     else:
         expert, first, end = tl.load(experts_ptr + tile), tile, tile + 1
+        if owned is not None:
+            end = tl.where(_is_owned(expert, owned), end, first)
+            expert -= owned[0]
     return expert, first, end
 
 
 @triton.jit(do_not_specialize=["most"])
 def _experts_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, experts_ptr, groups, strides, inputs, outputs, most, FORM: tl.constexpr
+    x_ptr, weight_ptr, bias_ptr, y_ptr, experts_ptr, owned, groups, strides, inputs, outputs, most, FORM: tl.constexpr
 ):
-    """groups: of `Groups`, or None. strides: of a row of x, of an expert and of a row of the weights.
+    """owned: the first of the experts that the weights are of, and their number, or None if these are all.
+    groups: of `Groups`, or None. strides: of a row of x, of an expert and of a row of the weights.
 
     most: tiles that there is room for.
     """
@@ -91,7 +103,7 @@ def _experts_kernel(
     wait_for_predecessor(FORM.overlap)
     column_tiles = tl.cdiv(outputs, OUTPUTS)
     tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
-    expert, first, end = _find_tile(groups, experts_ptr, tile, most, FORM)
+    expert, first, end = _find_tile(groups, experts_ptr, owned, tile, most, FORM)
     if first >= end:
         return
     place = first + tl.arange(0, TILES.tokens)
@@ -143,9 +155,17 @@ def _experts_kernel(
 
 
 @triton.jit
+def _weighted(z_ptr, weights_ptr, pair, columns, column, mask):
+    z = tl.load(z_ptr + pair * columns + column, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(weights_ptr + pair) * z
+
+
+@triton.jit
 def _combine_kernel(
     z_ptr,
     weights_ptr,
+    experts_ptr,
+    owned,
     onto_ptr,
     y_ptr,
     columns,
@@ -163,13 +183,23 @@ def _combine_kernel(
         total += tl.load(onto_ptr + token * stride_onto + column, mask=mask, other=0.0).to(tl.float32)
     for i in range(TOP_K):
         pair = token * TOP_K + i
-        z = tl.load(z_ptr + pair * columns + column, mask=mask, other=0.0).to(tl.float32)
-        total += tl.load(weights_ptr + pair) * z
+        if owned is not None:
+            if _is_owned(tl.load(experts_ptr + pair), owned):
+                total += _weighted(z_ptr, weights_ptr, pair, columns, column, mask)
+        else:
+            total += _weighted(z_ptr, weights_ptr, pair, columns, column, mask)
     tl.store(y_ptr + token * columns + column, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def multiply(
-    x: Tensor, projections: Projections, experts: Tensor, groups: Groups | None, tiles: Tiles, *, gated: bool
+    x: Tensor,
+    projections: Projections,
+    experts: Tensor,
+    groups: Groups | None,
+    tiles: Tiles,
+    *,
+    gated: bool,
+    owned: ExpertRange | None = None,
 ) -> Tensor:
     """h of x [T, H] if `gated`, z of h [P, I] otherwise; experts [T, k] and their groups, if any.
 
@@ -194,33 +224,51 @@ def multiply(
     stage_bytes = (tiles.tokens + (2 if gated else 1) * tiles.outputs) * tiles.depth * x.element_size()
     stages = gpu.stages(tiles.num_stages, stage_bytes)
     strides = (x.stride(0), weight.stride(0), weight.stride(1))
+    here = _first_and_number(owned, weight)
     options = {"num_warps": tiles.num_warps, "num_stages": stages, "launch_pdl": gpu.can_overlap}
     launch(_experts_kernel, (most * triton.cdiv(outputs, tiles.outputs),))(
-        x, weight, bias, y, experts, groups, strides, inputs, outputs, most, FORM=form, **options
+        x, weight, bias, y, experts, here, groups, strides, inputs, outputs, most, FORM=form, **options
     )
     return y
 
 
-def combine(z: Tensor, weights: Tensor, onto: Tensor | None) -> Tensor:
-    """y of z [P, H] and weights [T, k]."""
+def _first_and_number(owned: ExpertRange | None, weight: Tensor) -> tuple[int, int] | None:
+    return None if owned is None else (owned.first, weight.shape[0])
+
+
+def combine(
+    z: Tensor, weights: Tensor, onto: Tensor | None, experts: Tensor | None = None, owned: tuple[int, int] | None = None
+) -> Tensor:
+    """y of z [P, H] and weights [T, k]. owned: the first of the experts [T, k] that z is of, and their number."""
     (tokens, top_k), columns = weights.shape, z.shape[1]
     y = torch.empty((tokens, columns), dtype=z.dtype, device=z.device)
     tile, overlap = min(COLUMNS, triton.next_power_of_2(columns)), hardware(z.device).can_overlap
     stride_onto, options = 0 if onto is None else onto.stride(0), {"num_warps": 4, "launch_pdl": overlap}
     launch(_combine_kernel, (tokens, triton.cdiv(columns, tile)))(
-        z, weights, onto, y, columns, stride_onto, TOP_K=top_k, TILE=tile, OVERLAP=overlap, **options
+        z, weights, experts, owned, onto, y, columns, stride_onto, TOP_K=top_k, TILE=tile, OVERLAP=overlap, **options
     )
     return y
 
 
-def experts(x: Tensor, weights: Tensor, experts: Tensor, projections: Projections, onto: Tensor | None) -> Tensor:
+def experts(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    projections: Projections,
+    owned: ExpertRange | None,
+    onto: Tensor | None,
+) -> Tensor:
     """y of checked arguments."""
     if not x.numel():
         return torch.empty_like(x)
-    (tokens, top_k), num_experts, dtype = experts.shape, projections.down.shape[0], x.dtype
+    (tokens, top_k), num_here, dtype = experts.shape, projections.down.shape[0], x.dtype
+    num_experts = num_here if owned is None else owned.total
     unsorted = is_unsorted(tokens, top_k, num_experts)
     rows = choose_rows(tokens * top_k, num_experts, dtype, unsorted=unsorted)
-    groups = None if unsorted else group(experts, num_experts, rows)
-    h = multiply(x, projections, experts, groups, choose_tiles(rows, dtype, gated=True), gated=True)
-    z = multiply(h, projections, experts, groups, choose_tiles(rows, dtype, gated=False), gated=False)
-    return combine(z, weights, onto)
+    groups = None if unsorted else group(experts, num_here, rows, None if owned is None else owned.first)
+    gate_up_tiles, down_tiles = (choose_tiles(rows, dtype, gated=gated) for gated in (True, False))
+    h = multiply(x, projections, experts, groups, gate_up_tiles, gated=True, owned=owned)
+    z = multiply(h, projections, experts, groups, down_tiles, gated=False, owned=owned)
+    if owned is None:
+        return combine(z, weights, onto)
+    return combine(z, weights, onto, experts, _first_and_number(owned, projections.down))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.closeness import check_close
 
-from rayllm_kernels import dispatch
+from rayllm_kernels import dispatch, ops
 from rayllm_kernels.experts.experts import Projections
 from rayllm_kernels.experts.plans import choose_rows, choose_tiles, is_unsorted
 
@@ -85,6 +85,43 @@ def test_biases_and_the_clamped_activation(case, each, randn, tokens):
             inner = (up + 1) * gate * torch.sigmoid(1.7 * gate)
             expected[token] += weight * (down[expert].double() @ inner + down_bias[expert])
     check_close(each.experts(x, weights, experts, gate_up, down, **options), expected.float(), terms=96, slack=2)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("tokens", "num_experts"), [(1, 5), (2, 40), (9, 7)])
+def test_experts_of_several_ranks_add_up(case, each, randn, tokens, num_experts, biased):
+    """Unevenly shared, few pairs and sorted ones; what is not a rank's own is NaN, and nobody reads it."""
+    x, weights, experts, gate_up, down = case(tokens, num_experts, 3, 64, 48, torch.float32)
+    biases = (randn(num_experts, 96), randn(num_experts, 64)) if biased else (None, None)
+    whole = each.experts(x, weights, experts, gate_up, down, gate_up_bias=biases[0], down_bias=biases[1])
+    total = torch.zeros_like(whole)
+    for first, end in ((0, 2), (2, 3), (3, num_experts)):
+        own = [None if part is None else part[first:end].contiguous() for part in (gate_up, down, *biases)]
+        total += each.experts(
+            *(x, weights, experts, *own[:2]),
+            gate_up_bias=own[2],
+            down_bias=own[3],
+            owned=ops.ExpertRange(first, num_experts),
+        )
+    check_close(total, whole, terms=300, slack=2)
+    with pytest.raises(ValueError, match=r"^owned "):
+        each.experts(x, weights, experts, gate_up, down, owned=ops.ExpertRange(1, num_experts))
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_groups_of_the_experts_that_are_here(randn, rows):
+    from rayllm_kernels.experts.group_kernel import group
+
+    experts = randn(50, 9).topk(2).indices.to(torch.int32)
+    order, tiles, count = group(experts, 4, rows, 3)
+    pairs, own = experts.flatten().tolist(), range(3, 7)
+    expected = sorted((p for p, expert in enumerate(pairs) if expert in own), key=lambda p: (pairs[p], p))
+    assert order.tolist()[: len(expected)] == expected
+    found = []
+    for expert, first, end in tiles[:, : int(count)].T.tolist():
+        assert {pairs[pair] - 3 for pair in order[first:end].tolist()} == {expert}
+        found += range(first, min(first + rows, end))
+    assert found == list(range(len(expected)))
 
 
 def chosen_rows():
