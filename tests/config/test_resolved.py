@@ -87,7 +87,7 @@ def test_fp8_needs_an_even_head_dim(tmp_path):
 def test_shared_experts_are_in_16_bits(tmp_path):
     options = {"model": make_model(tmp_path, "qwen3_moe"), "tensor_parallel_size": 2, "enable_expert_parallel": True}
     assert resolve(EngineConfig(**options), 0).tp == 2
-    with pytest.raises(ConfigError, match='enable_expert_parallel is for experts in 16 bits or more, .* not "fp8"'):
+    with pytest.raises(ConfigError, match=r'enable_expert_parallel is for experts in 16 bits or more, .* not "fp8"'):
         resolve(EngineConfig(**options, quantization="fp8"), 0)
 
 
