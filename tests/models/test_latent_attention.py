@@ -55,7 +55,7 @@ SMALL = {"block_size": 4, "num_gpu_blocks_override": 60, "max_model_len": 230, "
     "options",
     [
         {"max_num_batched_tokens": 16, "max_num_seqs": 16},
-        {"max_num_batched_tokens": 16, "enable_prefix_caching": False, "deterministic": True},
+        {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
         {"preemption_mode": "swap", "swap_space": 0.01} | SMALL,
         {"preemption_mode": "recompute", "enable_prefix_caching": False} | SMALL,
     ],

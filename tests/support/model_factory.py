@@ -35,7 +35,7 @@ def make_model(
     sees = "text_config" in options
     options = {**options, "text_config": options["text_config"] | overrides} if sees else {**options, **overrides}
     model_class = getattr(transformers, architecture + ("ForConditionalGeneration" if sees else "ForCausalLM"))
-    config = model_class.config_class(**options)
+    config = model_class.config_class(**deepcopy(options))  # some classes add to what they are handed
     torch.manual_seed(seed)
     model = model_class(config)
     randomise(model, seed)
