@@ -94,8 +94,9 @@ def _closed(part: Any) -> Any:
     for name in {*_LISTS, *_SINGLE} & part.keys():
         made[name] = _closed(part[name])
     properties = part.get("properties")
-    is_open = not isinstance(properties, dict) or any(name in part for name in _OPEN)
-    if not is_open and _names(part.get("required")) <= properties.keys():
+    if not isinstance(properties, dict) or any(name in part for name in _OPEN):
+        return made
+    if _names(part.get("required")) <= properties.keys():
         made["additionalProperties"] = False
     return made
 
