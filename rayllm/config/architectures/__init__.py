@@ -117,7 +117,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Mistral4ForCausalLM": Architecture(
         deepseek.parse_mistral4, "mistral4", eos_token_id=2, models="Mistral 4 without a tower for images"
     ),
-    "GptOssForCausalLM": Architecture(gpt_oss.parse, "gpt_oss", models="gpt-oss 20B and 120B with weights in bf16"),
+    "GptOssForCausalLM": Architecture(gpt_oss.parse, "gpt_oss", models="gpt-oss 20B and 120B"),
 }
 
 
