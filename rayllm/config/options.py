@@ -137,7 +137,7 @@ class EngineConfig(BaseModel):
     """Use no CUDA graphs; CPUs have none anyway"""
     deterministic: bool = False
     """Make the tokens and log-probabilities of a request depend on nothing but the request, to the bit, for one model,
-    dtype, device type and tensor_parallel_size; costs speed, most on CPUs"""
+    dtype, device type, tensor_parallel_size and enable_expert_parallel; costs speed, most on CPUs"""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads *.safetensors; dummy makes random weights from the seed"""
     generation_config: Literal["auto", "none"] = "auto"

@@ -504,8 +504,9 @@ def test_qwen2_moe_windows(tmp_path):
     windows = {"use_sliding_window": True}
     assert spec_of(tmp_path, base, **windows).sliding_windows == (16, None, 16, None)
     assert spec_of(tmp_path, base, **windows, max_window_layers=2).sliding_windows == (16, None, None, None)
-    with pytest.raises(ModelError, match="sliding_window must be a positive integer where it is used"):
-        spec_of(tmp_path, base, **windows, sliding_window=None)
+    for window in (None, 0):
+        with pytest.raises(ModelError, match=f"use_sliding_window needs a positive sliding_window, not {window}"):
+            spec_of(tmp_path, base | windows | {"sliding_window": window})
 
 
 def test_generation_config_wins(tmp_path):

@@ -117,6 +117,9 @@ MISTAKES = {
         ("place += tl.sum(found", "place = tl.sum(found"),
         ("tiles_ptr + first_tile + tile", "tiles_ptr + first_tile + tile + mine // 2"),
     ],
+    ("experts/group_kernel.py", "experts/test_experts.py::test_groups_of_the_experts_that_are_here"): [
+        ("wanted += first_expert", "wanted += 0")
+    ],
     ("experts/products_kernel.py", "experts/test_experts.py::test_values"): [
         ("source, target = place, pair", "source, target = pair, pair"),
         ("inside = start + depth < inputs", "inside = start + depth < inputs - 1"),
@@ -164,6 +167,9 @@ MISTAKES = {
     ],
     ("linear/heads_kernel.py", "linear/test_heads.py::test_products"): [
         ("real = start + depth < inputs", "real = start + depth < inputs - 1")
+    ],
+    ("norm/qk_norm_rope_cache_kernel.py", "norm/test_qk_norm_rope_cache.py::test_normed_values"): [
+        ("v = (wide * norm)", "v = (wide + norm)")
     ],
     ("cache/copy_blocks_kernel.py", "cache/test_copy_blocks.py"): [
         ("mask = element < block_elements", "mask = element < block_elements - 1")

@@ -36,8 +36,9 @@ def _sliding_windows(config: JsonFields, num_layers: int) -> tuple[int | None, .
     from that layer on."""
     window, last = None, config.integer("max_window_layers", 28)
     if config.flag("use_sliding_window", False):
-        if config.is_null("sliding_window"):  # where transformers fails
-            raise ModelError(f"{config.file}: sliding_window must be a positive integer where it is used, not null")
+        told = config.get("sliding_window", 4096)
+        if not told:  # transformers writes 0 where it is not used, and fails for null
+            raise ModelError(f"{config.file}: use_sliding_window needs a positive sliding_window, not {told}")
         window = config.size("sliding_window", 4096)
     config.get("sliding_window")  # which means nothing where it is not used
     return windows_of(config, num_layers, window, [layer < last and layer % 2 == 0 for layer in range(num_layers)])
