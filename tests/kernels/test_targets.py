@@ -88,13 +88,16 @@ def test_kernels_fit(gpu, full_matrix, run_compiler, tmp_path):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("gpu", GPUS)
 def test_products_in_fewer_bits_fit(gpu, full_matrix, run_compiler, tmp_path):
-    """Few tokens and many on two GPUs, all sizes in all dtypes on all of them with --full-matrix."""
+    """Of one token for two GPUs; of many sizes, in all dtypes and for all GPUs with --full-matrix."""
     if not full_matrix and gpu not in ("A100", "H200"):
         pytest.skip("only compiled with --full-matrix")
-    tokens, dtypes = (
-        ((1, 30, 60, 100, 8192), ("bfloat16", "float16", "float32")) if full_matrix else ((1,), ("bfloat16",))
+    # Token counts, dtypes, and whether deterministic.
+    quick, full = (
+        ((1,), ("bfloat16",), (False,)),
+        ((1, 30, 60, 100, 8192), ("bfloat16", "float16", "float32"), (False, True)),
     )
-    script = f"from support.gpu_targets import compile_quantised\ncompile_quantised({gpu!r}, {tokens}, {dtypes})"
+    arguments = ", ".join(map(repr, full if full_matrix else quick))
+    script = f"from support.gpu_targets import compile_quantised\ncompile_quantised({gpu!r}, {arguments})"
     run_compiler(script, GPUS[gpu].capability, timeout=1800, TRITON_CACHE_DIR=str(tmp_path))
     kernels = list(compiled(tmp_path))
     wanted = {"_fp8_product_kernel", "_int4_product_kernel", "_quantised_experts_kernel"}

@@ -223,11 +223,11 @@ def run_quantised_experts(dtype: torch.dtype, tokens: tuple[int, ...]) -> None:
             ops.experts_quantised(x, weights, weights.to(torch.int32), *projections)
 
 
-def compile_quantised(gpu: str, tokens: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
-    """Compile for one of GPUS what `run_quantised` runs."""
+def compile_quantised(gpu: str, tokens: tuple[int, ...], dtypes: tuple[str, ...], modes: tuple[bool, ...]) -> None:
+    """Compile for one of GPUS what `run_quantised` runs, in these modes, deterministic or not."""
     with assumed(META, GPUS[gpu]), dispatch.forced(triton=True), ops.compile_only():
         for dtype in dtypes:
-            for deterministic in (False, True):
+            for deterministic in modes:
                 run_quantised(GPUS[gpu], getattr(torch, dtype), tokens, deterministic=deterministic)
             run_quantised_experts(getattr(torch, dtype), tokens)
 

@@ -77,7 +77,10 @@ def exact(x, weights, experts, gate_up, down, onto=None, biases=None):
 FORMATS = [("fp8", None, 1), ("fp8", 32, 16), ("fp8", 128, 128), ("int4", 32, 1), ("int4", 64, 2), ("int4", None, 2)]
 FORMATS += [("mxfp4", 32, 1)]
 # tokens, experts, top_k, hidden, inner
-SHAPES = [(1, 4, 2, 64, 96), (9, 5, 2, 160, 32), (40, 3, 1, 96, 64)]
+SHAPES = [(1, 4, 2, 64, 96), (5, 3, 2, 96, 32), (20, 3, 1, 96, 32)]
+CASES = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
+if not ON_GPU:  # the interpreter takes its time
+    CASES = [(SHAPES[0], torch.float16), (SHAPES[1], torch.float32), (SHAPES[2], torch.float16)]
 
 
 @pytest.mark.parametrize("how", FORMATS, ids=str)
@@ -88,8 +91,7 @@ def test_what_weights_mean(randn, how):
     assert (made - weight).abs().mean() < {"fp8": 0.03, "int4": 0.2, "mxfp4": 0.2}[how[0]] * weight.abs().mean()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
 @pytest.mark.parametrize("how", FORMATS, ids=str)
 def test_values(case, kernels, reference, randn, shape, how, dtype):
     arguments, terms = case(*shape, dtype, how), shape[3] + shape[4] * shape[2]
@@ -152,9 +154,9 @@ def test_every_tile_that_may_be_chosen(case, rows, how):
 
 @pytest.mark.parametrize("how", [("fp8", 32, 16), ("mxfp4", 32, 1)], ids=str)
 def test_tokens_do_not_know_of_each_other(case, each, how):
-    x, weights, experts, *rest = case(20, 8, 2, 64, 32, torch.float16, how)
+    x, weights, experts, *rest = case(9, 4, 2, 64, 32, torch.float16, how)
     everything = each.experts_quantised(x, weights, experts, *rest, deterministic=True)
-    for first, end in ((0, 1), (7, 8), (3, 5), (2, 19)):
+    for first, end in ((0, 1), (7, 8), (2, 8)):
         part = x[first:end], weights[first:end], experts[first:end]
         assert torch.equal(each.experts_quantised(*part, *rest, deterministic=True), everything[first:end])
 
