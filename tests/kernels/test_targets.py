@@ -60,7 +60,6 @@ def engines(gpu: str, full: bool) -> Iterator[list[dict]]:
             yield [{"model": "qwen3.5-35b-a3b", "max_tokens": 32, "max_num_seqs": 1, **common}]
         if gpu == "L40S":  # the largest tiles, where there is the least room
             yield [{"model": "heads-of-512", "max_tokens": 32, "max_num_seqs": 1, **common}]
-            yield [{"model": "deepseek-v3", "max_tokens": 32, "max_num_seqs": 1, **common}]
         return
     formats = [each for each in FORMATS if GPUS[gpu].has_e4m3 or "fp8_e4m3" not in each.values()]
     for model in MODELS:

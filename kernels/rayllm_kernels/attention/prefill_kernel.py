@@ -84,8 +84,8 @@ def _fastest_tiles(head_dim: int, itemsize: int, rows: int) -> Tiles:
 def _attend_keys(softmax, queries, context, low, high, rule, SHAPE: tl.constexpr, MASKED: tl.constexpr):
     """Fold key tiles low..high into the running softmax; without MASKED every row sees all their keys.
 
-    softmax: (acc, total, peak) of each row. queries: (q, its entries behind head_dim or None, slopes, positions) of
-    each row. context: (cache, the sequence's row of the block table, offset of the KV head, strides of block and slot,
+    softmax: (acc, total, peak) of each row. queries: (q, its entries behind head_dim, slopes, positions) of each
+    row. context: (cache, the sequence's row of the block table, offset of the KV head, strides of block and slot,
     length, first key that is seen). rule: (scale, window, ALiBi slopes, soft cap), the last three None for none.
     """
     acc, total, peak = softmax
@@ -180,7 +180,7 @@ def _prefill_kernel(
     q_mask = row_valid[:, None] & (dims[None, :] < SHAPE.head_dim)
     q_ptrs = q_ptr + (q_row * stride_qt + head * stride_qh)[:, None] + dims[None, :]
     q = widen_queries(tl.load(q_ptrs, mask=q_mask, other=0.0), cache.scales is not None)
-    q_rest = None
+    q_rest = 0.0  # of any cache but one of latents: in a tuple made here, None would not compile
     if SHAPE.rest > 0:
         rest_dims = tl.arange(0, SHAPE.rest_padded)
         rest_ptrs = q_ptr + (q_row * stride_qt + head * stride_qh + SHAPE.head_dim)[:, None] + rest_dims[None, :]
