@@ -21,7 +21,7 @@ def test_every_option_is_a_flag_with_its_description():
         assert "--" + name.replace("_", "-") in text
         assert " ".join(field.description.split()) in text
     assert "--tp" in text
-    assert "Tokens of a KV cache block (default 16)" in text
+    assert "at which a block has room for states (default 16)" in text
     assert "<1|2|4|8>" in text
     assert "--no-enforce-eager" in text
 
