@@ -93,10 +93,8 @@ def _closed(part: Any) -> Any:
             made[name] = {key: _closed(value) for key, value in part[name].items()}
     for name in {*_LISTS, *_SINGLE} & part.keys():
         made[name] = _closed(part[name])
-    properties = part.get("properties")
-    if not isinstance(properties, dict) or any(name in part for name in _OPEN):
-        return made
-    if _names(part.get("required")) <= properties.keys():
+    properties, is_open = part.get("properties"), any(name in part for name in _OPEN)
+    if isinstance(properties, dict) and not is_open and _names(part.get("required")) <= properties.keys():
         made["additionalProperties"] = False
     return made
 
