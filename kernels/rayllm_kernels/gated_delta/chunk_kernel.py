@@ -240,4 +240,5 @@ def gated_delta_rule(qkv: Tensor, gates: Gates, cache: StateCache, chunks: Chunk
         tables.stride(0),
         key_dim**-0.5,
         FORM=form,
+        num_warps=8,  # with 4, keys, queries and the state do not fit their registers
     )
