@@ -18,6 +18,7 @@ from rayllm_kernels import ops as attention_ops
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
+STATE_TOLERANCE = 3e-4  # where a state adds up the roundings of all tokens before
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,8 @@ def test_parity(tmp_path, kind):
             expected = hf(torch.tensor([sequence])).logits[0]
         assert logits[name].shape == expected.shape
         assert logits[name].dtype == torch.float32
-        assert (logits[name] - expected).abs().max() < TOLERANCE * max(1.0, float(expected.std()))
+        allowed = TOLERANCE if runner.model.spec.gated_delta is None else STATE_TOLERANCE
+        assert (logits[name] - expected).abs().max() < allowed
         generated = sequence[len(prompts[name]) :]
         assert generated == expected.argmax(-1).tolist()[len(prompts[name]) - 1 : -1]
 
@@ -356,7 +358,7 @@ def test_variants(tmp_path, variant):
     with torch.inference_mode():
         expected = reference(folder)(torch.tensor([prompt])).logits[0]
     # Without a final norm the logits are in the tens.
-    assert (torch.cat((head, tail)) - expected).abs().max() < TOLERANCE * max(1.0, float(expected.std()))
+    assert (torch.cat((head, tail)) - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", factory.KINDS)
