@@ -114,8 +114,8 @@ def _experts(
     deterministic: bool,
 ) -> Tensor:
     """Expert by expert, each with all of its tokens, or, if deterministic, these one by one."""
-    gate_up, down, gate_up_bias, down_bias, act, clamp = projections
-    chosen, pair_expert = experts.shape[1], experts.flatten()
+    gate_up, down, gate_up_bias, down_bias, name, clamp = projections
+    act, chosen, pair_expert = ACTS[name], experts.shape[1], experts.flatten()
     out = x.new_empty(pair_expert.shape[0], x.shape[1])
     for expert in pair_expert.unique().tolist():
         first, last = gate_up.dequantised(expert), down.dequantised(expert)
@@ -123,7 +123,7 @@ def _experts(
         pairs = (pair_expert == expert).nonzero().squeeze(1)
         for some in pairs.split(1) if deterministic else (pairs,):
             gate, up = F.linear(x[some // chosen].float(), first, biases[0]).chunk(2, dim=-1)
-            inner = ACTS[act](gate, up) if clamp is None else _clamped(gate, up, *clamp)
+            inner = act(gate, up) if clamp is None else _clamped(gate, up, *clamp)
             out[some] = F.linear(inner.to(x.dtype).float(), last, biases[1]).to(x.dtype)
     by_token = out.unflatten(0, (-1, chosen))
     total = torch.zeros(x.shape, device=x.device) if onto is None else onto.float()
