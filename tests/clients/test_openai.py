@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+import uuid
 from typing import Literal
 
 import pytest
@@ -52,16 +53,17 @@ def test_models(client):
 
 def test_a_request_sent_again_has_the_same_answer(client):
     fields = {"model": MODEL, "prompt": "The for statement", "max_tokens": 16, "temperature": 1, "logprobs": 1}
-    with client.completions.create(**fields, stream=True, extra_headers={"Idempotency-Key": "again"}) as broken:
+    again = {"Idempotency-Key": uuid.uuid4().hex}
+    with client.completions.create(**fields, stream=True, extra_headers=again) as broken:
         first = next(iter(broken))
-    answers = [list(client.completions.create(**fields, stream=True, extra_headers={"Idempotency-Key": "again"}))]
-    answers.append(list(client.completions.create(**fields, stream=True, extra_headers={"Idempotency-Key": "again"})))
+    answers = [list(client.completions.create(**fields, stream=True, extra_headers=again))]
+    answers.append(list(client.completions.create(**fields, stream=True, extra_headers=again)))
     one, two = ("".join(chunk.choices[0].text for chunk in chunks) for chunks in answers)
     assert one == two
     assert one.startswith(first.choices[0].text)
     assert {(chunk.id, chunk.created) for chunks in answers for chunk in chunks} == {(first.id, first.created)}
     with pytest.raises(openai.UnprocessableEntityError, match="another body"):
-        client.completions.create(**fields, n=2, extra_headers={"Idempotency-Key": "again"})
+        client.completions.create(**fields, n=2, extra_headers=again)
 
 
 def test_completion_whole_and_streamed(client):

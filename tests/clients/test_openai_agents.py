@@ -100,6 +100,9 @@ def test_a_tool_is_called_and_answered(run, choice):
         result = run(agent, max_turns=4)
     except agents.MaxTurnsExceeded:  # the model went on with calls
         return
+    except agents.ModelBehaviorError as error:  # or with words
+        assert "max_output_tokens" in str(error)
+        return
     assert len(result.raw_responses) >= 2
 
 
