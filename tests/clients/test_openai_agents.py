@@ -101,7 +101,8 @@ def test_a_tool_is_called_and_answered(run, choice):
     except agents.MaxTurnsExceeded:  # the model went on with calls
         return
     except agents.ModelBehaviorError as error:  # or with words
-        assert "max_output_tokens" in str(error)
+        if "max_output_tokens" not in str(error):
+            raise
         return
     assert len(result.raw_responses) >= 2
 
