@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Annotated, Any
@@ -24,6 +25,8 @@ def launch(
     The server runs on the Ray cluster that is running, else on this machine. On SIGUSR1 it reads the file of --config
     again and changes over to what that says without losing a request.
     """
+    # Threads of Ray Serve may call Ray once more after this process has left it, for which Ray would start a cluster.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # Ray reads it when it is imported
     from rayllm.serve.cluster.launch import Ready, describe_start, start_server
 
     models, server = deployment_config(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,11 @@ def test_the_autoscaler_that_ray_starts(tmp_path, monkeypatch):
     services.start_monitor("10.1.2.3:6381", "logs")
     with subprocess.Popen([sys.executable, "-c", "input()", *started[-1][2:]], stdin=subprocess.PIPE):
         assert autoscaler_config("10.1.2.3:6381") is None, "every Ray has one, which adds nothing without a config"
+
+
+def test_a_process_that_has_left_ray_does_not_start_it_by_a_call():
+    """`rayllm launch` sets this before it imports Ray."""
+    code = "import ray\ntry:\n    ray.get_actor('name')\nexcept Exception:\n    print(ray.is_initialized())"
+    environment = os.environ | {"RAY_ENABLE_AUTO_CONNECT": "0"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
