@@ -86,7 +86,7 @@ class EngineConfig(BaseModel):
     """GPUs or CPU processes that share the weights"""
     enable_expert_parallel: bool = False
     """Share experts as wholes among the tensor_parallel_size ranks, and not each expert's width; for mixtures of
-    experts"""
+    experts. One rank has all of them either way"""
     executor: Literal["auto", "local", "ray"] = "auto"
     """Workers: local is one, in this process; ray is one actor a rank; auto is local for one"""
     standby_ranks: Literal["auto", "none"] = "auto"

@@ -141,11 +141,18 @@ def _experts(
         combine = ACTS[act]
         inner = combine(gate, up) if clamp is None else _clamped(gate, up, *clamp)
         out[pairs] = F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
-    by_token = out.unflatten(0, (-1, chosen))
-    total = torch.zeros(x.shape, device=x.device) if onto is None else onto.float()
-    for i in range(chosen):
-        total = total + by_token[:, i].float() * weights[:, i, None]
-    return total.to(x.dtype)
+    return weighted_sum(out.unflatten(0, (-1, chosen)), weights, onto)
+
+
+def weighted_sum(outputs: Tensor, weights: Tensor, onto: Tensor | None) -> Tensor:
+    """onto + sum over i of weights[:, i] * outputs[:, i] -> [T, H]: in fp32, in the order of i, rounded once.
+
+    outputs: [T, k, H]; onto: [T, H], None for zeros; weights: [T, k] fp32.
+    """
+    total = torch.zeros_like(outputs[:, 0], dtype=torch.float32) if onto is None else onto.float()
+    for i in range(outputs.shape[1]):
+        total = total + outputs[:, i].float() * weights[:, i, None]
+    return total.to(outputs.dtype)
 
 
 def _check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..checks import check_float, check_last_dim, check_like, fail
 from ..dispatch import TritonModule, on_triton
-from ..experts.experts import ACTS, _clamped
+from ..experts.experts import ACTS, _clamped, weighted_sum
 from .formats import E2M1
 from .int4 import MIDDLE, half_of
 
@@ -125,11 +125,7 @@ def _experts(
             gate, up = F.linear(x[some // chosen].float(), first, biases[0]).chunk(2, dim=-1)
             inner = act(gate, up) if clamp is None else _clamped(gate, up, *clamp)
             out[some] = F.linear(inner.to(x.dtype).float(), last, biases[1]).to(x.dtype)
-    by_token = out.unflatten(0, (-1, chosen))
-    total = torch.zeros(x.shape, device=x.device) if onto is None else onto.float()
-    for i in range(chosen):
-        total = total + by_token[:, i].float() * weights[:, i, None]
-    return total.to(x.dtype)
+    return weighted_sum(out.unflatten(0, (-1, chosen)), weights, onto)
 
 
 def _check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: ExpertWeight, down: ExpertWeight, act: str) -> None:
