@@ -357,8 +357,8 @@ def test_variants(tmp_path, variant):
     tail = runner.step([("a", prompt[39:])], num_decodes=1)[0]
     with torch.inference_mode():
         expected = reference(folder)(torch.tensor([prompt])).logits[0]
-    # Without a final norm the logits are in the tens.
-    assert (torch.cat((head, tail)) - expected).abs().max() < TOLERANCE
+    # Without a final norm logits reach the hundreds, whose float32 roundings alone are larger than the tolerance.
+    assert (torch.cat((head, tail)) - expected).abs().max() < TOLERANCE * max(1.0, float(expected.std()))
 
 
 @pytest.mark.parametrize("kind", factory.KINDS)
