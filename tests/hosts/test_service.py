@@ -78,7 +78,7 @@ def test_hosts_come_for_queued_tokens_and_go(cluster, laptop, supervisor, texts,
     assert len(cluster.status().engines) == 1
     first, where = cluster.workers, urls(cluster)
     # Repeated, or the queue might be empty before a host for the third is there.
-    load = Streams(laptop, wait=False, urls=where, count=60, max_tokens=200, interval=0.5, silence=120, repeat=True)
+    load = Streams(laptop, wait=False, urls=where, count=30, max_tokens=200, interval=0.5, silence=120, repeat=True)
     phases.add(
         "from 1 to 3 replicas, a host included",
         wait_for(lambda: len(cluster.status().engines) == 3, supervisor.history),
@@ -161,7 +161,7 @@ def drained(cluster, hosts, laptop, texts, phases, what, take):
     with_server = [name for name, _ in status.servers]
     victim = max((name for name, _ in status.engines), key=with_server.count)
     where = urls(cluster, victim)
-    running = Streams(laptop, urls=where, count=5, max_tokens=250, interval=2.0, repeat=True)
+    running = Streams(laptop, urls=where, count=6, max_tokens=600, interval=1.0, repeat=True)
     with Resumed(laptop, where[0]) as resumed:
         start = time.monotonic()
         take(hosts[victim])
@@ -169,7 +169,7 @@ def drained(cluster, hosts, laptop, texts, phases, what, take):
         wait_for(lambda: re.search(drains, cluster.head.run("rayllm status"), re.MULTILINE), "nobody drains")
         wait_for(lambda: victim not in {name for names in cluster.status()[1:] for name, _ in names}, "nobody leaves")
         phases.add(f"{what}: all have left the host", time.monotonic() - start)
-        phases.add(f"{what}: longest pause of a stream", texts.check(running.results(), 250))
+        phases.add(f"{what}: longest pause of a stream", texts.check(running.results(), 600))
     assert resumed.count, "no stream had to move"
     status = cluster.status()
     assert len(status.engines) == len(status.servers) == 2
@@ -214,11 +214,10 @@ def test_ranks_on_two_hosts(cluster, hosts, laptop, phases):
     assert rank_process(cluster, hosts[other].ip) != stopped
     assert "gone" in hosts[other].run(f"test -e /proc/{stopped} || echo gone", check=False)
 
-    running = Streams(laptop, **options)
+    running, gone = Streams(laptop, **options), hosts[other].ip
     hosts[other].cut_network()
     phases.add("the host of a rank dies silently: longest pause of a stream", texts.check(running.results(), 200))
     # A recovery is over before what the engine reports of its ranks has come round.
-    gone = hosts[other].ip
     wait_for(lambda: len(on := rank_addresses(cluster)) == 2 and gone not in on, "no host has taken the rank over")
 
 
