@@ -63,7 +63,7 @@ def _check_modules(modules: list[str]) -> list[str]:
         check_adapter_name(name)
     if len({name for name, _mark, _path in pairs}) < len(pairs):
         raise ValueError("two adapters have one name")
-    return [f"{name}={os.path.abspath(path)}" for name, _mark, path in pairs]
+    return [f"{name}={path if is_hub_name(path) else os.path.abspath(path)}" for name, _mark, path in pairs]
 
 
 def _absolute(path: str | None) -> str | None:
@@ -81,7 +81,8 @@ class EngineConfig(BaseModel):
     revision: str | None = Field(default=None, min_length=1)
     """Branch, tag or commit of a model's name on the hub; the main branch if absent"""
     download_dir: Annotated[str | None, AfterValidator(_absolute)] = None
-    """Folder of the cache for models of the hub; if absent, the one that other tools use too (HF_HUB_CACHE, HF_HOME)"""
+    """Folder of the cache for models and adapters of the hub; if absent, the one that other tools use too
+    (HF_HUB_CACHE, HF_HOME)"""
     tensor_parallel_size: Literal[1, 2, 4, 8] = 1
     """GPUs or CPU processes that share the weights"""
     enable_expert_parallel: bool = False
@@ -148,7 +149,8 @@ class EngineConfig(BaseModel):
     enable_lora: bool = False
     """Take adapters (LoRA, in PEFT's form) at the start and while requests run"""
     lora_modules: Annotated[list[str], BeforeValidator(_read_modules), AfterValidator(_check_modules)] = []
-    """Adapters to load at the start, each as name=path of its folder; requests ask for one by its name as the model"""
+    """Adapters to load at the start, each as name=path of its folder, or name=org/name of one on the hub; requests ask
+    for one by its name as the model"""
     max_loras: int = Field(default=8, ge=1, le=256)
     """Most adapters that the requests of one step have; each takes memory for max_lora_rank on the device"""
     max_lora_rank: int = Field(default=16, ge=1, le=512)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -91,10 +92,43 @@ class Texts:
         return max(each.longest_gap for each in results)
 
 
-def resumed(host: Host, url: str) -> float:
-    """Requests that have gone on on another replica, as the server at an URL counts them, asked from a host."""
-    figures = host.run(f"curl --silent --fail {url}/metrics")  # of all API servers
-    return sum(float(n) for n in re.findall(r"^rayllm:request_resumed_total.* (\S+)$", figures, re.MULTILINE))
+class Resumed:
+    """Counts the requests that go on on another replica, while the block runs.
+
+    The server at an URL is asked from a host, and says how many all API servers have counted. One that ends takes its
+    counts along, so that it is the increases between two answers that count.
+    """
+
+    INTERVAL_S = 0.5
+
+    def __init__(self, host: Host, url: str):
+        self.count = 0.0
+        self._host, self._url = host, url
+        self._last = self._ask()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Resumed:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self.INTERVAL_S):
+            self._look()
+
+    def _look(self) -> None:
+        now = self._ask()
+        self.count += max(0.0, now - self._last)
+        self._last = now
+
+    def _ask(self) -> float:
+        figures = self._host.run(f"curl --silent --fail --max-time 10 {self._url}/metrics")
+        return sum(float(n) for n in re.findall(r"^rayllm:request_resumed_total.* (\S+)$", figures, re.MULTILINE))
 
 
 class OwnCluster:

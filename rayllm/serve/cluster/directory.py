@@ -104,6 +104,8 @@ class LoraRecord(msgspec.Struct, frozen=True):
     name: str
     # Of its folder; empty once it is to go.
     path: str
+    # Ray's id of the node of the API server that was asked, which may have the folder.
+    node_id: str
     # When it was to be loaded, unique: another time it may have other weights.
     version: int
     # When this was decided; grows.

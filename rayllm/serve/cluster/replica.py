@@ -141,7 +141,7 @@ class EngineReplica:
 
     async def _on_view(self, view: View) -> None:
         self._socket.allow([view.front_keys.public])
-        self._adapters.update(view.adapters or [])
+        self._adapters.update(view)
         servers = [each for each in view.servers if self._model in each.models and not each.draining]
         mine = {each.member_id for each in servers if each.version == VERSION}
         self._servers = mine if mine or not servers else None  # those of its own version are still to come
@@ -151,5 +151,6 @@ class EngineReplica:
 
 
 def _start(config: ResolvedConfig) -> Core:
-    fetch_checkpoint(config.options.model)
+    for folder in (config.options.model, *config.options.adapters.values()):
+        fetch_checkpoint(folder)
     return start_resolved_engine(config)
