@@ -30,12 +30,12 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayllm.errors import ModelError
+from rayllm.executor.ray_cluster import NAMESPACE
 from rayllm.hub import ADAPTER_FILES, text_files
 
 CHUNK = 64 * 2**20  # bytes
 IN_FLIGHT = 4  # chunks; while one is written, the next ones are on their way
 MARK = ".copied-by-rayllm"
-NAMESPACE = "rayllm"
 
 logger = logging.getLogger("ray.serve")
 

@@ -27,10 +27,10 @@ from ray.exceptions import RayActorError
 from rayllm import timeouts
 from rayllm.api.types import Load
 from rayllm.api.wire import VERSION, CurveKeys, Endpoint
+from rayllm.executor.ray_cluster import NAMESPACE
 from rayllm.executor.ray_compat import draining_nodes
 from rayllm.version import __version__
 
-NAMESPACE = "rayllm"
 MAX_INCIDENTS = 32
 MAX_CHANGES = 10_000  # the latest ones, of which the directory tells without telling all
 _PREFIX = "directory of "  # of the actors' names

@@ -29,8 +29,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayllm import timeouts
 from rayllm.config.options import ServerConfig
 from rayllm.errors import ConfigError
+from rayllm.executor.ray_cluster import NAMESPACE
 from rayllm.parent_death import end_with_parent
-from rayllm.serve.cluster.directory import NAMESPACE, DirectoryLink, ServerMember
+from rayllm.serve.cluster.directory import DirectoryLink, ServerMember
 from rayllm.serve.http.errors import ApiError
 
 SLOTS = 160  # API servers at once: 64, twice while they are replaced, and some that are gone; as many elsewhere
