@@ -33,7 +33,7 @@ def use_clone(config: dict[str, Any]) -> None:
 
 
 def look_often(config: dict[str, Any]) -> None:
-    """Have the autoscaler look every second what is wanted, not every five: in a test hosts come and go all the time."""
+    """Have the autoscaler look every second, not every five, what is wanted: hosts come and go all the time here."""
     *others, start = config["head_start_ray_commands"]
     config["head_start_ray_commands"] = [*others, f"AUTOSCALER_UPDATE_INTERVAL_S=1 {start}"]
 
