@@ -6,7 +6,6 @@ is this module run as a script: JSON on standard input and output.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -19,8 +18,7 @@ import rayllm.errors
 from rayllm.config.options import EngineConfig, ModelConfig
 from rayllm.errors import RayllmError, StartupError
 from rayllm.hub import local_engine, needs_hub, with_engine
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from rayllm.parent_death import end_with_parent
 
 
 def local_models(
@@ -58,7 +56,7 @@ def local_models(
 
 def main() -> None:
     """Answer one question of `local_models`."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends this at once, downloads in threads included
     try:
         engines = [local_engine(EngineConfig(**options)) for options in json.load(sys.stdin)]

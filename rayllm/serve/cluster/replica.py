@@ -18,7 +18,7 @@ from rayllm.api.types import EngineInfo
 from rayllm.api.wire import VERSION
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.engine.build import start_resolved_engine
-from rayllm.engine.driver import Core, EngineDriver, start_core
+from rayllm.engine.driver import SWITCH_S, Core, EngineDriver, start_core
 from rayllm.engine.socket import EngineSocket
 from rayllm.errors import EngineDeadError
 from rayllm.executor.checkpoints import fetch_checkpoint
@@ -28,8 +28,6 @@ from rayllm.serve.cluster.spot import watch_host
 from rayllm.serve.cluster.stopped import end_if_stopped
 
 logger = logging.getLogger("ray.serve")
-
-SWITCH_S = 2e-4  # the engine's thread gives way so soon to the one that sends its results; by default after 5 ms
 
 
 class EngineReplica:
@@ -63,6 +61,9 @@ class EngineReplica:
         self._servers: set[str] | None = None  # the model's API servers; None until the directory has told them
         directory = registry or DirectoryLink(self._place.app_name)
         self._membership = Membership(directory, self._member, self._report, self._on_view, self._stop)
+        # Serve asks the instance for this. As a method of the class, Python would call it at the end of an instance
+        # too, and nobody would await it.
+        self.__del__ = self._leave
         await self._wait_for_servers()
 
     async def info(self) -> EngineInfo:
@@ -83,11 +84,10 @@ class EngineReplica:
         batches = load.completions / self._driver.info.max_num_seqs
         return {"queued_tokens": float(load.queued_tokens), "batches": batches}
 
-    async def __del__(self) -> None:
-        """Serve calls this before it ends the replica."""
-        if hasattr(self, "_membership"):  # the constructor may have failed
-            seconds = await self._membership.time_to_stop(self._drain_timeout, self._place)
-            await self._membership.stop_within(seconds)
+    async def _leave(self) -> None:
+        """Serve calls this before it ends the replica, if the constructor has come so far."""
+        seconds = await self._membership.time_to_stop(self._drain_timeout, self._place)
+        await self._membership.stop_within(seconds)
 
     async def _wait_for_servers(self) -> None:
         """Return when all API servers send requests here: Serve then ends the replicas that this one replaces."""
