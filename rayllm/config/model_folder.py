@@ -54,8 +54,8 @@ def load_model_spec(path: str) -> ModelSpec:
         told = read_json_object(generation).get("eos_token_id")
         eos = eos if told is None else told
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(isinstance(i, int) for i in ids):
-        raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, not {eos!r}")
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, 0 or more, not {eos!r}")
     fields = architecture.parse(text, name) | {"quantization": quantization}
     spec = make_spec(text, architecture=name, eos_token_ids=ids, text_only=bool(architecture.text_types), **fields)
     towers = TOWERS if architecture.text_types else frozenset()

@@ -199,13 +199,15 @@ class ModelServerConfig(BaseModel):
         "deepseek",
         "deepseek_v32",
         "glm",
+        "minimax",
+        "gemma4",
         "gpt_oss",
         "none",
     ] = "auto"
     """The family of models whose form of tool calls the model writes; auto is what its chat template shows"""
-    reasoning_parser: Literal["auto", "think", "mistral", "gpt_oss", "none"] = "auto"
-    """How the model reasons: think between <think> and </think>, mistral between [THINK] and [/THINK], gpt_oss on a
-    channel of its own; auto is what its chat template shows"""
+    reasoning_parser: Literal["auto", "think", "mistral", "gemma4", "gpt_oss", "none"] = "auto"
+    """How the model reasons: think between <think> and </think>, mistral between [THINK] and [/THINK], gemma4 and
+    gpt_oss on a channel of its own; auto is what its chat template shows"""
 
 
 class ServerConfig(ModelServerConfig):

@@ -10,9 +10,15 @@ import json
 import re
 import statistics
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from support.ray_hosts import GrowingCluster, Resumed, Streams, Texts, wait_for
+
+from rayllm.config.options import BUNDLED_MODEL
 
 pytestmark = pytest.mark.timeout(600)  # for machines without a free core
 
@@ -25,6 +31,7 @@ OPTIONS = {
     "max_num_seqs": 6,
     "replica_drain_timeout": 1,
     "spot_notices": "cloud_of_test:notice",
+    "enable_lora": True,
 }
 ELASTIC = {"max_replicas": 3, "target_queued_tokens": 40, "upscale_delay": 1, "downscale_delay": 5}
 CLOUD = """
@@ -57,11 +64,16 @@ def urls(cluster, *without):
     return [cluster.url(name) for name in ["n1", *sorted({name for name, _ in cluster.status().servers} - {*without})]]
 
 
-def ask(laptop, url):
-    """Tokens of an answer, the likeliest ones, as text."""
-    body = {"model": "tiny-pydoc", "prompt": "The for statement", "max_tokens": 24, "temperature": 0}
+def post(laptop, url, body):
+    """The answer."""
     curl = "curl --silent --fail --max-time 20 --header 'content-type: application/json'"
-    return json.loads(laptop.run(f"{curl} --data '{json.dumps(body)}' {url}/v1/completions"))["choices"][0]["text"]
+    return json.loads(laptop.run(f"{curl} --data '{json.dumps(body)}' {url}"))
+
+
+def ask(laptop, url, model="tiny-pydoc"):
+    """Tokens of an answer, the likeliest ones, as text."""
+    body = {"model": model, "prompt": "The for statement", "max_tokens": 24, "temperature": 0}
+    return post(laptop, f"{url}/v1/completions", body)["choices"][0]["text"]
 
 
 def update(cluster, **options):
@@ -138,6 +150,35 @@ def test_an_update_that_does_not_come_up(cluster, laptop, texts, phases):
     texts.check(running.results(), 250)
     assert cluster.status().engines == before
     assert [ask(laptop, url) for url in where]
+
+
+def write_adapter(folder):
+    """One of the bundled model's, with much effect."""
+    rng, tensors = np.random.default_rng(0), {}
+    with safe_open(Path(BUNDLED_MODEL, "model.safetensors"), "numpy") as weights:
+        for name in weights.keys():  # noqa: SIM118, it is no mapping
+            if name.endswith("o_proj.weight"):
+                outputs, inputs = weights.get_slice(name).get_shape()
+                module = f"base_model.model.{name.removesuffix('.weight')}"
+                tensors[f"{module}.lora_A.weight"] = rng.normal(size=(8, inputs)).astype(np.float32)
+                tensors[f"{module}.lora_B.weight"] = rng.normal(size=(outputs, 8)).astype(np.float32)
+    folder.mkdir()
+    told = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["o_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def test_an_adapter_comes_to_all_hosts(cluster, hosts, laptop, phases):
+    """Its folder is on the head, where neither an engine nor an API server is."""
+    write_adapter(cluster.head.path("sql"))
+    folder, where = cluster.head.run("echo ~/sql").strip(), urls(cluster)
+    with phases.timed("an adapter is loaded on hosts that lack it"):
+        post(laptop, f"{where[0]}/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": folder})
+    for name, _ in cluster.status().engines:
+        assert hosts[name].run(f"ls {folder}/.copied-by-rayllm")
+    plain, adapted = ({ask(laptop, url, model) for url in where * 2} for model in ("tiny-pydoc", "sql"))
+    assert len(plain) == len(adapted) == 1 and plain != adapted
+    post(laptop, f"{where[0]}/v1/unload_lora_adapter", {"lora_name": "sql"})
 
 
 def test_an_ingress_dies(cluster, hosts, laptop, texts, phases):

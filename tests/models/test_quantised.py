@@ -560,6 +560,19 @@ def put(name, tensor):
             put("mlp.up_proj.weight_scale", torch.ones(3)),
             r"up_proj\.weight_scale has shape \[3\], but config\.json asks for \[1, 1\]",
         ),
+        (
+            "fp8",
+            put("mlp.up_proj.weight_scale_inv", torch.tensor([[1, 1], [1, torch.nan], [1, 1]])),
+            r"up_proj\.weight_scale_inv has scales that are not numbers",
+        ),
+        ("fp8-tensor", put("mlp.up_proj.weight_scale", torch.tensor([torch.inf])), r"weight_scale has scales that are"),
+        (
+            "gptq",
+            put("mlp.up_proj.scales", torch.full((3, 160), torch.nan, dtype=torch.float16)),
+            r"up_proj\.scales has scales that are not numbers",
+        ),
+        ("fp8-tensor", put("mlp.up_proj.input_scale", torch.zeros(1)), "input_scale must be a positive number, not 0"),
+        ("fp8-tensor", put("mlp.up_proj.input_scale", torch.tensor([torch.nan])), "input_scale must be .*, not nan"),
     ],
 )
 def test_bad_tensors(tmp_path, case, change, message):
@@ -642,6 +655,9 @@ def test_experts_in_mxfp4(tmp_path):
         source().tensor(name, (4, 96, 48))
     with pytest.raises(ModelError, match=r"gate_up_proj has 100 inputs, no multiple of the 32 of a scale"):
         source().tensor(name, (4, 100, 24))
+    save_file(tensors | {name + "_scales": scales.masked_fill(scales == scales.max(), 255)}, file)
+    with pytest.raises(ModelError, match=r"gate_up_proj_scales has scales that are not numbers"):
+        source().tensor(name, (4, 96, 24))
     save_file({key: tensor for key, tensor in tensors.items() if not key.endswith("_scales")}, file)
     found = source()
     assert not found.tensor(name, (4, 96, 24)).isnan().any()

@@ -99,7 +99,7 @@ class Resumed:
     counts along, so that it is the increases between two answers that count.
     """
 
-    INTERVAL_S = 0.5
+    INTERVAL_S = 2.0
 
     def __init__(self, host: Host, url: str):
         self.count = 0.0
@@ -148,6 +148,7 @@ class OwnCluster:
         cluster_file.use_clone(config)
         config["provider"]["worker_ips"] = [hosts[name].ip for name in self.workers]
         config["min_workers"] = config["max_workers"] = num_workers
+        cluster_file.look_often(config)
         *others, start = config["head_start_ray_commands"]
         config["head_start_ray_commands"] = [*others, f"RAY_REDIS_ADDRESS={redis} {start} --redis-password=secret"]
         self._start_head = config["head_start_ray_commands"][-1]
@@ -223,6 +224,7 @@ class GrowingCluster:
         config["available_node_types"]["gpu-1"] |= {"min_workers": 2, "max_workers": 6}
         config["max_workers"] = 6  # hosts that drain count until they are gone
         cluster_file.use_clone(config)
+        cluster_file.look_often(config)
         laptop.path("rayllm/cluster.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         laptop.run("(umask 077; ray get-auth-token --generate)")
         laptop.run("cd ~/rayllm; ray up --yes cluster.yaml", timeout=120)

@@ -72,13 +72,15 @@ def make_spec(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     vocab_size: int | None = None,
+    eos_token_ids: list[int],
     bias: bool = False,
     **rest: Any,
 ) -> ModelSpec:
     """A spec of these fields, its heads checked. By default each head has its own KV, and a share of hidden_size.
 
-    vocab_size: where config.json does not say it. bias: of all projections for which rest does not say it.
-    rest: further fields of ModelSpec; by default no layer has a sliding window.
+    vocab_size: where config.json does not say it. eos_token_ids: those beyond the vocabulary are left out, as they can
+    never come. bias: of all projections for which rest does not say it. rest: further fields of ModelSpec; by default
+    no layer has a sliding window.
     """
     num_kv_heads = num_kv_heads or num_heads
     head_dim = head_dim or split_hidden(config, hidden_size, num_heads)
@@ -90,13 +92,15 @@ def make_spec(
         raise ModelError(f"{config.file}: head_dim {head_dim} is more than the {MAX_HEAD_DIM} that attention supports")
     dtype = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
     defaults = dict.fromkeys(("qkv_bias", "attention_out_bias", "mlp_bias"), bias)
+    vocab_size = config.size("vocab_size", vocab_size)
     return ModelSpec(
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=config.size("vocab_size", vocab_size),
+        vocab_size=vocab_size,
+        eos_token_ids=[token for token in eos_token_ids if token < vocab_size],
         dtype=config.one_of("dtype", dtype, DTYPES),
         **{"sliding_windows": (None,) * num_layers} | defaults | rest,
     )
