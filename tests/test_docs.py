@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import typer
@@ -102,6 +103,19 @@ def test_every_option_is_documented():
     text = "".join(page.read_text() for page in GUIDES)
     missing = [name for name in OPTIONS if not re.search(rf"\b({name}|{name.replace('_', '-')})\b", text)]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("option", "page", "head"),
+    [
+        ("tool_call_parser", "chat.md", "| value | form of a call |"),
+        ("reasoning_parser", "chat.md", "| value | reasoning is |"),
+        ("quantization", "quantization.md", "| `--quantization` |"),
+    ],
+)
+def test_every_choice_is_documented(option, page, head):
+    table = (ROOT / "docs" / page).read_text().partition(f"\n{head}")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(get_args(OPTIONS[option].annotation))
 
 
 def test_every_route_is_documented():
