@@ -217,7 +217,7 @@ class ModelServerConfig(BaseModel):
 class ServerConfig(ModelServerConfig):
     """Options of an HTTP deployment, and of each model that has none of its own."""
 
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", min_length=1)
     """Address to listen on; 0.0.0.0 is all of this machine"""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on"""

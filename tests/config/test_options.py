@@ -31,6 +31,7 @@ def test_every_option_is_described(kind):
         (EngineConfig, {"model": ""}, "model: value error, must not be empty or have NUL in it, not ''"),
         (EngineConfig, {"model": "a\0"}, "model: value error, must not be empty or have NUL in it"),
         (EngineConfig, {"max_num_seqs": 10**9, "swap_space": 1e300}, "swap_space: .*1048576.*max_num_seqs: .*1048576"),
+        (ServerConfig, {"host": ""}, "host: string should have at least 1 character"),  # it would be all addresses
         (ServerConfig, {"state_dir": ""}, "state_dir: value error, must not be empty"),
     ],
 )
