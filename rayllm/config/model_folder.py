@@ -7,6 +7,7 @@ that nothing here reads refuses the model, unless `known_keys` has it as harmles
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ SAMPLING_FIELDS = {
 def load_model_spec(path: str) -> ModelSpec:
     """Read the folder `path`. Raises ModelError in one sentence for anything that cannot be served."""
     folder = Path(path)
-    if not folder.exists():
+    if not os.path.exists(folder):  # False too for names that are too long
         raise ModelError(f"model folder {path} does not exist")
     if not folder.is_dir():
         raise ModelError(f"model {path} is not a folder")

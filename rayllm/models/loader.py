@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from rayllm.config.json_fields import about_damage
 from rayllm.config.model_folder import indexed_weights
 from rayllm.config.model_spec import ModelSpec
 from rayllm.config.quantization import FP8_BY_CHANNEL
@@ -164,7 +165,7 @@ class Checkpoint(StoredTensors):
             except OSError:
                 raise ModelError(f"model folder {self._folder} lacks the weights file {file}") from None
             except SafetensorError as error:
-                raise ModelError(f"weights file {path} is damaged: {error}") from None
+                raise ModelError(f"weights file {path} is damaged: {error}{about_damage(path)}") from None
         return self._open[file]
 
     def _find_weights(self) -> dict[str, str]:
