@@ -59,19 +59,16 @@ DETERMINISTIC_ROWS = 64
 _hopper = TritonModule("rayllm_kernels.attention.prefill_hopper")
 
 
-def choose_tiles(
-    head_dim: int, itemsize: int, rows: int, gpu: Hardware, *, rest: int = 0, value_dim: int | None = None
-) -> Tiles:
+def choose_tiles(head_dim: int, itemsize: int, rows: int, gpu: Hardware, *, rest: int = 0) -> Tiles:
     """The fastest tiles on H200 for `rows` of queries times heads, less what does not fit a smaller GPU.
 
-    rest, value_dim: as for `Tiles.fitted`.
+    rest: entries of keys behind those that are values too, in a cache of latents.
     """
-    widest = max(head_dim, value_dim or 0)
-    tiles = _fastest_tiles(widest, itemsize, rows)
+    tiles = _fastest_tiles(head_dim, itemsize, rows)
     row_bytes = (padded_dim(head_dim) + padded_dim(rest)) * itemsize
     while tiles.rows > 16 and 2 * tiles.rows * row_bytes > gpu.shared_memory:  # half is for the keys
-        tiles = _fastest_tiles(widest, itemsize, tiles.rows // 2)
-    return tiles.fitted(head_dim, itemsize, itemsize, gpu, queries_move=False, rest=rest, value_dim=value_dim)
+        tiles = _fastest_tiles(head_dim, itemsize, tiles.rows // 2)
+    return tiles.fitted(head_dim, itemsize, itemsize, gpu, queries_move=False, rest=rest)
 
 
 def _fastest_tiles(head_dim: int, itemsize: int, rows: int) -> Tiles:
@@ -83,6 +80,21 @@ def _fastest_tiles(head_dim: int, itemsize: int, rows: int) -> Tiles:
     if rows <= 64:
         return Tiles(rows, 64 if head_dim <= 128 else 32, 4, 3)
     return Tiles(rows, 64, 8, 4 if head_dim <= 128 else 2)
+
+
+def choose_expanded_tiles(head_dim: int, rest: int, value_dim: int, itemsize: int, rows: int, gpu: Hardware) -> Tiles:
+    """For `rows` queries over expanded keys; not measured, but what registers and shared memory have room for."""
+    widest = max(head_dim, value_dim)
+    if itemsize == 4:
+        tiles = _fastest_tiles(widest, itemsize, rows)
+    elif widest > 128:
+        tiles = Tiles(64, 32, 8, 2)
+    elif gpu.shared_memory < 200 << 10:  # these multiply out of registers, which hold the queries too
+        tiles = Tiles(64, 64, 8, 3)
+    else:
+        tiles = Tiles(128, 64, 8, 4)
+    tiles = tiles._replace(rows=min(tiles.rows, max(16, triton.next_power_of_2(rows))))
+    return tiles.fitted(head_dim, itemsize, itemsize, gpu, queries_move=False, rest=rest, value_dim=value_dim)
 
 
 @triton.jit
@@ -342,8 +354,8 @@ def prefill_expanded(
     """
     heads, head_dim = keys.k.shape[1:]
     rest, value_dim = keys.rest.shape[1], keys.v.shape[2]
-    dims = {"rest": rest, "value_dim": value_dim}
-    tiles = choose_tiles(head_dim, q.element_size(), piece.max_query_len, hardware(q.device), **dims)
+    gpu = hardware(q.device)
+    tiles = choose_expanded_tiles(head_dim, rest, value_dim, q.element_size(), piece.max_query_len, gpu)
     shape = Shape(
         group=1,
         head_tile=1,
@@ -352,10 +364,11 @@ def prefill_expanded(
         block_size=1,
         head_dim=head_dim,
         padded_dim=padded_dim(head_dim),
+        rest=rest,
         rest_padded=padded_dim(rest),
+        value_dim=value_dim,
         value_padded=padded_dim(value_dim),
         expanded=True,
-        **dims,
     )
     strides = (*q.stride()[:2], 0, keys.k.stride(1), keys.k.stride(0), *out.stride()[:2])
     grid = triton.cdiv(piece.max_query_len, tiles.rows), heads, piece.seq_lens.shape[0]
