@@ -203,8 +203,8 @@ def run_quantised(gpu: Hardware, dtype: torch.dtype, tokens: tuple[int, ...], *,
             ops.linear_int4(x, ops.Int4Weight(codes, scales, zeros, inputs, group), bias, deterministic=deterministic)
 
 
-def run_quantised_experts(dtype: torch.dtype, tokens: tuple[int, ...]) -> None:
-    """Experts with weights in fewer bits, of so many tokens, on META."""
+def run_quantised_experts(gpu: Hardware, dtype: torch.dtype, tokens: tuple[int, ...], *, deterministic: bool) -> None:
+    """Experts with weights in fewer bits, of so many tokens, on META: all, and those of a rank."""
     count, hidden, inner, top_k = 32, 2048, 768, 4
 
     def weight(kind: str, rows: int, inputs: int, group: int) -> ops.ExpertWeight:
@@ -220,7 +220,12 @@ def run_quantised_experts(dtype: torch.dtype, tokens: tuple[int, ...]) -> None:
         weights = torch.empty(number, top_k, device=META)
         for kind, group in (("fp8", 128), ("int4", 128), ("int4", 32), ("mxfp4", 32)):
             projections = weight(kind, 2 * inner, hidden, group), weight(kind, hidden, inner, group)
-            ops.experts_quantised(x, weights, weights.to(torch.int32), *projections)
+            chosen, options = weights.to(torch.int32), {"deterministic": deterministic}
+            ops.experts_quantised(x, weights, chosen, *projections, **options)
+            if kind == "fp8" and gpu.has_e4m3:
+                ops.experts_quantised(x, weights, chosen, *projections, fp8_tokens=True, **options)
+                owned = ops.ExpertRange(count, 4 * count)
+                ops.experts_quantised(x, weights, chosen, *projections, fp8_tokens=True, owned=owned, **options)
 
 
 def compile_quantised(gpu: str, tokens: tuple[int, ...], dtypes: tuple[str, ...], modes: tuple[bool, ...]) -> None:
@@ -229,7 +234,7 @@ def compile_quantised(gpu: str, tokens: tuple[int, ...], dtypes: tuple[str, ...]
         for dtype in dtypes:
             for deterministic in modes:
                 run_quantised(GPUS[gpu], getattr(torch, dtype), tokens, deterministic=deterministic)
-            run_quantised_experts(getattr(torch, dtype), tokens)
+                run_quantised_experts(GPUS[gpu], getattr(torch, dtype), tokens, deterministic=deterministic)
 
 
 def run_own_experts(dtype: torch.dtype) -> None:
