@@ -157,8 +157,8 @@ def choose_expert_tiles(
     """
     if dtype == torch.float32:  # no tensor cores in exact fp32
         return Tiles(rows, 32, 32, 4, 2, False)
-    # Before Hopper, both operands and two sums of a gated product are in registers, and would spill.
-    in_registers = gpu.capability is not None and gpu.capability < (9, 0)
+    # Elsewhere than there and on 10.0, both operands and two sums of a gated product are in registers, and would spill.
+    in_registers = gpu.capability is not None and gpu.capability[0] not in (9, 10)
     deepest = min(128, group or 128)
     depth = min(deepest, 32 if gated and in_registers else 64)
     if rows <= 32:
