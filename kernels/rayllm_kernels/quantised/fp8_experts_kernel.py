@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
-from ..device import hardware
+from ..device import Hardware, hardware
 from ..experts.device_functions import activate, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, group, most_tiles
@@ -35,7 +35,7 @@ from ..linear.device_functions import no_sums, sums
 from ..linear.invariant_kernel import can_copy
 from ..linear.plans import Tiles
 from . import plans
-from .experts import QuantisedProjections
+from .experts import ExpertWeight, QuantisedProjections
 from .fp8 import Fp8Rows
 from .fp8_product_kernel import add_fp8_products
 from .fp8_rows_kernel import codes_of, scales_of, to_fp8
@@ -224,6 +224,21 @@ def _fp8_experts_kernel(
         tl.store(target_ptr, result.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column < outputs))
 
 
+def _share_scales(weight: ExpertWeight, outputs: int, *, gated: bool) -> bool:
+    """Whether all of so many outputs of a tile have one scale of a group; gated: of gate, and of up."""
+    own = weight.codes.shape[1] // 2
+    return weight.rows % outputs == 0 and (not gated or own % outputs == 0)
+
+
+def most_rows(projections: QuantisedProjections, gpu: Hardware) -> int:
+    """Of a tile, for both products."""
+    gate_up, down, *_ = projections
+    outputs = plans.fp8_expert_outputs(down.rounding.group)
+    shared = [_share_scales(gate_up, outputs, gated=True), _share_scales(down, plans.FP8_DOWN_OUTPUTS, gated=False)]
+    in_loop = [each for each, weight in zip(shared, (gate_up, down), strict=True) if weight.group is not None]
+    return plans.most_fp8_expert_rows(gpu, shared_scales=all(in_loop))
+
+
 def multiply(
     x: Tensor | Fp8Rows,
     projections: QuantisedProjections,
@@ -262,7 +277,7 @@ def multiply(
         groups is not None,
         weight.group or 0,
         weight.rows,
-        weight.rows % tiles.outputs == 0 and (not gated or outputs % tiles.outputs == 0),
+        _share_scales(weight, tiles.outputs, gated=gated),
         own_group or 0,
         str(dtype).removeprefix("torch."),
         gpu.can_overlap,
@@ -311,13 +326,13 @@ def experts(
     (tokens, top_k), num_here, gate_up, down = experts.shape, projections.down.codes.shape[0], *projections[:2]
     num_experts = num_here if owned is None else owned.total
     unsorted = is_unsorted(tokens, top_k, num_experts) and not deterministic
-    if deterministic:
-        rows = plans.FIXED_FP8_EXPERT_ROWS
-    else:
+    rows = plans.FIXED_FP8_EXPERT_ROWS
+    if not deterministic:
         rows = choose_rows(tokens * top_k, num_experts, x.dtype, unsorted=unsorted)
+    rows = min(rows, most_rows(projections, hardware(x.device)))
     groups = None if unsorted else group(experts, num_here, rows, None if owned is None else owned.first)
     first, last = (
-        plans.choose_fp8_expert_tiles(rows, weight.rounding.group, gated=gated, unsorted=unsorted)
+        plans.choose_fp8_expert_tiles(rows, weight.rounding.group, down.rounding.group, gated=gated, unsorted=unsorted)
         for weight, gated in ((gate_up, True), (down, False))
     )
     of_x = x if unsorted else to_fp8(x, gate_up.rounding, gated=False)
