@@ -142,7 +142,6 @@ class Result:
     failure: str | None = None  # for good
     breaks: list[Answer] = field(default_factory=list)  # what had come whenever a connection broke off
     broke: list[float] = field(default_factory=list)  # when that was
-    refusals: int = 0  # answers that say to try again, at later tries
     first: float | None = None  # when something came of every choice
     last: float = 0.0
     gap: float = 0.0  # longest between two events, seconds
@@ -180,7 +179,6 @@ async def ask(client: httpx.AsyncClient, url: str, request: Request, result: Res
             if not result.breaks:  # it was the first try
                 result.failure = str(error)
                 break
-            result.refusals += 1
         except ValueError as error:
             result.failure = f"{type(error).__name__}: {error}"
             break

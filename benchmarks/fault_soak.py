@@ -73,7 +73,6 @@ RETRY_S = 0.5
 ATTRIBUTION_S = 3.0  # a stream that breaks off so soon after a death was its victim
 EXIT_LIMIT_S = 10.0  # of a launch that cannot go on
 
-Enemies = Callable[[], Coroutine[None, None, None]]
 KILLED = ("engine", "rank", "API server", "ingress")
 FROZEN = ("engine", "API server")
 BREAKS = ("API server", "ingress")  # whose connections break off with them; all else goes on

@@ -30,7 +30,7 @@ from rayllm.errors import ConfigError
 from rayllm_kernels import ops
 from rayllm_kernels.cache.kv_cache import FP8_MAX, KVCache, KVScales
 from rayllm_kernels.quantised.formats import e4m3_numbers, int4_numbers
-from rayllm_kernels.quantised.int4 import pack_int4
+from rayllm_kernels.quantised.int4 import half_of, pack_int4
 
 DEVICE = "cuda"
 BYTES_PER_SECOND = 4.3e12
@@ -60,10 +60,56 @@ HIDDEN, INTERMEDIATE = 4096, 14336
 LINEAR = [(4096, 28672), (14336, 4096), (4096, 6144), (1024, 151936), (1024, 6144)]  # inputs, outputs
 LINEAR_TOKENS = [1, 32, 128]
 QUANTISED_LINEAR, QUANTISED_TOKENS = LINEAR[:3], [1, 16, 32, 64, 128, 1024, 8192]
+EXPERTS_TOKENS = [1, 32, 256, 8192]
+ROUTINGS = 8  # of tokens to experts, in turn
 DRAWS = [1, 32, 256]  # rows of logits
 VOCAB_SIZE = 151936
 
 app = make_app()
+
+
+class Mixture(NamedTuple):
+    """Sizes of a layer's experts."""
+
+    hidden: int
+    inner: int
+    num_experts: int
+    top_k: int
+
+
+MIXTURES = {
+    "qwen3-30b-a3b": Mixture(2048, 768, 128, 8),
+    "mixtral-8x7b": Mixture(4096, 14336, 8, 2),
+    "gpt-oss-20b": Mixture(2880, 2880, 32, 4),
+}
+
+
+class ExpertsFormat(NamedTuple):
+    """Of experts' weights.
+
+    kind: of `ops.ExpertWeight`, or "bf16". rows, group: outputs and inputs that share a scale.
+    """
+
+    kind: str
+    rows: int = 1
+    group: int | None = None
+    fp8_tokens: bool = False
+
+
+EXPERTS_FORMATS = {
+    "bf16": ExpertsFormat("bf16"),
+    "fp8 rows": ExpertsFormat("fp8", 1, None, True),
+    "fp8 blocks": ExpertsFormat("fp8", 128, 128, True),
+    "fp8 weights": ExpertsFormat("fp8", 128, 128),  # tokens stay in bf16
+    "int4 g128": ExpertsFormat("int4", 1, 128),
+    "int4 g32": ExpertsFormat("int4", 1, 32),
+    "mxfp4": ExpertsFormat("mxfp4", 1, 32),
+}
+EXPERTS = {
+    "qwen3-30b-a3b": tuple(EXPERTS_FORMATS),
+    "mixtral-8x7b": ("bf16", "fp8 blocks", "int4 g128"),
+    "gpt-oss-20b": ("bf16", "mxfp4"),
+}
 
 
 class Measurement(NamedTuple):
@@ -90,8 +136,8 @@ class Case:
     def floor_us(self) -> float:
         return max(self.bytes / BYTES_PER_SECOND, self.flops / self.flops_per_second) * 1e6
 
-    def measure_us(self) -> float:
-        """Median time of one call in microseconds."""
+    def measure_us(self, milliseconds: int = 100) -> float:
+        """Median time of one call in microseconds. milliseconds: how long it is measured."""
         from triton.testing import do_bench
 
         for call in self.calls:
@@ -103,7 +149,8 @@ class Case:
         with torch.cuda.graph(graph):
             for call in islice(cycle(self.calls), count):
                 call()
-        return float(do_bench(graph.replay, warmup=20, rep=100, return_mode="median")) * 1e3 / count
+        times = {"warmup": milliseconds // 5, "rep": milliseconds}
+        return float(do_bench(graph.replay, **times, return_mode="median")) * 1e3 / count
 
     def measure(self) -> Measurement:
         us, floor = self.measure_us(), self.floor_us()
@@ -112,9 +159,9 @@ class Case:
         return Measurement(self.name, us, self.bytes / us * 1e-6, "TB/s", floor, floor / us)
 
 
-def normal(*shape: int) -> Tensor:
-    """Random bfloat16 numbers."""
-    return torch.empty(*shape, dtype=torch.bfloat16, device=DEVICE).normal_()
+def normal(*shape: int, device: str | None = None) -> Tensor:
+    """Random bfloat16 numbers. device: None, here and below, for DEVICE."""
+    return torch.empty(*shape, dtype=torch.bfloat16, device=device or DEVICE).normal_()
 
 
 def copies(call_bytes: float) -> int:
@@ -244,13 +291,21 @@ def linear(name: str, tokens: int, inputs: int, outputs: int) -> Case:
     return Case(name, [partial(ops.linear, x, weight) for weight in weights], moved, flops)
 
 
-def linear_fp8(name: str, tokens: int, inputs: int, outputs: int, rows: int, group: int | None, *, wide: bool) -> Case:
-    """A product with a weight [outputs, inputs] in e4m3, a scale a row or a block. wide: tokens stay in bf16."""
+def fp8_weights(
+    inputs: int, outputs: int, rows: int, group: int | None, device: str | None = None
+) -> list[ops.Fp8Weight]:
+    """Copies of [outputs, inputs] in e4m3."""
     weights = []
     for _ in range(copies(inputs * outputs)):
-        found = e4m3_numbers(normal(outputs, inputs).mul_(inputs**-0.5), (rows, group))
+        found = e4m3_numbers(normal(outputs, inputs, device=device).mul_(inputs**-0.5), (rows, group))
         scales = found.scales[::rows][:, found.groups[:: group or inputs]].contiguous()
         weights.append(ops.Fp8Weight(found.values.contiguous(), scales, rows, group))
+    return weights
+
+
+def linear_fp8(name: str, tokens: int, inputs: int, outputs: int, rows: int, group: int | None, *, wide: bool) -> Case:
+    """A product with a weight [outputs, inputs] in e4m3, a scale a row or a block. wide: tokens stay in bf16."""
+    weights = fp8_weights(inputs, outputs, rows, group)
     x, of_token = normal(tokens, inputs), inputs * (2 if wide else 1) + 2 * outputs
     moved, flops = inputs * outputs + tokens * of_token + weights[0].scales.nbytes, 2 * tokens * inputs * outputs
     if wide:
@@ -260,19 +315,80 @@ def linear_fp8(name: str, tokens: int, inputs: int, outputs: int, rows: int, gro
     return Case(name, calls, moved, flops, FP8_FLOPS_PER_SECOND)
 
 
-def linear_int4(name: str, tokens: int, inputs: int, outputs: int, group: int, *, symmetric: bool) -> Case:
-    """A product with a weight [outputs, inputs] in 4 bits."""
+def int4_weights(
+    inputs: int, outputs: int, group: int, *, symmetric: bool, device: str | None = None
+) -> list[ops.Int4Weight]:
+    """Copies of [outputs, inputs] in 4 bits."""
     weights = []
     for _ in range(copies(inputs * outputs // 2)):
-        weight = normal(outputs, inputs).mul_(inputs**-0.5)
+        weight = normal(outputs, inputs, device=device).mul_(inputs**-0.5)
         codes, scales, zeros = pack_int4(int4_numbers(weight, group, symmetric=symmetric), group)
         zero = None if symmetric else zeros.contiguous()
         weights.append(ops.Int4Weight(codes, scales.contiguous(), zero, inputs, group))
-    x, one = normal(tokens, inputs), weights[0]
-    moved = sum(part.nbytes for part in (one.codes, one.scales, one.zeros) if part is not None)
-    moved += 2 * tokens * (inputs + outputs)
+    return weights
+
+
+def weight_bytes(weight: ops.Int4Weight | ops.ExpertWeight) -> int:
+    """Of numbers, scales and zero points."""
+    return sum(part.nbytes for part in (weight.codes, weight.scales, weight.zeros) if part is not None)
+
+
+def linear_int4(name: str, tokens: int, inputs: int, outputs: int, group: int, *, symmetric: bool) -> Case:
+    """A product with a weight [outputs, inputs] in 4 bits."""
+    weights, x = int4_weights(inputs, outputs, group, symmetric=symmetric), normal(tokens, inputs)
+    moved = weight_bytes(weights[0]) + 2 * tokens * (inputs + outputs)
     calls = [partial(ops.linear_int4, x, weight) for weight in weights]
     return Case(name, calls, moved, 2 * tokens * inputs * outputs)
+
+
+def expert_weight(
+    count: int, outputs: int, inputs: int, found: ExpertsFormat, device: str | None = None
+) -> ops.ExpertWeight:
+    """[count, outputs, inputs] of valid numbers, which are random and not rounded from others."""
+    (kind, rows, group, _), device = found, device or DEVICE
+    shape = (count, -(-outputs // rows), 1 if group is None else -(-inputs // group))
+    scales = torch.full(shape, inputs**-0.5, device=device)
+    if kind == "fp8":
+        codes = torch.empty(count, outputs, inputs, dtype=torch.uint8, device=device)
+        for own in codes:  # one by one: floats of all would be twice the bytes
+            own.copy_(normal(outputs, inputs, device=device).to(torch.float8_e4m3fn).view(torch.uint8))
+        return ops.ExpertWeight("fp8", codes, scales, None, inputs, group, rows)
+    codes = torch.randint(256, (count, outputs, half_of(inputs, group)), dtype=torch.uint8, device=device)
+    if kind == "mxfp4":
+        return ops.ExpertWeight("mxfp4", codes, torch.full_like(scales, 120, dtype=torch.uint8), None, inputs, group)
+    return ops.ExpertWeight("int4", codes, scales, None, inputs, group)
+
+
+def routings(tokens: int, sizes: Mixture, device: str | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Several of (weights, experts) of tokens, uniformly random, as of `ops.route`."""
+    made, shape = [], (tokens, sizes.num_experts)
+    for _ in range(ROUTINGS):
+        weights, chosen = torch.randn(*shape, device=device or DEVICE).softmax(-1).topk(sizes.top_k)
+        made.append((weights.contiguous(), chosen.to(torch.int32)))
+    return made
+
+
+def experts(name: str, tokens: int, sizes: Mixture, found: ExpertsFormat) -> Case:
+    """All of a layer's experts but their router: sort, both products and the weighted sum.
+
+    The bytes are those of the experts that the tokens go through, on average over the routings, which take turns.
+    """
+    hidden, inner, count, top_k = sizes
+    product: Callable[..., Tensor]
+    if found.kind == "bf16":
+        gate_up = normal(count, 2 * inner, hidden).mul_(hidden**-0.5)
+        down = normal(count, hidden, inner).mul_(inner**-0.5)
+        one, product = (gate_up.nbytes + down.nbytes) / count, partial(ops.experts, gate_up=gate_up, down=down)
+    else:
+        first, last = expert_weight(count, 2 * inner, hidden, found), expert_weight(count, hidden, inner, found)
+        one = (weight_bytes(first) + weight_bytes(last)) / count
+        product = partial(ops.experts_quantised, gate_up=first, down=last, fp8_tokens=found.fp8_tokens)
+    x, ways = normal(tokens, hidden), routings(tokens, sizes)
+    chosen = sum(len(experts.unique()) for _, experts in ways) / len(ways)
+    calls = [partial(product, x, *way) for way in ways]
+    flops = 6 * tokens * top_k * hidden * inner
+    rate = FP8_FLOPS_PER_SECOND if found.fp8_tokens else FLOPS_PER_SECOND
+    return Case(name, calls, chosen * one + 2 * x.nbytes, flops, rate)
 
 
 def rounding(name: str, tokens: int, group: int | None) -> Case:
@@ -351,6 +467,12 @@ def cases() -> dict[str, Callable[[str], Case]]:
             for group, symmetric in ((32, True), (128, True), (128, False)):
                 name = f"linear_int4 {size} g{group}" + ("" if symmetric else " zeros")
                 made[name] = partial(linear_int4, **shape, group=group, symmetric=symmetric)
+    for mixture, formats in EXPERTS.items():
+        for kind in formats:
+            for tokens in EXPERTS_TOKENS:
+                made[f"experts {mixture} {kind}, {tokens}"] = partial(
+                    experts, tokens=tokens, sizes=MIXTURES[mixture], found=EXPERTS_FORMATS[kind]
+                )
     for rows in DRAWS:
         made[f"draw {rows} x {VOCAB_SIZE}"] = partial(gumbel, rows=rows)
     for tokens in TOKENS:

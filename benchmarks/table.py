@@ -2,6 +2,7 @@
 
     python benchmarks/table.py                                   # one GPU
     python benchmarks/table.py --tp 4 --model llama-3.1-8b --model qwen3-32b
+    python benchmarks/table.py --model llama-3.1-8b --quantization fp8
 
 Each model runs in a process of its own, in a warm engine with random weights, through offline.py. Beside it stand the
 figures of another engine in peers.yaml, where it has some of the same model, hardware and options; compare.py adds

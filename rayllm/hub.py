@@ -1,4 +1,4 @@
-"""Models by name: what serving needs of a name on the Hugging Face Hub, in the cache that other tools share.
+"""Models and adapters by name: what serving needs of a name on the Hugging Face Hub, in the cache that others share.
 
 A name is resolved to a commit once. config.json comes first and is checked, so that a model that cannot be served costs
 one small file; then it is known which files are missing, whether there is room for them, and they are downloaded.
@@ -19,6 +19,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from rayllm.config import lora
 from rayllm.config.model_folder import WEIGHTS_INDEX, indexed_weights
 from rayllm.config.options import EngineConfig, ModelConfig, is_hub_name
 from rayllm.config.resolved import MAX_GPUS, resolve
@@ -26,6 +27,7 @@ from rayllm.errors import ConfigError, ModelError, RayllmError
 
 CONFIG = "config.json"
 FIRST_FILES = (CONFIG, "generation_config.json", WEIGHTS_INDEX)  # what the model is, and which files its weights are
+ADAPTER_FILES = (lora.CONFIG_FILE, lora.WEIGHTS_FILE)
 # Tokenizers, chat templates and configs. Indexes are of weights, and the one that counts is among the first files.
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*.jinja")
 GB = 10**9
@@ -49,28 +51,42 @@ def with_engine(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
 
 
 def local_engine(options: EngineConfig) -> EngineConfig:
-    """The options with a folder in place of a name on the hub, which is downloaded if need be; a folder stays.
+    """The options with folders in place of names on the hub, which are downloaded if need be; a folder stays.
 
     All that is known before the weights are read is checked before they are downloaded. Raises ConfigError, and
     ModelError in one sentence for a name that the hub or the cache has not, or has no weights of that can be served.
     """
-    if not is_hub_name(options.model):
-        if options.revision is not None:
-            raise ConfigError(f"revision: needs a model's name on the hub, and {options.model} is a folder's")
+    if options.revision is not None and not is_hub_name(options.model):
+        raise ConfigError(f"revision: needs a model's name on the hub, and {options.model} is a folder's")
+    if not needs_hub(options):
         return options
 
     def in_folder(folder: str) -> EngineConfig:
-        return options.model_copy(update={"model": folder, "revision": None, "download_dir": None})
+        return options.model_copy(update={"model": folder, "revision": None})
 
-    hub = Hub(cache_dir=options.download_dir)
-    return in_folder(
-        hub.fetch(
+    if is_hub_name(options.model):
+        folder = Hub(cache_dir=options.download_dir).fetch(
             options.model,
             options.revision,
             check=lambda folder: resolve(in_folder(folder), MAX_GPUS),
             weights=options.load_format != "dummy",
         )
-    )
+        options = in_folder(folder)
+    modules = [f"{name}={local_adapter(path, options.download_dir)}" for name, path in options.adapters.items()]
+    return options.model_copy(update={"lora_modules": modules})
+
+
+def needs_hub(options: EngineConfig) -> bool:
+    """Whether the model or an adapter is a name on the hub."""
+    return any(is_hub_name(each) for each in (options.model, *options.adapters.values()))
+
+
+def local_adapter(path: str, cache_dir: str | None) -> str:
+    """The folder of an adapter that a path is, or a name on the hub, which is downloaded if need be. Raises ModelError.
+
+    cache_dir: the option download_dir.
+    """
+    return Hub(cache_dir=cache_dir).fetch_adapter(path) if is_hub_name(path) else path
 
 
 class Hub:
@@ -115,6 +131,17 @@ class Hub:
             if left := [file for file in missing if not (folder / file).is_file()]:
                 raise ModelError(f"model {name} at revision {pinned.resolved} lacks the file {left[0]}")
         logger.info("model %s at revision %s is commit %s, in %s", name, pinned, pinned.resolved, folder)
+        return str(folder)
+
+    def fetch_adapter(self, name: str) -> str:
+        """The folder of an adapter in PEFT's form, as the main branch has it now. Raises ModelError."""
+        with self._explained(name, None, "adapter"):
+            pinned = self._pin(name, None)
+            folder = self._download(name, pinned, ADAPTER_FILES, show=True)
+        for file in ADAPTER_FILES:
+            if not (folder / file).is_file():
+                raise ModelError(f"adapter {name} has no {file} on {self._endpoint}, so it is none that can be served")
+        logger.info("adapter %s is commit %s, in %s", name, pinned.resolved, folder)
         return str(folder)
 
     def _pin(self, name: str, revision: str | None) -> Any:
@@ -170,45 +197,46 @@ class Hub:
         )
 
     @contextmanager
-    def _explained(self, name: str, revision: str | None) -> Iterator[None]:
+    def _explained(self, name: str, revision: str | None, kind: str = "model") -> Iterator[None]:
         """Errors of the library as ModelErrors."""
         from huggingface_hub import errors
 
-        model = name if revision is None else f"{name} at revision {revision}"
+        what = f"{kind} {name}"
+        exact = what if revision is None else f"{what} at revision {revision}"
         try:
             yield
         except RayllmError:
             raise
         except errors.GatedRepoError:
             raise ModelError(
-                f"model {name} is gated: accept its licence on {self._endpoint}/{name}, and set HF_TOKEN to a token of "
+                f"{what} is gated: accept its licence on {self._endpoint}/{name}, and set HF_TOKEN to a token of "
                 "the account that did"
             ) from None
         except errors.RepositoryNotFoundError:
             raise ModelError(
-                f"model {name} is no folder here, and {self._endpoint} has none of that name (or a private one, for "
+                f"{what} is no folder here, and {self._endpoint} has none of that name (or a private one, for "
                 "which HF_TOKEN has to be set)"
             ) from None
         except errors.RevisionNotFoundError:
-            raise ModelError(f"model {name} has no revision {revision or 'main'} on {self._endpoint}") from None
+            raise ModelError(f"{what} has no revision {revision or 'main'} on {self._endpoint}") from None
         except errors.HFValidationError:
-            raise ModelError(f"model {name} is no folder here, and no name that a hub could have") from None
+            raise ModelError(f"{what} is no folder here, and no name that a hub could have") from None
         except (errors.RevisionResolutionError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-            lack = f"model {model} is no folder here, and no whole copy of it is in the cache {self._cache}"
+            lack = f"{exact} is no folder here, and no whole copy of it is in the cache {self._cache}"
             if self._offline:
                 raise ModelError(f"{lack}; HF_HUB_OFFLINE keeps it from being downloaded") from None
             cause = error.__cause__ or error
             raise ModelError(f"{lack}; {self._endpoint} does not answer ({_one_line(cause)})") from None
         except errors.HfHubHTTPError as error:
             if error.response.status_code == 401:
-                raise ModelError(f"{self._endpoint} refuses the token in HF_TOKEN for model {name}") from None
+                raise ModelError(f"{self._endpoint} refuses the token in HF_TOKEN for {what}") from None
             status, told = error.response.status_code, error.server_message
             raise ModelError(
-                f"{self._endpoint} answers with status {status} for model {model}" + (f": {told}" if told else "")
+                f"{self._endpoint} answers with status {status} for {exact}" + (f": {told}" if told else "")
             ) from None
         except Exception as error:  # of the libraries below that one: connections, disks
             raise ModelError(
-                f"the download of model {model} has ended early ({_one_line(error)}); files that are whole are kept, "
+                f"the download of {exact} has ended early ({_one_line(error)}); files that are whole are kept, "
                 "and the next start gets the others"
             ) from None
 

@@ -20,7 +20,7 @@ from rayllm.engine.build import start_engine
 from rayllm.engine.delta_buffer import DeltaBuffer
 from rayllm.engine.engine import EngineCore
 from rayllm.errors import InvalidRequestError
-from rayllm.hub import local_engine
+from rayllm.hub import local_adapter, local_engine
 from rayllm.text.bad_words import bad_token_ids
 from rayllm.text.outputs import OutputProcessor, accumulate
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
@@ -124,12 +124,14 @@ class LLM:
         return self._run(requests, use_tqdm)
 
     def load_lora_adapter(self, name: str, path: str) -> None:
-        """Load an adapter from its folder, in PEFT's form; `generate` and the others take its name from then on.
+        """Load an adapter from its folder, in PEFT's form, or of a name on the hub; `generate` and the others take its
+        name from then on.
 
         Raises InvalidRequestError, also without the option enable_lora, and ModelError for a folder that cannot be
         served.
         """
-        self.engine.add_adapter(self.engine.prepare_adapter(name, os.path.abspath(path)))
+        folder = os.path.abspath(local_adapter(path, self.config.download_dir))
+        self.engine.add_adapter(self.engine.prepare_adapter(name, folder))
 
     def unload_lora_adapter(self, name: str) -> None:
         """Forget an adapter. Raises InvalidRequestError if there is none of this name."""

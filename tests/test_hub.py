@@ -14,7 +14,7 @@ from support.hub import HubStandIn, Repository
 from rayllm import LLM, SamplingParams, hub
 from rayllm.config.options import BUNDLED_MODEL, EngineConfig, ModelConfig, ServerConfig, check_names, make_models
 from rayllm.errors import ConfigError, ModelError
-from rayllm.hub import Hub, local_engine, local_model, text_files, weight_files
+from rayllm.hub import Hub, local_adapter, local_engine, local_model, needs_hub, text_files, weight_files
 from rayllm.serve.cluster.download import local_models
 
 TEXTS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
@@ -269,11 +269,34 @@ def test_what_the_model_is_called(stand_in, options):
         check_names({"revision": "b", "models": [{}]})
 
 
+def test_adapters_have_names_too(stand_in, options, tmp_path):
+    wanted = ["adapter_config.json", "adapter_model.safetensors"]
+    for name in (*wanted, "README.md", "optimizer.pt"):
+        (tmp_path / "sql").mkdir(exist_ok=True)
+        (tmp_path / "sql" / name).write_text(name)
+    stand_in.repositories["org/sql"] = Repository({"main": tmp_path / "sql"})
+    modules = {"sql": "org/sql", "law": str(tmp_path / "sql")}
+    named = options(str(tmp_path / "repository"), enable_lora=True, lora_modules=modules)
+    assert needs_hub(named)
+    adapters = local_engine(named).adapters
+    assert sorted(stand_in.downloads()) == wanted
+    assert sorted(path.name for path in Path(adapters["sql"]).iterdir()) == wanted
+    assert adapters["law"] == modules["law"]
+    assert local_adapter("org/sql", named.download_dir) == adapters["sql"]
+    assert stand_in.downloads() == []
+    for name, reason in (
+        ("org/none", "adapter org/none is no folder here, and"),
+        ("org/tiny", r"adapter org/tiny has no adapter_config\.json on"),
+    ):
+        with pytest.raises(ModelError, match=reason):
+            local_adapter(name, named.download_dir)
+
+
 def test_a_server_downloads_in_a_process_that_can_be_stopped(stand_in, options, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     (model,) = local_models([ModelConfig(options(), ServerConfig())])
     assert (model.name, Path(model.engine.model).is_dir()) == ("org/tiny", True)
-    assert model.engine == options(model=model.engine.model, download_dir=None)
+    assert model.engine == options(model=model.engine.model)
     with pytest.raises(ModelError, match="model tyni is no folder here"):
         local_models([ModelConfig(options("tyni"), ServerConfig())])
     with pytest.raises(Exception, match="the download of a model was stopped"):

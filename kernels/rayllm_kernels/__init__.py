@@ -6,7 +6,11 @@ at the end holds the Triton kernel and the function that launches it. Only the `
 use) import triton, and they are imported when the first CUDA tensor comes: an install for CPUs needs no triton.
 
 attention/    attention over the paged KV cache: decodes, prefill chunks, and how a decode step's work is cut
+gated_delta/  layers with a recurrent state: the gated delta rule, the convolution before it, the norm behind it
 linear/       projections: which kernel takes which shape, and the kernels
+experts/      mixtures of experts: which experts a token goes through, and their products
+quantised/    weights in fewer bits: formats, products, and the rounding of tokens
+lora/         low-rank adapters, each token its own
 norm/         RMSNorm, the gated activation, and what lies between the qkv projection and attention: rotary positions
 sampling/     drawing tokens, truncation, penalties, log-probabilities, and the noise that draws use
 cache/        the KV cache and its formats, writing to it, copying its blocks, the inputs of a decode step

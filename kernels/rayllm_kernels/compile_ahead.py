@@ -107,14 +107,16 @@ def _work(jobs: list[Callable[[], object]], taken: Synchronized[int]) -> None:
 
 
 @contextmanager
-def compile_only() -> Iterator[None]:
+def compile_only(*, ignore_errors: bool = False) -> Iterator[None]:
     """Within, `launch` compiles kernels, if need be, and does not run them: what they would write stays as it is.
 
-    At the end all are compiled. For one thread, while no other one launches kernels. Raises what the compiler raises.
+    At the end all are compiled. For one thread, while no other one launches kernels. Raises what the compiler raises,
+    unless errors are ignored: then they show where such a kernel is launched.
     """
     global _compiling
     jobs = _Jobs()
     with AsyncCompileMode(jobs) as mode:
+        mode.ignore_errors = ignore_errors
         _compiling = True
         try:
             yield

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 
 from .attention.context import Contexts, Scoring
 from .attention.decode import paged_decode_attention
+from .attention.expanded import PIECE_KEYS, KeyPiece, expanded_prefill_attention, latent_rows
 from .attention.prefill import paged_prefill_attention
 from .attention.schedule import DecodeSchedule, decode_schedule
 from .cache.copy_blocks import copy_blocks

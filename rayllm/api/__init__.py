@@ -1,0 +1,1 @@
+"""What crosses the borders between parts: requests, plans, results and outputs, and the messages of the sockets."""

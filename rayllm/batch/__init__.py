@@ -1,0 +1,1 @@
+"""Files of requests, as `rayllm batch` answers them: lines, inputs, results that survive a kill, and the runner."""

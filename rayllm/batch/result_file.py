@@ -14,6 +14,7 @@ from rayllm.batch.runner import Counts
 from rayllm.errors import ConfigError
 
 MAX_PENDING_BYTES = 2**20
+START = b'{"id":"batch_req_'  # of a line
 
 
 class InUseError(ConfigError):
@@ -79,7 +80,7 @@ class ResultFile:
         self._file.seek(0)
         read, size = msgspec.json.Decoder(BatchResult).decode, 0
         for number, line in enumerate(self._file, start=1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and _may_begin_a_result(line):
                 self._file.truncate(size)
                 break
             try:
@@ -94,3 +95,9 @@ class ResultFile:
             size += len(line)
         self.counts.prompt_tokens = self.counts.completion_tokens = 0
         self._file.seek(0, os.SEEK_END)
+
+
+def _may_begin_a_result(line: bytes) -> bool:
+    """Whether a line that broke off can be one of ours: the last line of any other file is not to be lost."""
+    begin = line[: 2 * len(START)].replace(b" ", b"")
+    return begin.startswith(START) or START.startswith(begin)

@@ -17,7 +17,9 @@ _STARTED = time.monotonic()
 
 @config_flags(EngineConfig, ServerConfig)
 def launch(
-    startup_timeout: Annotated[float, typer.Option(help="Seconds to wait for the engines (and their nodes).")] = 1800,
+    startup_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds to wait for the engines (and their nodes).")
+    ] = 1800,
     **options: Any,
 ) -> None:
     """Serve models over HTTP with the OpenAI API.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rayllm.errors import ModelError
+
+LFS_POINTER = b"version https://git-lfs."  # how one begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +70,22 @@ class JsonFields:
         return value
 
 
+def about_damage(path: Path) -> str:
+    """What may be added to an error about a file that cannot be read: whether it is only a pointer of Git LFS."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            return " (it is a pointer of Git LFS in place of the file, which `git lfs pull` gets)"
+    return ""
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in the file `path`. Raises ModelError if it cannot be read or holds anything else."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}{about_damage(path)}") from None
     if not isinstance(loaded, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(loaded).__name__}")
     return loaded

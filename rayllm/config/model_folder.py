@@ -7,6 +7,7 @@ that nothing here reads refuses the model, unless `known_keys` has it as harmles
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ SAMPLING_FIELDS = {
 def load_model_spec(path: str) -> ModelSpec:
     """Read the folder `path`. Raises ModelError in one sentence for anything that cannot be served."""
     folder = Path(path)
-    if not folder.exists():
+    if not os.path.exists(folder):  # False too for names that are too long
         raise ModelError(f"model folder {path} does not exist")
     if not folder.is_dir():
         raise ModelError(f"model {path} is not a folder")
@@ -54,8 +55,8 @@ def load_model_spec(path: str) -> ModelSpec:
         told = read_json_object(generation).get("eos_token_id")
         eos = eos if told is None else told
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(isinstance(i, int) for i in ids):
-        raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, not {eos!r}")
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, 0 or more, not {eos!r}")
     fields = architecture.parse(text, name) | {"quantization": quantization}
     spec = make_spec(text, architecture=name, eos_token_ids=ids, text_only=bool(architecture.text_types), **fields)
     towers = TOWERS if architecture.text_types else frozenset()

@@ -63,11 +63,17 @@ def _check_modules(modules: list[str]) -> list[str]:
         check_adapter_name(name)
     if len({name for name, _mark, _path in pairs}) < len(pairs):
         raise ValueError("two adapters have one name")
-    return [f"{name}={os.path.abspath(path)}" for name, _mark, path in pairs]
+    return [f"{name}={path if is_hub_name(path) else os.path.abspath(path)}" for name, _mark, path in pairs]
 
 
 def _absolute(path: str | None) -> str | None:
-    return path and os.path.abspath(path)  # API servers have other working directories
+    return None if path is None else os.path.abspath(_check_path(path))  # API servers have other working directories
+
+
+def _check_path(path: str) -> str:
+    if not path or "\0" in path:
+        raise ValueError("must not be empty or have NUL in it")
+    return path
 
 
 class EngineConfig(BaseModel):
@@ -75,13 +81,14 @@ class EngineConfig(BaseModel):
 
     model_config = OPTIONS
 
-    model: str = BUNDLED_MODEL
+    model: Annotated[str, AfterValidator(_check_path)] = BUNDLED_MODEL
     """Folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json); if there is no such folder, a
     model's name on the Hugging Face Hub, as org/name"""
     revision: str | None = Field(default=None, min_length=1)
     """Branch, tag or commit of a model's name on the hub; the main branch if absent"""
     download_dir: Annotated[str | None, AfterValidator(_absolute)] = None
-    """Folder of the cache for models of the hub; if absent, the one that other tools use too (HF_HUB_CACHE, HF_HOME)"""
+    """Folder of the cache for models and adapters of the hub; if absent, the one that other tools use too
+    (HF_HUB_CACHE, HF_HOME)"""
     tensor_parallel_size: Literal[1, 2, 4, 8] = 1
     """GPUs or CPU processes that share the weights"""
     enable_expert_parallel: bool = False
@@ -109,10 +116,10 @@ class EngineConfig(BaseModel):
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Type of the KV cache; auto is dtype; fp8_e4m3 (fp8 for short) and fp8_e5m2 hold twice as many tokens as 16 bits
     do, less precisely"""
-    num_gpu_blocks_override: int | None = Field(default=None, ge=1)
+    num_gpu_blocks_override: int | None = Field(default=None, ge=1, lt=2**31)
     """Blocks of the KV cache; if absent, what fits into gpu_memory_utilization on GPUs, and on CPUs into 1 GiB a rank,
     at most what max_num_seqs full contexts need"""
-    swap_space: float = Field(default=0, ge=0)
+    swap_space: float = Field(default=0, ge=0, le=2**20)
     """GiB of host memory a rank for KV blocks of preempted sequences and those that the prefix cache on the device has
     no room for"""
     preemption_mode: Literal["cost", "recompute", "swap"] = "cost"
@@ -120,10 +127,10 @@ class EngineConfig(BaseModel):
     fits, cost does what takes less time as measured at the start"""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that may be in use, others' use included; not for CPUs"""
-    max_num_seqs: int | None = Field(default=None, ge=1)
+    max_num_seqs: int | None = Field(default=None, ge=1, le=2**20)
     """Most sequences that run at once; if absent, 256 on CPUs, and on GPUs 1024, 512 or 256, as many as take little of
     the memory for the KV cache"""
-    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**24)
     """Most tokens computed in one step; more raise the throughput, and the pauses of running streams; if absent, 8192
     on GPUs, and 512 on CPUs, which gain nothing by more. LLM and rayllm bench offline take 16384 then"""
     target_itl_ms: float | None = Field(default=None, gt=0)
@@ -148,7 +155,8 @@ class EngineConfig(BaseModel):
     enable_lora: bool = False
     """Take adapters (LoRA, in PEFT's form) at the start and while requests run"""
     lora_modules: Annotated[list[str], BeforeValidator(_read_modules), AfterValidator(_check_modules)] = []
-    """Adapters to load at the start, each as name=path of its folder; requests ask for one by its name as the model"""
+    """Adapters to load at the start, each as name=path of its folder, or name=org/name of one on the hub; requests ask
+    for one by its name as the model"""
     max_loras: int = Field(default=8, ge=1, le=256)
     """Most adapters that the requests of one step have; each takes memory for max_lora_rank on the device"""
     max_lora_rank: int = Field(default=16, ge=1, le=512)
@@ -197,19 +205,21 @@ class ModelServerConfig(BaseModel):
         "deepseek",
         "deepseek_v32",
         "glm",
+        "minimax",
+        "gemma4",
         "gpt_oss",
         "none",
     ] = "auto"
     """The family of models whose form of tool calls the model writes; auto is what its chat template shows"""
-    reasoning_parser: Literal["auto", "think", "mistral", "gpt_oss", "none"] = "auto"
-    """How the model reasons: think between <think> and </think>, mistral between [THINK] and [/THINK], gpt_oss on a
-    channel of its own; auto is what its chat template shows"""
+    reasoning_parser: Literal["auto", "think", "mistral", "gemma4", "gpt_oss", "none"] = "auto"
+    """How the model reasons: think between <think> and </think>, mistral between [THINK] and [/THINK], gemma4 and
+    gpt_oss on a channel of its own; auto is what its chat template shows"""
 
 
 class ServerConfig(ModelServerConfig):
     """Options of an HTTP deployment, and of each model that has none of its own."""
 
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", min_length=1)
     """Address to listen on; 0.0.0.0 is all of this machine"""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on"""
@@ -289,7 +299,7 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 def is_hub_name(model: str) -> bool:
     """Whether a `model` is one by its name on the hub: of the form org/name or name, and no file or folder here."""
-    return re.fullmatch(HUB_NAME, model) is not None and not Path(model).exists()
+    return re.fullmatch(HUB_NAME, model) is not None and not os.path.exists(model)
 
 
 def make_config(kind: type[ConfigT], options: dict[str, Any]) -> ConfigT:

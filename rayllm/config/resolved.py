@@ -91,12 +91,6 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
             f'quantization "fp8" is for weights in 16 bits or more; the checkpoint\'s are in {spec.quantization} '
             '(quantization "auto" serves it)'
         )
-    in_fewer_bits = options.quantization == "fp8" or (spec.quantization is not None and options.quantization != "none")
-    if options.enable_expert_parallel and tp > 1 and in_fewer_bits:
-        raise ConfigError(
-            "enable_expert_parallel is for experts in 16 bits or more, as with quantization "
-            f'"none", not "{options.quantization}"'
-        )
     device: Literal["cpu", "cuda"] = "cpu" if options.device == "cpu" or num_gpus < 1 else "cuda"
     if options.device == "cuda" and device == "cpu":
         raise ConfigError('device "cuda" needs a GPU, and there is none (device "cpu" works)')

@@ -128,8 +128,8 @@ class Moves(NamedTuple):
     await_write_backs: int | None
 
 
-class WriteAheadLimits(NamedTuple):
-    """How much is copied ahead."""
+class WriteBackLimits(NamedTuple):
+    """How many cached blocks are copied to the host before they are reused."""
 
     # How far ahead in the order of reuse, in blocks.
     reach: int
@@ -146,7 +146,7 @@ class KVMemory:
     caching: whether prompts may begin with blocks that others computed.
     costs: seconds that moving and computing take, as the workers measured them; None without a host pool.
     windows: by group, the tokens that the layer that sees most sees, None for all; at least one group.
-    write_ahead: how far ahead of their reuse cached blocks are copied to the host.
+    write_back: how far ahead of their reuse cached blocks are copied to the host.
     recurrent: some groups hold states (`config.kv_groups`), into which each token goes once. So a block that a plan
     writes is of use to later plans only, and a sequence cannot compute a token twice from what is there.
     """
@@ -160,7 +160,7 @@ class KVMemory:
         caching: bool = True,
         costs: KVCosts | None = None,
         windows: Iterable[int | None] = (None,),
-        write_ahead: WriteAheadLimits = WriteAheadLimits(reach=0),
+        write_back: WriteBackLimits = WriteBackLimits(reach=0),
         recurrent: bool = False,
     ):
         self.block_size, self.recurrent = block_size, recurrent
@@ -182,7 +182,9 @@ class KVMemory:
         self.cpu = BlockManager(num_cpu_blocks, block_size)
         self.num_swapped_out = self.num_swapped_in = 0  # blocks moved so far
         self._num_roots = 0
-        self._ahead = write_ahead._replace(reach=min(write_ahead.reach, num_cpu_blocks // write_ahead.host_share))
+        self._write_back_limits = write_back._replace(
+            reach=min(write_back.reach, num_cpu_blocks // write_back.host_share)
+        )
         self.clear()
 
     def clear(self) -> None:
@@ -320,12 +322,12 @@ class KVMemory:
         self._swap_outs[host_block] = block
         return host_block
 
-    def _write_ahead(self, step_id: int, num_tokens: int) -> list[tuple[int, int]]:
+    def _write_back(self, step_id: int, num_tokens: int) -> list[tuple[int, int]]:
         """(device block, host block) to copy beside a step of num_tokens tokens, which has taken all blocks it needs.
 
         The host blocks are free, and findable by what they will hold.
         """
-        limits, gpu = self._ahead, self.gpu
+        limits, gpu = self._write_back_limits, self.gpu
         if gpu.num_allocated - self._read_at >= max(limits.blocks_a_step, limits.reach // READS_PER_REACH):
             self._read_at = gpu.num_allocated
             self._next = [block for block in gpu.next_reused(limits.reach) if block not in self._copied]
@@ -544,7 +546,7 @@ class KVMemory:
 
     def take_moves(self, step_id: int, num_tokens: int) -> Moves:
         """The moves noted since the last call, for a plan that is complete now. num_tokens: that it computes."""
-        write_backs = self._write_ahead(step_id, num_tokens) if self.tiered else []
+        write_backs = self._write_back(step_id, num_tokens) if self.tiered else []
         swap_outs = [(block, host_block) for host_block, block in self._swap_outs.items()]
         swap_ins = [(host_block, block) for block, host_block in self._swap_ins.items()]
         moves = Moves(swap_outs, swap_ins, write_backs, self._await_write_backs)

@@ -26,6 +26,10 @@ from rayllm.engine.kept import KeptRequest, KeptRequests
 from rayllm.errors import EngineDeadError, InvalidRequestError
 from rayllm.executor.threads import on_thread
 
+# So soon the engine's thread and those that send its results give way to one another (`sys.setswitchinterval`, which is
+# for whoever owns the process to call); Python's default is 5 ms.
+SWITCH_S = 2e-4
+
 logger = logging.getLogger(__name__)
 
 

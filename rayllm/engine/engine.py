@@ -21,7 +21,7 @@ from rayllm.config.resolved import ResolvedConfig
 from rayllm.core.adapter_slots import AdapterSlots
 from rayllm.core.check import check_scheduler
 from rayllm.core.chunk_budget import ChunkBudget
-from rayllm.core.memory import KVMemory, KVWindow, WriteAheadLimits, longest, most_blocks
+from rayllm.core.memory import KVMemory, KVWindow, WriteBackLimits, longest, most_blocks
 from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
 from rayllm.core.sequence import MakeConstraint
@@ -333,7 +333,7 @@ def _make_scheduler(config: ResolvedConfig, max_model_len: int, blocks: KVBlocks
         caching=options.enable_prefix_caching,
         costs=report.kv_costs(),
         windows=windows,
-        write_ahead=WriteAheadLimits(2 * len(windows) * config.max_num_batched_tokens // config.block_size),
+        write_back=WriteBackLimits(2 * len(windows) * config.max_num_batched_tokens // config.block_size),
         recurrent=any(group.recurrent for group in kv_groups(config.spec, config.tp)),
     )
     state = SchedulerState(

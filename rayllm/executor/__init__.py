@@ -1,0 +1,1 @@
+"""How plans reach workers: in this process, or Ray actors that are placed, watched and replaced from here."""

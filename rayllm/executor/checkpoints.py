@@ -1,4 +1,7 @@
-"""Checkpoints that a host does not have: copied once from the host of `rayllm launch`, over Ray's object store.
+"""Checkpoints that a host does not have: copied once from another host, over Ray's object store.
+
+Models come from the host of `rayllm launch`, which offers them, adapters that are loaded later from any host that has
+them, which nobody has to offer.
 
 A copy lies at the same path as the original, with the same times of change, and says that it is one: a folder that
 somebody else has put there is left alone. Snapshots in the hub's cache are the exception: their name is the commit, so
@@ -17,7 +20,7 @@ import shutil
 import socket
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,12 +30,12 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayllm.errors import ModelError
-from rayllm.hub import text_files
+from rayllm.executor.ray_cluster import NAMESPACE
+from rayllm.hub import ADAPTER_FILES, text_files
 
 CHUNK = 64 * 2**20  # bytes
 IN_FLIGHT = 4  # chunks; while one is written, the next ones are on their way
 MARK = ".copied-by-rayllm"
-NAMESPACE = "rayllm"
 
 logger = logging.getLogger("ray.serve")
 
@@ -59,8 +62,15 @@ class CheckpointSource:
         self._folder = Path(folder)
 
     def files(self) -> list[File]:
-        """All of them but hidden ones; of a snapshot, those that serving needs, as other tools may have added more."""
+        """All of them but hidden ones; of a snapshot, those that serving needs, as other tools may have added more.
+
+        Of an adapter only its two: beside them may be what it was trained with. Raises FileNotFoundError.
+        """
+        if not self._folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {self._folder}")
         files = list_files(self._folder)
+        if any(file.path == ADAPTER_FILES[0] for file in files):
+            return [file for file in files if file.path in ADAPTER_FILES]
         if not is_snapshot(self._folder):
             return files
         texts = set(text_files([file.path for file in files]))
@@ -123,17 +133,66 @@ def fetch_checkpoint(folder: str, *, weights: bool = True) -> int:
 
     weights: those too. Waits while another process of this host does the same. Raises ModelError.
     """
-    target = Path(folder)
-    is_own = target.exists() and not (target / MARK).exists() and not is_snapshot(target)
-    if not ray.is_initialized() or is_own:
+    if not ray.is_initialized() or _is_own(Path(folder)):
         return 0
     try:
         source = ray.get_actor(_name(folder), namespace=NAMESPACE)
     except ValueError:  # nobody offers it
         return 0
+    return _copy_from(source, folder, weights=weights)
+
+
+def fetch_adapter(folder: str, node_ids: Sequence[str]) -> int:
+    """Bring what this host lacks of an adapter's folder; returns the bytes. Returns at once if it has one of its own.
+
+    node_ids: Ray's ids of nodes that may have the folder, which are asked in this order. Raises ModelError.
+    """
+    if not ray.is_initialized() or _is_own(Path(folder)):
+        return 0
+    there = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {ray.get_runtime_context().get_node_id()}
+    for node_id in dict.fromkeys(each for each in node_ids if each in there):
+        actor: Any = ray.remote(CheckpointSource)
+        affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        source = actor.options(num_cpus=0, max_concurrency=IN_FLIGHT, scheduling_strategy=affinity).remote(folder)
+        try:
+            return _copy_from(source, folder)
+        except FileNotFoundError:
+            continue
+        finally:
+            ray.kill(source)
+    return 0
+
+
+def spread_adapter(folder: str, node_ids: Iterable[str], seconds: float) -> None:
+    """Have other nodes fetch an adapter's folder from this one, in so many seconds. Raises ModelError."""
+    here = ray.get_runtime_context().get_node_id()
+    fetch = ray.remote(fetch_adapter)
+    calls = [
+        fetch.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
+            folder, [here]
+        )
+        for node_id in set(node_ids) - {here}
+    ]
     try:
-        return copy_checkpoint(target, ray.get(source.files.remote()), _chunks_of(source), weights=weights)
+        ray.get(calls, timeout=seconds)
+    except RayError as error:
+        cause = getattr(error, "cause", None)
+        raise cause if isinstance(cause, ModelError) else ModelError(f"{folder} cannot be copied: {error}") from error
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether somebody else has put a folder here, which is left alone."""
+    return folder.exists() and not (folder / MARK).exists() and not is_snapshot(folder)
+
+
+def _copy_from(source: Any, folder: str, *, weights: bool = True) -> int:
+    """Raises FileNotFoundError if the source has no such folder, and ModelError."""
+    try:
+        files = ray.get(source.files.remote())
+        return copy_checkpoint(Path(folder), files, _chunks_of(source), weights=weights)
     except (OSError, RayError) as error:
+        if isinstance(getattr(error, "cause", None), FileNotFoundError):
+            raise FileNotFoundError(folder) from None
         reason = str(error).strip().rpartition("\n")[2]
         raise ModelError(
             f"{folder} is not on host {socket.gethostname()}, nor can it be copied there: {reason}"

@@ -33,7 +33,7 @@ from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import EngineDeadError, StartupError
 from rayllm.executor.base import Executor
 from rayllm.executor.channel import Channel
-from rayllm.executor.checkpoints import fetch_checkpoint
+from rayllm.executor.checkpoints import fetch_checkpoint, spread_adapter
 from rayllm.executor.placement import Placement, reserve
 from rayllm.executor.ranks import RankActors
 from rayllm.executor.standbys import Standbys
@@ -229,6 +229,8 @@ class RayExecutor(Executor):
 
     def load_adapter(self, adapter: Adapter) -> None:
         super().check_health()
+        if not self._placement.one_node():
+            spread_adapter(adapter.path, [node_id for node_id, _ in self._placement.nodes], timeouts.ADAPTER_S)
         self._ranks.load_adapter(adapter, timeouts.RANK_START_S)
 
     def check_health(self) -> None:

@@ -17,6 +17,8 @@ from rayllm import timeouts
 from rayllm.errors import StartupError
 from rayllm.executor.ray_compat import ask_cluster, noted_cluster
 
+NAMESPACE = "rayllm"  # of our named actors; what Ray calls so keeps their names apart from others'
+
 logger = logging.getLogger(__name__)
 
 

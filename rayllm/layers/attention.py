@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -14,6 +15,8 @@ from rayllm.layers.norm import RMSNorm
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels import ops
 from rayllm_kernels.ops import Contexts, DecodeSchedule, HeadNorms, KVCache, KVScales, Scoring
+
+T = TypeVar("T")
 
 
 class LayerCache(NamedTuple):
@@ -43,6 +46,7 @@ class AttentionPlan:
     prefill_starts: torch.Tensor  # [number of prefill sequences + 1], counts from prefill_row
     max_query_len: int  # of a prefill sequence, at least
     _schedules: dict[int | None, DecodeSchedule | None] = field(default_factory=dict)
+    _made: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: ForwardBatch, context: BuildContext) -> AttentionPlan:
@@ -69,6 +73,13 @@ class AttentionPlan:
             prefill_starts=starts - prefill_row if prefill_row and starts.shape[0] > 1 else starts,
             max_query_len=longest,
         )
+
+    def shared(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What the first layer of the step that asks for `key` makes; later ones get the same."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
 
     def decode_schedule(self, q: torch.Tensor, cache: LayerCache, scoring: Scoring) -> DecodeSchedule | None:
         """How the decodes' attention is cut; the first layer of each window makes it, the others share it."""

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
+
+
+class ChunkLengths(NamedTuple):
+    """What the host knows of a step's prefill chunks: tokens of each before the step, and in it. [chunks] int64."""
+
+    contexts: np.ndarray
+    tokens: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,8 @@ class ForwardBatch:
     max_query_len: of the prefill chunks, a host integer.
     prefill_row: the first row that chunks may have; None stands for num_decodes. Captured steps have room for more
     decodes than there are: rows below num_decodes whose sequence has length 0 then belong to chunks, if at all.
+    chunks: how long the prefill chunks are, for layers that compute long ones in another way; None where the host does
+    not know, as in a captured step.
     adapter_slots: [T] int32, where the weights of a token's adapter are, -1 without one; None if no token has one.
     """
 
@@ -38,4 +49,5 @@ class ForwardBatch:
     num_decodes: int
     max_query_len: int
     prefill_row: int | None = None
+    chunks: ChunkLengths | None = None
     adapter_slots: torch.Tensor | None = None

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from rayllm.layers.layer import BuildContext, Layer
-from rayllm.layers.matrices.experts import ExpertShapes, QuantisedExperts
+from rayllm.layers.matrices.experts import ExpertPart, ExpertShapes, QuantisedExperts
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels import ops
 
@@ -46,31 +46,34 @@ class Experts(Layer):
         transposed: bool = False,
     ):
         super().__init__(context)
-        self.num_experts, self.inner_size = num_experts, inner_size
+        self.num_experts, self.hidden_size, self.inner_size = num_experts, hidden_size, inner_size
         self.act, self.deterministic = act, context.deterministic
-        self.owned: ops.ExpertRange | None = None
-        self.first, count = 0, num_experts
-        if context.expert_parallel and self.tp.size > 1:
-            self.first, end = (num_experts * rank // self.tp.size for rank in (self.tp.rank, self.tp.rank + 1))
-            count, self.shard = end - self.first, inner_size
-            self.owned = ops.ExpertRange(self.first, num_experts)
-        else:
-            self.shard = context.shard(inner_size, "an expert's intermediate size")
+        part = self.part = ExpertPart.of(context, num_experts, inner_size)
+        self.owned, self.shard, count = part.owned, part.inner.stop - part.inner.start, part.count
         shapes = ExpertShapes(hidden_size, num_experts, inner_size, names, projections, transposed)
-        self.quantised = QuantisedExperts.make(context, shapes) if self.owned is None else None
+        self.quantised = QuantisedExperts.make(context, shapes, part)
         if self.quantised is None:
             self.gate_up = context.parameter(count, 2 * self.shard, hidden_size)
             self.down = context.parameter(count, hidden_size, self.shard)
-            self.product: Callable[..., torch.Tensor] = partial(
-                ops.experts, gate_up=self.gate_up, down=self.down, owned=self.owned
-            )
+            self.product: Callable[..., torch.Tensor] = partial(ops.experts, gate_up=self.gate_up, down=self.down)
         else:
-            self.product = partial(ops.experts_quantised, gate_up=self.quantised.gate_up, down=self.quantised.down)
+            self.product = partial(
+                ops.experts_quantised,
+                gate_up=self.quantised.gate_up,
+                down=self.quantised.down,
+                fp8_tokens=self.quantised.fp8_tokens,
+            )
             for name, parameter in self.quantised.parameters.items():
                 self.register_parameter(name, parameter)
         self.gate_up_bias = context.parameter(count, 2 * self.shard) if bias else None
         self.down_bias = context.parameter(count, hidden_size) if bias else None
         self.names, self.projections, self.clamp, self.transposed = names, projections, clamp, transposed
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights and biases of the rank's part, whatever their bits are."""
+        of_biases = 0 if self.gate_up_bias is None else 2 * self.shard + self.hidden_size
+        return self.part.count * (3 * self.shard * self.hidden_size + of_biases)
 
     def forward(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, onto: torch.Tensor | None = None
@@ -87,6 +90,7 @@ class Experts(Layer):
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias if self.tp.rank == 0 or self.owned is not None else None,  # which is added once
             clamp=self.clamp,
+            owned=self.owned,
             onto=onto,
             deterministic=self.deterministic,
         )
@@ -112,12 +116,12 @@ class Experts(Layer):
         """The rank's part of all experts' tensor [num_experts, *shape]: its experts, or start to end along `dim`."""
         whole = (self.num_experts, *shape)
         if self.owned is not None:
-            dim, start, end = 0, self.first, self.first + self.down.shape[0]
+            dim, (start, end, _) = 0, self.part.experts
         return source.slice(name, whole, dim, start, end)
 
     def _load_fused(self, source: WeightSource, prefix: str) -> None:
-        shard, inner, hidden = self.shard, self.inner_size, self.down.shape[1]
-        start, end, name = self.tp.rank * shard, (self.tp.rank + 1) * shard, prefix + "gate_up_proj"
+        shard, inner, hidden = self.shard, self.inner_size, self.hidden_size
+        (start, end, _), name = self.part.inner, prefix + "gate_up_proj"
         if self.owned is not None:
             source.write(self.gate_up, self._part(source, name, (2 * inner, hidden), 0, 0, 0))
         else:
@@ -128,8 +132,8 @@ class Experts(Layer):
         source.write(self.down, self._part(source, prefix + "down_proj", (hidden, inner), 2, start, end))
 
     def _load_transposed(self, source: WeightSource, prefix: str) -> None:
-        shard, inner, hidden = self.shard, self.inner_size, self.down.shape[1]
-        start, end = self.tp.rank * shard, (self.tp.rank + 1) * shard
+        shard, inner, hidden = self.shard, self.inner_size, self.hidden_size
+        start, end, _ = self.part.inner
         pairs = self._part(source, prefix + "gate_up_proj", (hidden, 2 * inner), 2, 2 * start, 2 * end)
         down = self._part(source, prefix + "down_proj", (inner, hidden), 1, start, end)
         source.write(self.down, down.transpose(1, 2))
@@ -142,23 +146,20 @@ class Experts(Layer):
         """If there are any: rows of gate and up take turns."""
         if self.gate_up_bias is None or self.down_bias is None:
             return
-        hidden, start, end = self.down_bias.shape[1], 2 * self.tp.rank * self.shard, 2 * (self.tp.rank + 1) * self.shard
+        hidden, (start, end) = self.hidden_size, (2 * border for border in self.part.inner[:2])
         biases = self._part(source, prefix + "gate_up_proj_bias", (2 * self.inner_size,), 1, start, end)
         source.write(self.down_bias, self._part(source, prefix + "down_proj_bias", (hidden,), 1, 0, hidden))
         for half in range(2):
             source.write(self.gate_up_bias[:, half * self.shard : (half + 1) * self.shard], biases[:, half::2])
 
     def _load_each(self, source: WeightSource, prefix: str) -> None:
-        shard, inner, (count, hidden, _) = self.shard, self.inner_size, self.down.shape
-        start = 0 if self.owned is not None else self.tp.rank * shard
+        shard, inner, hidden, start = self.shard, self.inner_size, self.hidden_size, self.part.inner.start
         *gate_and_up, down = self.projections
-        for own in range(count):
-            of_expert = f"{prefix}{self.first + own}."
+        for own, number in enumerate(range(self.part.experts.start, self.part.experts.stop)):
+            of_expert = f"{prefix}{number}."
             for half, name in enumerate(gate_and_up):
                 stored = source.slice(f"{of_expert}{name}.weight", (inner, hidden), 0, start, start + shard)
                 source.write(self.gate_up[own, half * shard : (half + 1) * shard], stored)
             stored = source.slice(f"{of_expert}{down}.weight", (hidden, inner), 1, start, start + shard)
             source.write(self.down[own], stored)
-        for other in range(self.num_experts):
-            if not self.first <= other < self.first + count:
-                source.leave(f"{prefix}{other}")
+        self.part.leave_others(source, prefix)

@@ -91,6 +91,11 @@ class Linear(Layer):
         self.adapters: ProjectionAdapters | None = None
 
     @property
+    def num_weights(self) -> int:
+        """Of the matrix, whatever their bits are."""
+        return self.in_features * self.out_features
+
+    @property
     def is_plain(self) -> bool:
         """Whether the step's tokens get the product alone, because none has an adapter."""
         return self.adapters is None or self.adapters.state.is_idle

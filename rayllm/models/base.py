@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,18 +58,18 @@ class CausalLM(nn.Module, ABC):
 
     @property
     def active_parameters(self) -> int:
-        """Numbers of the rank that a token is computed with: of experts, the share that it goes through on average."""
-        total = sum(parameter.numel() for parameter in self.parameters())
-        if self.spec.experts is None:
-            return total
-        of_experts = sum(
-            parameter.numel()
-            for module in self.modules()
-            if isinstance(module, Experts)
-            for parameter in module.parameters()
-        )
-        sizes = self.spec.experts
-        return total - of_experts + of_experts * sizes.top_k // sizes.num_experts
+        """Numbers of the rank that a token is computed with, of however many bits; scales and zero points are none.
+
+        Of experts it is the share that a token goes through on average.
+        """
+        total = _num_elements(self.parameters())
+        for module in self.modules():
+            if isinstance(module, Linear):
+                total += module.num_weights - _num_elements(module.matrix.parameters.values())
+            elif isinstance(module, Experts) and (sizes := self.spec.experts) is not None:
+                active = module.num_parameters * sizes.top_k // sizes.num_experts
+                total += active - _num_elements(module.parameters())
+        return total
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, kv_caches: list[Any]) -> torch.Tensor:
@@ -99,6 +100,10 @@ class CausalLM(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, Layer):
                 module.load(source)
+
+
+def _num_elements(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def heads_of(spec: ModelSpec, layer: int = 0) -> Heads:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from rayllm.config.json_fields import about_damage
 from rayllm.config.model_folder import indexed_weights
 from rayllm.config.model_spec import ModelSpec
 from rayllm.config.quantization import FP8_BY_CHANNEL
@@ -164,7 +165,7 @@ class Checkpoint(StoredTensors):
             except OSError:
                 raise ModelError(f"model folder {self._folder} lacks the weights file {file}") from None
             except SafetensorError as error:
-                raise ModelError(f"weights file {path} is damaged: {error}") from None
+                raise ModelError(f"weights file {path} is damaged: {error}{about_damage(path)}") from None
         return self._open[file]
 
     def _find_weights(self) -> dict[str, str]:
@@ -265,11 +266,13 @@ def _left_out(spec: ModelSpec) -> tuple[str, ...]:
 def _weight_source(config: ResolvedConfig, tp: TPGroup, device: torch.device, *, filled: bool) -> WeightSource:
     """Where the model's weights come from, in the formats that they are to have.
 
-    filled: they are there already, and only formats are asked for; what no tensors tell is not looked for on disk then.
+    filled: they are there already, and only formats are asked for, for which the names of the tensors on disk are
+    looked at where some layers may be in fewer bits.
     """
     spec, options = config.spec, config.options
     stored, keep = spec.quantization, options.quantization != "none"
-    if options.load_format == "dummy" or (filled and (stored is None or not keep)):
+    has_formats = options.quantization == "fp8" or (stored is not None and keep)
+    if options.load_format == "dummy" or (filled and not has_formats):
         dummy = DummyCheckpoint(options.seed or 0, device, getattr(torch, config.dtype))
         if stored is not None and keep:
             return QuantisingSource(dummy, stored.made_up, device)

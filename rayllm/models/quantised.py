@@ -34,6 +34,7 @@ EXPERTS_KEY = "_blocks"
 # Of activations: scales, which count where products are in fp8, and what says that there is nothing else.
 ACTIVATION_SCALES = ("input_scale", "activation_scale")
 ACTIVATIONS = (*ACTIVATION_SCALES, "input_zero_point")
+NO_EXPONENT = 255  # NaN in E8M0
 MADE_UP_SCALE = 1 / 64  # of activations, of which the largest is then 7
 
 
@@ -97,14 +98,18 @@ class QuantisedCheckpoint(WeightSource):
     def expert_codes(self, name: str, experts: Span, outputs: Span, inputs: Span) -> tuple[torch.Tensor, torch.Tensor]:
         groups, half = inputs.blocks(MXFP4_GROUP), MXFP4_GROUP // 2
         blocks = self._read(name + EXPERTS_KEY, ("U8",), experts, outputs, groups, Span(0, half, half))
-        return formats.e2m1_codes(blocks), self._read(name + "_scales", ("U8",), experts, outputs, groups)
+        return formats.e2m1_codes(blocks), self._exponents(name, experts, outputs, groups)
 
     def activation_scale(self, module: str) -> torch.Tensor:
         name = self._checkpoint.choose(*(f"{module}.{scale}" for scale in ACTIVATION_SCALES))
         stored = self._checkpoint.find(name)
         shape = () if stored is not None and not stored.shape else (1,)
         one = self._checkpoint.part(name, shape, (...,), SCALES)
-        return torch.ones(1) if one is None else one.reshape(1).float()
+        if one is None:
+            return torch.ones(1)
+        if not 0 < one.item() < math.inf:
+            raise ModelError(f"weight {name} must be a positive number, not {one.item():g}")
+        return one.reshape(1).float()
 
     def choose(self, *names: str) -> str:
         return next((name for name in names if self._is_there(name)), names[0])
@@ -186,6 +191,8 @@ class QuantisedCheckpoint(WeightSource):
         if found.block == (None, None) and stored is not None and math.prod(stored.shape) == 1:
             one = self._checkpoint.part(name, stored.shape, (...,), dtypes)
             if one is not None:
+                if dtypes == SCALES:
+                    _check_numbers(name, one.float().isfinite())
                 return one.reshape(1, 1).to(self._device)
         return self._read(name, dtypes, rows.blocks(found.block[0]), columns.blocks(found.block[1]))
 
@@ -248,8 +255,13 @@ class QuantisedCheckpoint(WeightSource):
         outer = inputs.aligned(MXFP4_GROUP)
         groups, half = outer.blocks(MXFP4_GROUP), MXFP4_GROUP // 2
         blocks = self._read(name + EXPERTS_KEY, ("U8",), experts, outputs, groups, Span(0, half, half))
-        scales = self._read(name + "_scales", ("U8",), experts, outputs, groups)
+        scales = self._exponents(name, experts, outputs, groups)
         return formats.dequantise_mxfp4(blocks, scales).transpose(1, 2)[:, inputs.within(outer)]
+
+    def _exponents(self, name: str, *spans: Span) -> torch.Tensor:
+        stored = self._read(name + "_scales", ("U8",), *spans)
+        _check_numbers(name + "_scales", stored != NO_EXPONENT)
+        return stored
 
     def _read(self, name: str, dtypes: tuple[str, ...], *spans: Span) -> torch.Tensor:
         """The part of a tensor, on the device; zeros if it is missing, which `finish` tells."""
@@ -258,6 +270,8 @@ class QuantisedCheckpoint(WeightSource):
         if stored is None:
             sizes = [span.stop - span.start for span in spans]
             stored = torch.zeros(sizes, dtype=DTYPES.get(dtypes[0], torch.float32))
+        if dtypes == SCALES:
+            _check_numbers(name, stored.float().isfinite())
         return stored.to(self._device)
 
 
@@ -309,6 +323,12 @@ class QuantisingSource(WeightSource):
 def _of(name: str, key: str) -> str:
     """The weight `name` as it is called if it is stored as `key`."""
     return name.removesuffix("weight") + key if name.endswith(".weight") else name
+
+
+def _check_numbers(name: str, valid: torch.Tensor) -> None:
+    """Raise ModelError unless all scales of a tensor are valid."""
+    if not bool(valid.all()):
+        raise ModelError(f"weight {name} has scales that are not numbers; the file is damaged or was badly made")
 
 
 def _check_words(module: str, per_word: int, *spans: Span) -> None:

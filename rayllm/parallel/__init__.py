@@ -1,0 +1,1 @@
+"""What the ranks of an engine share: process groups, collectives, and memory of weights and between GPUs."""

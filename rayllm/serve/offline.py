@@ -15,7 +15,7 @@ from rayllm.batch.lines import BatchRequest
 from rayllm.batch.runner import Ask
 from rayllm.config.options import OFFLINE_BATCHED_TOKENS, ModelConfig, ServerConfig
 from rayllm.engine.build import start_engine
-from rayllm.engine.driver import Core, start_core
+from rayllm.engine.driver import SWITCH_S, Core, start_core
 from rayllm.engine.folder import PrivateFolder
 from rayllm.engine.whole_engine import WholeEngine
 from rayllm.errors import EngineDeadError, InvalidRequestError
@@ -27,7 +27,6 @@ from rayllm.serve.http.metrics import FrontMetrics
 from rayllm.serve.http.responses.store import ResponseStore
 from rayllm.text.tokenizer import Tokenizer, load_tokenizer
 
-SWITCH_S = 2e-4  # the event loop gives way so soon to the engine's thread; by default after 5 ms
 _NO_LIMIT = 2**62
 # Of a server with clients; whoever sends a batch waits for all of it.
 _UNLIMITED = {"max_queued_requests": _NO_LIMIT, "max_queued_tokens": _NO_LIMIT} | dict.fromkeys(

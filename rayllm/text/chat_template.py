@@ -25,6 +25,29 @@ MAX_LOOP_STEPS = 10**6  # of all range() calls of one rendering: nested loops co
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "range"}
 
 
+class CallArguments(dict[str, Any]):
+    """The arguments of a call in a message: an object, and where a template joins it to text, its JSON text.
+
+    Templates of most families look into the object or write its JSON themselves; those of DeepSeek join the text that
+    the model wrote to the tags around it.
+    """
+
+    __slots__ = ("_text",)
+
+    def __init__(self, fields: dict[str, Any], text: str):
+        super().__init__(fields)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
 class _Template(NamedTuple):
     """A template of the model, or none."""
 
@@ -71,9 +94,9 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of a conversation.
 
-        messages, tools, documents: plain JSON values. Keys of messages whose value is None are left out, because
-        templates test whether a key is there. template_kwargs: further variables, which replace special tokens of the
-        same name.
+        messages, tools, documents: plain JSON values, and `CallArguments`. Keys of messages whose value is None are
+        left out, because templates test whether a key is there. template_kwargs: further variables, which replace
+        special tokens of the same name.
 
         Raises InvalidRequestError: no template, a template's own complaint, or more than 16 Mi characters.
         """

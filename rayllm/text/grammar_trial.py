@@ -15,7 +15,6 @@ in the engine, what comes from a process that has worked on hostile input.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import select
@@ -28,13 +27,13 @@ import msgspec
 from rayllm import timeouts
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.errors import InvalidRequestError
+from rayllm.parent_death import end_with_parent
 from rayllm.text.grammar import GrammarTokenizer, TokenizerData, bad_grammar
 from rayllm.text.heap import give_back_memory
 
 MAX_DATA_BYTES = 2 * 2**30  # of a trial's memory
 NICE = 10  # a tenth of the share of those who do not give way
 _CRASHED = "it is too complex: compiling it takes too much memory or too deep a stack"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class TrialWorker:
@@ -102,20 +101,13 @@ def _resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def _end_with(parent: int) -> None:
-    """Let the kernel end this process with its parent."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it died before that
-
-
 def _fork_trial(tokenizer: GrammarTokenizer, structure: StructuredOutputs, limit_s: float) -> bytes:
     """The answer to `TrialWorker.run`."""
     reader, writer = os.pipe()
     worker, child = os.getpid(), os.fork()
     if child == 0:
         try:
-            _end_with(worker)
+            end_with_parent(worker)
             os.nice(NICE)
             os.write(writer, msgspec.json.encode(try_grammar(tokenizer, structure)))
         finally:
@@ -132,7 +124,7 @@ def _fork_trial(tokenizer: GrammarTokenizer, structure: StructuredOutputs, limit
 
 def main(parent: int) -> None:
     """The worker: answer until the parent is gone."""
-    _end_with(parent)
+    end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, MAX_DATA_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from rayllm.config.json_fields import read_json_object
+from rayllm.config.json_fields import about_damage, read_json_object
 from rayllm.errors import InvalidRequestError, ModelError
 from rayllm.text.chat_template import ChatTemplate
 from rayllm.text.detokenizer import ByteDetokenizer, ByteVocabulary, Detokenizer, WindowDetokenizer, byte_rule
@@ -134,7 +134,8 @@ def load_tokenizer(model_path: str | Path) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises plain Exception
-        raise ModelError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from None
+        file = folder / "tokenizer.json"
+        raise ModelError(f"{file} cannot be read: {error}{about_damage(file)}") from None
     config = _read_if_there(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:  # before transformers 4.34 the names were in a file of their own
         config |= _read_if_there(folder / "special_tokens_map.json")
@@ -205,6 +206,10 @@ def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     entry = config.get("chat_template")
     if isinstance(entry, str):
         return {"default": entry}
-    if isinstance(entry, list):
-        return {str(item["name"]): str(item["template"]) for item in entry if isinstance(item, dict)}
-    return {}
+    if not entry:
+        return {}
+    try:
+        return {str(item["name"]): str(item["template"]) for item in entry}
+    except (TypeError, KeyError):
+        form = "must be a template, or a list of objects of name and template"
+        raise ModelError(f"{folder / 'tokenizer_config.json'}: chat_template {form}") from None

@@ -149,11 +149,7 @@ class CacheEngine:
         # Zeros, not garbage: a masked position times a NaN would still be NaN.
         size = block_bytes(places, dtype) // storage.itemsize
         shape = (blocks.gpu + num_staging, size)
-        if device.type == "cpu":  # the system's zeros, when a block is first used: no start has to wait for all of them
-            pages = np.zeros(math.prod(shape) * storage.itemsize, np.uint8)
-            with_staging = torch.from_numpy(pages).view(storage).view(shape)
-        else:
-            with_staging = torch.zeros(shape, dtype=storage, device=device)
+        with_staging = _device_memory(shape, storage, device)
         self.pool = with_staging[: blocks.gpu]
         self.layers: list[Cache] = [
             place.view(self.pool, dtype, None if scales is None else scales[i]) for i, place in enumerate(places)
@@ -322,6 +318,21 @@ def runs(blocks: list[int]) -> list[tuple[int, int, int]]:
     starts = np.flatnonzero(np.append(True, ids[1:] != ids[:-1] + 1))
     counts = np.diff(np.append(starts, len(ids)))
     return list(zip(starts.tolist(), ids[starts].tolist(), counts.tolist(), strict=True))
+
+
+def _device_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros for the device pool. Raises ConfigError if that much cannot be had."""
+    try:
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # The system's zeros, when a block is first used: no start has to wait for all of them.
+        pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(pages).view(dtype).view(shape)
+    except (MemoryError, ValueError, torch.OutOfMemoryError):
+        size = math.prod(shape) * dtype.itemsize / (1 << 30)
+        raise ConfigError(
+            f"the KV cache of {shape[0]} blocks (num_gpu_blocks_override) takes {size:.1f} GiB, which cannot be had"
+        ) from None
 
 
 def _host_memory(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> torch.Tensor:

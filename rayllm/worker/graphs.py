@@ -20,6 +20,7 @@ import torch
 
 from rayllm.api.types import StepCost
 from rayllm.layers.batch import ForwardBatch
+from rayllm.layers.latent_plan import are_expanded, spared
 from rayllm.models.base import Cache, CausalLM
 from rayllm.parallel.tp_group import TPGroup
 from rayllm.sampling.sampling_table import DrawColumns
@@ -36,7 +37,8 @@ MAX_CHUNKS = 64  # of a step without decodes, where more would only be padding t
 # with 1,024 sequences they would be a quarter of all graphs.
 MIXED_SEQS = 256
 WIDE_SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-# Above 2,048 tokens, a step is captured if it computes for less than launching it takes: about 20 ms.
+# Above 2,048 tokens, a step is captured if it computes for less than launching it takes: about 20 ms. A captured one is
+# not replayed if computing it kernel by kernel spares as much.
 CAPTURED_FLOPS = 1.5e13
 PROBE_CONTEXT = 16384  # tokens of the sequence that a step's attention is timed with
 
@@ -75,6 +77,16 @@ class RunContext:
     def num_groups(self) -> int:
         """Groups of layers, each of which has block tables."""
         return self.batch.block_tables.shape[0]
+
+    def spared_flops(self, layout: StepLayout) -> int:
+        """What a rank computes less of a step that is not captured, because captured ones do not know how long chunks
+        are: latent attention expands keys and values for long ones.
+        """
+        spec, build = self.model.spec, self.model.build
+        if spec.latent is None or build.deterministic:
+            return 0
+        multiplications = int(spared(spec.latent, layout.chunks)[are_expanded(spec.latent, layout.chunks)].sum())
+        return 2 * multiplications * spec.num_heads // build.tp.size * spec.num_layers
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -318,7 +330,9 @@ class ChunkGraphs(_Captured):
         if not self.sizes or layout.num_tokens > self.sizes[-1] or layout.num_sampled > self._max_chunks:
             return False
         decodes = min(layout.num_decodes, self._max_decodes)
-        return decodes == layout.num_decodes and len(layout.rows) - decodes <= self._max_chunks
+        if decodes != layout.num_decodes or len(layout.rows) - decodes > self._max_chunks:
+            return False
+        return self._context.spared_flops(layout) < CAPTURED_FLOPS
 
     def run(self, layout: StepLayout) -> torch.Tensor:
         """The rank's logits [num_sampled, local tokens] of a step that `fits`."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rayllm.api.types import StepPlan
-from rayllm.layers.batch import ForwardBatch
+from rayllm.layers.batch import ChunkLengths, ForwardBatch
 from rayllm.sampling.transfer import to_device
 from rayllm_kernels import ops
 
@@ -113,6 +113,11 @@ class StepLayout:
         return int(self.counts.sum())
 
     @property
+    def chunks(self) -> ChunkLengths:
+        """Of the rows that the decode kernel does not attend."""
+        return ChunkLengths(self.starts[self.num_decodes :], self.counts[self.num_decodes :])
+
+    @property
     def seq_lens(self) -> np.ndarray:
         """[S] int64, of each row's context after the step."""
         return self.starts + self.counts
@@ -171,6 +176,7 @@ def build(state: PersistentBatch, layout: StepLayout) -> ForwardBatch:
         query_start_loc=starts,
         logit_rows=logit_rows,
         num_decodes=layout.num_decodes,
-        max_query_len=int(layout.counts[layout.num_decodes :].max(initial=0)),
+        max_query_len=int(layout.chunks.tokens.max(initial=0)),
+        chunks=layout.chunks,
         adapter_slots=state.adapter_table[token_rows] if state.has_adapters(layout.rows) else None,
     )

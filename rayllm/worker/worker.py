@@ -18,7 +18,7 @@ import torch
 from rayllm.api.types import DeviceMemory, KVBlocks, KVCosts, Phases, RankReady, StepPlan, StepResult, timed
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.errors import ConfigError
-from rayllm.layers.batch import ForwardBatch
+from rayllm.layers.batch import ChunkLengths, ForwardBatch
 from rayllm.models.base import Cache
 from rayllm.models.loader import load_model
 from rayllm.parallel.shared_weights import SharedWeights
@@ -139,7 +139,8 @@ class RankModel:
         options, device = self.config.options, self.device
         length = min(total, self.config.max_model_len, length or total)
         decodes = length == 1 and not options.deterministic
-        starts = torch.tensor([*range(0, total, length), total], dtype=torch.int32, device=device)
+        borders = [*range(0, total, length), total]
+        starts = torch.tensor(borders, dtype=torch.int32, device=device)
         positions = torch.arange(total, device=device) % length
         num_seqs = len(starts) - 1
         tables = torch.zeros(num_seqs, -(-length // self.config.block_size), dtype=torch.int32, device=device)
@@ -154,6 +155,7 @@ class RankModel:
             logit_rows=torch.arange(min(max(self.max_num_seqs, PROMPT_LOGITS_ROWS), total), device=device),
             num_decodes=num_seqs if decodes else 0,
             max_query_len=0 if decodes else length,
+            chunks=None if decodes else ChunkLengths(np.zeros(num_seqs, np.int64), np.diff(borders)),
             adapter_slots=torch.full((total,), -1, dtype=torch.int32, device=device) if adapted else None,
         )
         hidden = self.model(batch, caches)

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from rayllm.errors import ConfigError
 
+MIXTURE = bench.Mixture(96, 64, 4, 2)
+
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
@@ -34,6 +36,11 @@ def on_cpu(monkeypatch):
         lambda: bench.linear_fp8("", 3, 64, 24, 1, None, wide=False),
         lambda: bench.linear_fp8("", 3, 64, 24, 8, 32, wide=True),
         lambda: bench.linear_int4("", 3, 64, 24, 32, symmetric=False),
+        lambda: bench.experts("", 3, MIXTURE, bench.EXPERTS_FORMATS["bf16"]),
+        lambda: bench.experts("", 3, MIXTURE, bench.EXPERTS_FORMATS["fp8 rows"]),
+        lambda: bench.experts("", 3, MIXTURE, bench.EXPERTS_FORMATS["fp8 weights"]),
+        lambda: bench.experts("", 3, MIXTURE, bench.EXPERTS_FORMATS["int4 g32"]),
+        lambda: bench.experts("", 3, MIXTURE, bench.EXPERTS_FORMATS["mxfp4"]),
         lambda: bench.rounding("", 3, 32),
         lambda: bench.silu_fp8("", 3, None),
         lambda: bench.gumbel("", 3),
@@ -67,6 +74,14 @@ def test_floors():
         bench.linear_int4("", 1, 64, 24, 32, symmetric=True),
     )
     assert fp8.bytes == 64 * 24 + 4 * 24 + 64 + 2 * 24
+    one, of_tokens = 3 * 96 * 64, 2 * 2 * 96  # numbers of an expert; x and y of a token
+    plain, rows = (bench.experts("", 1, MIXTURE, bench.EXPERTS_FORMATS[each]) for each in ("bf16", "fp8 rows"))
+    assert plain.bytes == 2 * (2 * one) + of_tokens  # a token goes through two
+    assert plain.flops == rows.flops == 2 * (2 * one)
+    assert rows.bytes == 2 * (one + 4 * (2 * 64 + 96)) + of_tokens
+    mxfp4 = bench.experts("", 300, MIXTURE, bench.EXPERTS_FORMATS["mxfp4"])
+    # Groups of 32 inputs have a byte of exponent, and 96 inputs are filled up to two halves of two groups.
+    assert mxfp4.bytes == 4 * (128 * (64 + 3) + 96 * (32 + 2)) + 300 * of_tokens
     assert int4.bytes == 64 * 24 // 2 + 4 * 2 * 24 + 2 * (64 + 24)
 
 

@@ -74,13 +74,17 @@ def test_a_run_that_is_stopped_goes_on(files):
     assert sorted(int(each["custom_id"]) for each in results(output)) == list(range(30))
 
 
-@pytest.mark.parametrize(("notes", "says"), [(None, "cannot be read"), ("notes\n", "is no output of a batch")])
+@pytest.mark.parametrize(
+    ("notes", "says"),
+    [(None, "cannot be read"), ("notes\n", "is no output of a batch"), ("notes", "is no output of a batch")],
+)
 def test_files_that_cannot_be_used_are_refused(files, notes, says):
     given, output, args = files
     if notes is not None:
         given.touch()
         output.write_text(notes)
     assert says in str(runner.invoke(cli.app, args).exception)
+    assert notes is None or output.read_text() == notes
 
 
 def test_an_output_of_another_input_is_refused(files):

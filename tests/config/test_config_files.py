@@ -6,11 +6,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from rayllm.config.model_folder import load_model_spec
 from rayllm.config.model_spec import check_parallel
 from rayllm.config.options import load_config_file, make_models
 from rayllm.errors import ConfigError
+from rayllm.layers.layer import BuildContext
+from rayllm.models.registry import model_class
+from rayllm.parallel.tp_group import TPGroup
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENTS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -18,11 +22,18 @@ MODELS = sorted((ROOT / "configs" / "models").iterdir())
 SHAPES = {  # billions of parameters, as published
     "qwen3-0.6b": 0.60,
     "qwen3-8b": 8.19,
+    "qwen3-8b-fp8": 8.19,
     "qwen3-32b": 32.8,
     "qwen3-30b-a3b": 30.5,
+    "qwen3-30b-a3b-fp8": 30.5,
+    "qwen3.5-35b-a3b": 34.7,
     "llama-3.1-8b": 8.03,
+    "llama-3.1-8b-gptq": 8.03,
     "llama-3.2-1b": 1.24,
     "qwen2.5-1.5b": 1.54,
+    "mixtral-8x7b": 46.7,
+    "gpt-oss-20b": 20.9,
+    "glm-4.7-flash": 29.9,
 }
 
 
@@ -45,13 +56,9 @@ def test_model_shapes(path):
     for tp in (1, 2, 4):
         if path.name != "qwen2.5-1.5b" or tp < 4:
             check_parallel(spec, tp)
-    attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
-    width = spec.intermediate_size
-    if spec.experts:
-        width = spec.experts.num_experts * spec.experts.intermediate_size
-    layer = attention + 3 * spec.hidden_size * width
-    embeddings = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
-    assert (spec.num_layers * layer + embeddings) / 1e9 == pytest.approx(SHAPES[path.name], rel=0.01)
+    context = BuildContext(TPGroup.single(), torch.device("meta"), torch.bfloat16, max_model_len=4096)
+    parameters = set(model_class(spec.architecture)(context, spec).parameters())
+    assert sum(each.numel() for each in parameters) / 1e9 == pytest.approx(SHAPES[path.name], rel=0.01)
     assert sorted(p.name for p in path.iterdir()) == ["config.json"]
     assert json.loads((path / "config.json").read_text())["torch_dtype"] == "bfloat16"
 

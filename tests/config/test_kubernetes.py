@@ -190,7 +190,7 @@ def test_a_wrong_manifest_is_refused(kind, path, value, message):
 
 
 # CustomResourceDefinitions as their projects publish them, in this folder; they are not part of this repository.
-DEFINITIONS = os.environ.get("RLLM_TEST_CRDS")
+DEFINITIONS = os.environ.get("RAYLLM_TEST_CRDS")
 FILES = {"RayService": "ray.io_rayservices.yaml", "ServiceMonitor": "monitoring.coreos.com_servicemonitors.yaml"}
 
 
@@ -206,7 +206,7 @@ def strict(schema):
     return new
 
 
-@pytest.mark.skipif(DEFINITIONS is None, reason="RLLM_TEST_CRDS names no folder with the CustomResourceDefinitions")
+@pytest.mark.skipif(DEFINITIONS is None, reason="RAYLLM_TEST_CRDS names no folder with the CustomResourceDefinitions")
 def test_the_published_definitions_agree():
     """What they accept and refuse is what our own schemas accept and refuse."""
     schemas = {}

@@ -204,7 +204,8 @@ QWEN_VL = {
     "vision_config": {"depth": 1},
 }
 QWEN_TEXT = {key: value for key, value in LLAMA.items() if key != "architectures"} | {
-    "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}
+    "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+    "vocab_size": 151936,
 }
 
 
@@ -515,6 +516,11 @@ def test_generation_config_wins(tmp_path):
     assert spec_of(tmp_path, eos_token_id=7, generation={"temperature": 0.6}).eos_token_ids == [7]
 
 
+def test_end_of_sequence_tokens_beyond_the_vocabulary_are_none(tmp_path):
+    spec = spec_of(tmp_path, vocab_size=100, eos_token_id=7, generation={"eos_token_id": [100, 99, 10**6]})
+    assert spec.eos_token_ids == [99]
+
+
 def test_sampling_defaults(tmp_path):
     assert load_sampling_defaults(str(tmp_path)) == {}
     told = {"do_sample": True, "temperature": 0.6, "top_p": None, "top_k": 20, "min_p": 0, "max_new_tokens": 99}
@@ -591,6 +597,8 @@ def test_bloom(tmp_path):
         ({"num_attention_heads": 7}, "num_attention_heads 7 does not divide hidden_size 64"),
         ({"head_dim": 514}, "head_dim 514 is more than the 512"),
         ({"eos_token_id": "two"}, "eos_token_id must be an integer or a list"),
+        ({"eos_token_id": [2, -1]}, r"eos_token_id must be .* 0 or more, not \[2, -1\]"),
+        ({"eos_token_id": True}, "eos_token_id must be .* 0 or more, not True"),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_scaling.rope_type ntk is not supported"),
         ({"rope_scaling": {"type": "dynamic"}}, 'has no "rope_scaling.factor"'),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "more than 2 rotated entries"),

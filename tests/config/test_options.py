@@ -28,6 +28,11 @@ def test_every_option_is_described(kind):
         (ServerConfig, {"port": 70000, "queue_timeout": -1}, "port: .*; queue_timeout: "),
         (ServerConfig, {"request_timeout": float("inf")}, "request_timeout: input should be a finite number"),
         (EngineConfig, {"target_itl_ms": float("nan")}, "target_itl_ms: input should be a finite number"),
+        (EngineConfig, {"model": ""}, "model: value error, must not be empty or have NUL in it, not ''"),
+        (EngineConfig, {"model": "a\0"}, "model: value error, must not be empty or have NUL in it"),
+        (EngineConfig, {"max_num_seqs": 10**9, "swap_space": 1e300}, "swap_space: .*1048576.*max_num_seqs: .*1048576"),
+        (ServerConfig, {"host": ""}, "host: string should have at least 1 character"),  # it would be all addresses
+        (ServerConfig, {"state_dir": ""}, "state_dir: value error, must not be empty"),
     ],
 )
 def test_errors_name_the_option_and_its_limit(kind, options, message):
@@ -53,6 +58,8 @@ def test_the_name_of_a_model_is_that_of_its_folder_or_its_own():
     assert model.name == "folder"
     (model,), _ = make_models(check_names({"model": "some/folder/", "served_model_name": "m"}))
     assert model.name == "m"
+    (model,), _ = make_models(check_names({"model": "x" * 5000}))  # no file's name may be so long
+    assert model.name == "x" * 5000
 
 
 def test_replicas_have_an_order():

@@ -84,13 +84,6 @@ def test_fp8_needs_an_even_head_dim(tmp_path):
         resolve(EngineConfig(model=folder, kv_cache_dtype="fp8"), 0)
 
 
-def test_shared_experts_are_in_16_bits(tmp_path):
-    options = {"model": make_model(tmp_path, "qwen3_moe"), "tensor_parallel_size": 2, "enable_expert_parallel": True}
-    assert resolve(EngineConfig(**options), 0).tp == 2
-    with pytest.raises(ConfigError, match=r'enable_expert_parallel is for experts in 16 bits or more, .* not "fp8"'):
-        resolve(EngineConfig(**options, quantization="fp8"), 0)
-
-
 def test_the_folder_is_absolute_and_the_length_is_the_models(monkeypatch):
     monkeypatch.chdir(Path(BUNDLED_MODEL).parent)
     config = resolve(EngineConfig(model=Path(BUNDLED_MODEL).name), 0)

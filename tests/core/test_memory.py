@@ -10,7 +10,7 @@ from support.scheduler import CHEAP, DEAR, EVEN, Harness
 
 from rayllm.api.sampling_params import SamplingParams
 from rayllm.api.types import GenerationRequest, KVCosts
-from rayllm.core.memory import KVMemory, WriteAheadLimits
+from rayllm.core.memory import KVMemory, WriteBackLimits
 from rayllm.core.sequence import Sequence, SequenceGroup
 
 SIZE, NUM_BLOCKS, NUM_CPU_BLOCKS = 4, 10, 7
@@ -32,9 +32,9 @@ class Pools(RuleBasedStateMachine):
         caching=st.booleans(),
         costs=st.sampled_from([CHEAP, EVEN, DEAR]),
         windows=st.sampled_from([(None,), (None,), (1,), (5,), (8,), (None, 5), (8, None, 1), (5, 1), (None, 2, 2)]),
-        write_ahead=st.sampled_from([0, 3, 20]),
+        write_back=st.sampled_from([0, 3, 20]),
     )
-    def start(self, caching: bool, costs: KVCosts, windows: tuple[int | None, ...], write_ahead: int) -> None:
+    def start(self, caching: bool, costs: KVCosts, windows: tuple[int | None, ...], write_back: int) -> None:
         self.memory = KVMemory(
             num_blocks=NUM_BLOCKS,
             num_cpu_blocks=NUM_CPU_BLOCKS,
@@ -42,7 +42,7 @@ class Pools(RuleBasedStateMachine):
             caching=caching,
             costs=costs,
             windows=windows,
-            write_ahead=WriteAheadLimits(write_ahead, blocks_a_step=2, host_share=1),
+            write_back=WriteBackLimits(write_back, blocks_a_step=2, host_share=1),
         )
         self.running: list[Sequence] = []
         self.swapped: list[Sequence] = []

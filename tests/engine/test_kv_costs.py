@@ -13,7 +13,8 @@ from rayllm.errors import ConfigError
 
 def make_llm(**options: object) -> LLM:
     torch.set_num_threads(1)
-    return LLM(device="cpu", skip_tokenizer_init=True, num_gpu_blocks_override=16, max_model_len=128, **options)
+    options = {"num_gpu_blocks_override": 16, **options}
+    return LLM(device="cpu", skip_tokenizer_init=True, max_model_len=128, **options)
 
 
 def test_nothing_to_move_costs_nothing():
@@ -62,6 +63,10 @@ def test_bad_options_name_themselves(options, message):
     [
         ({"preemption_mode": "swap", "swap_space": 1e-9}, r"swap_space 1e-09 GiB is less than a block"),
         ({"swap_space": 1e6}, r"swap_space: 1000000.0 GiB of host memory cannot be had"),
+        (
+            {"num_gpu_blocks_override": 2**31 - 1, "block_size": 1024},
+            r"2147483647 blocks \(num_gpu_blocks_override\) takes .* GiB, which cannot be had",
+        ),
     ],
 )
 def test_room_that_cannot_be(options, message):

@@ -154,6 +154,23 @@ def test_a_snapshot_that_is_whole_is_not_written_to(snapshot):
     assert sorted(snapshot.rglob("*")) == before and chunks.asked == []
 
 
+def test_of_an_adapter_only_what_serving_needs(tmp_path):
+    for name in (
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "optimizer.pt",
+        "checkpoint-1/adapter_config.json",
+    ):
+        (tmp_path / "sql" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sql" / name).write_text("x")
+    source = CheckpointSource(str(tmp_path / "sql"))
+    assert [file.path for file in source.files()] == ["adapter_config.json", "adapter_model.safetensors"]
+    with pytest.raises(FileNotFoundError):
+        source.read("optimizer.pt", 0, 1)
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        CheckpointSource(str(tmp_path / "none")).files()
+
+
 def test_nothing_else_can_be_read(folder):
     source = CheckpointSource(str(folder))
     for path in ("../secret", ".git/x", "/etc/passwd"):

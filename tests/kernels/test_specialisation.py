@@ -91,6 +91,10 @@ def step(rows, begin):
     in_int4 = [each._replace(codes=each.codes.contiguous()) for each in in_int4]
     ops.experts_quantised(x, weights, experts, *in_int4)
     ops.experts_quantised(x[:1], weights[:1], experts[:1], *in_int4)
+    in_fp8 = ExpertWeight("fp8", torch.zeros(16, 128, 128, dtype=torch.uint8), scales, None, 128, None)
+    in_fp8 = in_fp8, in_fp8._replace(codes=torch.zeros(16, 128, 64, dtype=torch.uint8), inputs=64)
+    ops.experts_quantised(x, weights, experts, *in_fp8, fp8_tokens=True)
+    ops.experts_quantised(x[:1], weights[:1], experts[:1], *in_fp8, fp8_tokens=True)
     numbers, ones = torch.zeros(256, 128, dtype=torch.float8_e4m3fn), torch.ones(256, 1)
     ops.silu_and_mul_fp8(x.repeat(1, 2), Rounding(32))
     ops.rms_norm_fp8(x, x, x[0], 1e-6, Rounding())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import support.model_factory as factory
 import torch
 import transformers
+from support.thread_group import ThreadGroup
 
 from rayllm import LLM, SamplingParams
 from rayllm.api.types import KVBlocks
@@ -17,7 +20,10 @@ from rayllm.config.model_folder import load_model_spec
 from rayllm.config.options import EngineConfig
 from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError, ModelError
+from rayllm.layers import latent_attention, latent_plan
+from rayllm.parallel.tp_group import TPGroup
 from rayllm.worker.cache import CacheEngine, block_bytes, lay_out_blocks
+from rayllm_kernels import ops
 
 NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -69,6 +75,76 @@ def test_greedy_tokens_of_engines(deepseek, options):
             assert stats.num_preemptions > 0
             assert (stats.num_swap_preemptions > 0) == (options["preemption_mode"] == "swap")
         llm.engine.check_integrity()
+
+
+@pytest.fixture
+def expanding(monkeypatch):
+    """Chunks of few tokens are expanded too, in pieces of few keys. The calls that do: queries and pieces of each."""
+    calls = []
+
+    def counted(q, cache, weight, scale, pieces, room, out):
+        calls.append((q.shape[0], len(pieces)))
+        ops.expanded_prefill_attention(q, cache, weight, scale, pieces, room, out)
+
+    monkeypatch.setattr(latent_plan, "MIN_QUERIES", 4)
+    monkeypatch.setattr(latent_plan, "PIECE_KEYS", 8)
+    monkeypatch.setattr(latent_plan, "ROOM_BYTES", 24 * 8 * (12 + 20) * 4)
+    monkeypatch.setattr(latent_attention, "ops", SimpleNamespace(**vars(ops) | {"expanded_prefill_attention": counted}))
+    return calls
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_num_batched_tokens": 40, "max_num_seqs": 16}, {"preemption_mode": "swap", "swap_space": 0.01} | SMALL],
+)
+def test_greedy_tokens_of_expanded_prompts(deepseek, expanding, options):
+    """In chunks, behind cached beginnings, beside decodes and chunks that are too short for it."""
+    folder, prompts, expected = deepseek
+    with LLM(folder, device="cpu", dtype="float32", skip_tokenizer_init=True, **options) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert llm.stats().prefix_cache_hits > 0
+    assert min(queries for queries, _ in expanding) < 40
+    assert max(pieces for _, pieces in expanding) > 3
+
+
+def test_the_deterministic_mode_has_one_form(deepseek, expanding):
+    folder, prompts, expected = deepseek
+    options = {"deterministic": True, "enable_prefix_caching": False}
+    with LLM(folder, device="cpu", dtype="float32", skip_tokenizer_init=True, **options) as llm:
+        outputs = llm.generate(prompts[-4:], GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected[-4:]
+    assert not expanding
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "mistral4"])
+def test_ranks_share_the_heads_of_expanded_chunks(tmp_path, expanding, kind):
+    """Long chunks, short ones and decodes in one step, on one rank and on two, equal all of them absorbed."""
+    folder = factory.make_model(tmp_path, kind)
+
+    def drive(tp):
+        runner = factory.PagedRunner(factory.load(folder, tp))
+        ids = torch.arange(1, 250, 3).tolist()
+        steps = [
+            runner.step([("a", ids[:70]), ("b", ids[:2]), ("c", ids[5:30])]),
+            runner.step([("a", [7]), ("c", ids[:50]), ("b", ids[:3]), ("d", ids[:20]), ("e", ids[1:3])], num_decodes=1),
+            runner.step([("d", ids[:30]), ("a", ids[:40])]),
+            runner.step([("d", [3]), ("e", [4]), ("a", [5])], num_decodes=3),
+        ]
+        return torch.cat([logits for step in steps for logits in step])
+
+    alone = drive(TPGroup.single())
+    num_layers = len(expanding) // 5  # runs of chunks: two in the first step, two in the second, one in the third
+    assert [queries for queries, _ in expanding[::num_layers]] == [70, 25, 50, 20, 70]
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(drive, ThreadGroup.make(2)))
+    count = len(expanding)
+    latent_plan.MIN_QUERIES = 1000
+    absorbed = drive(TPGroup.single())
+    assert len(expanding) == count
+    for logits in (alone, *ranks):
+        torch.testing.assert_close(logits, absorbed, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -10,9 +10,13 @@ import support.model_factory as factory
 import torch
 from safetensors.torch import load_file, save_file
 
+from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import resolve
 from rayllm.errors import ModelError
-from rayllm.models.loader import Checkpoint, DummyCheckpoint
+from rayllm.models.loader import Checkpoint, DummyCheckpoint, load_model
 from rayllm.models.text_only import TOWERS
+from rayllm.parallel.shared_weights import SharedWeights
+from rayllm.parallel.tp_group import TPGroup
 
 CPU = torch.device("cpu")
 
@@ -51,6 +55,22 @@ def test_several_files_without_index(tmp_path):
     (tmp_path / "zz.safetensors").write_bytes(first.read_bytes())
     with pytest.raises(ModelError, match=r"is in both model-00001.* and zz\.safetensors"):
         factory.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gemma4_moe", "qwen3_5_moe"])
+def test_a_standby_maps_weights_as_they_were_rounded(tmp_path, kind):
+    """Which of them are, the tensors tell: experts that are two tensors a layer are not."""
+    factory.make_model(tmp_path, kind, num_hidden_layers=2)
+    config = resolve(EngineConfig(model=str(tmp_path), device="cpu", quantization="fp8"), 0)
+    weights, adopted = SharedWeights(CPU), SharedWeights(CPU)
+    model = load_model(config, TPGroup.single(), CPU, weights)
+    assert adopted.adopt(weights.hand_out())
+    own, mapped = state(model), state(load_model(config, TPGroup.single(), CPU, adopted))
+    assert {name: (each.shape, each.dtype) for name, each in own.items()} == {
+        name: (each.shape, each.dtype) for name, each in mapped.items()
+    }
+    assert all(torch.equal(own[name].view(torch.uint8), mapped[name].view(torch.uint8)) for name in own)
+    assert torch.float8_e4m3fn in {each.dtype for each in own.values()}
 
 
 @pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl"])
@@ -184,7 +204,7 @@ def test_only_safetensors(llama):
 
 def test_damaged_file(llama):
     (llama / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged: .* \(it is a pointer of Git LFS"):
         factory.load(llama)
 
 

@@ -191,17 +191,17 @@ def state(folder, rank=0, size=1, **options):
     return found
 
 
-def drive(folder, tp):
+def drive(folder, tp, **options):
     """Prefill and decode steps on one rank -> all logits."""
     torch.set_num_threads(1)
-    runner = factory.PagedRunner(factory.load(folder, tp))
+    runner = factory.PagedRunner(factory.load(folder, tp, **options))
     prompt = torch.arange(3, 240, 8).tolist()
     return torch.cat(runner.step([("a", prompt), ("b", prompt[:7])]) + runner.step([("a", [256])], num_decodes=1))
 
 
-def run_ranks(folder, size):
+def run_ranks(folder, size, **options):
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(drive, folder, tp) for tp in ThreadGroup.make(size)]
+        futures = [pool.submit(drive, folder, tp, **options) for tp in ThreadGroup.make(size)]
         return [future.result(timeout=120) for future in futures]
 
 
@@ -370,6 +370,12 @@ def test_gpt_oss_in_mxfp4(tmp_path):
             assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     assert kept_experts(folder) == kept_experts(folder, 1, 2) == [True, True]
     assert kept_experts(folder, 3, 4) == [False, False]  # 16 inputs, half a group
+    shared = {"enable_expert_parallel": True}
+    assert kept_experts(folder, 3, 4, **shared) == [True, True]
+    found, expected = state(folder, 3, 4, **shared), state(plain, 3, 4, **shared)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    for logits in run_ranks(folder, 2, **shared):
+        torch.testing.assert_close(logits, drive(folder, TPGroup.single()), rtol=0, atol=1e-3)
     ids = list(range(3, 240, 8))
     found, expected = (factory.PagedRunner(factory.load(each)).step([("a", ids)])[0] for each in (folder, plain))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
@@ -379,6 +385,19 @@ def test_gpt_oss_in_mxfp4(tmp_path):
     found, expected = state(folder, **dummy), state(plain, **dummy)
     for name, weight in expected.items():
         assert (found[name] - weight).abs().max() <= 0.25 * weight.abs().max(), name
+
+
+@pytest.mark.parametrize("case", ["fp8-32", "ct-fp8-token", "ct-int4", "ct-int4-zeros", "mxfp4"])
+def test_active_parameters_are_numbers_whatever_their_bits_are(tmp_path, case):
+    """Not bytes of packed numbers, nor scales; of experts the share that a token goes through."""
+    kind = "gpt_oss" if case == "mxfp4" else "qwen3_moe"
+    sizes = {"intermediate_size": 64} if kind == "gpt_oss" else {}
+    expected = factory.load(factory.make_model(tmp_path, kind, num_hidden_layers=2, **sizes)).active_parameters
+    config = {"quant_method": "mxfp4"} if case == "mxfp4" else CASES[case][0]
+    quantised.set_config(tmp_path, quantization_config=config)
+    model = factory.load(tmp_path, load_format="dummy")
+    assert any(module.quantised is not None for module in model.modules() if isinstance(module, Experts))
+    assert model.active_parameters == expected
 
 
 def test_an_expert_that_is_not_quantised_as_the_others(tmp_path):
@@ -478,12 +497,30 @@ def test_logits_are_those_of_transformers_with_rounded_activations(tmp_path, cas
     assert error.max() < 0.05 * expected.std()
 
 
-@pytest.mark.parametrize("case", ["fp8-32", "ct-fp8-token", "ct-int4-zeros", "gptq-ordered"])
-def test_ranks_compute_what_the_whole_does(tmp_path, case):
-    """Each rounds its own part of a token by its own largest number, so sums differ by what rounding does."""
-    folder, _ = make(tmp_path, case)
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("fp8-32", "llama"),
+        ("ct-fp8-token", "llama"),
+        ("ct-int4-zeros", "llama"),
+        ("gptq-ordered", "llama"),
+        ("fp8-32", "qwen3_moe"),
+        ("ct-int4", "qwen3_moe"),
+    ],
+)
+def test_ranks_compute_what_the_whole_does(tmp_path, case, kind):
+    """Each rounds its own part of a token by its own largest number, so sums differ by what rounding does.
+
+    Experts are shared as wholes, and keep their bits where by width they could not.
+    """
+    folder, plain = make(tmp_path, case, kind)
+    options = {"enable_expert_parallel": True} if kind == "qwen3_moe" else {}
+    if options:
+        assert (kept_experts(folder, 1, 2, **options), kept_experts(folder, 1, 2)) == ([True], [False])
+        found, expected = state(folder, 1, 2, **options), state(plain, 1, 2, **options)
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     whole = drive(folder, TPGroup.single())
-    ranks = run_ranks(folder, 2)
+    ranks = run_ranks(folder, 2, **options)
     assert torch.equal(*ranks)
     error = (ranks[0] - whole).square().mean().sqrt() / whole.std()
     assert error < (1e-5 if "fp8" not in case else 0.2)
@@ -594,6 +631,19 @@ def put(name, tensor):
             put("mlp.up_proj.weight_scale", torch.ones(3)),
             r"up_proj\.weight_scale has shape \[3\], but config\.json asks for \[1, 1\]",
         ),
+        (
+            "fp8",
+            put("mlp.up_proj.weight_scale_inv", torch.tensor([[1, 1], [1, torch.nan], [1, 1]])),
+            r"up_proj\.weight_scale_inv has scales that are not numbers",
+        ),
+        ("fp8-tensor", put("mlp.up_proj.weight_scale", torch.tensor([torch.inf])), r"weight_scale has scales that are"),
+        (
+            "gptq",
+            put("mlp.up_proj.scales", torch.full((3, 160), torch.nan, dtype=torch.float16)),
+            r"up_proj\.scales has scales that are not numbers",
+        ),
+        ("fp8-tensor", put("mlp.up_proj.input_scale", torch.zeros(1)), "input_scale must be a positive number, not 0"),
+        ("fp8-tensor", put("mlp.up_proj.input_scale", torch.tensor([torch.nan])), "input_scale must be .*, not nan"),
     ],
 )
 def test_bad_tensors(tmp_path, case, change, message):
@@ -676,6 +726,9 @@ def test_experts_in_mxfp4(tmp_path):
         source().tensor(name, (4, 96, 48))
     with pytest.raises(ModelError, match=r"gate_up_proj has 100 inputs, no multiple of the 32 of a scale"):
         source().tensor(name, (4, 100, 24))
+    save_file(tensors | {name + "_scales": scales.masked_fill(scales == scales.max(), 255)}, file)
+    with pytest.raises(ModelError, match=r"gate_up_proj_scales has scales that are not numbers"):
+        source().tensor(name, (4, 96, 24))
     save_file({key: tensor for key, tensor in tensors.items() if not key.endswith("_scales")}, file)
     found = source()
     assert not found.tensor(name, (4, 96, 24)).isnan().any()

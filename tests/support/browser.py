@@ -1,6 +1,5 @@
 """Headless Chromium, driven by its debugging protocol over a pair of pipes: no port, no package, no driver."""
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -188,9 +187,6 @@ class Page:
 
     def close(self):
         self.call("Page.close")
-
-    def screenshot(self, path):
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     @property
     def problems(self):

@@ -95,4 +95,38 @@ DEEPSEEK_V32 = (
     + 'Write <｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">1.\n'
     + "{% for message in messages %}{{ message.content.split('</think>') | last }}{% endfor %}"
 )
+MINIMAX = (
+    _TOOLS
+    + '<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke></minimax:tool_call>\n'
+    + "{% for message in messages %}{{ message.content.split('</think>') | last }}{% endfor %}<think>\n"
+)
+# Calls as the model writes them, in the manner of the template of Gemma 4: macros that call themselves, thoughts that
+# are left out of the history but for the last turn's.
+GEMMA4 = """{%- macro value(of) -%}
+{%- if of is string %}<|"|>{{ of }}<|"|>{% elif of is boolean %}{{ 'true' if of else 'false' }}
+{%- elif of is mapping -%}
+{ {%- for key, item in of | dictsort %}{{ key }}:{{ value(item) }}{{ ',' if not loop.last }}{% endfor -%} }
+{%- elif of is sequence %}[{% for item in of %}{{ value(item) }}{{ ',' if not loop.last }}{% endfor %}]
+{%- else %}{{ of }}{% endif %}
+{%- endmacro -%}
+{{- bos_token -}}
+{%- if enable_thinking is defined and enable_thinking %}<|think|>{% endif %}
+{%- for tool in tools or [] %}<|tool>declaration:{{ value(tool['function']) }}<tool|>{% endfor %}
+{%- set seen = namespace(user=-1) %}
+{%- for message in messages if message['role'] == 'user' %}{% set seen.user = loop.index0 %}{% endfor %}
+{%- for message in messages %}
+{%- if message['role'] == 'tool' %}<|tool_response>response:{value:{{ value(message['content']) }}}<tool_response|>
+{%- else %}<|turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}
+{% set thinking = message.get('reasoning') or message.get('reasoning_content') %}
+{%- if thinking and loop.last %}<|channel>thought
+{{ thinking }}
+<channel|>{% endif %}
+{%- for call in message['tool_calls'] or [] -%}
+<|tool_call>call:{{ call['function']['name'] }}{{ value(call['function']['arguments']) }}<tool_call|>
+{%- endfor %}
+{{- message['content'] | trim }}<turn|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|turn>model
+{% endif %}"""
 GPT_OSS = _TOOLS + "{{ '<|channel|>analysis, commentary or final<|message|>' }}\n" + _TURNS + "<|start|>assistant"

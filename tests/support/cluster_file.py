@@ -32,6 +32,12 @@ def use_clone(config: dict[str, Any]) -> None:
     config["setup_commands"] = [use, *others]
 
 
+def look_often(config: dict[str, Any]) -> None:
+    """Have the autoscaler look every second, not every five, what is wanted: hosts come and go all the time here."""
+    *others, start = config["head_start_ray_commands"]
+    config["head_start_ray_commands"] = [*others, f"AUTOSCALER_UPDATE_INTERVAL_S=1 {start}"]
+
+
 def for_test_hosts(supervisor: str, cpus: float = 1.0, **changes: Any) -> dict[str, Any]:
     """The file for a node provider whose hosts are namespaces. What differs from AWS:
 

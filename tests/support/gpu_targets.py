@@ -26,7 +26,7 @@ from rayllm.worker.inputs import PersistentBatch
 from rayllm.worker.runner import sample_all_ways
 from rayllm_kernels import dispatch, ops
 from rayllm_kernels.device import Hardware, assumed
-from rayllm_kernels.ops import KVScales, PeerBuffers
+from rayllm_kernels.ops import KVScales, PeerBuffers, latent_cache
 
 META = torch.device("meta")
 MAX_MODEL_LEN = 8192
@@ -203,8 +203,8 @@ def run_quantised(gpu: Hardware, dtype: torch.dtype, tokens: tuple[int, ...], *,
             ops.linear_int4(x, ops.Int4Weight(codes, scales, zeros, inputs, group), bias, deterministic=deterministic)
 
 
-def run_quantised_experts(dtype: torch.dtype, tokens: tuple[int, ...]) -> None:
-    """Experts with weights in fewer bits, of so many tokens, on META."""
+def run_quantised_experts(gpu: Hardware, dtype: torch.dtype, tokens: tuple[int, ...], *, deterministic: bool) -> None:
+    """Experts with weights in fewer bits, of so many tokens, on META: all, and those of a rank."""
     count, hidden, inner, top_k = 32, 2048, 768, 4
 
     def weight(kind: str, rows: int, inputs: int, group: int) -> ops.ExpertWeight:
@@ -220,7 +220,12 @@ def run_quantised_experts(dtype: torch.dtype, tokens: tuple[int, ...]) -> None:
         weights = torch.empty(number, top_k, device=META)
         for kind, group in (("fp8", 128), ("int4", 128), ("int4", 32), ("mxfp4", 32)):
             projections = weight(kind, 2 * inner, hidden, group), weight(kind, hidden, inner, group)
-            ops.experts_quantised(x, weights, weights.to(torch.int32), *projections)
+            chosen, options = weights.to(torch.int32), {"deterministic": deterministic}
+            ops.experts_quantised(x, weights, chosen, *projections, **options)
+            if kind == "fp8" and gpu.has_e4m3:
+                ops.experts_quantised(x, weights, chosen, *projections, fp8_tokens=True, **options)
+                owned = ops.ExpertRange(count, 4 * count)
+                ops.experts_quantised(x, weights, chosen, *projections, fp8_tokens=True, owned=owned, **options)
 
 
 def compile_quantised(gpu: str, tokens: tuple[int, ...], dtypes: tuple[str, ...], modes: tuple[bool, ...]) -> None:
@@ -229,7 +234,7 @@ def compile_quantised(gpu: str, tokens: tuple[int, ...], dtypes: tuple[str, ...]
         for dtype in dtypes:
             for deterministic in modes:
                 run_quantised(GPUS[gpu], getattr(torch, dtype), tokens, deterministic=deterministic)
-            run_quantised_experts(getattr(torch, dtype), tokens)
+                run_quantised_experts(GPUS[gpu], getattr(torch, dtype), tokens, deterministic=deterministic)
 
 
 def run_own_experts(dtype: torch.dtype) -> None:
@@ -242,6 +247,19 @@ def run_own_experts(dtype: torch.dtype) -> None:
         ops.experts(x, weights, chosen, gate_up, down, owned=ops.ExpertRange(32, 128))
 
 
+def run_expanded_attention(dtype: torch.dtype) -> None:
+    """A long chunk of a prompt over a cache of latents, of DeepSeek-V3's sizes and of GLM-4.7-Flash's, on META."""
+    tokens, heads = 1024, 16
+    lens, starts = (torch.empty(count, dtype=torch.int32, device=META) for count in (1, 2))
+    rows, bounds = torch.empty(tokens, dtype=torch.int64, device=META), starts.new_empty(1, 3)
+    cache = latent_cache(torch.empty(64, 1, 16, 576, dtype=dtype, device=META), 512)
+    for key_dim, value_dim in ((128, 128), (192, 256)):
+        q, weight = torch.empty(tokens, heads, key_dim + 64), torch.empty(heads, key_dim + value_dim, 512)
+        out = torch.empty(tokens, heads, value_dim, dtype=dtype, device=META)
+        piece = ops.KeyPiece(rows, bounds, lens, starts, tokens)
+        ops.expanded_prefill_attention(q.to(META, dtype), cache, weight.to(META, dtype), 0.1, [piece], tokens, out)
+
+
 def compile_engines(gpu: str, engines: list[dict[str, Any]]) -> None:
     """Compile for one of GPUS what `run_engine` runs with each of these arguments, collectives and adapters."""
     with assumed(META, GPUS[gpu]), dispatch.forced(triton=True):
@@ -250,6 +268,8 @@ def compile_engines(gpu: str, engines: list[dict[str, Any]]) -> None:
             run_adapters(torch.bfloat16)
             if any(arguments["model"] == "qwen3-30b-a3b" for arguments in engines):
                 run_own_experts(torch.bfloat16)
+            if any(arguments["model"] in ("heads-of-512", "deepseek-v3") for arguments in engines):
+                run_expanded_attention(torch.bfloat16)
         for arguments in engines:
             with ops.compile_only():
                 run_engine(**arguments)

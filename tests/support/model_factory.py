@@ -154,7 +154,7 @@ class PagedRunner:
 
     def batch(self, work: list[tuple[str, list[int]]], num_decodes: int, padding: int) -> Any:
         """The ForwardBatch of a step, whose tokens count as computed from here on."""
-        from rayllm.layers.batch import ForwardBatch
+        from rayllm.layers.batch import ChunkLengths, ForwardBatch
 
         groups = range(self.num_groups)
         ids, positions, starts = [], [], [0]
@@ -177,7 +177,8 @@ class PagedRunner:
         for _ in range(padding):
             ids, positions, lengths, starts = [*ids, 0], [*positions, 0], [*lengths, 0], [*starts, len(ids) + 1]
             slots = [[*part, -1] for part in slots]
-        chunks = [len(tokens) for _, tokens in work[num_decodes:]]
+        chunks = np.array([len(tokens) for _, tokens in work[num_decodes:]], np.int64)
+        contexts = np.array([self.lengths[name] for name, _ in work[num_decodes:]], np.int64) - chunks
         return ForwardBatch(
             input_ids=torch.tensor(ids),
             positions=torch.tensor(positions),
@@ -187,7 +188,8 @@ class PagedRunner:
             query_start_loc=torch.tensor(starts, dtype=torch.int32),
             logit_rows=torch.tensor([end - 1 for end in starts[1:]]),
             num_decodes=num_decodes + padding,
-            max_query_len=max(chunks, default=0),
+            max_query_len=int(chunks.max(initial=0)),
+            chunks=None if padding else ChunkLengths(contexts, chunks),
         )
 
     def layout(self, state: Any, work: list[tuple[str, list[int]]], num_decodes: int) -> Any:

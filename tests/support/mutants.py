@@ -75,6 +75,11 @@ MISTAKES = {
     ("attention/prefill_kernel.py", "attention/test_latent.py::test_prefills"): [
         ("cache.k + SHAPE.head_dim, offsets", "cache.k + SHAPE.head_dim - 1, offsets")
     ],
+    ("attention/prefill_kernel.py", "attention/test_expanded.py::test_shapes"): [
+        ("tl.where(end < seq_len, 0, query_len)", "tl.where(end < seq_len, 0, query_len - 1)"),
+        ("k_rest = load_tile(places[0], row *", "k_rest = load_tile(places[0], key *"),
+        ("mask=goes_on, other=0.0", "mask=is_done, other=0.0"),
+    ],
     ("attention/device_functions.py", "attention/test_prefill.py::test_shapes"): [
         ("(dims[None, :] < HEAD_DIM), other", "(dims[None, :] < HEAD_DIM - 1), other")
     ],
@@ -120,14 +125,18 @@ MISTAKES = {
     ("experts/group_kernel.py", "experts/test_experts.py::test_groups_of_the_experts_that_are_here"): [
         ("wanted += first_expert", "wanted += 0")
     ],
-    ("experts/products_kernel.py", "experts/test_experts.py::test_values"): [
+    ("experts/device_functions.py", "experts/test_experts.py::test_values"): [
         ("source, target = place, pair", "source, target = pair, pair"),
-        ("inside = start + depth < inputs", "inside = start + depth < inputs - 1"),
         ("real = place < end", "real = place < end - 1"),
     ],
+    ("experts/products_kernel.py", "experts/test_experts.py::test_values"): [
+        ("inside = start + depth < inputs", "inside = start + depth < inputs - 1")
+    ],
+    ("experts/device_functions.py", "experts/test_experts.py::test_biases_and_the_clamped_activation"): [
+        ("(up + 1.0) * (gate", "up * (gate")
+    ],
     ("experts/products_kernel.py", "experts/test_experts.py::test_biases_and_the_clamped_activation"): [
-        ("            bias_ptr += outputs\n", "            bias_ptr += 0\n"),
-        ("(up + 1.0) * (gate", "up * (gate"),
+        ("            bias_ptr += outputs\n", "            bias_ptr += 0\n")
     ],
     ("quantised/fp8_product_kernel.py", "quantised/test_fp8.py::test_products"): [
         ("mask=token < tokens, other=0.0)[:, None]", "mask=token < tokens - 1, other=0.0)[:, None]"),

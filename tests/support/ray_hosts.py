@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -91,10 +92,43 @@ class Texts:
         return max(each.longest_gap for each in results)
 
 
-def resumed(host: Host, url: str) -> float:
-    """Requests that have gone on on another replica, as the server at an URL counts them, asked from a host."""
-    figures = host.run(f"curl --silent --fail {url}/metrics")  # of all API servers
-    return sum(float(n) for n in re.findall(r"^rayllm:request_resumed_total.* (\S+)$", figures, re.MULTILINE))
+class Resumed:
+    """Counts the requests that go on on another replica, while the block runs.
+
+    The server at an URL is asked from a host, and says how many all API servers have counted. One that ends takes its
+    counts along, so that it is the increases between two answers that count.
+    """
+
+    INTERVAL_S = 2.0
+
+    def __init__(self, host: Host, url: str):
+        self.count = 0.0
+        self._host, self._url = host, url
+        self._last = self._ask()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Resumed:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self.INTERVAL_S):
+            self._look()
+
+    def _look(self) -> None:
+        now = self._ask()
+        self.count += max(0.0, now - self._last)
+        self._last = now
+
+    def _ask(self) -> float:
+        figures = self._host.run(f"curl --silent --fail --max-time 10 {self._url}/metrics")
+        return sum(float(n) for n in re.findall(r"^rayllm:request_resumed_total.* (\S+)$", figures, re.MULTILINE))
 
 
 class OwnCluster:
@@ -114,6 +148,7 @@ class OwnCluster:
         cluster_file.use_clone(config)
         config["provider"]["worker_ips"] = [hosts[name].ip for name in self.workers]
         config["min_workers"] = config["max_workers"] = num_workers
+        cluster_file.look_often(config)
         *others, start = config["head_start_ray_commands"]
         config["head_start_ray_commands"] = [*others, f"RAY_REDIS_ADDRESS={redis} {start} --redis-password=secret"]
         self._start_head = config["head_start_ray_commands"][-1]
@@ -189,6 +224,7 @@ class GrowingCluster:
         config["available_node_types"]["gpu-1"] |= {"min_workers": 2, "max_workers": 6}
         config["max_workers"] = 6  # hosts that drain count until they are gone
         cluster_file.use_clone(config)
+        cluster_file.look_often(config)
         laptop.path("rayllm/cluster.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         laptop.run("(umask 077; ray get-auth-token --generate)")
         laptop.run("cd ~/rayllm; ray up --yes cluster.yaml", timeout=120)

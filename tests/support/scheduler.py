@@ -12,7 +12,7 @@ from rayllm.config.kv_groups import STATE_WINDOW
 from rayllm.core.adapter_slots import AdapterSlots
 from rayllm.core.check import check_scheduler
 from rayllm.core.chunk_budget import ChunkBudget
-from rayllm.core.memory import KVMemory, WriteAheadLimits
+from rayllm.core.memory import KVMemory, WriteBackLimits
 from rayllm.core.policy import POLICIES
 from rayllm.core.scheduler import Scheduler
 from rayllm.core.state import SchedulerState
@@ -54,7 +54,7 @@ def make_scheduler(
         caching=caching,
         costs=costs,
         windows=windows,
-        write_ahead=WriteAheadLimits(2 * max_num_batched_tokens // block_size, blocks_a_step=2, host_share=1),
+        write_back=WriteBackLimits(2 * max_num_batched_tokens // block_size, blocks_a_step=2, host_share=1),
         recurrent=states > 0,
     )
     adapters = AdapterSlots(num_slots)

@@ -27,6 +27,8 @@ V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<
 V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 ALL = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
 DSML = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="typed">\n{}</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+MINIMAX = '<minimax:tool_call>\n<invoke name="typed">\n{}</invoke>\n</minimax:tool_call>'
+GEMMA4 = "<|tool_call>call:typed{{{}}}<tool_call|>"
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
 FINAL = "<|channel|>final<|message|>{}"
 NEXT = "<|end|><|start|>assistant"
@@ -47,6 +49,11 @@ def dsml(*, string=None, **values):
     return "".join(tags)
 
 
+def invoked(**values):
+    """Parameters of MiniMax."""
+    return "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items())
+
+
 NESTED = '{"a": {"b": [1, "</tool_call> [TOOL_CALLS] \\" }"]}, "é": "\\u00e9🙂"}'
 WHOLE = {
     "hermes": f'<tool_call>\n{{"name": "f", "arguments": {NESTED}}}\n</tool_call>',
@@ -58,5 +65,7 @@ WHOLE = {
     "mistral": f"[TOOL_CALLS]f[CALL_ID]abc[ARGS]{NESTED}",
     "deepseek": ALL.format(V3.format("f", NESTED) + V31.format("f", NESTED)),
     "deepseek_v32": DSML.format(dsml(text="x\n<y", count=3)),
+    "minimax": MINIMAX.format(invoked(text="x\n<y", count=3)),
+    "gemma4": GEMMA4.format('text:<|"|>x\n<y<|"|>,count:3,where:{a:[true,{}]}'),
     "gpt_oss": f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{NESTED}",
 }

@@ -5,12 +5,14 @@ import tokenizers
 from support.chat_templates import (
     DEEPSEEK,
     DEEPSEEK_V32,
+    GEMMA4,
     GLM,
     GPT_OSS,
     HERMES,
     LLAMA3,
     LLAMA4,
     MAGISTRAL,
+    MINIMAX,
     MISTRAL,
     PLAIN,
     QWEN3_CODER,
@@ -65,7 +67,7 @@ AS_TEMPLATES_HAVE_IT = [
         ],
     },
     {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
-    {"role": "assistant", "content": "It is sunny.", "reasoning_content": "easy"},
+    {"role": "assistant", "content": "It is sunny.", "reasoning_content": "easy", "thinking": "easy"},
 ]
 
 
@@ -81,12 +83,44 @@ def test_messages_as_templates_have_them():
     assert [message.for_template() for message in parse().messages] == AS_TEMPLATES_HAVE_IT
 
 
+@pytest.mark.parametrize(("content", "thought"), [("", True), ("I look.", False)])
+def test_thoughts_before_a_call_have_the_name_that_gpt_oss_reads(content, thought):
+    """Its template refuses content and thinking beside calls."""
+    turn = {"role": "assistant", "content": content, "reasoning": "hm", "tool_calls": [CALL]}
+    shown = parse(messages=[turn]).messages[0].for_template()
+    assert (shown.get("thinking"), shown["reasoning_content"]) == ("hm" if thought else None, "hm")
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("{{ '<' + call.arguments + '>' + call.name }}", '<{"city": "Zürich",  "days": 2}>get_weather'),
+        ("{{ '<' ~ call.arguments ~ '>' }}", '<{"city": "Zürich",  "days": 2}>'),
+        ("{{ call.arguments | tojson }}", '{"city": "Zürich", "days": 2}'),
+        ("{{ call.arguments is mapping }} {{ call.arguments is string }}", "True False"),
+        ("{% for name, value in call.arguments | items %}{{ name }}={{ value }};{% endfor %}", "city=Zürich;days=2;"),
+        ("{{ call.arguments.city }}{{ call.arguments.items() | list | length }}", "Zürich2"),
+    ],
+)
+@pytest.mark.parametrize("old", [False, True])
+def test_arguments_are_an_object_and_where_they_are_joined_to_text_what_the_model_wrote(source, shown, old):
+    """DeepSeek's templates join them, which fails on an object."""
+    function = {"name": "get_weather", "arguments": '{"city": "Zürich",  "days": 2}'}
+    turn = {"role": "assistant", "content": None}
+    turn |= {"function_call": function} if old else {"tool_calls": [{"id": "1", "function": function}]}
+    text = "{% set call = messages[0]['tool_calls'][0]['function'] %}" + source
+    messages = [message.for_template() for message in parse(messages=[turn]).messages]
+    assert tokenizer(text).apply_chat_template(messages) == shown
+
+
 def test_tools_as_templates_have_them():
     strict = {"type": "function", "function": TIME["function"] | {"strict": True, "description": None}}
     assert [tool.for_template() for tool in parse(tools=[WEATHER, strict]).tools] == [WEATHER, TIME]
 
 
-@pytest.mark.parametrize("source", [HERMES, LLAMA3, THINKER, PLAIN], ids=["hermes", "llama3", "thinker", "plain"])
+@pytest.mark.parametrize(
+    "source", [HERMES, LLAMA3, THINKER, PLAIN, GEMMA4], ids=["hermes", "llama3", "thinker", "plain", "gemma4"]
+)
 @pytest.mark.parametrize("tools", [None, [WEATHER], [WEATHER, TIME]], ids=["none", "one", "two"])
 @pytest.mark.parametrize("extra", [{}, {"enable_thinking": False}, {"date_string": "1 May"}], ids=str)
 @pytest.mark.parametrize("turns", [2, 4, 5])
@@ -107,8 +141,9 @@ def test_as_transformers(source, tools, extra, turns):
         **extra,
     )
     assert ours == theirs
-    assert ("Zürich" in ours) == (turns > 2 and source in (HERMES, LLAMA3))
-    assert ("get_weather" in ours.split("Weather?")[0]) == (tools is not None and source in (HERMES, LLAMA3))
+    shows_calls = source in (HERMES, LLAMA3, GEMMA4)
+    assert ("Zürich" in ours) == (turns > 2 and shows_calls)
+    assert ("get_weather" in ours.split("Weather?")[0]) == (tools is not None and shows_calls)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +159,8 @@ def test_as_transformers(source, tools, extra, turns):
         (MAGISTRAL, "mistral", "mistral"),
         (DEEPSEEK, "deepseek", "think"),
         (DEEPSEEK_V32, "deepseek_v32", "think"),
+        (MINIMAX, "minimax", "think"),
+        (GEMMA4, "gemma4", "gemma4"),
         (GPT_OSS, "gpt_oss", "gpt_oss"),
         (THINKER, None, "think"),
         (PLAIN, None, None),

@@ -61,7 +61,6 @@ def test_the_library_is_lenient_only_where_it_must_be():
 
 
 A, B = {"properties": {"a": {}}}, {"properties": {"b": {}}}
-TO_X = {"$ref": "#/$defs/x"}
 NO_MORE = {"additionalProperties": False}
 
 

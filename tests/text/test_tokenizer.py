@@ -216,7 +216,9 @@ def test_folders_that_cannot_be_used(tmp_path):
     with pytest.raises(ModelError, match="cannot be read"):
         load_tokenizer(tmp_path)
     save(tmp_path, train_byte_level())
-    for bad in ("[]", "{", '{"added_tokens_decoder": {"x": {}}}', '{"added_tokens_decoder": {"1": {}}}'):
+    no_template = ('{"chat_template": 3}', '{"chat_template": {"a": "b"}}', '{"chat_template": [{"name": "default"}]}')
+    no_tokens = ('{"added_tokens_decoder": {"x": {}}}', '{"added_tokens_decoder": {"1": {}}}')
+    for bad in ("[]", "{", "[" * 100_000, *no_tokens, *no_template):
         (tmp_path / "tokenizer_config.json").write_text(bad)
         with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
             load_tokenizer(tmp_path)

@@ -145,6 +145,19 @@ def test_what_does_not_fit_a_graph(model):
     assert fits([(name, tokens(2, 0)) for name in "cdef"], 0) == (False, False)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_step_is_not_replayed_that_latent_attention_computes_faster(tmp_path, deterministic, monkeypatch):
+    model = load(make_model(tmp_path, "deepseek_v3"), deterministic=deterministic)
+    runner = PagedRunner(model)
+    context, room = run_context(model, runner.caches, 3, split_decodes=not deterministic)
+    alone, _mixed = step_graphs(context, max_tokens=512, logits_room=room)
+    spared = 2 * (32 * (200 * 201 // 2) - 0) * 8 * 3  # 2 x 32 - 12 - 20 multiplications a pair, 8 heads, 3 layers
+    for flops, replayed in ((spared + 1, True), (spared, deterministic)):
+        monkeypatch.setattr(graphs_module, "CAPTURED_FLOPS", flops)
+        layout = PagedRunner(model).layout(PersistentBatch(9, 512, 8, CPU), [("a", tokens(200, 0))], 0)
+        assert alone.fits(layout) == replayed
+
+
 @torch.inference_mode()
 def test_a_step_of_many_sequences_has_graphs_of_its_own(model):
     """So that a step of few computes logits for few."""

@@ -48,22 +48,32 @@ class Tiles(NamedTuple):
     programs: int = 2  # that a multiprocessor runs at once; asked of decodes only
 
     def fitted(
-        self, head_dim: int, itemsize: int, cache_itemsize: int, gpu: Hardware, *, queries_move: bool, rest: int = 0
+        self,
+        head_dim: int,
+        itemsize: int,
+        cache_itemsize: int,
+        gpu: Hardware,
+        *,
+        queries_move: bool,
+        rest: int = 0,
+        value_dim: int | None = None,
     ) -> Tiles:
         """These, with as many keys and stages as a program has room for.
 
         itemsizes: bytes of an element of queries, and of keys and values. queries_move: they are loaded as keys are,
         stage by stage. Two stages are on their way while one is used; rather than fewer of them, there are fewer keys.
-        rest: entries of keys behind those that are values too, in a cache of latents.
+        rest: entries of keys behind these. value_dim: entries of values of their own; None for as many as head_dim or,
+        where keys have a rest, for none: then they are a part of the keys.
         """
         keys, stages = self.keys, self.num_stages
-        padded, least = max(16, 1 << (head_dim - 1).bit_length()), min(3, stages)
-        width = padded + max(16, 1 << (rest - 1).bit_length()) if rest else padded
+        least = min(3, stages)
+        width = padded_dim(head_dim) + padded_dim(rest)
+        values = padded_dim((0 if rest else head_dim) if value_dim is None else value_dim)
 
         def taken() -> int:
             # By Triton at most: keys of each stage, values of all but one, queries, and weights on their way.
             queries = width * (stages if queries_move else 1)
-            loaded = stages * width if rest else (2 * stages - 1) * padded
+            loaded = stages * width + (stages - 1) * values
             return keys * loaded * cache_itemsize + self.rows * (queries + keys) * itemsize
 
         while taken() > gpu.shared_memory and (keys > 16 or stages > 1):
@@ -72,6 +82,11 @@ class Tiles(NamedTuple):
             else:
                 stages -= 1
         return self._replace(keys=keys, num_stages=stages)
+
+
+def padded_dim(size: int, least: int = 16) -> int:
+    """The width of a tile's row of so many entries, a power of two; 0 for none."""
+    return max(least, 1 << (size - 1).bit_length()) if size else 0
 
 
 def check_attention(q: Tensor, cache: KVCache, contexts: Contexts, scoring: Scoring, out: Tensor | None) -> None:

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..cache.kv_cache import KVCache
+from .context import padded_dim
 
 # exp2 is one instruction, exp is two: the softmax runs in powers of two, its scores in units of log2(e).
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -28,8 +29,12 @@ class Shape(NamedTuple):
     # Width of a tile's row: a power of two, and at least the 16 that `tl.dot` wants of its inner dimension. Even and
     # odd dimensions of an fp8 cache are columns of two products in a decode, each of them 16 or more.
     padded_dim: int
-    rest: int = 0  # entries of keys behind those that are values too, in a cache of latents; 0 for any other
-    rest_padded: int = 0
+    rest: int  # entries of keys behind these, in a cache of latents or expanded from one; 0 for any other
+    rest_padded: int
+    value_dim: int
+    value_padded: int
+    latent: bool = False  # values are the first entries of keys
+    expanded: bool = False  # keys and values are as `expanded.py` makes them, and not in blocks
     overlap: bool = False  # launches overlap (`dependent_launch.py`)
 
 
@@ -38,11 +43,23 @@ def shape_of(
 ) -> Shape:
     """The shape of queries [.., Hq, D] over a cache; head_tile is at most the query heads of a KV head."""
     _, kv_heads, block_size, head_dim = cache.v.shape
-    padded = max(least_dim, triton.next_power_of_2(head_dim))
+    padded = padded_dim(head_dim, least_dim)
     rest = cache.k.shape[3] - head_dim
-    rest_padded = max(16, triton.next_power_of_2(rest)) if rest else 0
-    group = q.shape[1] // kv_heads
-    return Shape(group, head_tile, rows, keys, block_size, head_dim, padded, rest, rest_padded, overlap)
+    return Shape(
+        group=q.shape[1] // kv_heads,
+        head_tile=head_tile,
+        rows=rows,
+        keys=keys,
+        block_size=block_size,
+        head_dim=head_dim,
+        padded_dim=padded,
+        rest=rest,
+        rest_padded=padded_dim(rest),
+        value_dim=head_dim,
+        value_padded=padded,
+        latent=rest > 0,
+        overlap=overlap,
+    )
 
 
 @triton.jit

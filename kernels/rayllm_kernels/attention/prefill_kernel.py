@@ -23,7 +23,8 @@ converts them.
 In an fp8 cache k_j and v_j are stored numbers times a scale of their head: factors of `scale` and of `out`. Products
 are computed in fp16 then (`widen_queries`).
 
-In a cache of latents v_j is the first entries of k_j, which are read once; the rest of k_j is a tile of its own.
+In a cache of latents v_j is the first entries of k_j, which are read once; the rest of k_j is a tile of its own. Keys
+and values that are expanded from one (`expanded.py`) are rows one after the other, a piece of them a call.
 
 Either kernel gives a query the same bits however its sequence is cut into chunks: key tiles lie at fixed positions and
 are folded in in one order, and a tile that a query sees nothing of changes nothing of its (acc, total, peak); a sink
@@ -45,8 +46,9 @@ from ..cache.kv_cache import KVCache
 from ..compile_ahead import launch
 from ..device import Hardware, hardware
 from ..dispatch import TritonModule
-from .context import Contexts, Scoring, Tiles
-from .device_functions import finish_scores, load_tile, score_unit, shape_of, sink_weights, slot_offsets
+from .context import Contexts, Scoring, Tiles, padded_dim
+from .device_functions import Shape, finish_scores, load_tile, score_unit, shape_of, sink_weights, slot_offsets
+from .expanded import ExpandedKeys, KeyPiece, SoftmaxState
 
 # Rows (queries x heads of a group) of the longest chunk up to which the tiles here, half as tall, are faster.
 SHORT_CHUNK_ROWS = 64
@@ -63,7 +65,7 @@ def choose_tiles(head_dim: int, itemsize: int, rows: int, gpu: Hardware, *, rest
     rest: entries of keys behind those that are values too, in a cache of latents.
     """
     tiles = _fastest_tiles(head_dim, itemsize, rows)
-    row_bytes = (triton.next_power_of_2(head_dim) + (triton.next_power_of_2(rest) if rest else 0)) * itemsize
+    row_bytes = (padded_dim(head_dim) + padded_dim(rest)) * itemsize
     while tiles.rows > 16 and 2 * tiles.rows * row_bytes > gpu.shared_memory:  # half is for the keys
         tiles = _fastest_tiles(head_dim, itemsize, tiles.rows // 2)
     return tiles.fitted(head_dim, itemsize, itemsize, gpu, queries_move=False, rest=rest)
@@ -80,35 +82,60 @@ def _fastest_tiles(head_dim: int, itemsize: int, rows: int) -> Tiles:
     return Tiles(rows, 64, 8, 4 if head_dim <= 128 else 2)
 
 
+def choose_expanded_tiles(head_dim: int, rest: int, value_dim: int, itemsize: int, rows: int, gpu: Hardware) -> Tiles:
+    """For `rows` queries over expanded keys; not measured, but what registers and shared memory have room for."""
+    widest = max(head_dim, value_dim)
+    if itemsize == 4:
+        tiles = _fastest_tiles(widest, itemsize, rows)
+    elif widest > 128:
+        tiles = Tiles(64, 32, 8, 2)
+    elif gpu.shared_memory < 200 << 10:  # these multiply out of registers, which hold the queries too
+        tiles = Tiles(64, 64, 8, 3)
+    else:
+        tiles = Tiles(128, 64, 8, 4)
+    tiles = tiles._replace(rows=min(tiles.rows, max(16, triton.next_power_of_2(rows))))
+    return tiles.fitted(head_dim, itemsize, itemsize, gpu, queries_move=False, rest=rest, value_dim=value_dim)
+
+
 @triton.jit
 def _attend_keys(softmax, queries, context, low, high, rule, SHAPE: tl.constexpr, MASKED: tl.constexpr):
     """Fold key tiles low..high into the running softmax; without MASKED every row sees all their keys.
 
     softmax: (acc, total, peak) of each row. queries: (q, its entries behind head_dim, slopes, positions) of each
-    row. context: (cache, the sequence's row of the block table, offset of the KV head, strides of block and slot,
-    length, first key that is seen). rule: (scale, window, ALiBi slopes, soft cap), the last three None for none.
+    row. context: (cache, where the sequence's keys are, offset of the KV head, strides of block and slot, length, first
+    key that is seen). Where keys are: the sequence's row of the block table or, of expanded ones, (what all heads' keys
+    end with, its stride, row of the sequence's first key). rule: (scale, window, ALiBi slopes, soft cap), the last
+    three None for none.
     """
     acc, total, peak = softmax
     q, q_rest, slopes, q_pos = queries
-    cache, table_ptr, head_offset, stride_block, stride_slot, seq_len, first_key = context
+    cache, places, head_offset, stride_block, stride_slot, seq_len, first_key = context
     scale, window, alibi_slopes, softcap = rule
     KEYS: tl.constexpr = SHAPE.keys
     BLOCK_SIZE: tl.constexpr = SHAPE.block_size
     ALIBI: tl.constexpr = alibi_slopes is not None
     unit = score_unit(scale, softcap, ALIBI)
-    # Block ids are loaded one tile ahead: with the load in the same step as the keys', the compiler pipelines both and
-    # halves the depth that shared memory buys for the keys.
-    first = low * KEYS + tl.arange(0, KEYS)
-    block = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < seq_len, other=0)
+    if not SHAPE.expanded:
+        # Block ids are loaded one tile ahead: with the load in the same step as the keys', the compiler pipelines both
+        # and halves the depth that shared memory buys for the keys.
+        first = low * KEYS + tl.arange(0, KEYS)
+        block = tl.load(places + first // BLOCK_SIZE, mask=first < seq_len, other=0)
     for tile in range(low, high):
         key = tile * KEYS + tl.arange(0, KEYS)
         valid = (key < seq_len) & (key >= first_key) if MASKED else key >= 0
-        offsets = head_offset + slot_offsets(block, key, stride_block, stride_slot, BLOCK_SIZE)
-        block = tl.load(table_ptr + (key + KEYS) // BLOCK_SIZE, mask=key + KEYS < seq_len, other=0)
+        if SHAPE.expanded:
+            row = key.to(tl.int64) + places[2]
+            offsets = head_offset + row * stride_slot
+        else:
+            offsets = head_offset + slot_offsets(block, key, stride_block, stride_slot, BLOCK_SIZE)
+            block = tl.load(places + (key + KEYS) // BLOCK_SIZE, mask=key + KEYS < seq_len, other=0)
         k = load_tile(cache.k, offsets, valid, SHAPE.head_dim, SHAPE.padded_dim, MASKED).to(q.dtype)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SHAPE.rest > 0:
-            k_rest = load_tile(cache.k + SHAPE.head_dim, offsets, valid, SHAPE.rest, SHAPE.rest_padded, MASKED)
+            if SHAPE.expanded:
+                k_rest = load_tile(places[0], row * places[1], valid, SHAPE.rest, SHAPE.rest_padded, MASKED)
+            else:
+                k_rest = load_tile(cache.k + SHAPE.head_dim, offsets, valid, SHAPE.rest, SHAPE.rest_padded, MASKED)
             products = tl.dot(q_rest, tl.trans(k_rest), products, input_precision="ieee")
         distance = key[None, :] - q_pos[:, None]
         scores = finish_scores(products, distance, slopes, scale, softcap, ALIBI)
@@ -124,10 +151,10 @@ def _attend_keys(softmax, queries, context, low, high, rule, SHAPE: tl.constexpr
         decay = tl.exp2(peak - shift)
         total = total * decay + tl.sum(weights, 1)
         peak = new_peak
-        if SHAPE.rest > 0:
+        if SHAPE.latent:
             v = k
         else:
-            v = load_tile(cache.v, offsets, valid, SHAPE.head_dim, SHAPE.padded_dim, MASKED).to(q.dtype)
+            v = load_tile(cache.v, offsets, valid, SHAPE.value_dim, SHAPE.value_padded, MASKED).to(q.dtype)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, total, peak
 
@@ -150,14 +177,30 @@ def _key_tiles(first_pos, last_pos, window, KEYS: tl.constexpr):
     return first_key, first_key // KEYS, whole_low, whole_high, high
 
 
-@triton.jit(do_not_specialize=[*Contexts._fields, "starts_ptr", "stride_table"])
+@triton.jit(do_not_specialize=[*Contexts._fields, "bounds", "starts_ptr", "stride_table"])
 def _prefill_kernel(
-    q_ptr, cache, block_tables, seq_lens, scoring, starts_ptr, out_ptr, strides, stride_table, SHAPE: tl.constexpr
+    q_ptr,
+    cache,
+    block_tables,
+    seq_lens,
+    bounds,
+    expanded,
+    scoring,
+    starts_ptr,
+    out_ptr,
+    strides,
+    stride_table,
+    SHAPE: tl.constexpr,
 ):
+    """Of expanded keys there are, instead of block_tables: bounds [B, 3], of each sequence the first key that is there,
+    the end of those, and the row of the first; and expanded, (what keys end with, its stride, acc [T, Hq, Dv] and norms
+    [T, Hq, 2], the fp32 state of the softmax after the keys before these, q heads).
+    """
     stride_qt, stride_qh, stride_block, stride_kv_head, stride_slot, stride_ot, stride_oh = strides
     scale, window, alibi_slopes, softcap, sinks = scoring
     ROWS: tl.constexpr = SHAPE.rows
     PADDED: tl.constexpr = SHAPE.padded_dim
+    VALUE_PADDED: tl.constexpr = SHAPE.value_padded
     queries: tl.constexpr = ROWS // SHAPE.head_tile
     head_tiles: tl.constexpr = (SHAPE.group + SHAPE.head_tile - 1) // SHAPE.head_tile
     sequence = tl.program_id(2)
@@ -194,20 +237,46 @@ def _prefill_kernel(
     last_pos = tl.minimum(first_pos + queries, seq_len) - 1
     first_key, low, whole_low, whole_high, high = _key_tiles(first_pos, last_pos, window, SHAPE.keys)
 
-    table_ptr = block_tables + sequence.to(tl.int64) * stride_table
     head_offset = kv_head.to(tl.int64) * stride_kv_head
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
-    acc = tl.zeros([ROWS, PADDED], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+    value_dims = tl.arange(0, VALUE_PADDED)
+    is_done = row_valid
+    if SHAPE.expanded:
+        rest_ptr, stride_rest, acc_ptr, norms_ptr, heads = expanded
+        begin = tl.load(bounds + sequence * 3)
+        end = tl.load(bounds + sequence * 3 + 1)
+        places = (rest_ptr, stride_rest, tl.load(bounds + sequence * 3 + 2) - begin)
+        low = tl.maximum(low, begin // SHAPE.keys)
+        whole_low = tl.maximum(whole_low, low)
+        high = tl.minimum(high, tl.cdiv(end, SHAPE.keys))
+        whole_high = tl.maximum(tl.minimum(whole_high, high), whole_low)
+        # The softmax goes on where the keys before these left it.
+        goes_on = row_valid & (query < tl.where(begin > 0, query_len, 0))
+        is_left = row_valid & (query < tl.where(end < seq_len, query_len, 0))
+        is_done = row_valid & (query < tl.where(end < seq_len, 0, query_len))
+        state_row = q_row * heads + head
+        acc_ptrs = acc_ptr + state_row[:, None] * SHAPE.value_dim + value_dims[None, :]
+        in_value = value_dims[None, :] < SHAPE.value_dim
+        acc = tl.load(acc_ptrs, mask=goes_on[:, None] & in_value, other=0.0)
+        total = tl.load(norms_ptr + 2 * state_row, mask=goes_on, other=0.0)
+        peak = tl.load(norms_ptr + 2 * state_row + 1, mask=goes_on, other=float("-inf"))
+    else:
+        places = block_tables + sequence.to(tl.int64) * stride_table
     softmax = (acc, total, peak)
     tile_queries = (q, q_rest, slopes, q_pos)
-    context = (cache, table_ptr, head_offset, stride_block, stride_slot, seq_len, first_key)
+    context = (cache, places, head_offset, stride_block, stride_slot, seq_len, first_key)
     rule = (scale, window, alibi_slopes, softcap)
     if window is not None:
         softmax = _attend_keys(softmax, tile_queries, context, low, whole_low, rule, SHAPE, True)
     softmax = _attend_keys(softmax, tile_queries, context, whole_low, whole_high, rule, SHAPE, False)
     acc, total, peak = _attend_keys(softmax, tile_queries, context, whole_high, high, rule, SHAPE, True)
 
+    if SHAPE.expanded:
+        tl.store(acc_ptrs, acc, mask=is_left[:, None] & in_value)
+        tl.store(norms_ptr + 2 * state_row, total, mask=is_left)
+        tl.store(norms_ptr + 2 * state_row + 1, peak, mask=is_left)
     # Only padding rows can have seen nothing, and they are not stored.
     total = tl.where(total == 0.0, 1.0, total)
     if sinks is not None:
@@ -216,8 +285,8 @@ def _prefill_kernel(
         acc = acc * (tl.load(cache.scales.v + kv_head) / total)[:, None]
     else:
         acc = acc / total[:, None]
-    out = out_ptr + (q_row * stride_ot + head * stride_oh)[:, None] + dims[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+    out = out_ptr + (q_row * stride_ot + head * stride_oh)[:, None] + value_dims[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_done[:, None] & (value_dims[None, :] < SHAPE.value_dim))
 
 
 def hopper_takes(q: Tensor, cache: KVCache) -> bool:
@@ -272,5 +341,50 @@ def prefill(
     stride_table = contexts.block_tables.stride(0)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     launch(_prefill_kernel, (query_tiles, kv_heads * triton.cdiv(group, head_tile), batch))(
-        q, cache, *contexts, scoring, query_start_loc, out, strides, stride_table, SHAPE=shape, **options
+        q, cache, *contexts, None, None, scoring, query_start_loc, out, strides, stride_table, SHAPE=shape, **options
+    )
+
+
+def prefill_expanded(
+    q: Tensor, keys: ExpandedKeys, piece: KeyPiece, state: SoftmaxState, scale: float, out: Tensor
+) -> None:
+    """Fold the keys of a piece into `state` or, of sequences that end there, write attention to `out`.
+
+    The arguments are checked.
+    """
+    heads, head_dim = keys.k.shape[1:]
+    rest, value_dim = keys.rest.shape[1], keys.v.shape[2]
+    gpu = hardware(q.device)
+    tiles = choose_expanded_tiles(head_dim, rest, value_dim, q.element_size(), piece.max_query_len, gpu)
+    shape = Shape(
+        group=1,
+        head_tile=1,
+        rows=tiles.rows,
+        keys=tiles.keys,
+        block_size=1,
+        head_dim=head_dim,
+        padded_dim=padded_dim(head_dim),
+        rest=rest,
+        rest_padded=padded_dim(rest),
+        value_dim=value_dim,
+        value_padded=padded_dim(value_dim),
+        expanded=True,
+    )
+    strides = (*q.stride()[:2], 0, keys.k.stride(1), keys.k.stride(0), *out.stride()[:2])
+    grid = triton.cdiv(piece.max_query_len, tiles.rows), heads, piece.seq_lens.shape[0]
+    expanded, scoring = (keys.rest, keys.rest.stride(0), *state, heads), Scoring(scale)
+    options = {"SHAPE": shape, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    launch(_prefill_kernel, grid)(
+        q,
+        KVCache(keys.k, keys.v),
+        None,
+        piece.seq_lens,
+        piece.bounds,
+        expanded,
+        scoring,
+        piece.query_starts,
+        out,
+        strides,
+        0,
+        **options,
     )

@@ -12,12 +12,11 @@ arithmetic is fp32; the result is rounded once, to q's dtype.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from ..cache.kv_cache import KVCache, as_bytes
+from ..cache.kv_cache import KVCache
+from ..cache.pool_rows import head_rows, pool_rows, row_index
 from .context import Scoring
 
 
@@ -36,16 +35,10 @@ def gather(cache: KVCache, block_tables: Tensor, positions: Tensor) -> tuple[Ten
 
 def _gather(part: Tensor, scale: Tensor | None, block_tables: Tensor, positions: Tensor) -> Tensor:
     _, kv_heads, block_size, head_dim = part.shape
-    stride_block, stride_head, stride_slot, _ = part.stride()
-    # One index_select over the rows of the whole pool: several times faster than indexing by block and head.
-    unit = math.gcd(stride_block, stride_head, stride_slot)
-    last = sum((size - 1) * stride for size, stride in zip(part.shape[:3], part.stride()[:3], strict=True))
-    rows = as_bytes(part).as_strided((last // unit + 1, head_dim), (unit, 1))
-    block = block_tables.gather(1, positions // block_size).long()
-    row = block * (stride_block // unit) + positions % block_size * (stride_slot // unit)
-    heads = torch.arange(kv_heads, device=part.device) * (stride_head // unit)
-    index = row[:, None] + heads[:, None]
-    gathered = rows.index_select(0, index.flatten()).view(*index.shape, head_dim)
+    blocks = block_tables.gather(1, positions // block_size).long()
+    heads = torch.arange(kv_heads, device=part.device) * head_rows(part)
+    index = row_index(part, blocks, positions % block_size)[:, None] + heads[:, None]
+    gathered = pool_rows(part).index_select(0, index.flatten()).view(*index.shape, head_dim)
     return gathered if scale is None else gathered.view(part.dtype).float().mul_(scale[:, None, None])
 
 

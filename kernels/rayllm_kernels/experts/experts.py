@@ -60,7 +60,7 @@ class Projections(NamedTuple):
     clamp: tuple[float, float] | None
 
 
-def _clamped(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+def clamped(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
@@ -92,22 +92,10 @@ def experts(
     GPUs none ever does.
     """
     _check(x, weights, experts, gate_up, down, act)
-    if owned is not None and not 0 <= owned.first <= owned.total - gate_up.shape[0]:
-        fail("owned", f"must have room for the {gate_up.shape[0]} experts of gate_up", owned)
-    for argument, bias, rows in (
-        ("gate_up_bias", gate_up_bias, gate_up.shape[1]),
-        ("down_bias", down_bias, x.shape[1]),
-    ):
-        if bias is not None:
-            if bias.shape != (gate_up.shape[0], rows) or not bias.is_contiguous():
-                fail(argument, f"must be contiguous and {(gate_up.shape[0], rows)}", bias.shape)
-            check_like(bias, argument, x, "x")
+    check_owned(owned, gate_up.shape[0])
+    check_biases(x, gate_up_bias, down_bias, (gate_up.shape[:2], down.shape[:2]))
+    check_onto(onto, x)
     projections = Projections(gate_up, down, gate_up_bias, down_bias, act, clamp)
-    if onto is not None:
-        if onto.shape != x.shape:
-            fail("onto", f"must have the shape of x, {tuple(x.shape)}", onto.shape)
-        check_like(onto, "onto", x, "x")
-        check_last_dim(onto, "onto")
     if on_triton(x):
         return _kernel.experts(x, weights, experts, projections, owned, onto)
     if deterministic and x.shape[0]:
@@ -139,7 +127,7 @@ def _experts(
         own = None if gate_up_bias is None else gate_up_bias[expert]
         gate, up = F.linear(x[pairs // chosen], gate_up[expert], own).chunk(2, dim=-1)
         combine = ACTS[act]
-        inner = combine(gate, up) if clamp is None else _clamped(gate, up, *clamp)
+        inner = combine(gate, up) if clamp is None else clamped(gate, up, *clamp)
         out[pairs] = F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
     return weighted_sum(out.unflatten(0, (-1, chosen)), weights, onto)
 
@@ -169,6 +157,11 @@ def _check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: T
         check_like(tensor, argument, x, "x")
     for argument, tensor in (("x", x), ("gate_up", gate_up), ("down", down)):
         check_last_dim(tensor, argument)
+    check_pairs(x, weights, experts)
+
+
+def check_pairs(x: Tensor, weights: Tensor, experts: Tensor) -> None:
+    """What the router has said of x's tokens."""
     for argument, tensor, dtype in (("weights", weights, torch.float32), ("experts", experts, torch.int32)):
         if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.dtype != dtype or tensor.device != x.device:
             fail(argument, f"must be [{x.shape[0]}, k] {dtype} on {x.device}", (tensor.dtype, *tensor.shape))
@@ -176,3 +169,25 @@ def _check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: T
             fail(argument, "must be contiguous", tensor.stride())
     if weights.shape != experts.shape:
         fail("weights", f"must have the shape of experts, {tuple(experts.shape)}", weights.shape)
+
+
+def check_owned(owned: ExpertRange | None, count: int) -> None:
+    """count: experts that there are weights of."""
+    if owned is not None and not 0 <= owned.first <= owned.total - count:
+        fail("owned", f"must have room for the {count} experts of gate_up", owned)
+
+
+def check_biases(x: Tensor, gate_up: Tensor | None, down: Tensor | None, shapes: tuple[torch.Size, torch.Size]) -> None:
+    for argument, bias, shape in (("gate_up_bias", gate_up, shapes[0]), ("down_bias", down, shapes[1])):
+        if bias is not None:
+            if bias.shape != shape or not bias.is_contiguous():
+                fail(argument, f"must be contiguous and {tuple(shape)}", bias.shape)
+            check_like(bias, argument, x, "x")
+
+
+def check_onto(onto: Tensor | None, x: Tensor) -> None:
+    if onto is not None:
+        if onto.shape != x.shape:
+            fail("onto", f"must have the shape of x, {tuple(x.shape)}", onto.shape)
+        check_like(onto, "onto", x, "x")
+        check_last_dim(onto, "onto")

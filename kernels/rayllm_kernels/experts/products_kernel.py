@@ -29,6 +29,7 @@ from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
 from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.plans import Tiles
+from .device_functions import activate, find_rows, find_tile, is_owned
 from .experts import ExpertRange, Projections
 from .group_kernel import Groups, group, most_tiles
 from .plans import choose_rows, choose_tiles, is_unsorted
@@ -50,44 +51,6 @@ class Form(NamedTuple):
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
-@triton.jit
-def _gated(gate, up, FORM: tl.constexpr):
-    ACT: tl.constexpr = FORM.act
-    if ACT == "clamped":
-        gate = tl.minimum(gate, FORM.limit)
-        up = tl.minimum(tl.maximum(up, -FORM.limit), FORM.limit)
-        return (up + 1.0) * (gate / (1.0 + tl.exp(-gate * FORM.alpha)))
-    elif ACT == "silu":
-        return gate / (1.0 + tl.exp(-gate)) * up
-    elif ACT == "gelu":
-        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    else:  # tanh(u) = 1 - 2 / (exp(2 u) + 1)
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0)) * up
-
-
-@triton.jit
-def _is_owned(expert, owned):
-    return (expert >= owned[0]) & (expert < owned[0] + owned[1])
-
-
-@triton.jit
-def _find_tile(groups, experts_ptr, owned, tile, most, FORM: tl.constexpr):
-    """(expert, first place, end of the expert's places) of a tile; nothing but places past the end if there is none."""
-    if FORM.grouped:
-        _, tiles_ptr, count_ptr = groups
-        real = tile < tl.load(count_ptr)
-        expert = tl.load(tiles_ptr + tile, mask=real, other=0)
-        first = tl.load(tiles_ptr + most + tile, mask=real, other=0)
-        end = tl.load(tiles_ptr + 2 * most + tile, mask=real, other=0)
-    else:
-        expert, first, end = tl.load(experts_ptr + tile), tile, tile + 1
-        if owned is not None:
-            end = tl.where(_is_owned(expert, owned), end, first)
-            expert -= owned[0]
-    return expert, first, end
-
-
 @triton.jit(do_not_specialize=["most"])
 def _experts_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, experts_ptr, owned, groups, strides, inputs, outputs, most, FORM: tl.constexpr
@@ -103,18 +66,10 @@ def _experts_kernel(
     wait_for_predecessor(FORM.overlap)
     column_tiles = tl.cdiv(outputs, OUTPUTS)
     tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
-    expert, first, end = _find_tile(groups, experts_ptr, owned, tile, most, FORM)
+    expert, first, end = find_tile(groups, experts_ptr, owned, tile, most, FORM)
     if first >= end:
         return
-    place = first + tl.arange(0, TILES.tokens)
-    real = place < end
-    pair = place
-    if FORM.grouped:
-        pair = tl.load(groups[0] + place, mask=real, other=0)
-    if FORM.act is not None:
-        source, target = pair // FORM.top_k, place
-    else:
-        source, target = place, pair
+    real, source, target = find_rows(groups, first, end, FORM)
     output = column_tile * OUTPUTS + tl.arange(0, OUTPUTS)
     depth = tl.arange(0, TILES.depth)[None, :]
     # Rows past the end repeat the last one and are not stored.
@@ -149,7 +104,7 @@ def _experts_kernel(
     if FORM.act is not None:
         if bias_ptr is not None:
             bias_ptr += outputs
-        y = _gated(y, sums(up_acc, bias_ptr, column, outputs, TILES), FORM)
+        y = activate(y, sums(up_acc, bias_ptr, column, outputs, TILES), FORM)
     target_ptr = y_ptr + target.to(tl.int64)[:, None] * outputs + column
     tl.store(target_ptr, y.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column < outputs))
 
@@ -184,11 +139,18 @@ def _combine_kernel(
     for i in range(TOP_K):
         pair = token * TOP_K + i
         if owned is not None:
-            if _is_owned(tl.load(experts_ptr + pair), owned):
+            if is_owned(tl.load(experts_ptr + pair), owned):
                 total += _weighted(z_ptr, weights_ptr, pair, columns, column, mask)
         else:
             total += _weighted(z_ptr, weights_ptr, pair, columns, column, mask)
     tl.store(y_ptr + token * columns + column, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def activation_of(act: str, clamp: tuple[float, float] | None, *, gated: bool) -> tuple[str | None, float, float]:
+    """The fields act, alpha and limit of a `Form`; gated: of the first product."""
+    if not gated:
+        return None, 0.0, 0.0
+    return (ACTS.get(act, "gelu_tanh"), 0.0, 0.0) if clamp is None else ("clamped", *clamp)
 
 
 def multiply(
@@ -206,7 +168,6 @@ def multiply(
     tiles: its tokens are the rows of a tile of the groups.
     """
     weight, bias = (projections[0], projections[2]) if gated else (projections[1], projections[3])
-    act = "clamped" if projections.clamp else ACTS.get(projections.act, "gelu_tanh")
     pairs, inputs = experts.numel(), x.shape[1]
     outputs = weight.shape[1] // 2 if gated else weight.shape[1]
     y = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
@@ -215,8 +176,7 @@ def multiply(
     form = Form(
         tiles,
         inputs % tiles.depth == 0,
-        act if gated else None,
-        *(projections.clamp if gated and projections.clamp else (0.0, 0.0)),
+        *activation_of(projections.act, projections.clamp, gated=gated),
         experts.shape[1],
         groups is not None,
         gpu.can_overlap,
@@ -224,7 +184,7 @@ def multiply(
     stage_bytes = (tiles.tokens + (2 if gated else 1) * tiles.outputs) * tiles.depth * x.element_size()
     stages = gpu.stages(tiles.num_stages, stage_bytes)
     strides = (x.stride(0), weight.stride(0), weight.stride(1))
-    here = _first_and_number(owned, weight)
+    here = first_and_number(owned, weight.shape[0])
     options = {"num_warps": tiles.num_warps, "num_stages": stages, "launch_pdl": gpu.can_overlap}
     launch(_experts_kernel, (most * triton.cdiv(outputs, tiles.outputs),))(
         x, weight, bias, y, experts, here, groups, strides, inputs, outputs, most, FORM=form, **options
@@ -232,14 +192,16 @@ def multiply(
     return y
 
 
-def _first_and_number(owned: ExpertRange | None, weight: Tensor) -> tuple[int, int] | None:
-    return None if owned is None else (owned.first, weight.shape[0])
+def first_and_number(owned: ExpertRange | None, count: int) -> tuple[int, int] | None:
+    """As kernels take `owned`: the first of the `count` experts that are here, and their number; None if all are."""
+    return None if owned is None else (owned.first, count)
 
 
 def combine(
     z: Tensor, weights: Tensor, onto: Tensor | None, experts: Tensor | None = None, owned: tuple[int, int] | None = None
 ) -> Tensor:
-    """y of z [P, H] and weights [T, k]. owned: the first of the experts [T, k] that z is of, and their number."""
+    """y of z [P, H] and weights [T, k]. owned: of `first_and_number`, if z is of some of the experts [T, k] alone."""
+    experts = None if owned is None else experts
     (tokens, top_k), columns = weights.shape, z.shape[1]
     y = torch.empty((tokens, columns), dtype=z.dtype, device=z.device)
     tile, overlap = min(COLUMNS, triton.next_power_of_2(columns)), hardware(z.device).can_overlap
@@ -269,6 +231,4 @@ def experts(
     gate_up_tiles, down_tiles = (choose_tiles(rows, dtype, gated=gated) for gated in (True, False))
     h = multiply(x, projections, experts, groups, gate_up_tiles, gated=True, owned=owned)
     z = multiply(h, projections, experts, groups, down_tiles, gated=False, owned=owned)
-    if owned is None:
-        return combine(z, weights, onto)
-    return combine(z, weights, onto, experts, _first_and_number(owned, projections.down))
+    return combine(z, weights, onto, experts, first_and_number(owned, num_here))

@@ -1,4 +1,4 @@
-"""The Triton kernels of `gated_delta_rule` for chunks of prompts: as matrix products over TOKENS tokens at a time.
+"""The Triton kernels of `gated_delta_rule` for chunks of prompts: as matrix products over some tokens at a time.
 
 With G_i = sum of log decays of tokens 1..i of a tile, and S the state before it, the tokens' corrections d solve
 
@@ -28,14 +28,20 @@ from torch import Tensor
 
 from ..attention.context import Contexts
 from ..compile_ahead import launch
-from .delta_rule import NORM_EPS, Gates
-from .delta_rule_kernel import softplus
+from .delta_rule import Gates
+from .delta_rule_kernel import beta_of, normed, softplus
 from .state import Chunks, StateCache
 
-TOKENS = 32  # of a tile
-COLUMNS = 32  # of a state, of a program
-EPS = tl.constexpr(NORM_EPS)
+COLUMNS = 16  # of a state, of a program: with 32 its registers spill
 VARYING = [*Contexts._fields, "starts_ptr", "stride_table"]
+
+
+def choose_tile(dtype: torch.dtype) -> tuple[int, int]:
+    """(tokens of a tile, warps of the programs that take tiles in order), which keep a state of 128 rows in registers.
+
+    Exact products of fp32 need more of them.
+    """
+    return (16, 8) if dtype == torch.float32 else (32, 4)
 
 
 class Form(NamedTuple):
@@ -58,13 +64,12 @@ def _load_keys(qkv_ptr, row, valid, column, stride, FORM: tl.constexpr):
     key = tl.arange(0, FORM.key_padded)
     mask = valid[:, None] & (key < FORM.key_dim)[None, :]
     x = tl.load(qkv_ptr + row[:, None] * stride + column + key[None, :], mask=mask, other=0.0).to(tl.float32)
-    return x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
+    return normed(x)
 
 
 @triton.jit
 def _load_beta(b_ptr, row, valid, stride, head):
-    b = tl.load(b_ptr + row * stride + head, mask=valid, other=0.0)
-    return tl.where(valid, tl.sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32), 0.0)
+    return tl.where(valid, beta_of(tl.load(b_ptr + row * stride + head, mask=valid, other=0.0)), 0.0)
 
 
 @triton.jit
@@ -181,12 +186,12 @@ def _chunk_state_kernel(
         known = tl.dot(k, state, input_precision=FORM.precision) * kept
         delta = tl.dot(inverse, beta[:, None] * (v - known), input_precision=FORM.precision)
         scores = tl.dot(q, tl.trans(k), input_precision=FORM.precision) * _decays(sums, seen)
-        result = tl.dot(q * kept, state, input_precision=FORM.precision)
+        result = tl.dot(q, state, input_precision=FORM.precision) * kept
         result = tl.dot(scores, delta, result, input_precision=FORM.precision)
         out_ptrs = out_ptr + row[:, None] * stride_out + head * VALUE + value[None, :]
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
-        later = tl.trans(k * tl.exp(total - sums)[:, None])
-        state = tl.dot(later, delta, state * tl.exp(total), input_precision=FORM.precision)
+        later = delta * tl.exp(total - sums)[:, None]
+        state = tl.dot(tl.trans(k), later, state * tl.exp(total), input_precision=FORM.precision)
         if (end % FORM.block_size == 0) | (end == length):
             target = tl.load(table + position // FORM.block_size).to(tl.int64)
             tl.store(state_ptr + target * stride_block + of_state, state, mask=in_state)
@@ -196,7 +201,7 @@ def _chunk_state_kernel(
 def gated_delta_rule(qkv: Tensor, gates: Gates, cache: StateCache, chunks: Chunks, out: Tensor) -> None:
     """Write the outputs to `out` and the states to the cache; the arguments are checked, chunks.starts is given."""
     (tables, seq_lens), starts, longest = chunks
-    rows, batch = qkv.shape[0], seq_lens.shape[0]
+    rows, batch, (tokens, state_warps) = qkv.shape[0], seq_lens.shape[0], choose_tile(qkv.dtype)
     _, value_heads, key_dim, value_dim = cache.recurrent.shape
     form = Form(
         key_dim=key_dim,
@@ -205,17 +210,17 @@ def gated_delta_rule(qkv: Tensor, gates: Gates, cache: StateCache, chunks: Chunk
         key_heads=(qkv.shape[1] - value_heads * value_dim) // (2 * key_dim),
         value_heads=value_heads,
         block_size=cache.block_size,
-        tokens=TOKENS,
+        tokens=tokens,
         columns=min(COLUMNS, max(16, triton.next_power_of_2(value_dim))),
         precision="ieee" if qkv.dtype == torch.float32 else "tf32",
     )
     if not batch:
         return
-    inverse = torch.empty(rows, value_heads, TOKENS, dtype=torch.float32, device=qkv.device)
+    inverse = torch.empty(rows, value_heads, tokens, dtype=torch.float32, device=qkv.device)
     sums = torch.empty(rows, value_heads, dtype=torch.float32, device=qkv.device)
     # Tiles of whole blocks and of two parts, or as many as there are places for, if that is less.
     blocks = longest // cache.block_size + 2
-    tiles = min(blocks * triton.cdiv(cache.block_size, TOKENS), longest // TOKENS + 2 * blocks)
+    tiles = min(blocks * triton.cdiv(cache.block_size, tokens), longest // tokens + 2 * blocks)
     launch(_chunk_inverse_kernel, (tiles, value_heads, batch))(
         qkv,
         tuple(gates),
@@ -240,5 +245,5 @@ def gated_delta_rule(qkv: Tensor, gates: Gates, cache: StateCache, chunks: Chunk
         tables.stride(0),
         key_dim**-0.5,
         FORM=form,
-        num_warps=8,  # with 4, keys, queries and the state do not fit their registers
+        num_warps=state_warps,
     )

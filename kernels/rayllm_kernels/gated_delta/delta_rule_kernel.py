@@ -42,8 +42,15 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def _normed(x):
-    return x * tl.rsqrt(tl.sum(x * x, 0) + EPS)
+def normed(x):
+    """fp32 rows [.., K] of length 1."""
+    return x * tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) + EPS)
+
+
+@triton.jit
+def beta_of(b):
+    """fp32, of tokens' b in their dtype."""
+    return tl.sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
 
 
 @triton.jit
@@ -106,12 +113,11 @@ def _delta_rule_kernel(
         end = tl.minimum((block + 1) * FORM.block_size, length)
         for _ in range(end - position):
             qkv = qkv_ptr + row * stride_qkv
-            q = _normed(tl.load(qkv + q_column, mask=in_key, other=0.0).to(tl.float32)) * scale
-            k = _normed(tl.load(qkv + k_column, mask=in_key, other=0.0).to(tl.float32))
+            q = normed(tl.load(qkv + q_column, mask=in_key, other=0.0).to(tl.float32)) * scale
+            k = normed(tl.load(qkv + k_column, mask=in_key, other=0.0).to(tl.float32))
             v = tl.load(qkv + v_column, mask=in_value, other=0.0).to(tl.float32)
             decay = tl.exp(rate * softplus(tl.load(a_ptr + row * stride_a + head).to(tl.float32) + dt_bias))
-            b = tl.load(b_ptr + row * stride_b + head)
-            beta = tl.sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
+            beta = beta_of(tl.load(b_ptr + row * stride_b + head))
             state = state * decay
             known = tl.sum(state * k[:, None], 0)
             state += k[:, None] * ((v - known) * beta)[None, :]

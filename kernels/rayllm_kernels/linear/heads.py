@@ -14,7 +14,8 @@ _kernel = TritonModule("rayllm_kernels.linear.heads_kernel")
 def linear_heads(x: Tensor, weight: Tensor, *, out: Tensor | None = None, deterministic: bool = False) -> Tensor:
     """y[t, h] = weight[h] x[t, h] -> [T, H, out], a new tensor or `out`.
 
-    x: [T, H, in], weight: [H, out, in], last dimensions contiguous. Sums are fp32, rounded once.
+    x: [T, H, in], last dimension contiguous. weight: [H, out, in] of any strides, the last or the one before it 1. Sums
+    are fp32, rounded once.
     deterministic: a token's bits do not depend on the other tokens. Slower.
     """
     if x.dim() != 3:
@@ -23,7 +24,8 @@ def linear_heads(x: Tensor, weight: Tensor, *, out: Tensor | None = None, determ
         fail("weight", f"must be [{x.shape[1]}, out, {x.shape[2]}]", weight.shape)
     check_like(weight, "weight", x, "x")
     check_last_dim(x, "x")
-    check_last_dim(weight, "weight")
+    if 1 not in weight.stride()[1:] and weight.numel():
+        fail("weight", "must have stride 1 in one of its last two dimensions", weight.stride())
     shape = torch.Size((*x.shape[:2], weight.shape[1]))
     check_out(out, shape, x, "x")
     if out is None:

@@ -2,8 +2,8 @@
 
     y[t, h] = weight[h] x[t, h]
 
-x [T, H, K] of any token and head stride, weight [H, N, K] of any strides but the last -> y [T, H, N], likewise. fp32
-sums, rounded once. Every tile is of the same size, whatever T is, and sums over K in ascending order.
+x [T, H, K] of any token and head stride, weight [H, N, K] of any strides -> y [T, H, N], like x. fp32 sums, rounded
+once. Every tile is of the same size, whatever T is, and sums over K in ascending order.
 """
 
 # mypy: allow-incomplete-defs
@@ -32,8 +32,8 @@ def _linear_heads_kernel(
     OUTPUTS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """strides: of x, weight and y, of the last dimensions none."""
-    stride_xt, stride_xh, stride_wh, stride_wo, stride_yt, stride_yh = strides
+    """strides: of x, weight and y, of the last dimensions of x and y none."""
+    stride_xt, stride_xh, stride_wh, stride_wo, stride_wi, stride_yt, stride_yh = strides
     head = tl.program_id(2).to(tl.int64)
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -44,7 +44,7 @@ def _linear_heads_kernel(
         x = tl.load(
             x_ptr + token * stride_xt + head * stride_xh + start + depth, mask=(token < tokens) & real, other=0.0
         )
-        row = weight_ptr + head * stride_wh + output[:, None] * stride_wo + start + depth
+        row = weight_ptr + head * stride_wh + output[:, None] * stride_wo + (start + depth) * stride_wi
         weight = tl.load(row, mask=(output[:, None] < outputs) & real, other=0.0)
         acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
     target = y_ptr + token * stride_yt + head * stride_yh + output[None, :]
@@ -56,7 +56,7 @@ def linear_heads(x: Tensor, weight: Tensor, y: Tensor) -> None:
     (tokens, heads, inputs), outputs = x.shape, weight.shape[1]
     if not tokens:
         return
-    strides = (*x.stride()[:2], *weight.stride()[:2], *y.stride()[:2])
+    strides = (*x.stride()[:2], *weight.stride(), *y.stride()[:2])
     grid = triton.cdiv(tokens, TOKENS), triton.cdiv(outputs, OUTPUTS), heads
     tiles = {"TOKENS": TOKENS, "OUTPUTS": OUTPUTS, "DEPTH": DEPTH}
     launch(_linear_heads_kernel, grid)(

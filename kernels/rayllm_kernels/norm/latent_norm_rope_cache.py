@@ -37,9 +37,10 @@ def latent_norm_rope_cache(
     """Write rotated queries to `out`, and latents and rotated keys to the cache.
 
     q: [T, Hq, P], what of each query head is rotated. kv: [T, R + P]. Both in the cache's dtype, of any stride but of
-    the last dimension; neither is changed. norm_weight: [R]. positions: [T] int64, each below max_pos (padding rows
-    too). cos_sin_cache: [max_pos, P] fp32, cos in the first half, sin in the second. cache: of latents, R + P wide, its
-    values R. slot_mapping: as for `reshape_and_cache`. out: like q. interleaved: as for `rotate`.
+    the last dimension; neither is changed but by `out`. norm_weight: [R]. positions: [T] int64, each below max_pos
+    (padding rows too). cos_sin_cache: [max_pos, P] fp32, cos in the first half, sin in the second. cache: of latents,
+    R + P wide, its values R. slot_mapping: as for `reshape_and_cache`. out: like q, or q itself. interleaved: as for
+    `rotate`.
     """
     cache.check(kv, "kv")
     if not cache.is_latent or cache.k.shape[1] != 1:
@@ -68,7 +69,8 @@ def latent_norm_rope_cache(
             q, kv, norm_weight, eps, positions, cos_sin_cache, cache, slot_mapping, out, interleaved
         )
         return
-    out.copy_(q)
+    if out is not q:
+        out.copy_(q)
     rotate(out, positions, cos_sin_cache, interleaved=interleaved)
     key = kv[:, None, rank:].clone()
     rotate(key, positions, cos_sin_cache, interleaved=interleaved)

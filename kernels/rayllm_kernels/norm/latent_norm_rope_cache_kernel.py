@@ -41,7 +41,10 @@ class Form(NamedTuple):
 
 @triton.jit
 def _rotate(source, target, valid, cos_sin_ptr, FORM: tl.constexpr):
-    """Rotate the pairs at pointers `source` [N, 1] to `target` [N, 1]. cos_sin_ptr: the angles of the position."""
+    """Rotate the pairs at pointers `source` [N, 1] to `target` [N, 1]. cos_sin_ptr: the angles of the position.
+
+    They may be the same: whoever stores a pair has loaded it, and nobody else stores it.
+    """
     pair = tl.arange(0, FORM.half_padded)[None, :]
     in_pair = pair < FORM.half
     if FORM.interleaved:

@@ -2,6 +2,10 @@
 
 Tokens stay in their dtype; numbers of weights become floats of it in registers, exactly, and scales are applied to the
 fp32 sums of their groups. What goes into the last product is rounded to x's dtype, and so is each expert's output.
+
+With fp8_tokens, both products have e4m3 on both sides. Tokens, and what goes into the last product, which has been
+rounded to x's dtype, are rounded to e4m3 (`fp8.py`), with a scale for each group of neighbours
+(`ExpertWeight.rounding`).
 """
 
 from __future__ import annotations
@@ -12,13 +16,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_float, check_last_dim, check_like, fail
+from ..checks import check_float, check_last_dim, fail
 from ..dispatch import TritonModule, on_triton
-from ..experts.experts import ACTS, _clamped, weighted_sum
+from ..experts.experts import (
+    ACTS,
+    ExpertRange,
+    check_biases,
+    check_onto,
+    check_owned,
+    check_pairs,
+    clamped,
+    weighted_sum,
+)
 from .formats import E2M1
+from .fp8 import Rounding, to_fp8
 from .int4 import MIDDLE, half_of
 
 _kernel = TritonModule("rayllm_kernels.quantised.experts_kernel")
+_fp8_kernel = TritonModule("rayllm_kernels.quantised.fp8_experts_kernel")
 
 Kind = Literal["fp8", "int4", "mxfp4"]
 GROUPS = (32, 64, 128)  # inputs that share a scale
@@ -40,6 +55,15 @@ class ExpertWeight(NamedTuple):
     inputs: int
     group: int | None
     rows: int = 1
+
+    @property
+    def rounding(self) -> Rounding:
+        """How tokens are rounded that it meets in fp8: in its own groups, or, if it has none, in the largest there are.
+
+        Those are finer than a scale a token, and cost nothing: what Hopper's instruction adds has to be taken over into
+        fp32 as often (`fp8_product_kernel.py`).
+        """
+        return Rounding(self.group or GROUPS[-1])
 
     def dequantised(self, expert: int) -> Tensor:
         """float32 [N, K]."""
@@ -83,25 +107,27 @@ def experts_quantised(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     clamp: tuple[float, float] | None = None,
+    owned: ExpertRange | None = None,
     onto: Tensor | None = None,
+    fp8_tokens: bool = False,
     deterministic: bool = False,
 ) -> Tensor:
-    """As `experts`, gate_up [E, 2 * I, H] and down [E, H, I] being in fewer bits."""
+    """As `experts`, gate_up [E, 2 * I, H] and down [E, H, I] being in fewer bits.
+
+    fp8_tokens: tokens meet the weights, which are in fp8, as fp8 too. Needs a GPU with `Hardware.has_e4m3`, or the CPU.
+    deterministic: each row depends on its row of x, on its experts and on the weights alone, to the bit.
+    """
     _check(x, weights, experts, gate_up, down, act)
-    for argument, bias, of in (("gate_up_bias", gate_up_bias, gate_up), ("down_bias", down_bias, down)):
-        if bias is not None:
-            if bias.shape != of.codes.shape[:2] or not bias.is_contiguous():
-                fail(argument, f"must be contiguous and {tuple(of.codes.shape[:2])}", bias.shape)
-            check_like(bias, argument, x, "x")
-    if onto is not None:
-        if onto.shape != x.shape:
-            fail("onto", f"must have the shape of x, {tuple(x.shape)}", onto.shape)
-        check_like(onto, "onto", x, "x")
-        check_last_dim(onto, "onto")
+    check_owned(owned, gate_up.codes.shape[0])
+    check_biases(x, gate_up_bias, down_bias, (gate_up.codes.shape[:2], down.codes.shape[:2]))
+    check_onto(onto, x)
     projections = QuantisedProjections(gate_up, down, gate_up_bias, down_bias, act, clamp)
+    if fp8_tokens and not gate_up.kind == down.kind == "fp8":
+        fail("fp8_tokens", "needs weights in fp8", f"{gate_up.kind} and {down.kind}")
     if on_triton(x):
-        return _kernel.experts(x, weights, experts, projections, onto)
-    return _experts(x, weights, experts, projections, onto, deterministic=deterministic)
+        kernel = _fp8_kernel if fp8_tokens else _kernel
+        return kernel.experts(x, weights, experts, projections, owned, onto, deterministic=deterministic)
+    return _experts(x, weights, experts, projections, owned, onto, fp8_tokens=fp8_tokens, deterministic=deterministic)
 
 
 def _experts(
@@ -109,22 +135,32 @@ def _experts(
     weights: Tensor,
     experts: Tensor,
     projections: QuantisedProjections,
+    owned: ExpertRange | None,
     onto: Tensor | None,
     *,
+    fp8_tokens: bool,
     deterministic: bool,
 ) -> Tensor:
     """Expert by expert, each with all of its tokens, or, if deterministic, these one by one."""
     gate_up, down, gate_up_bias, down_bias, name, clamp = projections
+
+    def numbers(tokens: Tensor, weight: ExpertWeight) -> Tensor:
+        return to_fp8(tokens, weight.rounding).dequantised() if fp8_tokens else tokens.float()
+
     act, chosen, pair_expert = ACTS[name], experts.shape[1], experts.flatten()
-    out = x.new_empty(pair_expert.shape[0], x.shape[1])
+    out, wide = x.new_zeros(pair_expert.shape[0], x.shape[1]), numbers(x, gate_up)
+    if owned is not None:
+        pair_expert = pair_expert - owned.first
     for expert in pair_expert.unique().tolist():
+        if not 0 <= expert < down.codes.shape[0]:
+            continue
         first, last = gate_up.dequantised(expert), down.dequantised(expert)
         biases = [None if bias is None else bias[expert].float() for bias in (gate_up_bias, down_bias)]
         pairs = (pair_expert == expert).nonzero().squeeze(1)
         for some in pairs.split(1) if deterministic else (pairs,):
-            gate, up = F.linear(x[some // chosen].float(), first, biases[0]).chunk(2, dim=-1)
-            inner = act(gate, up) if clamp is None else _clamped(gate, up, *clamp)
-            out[some] = F.linear(inner.to(x.dtype).float(), last, biases[1]).to(x.dtype)
+            gate, up = F.linear(wide[some // chosen], first, biases[0]).chunk(2, dim=-1)
+            inner = act(gate, up) if clamp is None else clamped(gate, up, *clamp)
+            out[some] = F.linear(numbers(inner.to(x.dtype), down), last, biases[1]).to(x.dtype)
     return weighted_sum(out.unflatten(0, (-1, chosen)), weights, onto)
 
 
@@ -140,13 +176,7 @@ def _check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: ExpertWeight, d
         fail("gate_up", "must have an even number of rows, gate and up", rows)
     _check_weight(gate_up, "gate_up", count, rows, x.shape[1])
     _check_weight(down, "down", count, x.shape[1], rows // 2)
-    for argument, tensor, dtype in (("weights", weights, torch.float32), ("experts", experts, torch.int32)):
-        if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.dtype != dtype or tensor.device != x.device:
-            fail(argument, f"must be [{x.shape[0]}, k] {dtype} on {x.device}", (tensor.dtype, *tensor.shape))
-        if not tensor.is_contiguous():
-            fail(argument, "must be contiguous", tensor.stride())
-    if weights.shape != experts.shape:
-        fail("weights", f"must have the shape of experts, {tuple(experts.shape)}", weights.shape)
+    check_pairs(x, weights, experts)
 
 
 def _check_weight(weight: ExpertWeight, argument: str, count: int, outputs: int, inputs: int) -> None:

@@ -22,9 +22,11 @@ from torch import Tensor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
+from ..experts.device_functions import activate, find_rows, find_tile
+from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, group, most_tiles
 from ..experts.plans import choose_rows, is_unsorted
-from ..experts.products_kernel import ACTS, _gated, combine
+from ..experts.products_kernel import activation_of, combine, first_and_number
 from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.plans import Tiles
 from . import plans
@@ -59,20 +61,6 @@ def decode_e2m1(numbers, DTYPE: tl.constexpr):
     """
     bits = ((numbers & 7) << 22) | ((numbers & 8) << 28)
     return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(DTYPE)
-
-
-@triton.jit
-def _find_tile(groups, experts_ptr, tile, most, FORM: tl.constexpr):
-    """(expert, first place, end of the expert's places) of a tile; nothing but places past the end if there is none."""
-    if FORM.grouped:
-        _, tiles_ptr, count_ptr = groups
-        real = tile < tl.load(count_ptr)
-        expert = tl.load(tiles_ptr + tile, mask=real, other=0)
-        first = tl.load(tiles_ptr + most + tile, mask=real, other=0)
-        end = tl.load(tiles_ptr + 2 * most + tile, mask=real, other=0)
-    else:
-        expert, first, end = tl.load(experts_ptr + tile), tile, tile + 1
-    return expert, first, end
 
 
 @triton.jit
@@ -115,9 +103,9 @@ def _add_bytes(acc, codes_ptr, row_pointers, x, second, start, inputs, half, dep
 
 @triton.jit(do_not_specialize=["most"])
 def _quantised_experts_kernel(
-    x_ptr, weight, bias_ptr, y_ptr, experts_ptr, groups, x_stride, sizes, most, FORM: tl.constexpr
+    x_ptr, weight, bias_ptr, y_ptr, experts_ptr, owned, groups, x_stride, sizes, most, FORM: tl.constexpr
 ):
-    """weight: (codes, scales, zeros or None). groups: of `Groups`, or None. most: tiles that there is room for.
+    """weight: (codes, scales, zeros or None). owned, groups, most: as for `find_tile`.
 
     sizes: (K, outputs, bytes of a row, an expert's rows of scales, groups of a row).
     """
@@ -128,18 +116,13 @@ def _quantised_experts_kernel(
     wait_for_predecessor(FORM.overlap)
     column_tiles = tl.cdiv(outputs, OUTPUTS)
     tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
-    expert, first, end = _find_tile(groups, experts_ptr, tile, most, FORM)
+    expert, first, end = find_tile(groups, experts_ptr, owned, tile, most, FORM)
     if first >= end:
         return
-    place = first + tl.arange(0, TILES.tokens)
-    real = place < end
-    pair = place
-    if FORM.grouped:
-        pair = tl.load(groups[0] + place, mask=real, other=0)
+    real, source, target = find_rows(groups, first, end, FORM)
+    own_rows = outputs
     if FORM.act is not None:
-        source, target, own_rows = pair // FORM.top_k, place, 2 * outputs
-    else:
-        source, target, own_rows = place, pair, outputs
+        own_rows = 2 * outputs
     output = column_tile * OUTPUTS + tl.arange(0, OUTPUTS)
     depth = tl.arange(0, TILES.depth)[None, :]
     # Rows past the end repeat the last one and are not stored.
@@ -174,20 +157,26 @@ def _quantised_experts_kernel(
     if FORM.act is not None:
         if bias_ptr is not None:
             bias_ptr += outputs
-        y = _gated(y, sums(up_acc, bias_ptr, column, outputs, TILES), FORM)
+        y = activate(y, sums(up_acc, bias_ptr, column, outputs, TILES), FORM)
     target_ptr = y_ptr + target.to(tl.int64)[:, None] * outputs + column
     tl.store(target_ptr, y.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column < outputs))
 
 
 def multiply(
-    x: Tensor, projections: QuantisedProjections, experts: Tensor, groups: Groups | None, tiles: Tiles, *, gated: bool
+    x: Tensor,
+    projections: QuantisedProjections,
+    experts: Tensor,
+    groups: Groups | None,
+    tiles: Tiles,
+    *,
+    gated: bool,
+    owned: ExpertRange | None = None,
 ) -> Tensor:
     """h of x [T, H] if `gated`, z of h [P, I] otherwise; experts [T, k] and their groups, if any.
 
     tiles: its tokens are the rows of a tile of the groups.
     """
     weight, bias = (projections[0], projections[2]) if gated else (projections[1], projections[3])
-    act = "clamped" if projections.clamp else ACTS.get(projections.act, "gelu_tanh")
     count, rows, num_bytes = weight.codes.shape
     outputs = rows // 2 if gated else rows
     y = torch.empty((experts.numel(), outputs), dtype=x.dtype, device=x.device)
@@ -195,8 +184,7 @@ def multiply(
     gpu = hardware(x.device)
     form = Form(
         tiles,
-        act if gated else None,
-        *(projections.clamp if gated and projections.clamp else (0.0, 0.0)),
+        *activation_of(projections.act, projections.clamp, gated=gated),
         experts.shape[1],
         groups is not None,
         weight.kind,
@@ -214,6 +202,7 @@ def multiply(
         bias,
         y,
         experts,
+        first_and_number(owned, count),
         groups,
         x.stride(0),
         sizes,
@@ -225,18 +214,29 @@ def multiply(
 
 
 def experts(
-    x: Tensor, weights: Tensor, experts: Tensor, projections: QuantisedProjections, onto: Tensor | None
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    projections: QuantisedProjections,
+    owned: ExpertRange | None,
+    onto: Tensor | None,
+    *,
+    deterministic: bool,
 ) -> Tensor:
     """y of checked arguments."""
     if not x.numel():
         return torch.empty_like(x)
-    (tokens, top_k), num_experts, dtype = experts.shape, projections.down.codes.shape[0], x.dtype
+    (tokens, top_k), num_here, dtype = experts.shape, projections.down.codes.shape[0], x.dtype
+    num_experts = num_here if owned is None else owned.total
     unsorted = is_unsorted(tokens, top_k, num_experts)
     rows = choose_rows(tokens * top_k, num_experts, dtype, unsorted=unsorted)
-    groups = None if unsorted else group(experts, num_experts, rows)
-    gpu = hardware(x.device)
-    first = plans.choose_expert_tiles(rows, projections.gate_up.group, dtype, gpu, gated=True)
-    last = plans.choose_expert_tiles(rows, projections.down.group, dtype, gpu, gated=False)
-    h = multiply(x, projections, experts, groups, first, gated=True)
-    z = multiply(h, projections, experts, groups, last, gated=False)
-    return combine(z, weights, onto)
+    groups = None if unsorted else group(experts, num_here, rows, None if owned is None else owned.first)
+    first, last = (
+        plans.choose_expert_tiles(
+            rows, weight.group, dtype, hardware(x.device), gated=gated, deterministic=deterministic
+        )
+        for weight, gated in ((projections.gate_up, True), (projections.down, False))
+    )
+    h = multiply(x, projections, experts, groups, first, gated=True, owned=owned)
+    z = multiply(h, projections, experts, groups, last, gated=False, owned=owned)
+    return combine(z, weights, onto, experts, first_and_number(owned, num_here))

@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
-from ..linear.device_functions import no_sums, sums
+from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.invariant_kernel import can_copy, program_tiles
 from ..linear.plans import Tiles
 from . import plans
@@ -58,24 +58,25 @@ def decode_e4m3(codes, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _products(acc, weights, x, FORM: tl.constexpr):
-    """acc plus the products of weights [outputs, depth] and x [tokens, depth], both of each slice."""
-    TILES: tl.constexpr = FORM.tiles
+def add_fp8_products(acc, weights, x, TILES: tl.constexpr):
+    """acc plus the products of weights [outputs, depth] and x [tokens, depth] in e4m3, both of each slice."""
     PART: tl.constexpr = TILES.depth // TILES.slices
-    if FORM.wide:
-        weights = decode_e4m3(weights, x.dtype)
-        if TILES.slices > 1:
-            return tl.dot(x, tl.permute(weights, (0, 2, 1)), acc, input_precision="ieee")
-        elif TILES.weights_first:
-            return tl.dot(weights, tl.trans(x), acc, input_precision="ieee")
-        else:
-            return tl.dot(x, tl.trans(weights), acc, input_precision="ieee")
-    elif TILES.slices > 1:
+    if TILES.slices > 1:
         return tl.dot(x, tl.permute(weights, (0, 2, 1)), acc, max_num_imprecise_acc=PART)
     elif TILES.weights_first:
         return tl.dot(weights, tl.trans(x), acc, max_num_imprecise_acc=PART)
     else:
         return tl.dot(x, tl.trans(weights), acc, max_num_imprecise_acc=PART)
+
+
+@triton.jit
+def _products(acc, weights, x, FORM: tl.constexpr):
+    """The same of x in e4m3, or, if wide, of x as it is and weights that become such numbers."""
+    TILES: tl.constexpr = FORM.tiles
+    if FORM.wide:
+        return add_products(acc, decode_e4m3(weights, x.dtype), x, TILES)
+    else:
+        return add_fp8_products(acc, weights, x, TILES)
 
 
 @triton.jit

@@ -57,11 +57,15 @@ def scales_of(peaks, static_ptr):
 
 
 @triton.jit
+def codes_of(y, scales):
+    """y / scales as the bytes of e4m3 numbers."""
+    return encode_fp8(y * tl.div_rn(tl.zeros_like(scales) + 1.0, scales), 1.0, False)
+
+
+@triton.jit
 def _store_codes(y, scales, codes_ptr, element, FORM: tl.constexpr):
     """A tile of one row, whose groups have these scales."""
-    inverse = tl.div_rn(tl.zeros_like(scales) + 1.0, scales)
-    wide = tl.reshape(y, [FORM.tile // FORM.group, FORM.group]) * inverse
-    codes = tl.reshape(encode_fp8(wide, 1.0, False), [FORM.tile])
+    codes = tl.reshape(codes_of(tl.reshape(y, [FORM.tile // FORM.group, FORM.group]), scales), [FORM.tile])
     tl.store(codes_ptr + element, codes, mask=element < FORM.dim)
 
 

@@ -22,14 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cache.fp8 import encode_fp8
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
 from . import plans
 from .fp8 import Fp8Weight, Rounding
 from .fp8_product_kernel import decode_e4m3
-from .fp8_rows_kernel import scales_of
+from .fp8_rows_kernel import codes_of, scales_of
 
 Norm = tuple[Tensor | None, Tensor | None, float]  # (residual, weight, eps), none of them without a weight
 
@@ -99,8 +98,7 @@ def _fp8_vector_kernel(
     wait_for_predecessor(FORM.overlap)
     wide = tl.reshape(_token(x_ptr, norm, total_ptr, depth, inside, FORM), [COUNT, FORM.group])
     token_scales = scales_of(tl.max(tl.abs(wide), 1, keep_dims=True), static_ptr)
-    inverse = tl.div_rn(tl.zeros_like(token_scales) + 1.0, token_scales)
-    values = decode_e4m3(encode_fp8(wide * inverse, 1.0, False), tl.float32)
+    values = decode_e4m3(codes_of(wide, token_scales), tl.float32)
     y = _multiply(codes, values, scales_ptr, row, scale_stride, token_scales, FORM)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)
@@ -111,15 +109,25 @@ def _fp8_vector_kernel(
 
 
 def linear_fp8_vector(
-    x: Tensor, norm: Norm, how: Rounding, weight: Fp8Weight, bias: Tensor | None, *, gated: bool
+    x: Tensor,
+    norm: Norm,
+    how: Rounding,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    *,
+    gated: bool,
+    choice: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(y, total) of checked arguments, total being x where there is no residual."""
+    """(y, total) of checked arguments, total being x where there is no residual.
+
+    choice: outputs and warps of a program; None for those of the plan.
+    """
     inputs, rows = x.shape[1], weight.values.shape[0]
     outputs = rows // 2 if gated else rows
     y = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     total = x if norm[0] is None else torch.empty_like(x)
     padded = triton.next_power_of_2(max(inputs, weight.group or 1))
-    program_rows, num_warps = plans.choose_fp8_vector(padded, gated=gated)
+    program_rows, num_warps = choice or plans.choose_fp8_vector(padded, gated=gated)
     overlap = hardware(x.device).can_overlap
     form = Form(inputs, padded, program_rows, weight.group or padded, weight.rows, gated, overlap)
     launch(_fp8_vector_kernel, (triton.cdiv(outputs, program_rows),))(

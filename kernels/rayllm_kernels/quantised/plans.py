@@ -143,21 +143,42 @@ def fixed_int4_tiles(group: int | None, dtype: torch.dtype) -> Tiles:
     return Tiles(64, 64, min(int4_depth(group), 64), 4, 3, True)
 
 
-# ---- experts: `experts_kernel` ----
+# ---- experts: `experts_kernel`, and `fp8_experts_kernel` for tokens in fp8 ----
 
 
-def choose_expert_tiles(rows: int, group: int | None, dtype: torch.dtype, gpu: Hardware, *, gated: bool) -> Tiles:
-    """Of so many rows; the depth, for 4 bits in bytes, is of inputs that share a scale.
+def choose_expert_tiles(
+    rows: int, group: int | None, dtype: torch.dtype, gpu: Hardware, *, gated: bool, deterministic: bool = False
+) -> Tiles:
+    """Of so many rows, for tokens that stay in `dtype`; the depth (of 4 bits: bytes) is of inputs that share a scale.
 
     Weights come first: Hopper's instruction takes them from the registers in which they become floats. gated: a program
-    has so many outputs of gate and as many of up.
+    has so many outputs of gate and as many of up. deterministic: one depth for any number of rows, as scales meet a
+    sum at the end of each.
     """
     if dtype == torch.float32:  # no tensor cores in exact fp32
         return Tiles(rows, 32, 32, 4, 2, False)
-    depth = min(128, group or 128)
-    if rows <= 32:
-        return Tiles(rows, 64, depth, 4, 3, True)
     # Before Hopper, both operands and two sums of a gated product are in registers, and would spill.
     in_registers = gpu.capability is not None and gpu.capability < (9, 0)
-    num_warps, most = 8 if gated or rows == 128 else 4, 32 if gated and in_registers else 64
-    return Tiles(rows, 64 if gated or rows == 64 else 128, min(depth, most), num_warps, 3, True)
+    deepest = min(128, group or 128)
+    depth = min(deepest, 32 if gated and in_registers else 64)
+    if rows <= 32:
+        return Tiles(rows, 64, depth if deterministic else deepest, 4, 3, True)
+    num_warps = 8 if gated or rows == 128 else 4
+    return Tiles(rows, 64 if gated or rows == 64 else 128, depth, num_warps, 3, True)
+
+
+FIXED_FP8_EXPERT_ROWS = 64  # in the deterministic mode, for any number of tokens, see `fixed_fp8_tiles`
+
+
+def choose_fp8_expert_tiles(rows: int, depth: int, *, gated: bool, unsorted: bool) -> Tiles:
+    """Of so many rows, for tokens in fp8; depth: inputs of a token that share a scale.
+
+    unsorted: each pair is a tile, of which there are few: narrow ones. Else what goes into the last product is rounded
+    by whoever makes it, so that a gated product has whole groups of outputs, 128. Weights come first for few rows, as
+    in `choose_fp8_tiles`. For many, a gated product has three tiles of sums in registers.
+    """
+    if unsorted:
+        return Tiles(16, 32, depth, 4, 5, False) if gated else Tiles(16, 64, depth, 4, 5, True)
+    if rows <= 32:
+        return Tiles(rows, 128, depth, 4, 3 if gated else 4, True)
+    return Tiles(rows, 128, depth, 8, 4, False, copied=True)

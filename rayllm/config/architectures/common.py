@@ -13,6 +13,7 @@ MAX_HEAD_DIM = 512  # of the attention kernels
 DTYPES = ("float32", "bfloat16", "float16")
 GATED_ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = (*GATED_ACTIVATIONS, "relu")
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # kinds of layers in layer_types
 
 
 def split_hidden(config: JsonFields, hidden_size: int, num_heads: int) -> int:
@@ -34,6 +35,25 @@ def check_top_k(config: JsonFields, top_k: int, num_experts: int) -> int:
     if top_k > num_experts:
         raise ModelError(f"{config.file}: num_experts_per_tok {top_k} is more than the {num_experts} experts")
     return top_k
+
+
+def layer_kinds(
+    config: JsonFields, num_layers: int, supported: tuple[str, ...], default: list[str], name: str = "layer_types"
+) -> list[str]:
+    """The kind of each layer, by the list `name`. default: those of a file without it. Raises ModelError."""
+    kinds = config.get(name)
+    if kinds is None:
+        return default
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ModelError(f"{config.file}: {name} must be a list of num_hidden_layers, {num_layers}")
+    return [config.one_of(name, kind, supported) for kind in kinds]
+
+
+def windows_of(config: JsonFields, num_layers: int, window: int | None, default: list[bool]) -> tuple[int | None, ...]:
+    """`window` for the layers that layer_types calls sliding. default: which those are if it is absent."""
+    supported = (FULL, SLIDING) if window else (FULL,)
+    kinds = layer_kinds(config, num_layers, supported, [SLIDING if slides else FULL for slides in default])
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def decoder_fields(
@@ -72,13 +92,15 @@ def make_spec(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     vocab_size: int | None = None,
+    eos_token_ids: list[int],
     bias: bool = False,
     **rest: Any,
 ) -> ModelSpec:
     """A spec of these fields, its heads checked. By default each head has its own KV, and a share of hidden_size.
 
-    vocab_size: where config.json does not say it. bias: of all projections for which rest does not say it.
-    rest: further fields of ModelSpec; by default no layer has a sliding window.
+    vocab_size: where config.json does not say it. eos_token_ids: those beyond the vocabulary are left out, as they can
+    never come. bias: of all projections for which rest does not say it. rest: further fields of ModelSpec; by default
+    no layer has a sliding window.
     """
     num_kv_heads = num_kv_heads or num_heads
     head_dim = head_dim or split_hidden(config, hidden_size, num_heads)
@@ -90,13 +112,15 @@ def make_spec(
         raise ModelError(f"{config.file}: head_dim {head_dim} is more than the {MAX_HEAD_DIM} that attention supports")
     dtype = config.text("dtype", config.text("torch_dtype", "float32")).removeprefix("torch.")
     defaults = dict.fromkeys(("qkv_bias", "attention_out_bias", "mlp_bias"), bias)
+    vocab_size = config.size("vocab_size", vocab_size)
     return ModelSpec(
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=config.size("vocab_size", vocab_size),
+        vocab_size=vocab_size,
+        eos_token_ids=[token for token in eos_token_ids if token < vocab_size],
         dtype=config.one_of("dtype", dtype, DTYPES),
         **{"sliding_windows": (None,) * num_layers} | defaults | rest,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rayllm.config.architectures.common import MAX_HEAD_DIM, check_top_k, decoder_fields, whole_number
+from rayllm.config.architectures.common import MAX_HEAD_DIM, check_top_k, decoder_fields, layer_kinds, whole_number
 from rayllm.config.architectures.glm4_moe import draft_layers, grouped_router
 from rayllm.config.json_fields import JsonFields
 from rayllm.config.model_spec import ExpertsSpec, LatentSpec, RouterSpec
@@ -212,12 +212,9 @@ def _v2_router(config: JsonFields, num_experts: int, top_k: int) -> RouterSpec:
 
 
 def _lite_sparse_layers(config: JsonFields, num_layers: int) -> tuple[bool, ...]:
-    kinds = config.get("mlp_layer_types")
-    if kinds is None:
-        kinds = ["dense"] + ["sparse"] * (num_layers - 1)
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError(f"{config.file}: mlp_layer_types must be a list of as many as num_hidden_layers, {num_layers}")
-    sparse = tuple(config.one_of("mlp_layer_types", kind, ("dense", "sparse")) == "sparse" for kind in kinds)
+    default = ["dense"] + ["sparse"] * (num_layers - 1)
+    kinds = layer_kinds(config, num_layers, ("dense", "sparse"), default, "mlp_layer_types")
+    sparse = tuple(kind == "sparse" for kind in kinds)
     dense = config.get("first_k_dense_replace")
     if dense is not None and tuple(layer >= dense for layer in range(num_layers)) != sparse:
         raise ModelError(f"{config.file}: first_k_dense_replace {dense} and mlp_layer_types differ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayllm.config.architectures.common import GATED_ACTIVATIONS
+from rayllm.config.architectures.common import FULL, GATED_ACTIVATIONS, SLIDING, layer_kinds
 from rayllm.config.json_fields import JsonFields
 from rayllm.config.known_keys import refuse_unknown
 from rayllm.config.model_spec import NormNames
@@ -12,7 +12,6 @@ from rayllm.config.rope import RopeSpec, parse_rope
 from rayllm.errors import ModelError
 
 NORM_NAMES = NormNames("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def parse_gemma2(config: JsonFields, _architecture: str) -> dict[str, Any]:
@@ -73,13 +72,9 @@ def _shared(config: JsonFields, max_position: int, vocab_size: int) -> dict[str,
 
 def _windows(config: JsonFields, num_layers: int, pattern: int) -> tuple[int | None, ...]:
     """By layer_types, or for all layers but every pattern-th."""
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError(f"{config.file}: layer_types must be a list of num_hidden_layers, {num_layers}")
-    has_windows = any(config.one_of("layer_types", kind, (FULL, SLIDING)) == SLIDING for kind in kinds)
-    if has_windows and config.is_null("sliding_window"):
+    default = [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
+    kinds = layer_kinds(config, num_layers, (FULL, SLIDING), default)
+    if SLIDING in kinds and config.is_null("sliding_window"):
         raise ModelError(f"{config.file}: sliding_window must be a positive integer where layers slide, not null")
     window = config.size("sliding_window", 4096)
     if (other := config.size("sliding_window_size", window)) != window:  # an older name, which stands beside the other

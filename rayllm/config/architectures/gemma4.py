@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayllm.config.architectures.common import GATED_ACTIVATIONS, MAX_HEAD_DIM
+from rayllm.config.architectures.common import FULL, GATED_ACTIVATIONS, MAX_HEAD_DIM, SLIDING, layer_kinds
 from rayllm.config.json_fields import JsonFields
 from rayllm.config.known_keys import refuse_unknown
 from rayllm.config.model_spec import ExpertsSpec, Gemma4Spec, RouterSpec
 from rayllm.config.rope import RopeSpec
 from rayllm.errors import ModelError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 ROPES: dict[str, dict[str, Any]] = {  # where config.json has none
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -82,12 +81,8 @@ def _parse(config: JsonFields, max_position: int, window: int) -> dict[str, Any]
 
 def _layer_types(config: JsonFields, num_layers: int) -> list[str]:
     """transformers takes the last layer for a full one, whatever config.json says."""
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = [SLIDING if (layer + 1) % PATTERN else FULL for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError(f"{config.file}: layer_types must be a list of num_hidden_layers, {num_layers}")
-    return [*(config.one_of("layer_types", kind, (FULL, SLIDING)) for kind in kinds[:-1]), FULL]
+    default = [SLIDING if (layer + 1) % PATTERN else FULL for layer in range(num_layers)]
+    return [*layer_kinds(config, num_layers, (FULL, SLIDING), default)[:-1], FULL]
 
 
 def _whole_heads(config: JsonFields, kinds: list[str], own: tuple[int, int]) -> tuple[int, int]:

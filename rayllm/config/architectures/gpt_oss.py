@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayllm.config.architectures.common import check_top_k, decoder_fields, whole_number
+from rayllm.config.architectures.common import check_top_k, decoder_fields, whole_number, windows_of
 from rayllm.config.json_fields import JsonFields
 from rayllm.config.model_spec import ExpertsSpec, RouterSpec
 from rayllm.errors import ModelError
@@ -49,12 +49,7 @@ def parse(config: JsonFields, _architecture: str) -> dict[str, Any]:
 
 
 def _sliding_windows(config: JsonFields, num_layers: int) -> tuple[int | None, ...]:
-    window, kinds = config.size("sliding_window", 128), config.get("layer_types")
+    window = config.size("sliding_window", 128)
     if config.is_null("sliding_window"):
         raise ModelError(f"{config.file}: sliding_window must be a positive integer, not null")
-    if kinds is None:
-        return tuple(window if layer % 2 == 0 else None for layer in range(num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError(f"{config.file}: layer_types must be a list of as many as num_hidden_layers, {num_layers}")
-    supported = ("full_attention", "sliding_attention")
-    return tuple(window if config.one_of("layer_types", kind, supported) == supported[1] else None for kind in kinds)
+    return windows_of(config, num_layers, window, [layer % 2 == 0 for layer in range(num_layers)])

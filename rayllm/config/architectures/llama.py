@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayllm.config.architectures.common import decoder_fields
+from rayllm.config.architectures.common import decoder_fields, windows_of
 from rayllm.config.json_fields import JsonFields
 from rayllm.errors import ModelError
 
@@ -54,16 +54,3 @@ def layer_windows(config: JsonFields, num_layers: int, *, first: int = 28) -> tu
     first = config.integer("max_window_layers", first)
     window = window if config.flag("use_sliding_window", False) else None
     return windows_of(config, num_layers, window, [layer >= first for layer in range(num_layers)])
-
-
-def windows_of(config: JsonFields, num_layers: int, window: int | None, default: list[bool]) -> tuple[int | None, ...]:
-    """`window` for the layers that layer_types calls sliding. default: which those are if it is absent."""
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return tuple(window if slides else None for slides in default)
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError(f"{config.file}: layer_types must be a list of as many as num_hidden_layers, {num_layers}")
-    supported = ("full_attention", "sliding_attention") if window else ("full_attention",)
-    return tuple(
-        window if config.one_of("layer_types", kind, supported) == "sliding_attention" else None for kind in kinds
-    )

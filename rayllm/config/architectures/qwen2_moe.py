@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayllm.config.architectures.common import check_top_k, decoder_fields
-from rayllm.config.architectures.llama import windows_of
+from rayllm.config.architectures.common import check_top_k, decoder_fields, windows_of
 from rayllm.config.architectures.qwen3_moe import sparse_layers
 from rayllm.config.json_fields import JsonFields
 from rayllm.config.model_spec import ExpertsSpec, RouterSpec

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayllm.config.architectures.common import check_top_k, decoder_fields, whole_number
+from rayllm.config.architectures.common import FULL, LINEAR, check_top_k, decoder_fields, layer_kinds, whole_number
 from rayllm.config.architectures.qwen3_moe import sparse_layers
 from rayllm.config.json_fields import JsonFields
 from rayllm.config.model_spec import ExpertsSpec, GatedDeltaSpec, RouterSpec
 from rayllm.errors import ModelError
 
-LINEAR, FULL = "linear_attention", "full_attention"
 # What transformers' classes compute anyway, whatever these keys say; other code may not.
 FIXED = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
 DRAFTS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # of layers that guess, which are left out
@@ -85,12 +84,8 @@ def _gated_delta(config: JsonFields, num_layers: int, grouped: bool) -> GatedDel
 def _linear_layers(config: JsonFields, num_layers: int) -> tuple[bool, ...]:
     """By layer_types, or all but every full_attention_interval-th."""
     interval = config.size("full_attention_interval", 4)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError(f"{config.file}: layer_types must be a list of num_hidden_layers, {num_layers}")
-    linear = tuple(config.one_of("layer_types", kind, (FULL, LINEAR)) == LINEAR for kind in kinds)
+    default = [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
+    linear = tuple(kind == LINEAR for kind in layer_kinds(config, num_layers, (FULL, LINEAR), default))
     if all(linear):
         raise ModelError(f"{config.file}: layer_types (by full_attention_interval) must have a layer of {FULL}")
     return linear

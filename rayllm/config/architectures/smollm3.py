@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayllm.config.architectures.common import decoder_fields
+from rayllm.config.architectures.common import decoder_fields, windows_of
 from rayllm.config.json_fields import JsonFields
 from rayllm.errors import ModelError
 
@@ -39,12 +39,4 @@ def _windows(config: JsonFields, rope_layers: tuple[bool, ...]) -> tuple[int | N
     """By layer_types, or for all layers without rope."""
     window = None if config.get("sliding_window") is None else config.size("sliding_window")
     window = window if config.flag("use_sliding_window", False) else None
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return tuple(None if has_rope else window for has_rope in rope_layers)
-    if not isinstance(kinds, list) or len(kinds) != len(rope_layers):
-        raise ModelError(f"{config.file}: layer_types must be a list of num_hidden_layers, {len(rope_layers)}")
-    supported = ("full_attention", "sliding_attention") if window else ("full_attention",)
-    return tuple(
-        window if config.one_of("layer_types", kind, supported) == "sliding_attention" else None for kind in kinds
-    )
+    return windows_of(config, len(rope_layers), window, [not has_rope for has_rope in rope_layers])

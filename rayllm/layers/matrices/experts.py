@@ -14,6 +14,7 @@ from rayllm.layers.matrices.fp8 import Granule, granule_of
 from rayllm.layers.matrices.matrix import Piece
 from rayllm.layers.weights import Span, WeightSource
 from rayllm_kernels import ops
+from rayllm_kernels.device import hardware
 from rayllm_kernels.quantised.experts import GROUPS, Kind
 from rayllm_kernels.quantised.formats import Numbers
 from rayllm_kernels.quantised.int4 import half_of, pack_int4
@@ -35,16 +36,51 @@ class ExpertShapes(NamedTuple):
     turns: bool
 
 
-class QuantisedExperts:
-    """gate_up [E, 2 * I / tp, H] and down [E, H, I / tp], an expert's rows of gate before those of up.
+class ExpertPart(NamedTuple):
+    """What a rank has: which experts, and of each which inner width, all of one or of the other."""
 
-    parameters: by name, for the layer to register.
+    experts: Span
+    inner: Span
+
+    @classmethod
+    def of(cls, context: BuildContext, num_experts: int, inner_size: int) -> ExpertPart:
+        """Raises ValueError if the ranks cannot share the width evenly, where they share that."""
+        rank, size = context.tp.rank, context.tp.size
+        if context.expert_parallel:
+            first, end = (num_experts * each // size for each in (rank, rank + 1))
+            return cls(Span(first, end, num_experts), Span(0, inner_size, inner_size))
+        shard = context.shard(inner_size, "an expert's intermediate size")
+        return cls(Span(0, num_experts, num_experts), Span(rank * shard, (rank + 1) * shard, inner_size))
+
+    @property
+    def count(self) -> int:
+        """Experts that are here."""
+        return self.experts.stop - self.experts.start
+
+    @property
+    def owned(self) -> ops.ExpertRange | None:
+        """As the products take it: None if all experts are here."""
+        first, _, total = self.experts
+        return None if self.count == total else ops.ExpertRange(first, total)
+
+    def leave_others(self, source: WeightSource, prefix: str) -> None:
+        """Other ranks' experts, whose modules are called so and by their numbers, are not for this one to read."""
+        for number in range(self.experts.size):
+            if not self.experts.start <= number < self.experts.stop:
+                source.leave(f"{prefix}{number}")
+
+
+class QuantisedExperts:
+    """gate_up [E, 2 * I, H] and down [E, H, I] of the rank's part, an expert's rows of gate before those of up.
+
+    parameters: by name, for the layer to register. fp8_tokens: as for `ops.experts_quantised`; where the checkpoint
+    says that activations are rounded, and the GPU multiplies fp8, or a CPU.
     """
 
-    def __init__(self, context: BuildContext, shapes: ExpertShapes, prefix: str, found: WeightFormat):
-        self.shapes, self.prefix, self.found = shapes, prefix, found
-        self.shard = context.shard(shapes.inner_size, "an expert's intermediate size")
-        self.inner = Span(context.tp.rank * self.shard, (context.tp.rank + 1) * self.shard, shapes.inner_size)
+    def __init__(self, context: BuildContext, shapes: ExpertShapes, part: ExpertPart, prefix: str, found: WeightFormat):
+        self.shapes, self.part, self.prefix, self.found = shapes, part, prefix, found
+        self.inner, self.shard = part.inner, part.inner.stop - part.inner.start
+        self.fp8_tokens = found.storage == "fp8" and found.activations is not None and hardware(context.device).has_e4m3
         self.parameters: dict[str, nn.Parameter] = {}
         hidden, granules = shapes.hidden_size, _granules(shapes, self.inner, found)
         assert granules is not None
@@ -52,41 +88,42 @@ class QuantisedExperts:
         self.down = self._weight(context, "down", hidden, self.shard, granules[1])
 
     @classmethod
-    def make(cls, context: BuildContext, shapes: ExpertShapes) -> QuantisedExperts | None:
+    def make(cls, context: BuildContext, shapes: ExpertShapes, part: ExpertPart) -> QuantisedExperts | None:
         """None if the experts are not quantised, or no product is there for their format and the rank's part."""
         for name in shapes.names:
             prefix = f"{context.prefix}{name}."
             modules = ["gate_up_proj", "down_proj"] if shapes.turns else [f"0.{each}" for each in shapes.projections]
             formats = [context.format_of(prefix + module) for module in modules]
-            found, shard = formats[0], shapes.inner_size // context.tp.size
-            inner = Span(context.tp.rank * shard, (context.tp.rank + 1) * shard, shapes.inner_size)
+            found = formats[0]
             if found is None or any(each != found for each in formats):
                 continue
-            return None if _granules(shapes, inner, found) is None else cls(context, shapes, prefix, found)
+            return None if _granules(shapes, part.inner, found) is None else cls(context, shapes, part, prefix, found)
         return None
 
     def load(self, source: WeightSource) -> None:
         """Fill the parameters, expert by expert."""
-        hidden, count = self.shapes.hidden_size, self.shapes.num_experts
+        hidden, experts = self.shapes.hidden_size, self.part.experts
         whole = Span(0, hidden, hidden)
-        for expert in range(count):
+        for own, number in enumerate(range(experts.start, experts.stop)):
             if self.shapes.turns:
-                one = Span(expert, expert + 1, count)
+                one = Span(number, number + 1, experts.size)
                 both = Span(*(2 * border for border in self.inner))
                 codes, scales = source.expert_codes(f"{self.prefix}gate_up_proj", one, both, whole)
                 for half in range(2):
-                    own = codes[0, half::2], scales[0, half::2]
-                    self._write_codes(source, self.gate_up, expert, half * self.shard, *own)
+                    rows = codes[0, half::2], scales[0, half::2]
+                    self._write_codes(source, self.gate_up, own, half * self.shard, *rows)
                 codes, scales = source.expert_codes(f"{self.prefix}down_proj", one, whole, self.inner)
-                self._write_codes(source, self.down, expert, 0, codes[0], scales[0])
+                self._write_codes(source, self.down, own, 0, codes[0], scales[0])
                 continue
-            *gate_and_up, down = (f"{self.prefix}{expert}.{name}" for name in self.shapes.projections)
+            *gate_and_up, down = (f"{self.prefix}{number}.{name}" for name in self.shapes.projections)
             for half, module in enumerate(gate_and_up):
-                self._write(source, self.gate_up, expert, half * self.shard, source.numbers(module, self.inner, whole))
-            self._write(source, self.down, expert, 0, source.numbers(down, whole, self.inner))
+                self._write(source, self.gate_up, own, half * self.shard, source.numbers(module, self.inner, whole))
+            self._write(source, self.down, own, 0, source.numbers(down, whole, self.inner))
+        if not self.shapes.turns:
+            self.part.leave_others(source, self.prefix)
 
     def _weight(self, context: BuildContext, name: str, rows: int, columns: int, granule: Granule) -> ops.ExpertWeight:
-        kind, count = KINDS[self.found.storage], self.shapes.num_experts
+        kind, count = KINDS[self.found.storage], self.part.count
         num_bytes = columns if kind == "fp8" else half_of(columns, granule.group)
         groups = 1 if granule.group is None else -(-columns // granule.group)
         scales = (count, -(-rows // granule.rows), groups)

@@ -11,13 +11,14 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from rayllm import timeouts
-from rayllm.errors import EngineDeadError, InvalidRequestError, RayllmError
+from rayllm.errors import EngineDeadError, InvalidRequestError, ModelError, RayllmError
+from rayllm.executor.checkpoints import fetch_adapter
 from rayllm.serve.cluster.directory import EngineMember, LoraRecord, View, adapters_known
 
 POLL_S = timeouts.REGISTER_S / 10
@@ -32,6 +33,10 @@ class AdapterDriver(Protocol):
     def unload_adapter(self, name: str) -> None: ...
 
 
+# (an adapter's folder, Ray's ids of nodes that have it): brings the folder here if it lacks. Blocks.
+Fetch = Callable[[str, Sequence[str]], object]
+
+
 class Deciding(Protocol):
     """What `FrontAdapters` needs of a `DirectoryLink`. The call blocks."""
 
@@ -44,16 +49,20 @@ class ReplicaAdapters:
     at_start: the names of those that it has from its options. versions, errors: as `EngineMember` has them.
     """
 
-    def __init__(self, model: str, driver: AdapterDriver, at_start: Iterable[str]):
-        self._model, self._driver = model, driver
+    def __init__(self, model: str, driver: AdapterDriver, at_start: Iterable[str], fetch: Fetch = fetch_adapter):
+        self._model, self._driver, self._fetch = model, driver, fetch
         self.versions: dict[str, int] = dict.fromkeys(at_start, 0)
         self.errors: dict[int, str] = {}
         self._working: asyncio.Task[None] | None = None
         self._records: list[LoraRecord] = []
+        self._engines: list[EngineMember] = []
+        self._launches: list[str] = []  # Ray's ids of their nodes
 
-    def update(self, records: list[LoraRecord]) -> None:
+    def update(self, view: View) -> None:
         """Take in what the directory has; what there is to do is done beside."""
-        self._records = [record for record in records if record.model == self._model]
+        self._records = [record for record in view.adapters or [] if record.model == self._model]
+        self._engines = [engine for engine in view.engines if engine.model == self._model]
+        self._launches = [launch.node_id for launch in view.launches]
         wanted = {record.version for record in self._records if record.path}
         self.errors = {version: reason for version, reason in self.errors.items() if version in wanted}
         if self._next() is not None and (self._working is None or self._working.done()):
@@ -75,6 +84,9 @@ class ReplicaAdapters:
                     await asyncio.to_thread(self._driver.unload_adapter, name)
                     self.versions = {each: version for each, version in self.versions.items() if each != name}
                 if record.path and record.version not in self.errors:
+                    others = [each.node_id for each in self._engines if each.adapters.get(name) == record.version]
+                    may_have_it = [record.node_id, *self._launches, *others]
+                    await asyncio.to_thread(self._fetch, record.path, may_have_it)
                     await asyncio.to_thread(self._driver.load_adapter, name, record.path)
                     self.versions = self.versions | {name: record.version}
             except EngineDeadError:
@@ -90,11 +102,20 @@ class FrontAdapters:
     """The adapters of one model, as an API server knows them.
 
     at_start: the names and paths of those that all engines have from their options. directory: where changes are
-    written.
+    written. node_id: Ray's id of this node. find: the folder of a path or of a name on the hub, see `local_adapter`.
     """
 
-    def __init__(self, model: str, enabled: bool, at_start: Mapping[str, str], directory: Deciding | None):
+    def __init__(
+        self,
+        model: str,
+        enabled: bool,
+        at_start: Mapping[str, str],
+        directory: Deciding | None,
+        node_id: str = "",
+        find: Callable[[str], str] = str,
+    ):
         self._model, self._enabled, self._directory = model, enabled, directory
+        self._node_id, self._find = node_id, find
         self._at_start = dict(at_start)
         self._records: dict[str, LoraRecord] = {}
         self._view: View | None = None
@@ -112,15 +133,22 @@ class FrontAdapters:
     async def load(self, name: str, path: str) -> None:
         """Return when all engines have the adapter and all API servers know it.
 
+        path: of its folder, on this host, on that of `rayllm launch` or on those of all engines, or a name on the hub.
         Raises InvalidRequestError, also if an engine cannot load it; then none has it.
         """
         directory = self._check()
         if name in self.versions:
             raise InvalidRequestError(f"an adapter {name!r} is loaded already; unload it first", "lora_name")
-        if not os.path.isabs(path):
-            raise InvalidRequestError("lora_path must be an absolute path, of a folder on all hosts", "lora_path")
+        try:
+            folder = await asyncio.to_thread(self._find, path)
+        except ModelError as error:
+            raise InvalidRequestError(f"lora_path: {error}", "lora_path") from None
+        if not os.path.isabs(folder):
+            raise InvalidRequestError(
+                "lora_path must be the absolute path of a folder, or a name on the hub, as org/name", "lora_path"
+            )
         now = time.time_ns()
-        record = LoraRecord(self._model, name, path, version=now, changed=now)
+        record = LoraRecord(self._model, name, folder, self._node_id, version=now, changed=now)
         try:
             await asyncio.to_thread(directory.decide, [record])
             await self._wait_for_engines(record)
@@ -138,7 +166,7 @@ class FrontAdapters:
         if name not in self.versions:
             raise InvalidRequestError(f"no adapter {name!r} is loaded", "lora_name")
         now = time.time_ns()
-        await asyncio.to_thread(directory.decide, [LoraRecord(self._model, name, "", version=now, changed=now)])
+        await asyncio.to_thread(directory.decide, [LoraRecord(self._model, name, "", "", version=now, changed=now)])
         await self._wait_for_servers(now)
 
     def _check(self) -> Deciding:

@@ -238,6 +238,9 @@ class ApiServer:
         # Full passes of the garbage collector visit libraries too, for 100 to 200 ms, if these are not left out.
         gc.collect()
         gc.freeze()
+        # Serve asks the instance for this. As a method of the class, Python would call it at the end of an instance
+        # too, and nobody would await it.
+        self.__del__ = self._leave
         await self._models.membership.announce()
 
     async def check_health(self) -> None:
@@ -245,10 +248,8 @@ class ApiServer:
         if self._serving.done():
             raise EngineDeadError("the HTTP server has stopped")
 
-    async def __del__(self) -> None:
-        """Serve calls this before it ends the replica."""
-        if not hasattr(self, "_serving"):  # the constructor failed
-            return
+    async def _leave(self) -> None:
+        """Serve calls this before it ends the replica, if the constructor has not failed."""
         membership = self._models.membership
         seconds = await membership.time_to_stop(self._drain_timeout, self._place)
         if not membership.is_stopping:

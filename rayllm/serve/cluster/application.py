@@ -283,6 +283,7 @@ def _front_model(model: ResolvedModel) -> FrontModel:
         skip_tokenizer_init=options.skip_tokenizer_init,
         enable_lora=options.enable_lora,
         adapters=options.adapters,
+        download_dir=options.download_dir,
     )
 
 

@@ -33,7 +33,8 @@ class BatchReplica:
     """An engine with the HTTP API. The constructor raises as `LocalEngine` does."""
 
     async def __init__(self, model: ModelConfig) -> None:  # type: ignore[misc]  # Ray awaits it
-        fetch_checkpoint(model.engine.model)
+        for folder in (model.engine.model, *model.engine.adapters.values()):
+            fetch_checkpoint(folder)
         self._life = AsyncExitStack()
         self._ask, self._limit = await self._life.enter_async_context(LocalEngine(model).answers())
 
@@ -64,7 +65,8 @@ class BatchReplicas:
         config = resolve(model.engine, ray.cluster_resources().get("GPU", 0))
         model = with_engine(model, config.options)  # whose folder is the same everywhere
         self._life = ExitStack()
-        self._life.enter_context(offered_checkpoint(config.options.model))
+        for folder in (config.options.model, *config.options.adapters.values()):
+            self._life.enter_context(offered_checkpoint(folder))
         self._groups: list[PlacementGroup] = []
         self._actors = [self._start(model, config) for _ in range(count)]
         try:

@@ -27,10 +27,10 @@ from ray.exceptions import RayActorError
 from rayllm import timeouts
 from rayllm.api.types import Load
 from rayllm.api.wire import VERSION, CurveKeys, Endpoint
+from rayllm.executor.ray_cluster import NAMESPACE
 from rayllm.executor.ray_compat import draining_nodes
 from rayllm.version import __version__
 
-NAMESPACE = "rayllm"
 MAX_INCIDENTS = 32
 MAX_CHANGES = 10_000  # the latest ones, of which the directory tells without telling all
 _PREFIX = "directory of "  # of the actors' names
@@ -104,6 +104,8 @@ class LoraRecord(msgspec.Struct, frozen=True):
     name: str
     # Of its folder; empty once it is to go.
     path: str
+    # Ray's id of the node of the API server that was asked, which may have the folder.
+    node_id: str
     # When it was to be loaded, unique: another time it may have other weights.
     version: int
     # When this was decided; grows.

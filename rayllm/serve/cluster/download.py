@@ -6,7 +6,6 @@ is this module run as a script: JSON on standard input and output.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -16,22 +15,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import rayllm.errors
-from rayllm.config.options import EngineConfig, ModelConfig, is_hub_name
+from rayllm.config.options import EngineConfig, ModelConfig
 from rayllm.errors import RayllmError, StartupError
-from rayllm.hub import local_engine, with_engine
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from rayllm.hub import local_engine, needs_hub, with_engine
+from rayllm.parent_death import end_with_parent
 
 
 def local_models(
     models: Sequence[ModelConfig], goes_on: Callable[[], bool] | None = None, every_s: float = 1.0
 ) -> list[ModelConfig]:
-    """The models with folders in place of names on the hub, which are downloaded if need be.
+    """The models with folders in place of names on the hub, their adapters too, which are downloaded if need be.
 
     goes_on: is called every so many seconds while that lasts, and says whether to go on. Raises ConfigError or
     ModelError, StartupError if it is not to.
     """
-    if not any(is_hub_name(model.engine.model) for model in models):
+    if not any(needs_hub(model.engine) for model in models):
         return [with_engine(model, local_engine(model.engine)) for model in models]
     command = [sys.executable, "-m", "rayllm.serve.cluster.download"]
     asked: str | None = json.dumps([model.engine.model_dump() for model in models])
@@ -58,7 +56,7 @@ def local_models(
 
 def main() -> None:
     """Answer one question of `local_models`."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends this at once, downloads in threads included
     try:
         engines = [local_engine(EngineConfig(**options)) for options in json.load(sys.stdin)]

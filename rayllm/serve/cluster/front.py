@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -26,6 +27,7 @@ from rayllm.api.wire import VERSION, CurveKeys, EngineBeat, FrontBeat, Snapshot,
 from rayllm.config.options import ServerConfig
 from rayllm.engine.client import EngineClient
 from rayllm.errors import EngineDeadError
+from rayllm.hub import local_adapter
 from rayllm.serve.cluster.adapters import Deciding, FrontAdapters
 from rayllm.serve.cluster.directory import EngineMember
 from rayllm.serve.cluster.router import Router
@@ -51,6 +53,8 @@ class FrontModel(msgspec.Struct, frozen=True, kw_only=True):
     enable_lora: bool = False
     # Paths by name of those that engines have from their options.
     adapters: dict[str, str] = {}
+    # The option.
+    download_dir: str | None = None
 
 
 class _Replica:
@@ -102,7 +106,8 @@ class ModelFront:
         self.tokenizer = tokenizer
         self.metrics = FrontMetrics()
         self.admission = Admission(model.server, 0)
-        self.lora = FrontAdapters(model.name, model.enable_lora, model.adapters, directory)
+        find = partial(local_adapter, cache_dir=model.download_dir)
+        self.lora = FrontAdapters(model.name, model.enable_lora, model.adapters, directory, node_id, find)
         self._front_id, self._node_id = front_id, node_id
         self._make_client = connect
         self._replicas: dict[str, _Replica] = {}

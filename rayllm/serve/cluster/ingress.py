@@ -7,7 +7,6 @@ It has no files: what it reads is in memory that it shares with this process, an
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import resource
@@ -30,7 +29,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayllm import timeouts
 from rayllm.config.options import ServerConfig
 from rayllm.errors import ConfigError
-from rayllm.serve.cluster.directory import NAMESPACE, DirectoryLink, ServerMember
+from rayllm.executor.ray_cluster import NAMESPACE
+from rayllm.parent_death import end_with_parent
+from rayllm.serve.cluster.directory import DirectoryLink, ServerMember
 from rayllm.serve.http.errors import ApiError
 
 SLOTS = 160  # API servers at once: 64, twice while they are replaced, and some that are gone; as many elsewhere
@@ -96,9 +97,6 @@ backend api
     default-server check inter 1s fall 2 rise 1
     {servers}
 """
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_libc = ctypes.CDLL(None)
 
 logger = logging.getLogger(__name__)
 
@@ -365,7 +363,7 @@ class Ingress:
             stderr=self._output,
             env=os.environ | ENVIRONMENT,
             pass_fds=files,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
         theirs.close()
         os.close(config)
@@ -411,11 +409,6 @@ def allow_files(wanted: int) -> str | None:
     if limit == wanted:
         return None
     return f"the limit of open files (ulimit -Hn) is {hard:,}; for all requests that may be live {wanted:,} are needed"
-
-
-def _end_with_parent() -> None:
-    """Of a child: the kernel kills it when its parent's thread ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _reason(error: RayError) -> str:

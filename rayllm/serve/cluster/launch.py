@@ -303,7 +303,9 @@ class Deployment:
         # In a cluster several hosts have an ingress, and all API servers must be reached from them.
         node = None if self._ingress is None else self._node_id if self._owned else ""
         cores = [] if self._owned else cores_by_host()
-        for folder in {each.engine.options.model for each in models} if not self._owned else ():
+        options = [each.engine.options for each in models]
+        folders = {folder for each in options for folder in (each.model, *each.adapters.values())}
+        for folder in folders if not self._owned else ():
             self._offers[folder] = offer_checkpoint(folder, self._node_id)
         application = make_application(
             models, server, keys=keys, free_gpus=free_gpus, ingress_node=node, host_cores=cores, grows=self._grows

@@ -18,7 +18,7 @@ from rayllm.api.types import EngineInfo
 from rayllm.api.wire import VERSION
 from rayllm.config.resolved import ResolvedConfig
 from rayllm.engine.build import start_resolved_engine
-from rayllm.engine.driver import Core, EngineDriver, start_core
+from rayllm.engine.driver import SWITCH_S, Core, EngineDriver, start_core
 from rayllm.engine.socket import EngineSocket
 from rayllm.errors import EngineDeadError
 from rayllm.executor.checkpoints import fetch_checkpoint
@@ -28,8 +28,6 @@ from rayllm.serve.cluster.spot import watch_host
 from rayllm.serve.cluster.stopped import end_if_stopped
 
 logger = logging.getLogger("ray.serve")
-
-SWITCH_S = 2e-4  # the engine's thread gives way so soon to the one that sends its results; by default after 5 ms
 
 
 class EngineReplica:
@@ -63,6 +61,9 @@ class EngineReplica:
         self._servers: set[str] | None = None  # the model's API servers; None until the directory has told them
         directory = registry or DirectoryLink(self._place.app_name)
         self._membership = Membership(directory, self._member, self._report, self._on_view, self._stop)
+        # Serve asks the instance for this. As a method of the class, Python would call it at the end of an instance
+        # too, and nobody would await it.
+        self.__del__ = self._leave
         await self._wait_for_servers()
 
     async def info(self) -> EngineInfo:
@@ -83,11 +84,10 @@ class EngineReplica:
         batches = load.completions / self._driver.info.max_num_seqs
         return {"queued_tokens": float(load.queued_tokens), "batches": batches}
 
-    async def __del__(self) -> None:
-        """Serve calls this before it ends the replica."""
-        if hasattr(self, "_membership"):  # the constructor may have failed
-            seconds = await self._membership.time_to_stop(self._drain_timeout, self._place)
-            await self._membership.stop_within(seconds)
+    async def _leave(self) -> None:
+        """Serve calls this before it ends the replica, if the constructor has come so far."""
+        seconds = await self._membership.time_to_stop(self._drain_timeout, self._place)
+        await self._membership.stop_within(seconds)
 
     async def _wait_for_servers(self) -> None:
         """Return when all API servers send requests here: Serve then ends the replicas that this one replaces."""
@@ -141,7 +141,7 @@ class EngineReplica:
 
     async def _on_view(self, view: View) -> None:
         self._socket.allow([view.front_keys.public])
-        self._adapters.update(view.adapters or [])
+        self._adapters.update(view)
         servers = [each for each in view.servers if self._model in each.models and not each.draining]
         mine = {each.member_id for each in servers if each.version == VERSION}
         self._servers = mine if mine or not servers else None  # those of its own version are still to come
@@ -151,5 +151,6 @@ class EngineReplica:
 
 
 def _start(config: ResolvedConfig) -> Core:
-    fetch_checkpoint(config.options.model)
+    for folder in (config.options.model, *config.options.adapters.values()):
+        fetch_checkpoint(folder)
     return start_resolved_engine(config)

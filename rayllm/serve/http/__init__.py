@@ -1,0 +1,1 @@
+"""The HTTP API as a FastAPI app, which knows nothing of Ray: routes, bodies, answers, limits and metrics."""

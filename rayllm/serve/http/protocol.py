@@ -34,6 +34,7 @@ from rayllm.api.types import Pooling
 from rayllm.config.options import check_adapter_name
 from rayllm.errors import InvalidRequestError
 from rayllm.serve.http.unknown_fields import UnknownField, UnknownFields
+from rayllm.text.chat_template import CallArguments
 from rayllm.text.json_schema import enforceable, not_enforced
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -186,17 +187,17 @@ def _refuse(value: Any) -> None:
         raise ValueError("is not supported")
 
 
-def _arguments(value: Any) -> dict[str, Any] | str:
+def _arguments(value: Any) -> CallArguments | str:
     """A call's arguments as chat templates want them: an object, or the text if it is none."""
     if isinstance(value, dict):
-        return value
+        return CallArguments(value, json.dumps(value, ensure_ascii=False))
     if not isinstance(value, str | None):
         raise ValueError("must be the text of a JSON object")
     try:
         parsed = from_json(value or "{}")
     except ValueError:
         return value or ""
-    return parsed if isinstance(parsed, dict) else value or ""
+    return CallArguments(parsed, value or "{}") if isinstance(parsed, dict) else value or ""
 
 
 @dataclass(frozen=True)
@@ -261,6 +262,11 @@ class MessageToolCall(Body):
     function: FunctionCall
     index: SentBack = None  # in the stream that the client collected
 
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates know it."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
 
 class Message(Body):
     """One turn of a chat."""
@@ -296,10 +302,13 @@ class Message(Body):
             turn["role"] = "system"
         if self.role == "function":  # the answer to the call of this name
             turn |= {"role": "tool", "tool_call_id": f"call_{self.name}"}
-        if self.function_call is not None and not self.tool_calls:
-            call = {"id": f"call_{self.function_call.name}", "type": "function"}
-            turn["tool_calls"] = [call | {"function": self.function_call.model_dump()}]
+        calls = self.tool_calls or []
+        if self.function_call is not None and not calls:
+            calls = [MessageToolCall(id=f"call_{self.function_call.name}", function=self.function_call)]
+        turn["tool_calls"] = [call.for_template() for call in calls]
         turn["reasoning_content"] = self.reasoning_content or self.reasoning
+        if not (turn["tool_calls"] and self.content):  # the template of gpt-oss takes one of the two beside calls
+            turn["thinking"] = turn["reasoning_content"]
         return {name: value for name, value in turn.items() if value or name == "content"}
 
 

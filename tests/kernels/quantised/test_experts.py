@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.closeness import check_close
 
 from rayllm_kernels import dispatch
-from rayllm_kernels.ops import ExpertWeight
+from rayllm_kernels.ops import ExpertRange, ExpertWeight, to_fp8
 from rayllm_kernels.quantised import plans
 from rayllm_kernels.quantised.formats import E2M1, e2m1_numbers, e4m3_numbers, int4_numbers
 from rayllm_kernels.quantised.int4 import pack_int4
@@ -61,14 +61,22 @@ def whole(weight):
     return torch.stack([weight.dequantised(expert) for expert in range(weight.codes.shape[0])])
 
 
-def exact(x, weights, experts, gate_up, down, onto=None, biases=None):
+def exact(x, weights, experts, gate_up, down, onto=None, biases=None, fp8_tokens=False):
     """In fp64, token by token."""
     first, last = whole(gate_up).double(), whole(down).double()
+
+    def numbers(tokens, weight):
+        return to_fp8(tokens, weight.rounding).dequantised().double() if fp8_tokens else tokens.double()
+
+    wide = numbers(x, gate_up)
     total = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if onto is None else onto.double()
     for token in range(x.shape[0]):
         for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
-            gate, up = (first[expert] @ x[token].double() + (biases[0][expert] if biases else 0)).chunk(2)
-            out = last[expert] @ (F.silu(gate) * up) + (biases[1][expert] if biases else 0)
+            gate, up = (first[expert] @ wide[token] + (biases[0][expert] if biases else 0)).chunk(2)
+            inner = F.silu(gate) * up
+            if fp8_tokens:
+                inner = numbers(inner.to(x.dtype)[None], down)[0]
+            out = last[expert] @ inner + (biases[1][expert] if biases else 0)
             total[token] += weight * out
     return total.to(x.dtype)
 
@@ -99,6 +107,61 @@ def test_values(case, kernels, reference, randn, shape, how, dtype):
     expected = exact(*arguments, onto=onto)
     for each in (kernels, reference):
         check_close(each.experts_quantised(*arguments, onto=onto), expected, terms=terms, slack=2)
+
+
+def check_rounded(actual, expected):
+    """Alike but for a few numbers that lie near the border between two of fp8, and fall to the other side."""
+    error, size = (actual - expected).double().abs(), expected.double().square().mean().sqrt()
+    assert error.median() < 2e-3 * size
+    assert error.square().mean().sqrt() < 0.02 * size
+
+
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
+@pytest.mark.parametrize("how", [("fp8", None, 1), ("fp8", 32, 16), ("fp8", 128, 128)], ids=str)
+def test_tokens_in_fp8(case, kernels, reference, randn, shape, how, dtype):
+    arguments, onto = case(*shape, dtype, how), randn(shape[0], shape[3], dtype=dtype)
+    expected = exact(*arguments, onto=onto, fp8_tokens=True)
+    plain = exact(*arguments, onto=onto)
+    assert (plain - expected).double().square().mean().sqrt() > 0.01 * expected.double().square().mean().sqrt()
+    for each in (kernels, reference):
+        check_rounded(each.experts_quantised(*arguments, onto=onto, fp8_tokens=True), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_tokens_in_fp8_with_biases(case, each, randn, tokens):
+    arguments = case(tokens, 4, 2, 64, 48, torch.float32, ("fp8", 32, 16))
+    biases = randn(4, 96), randn(4, 64)
+    named = {"gate_up_bias": biases[0], "down_bias": biases[1]}
+    y = each.experts_quantised(*arguments, fp8_tokens=True, **named)
+    check_rounded(y, exact(*arguments, biases=biases, fp8_tokens=True))
+
+
+# Few pairs and sorted ones; what is not a rank's own is nobody's to read.
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize(("how", "fp8_tokens"), [(("fp8", 32, 16), True), (("int4", 32, 2), False)], ids=str)
+def test_experts_of_several_ranks_add_up(case, each, randn, tokens, how, fp8_tokens):
+    x, weights, experts, gate_up, down = case(tokens, 5, 2, 64, 32, torch.float32, how)
+    biases, options = (randn(5, 64), randn(5, 64)), {"fp8_tokens": fp8_tokens}
+    plain = each.experts_quantised(
+        x, weights, experts, gate_up, down, gate_up_bias=biases[0], down_bias=biases[1], **options
+    )
+
+    def part(weight, first, end):
+        parts = {name: getattr(weight, name) for name in ("codes", "scales", "zeros")}
+        return weight._replace(**{name: own if own is None else own[first:end] for name, own in parts.items()})
+
+    total = torch.zeros_like(plain)
+    for first, end in ((0, 2), (2, 3), (3, 5)):
+        total += each.experts_quantised(
+            *(x, weights, experts, part(gate_up, first, end), part(down, first, end)),
+            gate_up_bias=biases[0][first:end],
+            down_bias=biases[1][first:end],
+            owned=ExpertRange(first, 5),
+            **options,
+        )
+    check_close(total, plain, terms=300, slack=2)
+    with pytest.raises(ValueError, match=r"^owned "):
+        each.experts_quantised(x, weights, experts, gate_up, down, owned=ExpertRange(1, 5))
 
 
 @pytest.mark.parametrize("tokens", [1, 7])
@@ -152,13 +215,49 @@ def test_every_tile_that_may_be_chosen(case, rows, how):
     check_close(y, exact(*arguments), terms=300, slack=2)
 
 
-@pytest.mark.parametrize("how", [("fp8", 32, 16), ("mxfp4", 32, 1)], ids=str)
-def test_tokens_do_not_know_of_each_other(case, each, how):
-    x, weights, experts, *rest = case(9, 4, 2, 64, 32, torch.float16, how)
-    everything = each.experts_quantised(x, weights, experts, *rest, deterministic=True)
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows):
+    """The outputs of neither product are a multiple of the tile's."""
+    from rayllm_kernels.experts.group_kernel import group
+    from rayllm_kernels.experts.products_kernel import combine
+    from rayllm_kernels.quantised.experts import QuantisedProjections
+    from rayllm_kernels.quantised.fp8_experts_kernel import multiply
+
+    arguments = case(rows // 2 + 9, 2, 1, 96, 144, torch.float16, ("fp8", 64, 64))
+    x, weights, experts, gate_up, down = arguments
+    projections = QuantisedProjections(gate_up, down, None, None, "silu", None)
+    tiles = [plans.choose_fp8_expert_tiles(rows, 64, gated=gated, unsorted=False) for gated in (True, False)]
+    with dispatch.forced(triton=True):
+        groups, of_x = group(experts, 2, rows), to_fp8(x, gate_up.rounding)
+        h = multiply(of_x, projections, experts, groups, tiles[0], x.dtype, gated=True)
+        z = multiply(h, projections, experts, groups, tiles[1], x.dtype, gated=False)
+        y = combine(z, weights, None)
+    check_rounded(y, exact(*arguments, fp8_tokens=True))
+
+
+@pytest.mark.parametrize(
+    ("how", "fp8_tokens"), [(("fp8", 32, 16), False), (("mxfp4", 32, 1), False), (("fp8", 128, 128), True)], ids=str
+)
+def test_tokens_do_not_know_of_each_other(case, each, how, fp8_tokens):
+    x, weights, experts, *rest = case(9, 4, 2, 160 if fp8_tokens else 64, 32, torch.float16, how)
+    options = {"deterministic": True, "fp8_tokens": fp8_tokens}
+    everything = each.experts_quantised(x, weights, experts, *rest, **options)
     for first, end in ((0, 1), (7, 8), (2, 8)):
         part = x[first:end], weights[first:end], experts[first:end]
-        assert torch.equal(each.experts_quantised(*part, *rest, deterministic=True), everything[first:end])
+        assert torch.equal(each.experts_quantised(*part, *rest, **options), everything[first:end])
+
+
+def test_the_deterministic_mode_has_one_depth():
+    """Scales meet a sum at the end of a tile's depth, which must not follow the number of rows."""
+    for capability in ((8, 0), (9, 0)):
+        gpu = GPU._replace(capability=capability)
+        for group in (None, 32, 64, 128):
+            for gated in (True, False):
+                tiles = [
+                    plans.choose_expert_tiles(rows, group, torch.bfloat16, gpu, gated=gated, deterministic=True)
+                    for rows in (16, 32, 64, 128)
+                ]
+                assert len({each.depth for each in tiles}) == 1
 
 
 def test_no_tokens_and_errors(case, each):
@@ -177,6 +276,7 @@ def test_no_tokens_and_errors(case, each):
         "down.zeros": {"down": down._replace(zeros=down.zeros[:1])},
         "gate_up_bias": {"gate_up_bias": x[:2]},
         "down_bias": {"down_bias": x},
+        "fp8_tokens": {"fp8_tokens": True},
     }.items():
         arguments = {"x": x, "weights": weights, "experts": experts, "gate_up": gate_up, "down": down}
         with pytest.raises(ValueError, match=f"^{name} "):

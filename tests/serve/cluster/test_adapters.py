@@ -19,7 +19,7 @@ from rayllm.config.options import EngineConfig
 from rayllm.config.resolved import resolve
 from rayllm.errors import InvalidRequestError, ModelError
 from rayllm.serve.cluster.adapters import FrontAdapters, ReplicaAdapters
-from rayllm.serve.cluster.directory import EngineMember, LoraRecord, ServerMember, adapters_known
+from rayllm.serve.cluster.directory import EngineMember, LaunchMember, LoraRecord, ServerMember, adapters_known
 from rayllm.serve.cluster.front import FrontModel, ModelFront
 from rayllm.serve.cluster.replica import EngineReplica
 from rayllm.text.outputs import accumulate
@@ -42,18 +42,32 @@ class FakeDriver:
         del self.loaded[name]
 
 
+def find(path):
+    """A hub that has one adapter."""
+    if path == "org/none":
+        raise ModelError("adapter org/none is no folder here")
+    return "/cache/sql" if path == "org/sql" else path
+
+
 class Deployment:
     """Engines and API servers of one model, which follow one directory as long as the block lasts."""
 
     def __init__(self, num_servers=2, at_start=()):
         self.at_start = dict(at_start)
         self.directory = LocalDirectory()
-        self.engines = {}
-        self.servers = [FrontAdapters("m", True, self.at_start, self.directory) for _ in range(num_servers)]
+        self.engines, self.fetched = {}, []
+        self.servers = [
+            FrontAdapters("m", True, self.at_start, self.directory, f"host of {number}", find)
+            for number in range(num_servers)
+        ]
 
     def add_engine(self, name, bad=()):
         driver = FakeDriver(self.at_start, bad)
-        self.engines[name] = (driver, ReplicaAdapters("m", driver, self.at_start))
+
+        def fetch(folder, node_ids):
+            self.fetched.append((name, folder, node_ids))
+
+        self.engines[name] = (driver, ReplicaAdapters("m", driver, self.at_start, fetch))
         return driver
 
     async def __aenter__(self):
@@ -68,8 +82,10 @@ class Deployment:
         while True:
             for name, (_driver, adapters) in list(self.engines.items()):
                 state = {"adapters": adapters.versions, "adapter_errors": adapters.errors}
-                view = self.directory.ask(EngineMember(name, "m", 0, "here", Endpoint(f"ipc://{name}"), **state))
-                adapters.update(view.adapters)
+                view = self.directory.ask(
+                    EngineMember(name, "m", 0, f"host of {name}", Endpoint(f"ipc://{name}"), **state)
+                )
+                adapters.update(view)
             for number, server in enumerate(self.servers):
                 member = ServerMember(str(number), "here", ["m"], adapters_known=known[number])
                 view = self.directory.ask(member)
@@ -119,12 +135,29 @@ def test_if_one_engine_refuses_none_has_it():
     run(scenario)
 
 
+def test_engines_fetch_it_from_whoever_may_have_it():
+    async def scenario():
+        async with Deployment() as there:
+            first = there.add_engine("one")
+            there.directory.ask(LaunchMember("launch", "head"))
+            await there.servers[1].load("sql", "org/sql")
+            assert first.loaded == {"sql": "/cache/sql"}
+            assert there.fetched == [("one", "/cache/sql", ["host of 1", "head"])]
+            late = there.add_engine("two")
+            await until(lambda: late.loaded == {"sql": "/cache/sql"})
+            assert there.fetched[1:] == [("two", "/cache/sql", ["host of 1", "head", "host of one"])]
+            with pytest.raises(InvalidRequestError, match="lora_path: adapter org/none is no folder here"):
+                await there.servers[0].load("law", "org/none")
+
+    run(scenario)
+
+
 def test_what_is_refused_at_once():
     async def scenario():
         async with Deployment() as there:
             there.add_engine("one")
             server = there.servers[0]
-            with pytest.raises(InvalidRequestError, match="lora_path must be an absolute path"):
+            with pytest.raises(InvalidRequestError, match="lora_path must be the absolute path"):
                 await server.load("sql", "sql")
             await server.load("sql", "/sql")
             with pytest.raises(InvalidRequestError, match="'sql' is loaded already"):
@@ -172,7 +205,7 @@ def test_adapters_of_the_options_can_go_and_come_back():
 def test_a_new_directory_hears_of_them_again():
     """As `DirectoryLink.ask` does it; decisions that are older than what it knows change nothing."""
     directory = LocalDirectory().directory
-    old, new = (LoraRecord("m", "sql", f"/{n}", version=n, changed=n) for n in (1, 2))
+    old, new = (LoraRecord("m", "sql", f"/{n}", "here", version=n, changed=n) for n in (1, 2))
     directory.decide([new])
     first = directory.beat()
     assert first.adapters == [new]
@@ -183,7 +216,7 @@ def test_a_new_directory_hears_of_them_again():
     assert other.beat(None, first).adapters == []
     other.decide(first.adapters)
     assert other.beat(None, first).adapters == [new]
-    gone = LoraRecord("m", "sql", "", version=3, changed=3)
+    gone = LoraRecord("m", "sql", "", "", version=3, changed=3)
     other.decide([gone])
     assert adapters_known(other.beat()) == 3
 

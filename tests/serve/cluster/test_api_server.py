@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import tempfile
 
 import httpx
@@ -74,11 +73,7 @@ def scenario(test):
                 await asyncio.wait_for(cluster.engine.__del__(), 10)
             assert not cluster.servers()
 
-        switch_interval = sys.getswitchinterval()
-        try:
-            asyncio.run(body())
-        finally:
-            sys.setswitchinterval(switch_interval)
+        asyncio.run(body())
 
     run.__name__ = test.__name__
     return run

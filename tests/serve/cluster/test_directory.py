@@ -15,9 +15,9 @@ from support.serve import LocalDirectory, engine_member
 
 from rayllm import timeouts
 from rayllm.api.types import Load
+from rayllm.executor.ray_cluster import NAMESPACE
 from rayllm.serve.cluster import directory as module
 from rayllm.serve.cluster.directory import (
-    NAMESPACE,
     Directory,
     DirectoryActor,
     DirectoryLink,

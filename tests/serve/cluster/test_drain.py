@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 import time
 from contextlib import asynccontextmanager
 
@@ -86,11 +85,7 @@ def scenario(drain_timeout=30.0, **options):
                 assert not cluster.members()
                 assert ("shutdown",) in cluster.core.calls
 
-            switch_interval = sys.getswitchinterval()
-            try:
-                asyncio.run(body())
-            finally:
-                sys.setswitchinterval(switch_interval)
+            asyncio.run(body())
 
         run.__name__ = test.__name__
         return run
@@ -139,11 +134,7 @@ def test_it_has_started_when_every_api_server_of_its_model_is_connected():
             await asyncio.wait_for(starting, 5)
         await asyncio.wait_for(cluster.stop(), 10)
 
-    switch_interval = sys.getswitchinterval()
-    try:
-        asyncio.run(body())
-    finally:
-        sys.setswitchinterval(switch_interval)
+    asyncio.run(body())
 
 
 @scenario()

@@ -11,7 +11,8 @@ from support.app import render_metrics
 from rayllm.api.types import EngineStats
 from rayllm.serve.http.metrics import FrontMetrics, ModelFigures, render
 
-DASHBOARD = json.loads((Path(__file__).parents[3] / "configs" / "kubernetes" / "grafana-dashboard.json").read_text())
+ROOT = Path(__file__).parents[3]
+DASHBOARD = json.loads((ROOT / "configs" / "kubernetes" / "grafana-dashboard.json").read_text())
 NAMES = [
     "num_requests_running",
     "num_requests_waiting",
@@ -135,6 +136,14 @@ def test_the_dashboard_asks_for_figures_and_labels_that_exist():
             assert all(label in known[name] for name, _ in names), expression
     families = {re.sub("_(bucket|sum|count)$", "", name) for name in asked}
     assert families >= set(NAMES) | set(KV_TIERS), "the dashboard leaves figures out"
+
+
+def test_the_documentation_has_a_row_for_every_figure():
+    text = (ROOT / "docs" / "operations.md").read_text().partition("### /metrics")[2].partition("\n### ")[0]
+    documented = {
+        name for row in re.findall(r"^\| (`.*?) \| \w+ \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)", row)
+    }
+    assert documented == {re.sub("_(bucket|sum|count)$", "", name) for name in samples()}
 
 
 def test_the_dashboard_can_be_imported():

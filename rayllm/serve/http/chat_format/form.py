@@ -37,7 +37,7 @@ class ChatFormat(msgspec.Struct, frozen=True):
 
     def opened_by(self, prompt: str) -> bool:
         """Whether a prompt ends with the tag that begins reasoning."""
-        return self.reasoning in THINK_TAGS and prompt.rstrip().endswith(THINK_TAGS[self.reasoning][0])
+        return self.reasoning in THINK_TAGS and prompt.rstrip().endswith(THINK_TAGS[self.reasoning].beginning)
 
 
 def chat_format(server: ServerConfig, tokenizer: Tokenizer) -> ChatFormat:

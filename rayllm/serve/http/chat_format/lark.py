@@ -35,6 +35,13 @@ class Lark:
         self._rules.append(f"{name}{options}: {expression}")
         return name
 
+    def recursive(self, expression: Callable[[str], str]) -> str:
+        """The name of a new rule, whose expression is made of that name."""
+        place = len(self._rules)
+        name = self.rule("")
+        self._rules[place] += expression(name)
+        return name
+
     def tag(self, *parts: str) -> str:
         """A tag of these parts, each of which is a token or spelled out."""
         tokens = {part: self._special_id(part) for part in parts}

@@ -8,7 +8,7 @@ import re
 import msgspec
 
 from rayllm.serve.http.chat_format.calls import CallForm, Calls, Kind
-from rayllm.serve.http.chat_format.families import CALL_FORMS, THINK_TAGS
+from rayllm.serve.http.chat_format.families import CALL_FORMS, THINK_TAGS, ThinkTags
 from rayllm.serve.http.chat_format.form import ChatFormat
 from rayllm.serve.http.chat_format.harmony import Harmony
 from rayllm.serve.http.chat_format.text_source import ANYTHING, SPACE, Reading, TextSource
@@ -73,7 +73,7 @@ class ChatParser:
             return
         space = yield from self._source.take_all(SPACE)
         if form.reasoning is not None:
-            space = yield from self._read_reasoning(space, *THINK_TAGS[form.reasoning])
+            space = yield from self._read_reasoning(space, THINK_TAGS[form.reasoning])
         if form.tools is None:
             yield from self._read_text(space)
         else:
@@ -86,14 +86,14 @@ class ChatParser:
             self.in_reasoning = harmony.in_reasoning
             yield
 
-    def _read_reasoning(self, space: str, opening: str, closing: str) -> Reading[str]:
+    def _read_reasoning(self, space: str, tags: ThinkTags) -> Reading[str]:
         """Read the reasoning, if there is any.
 
         space: white space that the text begins with. Returns that which the answer begins with.
         """
-        source = self._source
+        source, closing = self._source, tags.closing
         word = re.compile(rf"[^{re.escape(closing[0])} \t\r\n]+|{re.escape(closing[0])}")
-        self.in_reasoning = (yield from source.take(opening)) or self._form.inside
+        self.in_reasoning = (yield from source.take(tags.beginning)) or self._form.inside
         if not self.in_reasoning:
             return space
         yield from source.take_all(SPACE)

@@ -44,9 +44,10 @@ def reply_grammar(
 def _reasoning(lark: Lark, form: ChatFormat) -> str:
     if form.reasoning is None:
         return ""
-    opening, closing = THINK_TAGS[form.reasoning]
-    thought = f"{lark.through(closing)} NL? NL?"
-    return f"{thought} " if form.inside else f"({lark.tag(opening)} {thought})? "
+    tags = THINK_TAGS[form.reasoning]
+    thought = f"{lark.through(tags.closing)} NL? NL?"
+    opening = lark.tag(tags.opening, tags.label) if tags.label else lark.tag(tags.opening)
+    return f"{thought} " if form.inside else f"({opening} {thought})? "
 
 
 def _rule(lark: Lark, answer: StructuredOutputs) -> str:

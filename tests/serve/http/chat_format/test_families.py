@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from typing import get_args
 
 import pytest
@@ -11,7 +12,9 @@ from support.tool_calls import (
     ALL,
     DSML,
     FINAL,
+    GEMMA4,
     GLM,
+    MINIMAX,
     NESTED,
     NEXT,
     QWEN,
@@ -21,6 +24,7 @@ from support.tool_calls import (
     V31,
     WHOLE,
     dsml,
+    invoked,
     pairs,
     parameters,
 )
@@ -156,6 +160,49 @@ FOUND = {  # family -> text -> texts and calls in it
             '\n<｜DSML｜invoke name="rm">',
         ],
     },
+    "minimax": {
+        MINIMAX.format(invoked(text=' "q"\n<b> é🙂 ', count=3, where='{"x": [null, "</p>"]}')): [
+            ("typed", '{"text": " \\"q\\"\\n<b> é🙂 ", "count": 3, "where": {"x": [null, "</p>"]}}')
+        ],
+        "Hm.\n" + MINIMAX.format("") + "\n": ["Hm.\n", ("typed", "{}")],
+        '<minimax:tool_call><invoke name="f"></invoke><invoke name="get_weather"></invoke></minimax:tool_call>': [
+            ("f", "{}"),
+            ("get_weather", "{}"),
+        ],
+        '<invoke name="f"><parameter name="a">1</parameter></invoke> done': [("f", '{"a": 1}'), " done"],
+        '<minimax:tool_call><invoke name="typed"><parameter name="text">ab': [("typed", '{"text": "ab')],
+        '<minimax:tool_call><invoke name="typed"><parameter name="count">12': [("typed", "")],
+        MINIMAX.format("junk") + "ok": [("typed", ""), "ok"],
+    },
+    "gemma4": {
+        GEMMA4.format('text:<|"|>x<|"|>'): [("typed", '{"text": "x"}')],
+        "Hm.\n\n<|tool_call>call:f{}<tool_call|><|tool_call>call:get_weather{}<tool_call|>\n": [
+            "Hm.\n\n",
+            ("f", "{}"),
+            ("get_weather", "{}"),
+        ],
+        GEMMA4.format('text:<|"|>a "q"\n{b}, <b|> é\\n🙂<|"|>,count:-3,share:1.5e3,flag:false,maybe:null'): [
+            (
+                "typed",
+                '{"text": "a \\"q\\"\\n{b}, <b|> é\\\\n🙂", "count": -3, "share": 1.5e3, "flag": false, "maybe": null}',
+            )
+        ],
+        # Nested; keys as strings, strings as JSON has them, blanks; what is no value of JSON.
+        '<|tool_call>call:f{a:[1,{b c:[]},[<|"|><|"|>]],d:{}}<tool_call|>': [
+            ("f", '{"a": [1, {"b c": []}, [""]], "d": {}}')
+        ],
+        '<|tool_call>call:f{<|"|>a:<|"|> : "x, \\"}" , "b": True, c:  None }<tool_call|>.': [
+            ("f", '{"a:": "x, \\"}", "b": true, "c": null}'),
+            ".",
+        ],
+        "<|tool_call>call:f{city:New York,n:007}<tool_call|>": [("f", '{"city": "New York", "n": "007"}')],
+        # Broken off; what is not of the form.
+        '<|tool_call>call:typed{text:<|"|>ab': [("typed", '{"text": "ab')],
+        "<|tool_call>call:typed{count:12": [("typed", '{"count": ')],
+        "<|tool_call>call:typed{coun": [("typed", "{")],
+        "<|tool_call>call:f{a:1 junk<tool_call|> ok": [("f", '{"a": '), " ok"],
+        "<|tool_call>call:f{a:1} junk<tool_call|> ok": [("f", '{"a": 1}'), " ok"],
+    },
     "gpt_oss": {
         TO_F.format(NESTED): [("f", NESTED)],
         f"{FINAL.format('Hi <b>')}<|return|>": ["Hi <b>"],
@@ -205,6 +252,21 @@ TEXT = {  # what is no call stays as it is
         '<｜DSML｜invoke name="f"',
         "<｜DSML｜parameter",
         "a ｜DSML｜ <",
+    ],
+    "minimax": [
+        "<minimax:tool_call>",
+        "<minimax:tool_call>\n</minimax:tool_call>",
+        MINIMAX.format("").replace("typed", "rm"),
+        '<invoke name="f"',
+        "a <invoke> <",
+    ],
+    "gemma4": [
+        "<|tool_call>",
+        "<|tool_call>call:f",
+        "<|tool_call>f{}<tool_call|>",
+        "<|tool_call>call:rm{a:1}<tool_call|>",
+        "call:f{a:1}",
+        "a <| b",
     ],
     "gpt_oss": ["", "<|", "<|channel|>commentary to=functions.rm <|message|>{}<|call|>", "<|end|>x"],
 }
@@ -335,6 +397,7 @@ def test_values_between_tags_have_the_type_of_the_schema(key, text, value):
     for family, written in (
         ("qwen3_coder", QWEN.format(parameters(**{key: text}))),
         ("glm", GLM.format(pairs(**{key: text}))),
+        ("minimax", MINIMAX.format(invoked(**{key: text}))),
     ):
         _, [(_, arguments)] = read(form_of(family), [written])
         assert arguments == f'{{"{key}": {value}}}'
@@ -347,22 +410,43 @@ def test_strings_between_tags_come_back_as_they_were(value, borders):
         ("qwen3_coder", QWEN.format(parameters(text=value))),
         ("glm", GLM.format(pairs(text=value))),
         ("deepseek_v32", DSML.format(dsml(text=value))),
+        ("minimax", MINIMAX.format(invoked(text=value))),
     ):
         _, [(_, arguments)] = read(form_of(family), splits(written, borders))
         assert json.loads(arguments) == {"text": value}
 
 
-@settings(deadline=None)
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-        max_leaves=6,
-    ),
-    st.lists(st.integers(0, 300), max_size=8),
+ANY_VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
 )
+
+
+@settings(deadline=None)
+@given(ANY_VALUE, st.lists(st.integers(0, 300), max_size=8))
 def test_python_literals_become_the_same_json(value, borders):
     _, [(_, arguments)] = read(form_of("llama4"), splits(f"[f(a={value!r})]", borders))
+    assert json.loads(arguments) == {"a": value}
+
+
+def as_gemma4(value):
+    """As the chat template of Gemma 4 writes a value, but for keys, which it writes without quotes."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{as_gemma4(key)}:{as_gemma4(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(as_gemma4, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@settings(deadline=None)
+@given(ANY_VALUE.filter(lambda value: '<|"' not in str(value)), st.lists(st.integers(0, 300), max_size=8))
+def test_values_of_gemma4_become_the_same_json(value, borders):
+    _, [(_, arguments)] = read(
+        form_of("gemma4"), splits(f"<|tool_call>call:f{{a:{as_gemma4(value)}}}<tool_call|>", borders)
+    )
     assert json.loads(arguments) == {"a": value}
 
 
@@ -392,7 +476,7 @@ def test_a_single_call_leaves_out_the_rest(family):
 
 def test_long_outputs_in_small_pieces():  # a parser that reads again what it has read would take minutes
     for family, text in WHOLE.items():
-        long = text.replace("x", "word < [ \n" * 20_000).replace("🙂", "word < [" * 20_000)
+        long = re.sub(r"\bx\b", "word < [ \n" * 20_000, text).replace("🙂", "word < [" * 20_000)
         _, found = read(form_of(family), splits(long, range(0, len(long), 4)))
         assert all(isinstance(each, tuple) for each in found)
         noise = [
@@ -401,6 +485,8 @@ def test_long_outputs_in_small_pieces():  # a parser that reads again what it ha
             "<｜tool▁call▁begin｜>f",
             "<｜DSML｜",
             "<|channel|>x",
+            "<|tool_call>call:",
+            "<minimax:tool_call>",
             "[f(",
             "\n{",
             "<function=",
@@ -419,6 +505,15 @@ ANALYSIS = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
         (ChatFormat(reasoning="mistral"), "[THINK]\nhm [x]\n[/THINK]\n\nYes.", "hm [x]", ["Yes."]),
         (ChatFormat(reasoning="mistral", inside=True), "hm[/THINK]Yes.", "hm", ["Yes."]),
         (ChatFormat(reasoning="mistral"), "[THIN", "", ["[THIN"]),
+        (ChatFormat(reasoning="gemma4"), "<|channel>thought\nhm <b>\n<channel|>Yes.", "hm <b>", ["Yes."]),
+        (ChatFormat(reasoning="gemma4"), "<|channel>thought\n<channel|>Yes.", "", ["Yes."]),
+        (ChatFormat(reasoning="gemma4"), "<|channel>thou", "", ["<|channel>thou"]),
+        (
+            form_of("gemma4", reasoning="gemma4", inside=True),
+            "f?\n<channel|><|tool_call>call:f{}<tool_call|>",
+            "f?",
+            [("f", "{}")],
+        ),
         (
             form_of("mistral", reasoning="mistral"),
             "[THINK]f?[TOOL_CALLS][/THINK][TOOL_CALLS]f[ARGS]{}",
@@ -468,7 +563,11 @@ def test_tokens_of_reasoning_are_counted():
         for token in tokens:
             counter.add(token)
         assert counter.tokens == count
-    counter = ReasoningCounter(ChatFormat(reasoning="mistral"))
-    for token in ["[THINK]", "a", "b", "[/THINK]", "Yes"]:
-        counter.add(token)
-    assert counter.tokens == 4
+    for reasoning, tokens, count in (
+        ("mistral", ["[THINK]", "a", "b", "[/THINK]", "Yes"], 4),
+        ("gemma4", ["<|channel>", "thought", "\n", "a", "\n", "<channel|>", "Yes"], 6),
+    ):
+        counter = ReasoningCounter(ChatFormat(reasoning=reasoning))
+        for token in tokens:
+            counter.add(token)
+        assert counter.tokens == count

@@ -5,12 +5,12 @@ import json
 import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
-from support.tool_calls import ALL, DSML, SCHEMAS, V3, V31, WHOLE, dsml
+from support.tool_calls import ALL, DSML, GEMMA4, MINIMAX, SCHEMAS, V3, V31, WHOLE, dsml, invoked
 
 from rayllm.api.sampling_params import StructuredOutputs
 from rayllm.config.options import BUNDLED_MODEL
 from rayllm.serve.http.chat_format import ChatFormat, ChatParser
-from rayllm.serve.http.chat_format.families import CALL_FORMS, tags_of
+from rayllm.serve.http.chat_format.families import CALL_FORMS, THINK_TAGS, tags_of
 from rayllm.serve.http.chat_format.reply_grammar import reply_grammar
 from rayllm.text.tokenizer import Tokenizer
 
@@ -36,6 +36,8 @@ UNTYPED = {
     "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
     "deepseek_v32": DSML.format(dsml(a=3)).replace("typed", "f"),
     "deepseek_v32 v4": DSML.replace("function_calls", "tool_calls").format(dsml(a=3)).replace("typed", "f"),
+    "minimax": MINIMAX.format(invoked(a=3)).replace("typed", "f"),
+    "gemma4": GEMMA4.format("a:3").replace("typed", "f"),
 }
 
 
@@ -50,7 +52,7 @@ def tokenizer(request):
     """The bundled model's, with all tags as special tokens or none."""
     backend = tokenizers.Tokenizer.from_file(f"{BUNDLED_MODEL}/tokenizer.json")
     if request.param == "special":
-        pairs = [(tools, reasoning) for tools in (*CALL_FORMS, "gpt_oss") for reasoning in ("think", "mistral")]
+        pairs = [(tools, reasoning) for tools in (*CALL_FORMS, "gpt_oss") for reasoning in THINK_TAGS]
         tags = sorted(set().union(*(tags_of(*pair) for pair in pairs)))
         backend.add_special_tokens([tokenizers.AddedToken(tag, special=True) for tag in tags])
     return Tokenizer(backend)
@@ -96,12 +98,25 @@ def test_text_between_tags_of_which_a_part_is_a_token(tokenizer, takes, text):
     assert not takes(grammar, DSML.format(dsml(text=text, a="x")).replace("typed", "f"))
 
 
-@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm", "deepseek v3.1", "mistral named", "llama3"])
+def test_values_of_gemma4(tokenizer, takes):
+    grammar = reply_grammar(ChatFormat("gemma4", schemas=TOOLS), ANSWER, "arguments", tokenizer.special_id)
+    good = ["", 'a:<|"|>x "y" <b>\n<|"|>', "a:[1,{b:true,c:{}},[]],d e:-1.5e3", "a:null"]
+    for arguments in good:
+        assert takes(grammar, GEMMA4.format(arguments).replace("typed", "f"))
+    for arguments in ("a", "a:x", "a:[1", "a:1,", ':<|"|>x<|"|>', 'a:<|"|>x'):
+        assert not takes(grammar, GEMMA4.format(arguments).replace("typed", "f"))
+
+
+@pytest.mark.parametrize(
+    "family", ["hermes", "qwen3_coder", "glm", "deepseek v3.1", "mistral named", "llama3", "minimax", "gemma4"]
+)
 def test_several_calls_only_where_they_may_be(tokenizer, takes, family):
     tools, call = family.split()[0], CALLS[family].format(ARGUMENTS) if family in CALLS else UNTYPED[family]
     twice = f"{call}; {call}" if tools == "llama3" else call + call
     if tools == "deepseek":
         twice = call.removesuffix("<｜tool▁calls▁end｜>") + call.removeprefix("<｜tool▁calls▁begin｜>")
+    if tools == "minimax":
+        twice = call.removesuffix("</minimax:tool_call>") + call.removeprefix("<minimax:tool_call>\n")
     for single in (False, True):
         form = ChatFormat(tools, schemas=TOOLS, single_call=single)
         grammar = reply_grammar(form, ANSWER, "arguments", tokenizer.special_id)
@@ -119,6 +134,9 @@ def test_several_calls_only_where_they_may_be(tokenizer, takes, family):
     ],
 )
 def test_reasoning_comes_before_any_answer(tokenizer, takes, structure, good, bad):
+    channel = reply_grammar(ChatFormat(reasoning="gemma4"), structure, "arguments", tokenizer.special_id)
+    assert takes(channel, f"<|channel>thought\nhm\n<channel|>{good}")
+    assert not takes(channel, f"<|channel>hm<channel|>{good}")
     form = ChatFormat(reasoning="think")
     grammar = reply_grammar(form, structure, "arguments", tokenizer.special_id)
     for text in (good, f"<think>hm, <b>\n</think>\n\n{good}", f"<think></think>{good}"):

@@ -9,7 +9,6 @@ from support.responses import CALL, WEATHER, Conversation, same, valid
 
 from rayllm.errors import EngineDeadError, InvalidRequestError
 
-THOUGHT = "<think>\nhm\n</think>\n\nSunny."
 # name -> (script, template, fields): what an answer can be made of.
 KINDS = {
     "text": ("Hello there", PLAIN, {}),

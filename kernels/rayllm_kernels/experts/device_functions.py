@@ -1,0 +1,72 @@
+"""Triton device functions of all grouped products: what a program's tile is, and what goes into the last product.
+
+FORM is the compile-time argument of a kernel, with the fields `tiles`, `act`, `alpha`, `limit`, `top_k` and `grouped`
+of `products_kernel.Form`.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(gate, up, FORM: tl.constexpr):
+    """act(gate) * up, or gpt-oss's activation."""
+    ACT: tl.constexpr = FORM.act
+    if ACT == "clamped":
+        gate = tl.minimum(gate, FORM.limit)
+        up = tl.minimum(tl.maximum(up, -FORM.limit), FORM.limit)
+        return (up + 1.0) * (gate / (1.0 + tl.exp(-gate * FORM.alpha)))
+    elif ACT == "silu":
+        return gate / (1.0 + tl.exp(-gate)) * up
+    elif ACT == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    else:  # tanh(u) = 1 - 2 / (exp(2 u) + 1)
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0)) * up
+
+
+@triton.jit
+def is_owned(expert, owned):
+    """owned: (the first expert whose weights are here, how many are)."""
+    return (expert >= owned[0]) & (expert < owned[0] + owned[1])
+
+
+@triton.jit
+def find_tile(groups, experts_ptr, owned, tile, most, FORM: tl.constexpr):
+    """(expert, first place, end of the expert's places) of a tile; nothing but places past the end if there is none.
+
+    The expert counts from the first whose weights are here. groups: of `Groups`, None if each pair is a tile. owned: as
+    for `is_owned`, None if all are here. most: tiles that there is room for.
+    """
+    if FORM.grouped:
+        _, tiles_ptr, count_ptr = groups
+        real = tile < tl.load(count_ptr)
+        expert = tl.load(tiles_ptr + tile, mask=real, other=0)
+        first = tl.load(tiles_ptr + most + tile, mask=real, other=0)
+        end = tl.load(tiles_ptr + 2 * most + tile, mask=real, other=0)
+    else:
+        expert, first, end = tl.load(experts_ptr + tile), tile, tile + 1
+        if owned is not None:
+            end = tl.where(is_owned(expert, owned), end, first)
+            expert -= owned[0]
+    return expert, first, end
+
+
+@triton.jit
+def find_rows(groups, first, end, FORM: tl.constexpr):
+    """(which rows of a tile there are, the rows of x that they are of, the rows of y that they go to)."""
+    TILES: tl.constexpr = FORM.tiles
+    place = first + tl.arange(0, TILES.tokens)
+    real = place < end
+    pair = place
+    if FORM.grouped:
+        pair = tl.load(groups[0] + place, mask=real, other=0)
+    if FORM.act is not None:
+        source, target = pair // FORM.top_k, place
+    else:
+        source, target = place, pair
+    return real, source, target

@@ -1,0 +1,327 @@
+"""The Triton kernel of `experts_quantised` for weights and tokens in e4m3: the two grouped products.
+
+    h[p] = act(G_e x[t], U_e x[t]),   z[q] = round(D_e h[p])
+
+Tiles, the list of pairs and the sum over a token's experts are those of `experts/products_kernel.py`. x and h are
+rounded to e4m3, after they have been to the model's dtype, with a scale for each `ExpertWeight.rounding.group` of
+neighbours. That is a tile's depth: the sum of a group is scaled and added in fp32, in ascending order of K.
+
+Where pairs are sorted, x is rounded once, by a launch before, and h by the program that has made it, which has whole
+groups of outputs. Where each pair is a tile of its own, a program rounds its row of x or h as it loads it, so that few
+tokens take no further launch. The codes and scales are the same either way, those of `fp8_rows_kernel`.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..compile_ahead import launch
+from ..dependent_launch import wait_for_predecessor
+from ..device import hardware
+from ..experts.device_functions import activate, find_rows, find_tile
+from ..experts.experts import ExpertRange
+from ..experts.group_kernel import Groups, group, most_tiles
+from ..experts.plans import choose_rows, is_unsorted
+from ..experts.products_kernel import activation_of, combine, first_and_number
+from ..linear.device_functions import no_sums, sums
+from ..linear.invariant_kernel import can_copy
+from ..linear.plans import Tiles
+from . import plans
+from .experts import QuantisedProjections
+from .fp8 import Fp8Rows
+from .fp8_product_kernel import add_fp8_products
+from .fp8_rows_kernel import codes_of, scales_of, to_fp8
+
+
+class Form(NamedTuple):
+    """The compile-time argument of the kernel. The fields up to `grouped` are as in `experts/products_kernel.py`."""
+
+    tiles: Tiles
+    even: bool
+    act: str | None
+    alpha: float
+    limit: float
+    top_k: int
+    grouped: bool
+    group: int  # inputs that share a scale of the weights; 0 for all
+    rows: int  # outputs that do
+    uniform: bool  # all outputs of a tile do
+    own_group: int  # outputs that share a scale of y; 0 if y is in the model's dtype
+    dtype: str  # of the model
+    overlap: bool  # launches overlap (`dependent_launch.py`)
+
+
+@triton.jit
+def _round_to_dtype(y, FORM: tl.constexpr):
+    """fp32 numbers as the model's dtype has them."""
+    if FORM.dtype == "bfloat16":
+        return y.to(tl.bfloat16).to(tl.float32)
+    elif FORM.dtype == "float16":
+        return y.to(tl.float16).to(tl.float32)
+    else:
+        return y
+
+
+@triton.jit
+def _load_tokens(x_ptr, scales_ptr, row, first_row, real, start, inputs, strides, FORM: tl.constexpr):
+    """(x [tokens, depth] in e4m3, its scales) of the group that begins at `start`.
+
+    scales_ptr: None for one row in the model's dtype, `first_row`, which is rounded here and is all rows of the tile.
+    """
+    TILES: tl.constexpr = FORM.tiles
+    x_stride, scale_stride = strides
+    at = start + tl.arange(0, TILES.depth)
+    if scales_ptr is None:
+        y = tl.load(x_ptr + first_row.to(tl.int64) * x_stride + at, mask=at < inputs, other=0.0).to(tl.float32)
+        scales = scales_of(tl.max(tl.abs(y), 0, keep_dims=True), None)
+        codes = codes_of(y, scales).to(tl.float8e4nv, bitcast=True)
+        x = tl.broadcast_to(codes[None, :], [TILES.tokens, TILES.depth])
+    else:
+        inside = real[:, None]
+        if not FORM.even:
+            inside = inside & (at < inputs)[None, :]
+        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + at[None, :], mask=inside, other=0.0)
+        group = scales_ptr + row.to(tl.int64) * scale_stride + start // TILES.depth
+        scales = tl.load(group, mask=real, other=0.0)
+    return x, scales
+
+
+@triton.jit
+def _load_weights(codes, expert_row, output, first_output, outputs, start, inputs, FORM: tl.constexpr):
+    """[outputs, depth] of an expert whose rows begin at `expert_row`; codes: a pointer, or what copies tiles."""
+    TILES: tl.constexpr = FORM.tiles
+    if TILES.copied:  # what is past the expert's last row is another's, and is not stored
+        return codes.load([expert_row + first_output, start])
+    else:
+        # Rows past the end repeat the last one and are not stored.
+        row = (expert_row + tl.minimum(output, outputs - 1)).to(tl.int64)
+        at = start + tl.arange(0, TILES.depth)
+        pointers = codes + row[:, None] * inputs + at[None, :]
+        if FORM.even:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=(at < inputs)[None, :], other=0.0)
+
+
+@triton.jit
+def _find_scales(scales_ptr, first_row, first_output, outputs, num_groups, FORM: tl.constexpr):
+    """The first scales of a tile's rows of the weights, or of them all; first_row: of the expert's gate, up or down."""
+    TILES: tl.constexpr = FORM.tiles
+    if FORM.uniform:
+        return scales_ptr + (first_row + first_output) // FORM.rows * num_groups
+    else:
+        output = tl.minimum(first_output + tl.arange(0, TILES.outputs), outputs - 1)
+        return scales_ptr + (first_row + output) // FORM.rows * num_groups
+
+
+@triton.jit
+def _add_scaled(acc, weights, x, x_scales, weight_scales_ptr, start, FORM: tl.constexpr):
+    """acc plus the scaled products of the group that begins at `start`. weight_scales_ptr: of `_find_scales`."""
+    TILES: tl.constexpr = FORM.tiles
+    products = add_fp8_products(no_sums(TILES), weights, x, TILES)
+    if FORM.group == 0:
+        scales = x_scales[None, :] if TILES.weights_first else x_scales[:, None]
+    else:
+        of_weights = tl.load(weight_scales_ptr + start // FORM.group)
+        if FORM.uniform:
+            scales = (x_scales * of_weights)[None, :] if TILES.weights_first else (x_scales * of_weights)[:, None]
+        elif TILES.weights_first:
+            scales = of_weights[:, None] * x_scales[None, :]
+        else:
+            scales = x_scales[:, None] * of_weights[None, :]
+    return acc + products * scales
+
+
+@triton.jit
+def _finish(acc, scales_ptr, bias_ptr, first_row, column, outputs, FORM: tl.constexpr):
+    """fp32 [tokens, outputs] of a tile of sums: scaled, if the weights have a scale a row, and with the bias."""
+    y = sums(acc, None, column, outputs, FORM.tiles)
+    if FORM.group == 0:
+        y *= tl.load(scales_ptr + (first_row + column) // FORM.rows, mask=column < outputs, other=0.0)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + first_row + column, mask=column < outputs, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _store_rounded(y, codes_ptr, scales_ptr, target, real, column_tile, outputs, FORM: tl.constexpr):
+    """A tile of h [tokens, outputs] in e4m3, with the scales of its groups."""
+    TOKENS: tl.constexpr = FORM.tiles.tokens
+    OUTPUTS: tl.constexpr = FORM.tiles.outputs
+    GROUP: tl.constexpr = FORM.own_group
+    COUNT: tl.constexpr = OUTPUTS // GROUP
+    column = (column_tile * OUTPUTS + tl.arange(0, OUTPUTS))[None, :]
+    y = tl.where(column < outputs, _round_to_dtype(y, FORM), 0.0)
+    parts = tl.reshape(y, [TOKENS, COUNT, GROUP])
+    scales = scales_of(tl.max(tl.abs(parts), 2, keep_dims=True), None)
+    codes = tl.reshape(codes_of(parts, scales), [TOKENS, OUTPUTS])
+    row = target.to(tl.int64)[:, None]
+    tl.store(codes_ptr + row * outputs + column, codes, mask=real[:, None] & (column < outputs))
+    part = (column_tile * COUNT + tl.arange(0, COUNT))[None, :]
+    scales_ptr += row * tl.cdiv(outputs, GROUP) + part
+    tl.store(scales_ptr, tl.reshape(scales, [TOKENS, COUNT]), mask=real[:, None] & (part * GROUP < outputs))
+
+
+@triton.jit(do_not_specialize=["most"])
+def _fp8_experts_kernel(
+    x, codes, scales_ptr, bias_ptr, y, experts_ptr, owned, groups, x_strides, sizes, most, FORM: tl.constexpr
+):
+    """x: (codes, scales), or (numbers, None) where each pair is a tile. codes: of the weights, as one matrix of all
+    experts' rows. y: (codes, scales), or (numbers, None). owned, groups, most: as for `find_tile`.
+
+    x_strides: of a row of x and of one of its scales. sizes: (K, outputs, an expert's rows of scales, groups of a row).
+    """
+    x_ptr, x_scales_ptr = x
+    y_ptr, y_scales_ptr = y
+    inputs, outputs, scale_rows, num_groups = sizes
+    TILES: tl.constexpr = FORM.tiles
+    OUTPUTS: tl.constexpr = TILES.outputs
+    wait_for_predecessor(FORM.overlap)
+    column_tiles = tl.cdiv(outputs, OUTPUTS)
+    tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
+    expert, first, end = find_tile(groups, experts_ptr, owned, tile, most, FORM)
+    if first >= end:
+        return
+    real, source, target = find_rows(groups, first, end, FORM)
+    first_row, expert_row = first, expert * outputs
+    if FORM.act is not None:
+        first_row, expert_row = first // FORM.top_k, expert * (2 * outputs)
+    first_output = column_tile * OUTPUTS
+    output = first_output + tl.arange(0, OUTPUTS)
+    scales_ptr += expert.to(tl.int64) * scale_rows * num_groups
+    own_scales_ptr = _find_scales(scales_ptr, 0, first_output, outputs, num_groups, FORM)
+    up_scales_ptr = _find_scales(scales_ptr, outputs, first_output, outputs, num_groups, FORM)
+    acc = no_sums(TILES)
+    up_acc = acc
+    for start in range(0, inputs, TILES.depth):
+        tokens, token_scales = _load_tokens(
+            x_ptr, x_scales_ptr, source, first_row, real, start, inputs, x_strides, FORM
+        )
+        weights = _load_weights(codes, expert_row, output, first_output, outputs, start, inputs, FORM)
+        acc = _add_scaled(acc, weights, tokens, token_scales, own_scales_ptr, start, FORM)
+        if FORM.act is not None:
+            weights = _load_weights(codes, expert_row + outputs, output, first_output, outputs, start, inputs, FORM)
+            up_acc = _add_scaled(up_acc, weights, tokens, token_scales, up_scales_ptr, start, FORM)
+
+    column = output[None, :]
+    if bias_ptr is not None:
+        bias_ptr += expert_row
+    result = _finish(acc, scales_ptr, bias_ptr, 0, column, outputs, FORM)
+    if FORM.act is not None:
+        result = activate(result, _finish(up_acc, scales_ptr, bias_ptr, outputs, column, outputs, FORM), FORM)
+    if FORM.own_group > 0:
+        _store_rounded(result, y_ptr, y_scales_ptr, target, real, column_tile, outputs, FORM)
+    else:
+        target_ptr = y_ptr + target.to(tl.int64)[:, None] * outputs + column
+        tl.store(target_ptr, result.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column < outputs))
+
+
+def multiply(
+    x: Tensor | Fp8Rows,
+    projections: QuantisedProjections,
+    experts: Tensor,
+    groups: Groups | None,
+    tiles: Tiles,
+    dtype: torch.dtype,
+    *,
+    gated: bool,
+    owned: ExpertRange | None = None,
+) -> Tensor | Fp8Rows:
+    """h of x [T, H] if `gated`, z of h [P, I] otherwise; experts [T, k] and their groups, if any.
+
+    x, h: in fp8 if there are groups, else in dtype. tiles: its tokens are the rows of a tile of the groups, its outputs
+    a multiple of the group in which h is rounded.
+    """
+    weight, bias = (projections[0], projections[2]) if gated else (projections[1], projections[3])
+    (count, rows, inputs), pairs = weight.codes.shape, experts.numel()
+    outputs = rows // 2 if gated else rows
+    values, x_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
+    device, gpu, codes = values.device, hardware(values.device), weight.codes.view(torch.float8_e4m3fn).flatten(0, 1)
+    own_group = projections.down.rounding.group if gated and groups is not None else None
+    y_scales = None
+    if own_group is None:
+        y = torch.empty((pairs, outputs), dtype=dtype, device=device)
+    else:
+        y = torch.empty((pairs, outputs), dtype=torch.uint8, device=device)
+        y_scales = torch.empty((pairs, triton.cdiv(outputs, own_group)), dtype=torch.float32, device=device)
+    if tiles.copied and not can_copy(codes):
+        tiles = tiles._replace(copied=False)
+    form = Form(
+        tiles,
+        inputs % tiles.depth == 0,
+        *activation_of(projections.act, projections.clamp, gated=gated),
+        experts.shape[1],
+        groups is not None,
+        weight.group or 0,
+        weight.rows,
+        weight.rows % tiles.outputs == 0 and (not gated or outputs % tiles.outputs == 0),
+        own_group or 0,
+        str(dtype).removeprefix("torch."),
+        gpu.can_overlap,
+    )
+    stage_bytes = (tiles.tokens + (2 if gated else 1) * tiles.outputs) * tiles.depth
+    options = {
+        "num_warps": tiles.num_warps,
+        "num_stages": gpu.stages(tiles.num_stages, stage_bytes),
+        "launch_pdl": gpu.can_overlap,
+    }
+    operand: Any = codes
+    if tiles.copied:
+        operand = TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [tiles.outputs, tiles.depth])
+    most = pairs if groups is None else most_tiles(pairs, count, tiles.tokens)
+    launch(_fp8_experts_kernel, (most * triton.cdiv(outputs, tiles.outputs),))(
+        (values, x_scales),
+        operand,
+        weight.scales,
+        bias,
+        (y, y_scales),
+        experts,
+        first_and_number(owned, count),
+        groups,
+        (values.stride(0), 0 if x_scales is None else x_scales.stride(0)),
+        (inputs, outputs, *weight.scales.shape[1:]),
+        most,
+        FORM=form,
+        **options,
+    )
+    return y if y_scales is None else Fp8Rows(y.view(torch.float8_e4m3fn), y_scales, own_group)
+
+
+def experts(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    projections: QuantisedProjections,
+    owned: ExpertRange | None,
+    onto: Tensor | None,
+    *,
+    deterministic: bool,
+) -> Tensor:
+    """y of checked arguments."""
+    if not x.numel():
+        return torch.empty_like(x)
+    (tokens, top_k), num_here, gate_up, down = experts.shape, projections.down.codes.shape[0], *projections[:2]
+    num_experts = num_here if owned is None else owned.total
+    unsorted = is_unsorted(tokens, top_k, num_experts) and not deterministic
+    if deterministic:
+        rows = plans.FIXED_FP8_EXPERT_ROWS
+    else:
+        rows = choose_rows(tokens * top_k, num_experts, x.dtype, unsorted=unsorted)
+    groups = None if unsorted else group(experts, num_here, rows, None if owned is None else owned.first)
+    first, last = (
+        plans.choose_fp8_expert_tiles(rows, weight.rounding.group, gated=gated, unsorted=unsorted)
+        for weight, gated in ((gate_up, True), (down, False))
+    )
+    of_x = x if unsorted else to_fp8(x, gate_up.rounding, gated=False)
+    h = multiply(of_x, projections, experts, groups, first, x.dtype, gated=True, owned=owned)
+    z = multiply(h, projections, experts, groups, last, x.dtype, gated=False, owned=owned)
+    assert isinstance(z, Tensor)
+    return combine(z, weights, onto, experts, first_and_number(owned, num_here))
