@@ -177,19 +177,21 @@ def test_in_chunks(case_of, name):
 
 def test_in_a_pool_for_little_more_than_the_longest(case_of, name, mode, caching):
     whole = case_of(name)
-    num_blocks = most_blocks(kv_windows(whole, 4), 256) + 10
+    windows = kv_windows(whole, 4)
+    # Admission leaves a block of each group, and most of those are of states: it takes more requests until it is short.
+    times = 3 if windows[0].block_size > 4 else 1
     stats = check(
-        Case(whole.folder, whole.prompts[:10], whole.expected[:10], whole.beams),
+        Case(whole.folder, whole.prompts[:10] * times, whole.expected[:10] * times, whole.beams),
         block_size=4,
-        num_gpu_blocks_override=num_blocks,
+        num_gpu_blocks_override=most_blocks(windows, 256) + 10,
         max_num_batched_tokens=64,
         preemption_mode=mode,
         enable_prefix_caching=caching,
         swap_space=0.05,
     )
-    fewest = 0 if name == "states" else 4  # admission leaves a block of each group, and most of those are of states
-    assert stats.num_preemptions > fewest
-    assert (stats.num_swap_preemptions > fewest) == (mode == "swap")
+    print(f"{name}: {stats.num_preemptions} preemptions, {stats.num_swap_preemptions} of them by swap")
+    assert stats.num_preemptions > 4
+    assert (stats.num_swap_preemptions > 4) == (mode == "swap")
 
 
 def test_heads_of_other_sizes_and_keys_of_other_layers(tmp_path):
