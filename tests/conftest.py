@@ -31,7 +31,7 @@ def pytest_configure(config):
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--full-matrix", action="store_true", help="every combination of the parity tests, in about an hour"
+        "--full-matrix", action="store_true", help="every combination, of tests that have more than time allows"
     )
 
 

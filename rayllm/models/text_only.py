@@ -15,14 +15,22 @@ TOWERS = (
 )
 
 
+def text_name(stored: str) -> str | None:
+    """What a weight or a module is called in a checkpoint of the text model alone; None if it is of a tower."""
+    if stored.removeprefix("model.").startswith(TOWERS):
+        return None
+    if stored.startswith("model.language_model."):
+        return "model." + stored.removeprefix("model.language_model.")
+    return stored.removeprefix("language_model.")
+
+
 def split_text(stored: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """(name of each weight in a checkpoint of the text model alone -> its name here, names of the others)."""
     text, others = {}, []
     for name in stored:
-        if name.removeprefix("model.").startswith(TOWERS):
+        own = text_name(name)
+        if own is None:
             others.append(name)
-        elif name.startswith("model.language_model."):
-            text["model." + name.removeprefix("model.language_model.")] = name
         else:
-            text[name.removeprefix("language_model.")] = name
+            text[own] = name
     return text, others

@@ -1,10 +1,14 @@
 """Models whose layers have windows of their own, shorter than the prompts, against transformers in float32 on the CPU:
-small pools, forks, beams, chunks, prefix caching, and workers that are lost.
+small pools, forks, beams, chunks, prefix caching, and workers that are lost. With `--full-matrix` also models whose
+cache holds something else, in all combinations.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -36,6 +40,24 @@ MODELS = {
     "layer types": ("qwen3", {**WINDOWED, "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL]}, 3),
     "states": ("qwen3_5", {"layer_types": [LINEAR, LINEAR, FULL, LINEAR], "num_hidden_layers": 4}, 4),
 }
+MORE_MODELS = {
+    "states of key heads": ("qwen3_next", {}, 3),
+    "states of a mixture": ("qwen3_5_moe", {"layer_types": [LINEAR, LINEAR, FULL], "num_hidden_layers": 3}, 3),
+    "latent": ("deepseek_v3", {}, 1),
+    "latent, scaled queries": ("mistral4", {}, 1),
+    "sinks": ("gpt_oss", {}, 2),
+    "caps": ("gemma2", {}, 2),
+    "keys of others": ("gemma4_shared", {}, 2),
+    "mixture of two shapes": ("gemma4_moe", {}, 2),
+}
+SMALL_POOLS = [
+    ("first layers full", "recompute", True),
+    ("first layers full", "swap", False),
+    ("layer types", "recompute", False),
+    ("layer types", "swap", True),
+    ("states", "recompute", True),
+    ("states", "swap", False),
+]
 # The same, because only one token is left.
 FOUR = SamplingParams(n=4, temperature=1.0, top_k=1, max_tokens=NUM_TOKENS, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -51,10 +73,21 @@ class Case:
     beams: list[list[list[int]]]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full = metafunc.config.getoption("--full-matrix")
+    names = [*MODELS, *MORE_MODELS] if full else list(MODELS)
+    if "mode" in metafunc.fixturenames:
+        every = list(itertools.product(names, ("recompute", "swap"), (True, False)))
+        metafunc.parametrize(("name", "mode", "caching"), every if full else SMALL_POOLS)
+    elif "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", names)
+
+
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory) -> dict[str, Case]:
+def case_of(tmp_path_factory) -> Callable[[str], Case]:
     torch.set_num_threads(1)
-    return {name: make_case(tmp_path_factory.mktemp("model"), *MODELS[name][:2]) for name in MODELS}
+    every = MODELS | MORE_MODELS
+    return functools.cache(lambda name: make_case(tmp_path_factory.mktemp("model"), *every[name][:2]))
 
 
 def make_case(folder, kind: str, overrides: dict) -> Case:
@@ -123,46 +156,42 @@ def kv_windows(case: Case, block_size: int) -> list[KVWindow]:
     return [KVWindow(group.window, config.block_size) for group in kv_groups(config.spec, 1)]
 
 
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("caching", [True, False])
-def test_with_room_for_all(cases, name, caching):
-    assert len(windows_of(cases[name])) == MODELS[name][2]
-    stats = check(cases[name], repeats=2, enable_prefix_caching=caching, block_size=8)
+def test_with_room_for_all(case_of, name, caching):
+    case = case_of(name)
+    windows = kv_windows(case, 8)
+    assert len(windows) == (MODELS | MORE_MODELS)[name][2]
+    stats = check(case, repeats=2, enable_prefix_caching=caching, block_size=8)
     assert stats.num_preemptions == 0
-    assert (stats.prefix_cache_hits > 16 * 50) == caching, "prompts that came before, and their beginnings"
+    # Prompts that came before, to their last whole block.
+    size = windows[0].block_size
+    least = sum((len(prompt) - 1) // size * size for prompt in case.prompts + case.prompts[:BEAM_PROMPTS])
+    assert stats.prefix_cache_hits >= least if caching else stats.prefix_cache_hits == 0
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_in_chunks(cases, name):
-    check(cases[name], max_num_batched_tokens=16, block_size=4)
+def test_in_chunks(case_of, name):
+    """Of 16 tokens; where states are kept, a block is no divisor of that, so that chunks begin within blocks."""
+    stats = check(case_of(name), repeats=2 if name == "states" else 1, max_num_batched_tokens=16, block_size=4)
+    assert stats.prefix_cache_hits > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "caching"),
-    [
-        ("first layers full", "recompute", True),
-        ("first layers full", "swap", False),
-        ("layer types", "recompute", False),
-        ("layer types", "swap", True),
-        ("states", "recompute", True),
-        ("states", "swap", False),
-    ],
-)
-def test_in_a_pool_for_little_more_than_the_longest(cases, name, mode, caching):
-    num_blocks = most_blocks(kv_windows(cases[name], 4), 256) + 10
-    whole = cases[name]
+def test_in_a_pool_for_little_more_than_the_longest(case_of, name, mode, caching):
+    whole = case_of(name)
+    windows = kv_windows(whole, 4)
+    # Admission leaves a block of each group, and most of those are of states: it takes more requests until it is short.
+    times = 3 if windows[0].block_size > 4 else 1
     stats = check(
-        Case(whole.folder, whole.prompts[:10], whole.expected[:10], whole.beams),
+        Case(whole.folder, whole.prompts[:10] * times, whole.expected[:10] * times, whole.beams),
         block_size=4,
-        num_gpu_blocks_override=num_blocks,
+        num_gpu_blocks_override=most_blocks(windows, 256) + 10,
         max_num_batched_tokens=64,
         preemption_mode=mode,
         enable_prefix_caching=caching,
         swap_space=0.05,
     )
-    fewest = 0 if name == "states" else 4  # admission leaves a block of each group, and most of those are of states
-    assert stats.num_preemptions > fewest
-    assert (stats.num_swap_preemptions > fewest) == (mode == "swap")
+    print(f"{name}: {stats.num_preemptions} preemptions, {stats.num_swap_preemptions} of them by swap")
+    assert stats.num_preemptions > 4
+    assert (stats.num_swap_preemptions > 4) == (mode == "swap")
 
 
 def test_heads_of_other_sizes_and_keys_of_other_layers(tmp_path):
@@ -180,10 +209,10 @@ def test_heads_of_other_sizes_and_keys_of_other_layers(tmp_path):
     assert stats.num_swap_preemptions > 0
 
 
-def test_the_size_that_is_told_is_that_of_the_longest_sequences(cases):
+def test_the_size_that_is_told_is_that_of_the_longest_sequences(case_of):
     """In blocks of 4, 256 tokens need 64 + 4 * 7 blocks."""
     options = {"device": "cpu", "skip_tokenizer_init": True, "block_size": 4}
-    folder = cases["first layers full"].folder
+    folder = case_of("first layers full").folder
     with LLM(folder, num_gpu_blocks_override=184, max_model_len=256, **options) as llm:
         assert llm.engine.info.num_kv_tokens == 512
     with LLM(folder, num_gpu_blocks_override=91, **options) as llm:
@@ -219,9 +248,8 @@ class LosingExecutor(LocalExecutor):
         self._worker = RankModel(self._config, TPGroup.single(), torch.device("cpu")).build(self._blocks, resumes=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_new_workers_go_on_where_the_old_ones_were(cases, name):
-    case = cases[name]
+def test_new_workers_go_on_where_the_old_ones_were(case_of, name):
+    case = case_of(name)
     options = {"device": "cpu", "block_size": 4, "max_num_batched_tokens": 96, "max_num_seqs": 8}
     config = resolve(EngineConfig(model=case.folder, **options), 0)
     executor = LosingExecutor(config, 11)

@@ -1,28 +1,68 @@
-"""Greedy tokens of the whole engine against `transformers.generate`: 16 prompts, 64 tokens each, float32 on the CPU.
+"""Greedy tokens of whole engines against transformers in float32 on the CPU, for every kind of checkpoint.
 
-`pytest --full-matrix` runs every combination at every number of ranks; without it tp > 1 covers each option of each
-model at least once.
+With `--full-matrix` each kind of `support.kinds`, and so each architecture, is run on 1, 2 and 4 ranks with every
+combination of the options, in small pools with preemption in both ways, and on Ray's actors; `-k` picks a part of that,
+as `-k "gpt_oss and pools"`. Without it each kind has two of these runs.
+
+Ranks are threads of this process where Ray is not what is tested.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from support.kinds.common import EOS, VOCAB_SIZE
-from support.model_factory import make_model
+from support.engine import outputs_of
+from support.kinds.common import EOS
+from support.model_factory import KINDS, make_model
+from support.thread_executor import ThreadExecutor
+from support.yardstick import transformers_model
 
 from rayllm import LLM, SamplingParams
+from rayllm.api.types import EngineStats, GenerationRequest
+from rayllm.config.kv_groups import kv_groups
+from rayllm.config.model_folder import load_model_spec
+from rayllm.config.options import EngineConfig
+from rayllm.config.resolved import ResolvedConfig, resolve
+from rayllm.core.memory import KVWindow, most_blocks
+from rayllm.engine.engine import EngineCore
 
-KINDS = ("llama3_rope", "mistral", "qwen2", "qwen3", "opt")
-MORE_KINDS = ("glm4", "phi3", "ministral3", "granite", "smollm3")  # beside glm4 only with --full-matrix
 BUDGETS, CACHING, BLOCK_SIZES = (16, 2048), (True, False), (1, 8, 16)
-NUM_TOKENS = 64
-OPTIONS = list(itertools.product(BUDGETS, CACHING, BLOCK_SIZES))
+OPTIONS = [
+    {"max_num_batched_tokens": budget, "enable_prefix_caching": caching, "block_size": size}
+    for budget, caching, size in itertools.product(BUDGETS, CACHING, BLOCK_SIZES)
+]
+POOLS = [
+    {"preemption_mode": mode, "enable_prefix_caching": caching}
+    for mode, caching in itertools.product(("recompute", "swap"), CACHING)
+]
+EVERY_OPTION = "qwen3"  # has all combinations of OPTIONS in the quick half too
+QUICK = {
+    "test_options": [(kind, 1) for kind in KINDS],
+    "test_small_pools": [("mistral", 1), ("deepseek_v3", 2)],
+    "test_over_ray": [("mistral", 2), ("qwen3_next", 4)],
+}
+RANKS = {"test_options": (1, 2, 4), "test_small_pools": (1, 2, 4), "test_over_ray": (2, 4)}
+
+LENGTHS = (1, 2, 3, 5, 8, 13, 16, 17, 20, 24, 25, 31, 47, 64, 90, 131, 180, 200)
+BEGINNINGS = (17, 40, 64, 80, 119, 120)  # tokens that a prompt shares with longer ones, for the prefix cache
+MOST = max(LENGTHS)
+# The next best token is so far behind, over the spread of the logits, that no order of sums makes it the best one.
+MARGIN = 5e-4
+SPARE_BLOCKS = 10  # of a small pool, beside what the longest sequence needs
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    name = metafunc.function.__name__
+    every = [(kind, tp) for kind in KINDS for tp in RANKS[name]]
+    chosen = every if metafunc.config.getoption("--full-matrix") else QUICK[name]
+    metafunc.parametrize(("kind", "tp"), chosen, ids=[f"{kind}-tp{tp}" for kind, tp in chosen])
 
 
 @dataclass
@@ -31,102 +71,131 @@ class Case:
     prompts: list[list[int]]
     expected: list[list[int]]
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.expected[0])
+
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def case_of(tmp_path_factory: pytest.TempPathFactory, full_matrix: bool) -> Callable[[str], Case]:
     torch.set_num_threads(1)
-    return {kind: make_case(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+    num_tokens = 32 if full_matrix else 16
+    return functools.cache(lambda kind: make_case(tmp_path_factory.mktemp(kind), kind, num_tokens))
 
 
-def make_case(folder: Path, kind: str) -> Case:
-    from transformers import AutoModelForCausalLM
+def make_case(folder: Path, kind: str, num_tokens: int) -> Case:
+    """At least 16 prompts of 1 to 200 tokens, and what transformers says to them.
 
+    Shorter ones where frequencies depend on the length: up to one of which both are told the same.
+    """
     make_model(folder, kind)
-    rng = random.Random(kind)
-    shared = [rng.randrange(EOS - 1) for _ in range(90)]
-    prompts = [[rng.randrange(EOS - 1) for _ in range(rng.randint(1, 200))] for _ in range(12)]
-    prompts += [[*shared[:n], n] for n in (40, 64, 80, 90)]  # something for the prefix cache
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=VOCAB_SIZE - 1,
+    rng, config = random.Random(kind), settle(str(folder))
+    most = config.max_model_len - num_tokens - 1
+    shared = [rng.randrange(EOS - 1) for _ in range(MOST)]
+    prompts = [[rng.randrange(EOS - 1) for _ in range(min(length, most))] for length in LENGTHS]
+    prompts += [[*shared[:length], length][-most:] for length in BEGINNINGS]
+    found = generate(config, prompts, num_tokens)[0]
+    model, case = transformers_model(folder), Case(str(folder), [], [])
+    for prompt, [tokens] in zip(prompts, found, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        if is_steady(logits, tokens):
+            case.prompts.append(prompt)
+            case.expected.append(tokens)
+    assert len(case.prompts) >= 16, "too few prompts whose tokens do not depend on roundings"
+    assert len({tuple(tokens) for tokens in case.expected}) > 12, "the reference says the same to every prompt"
+    return case
+
+
+def is_steady(logits: torch.Tensor, tokens: list[int]) -> bool:
+    """Whether roundings cannot change which token is the best one. Those before the first where they can are checked.
+
+    logits: of transformers [tokens, vocab], each after the tokens before.
+    """
+    best, second = (logits.topk(2).values / logits.std()).unbind(-1)
+    for i, gap in enumerate((best - second).tolist()):
+        if gap < MARGIN:
+            return False
+        assert tokens[i] == int(logits[i].argmax()), f"token {i} differs"
+    return True
+
+
+def settle(folder: str, tp: int = 1, **options: object) -> ResolvedConfig:
+    settings = {"device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 64, **options}
+    settings.setdefault("max_model_len", min(256, load_model_spec(folder).default_model_len))
+    return resolve(EngineConfig(model=folder, tensor_parallel_size=tp, **settings), 0)
+
+
+def params(num_tokens: int, n: int = 1) -> SamplingParams:
+    """Greedy. n: completions, all of them alike, because only one token is left to draw."""
+    if n == 1:
+        return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    return SamplingParams(n=n, temperature=1.0, top_k=1, max_tokens=num_tokens, ignore_eos=True)
+
+
+def generate(
+    config: ResolvedConfig, prompts: list[list[int]], num_tokens: int, n: list[int] | None = None
+) -> tuple[list[list[list[int]]], EngineStats]:
+    """The tokens of all completions of each prompt, n[i] of them or one, by an engine of these options."""
+    executor = ThreadExecutor(config)
+    core = EngineCore(config, executor, executor.start())
+    try:
+        requests = [
+            GenerationRequest(request_id=str(i), prompt_token_ids=prompt, params=params(num_tokens, n[i] if n else 1))
+            for i, prompt in enumerate(prompts)
+        ]
+        outputs = outputs_of(core, requests)
+        core.check_integrity()
+        stats = core.stats()
+    finally:
+        core.shutdown()
+    assert stats.num_used_blocks == stats.num_used_cpu_blocks == stats.num_swapped == 0
+    return [[completion.token_ids for completion in output.outputs] for output in outputs], stats
+
+
+def test_options(case_of, kind, tp, full_matrix):
+    """Chunks of 16 tokens and prompts as wholes, prefix caching on and off, blocks of several sizes."""
+    case = case_of(kind)
+    every = full_matrix or kind == EVERY_OPTION
+    for options in OPTIONS if every else [OPTIONS[5 * KINDS.index(kind) % len(OPTIONS)]]:
+        found, stats = generate(settle(case.folder, tp, **options), case.prompts, case.num_tokens)
+        assert found == [[tokens] for tokens in case.expected], options
+        assert options["enable_prefix_caching"] or not stats.prefix_cache_hits
+
+
+def test_small_pools(case_of, kind, tp, full_matrix):
+    """So small that sequences are preempted, samples of one prompt among them, in chunks of 16 tokens.
+
+    Short prompts grow also where all layers have windows, beyond which nothing does.
+    """
+    case = case_of(kind)
+    short = [i for i, prompt in enumerate(case.prompts) if len(prompt) < 25]
+    order = [*range(len(case.prompts)), *short * 4]
+    prompts, counts = [case.prompts[i] for i in order], [1 if place % 4 else 3 for place in range(len(order))]
+    for options in POOLS if full_matrix else POOLS[1:3]:
+        options = {"block_size": 2, "max_num_batched_tokens": 16, "swap_space": 0.05, **options}
+        plain = settle(case.folder, tp, **options)
+        windows = [KVWindow(group.window, plain.block_size) for group in kv_groups(plain.spec, tp)]
+        longest = max(len(prompt) for prompt in case.prompts) + case.num_tokens
+        num_blocks = most_blocks(windows, longest) + SPARE_BLOCKS
+        found, stats = generate(
+            settle(case.folder, tp, num_gpu_blocks_override=num_blocks, max_model_len=None, **options),
+            prompts,
+            case.num_tokens,
+            counts,
         )
-        expected.append(out[0, len(prompt) :].tolist())
-    assert len({tuple(tokens) for tokens in expected}) > 12, "the reference says the same to every prompt"
-    return Case(str(folder), prompts, expected)
+        assert found == [[case.expected[i]] * count for i, count in zip(order, counts, strict=True)], options
+        print(f"{kind} tp {tp} {options['preemption_mode']}: {stats.num_preemptions} preemptions")
+        assert stats.num_preemptions > 0
+        assert (stats.num_swap_preemptions > 0) == (options["preemption_mode"] == "swap")
 
 
-def check(case: Case, **options: object) -> LLM:
-    """Generate with an engine of these options and compare; returns the engine, shut down, for its counters."""
-    options = {"device": "cpu", "skip_tokenizer_init": True, **options}
-    with LLM(case.folder, **options) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        outputs = llm.generate(case.prompts, params, use_tqdm=False)
+def test_over_ray(case_of, ray_cluster, kind, tp):
+    case = case_of(kind)
+    options = OPTIONS[(5 * KINDS.index(kind) + tp) % len(OPTIONS)]
+    shared = settle(case.folder, tp, standby_ranks="none", **options).options.model_dump(exclude_unset=True)
+    with LLM(**shared) as llm:
+        outputs = llm.generate(case.prompts, params(case.num_tokens), use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == case.expected
         llm.engine.check_integrity()
         assert llm.stats().num_used_blocks == 0
-        stats = llm.stats()
-    return stats
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("budget", "caching", "block_size"), OPTIONS)
-def test_tp1(cases, kind, budget, caching, block_size):
-    check(cases[kind], max_num_batched_tokens=budget, enable_prefix_caching=caching, block_size=block_size)
-
-
-@pytest.mark.parametrize("kind", MORE_KINDS)
-def test_more_kinds(tmp_path, kind, full_matrix):
-    if not full_matrix and kind != MORE_KINDS[0]:
-        pytest.skip("with --full-matrix")
-    case = make_case(tmp_path, kind)
-    for budget, caching, block_size in OPTIONS if full_matrix else [(16, True, 8)]:
-        check(case, max_num_batched_tokens=budget, enable_prefix_caching=caching, block_size=block_size)
-
-
-@pytest.mark.parametrize(("kind", "longest"), [("mistral", 30), ("qwen3", 90)])
-def test_a_pool_so_small_that_sequences_are_preempted_many_times(cases, kind, longest):
-    """longest: prompts of about a window at most, where there is one, because nothing grows beyond it."""
-    whole = cases[kind]
-    short = [i for i, prompt in enumerate(whole.prompts) if len(prompt) <= longest] * (720 // longest)
-    case = Case(whole.folder, [whole.prompts[i] for i in short], [whole.expected[i] for i in short])
-    stats = check(
-        case,
-        block_size=2,  # admission leaves one block a sequence for growth: the smaller, the sooner the pool is short
-        num_gpu_blocks_override=120,
-        max_num_batched_tokens=128,
-        enable_prefix_caching=False,
-    )
-    assert stats.num_preemptions >= 10
-
-
-def options_at(tp: int, kind: str, full: bool) -> list[tuple[int, bool, int]]:
-    """All combinations, or one for each model, which together cover every value of every option.
-
-    With four ranks it is one of those without small chunks: on two cores the many steps would take most of the time.
-    """
-    if full:
-        return OPTIONS
-    several = [options for options in OPTIONS if tp == 2 or options[0] == max(BUDGETS)]
-    return [several[5 * KINDS.index(kind) % len(several)]]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tp", [2, 4])
-def test_over_ray(cases, kind, tp, ray_cluster, full_matrix):
-    for budget, caching, block_size in options_at(tp, kind, full_matrix):
-        check(
-            cases[kind],
-            tensor_parallel_size=tp,
-            standby_ranks="none",
-            max_num_batched_tokens=budget,
-            enable_prefix_caching=caching,
-            block_size=block_size,
-        )

@@ -9,9 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.adapters import edit_config, greedy, make_adapter, merged
+from support.adapters import (
+    DELTA_LINEARS,
+    GEMMA4_LINEARS,
+    GROUPED_DELTA_LINEARS,
+    LATENT_LINEARS,
+    LLAMA_LINEARS,
+    edit_config,
+    greedy,
+    make_adapter,
+    merged,
+)
 from support.kinds.common import EOS
 from support.model_factory import make_model
+from support.yardstick import transformers_model
 
 from rayllm import LLM, SamplingParams
 from rayllm.errors import ConfigError, InvalidRequestError, ModelError
@@ -26,11 +37,9 @@ class Adapted:
     """A tiny model with adapters, and what they say: by transformers, the adapter merged."""
 
     def __init__(self, folder: Path, kind: str):
-        from transformers import AutoModelForCausalLM
-
         torch.set_num_threads(1)
         self.folder = make_model(folder / "model", kind)
-        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        self.model = transformers_model(self.folder)
         rng = random.Random(0)
         self.prompts = [[rng.randrange(EOS - 1) for _ in range(PROMPT_TOKENS)] for _ in range(2)]
         self.paths: dict[str | None, str | None] = {None: None}
@@ -103,15 +112,39 @@ def test_small_pools_and_few_slots(llama, options):
             assert llm.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "bloom", "opt"])
-def test_other_models(tmp_path, kind):
-    """Head norms after the adapter; a fused and interleaved qkv; biases."""
+@pytest.mark.parametrize(
+    ("kind", "targets", "quick"),
+    [
+        ("qwen3", "all-linear", True),
+        ("bloom", "all-linear", True),
+        ("opt", "all-linear", True),
+        ("qwen3_5_moe", DELTA_LINEARS, True),
+        ("qwen3_5", DELTA_LINEARS, False),
+        ("qwen3_next", GROUPED_DELTA_LINEARS, False),
+        ("deepseek_v3", LATENT_LINEARS, False),
+        ("mistral4", LATENT_LINEARS, False),
+        ("gemma4", GEMMA4_LINEARS, False),
+        ("gemma4_moe", LLAMA_LINEARS, False),
+        ("gemma4_shared", GEMMA4_LINEARS, False),
+        ("gpt_oss", LLAMA_LINEARS, False),
+        ("minimax_m2", LLAMA_LINEARS, False),
+        ("qwen2_moe", LLAMA_LINEARS, False),
+    ],
+)
+def test_other_models(tmp_path, kind, targets, quick, full_matrix):
+    """Among them: head norms after the adapter; a fused and interleaved qkv; biases; states, whose blocks are an
+    adapter's own too.
+    """
+    if not quick and not full_matrix:
+        pytest.skip("with --full-matrix")
     case = Adapted(tmp_path, kind)
     for number, rank in enumerate((4, 7)):
-        path = make_adapter(tmp_path / str(number), case.folder, rank=rank, seed=number, targets="all-linear")
+        path = make_adapter(tmp_path / str(number), case.folder, rank=rank, seed=number, targets=targets)
         case.add(f"a{number}", path)
     with engine(case, lora_modules={name: path for name, path in case.paths.items() if name}) as llm:
-        check(llm, case, ["a0", None, "a1", "a0"])
+        for _ in range(2):
+            check(llm, case, ["a0", None, "a1", "a0"])
+        assert llm.stats().prefix_cache_hits > 0
 
 
 @pytest.mark.parametrize(

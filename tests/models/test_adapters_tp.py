@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import support.model_factory as factory
 import torch
-from support.adapters import make_adapter, merged
+from safetensors.torch import load_file, save_file
+from support.adapters import (
+    DELTA_LINEARS,
+    GEMMA4_LINEARS,
+    GROUPED_DELTA_LINEARS,
+    LATENT_LINEARS,
+    LLAMA_LINEARS,
+    edit_config,
+    make_adapter,
+    merged,
+)
 from support.thread_group import ThreadGroup
+from support.yardstick import Yardstick
 
 from rayllm.api.types import Adapter
 from rayllm.config.lora import adapter_digest
@@ -34,7 +47,7 @@ def drive(folder, tp, paths):
     torch.set_num_threads(1)
     model = factory.load(folder, tp, enable_lora=True, max_loras=3, max_lora_rank=16)
     load_adapters(model, paths)
-    runner = factory.PagedRunner(model)
+    runner, of_few = factory.PagedRunner(model), factory.PagedRunner(model)
     found = {name: [] for name in PROMPTS}
     first = [(name, tokens[:-1] if name != "d" else tokens[:2]) for name, tokens in PROMPTS.items()]
     then = [(name, tokens[-1:]) for name, tokens in PROMPTS.items() if name != "d"] + [("d", PROMPTS["d"][2:])]
@@ -45,31 +58,60 @@ def drive(folder, tp, paths):
         with torch.inference_mode():
             logits = model.compute_logits(model(batch, runner.caches))
             rows = torch.tensor([len(work[0][1]) - 1, len(slots) - 1])
-            few = replace(batch, logit_rows=rows)  # a model may then go on with these tokens alone
-            torch.testing.assert_close(model.compute_logits(model(few, runner.caches)), logits[rows], atol=1e-4, rtol=0)
+            # A model may then go on with these tokens alone.
+            few = replace(of_few.batch(work, num_decodes, 0), logit_rows=rows, adapter_slots=slots)
+            torch.testing.assert_close(model.compute_logits(model(few, of_few.caches)), logits[rows], atol=1e-4, rtol=0)
         for (name, _), part in zip(work, logits.split([len(tokens) for _, tokens in work]), strict=True):
             found[name].append(part)
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-# All linear layers of it but those that latent attention takes apart.
-DEEPSEEK = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
+CASES = [
+    ("llama", 1, "all-linear"),
+    ("llama", 2, "all-linear"),
+    ("qwen3", 4, "all-linear"),
+    ("bloom", 2, "all-linear"),
+    ("opt", 2, "all-linear"),
+    ("deepseek_v3", 2, LATENT_LINEARS),
+    ("qwen3_5_moe_vl", 2, DELTA_LINEARS),
+    ("gemma4", 2, GEMMA4_LINEARS),
+    ("mistral3", 2, LLAMA_LINEARS),
+]
+MORE_CASES = [
+    ("qwen3_5", 4, DELTA_LINEARS),
+    ("qwen3_5_vl", 2, DELTA_LINEARS),
+    ("qwen3_next", 2, GROUPED_DELTA_LINEARS),
+    ("gemma2", 2, "all-linear"),
+    ("gemma3_vision", 2, LLAMA_LINEARS),
+    ("gemma4_moe", 2, LLAMA_LINEARS),
+    ("gemma4_shared", 4, GEMMA4_LINEARS),
+    ("gemma4_unified", 8, LLAMA_LINEARS),
+    ("deepseek_v2", 4, ("q_proj", *LATENT_LINEARS)),
+    ("glm4_moe_lite", 2, LATENT_LINEARS),
+    ("mistral4", 4, LATENT_LINEARS),
+    ("mistral3_mistral4", 2, LATENT_LINEARS),
+    ("qwen2_5_vl", 2, LLAMA_LINEARS),
+    ("qwen2_moe", 2, LLAMA_LINEARS),
+    ("qwen3_moe", 4, LLAMA_LINEARS),
+    ("glm4_moe", 2, LLAMA_LINEARS),
+    ("minimax_m2", 8, LLAMA_LINEARS),
+    ("mixtral", 2, LLAMA_LINEARS),
+    ("gpt_oss", 2, LLAMA_LINEARS),
+    ("phi3", 2, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+    ("glm4", 2, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")),
+    ("granite", 2, "all-linear"),
+    ("smollm3", 2, "all-linear"),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "size", "targets"),
-    [
-        ("llama", 1, "all-linear"),
-        ("llama", 2, "all-linear"),
-        ("qwen3", 4, "all-linear"),
-        ("bloom", 2, "all-linear"),
-        ("opt", 2, "all-linear"),
-        ("deepseek_v3", 2, DEEPSEEK),
-    ],
-)
+def pytest_generate_tests(metafunc):
+    if "targets" in metafunc.fixturenames:
+        cases = CASES + (MORE_CASES if metafunc.config.getoption("--full-matrix") else [])
+        metafunc.parametrize(("kind", "size", "targets"), cases, ids=[f"{kind}-{size}" for kind, size, _ in cases])
+
+
 def test_logits_are_those_of_merged_weights(tmp_path, kind, size, targets):
-    from transformers import AutoModelForCausalLM
-
+    """Also where an adapter is of a model with towers, and has matrices for these too."""
     folder = factory.make_model(tmp_path / "model", kind)
     paths = [
         make_adapter(tmp_path / str(n), folder, rank=rank, seed=n, targets=targets) for n, rank in enumerate((4, 16))
@@ -77,12 +119,34 @@ def test_logits_are_those_of_merged_weights(tmp_path, kind, size, targets):
     groups = [TPGroup.single()] if size == 1 else ThreadGroup.make(size)
     with ThreadPoolExecutor(size) as threads:
         ranks = list(threads.map(lambda tp: drive(folder, tp, paths), groups))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    yardstick = Yardstick(folder)
     for name, tokens in PROMPTS.items():
-        with merged(model, None if SLOTS[name] < 0 else paths[SLOTS[name]]), torch.no_grad():
-            expected = model(torch.tensor([tokens])).logits[0]
-        for rank in ranks:
-            torch.testing.assert_close(rank[name], expected, atol=2e-3, rtol=1e-3)
+        path = None if SLOTS[name] < 0 else paths[SLOTS[name]]
+        with merged(yardstick.model, path), merged(yardstick.exact, path):
+            for rank in ranks:
+                yardstick.check(rank[name], tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [
+        ("qwen3_5_moe", "layers.0.linear_attn.conv1d"),
+        ("qwen3_5_moe", "layers.1.mlp.shared_expert_gate"),
+        ("qwen3_5_moe_vl", "language_model.layers.1.mlp.gate"),
+        ("gemma4_moe", "layers.0.router.proj"),
+        ("deepseek_v3", "layers.0.self_attn.kv_b_proj"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_by_name(tmp_path, kind, module):
+    folder = factory.make_model(tmp_path / "model", kind, num_hidden_layers=2)
+    path = Path(make_adapter(tmp_path / "adapter", folder, targets=["o_proj"]))
+    edit_config(str(path), target_modules=["o_proj", module.rpartition(".")[2]])
+    file = path / "adapter_model.safetensors"
+    names = {f"base_model.model.model.{module}.lora_{part}.weight": torch.ones(8, 8) for part in "AB"}
+    save_file(load_file(file) | names, file)
+    store = AdapterStore(factory.load(folder, enable_lora=True))
+    with pytest.raises(ModelError, match=rf"model\.{re.escape(module)} is adapted, and the model has no"):
+        store.load(Adapter(0, "x", str(path), adapter_digest(str(path))))
 
 
 def test_a_step_without_adapters_is_that_of_a_model_without_slots(tmp_path):

@@ -12,19 +12,16 @@ import pytest
 import support.model_factory as factory
 import torch
 import transformers
-from support.adapters import make_adapter
 from support.thread_group import ThreadGroup
 
 from rayllm import LLM, SamplingParams
-from rayllm.api.types import Adapter, KVBlocks
-from rayllm.config.lora import adapter_digest
+from rayllm.api.types import KVBlocks
 from rayllm.config.model_folder import load_model_spec
 from rayllm.config.options import EngineConfig
 from rayllm.config.resolved import resolve
 from rayllm.errors import ConfigError, ModelError
 from rayllm.layers import latent_attention, latent_plan
 from rayllm.parallel.tp_group import TPGroup
-from rayllm.worker.adapters import AdapterStore
 from rayllm.worker.cache import CacheEngine, block_bytes, lay_out_blocks
 from rayllm_kernels import ops
 
@@ -271,10 +268,3 @@ def test_a_cache_in_fp8_is_refused(deepseek):
     options = EngineConfig(model=deepseek[0], device="cpu", kv_cache_dtype="fp8")
     with pytest.raises(ConfigError, match="kv_cache_dtype fp8 is not supported for latent attention"):
         resolve(options, 0)
-
-
-def test_an_adapter_of_what_is_absorbed_is_refused(tmp_path, deepseek):
-    path = make_adapter(tmp_path, deepseek[0], targets=["q_b_proj", "kv_b_proj"])
-    store = AdapterStore(factory.load(deepseek[0], enable_lora=True))
-    with pytest.raises(ModelError, match=r"self_attn\.kv_b_proj is adapted"):
-        store.load(Adapter(0, "x", path, adapter_digest(path)))

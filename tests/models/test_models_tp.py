@@ -37,6 +37,11 @@ def drive(folder, tp, load_format="auto", **options):
     return torch.cat([logits for step in steps for logits in step])
 
 
+def check_rounding(actual, expected):
+    """Equal but for another order of sums: those come to 32 units in the last place of the largest logit at most."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=128 * 2.0**-24 * float(expected.abs().max()))
+
+
 def run_ranks(folder, size, load_format="auto", **options):
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(drive, folder, tp, load_format, **options) for tp in ThreadGroup.make(size)]
@@ -92,7 +97,7 @@ def test_ranks_agree_with_the_whole(tmp_path, kind, sizes):
         ranks = run_ranks(folder, size)
         for logits in ranks[1:]:
             assert torch.equal(logits, ranks[0])
-        torch.testing.assert_close(ranks[0], whole, rtol=0, atol=1e-4)
+        check_rounding(ranks[0], whole)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +117,7 @@ def test_ranks_that_share_whole_experts_agree_with_the_whole(tmp_path, kind, ove
         ranks = run_ranks(folder, size, enable_expert_parallel=True)
         for logits in ranks[1:]:
             assert torch.equal(logits, ranks[0])
-        torch.testing.assert_close(ranks[0], whole, rtol=0, atol=1e-4)
+        check_rounding(ranks[0], whole)
 
 
 def test_a_rank_reads_its_own_experts_alone(tmp_path, monkeypatch):
@@ -187,12 +192,12 @@ def test_dummy_weights_do_not_depend_on_ranks(tmp_path, kind):
     folder = factory.make_model(tmp_path, kind, num_hidden_layers=2)
     whole = drive(folder, TPGroup.single(), "dummy")
     assert whole.std() > 1e-3
-    torch.testing.assert_close(run_ranks(folder, 2, "dummy")[1], whole, rtol=0, atol=1e-4)
+    check_rounding(run_ranks(folder, 2, "dummy")[1], whole)
 
 
 def test_biases_are_added_once(tmp_path):
     folder = factory.make_model(tmp_path, "llama", attention_bias=True, mlp_bias=True, num_hidden_layers=2)
-    torch.testing.assert_close(run_ranks(folder, 4)[0], drive(folder, TPGroup.single()), rtol=0, atol=1e-4)
+    check_rounding(run_ranks(folder, 4)[0], drive(folder, TPGroup.single()))
 
 
 @pytest.mark.parametrize("size", [2, 4])

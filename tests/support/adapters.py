@@ -12,8 +12,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from support.yardstick import transformers_model
 
 LLAMA_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DELTA_LINEARS = (*LLAMA_LINEARS, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+GROUPED_DELTA_LINEARS = (*LLAMA_LINEARS, "in_proj_qkvz", "in_proj_ba", "out_proj")
+# But for those that latent attention takes apart.
+LATENT_LINEARS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj")
+GEMMA4_LINEARS = (*LLAMA_LINEARS, "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")
 
 
 def make_adapter(
@@ -27,13 +33,11 @@ def make_adapter(
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> str:
-    """Write a seeded adapter for all linear layers of `model` that targets name; returns the folder.
+    """Write a seeded adapter for all linear layers of `model` that targets name, towers' too; returns the folder.
 
     config: more of adapter_config.json. size: of the product, as a share of the model's own weights.
     """
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    base = transformers_model(model)
     told = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets, "bias": "none", **config}
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -64,7 +68,7 @@ def edit_config(folder: str, **fields: Any) -> None:
 
 @contextmanager
 def merged(model: torch.nn.Module, folder: str | None) -> Iterator[torch.nn.Module]:
-    """A model of transformers, in float32, with an adapter's products added to its weights."""
+    """A model of transformers with an adapter's products added to its weights."""
     if folder is None:
         yield model
         return
@@ -77,7 +81,7 @@ def merged(model: torch.nn.Module, folder: str | None) -> Iterator[torch.nn.Modu
             b = tensors[key.replace("lora_A", "lora_B")]
             weight = model.get_submodule(name).weight.data
             before[name] = weight.clone()
-            weight += (b.float() @ a.float()) * _scale(told, name)
+            weight += (b.to(weight.dtype) @ a.to(weight.dtype)) * _scale(told, name)
     yield model
     for name, weight in before.items():
         model.get_submodule(name).weight.data.copy_(weight)

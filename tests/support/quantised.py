@@ -183,7 +183,7 @@ def quantise(
         written, meant = write(tensors.pop(name).numpy())
         meaning[name] = torch.from_numpy(np.ascontiguousarray(meant, np.float32))
         module = name.removesuffix("weight")
-        tensors |= {module + last: tensor for last, tensor in written.items()}
+        tensors = {module + last: tensor for last, tensor in written.items()} | tensors  # biases stay as they are
     save_file(tensors, folder / "model.safetensors")
     save_file(meaning, plain / "model.safetensors")
     set_config(folder, quantization_config=config)

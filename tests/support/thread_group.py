@@ -20,6 +20,9 @@ class ThreadGroup:
         barrier, slots = threading.Barrier(size, timeout=60), [None] * size
         return [cls(rank, size, barrier, slots) for rank in range(size)]
 
+    def with_symmetric_memory(self, _hidden_size, _dtype):
+        return self
+
     def exchange(self, x):
         self.slots[self.rank] = x.clone()
         self.barrier.wait()

@@ -157,7 +157,8 @@ def _latent_fields(
     if latent.rope_dim % 2:
         raise ModelError(f"{config.file}: qk_rope_head_dim must be even, not {latent.rope_dim}")
     head_dim = latent.query_dim if whole_heads else latent.rope_dim
-    partial = latent.rope_dim / head_dim if whole_heads else None
+    # transformers' class knows its default in rope_parameters alone.
+    partial = (1.0 if config.get("rope_scaling") else latent.rope_dim / head_dim) if whole_heads else None
     fields = decoder_fields(config, kv_heads=kv_heads, head_dim=head_dim, norm_eps=norm_eps, partial=partial, **rope)
     whole = "qk_nope_head_dim and qk_rope_head_dim together"
     for key, told, value, other in (
