@@ -3,7 +3,7 @@
     h[p] = act(G_e x[t], U_e x[t]),   z[q] = round(D_e h[p])
 
 Tiles, the list of pairs and the sum over a token's experts are those of `experts/products_kernel.py`. x and h are
-rounded to e4m3, after they have been to the model's dtype, with a scale for each `ExpertWeight.rounding.group` of
+rounded to e4m3, after they have been to the model's dtype, with a scale for each `ExpertWeight.token_group` of
 neighbours. That is a tile's depth: the sum of a group is scaled and added in fp32, in ascending order of K.
 
 Where pairs are sorted, x is rounded once, by a launch before, and h by the program that has made it, which has whole
@@ -233,7 +233,7 @@ def _share_scales(weight: ExpertWeight, outputs: int, *, gated: bool) -> bool:
 def most_rows(projections: QuantisedProjections, gpu: Hardware) -> int:
     """Of a tile, for both products."""
     gate_up, down, *_ = projections
-    outputs = plans.fp8_expert_outputs(down.rounding.group)
+    outputs = plans.fp8_expert_outputs(down.token_group)
     shared = [_share_scales(gate_up, outputs, gated=True), _share_scales(down, plans.FP8_DOWN_OUTPUTS, gated=False)]
     in_loop = [each for each, weight in zip(shared, (gate_up, down), strict=True) if weight.group is not None]
     return plans.most_fp8_expert_rows(gpu, shared_scales=all(in_loop))
@@ -260,7 +260,7 @@ def multiply(
     outputs = rows // 2 if gated else rows
     values, x_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
     device, gpu, codes = values.device, hardware(values.device), weight.codes.view(torch.float8_e4m3fn).flatten(0, 1)
-    own_group = projections.down.rounding.group if gated and groups is not None else None
+    own_group = projections.down.token_group if gated and groups is not None else None
     y_scales = None
     if own_group is None:
         y = torch.empty((pairs, outputs), dtype=dtype, device=device)
@@ -332,7 +332,7 @@ def experts(
     rows = min(rows, most_rows(projections, hardware(x.device)))
     groups = None if unsorted else group(experts, num_here, rows, None if owned is None else owned.first)
     first, last = (
-        plans.choose_fp8_expert_tiles(rows, weight.rounding.group, down.rounding.group, gated=gated, unsorted=unsorted)
+        plans.choose_fp8_expert_tiles(rows, weight.token_group, down.token_group, gated=gated, unsorted=unsorted)
         for weight, gated in ((gate_up, True), (down, False))
     )
     of_x = x if unsorted else to_fp8(x, gate_up.rounding, gated=False)
