@@ -262,7 +262,7 @@ def add_norm(name: str, tokens: int) -> Case:
 def silu(name: str, tokens: int) -> Case:
     """SiLU of one half of the columns times the other half."""
     gate_up = normal(copies(tokens * INTERMEDIATE * 4), tokens, 2 * INTERMEDIATE)
-    return Case(name, [partial(ops.silu_and_mul, x) for x in gate_up], bytes=tokens * INTERMEDIATE * 6)
+    return Case(name, [partial(ops.act_and_mul, x, "silu") for x in gate_up], bytes=tokens * INTERMEDIATE * 6)
 
 
 def norm_rope_cache(name: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Case:
@@ -403,7 +403,7 @@ def rounding(name: str, tokens: int, group: int | None) -> Case:
 def silu_fp8(name: str, tokens: int, group: int | None) -> Case:
     """SiLU of one half of the columns times the other half, rounded to fp8."""
     gate_up, how = normal(copies(tokens * INTERMEDIATE * 4), tokens, 2 * INTERMEDIATE), ops.Rounding(group)
-    return Case(name, [partial(ops.silu_and_mul_fp8, x, how) for x in gate_up], bytes=5 * tokens * INTERMEDIATE)
+    return Case(name, [partial(ops.act_and_mul_fp8, x, how, "silu") for x in gate_up], bytes=5 * tokens * INTERMEDIATE)
 
 
 def gumbel(name: str, rows: int) -> Case:

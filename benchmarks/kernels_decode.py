@@ -102,11 +102,15 @@ def projections(shape: Shape, tokens: int) -> Iterator[tuple]:
                 ("+norm", normed, lambda w, x=x: ops.add_rms_norm_linear(x, residual, norm, EPS, w)),
             ],
             "gate_up": [
-                ("+silu", lambda w: ops.silu_and_mul(product(w)), lambda w, x=x: ops.linear_silu_mul(x, w)),
+                (
+                    "+silu",
+                    lambda w: ops.act_and_mul(product(w), "silu"),
+                    lambda w, x=x: ops.linear_act_mul(x, w, "silu"),
+                ),
                 (
                     "+norm+silu",
-                    lambda w: ops.silu_and_mul(normed(w)),
-                    lambda w, x=x: ops.add_rms_norm_linear(x, residual, norm, EPS, w, gated=True),
+                    lambda w: ops.act_and_mul(normed(w), "silu"),
+                    lambda w, x=x: ops.add_rms_norm_linear(x, residual, norm, EPS, w, act="silu"),
                 ),
             ],
         }.get(name, [("", product, lambda w, x=x: ops.linear(x, w))])
@@ -169,7 +173,7 @@ class Layers:
             x, residual = ops.fused_add_rms_norm(x, residual, self.norm, EPS)
             x = F.linear(self.attend(self.queries(F.linear(x, qkv), layer), layer), o)
             x, residual = ops.fused_add_rms_norm(x, residual, self.norm, EPS)
-            x = F.linear(ops.silu_and_mul(F.linear(x, gate_up)), down)
+            x = F.linear(ops.act_and_mul(F.linear(x, gate_up), "silu"), down)
         return x + residual
 
     def ours(self) -> Tensor:
@@ -177,7 +181,7 @@ class Layers:
         for layer, (qkv, o, gate_up, down) in enumerate(self.weights):
             heads, residual = ops.add_rms_norm_linear(x, residual, self.norm, EPS, qkv)
             x = ops.linear(self.attend(self.queries(heads, layer), layer), o)
-            x, residual = ops.add_rms_norm_linear(x, residual, self.norm, EPS, gate_up, gated=True)
+            x, residual = ops.add_rms_norm_linear(x, residual, self.norm, EPS, gate_up, act="silu")
             x = ops.linear(x, down)
         return x + residual
 

@@ -239,7 +239,7 @@ def _one_token_operands(inputs: int, outputs: int, group: int | None, device: st
     how = ops.Rounding(group)
 
     def call(weight: ops.Fp8Weight, choice: Choice) -> Tensor:
-        y, _ = _vector.linear_fp8_vector(x, norm, how, weight, None, gated=gated, choice=choice)
+        y, _ = _vector.linear_fp8_vector(x, norm, how, weight, None, "silu" if gated else None, choice=choice)
         return y
 
     return lambda choice: [partial(call, weight, choice) for weight in weights]

@@ -33,22 +33,22 @@ from .gated_delta.delta_rule import Gates, gated_delta_rule
 from .gated_delta.gated_norm import rms_norm_gated
 from .gated_delta.state import Chunks, StateCache
 from .linear.heads import linear_heads
-from .linear.linear import add_rms_norm_linear, linear, linear_invariant, linear_silu_mul, linear_wide, prepare
+from .linear.linear import add_rms_norm_linear, linear, linear_act_mul, linear_invariant, linear_wide, prepare
 from .lora.lora import AdapterSlots, add_adapters
+from .norm.act_and_mul import act_and_mul
 from .norm.latent_norm_rope_cache import latent_norm_rope_cache
 from .norm.qk_norm_rope_cache import HeadNorms, qk_norm_rope_cache
 from .norm.rms_norm import fused_add_rms_norm, rms_norm, rms_norm_add
-from .norm.silu_and_mul import silu_and_mul
 from .quantised.experts import ExpertWeight, experts_quantised
 from .quantised.fp8 import (
     Fp8Rows,
     Fp8Weight,
     Rounding,
+    act_and_mul_fp8,
     linear_fp8,
     linear_fp8_weight,
     linear_rounding_fp8,
     rms_norm_fp8,
-    silu_and_mul_fp8,
     to_fp8,
 )
 from .quantised.int4 import Int4Weight, linear_int4

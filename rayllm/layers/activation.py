@@ -17,7 +17,6 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-SILU = ("silu", "swish")
 _ACTIVATIONS: dict[str, Activation] = {
     "relu": F.relu,
     "sigmoid": torch.sigmoid,
@@ -37,7 +36,10 @@ def activation(name: str, context: BuildContext) -> Activation:
 
 def gated_activation(name: str, context: BuildContext) -> Activation:
     """[..., 2d] -> [..., d]: act(gate) * up, gate and up being the halves of the last dimension; as `activation`."""
-    gated = ops.silu_and_mul if name in SILU else _gated(_ACTIVATIONS[name])
+
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        return ops.act_and_mul(x, name)
+
     return _row_by_row(gated) if context.deterministic else gated
 
 
@@ -63,12 +65,3 @@ def _row_by_row(act: Activation) -> Activation:
         return torch.cat([act(row.clone()) for row in x.split(1)])
 
     return by_rows
-
-
-def _gated(act: Activation) -> Activation:
-
-    def gated(x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return act(gate) * up
-
-    return gated

@@ -120,8 +120,18 @@ class LatentAttention(Layer):
         if run.absorbed is not None:
             queries = heads.new_empty(heads.shape[0], self.heads, sizes.row_dim)
             out = queries[:, :, sizes.kv_rank :]
-        norm, cache, turn = self.norm, kv_cache.kv, {"out": out, "interleaved": self.interleaved}
-        ops.latent_norm_rope_cache(rotated, kv, norm.weight, norm.eps, positions, rotary, cache, slots, **turn)
+        ops.latent_norm_rope_cache(
+            rotated,
+            kv,
+            self.norm.weight,
+            self.norm.eps,
+            positions,
+            rotary,
+            kv_cache.kv,
+            slots,
+            out=out,
+            interleaved=self.interleaved,
+        )
         if run.absorbed is not None:
             nope, latent = heads[:, :, : sizes.nope_dim], queries[:, :, : sizes.kv_rank]
             ops.linear_heads(nope, self.key_up, out=latent, deterministic=self.deterministic)

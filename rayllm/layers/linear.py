@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rayllm.layers.activation import SILU, gated_activation
+from rayllm.layers.activation import gated_activation
 from rayllm.layers.layer import BuildContext, Heads, Layer
 from rayllm.layers.lora import Adaptable, ProjectionAdapters
 from rayllm.layers.matrices.make import make_matrix
@@ -123,7 +123,7 @@ class ColumnLinear(Linear):
     forward: [T, in] -> [T, sum of the parts' rows], the rank's parts side by side.
     """
 
-    gated = False  # whether the output is act(gate) * up of two parts
+    gate_act: str | None = None  # if the output is act(gate) * up of two parts
 
     def __init__(self, context: BuildContext, in_features: int, parts: list[Part], *, bias: bool):
         columns, pieces, at = Span(0, in_features, in_features), [], 0
@@ -157,7 +157,7 @@ class ColumnLinear(Linear):
         """
         if self.fuses and self.is_plain:
             return self.matrix.multiply_normed(
-                x, residual, (norm.weight, norm.eps), self.bias, gated=self.gated, wanted=self.wanted()
+                x, residual, (norm.weight, norm.eps), self.bias, act=self.gate_act, wanted=self.wanted()
             )
         normed, total = norm.add_partial(x, residual, self.takes())
         return self.forward(normed), total
@@ -173,14 +173,12 @@ class ColumnLinear(Linear):
 class GatedLinear(ColumnLinear):
     """act(gate) * up, the two parts being projections of one input and of one size: [T, in] -> [T, rows of a part]."""
 
-    gated = True
-
     def __init__(self, context: BuildContext, in_features: int, parts: list[Part], act: str, *, bias: bool):
         super().__init__(context, in_features, parts, bias=bias)
-        self.act = gated_activation(act, context)
+        self.gate_act, self.act = act, gated_activation(act, context)
         # The deterministic mode has an activation of its own on CPUs.
-        self.rounds_act = act in SILU and not context.deterministic
-        self.fuses_act = act in SILU and not bias and self.matrix.fuses
+        self.rounds_act = not context.deterministic
+        self.fuses_act = not bias and self.matrix.fuses
         self.fuses = self.fuses and self.fuses_act
 
     def feeds(self, consumer: Linear) -> None:
@@ -189,10 +187,11 @@ class GatedLinear(ColumnLinear):
             self.wanted = consumer.takes
 
     def forward(self, x: Activations) -> Activations:
+        assert self.gate_act is not None
         if self.fuses_act and self.is_plain:
-            return self.matrix.multiply_silu(x, self.wanted())
+            return self.matrix.multiply_gated(x, self.gate_act, self.wanted())
         y, rounding = self.product(x, self.bias), self.wanted()
-        return self.act(y) if rounding is None else ops.silu_and_mul_fp8(y, rounding)
+        return self.act(y) if rounding is None else ops.act_and_mul_fp8(y, rounding, self.gate_act)
 
 
 class InterleavedQKVLinear(ColumnLinear):

@@ -14,7 +14,7 @@ from rayllm.layers.layer import BuildContext
 from rayllm.layers.linear import ColumnLinear, Part, RowLinear, column_part
 from rayllm.layers.norm import RMSNorm
 from rayllm.models.base import CausalLM
-from rayllm.models.llama import LlamaForCausalLM
+from rayllm.models.llama import LlamaForCausalLM, end_attention
 from rayllm.models.sparse_mlp import SparseNames, sparse_mlps
 from rayllm_kernels.ops import Scoring
 
@@ -39,7 +39,6 @@ class DeepseekAttention(nn.Module):
         assert spec.latent is not None
         assert spec.rope is not None
         assert rotary is not None
-        assert post_norm is None
         sizes, hidden, num_heads = spec.latent, spec.hidden_size, spec.num_heads
         queries = num_heads * sizes.query_dim
         latents = _whole("kv_a_proj_with_mqa", sizes.row_dim)
@@ -65,6 +64,7 @@ class DeepseekAttention(nn.Module):
         )
         width = num_heads * sizes.value_dim
         self.o_proj = RowLinear(build.at("o_proj"), width, hidden, bias=spec.attention_out_bias)
+        self.post_norm = post_norm
 
     def forward(
         self,
@@ -83,9 +83,7 @@ class DeepseekAttention(nn.Module):
         queries = self.attention.store(q, kv, kv_cache, plan)
         del both, q, kv  # large, and nobody needs them any more
         out = self.attention.attend(queries, kv_cache, plan)
-        if rows is not None:
-            out, residual = out[rows], residual[rows]
-        return self.o_proj.onto(out, residual)
+        return end_attention(out, residual, rows, self.o_proj, self.post_norm)
 
 
 def _whole(name: str, rows: int) -> Part:

@@ -100,11 +100,18 @@ class LlamaAttention(nn.Module):
         out = attention.attend(q, kv_cache, plan)
         if gate is not None:
             out *= self.gate_act(gate)
-        if rows is not None:
-            out, residual = out[rows], residual[rows]
-        if self.post_norm is not None:
-            return self.post_norm.onto(self.o_proj(out), residual), None
-        return self.o_proj.onto(out, residual)
+        return end_attention(out, residual, rows, self.o_proj, self.post_norm)
+
+
+def end_attention(
+    out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor | None, o_proj: RowLinear, post_norm: RMSNorm | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """residual + o_proj(out), normed first if there is a post_norm, of these rows or of all: as two summands."""
+    if rows is not None:
+        out, residual = out[rows], residual[rows]
+    if post_norm is not None:
+        return post_norm.onto(o_proj(out), residual), None
+    return o_proj.onto(out, residual)
 
 
 # (context of the layer, spec, number of the layer, the last three arguments of `LlamaAttention`) -> what the layer has

@@ -21,7 +21,7 @@ def test_dispatch_by_device(randn, device):
         assert dispatch.on_triton(randn(2))
     assert dispatch.on_triton(randn(2)) == (device.type == "cuda")
     with pytest.raises(ValueError, match="no kernels for tensors on meta"):
-        ops.silu_and_mul(torch.empty(2, 8, device="meta"))
+        ops.act_and_mul(torch.empty(2, 8, device="meta"), "silu")
 
 
 def test_both_implementations_run(randn, kernels, reference):
@@ -37,9 +37,9 @@ import sys
 sys.modules["triton"] = None
 import torch
 from rayllm_kernels import ops
-print(ops.silu_and_mul(torch.ones(1, 2)).shape)
+print(ops.act_and_mul(torch.ones(1, 2), "silu").shape)
 with ops.dispatch.forced(triton=True):
-    ops.silu_and_mul(torch.ones(1, 2))
+    ops.act_and_mul(torch.ones(1, 2), "silu")
 """
 
 
@@ -113,7 +113,7 @@ def test_other_errors(paged_case, each, kernels, randn, device):
         ("x", lambda: each.rms_norm(x.long(), randn(8), 1e-6)),
         ("x", lambda: each.rms_norm(x.transpose(1, 2), randn(2), 1e-6)),
         ("residual", lambda: each.fused_add_rms_norm(x, x[:2], randn(8), 1e-6)),
-        ("x", lambda: each.silu_and_mul(randn(2, 7))),
+        ("x", lambda: each.act_and_mul(randn(2, 7), "silu")),
         ("key", lambda: each.reshape_and_cache(row[..., :32], row, case.cache, index)),
         ("value", lambda: each.reshape_and_cache(row, row[:3], case.cache, index)),
         ("slot_mapping", lambda: each.reshape_and_cache(row, row, case.cache, index.int())),
@@ -122,8 +122,8 @@ def test_other_errors(paged_case, each, kernels, randn, device):
         ("out", lambda: each.linear(randn(2, 8), randn(5, 8), out=randn(3, 5))),
         ("out", lambda: each.linear(randn(2, 8), randn(5, 8), out=randn(2, 4))),
         ("out", lambda: each.linear(randn(2, 8), randn(5, 8), out=randn(2, 9)[:, :5])),
-        ("weight", lambda: each.linear_silu_mul(randn(2, 8), randn(5, 8))),
-        ("weight", lambda: each.add_rms_norm_linear(randn(2, 8), None, randn(8), 1e-6, randn(5, 8), gated=True)),
+        ("weight", lambda: each.linear_act_mul(randn(2, 8), randn(5, 8), "silu")),
+        ("weight", lambda: each.add_rms_norm_linear(randn(2, 8), None, randn(8), 1e-6, randn(5, 8), act="silu")),
         ("norm_weight", lambda: each.add_rms_norm_linear(randn(2, 8), None, randn(7), 1e-6, randn(5, 8))),
         ("bias", lambda: each.linear_invariant(randn(2, 8), randn(5, 8), randn(4))),
     ]

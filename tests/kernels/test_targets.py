@@ -56,7 +56,7 @@ def engines(gpu: str, full: bool) -> Iterator[list[dict]]:
         yield [{"model": "llama-3.1-8b", "max_tokens": 64, "max_num_seqs": 8, **common}]
         if gpu == "L40S":
             yield [{"model": "qwen3-30b-a3b", "max_tokens": 2048, "max_num_seqs": 1, **common}]
-        if gpu == "A10G":
+        if gpu == "H200":
             yield [{"model": "qwen3.5-35b-a3b", "max_tokens": 32, "max_num_seqs": 1, **common}]
         if gpu == "L40S":  # the largest tiles, where there is the least room
             yield [{"model": "heads-of-512", "max_tokens": 32, "max_num_seqs": 1, **common}]

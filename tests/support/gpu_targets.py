@@ -190,12 +190,12 @@ def run_quantised(gpu: Hardware, dtype: torch.dtype, tokens: tuple[int, ...], *,
             if gpu.has_e4m3:
                 rounding = ops.Rounding(group)
                 ops.rms_norm_fp8(x, x, norm, 1e-5, rounding)
-                ops.silu_and_mul_fp8(torch.empty(count, 2 * inputs, dtype=dtype, device=META), rounding)
+                ops.act_and_mul_fp8(torch.empty(count, 2 * inputs, dtype=dtype, device=META), rounding, "silu")
                 tokens_in_fp8 = ops.to_fp8(x, rounding if group else ops.Rounding(None, static))
                 ops.linear_fp8(tokens_in_fp8, weight, bias, dtype, deterministic=deterministic)
                 if not deterministic:
                     ops.linear_rounding_fp8(x, rounding, weight, bias, norm=(norm, 1e-5), residual=x)
-                    ops.linear_rounding_fp8(x, rounding, weight, norm=(norm, 1e-5), residual=x, gated=True)
+                    ops.linear_rounding_fp8(x, rounding, weight, norm=(norm, 1e-5), residual=x, act="silu")
         for group, symmetric in ((32, True), (128, False)):
             codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=META)
             scales = torch.empty(outputs, inputs // group, device=META)

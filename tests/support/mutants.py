@@ -157,7 +157,7 @@ MISTAKES = {
         ("(dims < DIM)\n", "(dims < DIM - 1)\n"),
         ("tl.sum(x * x, 1) / DIM", "tl.sum(x * x, 1) / FORM.dim_padded"),
     ],
-    ("norm/silu_and_mul_kernel.py", "norm/test_silu_and_mul.py::test_silu_and_mul"): [
+    ("norm/act_and_mul_kernel.py", "norm/test_act_and_mul.py::test_act_and_mul"): [
         ("mask = element < DIM", "mask = element < DIM - 1"),
         ("gate = tl.load(x_ptr + element", "gate = tl.load(x_ptr + (element ^ 1)"),
     ],

@@ -11,22 +11,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..activation import activate
+
 
 @triton.jit
-def activate(gate, up, FORM: tl.constexpr):
+def activate_gated(gate, up, FORM: tl.constexpr):
     """act(gate) * up, or gpt-oss's activation."""
-    ACT: tl.constexpr = FORM.act
-    if ACT == "clamped":
+    if FORM.act == "clamped":
         gate = tl.minimum(gate, FORM.limit)
         up = tl.minimum(tl.maximum(up, -FORM.limit), FORM.limit)
         return (up + 1.0) * (gate / (1.0 + tl.exp(-gate * FORM.alpha)))
-    elif ACT == "silu":
-        return gate / (1.0 + tl.exp(-gate)) * up
-    elif ACT == "gelu":
-        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    else:  # tanh(u) = 1 - 2 / (exp(2 u) + 1)
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0)) * up
+    else:
+        return activate(gate, FORM.act) * up
 
 
 @triton.jit

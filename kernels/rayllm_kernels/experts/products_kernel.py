@@ -29,7 +29,7 @@ from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
 from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.plans import Tiles
-from .device_functions import activate, find_rows, find_tile, is_owned
+from .device_functions import activate_gated, find_rows, find_tile, is_owned
 from .experts import ExpertRange, Projections
 from .group_kernel import Groups, group, most_tiles
 from .plans import choose_rows, choose_tiles, is_unsorted
@@ -104,7 +104,7 @@ def _experts_kernel(
     if FORM.act is not None:
         if bias_ptr is not None:
             bias_ptr += outputs
-        y = activate(y, sums(up_acc, bias_ptr, column, outputs, TILES), FORM)
+        y = activate_gated(y, sums(up_acc, bias_ptr, column, outputs, TILES), FORM)
     target_ptr = y_ptr + target.to(tl.int64)[:, None] * outputs + column
     tl.store(target_ptr, y.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column < outputs))
 

@@ -58,7 +58,8 @@ def _conv_step_kernel(
     source = tl.load(table + tl.maximum(position - 1, 0) // FORM.block_size).to(tl.int64) * stride_block
     known = channel < tl.where(position > 0, FORM.channels, 0)
     newest = tl.load(x_ptr + row * stride_x + channel, mask=mask, other=0.0)
-    total = tl.zeros([FORM.columns], tl.float32)
+    COLUMNS: tl.constexpr = FORM.columns
+    total = tl.zeros([COLUMNS], tl.float32)
     for i in tl.static_range(WIDTH - 1):
         kept = tl.load(conv_ptr + source + i * FORM.channels + channel, mask=known, other=0.0)
         total += kept.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + i, mask=mask, other=0.0).to(tl.float32)
@@ -91,7 +92,9 @@ def _conv_chunk_kernel(
     token = first + tl.arange(0, FORM.rows)
     table = block_tables + sequence.to(tl.int64) * stride_table
     source = tl.load(table + tl.maximum(begin - 1, 0) // FORM.block_size).to(tl.int64) * stride_block
-    total = tl.zeros([FORM.rows, FORM.columns], tl.float32)
+    ROWS: tl.constexpr = FORM.rows  # a list of fields does not compile in every version of Triton
+    COLUMNS: tl.constexpr = FORM.columns
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for i in tl.static_range(WIDTH):
         place = token - (WIDTH - 1) + i
         of_step = ((place >= 0) & (token < count))[:, None] & mask[None, :]

@@ -78,6 +78,7 @@ def _delta_rule_kernel(
     stride_qkv, stride_a, stride_b, stride_out, stride_block = strides
     KEY: tl.constexpr = FORM.key_dim
     VALUE: tl.constexpr = FORM.value_dim
+    COLUMNS: tl.constexpr = FORM.columns
     head = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
     key = tl.arange(0, FORM.key_padded)
@@ -89,7 +90,7 @@ def _delta_rule_kernel(
         count = 1
         if length == 0:  # padding
             out_ptrs = out_ptr + row * stride_out + head * VALUE + value
-            tl.store(out_ptrs, tl.zeros([FORM.columns], out_ptr.dtype.element_ty), mask=in_value)
+            tl.store(out_ptrs, tl.zeros([COLUMNS], out_ptr.dtype.element_ty), mask=in_value)
             return
     else:
         row = tl.load(starts_ptr + sequence).to(tl.int64)

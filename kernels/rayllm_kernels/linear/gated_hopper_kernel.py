@@ -1,6 +1,6 @@
 """Gated projection of many tokens for Hopper GPUs: a persistent matrix product that activates its sums itself.
 
-    y = silu(x G^T) * (x U^T)   where W = [G; U]
+    y = act(x G^T) * (x U^T)   where W = [G; U]
 
 x [M, K], W [2 N, K] -> y [M, N]; fp32 sums, rounded once. Neither the products nor the factors pass through memory.
 
@@ -33,7 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..compat import copy_async
 from ..compile_ahead import launch
-from ..hopper import barriers
+from ..hopper import activate, barriers
 from .plans import GATED_BLOCK_TOKENS, GATED_TILE_OUTPUTS
 
 BLOCK = gl.constexpr(GATED_BLOCK_TOKENS)
@@ -101,7 +101,7 @@ def _multiply(use, steps, ring, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr)
 
 
 @gluon.jit
-def _consume(y_ptr, ring, grid, tokens, outputs, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+def _consume(y_ptr, ring, grid, tokens, outputs, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, ACT: gl.constexpr):
     token_tiles, output_tiles, _, steps = grid
     # As the products leave them, but for an exchange among four threads: each stores 8 bytes, the four a whole sector.
     WIDE: gl.constexpr = gl.DistributedLinearLayout(
@@ -115,7 +115,7 @@ def _consume(y_ptr, ring, grid, tokens, outputs, CONSUMER: gl.constexpr, CONSUME
     for index in range(gl.program_id(0), token_tiles * output_tiles, gl.num_programs(0)):
         token_tile, output_tile = _find_tile(index, grid)
         gate, up = _multiply(use, steps, ring, CONSUMER, CONSUMERS)
-        y = gl.convert_layout((gate / (1.0 + gl.exp(-gate)) * up).to(y_ptr.dtype.element_ty), WIDE)
+        y = gl.convert_layout((activate(gate, ACT) * up).to(y_ptr.dtype.element_ty), WIDE)
         first = (token_tile * CONSUMERS + CONSUMER) * BLOCK
         token = (first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, WIDE)))[:, None]
         output = (output_tile * OUTPUTS + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, WIDE)))[None, :]
@@ -125,7 +125,17 @@ def _consume(y_ptr, ring, grid, tokens, outputs, CONSUMER: gl.constexpr, CONSUME
 
 @gluon.jit(do_not_specialize=["tokens", "output_octets", "token_tiles", "output_tiles", "group", "steps"])
 def _linear_gated_kernel(
-    x_desc, w_desc, y_ptr, tokens, output_octets, token_tiles, output_tiles, group, steps, CONSUMERS: gl.constexpr
+    x_desc,
+    w_desc,
+    y_ptr,
+    tokens,
+    output_octets,
+    token_tiles,
+    output_tiles,
+    group,
+    steps,
+    CONSUMERS: gl.constexpr,
+    ACT: gl.constexpr,
 ):
     """group: tiles of tokens that share their weights in L2. steps: stages of K."""
     grid = (token_tiles, output_tiles, group, steps)
@@ -138,8 +148,8 @@ def _linear_gated_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, ring, grid, tokens, outputs, 0, 2)),
-                (_consume, (y_ptr, ring, grid, tokens, outputs, 1, 2)),
+                (_consume, (y_ptr, ring, grid, tokens, outputs, 0, 2, ACT)),
+                (_consume, (y_ptr, ring, grid, tokens, outputs, 1, 2, ACT)),
                 (_produce, (x_desc, w_desc, ring, grid, CONSUMERS)),
             ],
             [4, 1],
@@ -148,9 +158,9 @@ def _linear_gated_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, ring, grid, tokens, outputs, 0, 3)),
-                (_consume, (y_ptr, ring, grid, tokens, outputs, 1, 3)),
-                (_consume, (y_ptr, ring, grid, tokens, outputs, 2, 3)),
+                (_consume, (y_ptr, ring, grid, tokens, outputs, 0, 3, ACT)),
+                (_consume, (y_ptr, ring, grid, tokens, outputs, 1, 3, ACT)),
+                (_consume, (y_ptr, ring, grid, tokens, outputs, 2, 3, ACT)),
                 (_produce, (x_desc, w_desc, ring, grid, CONSUMERS)),
             ],
             [4, 4, 1],
@@ -159,20 +169,20 @@ def _linear_gated_kernel(
 
 
 @cache
-def _compile(dtype: torch.dtype, device: torch.device) -> None:
+def _compile(dtype: torch.dtype, device: torch.device, act: str) -> None:
     """Have the kernels for both numbers of consumers, so that no later step waits for the compiler."""
     for consumers in REGISTERS:
         x, weight = (torch.zeros(rows, DEPTH.value, dtype=dtype, device=device) for rows in (1, 16))
-        _launch(x, weight, consumers, 1)
+        _launch(x, weight, consumers, 1, act)
 
 
-def linear_gated_hopper(x: Tensor, weight: Tensor, consumers: int, programs: int) -> Tensor:
+def linear_gated_hopper(x: Tensor, weight: Tensor, consumers: int, programs: int, act: str) -> Tensor:
     """y of checked arguments that `hopper_takes`, by two or three consumers a program and at most so many programs."""
-    _compile(x.dtype, x.device)
-    return _launch(x, weight, consumers, programs)
+    _compile(x.dtype, x.device, act)
+    return _launch(x, weight, consumers, programs, act)
 
 
-def _launch(x: Tensor, weight: Tensor, consumers: int, programs: int) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, consumers: int, programs: int, act: str) -> Tensor:
     tokens, inputs = x.shape
     outputs, stride = weight.shape[0] // 2, weight.stride(0)
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
@@ -183,7 +193,7 @@ def _launch(x: Tensor, weight: Tensor, consumers: int, programs: int) -> Tensor:
     tile_tokens = consumers * BLOCK.value
     token_tiles, output_tiles = triton.cdiv(tokens, tile_tokens), triton.cdiv(outputs, OUTPUTS.value)
     group, steps = triton.cdiv(GROUP_TOKENS, tile_tokens), triton.cdiv(inputs, DEPTH.value)
-    options = {"CONSUMERS": consumers, "num_warps": 4, "maxnreg": REGISTERS[consumers], "launch_pdl": True}
+    options = {"CONSUMERS": consumers, "ACT": act, "num_warps": 4, "maxnreg": REGISTERS[consumers], "launch_pdl": True}
     launch(_linear_gated_kernel, (min(programs, token_tiles * output_tiles),))(
         x_desc, w_desc, y, tokens, outputs // 8, token_tiles, output_tiles, group, steps, **options
     )

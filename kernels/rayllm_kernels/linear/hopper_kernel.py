@@ -1,6 +1,6 @@
 """Projections for Hopper GPUs: a matrix product whose weights stream through tensor copies and warp groups.
 
-    y = x W^T + bias,   or   y = silu(x G^T) * (x U^T)   where W = [G; U]
+    y = x W^T + bias,   or   y = act(x G^T) * (x U^T)   where W = [G; U]
 
 x [M, K], W [N, K] (gated: [2 N, K]), bias [N] -> y [M, N]; fp32 sums, rounded once.
 
@@ -37,7 +37,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..compat import copy_async, thread_barrier
 from ..compile_ahead import launch
-from ..hopper import barriers
+from ..hopper import activate, barriers
 from .plans import BLOCK_ROWS, HopperPlan
 
 BLOCK = gl.constexpr(BLOCK_ROWS)
@@ -55,7 +55,7 @@ def _copy_weights(desc, tile_row, step, full, w_smem, stage, TILE: gl.constexpr)
     CONSUMERS: gl.constexpr = TILE.consumers
     for consumer in gl.static_range(CONSUMERS):
         row, part = tile_row * CONSUMERS + consumer, w_smem.index(stage * CONSUMERS + consumer)
-        if TILE.gated:
+        if TILE.act is not None:
             copy_async(desc, [row * (ROWS // 16), 0, 0, step * DEPTH], full, part)
         else:
             copy_async(desc, [row * ROWS, step * DEPTH], full, part)
@@ -152,9 +152,10 @@ def _places(acc):
 
 
 @gluon.jit
-def _store(part, y_smem, y_ptr, bias_ptr, first_token, first, tokens, outputs, GATED: gl.constexpr):
+def _store(part, y_smem, y_ptr, bias_ptr, first_token, first, tokens, outputs, ACT: gl.constexpr):
     """Store outputs `first`... of tokens `first_token`...: through shared memory, so that threads write 16 bytes."""
     LAYOUT: gl.constexpr = part.type.layout
+    GATED: gl.constexpr = ACT is not None
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     if bias_ptr is not None:
@@ -162,7 +163,7 @@ def _store(part, y_smem, y_ptr, bias_ptr, first_token, first, tokens, outputs, G
         part += gl.load(bias_ptr + row, mask=row < outputs, other=0.0).to(gl.float32)[:, None]
     if GATED:
         gate, up = part.reshape([BLOCK // 16, 2, 8, part.shape[1]]).permute((0, 2, 3, 1)).split()
-        part = (gate / (1.0 + gl.exp(-gate)) * up).reshape([BLOCK // 2, part.shape[1]])
+        part = (activate(gate, ACT) * up).reshape([BLOCK // 2, part.shape[1]])
     y_smem.store(part.to(y_smem.dtype).permute((1, 0)))
     token = first_token + gl.arange(0, y_smem.shape[0], layout=gl.SliceLayout(1, WIDE))[:, None]
     output = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WIDE))[None, :]
@@ -176,7 +177,8 @@ def _consume(y_ptr, bias_ptr, shared, y_smem, ring, work, sizes, CONSUMER: gl.co
     tokens, outputs, units = sizes
     TOKENS: gl.constexpr = TILE.tokens
     CONSUMERS: gl.constexpr = TILE.consumers
-    GATED: gl.constexpr = TILE.gated
+    ACT: gl.constexpr = TILE.act
+    GATED: gl.constexpr = ACT is not None
     ROWS: gl.constexpr = TILE.blocks * BLOCK
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     SIZE: gl.constexpr = CONSUMERS * ROWS * TOKENS
@@ -208,7 +210,7 @@ def _consume(y_ptr, bias_ptr, shared, y_smem, ring, work, sizes, CONSUMER: gl.co
             first = (tile // token_tiles * CONSUMERS + CONSUMER) * (TILE.blocks * WIDTH)
             for i in gl.static_range(len(parts)):
                 token, output = first_token + i % COLUMNS * CHUNK, first + i // COLUMNS * WIDTH
-                _store(parts[i], y_smem, y_ptr, bias_ptr, token, output, tokens, outputs, GATED)
+                _store(parts[i], y_smem, y_ptr, bias_ptr, token, output, tokens, outputs, ACT)
         stop = first_unit
 
 
@@ -219,7 +221,7 @@ def _linear_hopper_kernel(
     """shared: pointers to (partial sums, flags). units: of the whole product. steps: units of a tile."""
     STAGES: gl.constexpr = TILE.stages
     CONSUMERS: gl.constexpr = TILE.consumers
-    GATED: gl.constexpr = TILE.gated
+    GATED: gl.constexpr = TILE.act is not None
     DTYPE: gl.constexpr = y_ptr.dtype.element_ty
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     ROWS: gl.constexpr = TILE.blocks * BLOCK
@@ -272,15 +274,21 @@ def flags(device: torch.device) -> Tensor:
 
 
 def linear_hopper(
-    x: Tensor, weight: Tensor, plan: HopperPlan, bias: Tensor | None = None, *, gated: bool, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    plan: HopperPlan,
+    bias: Tensor | None = None,
+    *,
+    act: str | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """y of checked arguments that `hopper_takes`, by at most the planned programs, which are MAX_PROGRAMS or fewer."""
     (tokens, inputs), (tile, programs) = x.shape, plan
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    outputs = weight.shape[0] // 2 if act else weight.shape[0]
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
     rows, stride = tile.blocks * BLOCK_ROWS, weight.stride(0)
-    if gated:
-        tile = tile._replace(gated=True)
+    if act:
+        tile = tile._replace(act=act)
         shape, strides = [outputs // 8, 2, 8, inputs], [8 * stride, outputs * stride, stride, 1]
         w_desc = TensorDescriptor(weight, shape, strides, [rows // 16, 2, 8, DEPTH.value], SHARED_GATED.value)
     else:

@@ -23,8 +23,8 @@ from ..checks import (
 )
 from ..device import hardware
 from ..dispatch import TritonModule, on_triton
+from ..norm.act_and_mul import act_and_mul, kind_of
 from ..norm.rms_norm import fused_add_rms_norm, rms_norm
-from ..norm.silu_and_mul import silu_and_mul
 from . import plans
 
 _rows_kernel = TritonModule("rayllm_kernels.linear.rows_kernel")
@@ -57,7 +57,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     check_out(out, torch.Size((x.shape[0], weight.shape[0])), x, "x")
     if out is not None and not out.is_contiguous():
         fail("out", "must be contiguous", out.stride())
-    y = _project(x, weight, bias, out, gated=False) if on_triton(x) else None
+    y = _project(x, weight, bias, out, None) if on_triton(x) else None
     if y is not None:
         return y
     if out is None:
@@ -96,16 +96,16 @@ def linear_wide(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, determ
     return linear_invariant(*wide) if deterministic else F.linear(*wide)
 
 
-def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(x G^T) * (x U^T) -> a new tensor [T, out], where weight is [2 * out, in], the rows of G before those of U.
+def linear_act_mul(x: Tensor, weight: Tensor, act: str) -> Tensor:
+    """act(x G^T) * (x U^T) -> a new tensor [T, out], where weight is [2 * out, in], the rows of G before those of U.
 
-    x: [T, in], last dimensions contiguous. By this package's kernels everything is fp32 and rounded once; elsewhere,
-    and on the CPU, it is `silu_and_mul` of the rounded product.
+    x: [T, in], last dimensions contiguous. act: as for `act_and_mul`. By this package's kernels everything is fp32 and
+    rounded once; elsewhere, and on the CPU, it is `act_and_mul` of the rounded product.
     """
     _check_projection(x, weight, None)
     _check_gated(weight)
-    y = _project(x, weight, None, None, gated=True) if on_triton(x) else None
-    return silu_and_mul(F.linear(x, weight)) if y is None else y
+    y = _project(x, weight, None, None, act) if on_triton(x) else None
+    return act_and_mul(F.linear(x, weight), act) if y is None else y
 
 
 def add_rms_norm_linear(
@@ -116,50 +116,52 @@ def add_rms_norm_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    gated: bool = False,
+    act: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm(total) W^T + bias, total), total = x + residual rounded to x's dtype; x itself if residual is None.
 
     x, residual: [T, in]; norm_weight: [in]; the rest as for `linear` and `fused_add_rms_norm`. For very few tokens one
-    launch, in which the norm is not rounded before the product. gated: the first is `linear_silu_mul`(norm(total),
-    weight) instead; there is no bias.
+    launch, in which the norm is not rounded before the product. act: the first is `linear_act_mul`(norm(total),
+    weight, act) instead; there is no bias.
     """
-    if gated:
+    if act is not None:
         _check_gated(weight)
     _check_projection(x, weight, bias)
     check_norm_weight(norm_weight, "norm_weight", x.shape[1], x)
     if residual is not None:
         check_residual(residual, x)
     if on_triton(x) and plans.rows_take(x, weight, norm=True):
-        tiles = plans.choose_rows(x.shape[0], x.shape[1], gated=gated, norm=True)
-        return _rows_kernel.linear_rows(x, weight, tiles, bias, (residual, norm_weight, eps), gated, None)
+        tiles = plans.choose_rows(x.shape[0], x.shape[1], gated=act is not None, norm=True)
+        kind, norm = None if act is None else kind_of(act), (residual, norm_weight, eps)
+        return _rows_kernel.linear_rows(x, weight, tiles, bias, norm, kind, None)
     if residual is None:
         y, total = rms_norm(x, norm_weight, eps), x
     else:
         y, total = fused_add_rms_norm(x, residual, norm_weight, eps)
-    return linear_silu_mul(y, weight) if gated else linear(y, weight, bias), total
+    return (linear(y, weight, bias) if act is None else linear_act_mul(y, weight, act)), total
 
 
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, *, gated: bool) -> Tensor | None:
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, act: str | None) -> Tensor | None:
     """The projection of checked arguments by one of this package's kernels, None where those are not the fastest.
 
-    gated: weight holds gate and up, and the result is silu(gate) * up.
+    act: weight holds gate and up, and the result is act(gate) * up; None for one of its own.
     """
+    gated, kind = act is not None, None if act is None else kind_of(act)
     (tokens, inputs), rows, gpu = x.shape, weight.shape[0], hardware(x.device)
     if plans.rows_take(x, weight, norm=False):
         row_tiles = plans.choose_rows(tokens, inputs, gated=gated, norm=False)
-        return _rows_kernel.linear_rows(x, weight, row_tiles, bias, NO_NORM, gated, out)[0]
+        return _rows_kernel.linear_rows(x, weight, row_tiles, bias, NO_NORM, kind, out)[0]
     if gpu.is_hopper and plans.hopper_takes(x, weight, gated):
         plan = plans.plan_hopper(tokens, rows, inputs, gated, gpu.multiprocessors)
         if plan is not None:
-            return _hopper_kernel.linear_hopper(x, weight, plan, bias, gated=gated, out=out)
+            return _hopper_kernel.linear_hopper(x, weight, plan, bias, act=kind, out=out)
         consumers = plans.plan_gated(tokens, rows, inputs, gpu.multiprocessors) if gated else None
         if consumers is not None:
-            return _gated_kernel.linear_gated_hopper(x, weight, consumers, gpu.multiprocessors)
+            return _gated_kernel.linear_gated_hopper(x, weight, consumers, gpu.multiprocessors, kind)
     few = 0 < tokens <= plans.MAX_TILES_TOKENS and rows > 0 and inputs > 0
     if few and x.dtype != torch.float32 and gpu.shared_memory >= plans.MIN_SHARED_MEMORY:
         tiles = plans.choose_tiles(tokens, rows // 2 if gated else rows, gated, gpu.multiprocessors)
-        return _tiles_kernel.linear_tiles(x, weight, tiles, bias, gated=gated, out=out)
+        return _tiles_kernel.linear_tiles(x, weight, tiles, bias, act=kind, out=out)
     return None
 
 

@@ -90,7 +90,7 @@ class HopperTile(NamedTuple):
     blocks: int  # of 64 weight rows for each consumer, 1 or 2
     stages: int  # of the ring
     registers: int  # of a thread when a program starts; 128 leave room for two programs a multiprocessor
-    gated: bool = False  # rows of gate and up take turns, eight by eight
+    act: str | None = None  # of a gate, whose rows and those of up take turns, eight by eight
 
     @property
     def rows(self) -> int:

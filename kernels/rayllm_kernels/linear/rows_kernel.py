@@ -1,7 +1,7 @@
 """Matrix-vector products: a few tokens times a weight matrix, as fast as the weights can be read.
 
     y = act(norm(x + residual) W^T + bias),   norm and residual, bias, act each optional
-    act: silu(gate) * up, where W = [gate; up]
+    act: f(gate) * up, where W = [gate; up] and f is an activation
 
 x, residual [M, K], norm weight [K], W [N, K] (gated: [2 N, K]), bias [N] -> y [M, N], total = x + residual [M, K]. The
 sum is rounded to x's dtype, everything after it fp32, rounded once: the norm's factor is a scalar of the row, so it is
@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..activation import activate
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
@@ -38,7 +39,7 @@ class Form(NamedTuple):
     depth: int  # of K
     vector: int  # entries of a row that a thread holds
     even: bool  # the first tile lies wholly in K
-    gated: bool
+    act: str | None  # of a gate; None where there is none
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -71,7 +72,8 @@ def _linear_rows_kernel(x_ptr, norm, weight_ptr, bias_ptr, y_ptr, total_ptr, str
     ROWS: tl.constexpr = FORM.rows
     DEPTH: tl.constexpr = FORM.depth
     VEC: tl.constexpr = FORM.vector
-    GATED: tl.constexpr = FORM.gated
+    ACT: tl.constexpr = FORM.act
+    GATED: tl.constexpr = ACT is not None
     program = tl.program_id(0)
     output = program * ROWS + tl.arange(0, ROWS)[None, :, None]
     # Rows past the end repeat the last one and are not stored.
@@ -125,25 +127,31 @@ def _linear_rows_kernel(x_ptr, norm, weight_ptr, bias_ptr, y_ptr, total_ptr, str
     if bias_ptr is not None:
         y += tl.load(bias_ptr + column, mask=column < outputs, other=0.0).to(tl.float32)
     if GATED:
-        y = y / (1.0 + tl.exp(-y)) * up
+        y = activate(y, ACT) * up
     tl.store(y_ptr + row * outputs + column, y.to(y_ptr.dtype.element_ty), mask=(row < tokens) & (column < outputs))
 
 
 def linear_rows(
-    x: Tensor, weight: Tensor, tiles: tuple[int, int], bias: Tensor | None, norm: Norm, gated: bool, out: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    tiles: tuple[int, int],
+    bias: Tensor | None,
+    norm: Norm,
+    act: str | None,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(y, total) of checked arguments, total being x where there is no residual.
 
-    tiles: outputs and warps of a program.
+    tiles: outputs and warps of a program. act: of `kind_of`; None for no gate.
     """
     (tokens, inputs), residual, (rows, num_warps) = x.shape, norm[0], tiles
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    outputs = weight.shape[0] // 2 if act else weight.shape[0]
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
     total = x if residual is None else torch.empty((tokens, inputs), dtype=x.dtype, device=x.device)
     vector = VECTOR_BYTES // x.element_size()
     depth = min(32 * num_warps * vector, max(vector, triton.next_power_of_2(inputs)))
     overlap = hardware(x.device).can_overlap
-    form = Form(triton.next_power_of_2(tokens), rows, depth, vector, inputs >= depth, gated, overlap)
+    form = Form(triton.next_power_of_2(tokens), rows, depth, vector, inputs >= depth, act, overlap)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0), weight.stride(0))
     sizes = (tokens, inputs, outputs)
     launch(_linear_rows_kernel, (triton.cdiv(outputs, rows),))(

@@ -1,6 +1,6 @@
 """Products of few tokens (about 4 to 64) and a weight matrix on the tensor cores, as fast as the weights can be read.
 
-    y = x W^T + bias,   or   y = silu(x G^T) * (x U^T)   where W = [G; U]
+    y = x W^T + bias,   or   y = act(x G^T) * (x U^T)   where W = [G; U]
 
 x [M, K], W [N, K] (gated: [2 N, K]), bias [N] -> y [M, N]; fp32 sums, rounded once.
 
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..activation import activate
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
@@ -32,7 +33,7 @@ class Form(NamedTuple):
 
     tiles: Tiles
     even: bool  # the tiles' depth divides K
-    gated: bool
+    act: str | None  # of a gate; None where there is none
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -46,7 +47,8 @@ def _linear_tiles_kernel(operands, strides, tokens, inputs, outputs, FORM: tl.co
     OUTPUTS: tl.constexpr = TILES.outputs
     DEPTH: tl.constexpr = TILES.depth
     EVEN: tl.constexpr = FORM.even
-    GATED: tl.constexpr = FORM.gated
+    ACT: tl.constexpr = FORM.act
+    GATED: tl.constexpr = ACT is not None
     first = tl.program_id(0) * OUTPUTS
     output, token = first + tl.arange(0, OUTPUTS), tl.arange(0, TOKENS)
     # Rows past the end repeat the last one and are not stored.
@@ -87,20 +89,20 @@ def _linear_tiles_kernel(operands, strides, tokens, inputs, outputs, FORM: tl.co
     column = (first + tl.arange(0, OUTPUTS))[None, :]
     y = sums(acc, bias_ptr, column, outputs, TILES)
     if GATED:
-        y = y / (1.0 + tl.exp(-y)) * sums(up_acc, None, column, outputs, TILES)
+        y = activate(y, ACT) * sums(up_acc, None, column, outputs, TILES)
     mask = (token[:, None] < tokens) & (column < outputs)
     tl.store(y_ptr + token[:, None] * outputs + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def linear_tiles(
-    x: Tensor, weight: Tensor, tiles: Tiles, bias: Tensor | None = None, *, gated: bool, out: Tensor | None = None
+    x: Tensor, weight: Tensor, tiles: Tiles, bias: Tensor | None = None, *, act: str | None, out: Tensor | None = None
 ) -> Tensor:
     """y of checked arguments."""
     tokens, inputs = x.shape
-    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    outputs = weight.shape[0] // 2 if act else weight.shape[0]
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
     overlap = hardware(x.device).can_overlap
-    form = Form(tiles, inputs % tiles.depth == 0, gated, overlap)
+    form = Form(tiles, inputs % tiles.depth == 0, act, overlap)
     strides = (x.stride(0), weight.stride(0))
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": overlap}
     launch(_linear_tiles_kernel, (triton.cdiv(outputs, tiles.outputs),))(

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
-from ..experts.device_functions import activate, find_rows, find_tile
+from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, group, most_tiles
 from ..experts.plans import choose_rows, is_unsorted
@@ -157,7 +157,7 @@ def _quantised_experts_kernel(
     if FORM.act is not None:
         if bias_ptr is not None:
             bias_ptr += outputs
-        y = activate(y, sums(up_acc, bias_ptr, column, outputs, TILES), FORM)
+        y = activate_gated(y, sums(up_acc, bias_ptr, column, outputs, TILES), FORM)
     target_ptr = y_ptr + target.to(tl.int64)[:, None] * outputs + column
     tl.store(target_ptr, y.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column < outputs))
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..checks import check_norm_weight, check_residual, check_rows, check_vectors, fail
 from ..dispatch import TritonModule, on_triton
+from ..norm.act_and_mul import act_and_mul, kind_of
 from ..norm.rms_norm import fused_add_rms_norm, rms_norm
-from ..norm.silu_and_mul import silu_and_mul
 from . import plans
 from .formats import E4M3_MAX
 
@@ -82,15 +82,15 @@ class Fp8Weight(NamedTuple):
 def to_fp8(x: Tensor, how: Rounding) -> Fp8Rows:
     """x [T, K] of fp32, fp16 or bf16 rounded to fp8, last dimension contiguous."""
     _check_matrix(x, how)
-    return _rows_kernel.to_fp8(x, how, gated=False) if on_triton(x) else _round(x, how)
+    return _rows_kernel.to_fp8(x, how, None) if on_triton(x) else _round(x, how)
 
 
-def silu_and_mul_fp8(x: Tensor, how: Rounding) -> Fp8Rows:
-    """`to_fp8` of `silu_and_mul`(x), x [T, 2 K], in one pass; what is rounded to fp8 is rounded to x's dtype first."""
+def act_and_mul_fp8(x: Tensor, how: Rounding, act: str) -> Fp8Rows:
+    """`to_fp8` of `act_and_mul`(x, act), x [T, 2 K], in one pass, rounded to x's dtype before it is to fp8."""
     _check_matrix(x, how)
     if x.shape[1] % 2:
         fail("x", "must have an even last dimension", x.shape)
-    return _rows_kernel.to_fp8(x, how, gated=True) if on_triton(x) else _round(silu_and_mul(x), how)
+    return _rows_kernel.to_fp8(x, how, kind_of(act)) if on_triton(x) else _round(act_and_mul(x, act), how)
 
 
 def rms_norm_fp8(
@@ -144,29 +144,29 @@ def linear_rounding_fp8(
     *,
     norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
-    gated: bool = False,
+    act: str | None = None,
     wanted: Rounding | None = None,
     deterministic: bool = False,
 ) -> tuple[Tensor | Fp8Rows, Tensor]:
     """(`linear_fp8` of n as `to_fp8` has it, total), where n is the norm of total = x + residual, or x, both in one.
 
-    norm: (weight, eps), None for none. residual: None for none. gated: weight is [2 N, K], the rows of gate before
-    those of up; the product is silu(gate) * up then, and has no bias. wanted: how that is to be rounded to fp8, if it
+    norm: (weight, eps), None for none. residual: None for none. act: weight is [2 N, K], the rows of gate before
+    those of up; the product is act(gate) * up then, and has no bias. wanted: how that is to be rounded to fp8, if it
     can be in the same pass; None for in x's dtype. A single token takes one launch, and its product is in x's dtype.
     """
     _check_matrix(x, how)
-    if gated and (weight.values.shape[0] % 2 or bias is not None):
+    if act is not None and (weight.values.shape[0] % 2 or bias is not None):
         fail("weight", "must have an even number of rows, gate and up, and no bias", weight.values.shape)
     if on_triton(x) and plans.vector_takes(*x.shape) and not deterministic:
-        return _one_token(x, how, weight, bias, norm, residual, gated=gated)
+        return _one_token(x, how, weight, bias, norm, residual, act)
     if norm is not None:
         rows, total = rms_norm_fp8(x, residual, *norm, how)
     else:
         rows, total = to_fp8(x, how), x
     y = linear_fp8(rows, weight, bias, x.dtype, deterministic=deterministic)
-    if not gated:
+    if act is None:
         return y, total
-    return (silu_and_mul(y) if wanted is None else silu_and_mul_fp8(y, wanted)), total
+    return (act_and_mul(y, act) if wanted is None else act_and_mul_fp8(y, wanted, act)), total
 
 
 def _one_token(
@@ -176,8 +176,7 @@ def _one_token(
     bias: Tensor | None,
     norm: tuple[Tensor, float] | None,
     residual: Tensor | None,
-    *,
-    gated: bool,
+    act: str | None,
 ) -> tuple[Tensor, Tensor]:
     _check_weight(weight, x.shape[1])
     if how.group != weight.group:
@@ -191,7 +190,7 @@ def _one_token(
         if residual is not None:
             check_residual(residual, x)
         before = (residual, *norm)
-    y, total = _vector_kernel.linear_fp8_vector(x, before, how, weight, bias, gated=gated)
+    y, total = _vector_kernel.linear_fp8_vector(x, before, how, weight, bias, None if act is None else kind_of(act))
     return y, total
 
 

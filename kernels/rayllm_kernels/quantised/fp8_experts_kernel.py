@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import Hardware, hardware
-from ..experts.device_functions import activate, find_rows, find_tile
+from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, group, most_tiles
 from ..experts.plans import choose_rows, is_unsorted
@@ -216,7 +216,7 @@ def _fp8_experts_kernel(
         bias_ptr += expert_row
     result = _finish(acc, scales_ptr, bias_ptr, 0, column, outputs, FORM)
     if FORM.act is not None:
-        result = activate(result, _finish(up_acc, scales_ptr, bias_ptr, outputs, column, outputs, FORM), FORM)
+        result = activate_gated(result, _finish(up_acc, scales_ptr, bias_ptr, outputs, column, outputs, FORM), FORM)
     if FORM.own_group > 0:
         _store_rounded(result, y_ptr, y_scales_ptr, target, real, column_tile, outputs, FORM)
     else:
@@ -335,7 +335,7 @@ def experts(
         plans.choose_fp8_expert_tiles(rows, weight.token_group, down.token_group, gated=gated, unsorted=unsorted)
         for weight, gated in ((gate_up, True), (down, False))
     )
-    of_x = x if unsorted else to_fp8(x, gate_up.rounding, gated=False)
+    of_x = x if unsorted else to_fp8(x, gate_up.rounding, None)
     h = multiply(of_x, projections, experts, groups, first, x.dtype, gated=True, owned=owned)
     z = multiply(h, projections, experts, groups, last, x.dtype, gated=False, owned=owned)
     assert isinstance(z, Tensor)

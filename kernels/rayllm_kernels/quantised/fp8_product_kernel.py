@@ -129,7 +129,8 @@ def _finish(acc, operands, scales, token, output, tokens, outputs, FORM: tl.cons
     _, _, bias_ptr, y_ptr = operands
     x_scales_ptr, weight_scales_ptr = scales
     column = output[None, :]
-    y = sums(acc, None, column, outputs, FORM.tiles)
+    TILES: tl.constexpr = FORM.tiles  # as an argument, a tuple in a tuple does not compile in every version of Triton
+    y = sums(acc, None, column, outputs, TILES)
     if FORM.group == 0:
         y *= tl.load(weight_scales_ptr + column, mask=column < outputs, other=0.0)
         if not FORM.wide:

@@ -1,7 +1,7 @@
 """The Triton kernels that round activations to e4m3, alone or in one pass with what makes them.
 
     scale = max(|y|) / 448 over a group of a row, or one found beforehand;   code = e4m3(y * (1 / scale))
-    y = x,   y = round(silu(gate)) * up where x = [gate, up],   or   y = RMS norm of total, total = round(x + residual)
+    y = x,   y = round(act(gate)) * up where x = [gate, up],   or   y = RMS norm of total, total = round(x + residual)
 
 x, residual [T, K] of fp32, fp16 or bf16, any row stride -> codes [T, K] e4m3, scales [T, ceil(K / group)] fp32, total
 [T, K]. y is rounded to x's dtype before the scale is found, as if it were stored between two kernels; both divisions
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..activation import activate
 from ..cache.fp8 import encode_fp8
 from ..compile_ahead import launch
 from ..dependent_launch import announce_and_wait, wait_for_predecessor
@@ -37,7 +38,7 @@ class Form(NamedTuple):
     dim: int
     tile: int  # entries that are held at once, a power of two
     group: int  # entries that share a scale, a power of two that divides the tile, or the tile for a whole row
-    gated: bool
+    act: str | None  # of a gate; None where there is none
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -74,11 +75,11 @@ def _load_activated(x_ptr, element, FORM: tl.constexpr):
     """fp32 numbers of a row that have been rounded to its dtype; 0 past its end."""
     mask = element < FORM.dim
     x = tl.load(x_ptr + element, mask=mask, other=0.0)
-    if FORM.gated:
+    ACT: tl.constexpr = FORM.act
+    if ACT is not None:
         up = tl.load(x_ptr + FORM.dim + element, mask=mask, other=0.0)
-        wide = x.to(tl.float32)
-        silu = (wide / (1.0 + tl.exp(-wide))).to(x.dtype)
-        return (silu.to(tl.float32) * up.to(tl.float32)).to(x.dtype).to(tl.float32)
+        activated = activate(x.to(tl.float32), ACT).to(x.dtype)
+        return (activated.to(tl.float32) * up.to(tl.float32)).to(x.dtype).to(tl.float32)
     else:
         return x.to(tl.float32)
 
@@ -158,20 +159,20 @@ def _allocate(tokens: int, dim: int, how: Rounding, device: torch.device) -> tup
     return codes, torch.empty((tokens, groups), dtype=torch.float32, device=device)
 
 
-def to_fp8(x: Tensor, how: Rounding, *, gated: bool) -> Fp8Rows:
-    """x [T, K], or, if gated, [T, 2 K], activated, as fp8; the arguments are checked."""
-    tokens, dim = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+def to_fp8(x: Tensor, how: Rounding, act: str | None) -> Fp8Rows:
+    """x [T, K], or, with an act, [T, 2 K], activated, as fp8; the arguments are checked."""
+    tokens, dim = x.shape[0], x.shape[1] // 2 if act else x.shape[1]
     codes, scales = _allocate(tokens, dim, how, x.device)
     overlap, padded = hardware(x.device).can_overlap, triton.next_power_of_2(max(dim, 1))
     if tokens and how.group is not None:
         tile = max(how.group, min(1024, padded))
-        form = Form(dim, tile, how.group, gated, overlap)
+        form = Form(dim, tile, how.group, act, overlap)
         launch(_to_fp8_groups_kernel, (tokens, triton.cdiv(dim, tile)))(
             x, codes, scales, how.scale, x.stride(0), scales.shape[1], FORM=form, num_warps=4, launch_pdl=overlap
         )
     elif tokens:
         tile = min(MAX_TILE, padded)
-        form = Form(dim, tile, tile, gated, overlap)
+        form = Form(dim, tile, tile, act, overlap)
         warps = min(16, max(4, tile // 512))
         launch(_to_fp8_rows_kernel, (tokens,))(
             x, codes, scales, how.scale, x.stride(0), FORM=form, num_warps=warps, launch_pdl=overlap
@@ -188,7 +189,7 @@ def rms_norm_fp8(
     total = x if residual is None else torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
     tile = triton.next_power_of_2(dim)
     group, overlap = tile if how.group is None else how.group, hardware(x.device).can_overlap
-    form = Form(dim, max(tile, group), group, False, overlap)
+    form = Form(dim, max(tile, group), group, None, overlap)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     options = {"num_warps": min(16, max(4, tile // 512)), "launch_pdl": overlap}
     if tokens:

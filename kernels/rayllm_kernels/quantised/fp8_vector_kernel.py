@@ -1,7 +1,7 @@
 """One token times a weight in e4m3, with the norm before it and the activation behind it.
 
-    y = act((code(n) W^T) * scale of n * scales of W + bias),   n = x,   or   n = RMS norm of total,
-    total = round(x + residual);   act, where W = [gate; up]: silu(gate) * up
+    y = f((code(n) W^T) * scale of n * scales of W + bias),   n = x,   or   n = RMS norm of total,
+    total = round(x + residual);   f, where W = [gate; up]: act(gate) * up
 
 x, residual [1, K], W [N, K] (gated: [2 N, K]) with scales a row or a block, bias [N] -> y [1, N], total [1, K]. Codes
 and scales of the token are those of `fp8_rows_kernel`, to the bit; every program makes them anew.
@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..activation import activate
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
@@ -41,7 +42,7 @@ class Form(NamedTuple):
     rows: int  # outputs of a program
     group: int  # inputs that share a scale; `padded` for all
     weight_rows: int  # outputs that share one
-    gated: bool
+    act: str | None  # of a gate; None where there is none
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -93,7 +94,7 @@ def _fp8_vector_kernel(
     pointers = codes_ptr + row.to(tl.int64)[:, None] * FORM.inputs + depth[None, :]
     codes = tl.load(pointers, mask=inside[None, :], other=0.0)
     up_codes = codes
-    if FORM.gated:
+    if FORM.act is not None:
         up_codes = tl.load(pointers + outputs.to(tl.int64) * FORM.inputs, mask=inside[None, :], other=0.0)
     wait_for_predecessor(FORM.overlap)
     wide = tl.reshape(_token(x_ptr, norm, total_ptr, depth, inside, FORM), [COUNT, FORM.group])
@@ -102,9 +103,10 @@ def _fp8_vector_kernel(
     y = _multiply(codes, values, scales_ptr, row, scale_stride, token_scales, FORM)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)
-    if FORM.gated:
+    ACT: tl.constexpr = FORM.act
+    if ACT is not None:
         up = _multiply(up_codes, values, scales_ptr, outputs + row, scale_stride, token_scales, FORM)
-        y = y / (1.0 + tl.exp(-y)) * up
+        y = activate(y, ACT) * up
     tl.store(y_ptr + output, y.to(y_ptr.dtype.element_ty), mask=output < outputs)
 
 
@@ -114,8 +116,8 @@ def linear_fp8_vector(
     how: Rounding,
     weight: Fp8Weight,
     bias: Tensor | None,
+    act: str | None,
     *,
-    gated: bool,
     choice: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y, total) of checked arguments, total being x where there is no residual.
@@ -123,13 +125,13 @@ def linear_fp8_vector(
     choice: outputs and warps of a program; None for those of the plan.
     """
     inputs, rows = x.shape[1], weight.values.shape[0]
-    outputs = rows // 2 if gated else rows
+    outputs = rows // 2 if act else rows
     y = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     total = x if norm[0] is None else torch.empty_like(x)
     padded = triton.next_power_of_2(max(inputs, weight.group or 1))
-    program_rows, num_warps = choice or plans.choose_fp8_vector(padded, gated=gated)
+    program_rows, num_warps = choice or plans.choose_fp8_vector(padded, gated=act is not None)
     overlap = hardware(x.device).can_overlap
-    form = Form(inputs, padded, program_rows, weight.group or padded, weight.rows, gated, overlap)
+    form = Form(inputs, padded, program_rows, weight.group or padded, weight.rows, act, overlap)
     launch(_fp8_vector_kernel, (triton.cdiv(outputs, program_rows),))(
         x,
         norm,

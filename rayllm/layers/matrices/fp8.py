@@ -78,12 +78,12 @@ class Fp8Matrix(Matrix):
         assert isinstance(y, torch.Tensor)
         return y
 
-    def multiply_silu(self, x: Activations, wanted: ops.Rounding | None) -> Activations:
+    def multiply_gated(self, x: Activations, act: str, wanted: ops.Rounding | None) -> Activations:
         if isinstance(x, torch.Tensor):
             assert self.takes is not None
-            return ops.linear_rounding_fp8(x, self.takes, self._operand, gated=True, wanted=wanted)[0]
+            return ops.linear_rounding_fp8(x, self.takes, self._operand, act=act, wanted=wanted)[0]
         y = ops.linear_fp8(x, self._operand, None, self._dtype)
-        return ops.silu_and_mul(y) if wanted is None else ops.silu_and_mul_fp8(y, wanted)
+        return ops.act_and_mul(y, act) if wanted is None else ops.act_and_mul_fp8(y, wanted, act)
 
     def multiply_normed(
         self,
@@ -92,12 +92,12 @@ class Fp8Matrix(Matrix):
         norm: tuple[torch.Tensor, float],
         bias: torch.Tensor | None,
         *,
-        gated: bool,
+        act: str | None,
         wanted: ops.Rounding | None,
     ) -> tuple[Activations, torch.Tensor]:
         assert self.takes is not None
         return ops.linear_rounding_fp8(
-            x, self.takes, self._operand, bias, norm=norm, residual=residual, gated=gated, wanted=wanted
+            x, self.takes, self._operand, bias, norm=norm, residual=residual, act=act, wanted=wanted
         )
 
 

@@ -39,7 +39,7 @@ class Matrix(ABC):
     parameters: the tensors that it consists of, by name, for the layer to register. takes: how products want tokens
     rounded; None for in the model's dtype. Whoever makes the tokens may round them in the same pass; products round
     what is not yet. fuses: products may have a norm before them and an activation behind them (`multiply_normed`,
-    `multiply_silu`). adds: they may add to something (`add_to`).
+    `multiply_gated`). adds: they may add to something (`add_to`).
     """
 
     parameters: dict[str, nn.Parameter]
@@ -55,8 +55,8 @@ class Matrix(ABC):
     def multiply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         """x W^T + bias, [T, out] in the model's dtype."""
 
-    def multiply_silu(self, x: Activations, wanted: ops.Rounding | None) -> Activations:
-        """silu(gate) * up, of which x W^T has one beside the other.
+    def multiply_gated(self, x: Activations, act: str, wanted: ops.Rounding | None) -> Activations:
+        """act(gate) * up, of which x W^T has one beside the other.
 
         wanted: how the result should be rounded, if it is made in a pass of its own; None for not at all.
         """
@@ -69,10 +69,10 @@ class Matrix(ABC):
         norm: tuple[torch.Tensor, float],
         bias: torch.Tensor | None,
         *,
-        gated: bool,
+        act: str | None,
         wanted: ops.Rounding | None,
     ) -> tuple[Activations, torch.Tensor]:
-        """(the product of norm(total), total), total = x + residual; norm: (weight, eps). gated: by `multiply_silu`."""
+        """(the product of norm(total), total), total = x + residual; norm: (weight, eps). act: by `multiply_gated`."""
         raise NotImplementedError
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -30,9 +30,9 @@ class PlainMatrix(Matrix):
         assert isinstance(x, torch.Tensor)
         return self._linear(x, self.weight, bias)
 
-    def multiply_silu(self, x: Activations, wanted: ops.Rounding | None) -> Activations:  # noqa: ARG002
+    def multiply_gated(self, x: Activations, act: str, wanted: ops.Rounding | None) -> Activations:  # noqa: ARG002
         assert isinstance(x, torch.Tensor)
-        return ops.linear_silu_mul(x, self.weight)
+        return ops.linear_act_mul(x, self.weight, act)
 
     def multiply_normed(
         self,
@@ -41,10 +41,10 @@ class PlainMatrix(Matrix):
         norm: tuple[torch.Tensor, float],
         bias: torch.Tensor | None,
         *,
-        gated: bool,
+        act: str | None,
         wanted: ops.Rounding | None,  # noqa: ARG002
     ) -> tuple[Activations, torch.Tensor]:
-        return ops.add_rms_norm_linear(x, residual, *norm, self.weight, bias, gated=gated)
+        return ops.add_rms_norm_linear(x, residual, *norm, self.weight, bias, act=act)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return total.addmm_(x, self.weight.t())

@@ -37,9 +37,9 @@ def test_both_tiles_by_any_number_of_programs(randn, tokens, outputs, inputs, co
     expected = (gate * torch.sigmoid(gate) * up).to(dtype)
     for programs in (1, 7, 132):
         poison(expected)
-        y = linear_gated_hopper(x, weight, consumers, programs)
+        y = linear_gated_hopper(x, weight, consumers, programs, act="silu")
         check_close(y, expected, terms=inputs)
-        assert torch.equal(y, linear_gated_hopper(x, weight, 5 - consumers, 132))  # sums in the same order
+        assert torch.equal(y, linear_gated_hopper(x, weight, 5 - consumers, 132, act="silu"))  # sums in the same order
 
 
 @on_hopper
@@ -47,7 +47,7 @@ def test_large_gates_do_not_overflow(randn):
     from rayllm_kernels.linear.gated_hopper_kernel import linear_gated_hopper
 
     x, weight = operands(randn, 200, 128, 256, torch.bfloat16)
-    y = linear_gated_hopper(x, 200 * weight, 2, 132)
+    y = linear_gated_hopper(x, 200 * weight, 2, 132, act="silu")
     assert y.isfinite().all()
     assert (y == 0).any()  # exp(-gate) is infinite for some
 
@@ -61,9 +61,9 @@ def test_strided_rows_are_read_and_the_rest_of_them_is_not(randn, kernels, refer
         torch.full((t.shape[0], inputs + 128), float("nan"), device=t.device, dtype=t.dtype) for t in (x, weight)
     )
     wide_x[:, 64:-64], wide_weight[:, 64:-64] = x, weight
-    y = kernels.linear_silu_mul(wide_x[:, 64:-64], wide_weight[:, 64:-64])
-    check_close(y, reference.linear_silu_mul(x, weight), terms=inputs)
-    assert torch.equal(y, kernels.linear_silu_mul(x, weight))
+    y = kernels.linear_act_mul(wide_x[:, 64:-64], wide_weight[:, 64:-64], "gelu_new")
+    check_close(y, reference.linear_act_mul(x, weight, "gelu_new"), terms=inputs)
+    assert torch.equal(y, kernels.linear_act_mul(x, weight, "gelu_new"))
 
 
 @on_hopper
@@ -76,7 +76,7 @@ def test_a_chain_of_layers_that_overlap(randn, kernels):
     def run(pause):
         y, total = x, None
         for w in weights:
-            y, total = kernels.add_rms_norm_linear(y, total, norm, 1e-5, w, gated=True)
+            y, total = kernels.add_rms_norm_linear(y, total, norm, 1e-5, w, act="silu")
             pause()
         return y
 
@@ -95,7 +95,7 @@ from rayllm_kernels.linear.gated_hopper_kernel import _linear_gated_kernel, line
 
 x, weight = torch.zeros(100, 128, dtype=torch.bfloat16), torch.zeros(512, 128, dtype=torch.bfloat16)
 with ops.compile_only():
-    linear_gated_hopper(x, weight, 2, 132)
+    linear_gated_hopper(x, weight, 2, 132, act="gelu_tanh")
 for kernel in _linear_gated_kernel.device_caches[0][0].values():
     print(kernel.asm["ptx"].count("wgmma.mma"), kernel.metadata.shared)
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from support.closeness import check_close
@@ -21,15 +23,15 @@ SHAPES = [(3, 72, 40), (16, 64, 64), (61, 1040, 520), (130, 592, 2056), (257, 10
 def test_every_tile_by_any_number_of_programs(randn, scaled, reference, tile, programs, gated):
     from rayllm_kernels.linear.hopper_kernel import linear_hopper
 
-    expected_of = reference.linear_silu_mul if gated else reference.linear
+    expected_of = partial(reference.linear_act_mul, act="gelu_new") if gated else reference.linear
     for tokens, outputs, inputs in SHAPES:
         if programs == 1 and outputs * inputs > 1 << 22:
             continue
         x = randn(tokens, inputs, dtype=torch.bfloat16)
         weight = scaled(2 * outputs if gated else outputs, inputs, torch.bfloat16)
-        y = linear_hopper(x, weight, (tile, programs), gated=gated)
+        y = linear_hopper(x, weight, (tile, programs), act="gelu_tanh" if gated else None)
         check_close(y, expected_of(x, weight), terms=inputs)
-        assert torch.equal(y, linear_hopper(x, weight, (tile, programs), gated=gated))
+        assert torch.equal(y, linear_hopper(x, weight, (tile, programs), act="gelu_tanh" if gated else None))
 
 
 @on_hopper
@@ -39,7 +41,9 @@ def test_bias_and_strided_rows(randn, scaled, kernels, reference, tokens, dtype)
     x = randn(tokens, 1024 + 64, dtype=dtype)[:, 64:]
     weight, bias = scaled(1536, 1024, dtype), randn(1536, dtype=dtype)
     check_close(kernels.linear(x, weight, bias), reference.linear(x, weight, bias), terms=1024)
-    check_close(kernels.linear_silu_mul(x, weight), reference.linear_silu_mul(x, weight), terms=1024)
+    check_close(
+        kernels.linear_act_mul(x, weight, "gelu_new"), reference.linear_act_mul(x, weight, "gelu_new"), terms=1024
+    )
 
 
 @on_hopper
@@ -49,8 +53,8 @@ def test_shared_tiles_give_the_same_sums_every_time(randn, scaled):
 
     x, weight = randn(64, 4096, dtype=torch.bfloat16), scaled(1000, 4096, torch.bfloat16)
     tile = next(tile for tile in HOPPER_TILES if tile.tokens == 64)
-    expected = linear_hopper(x, weight, (tile, 131), gated=False)
-    results = [linear_hopper(x, weight, (tile, 131), gated=False) for _ in range(200)]
+    expected = linear_hopper(x, weight, (tile, 131), act=None)
+    results = [linear_hopper(x, weight, (tile, 131), act=None) for _ in range(200)]
     assert all(torch.equal(y, expected) for y in results)
 
 
@@ -62,7 +66,9 @@ def test_layouts_that_tensor_copies_cannot_take_go_elsewhere(randn, scaled, kern
     assert not hopper_takes(x.float(), weight.float(), gated=False)
     assert not hopper_takes(x, weight[:20], gated=True)
     check_close(kernels.linear(odd, weight), reference.linear(odd, weight), terms=256)
-    check_close(kernels.linear_silu_mul(x, weight[:20]), reference.linear_silu_mul(x, weight[:20]), terms=256)
+    check_close(
+        kernels.linear_act_mul(x, weight[:20], "silu"), reference.linear_act_mul(x, weight[:20], "silu"), terms=256
+    )
 
 
 COMPILE = """
@@ -74,7 +80,7 @@ x, bias = torch.zeros(16, 128, dtype=torch.bfloat16), torch.zeros(256, dtype=tor
 weight = torch.zeros(256, 128, dtype=torch.bfloat16)
 for tile, gated in ((NARROW[16], False), (WIDE[64], True), (WIDEST, False)):
     with ops.compile_only():
-        hopper_kernel.linear_hopper(x, weight, (tile, 132), None if gated else bias, gated=gated)
+        hopper_kernel.linear_hopper(x, weight, (tile, 132), None if gated else bias, act="gelu_tanh" if gated else None)
 for kernel, programs in zip(hopper_kernel._linear_hopper_kernel.device_caches[0][0].values(), (2, 1, 1), strict=True):
     print(kernel.asm["ptx"].count("wgmma.mma"), kernel.metadata.shared, programs)
 """

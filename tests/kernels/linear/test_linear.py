@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from support.closeness import check_close
 
 from rayllm_kernels.linear.plans import choose_rows, choose_tiles
 
 ON_GPU = torch.cuda.is_available()
+ACTS = {"gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"), "silu": F.silu}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # tokens, outputs, inputs
 SHAPES = [
@@ -51,10 +55,11 @@ def test_a_result_goes_where_it_is_wanted(randn, scaled, kernels, tokens):
 
 
 @pytest.mark.parametrize(("tokens", "outputs", "inputs", "dtype"), CASES)
-def test_linear_silu_mul(randn, scaled, kernels, tokens, outputs, inputs, dtype):
+def test_linear_act_mul(randn, scaled, kernels, tokens, outputs, inputs, dtype):
+    act = sorted(ACTS)[tokens % 3]
     x, weight = randn(tokens, inputs, dtype=dtype), 2 * scaled(2 * outputs, inputs, dtype)
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
-    check_close(kernels.linear_silu_mul(x, weight), (gate * torch.sigmoid(gate) * up).to(dtype), terms=inputs)
+    check_close(kernels.linear_act_mul(x, weight, act), (ACTS[act](gate) * up).to(dtype), terms=inputs)
 
 
 @pytest.mark.parametrize(("tokens", "outputs", "inputs", "dtype"), CASES)
@@ -68,9 +73,10 @@ def test_add_rms_norm_linear(randn, scaled, kernels, reference, tokens, outputs,
     expected, expected_total = reference.add_rms_norm_linear(x, residual, norm_weight, 1e-5, weight, bias)
     check_close(total, expected_total)
     check_close(y, expected, terms=inputs)
-    y, total = kernels.add_rms_norm_linear(x, residual, norm_weight, 1e-5, weight, gated=True)
+    act = sorted(ACTS)[tokens % 3]
+    y, total = kernels.add_rms_norm_linear(x, residual, norm_weight, 1e-5, weight, act=act)
     check_close(total, expected_total)
-    check_close(y, reference.add_rms_norm_linear(x, residual, norm_weight, 1e-5, weight, gated=True)[0], terms=inputs)
+    check_close(y, reference.add_rms_norm_linear(x, residual, norm_weight, 1e-5, weight, act=act)[0], terms=inputs)
     assert torch.equal(x, before)
 
 
@@ -83,7 +89,7 @@ def test_strided_arguments(randn, scaled, kernels, reference, tokens):
         weight = scaled(24, 72, torch.float16)[:, offset : offset + 64]
         norm_weight = randn(64, dtype=torch.float16)
         check_close(kernels.linear(x, weight), reference.linear(x, weight), terms=64)
-        check_close(kernels.linear_silu_mul(x, weight), reference.linear_silu_mul(x, weight), terms=64)
+        check_close(kernels.linear_act_mul(x, weight, "gelu"), reference.linear_act_mul(x, weight, "gelu"), terms=64)
         actual = kernels.add_rms_norm_linear(x, residual, norm_weight, 1e-6, weight)
         for ours, theirs in zip(
             actual, reference.add_rms_norm_linear(x, residual, norm_weight, 1e-6, weight), strict=True
@@ -94,7 +100,7 @@ def test_strided_arguments(randn, scaled, kernels, reference, tokens):
 def test_empty_batches(randn, kernels):
     x, weight = randn(0, 32), randn(8, 32)
     assert kernels.linear(x, weight).shape == (0, 8)
-    assert kernels.linear_silu_mul(x, weight).shape == (0, 4)
+    assert kernels.linear_act_mul(x, weight, "silu").shape == (0, 4)
     y, total = kernels.add_rms_norm_linear(x, x, randn(32), 1e-6, weight)
     assert y.shape == (0, 8)
     assert total.shape == (0, 32)
@@ -122,17 +128,17 @@ def test_every_tile_that_may_be_chosen(randn, scaled, reference, gated):
     from rayllm_kernels.linear.rows_kernel import linear_rows
     from rayllm_kernels.linear.tiles_kernel import linear_tiles
 
-    module_op = reference.linear_silu_mul if gated else reference.linear
+    module_op = partial(reference.linear_act_mul, act="gelu_new") if gated else reference.linear
     rows, tiles = choices(gated)
     for tokens, inputs in ((1, 700), (5, 1024)):
         x = randn(tokens, inputs, dtype=torch.float16)
         weight = scaled(84, inputs, torch.float16)
         expected = module_op(x, weight)
         for row_tiles in rows:
-            y, _total = linear_rows(x[:2], weight, row_tiles, None, NO_NORM, gated, None)
+            y, _total = linear_rows(x[:2], weight, row_tiles, None, NO_NORM, "gelu_tanh" if gated else None, None)
             check_close(y, expected[:2], terms=inputs)
         for tile in tiles:
-            check_close(linear_tiles(x, weight, tile, gated=gated), expected, terms=inputs)
+            check_close(linear_tiles(x, weight, tile, act="gelu_tanh" if gated else None), expected, terms=inputs)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs CUDA graphs")
@@ -150,7 +156,7 @@ def test_a_captured_chain_equals_the_eager_one(randn, scaled, kernels, reference
         for attention, gate_up, down in layers:
             y, residual = module.add_rms_norm_linear(x, residual, norm_weight, 1e-6, attention)
             x = module.linear(y, attention)
-            y, residual = module.add_rms_norm_linear(x, residual, norm_weight, 1e-6, gate_up, gated=True)
+            y, residual = module.add_rms_norm_linear(x, residual, norm_weight, 1e-6, gate_up, act="silu")
             x = module.linear(y, down)
         return x + residual
 

@@ -86,11 +86,11 @@ def test_rms_norm_fp8(randn, kernels, reference, dim, group, with_residual, dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("dim", "group"), [(80, None), (80, 32), (8300, None)])
-def test_silu_and_mul_fp8(randn, kernels, reference, dim, group, dtype):
-    x, how = 2 * randn(3, 2 * dim, dtype=dtype), Rounding(group)
-    found = reference.silu_and_mul_fp8(x, how)
-    check_codes(found, reference.to_fp8(reference.silu_and_mul(x), how))
-    check_codes(kernels.silu_and_mul_fp8(x, how), found, share=0.01)
+def test_act_and_mul_fp8(randn, kernels, reference, dim, group, dtype):
+    x, how, act = 2 * randn(3, 2 * dim, dtype=dtype), Rounding(group), "silu" if group is None else "gelu_new"
+    found = reference.act_and_mul_fp8(x, how, act)
+    check_codes(found, reference.to_fp8(reference.act_and_mul(x, act), how))
+    check_codes(kernels.act_and_mul_fp8(x, how, act), found, share=0.01)
 
 
 # tokens, outputs, inputs, outputs that share a scale, inputs that do
@@ -179,8 +179,10 @@ def test_a_token_that_its_product_rounds(randn, scaled, kernels, reference, outp
             check_close(total, x + residual)
             check_close(y, normed.to(dtype), terms=inputs)
             if outputs % 2 == 0:
-                y, _ = each.linear_rounding_fp8(x, how, weight, gated=True, **before)
-                check_close(y, (gate * torch.sigmoid(gate) * up).to(dtype), terms=inputs)
+                act = "silu" if group is None else "gelu"
+                activated = torch.nn.functional.silu(gate) if group is None else torch.nn.functional.gelu(gate)
+                y, _ = each.linear_rounding_fp8(x, how, weight, act=act, **before)
+                check_close(y, (activated * up).to(dtype), terms=inputs)
 
 
 def test_a_token_with_a_scale_found_beforehand(randn, scaled, kernels, reference, device):
@@ -207,7 +209,7 @@ def test_no_tokens(randn, each):
     x = each.to_fp8(randn(0, 32), Rounding())
     assert each.linear_fp8(x, weight, None, torch.float16).shape == (0, 16)
     assert each.linear_fp8_weight(randn(0, 32), weight).shape == (0, 16)
-    assert each.silu_and_mul_fp8(randn(0, 64), Rounding(32)).scales.shape == (0, 1)
+    assert each.act_and_mul_fp8(randn(0, 64), Rounding(32), "silu").scales.shape == (0, 1)
 
 
 def test_errors(randn, each):
@@ -215,7 +217,7 @@ def test_errors(randn, each):
     calls = [
         ("x", lambda: each.to_fp8(randn(2, 3, 4), Rounding())),
         ("group", lambda: each.to_fp8(randn(2, 64), Rounding(48))),
-        ("x", lambda: each.silu_and_mul_fp8(randn(2, 7), Rounding())),
+        ("x", lambda: each.act_and_mul_fp8(randn(2, 7), Rounding(), "silu")),
         ("residual", lambda: each.rms_norm_fp8(randn(2, 8), randn(1, 8), randn(8), 1e-6, Rounding())),
         ("weight", lambda: each.linear_fp8(x, make_weight(randn(16, 32)), None, torch.float16)),
         ("weight", lambda: each.linear_fp8_weight(randn(2, 32), weight)),
@@ -225,7 +227,7 @@ def test_errors(randn, each):
         ("x.group", lambda: each.linear_fp8(x._replace(group=32), weight, None, torch.float16)),
         ("x.scales", lambda: each.linear_fp8(x._replace(scales=x.scales[:1]), weight, None, torch.float16)),
         ("bias", lambda: each.linear_fp8(x, weight, randn(16), torch.float16)),
-        ("weight", lambda: each.linear_rounding_fp8(randn(1, 64), Rounding(), weight, randn(16), gated=True)),
+        ("weight", lambda: each.linear_rounding_fp8(randn(1, 64), Rounding(), weight, randn(16), act="silu")),
         ("bias", lambda: each.linear_rounding_fp8(randn(1, 64), Rounding(), weight, randn(15))),
         ("residual", lambda: each.linear_rounding_fp8(x32, Rounding(), weight, norm=(randn(64), 1.0), residual=x32[0])),
     ]
