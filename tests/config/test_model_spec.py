@@ -516,6 +516,11 @@ def test_generation_config_wins(tmp_path):
     assert spec_of(tmp_path, eos_token_id=7, generation={"temperature": 0.6}).eos_token_ids == [7]
 
 
+@pytest.mark.parametrize("rope", [{"type": "linear"}, {"type": "yarn", "original_max_position_embeddings": 64}])
+def test_a_factor_beyond_all_lengths(tmp_path, rope):
+    assert spec_of(tmp_path, rope_scaling=rope | {"factor": 1e308}).max_model_len == sys.maxsize
+
+
 def test_end_of_sequence_tokens_beyond_the_vocabulary_are_none(tmp_path):
     spec = spec_of(tmp_path, vocab_size=100, eos_token_id=7, generation={"eos_token_id": [100, 99, 10**6]})
     assert spec.eos_token_ids == [99]
