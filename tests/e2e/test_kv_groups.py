@@ -55,7 +55,7 @@ SMALL_POOLS = [
     ("first layers full", "swap", False),
     ("layer types", "recompute", False),
     ("layer types", "swap", True),
-    ("states", "recompute", True),
+    ("states", "recompute", False),
     ("states", "swap", False),
 ]
 # The same, because only one token is left.
@@ -78,6 +78,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = [*MODELS, *MORE_MODELS] if full else list(MODELS)
     if "mode" in metafunc.fixturenames:
         every = list(itertools.product(names, ("recompute", "swap"), (True, False)))
+        # With their beginnings in the cache too few states are needed; test_parity.py has smaller pools for that.
+        every = [case for case in every if not (case[0].startswith("states") and case[2])]
         metafunc.parametrize(("name", "mode", "caching"), every if full else SMALL_POOLS)
     elif "name" in metafunc.fixturenames:
         metafunc.parametrize("name", names)
@@ -178,10 +180,12 @@ def test_in_chunks(case_of, name):
 def test_in_a_pool_for_little_more_than_the_longest(case_of, name, mode, caching):
     whole = case_of(name)
     windows = kv_windows(whole, 4)
-    # Admission leaves a block of each group, and most of those are of states: it takes more requests until it is short.
-    times = 3 if windows[0].block_size > 4 else 1
+    # Admission leaves a block of each group, and most of those are of states: it takes many short ones, that grow.
+    order = list(range(10))
+    if windows[0].block_size > 4:
+        order += [i for i in order if len(whole.prompts[i]) < 30] * 5
     stats = check(
-        Case(whole.folder, whole.prompts[:10] * times, whole.expected[:10] * times, whole.beams),
+        Case(whole.folder, [whole.prompts[i] for i in order], [whole.expected[i] for i in order], whole.beams),
         block_size=4,
         num_gpu_blocks_override=most_blocks(windows, 256) + 10,
         max_num_batched_tokens=64,
