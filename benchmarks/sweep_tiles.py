@@ -291,7 +291,7 @@ def _experts_product(
         tiles_of_sums += 1
     if found.fp8_tokens:
         group = found.group or 128
-        today: Tiles = plans.choose_fp8_expert_tiles(rows, group, gated=gated, unsorted=unsorted)
+        today: Tiles = plans.choose_fp8_expert_tiles(rows, group, group, gated=gated, unsorted=unsorted)
         options = {"depths": [group], "copied": (False,) if unsorted else (False, True)}
         options["stages"] = (2, 3, 4, 6) if unsorted else (2, 3, 4)
         # What goes into the last product is rounded in whole groups.

@@ -21,6 +21,7 @@ from rayllm.config.quantization import parse_quantization
 from rayllm.errors import InvalidRequestError, ModelError
 
 GENERATION_CONFIG = "generation_config.json"
+MAX_LAYERS = 4096
 WEIGHTS_INDEX = "model.safetensors.index.json"
 # Keys beside text_config that hold for the text model too, and win.
 OF_THE_WHOLE = ("dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id")
@@ -45,6 +46,10 @@ def load_model_spec(path: str) -> ModelSpec:
     name, architecture = _architecture(config)
     quantization = parse_quantization(config)
     text = _text_part(config, architecture)
+    for key in ("num_hidden_layers", "n_layer"):
+        layers = text.data.get(key)
+        if type(layers) is int and layers > MAX_LAYERS:  # nothing is made of so many first
+            raise ModelError(f"{text.file}: {text.prefix}{key} must be at most {MAX_LAYERS}, not {layers}")
     default = architecture.eos_token_id
     eos = text.get("eos_token_id", default)
     if eos is None and isinstance(default, list):

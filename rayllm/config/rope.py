@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,9 +54,9 @@ class RopeSpec:
         max_position_embeddings is already the stretched one for llama3 and longrope.
         """
         if self.rope_type in ("linear", "dynamic") and not self.stretched:
-            return int(max_position_embeddings * self.factor)
+            return int(min(max_position_embeddings * self.factor, sys.maxsize))
         if self.rope_type == "yarn":
-            return int(self.original_max_position * self.factor)
+            return int(min(self.original_max_position * self.factor, sys.maxsize))
         return max_position_embeddings
 
     @property

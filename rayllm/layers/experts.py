@@ -49,7 +49,7 @@ class Experts(Layer):
         self.num_experts, self.hidden_size, self.inner_size = num_experts, hidden_size, inner_size
         self.act, self.deterministic = act, context.deterministic
         part = self.part = ExpertPart.of(context, num_experts, inner_size)
-        self.owned, self.shard, count = part.owned, part.inner.stop - part.inner.start, part.count
+        self.owned, self.shard, count = part.owned, part.inner.stop - part.inner.start, part.num_here
         shapes = ExpertShapes(hidden_size, num_experts, inner_size, names, projections, transposed)
         self.quantised = QuantisedExperts.make(context, shapes, part)
         if self.quantised is None:
@@ -73,7 +73,7 @@ class Experts(Layer):
     def num_parameters(self) -> int:
         """Weights and biases of the rank's part, whatever their bits are."""
         of_biases = 0 if self.gate_up_bias is None else 2 * self.shard + self.hidden_size
-        return self.part.count * (3 * self.shard * self.hidden_size + of_biases)
+        return self.part.num_here * (3 * self.shard * self.hidden_size + of_biases)
 
     def forward(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, onto: torch.Tensor | None = None

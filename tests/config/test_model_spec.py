@@ -587,6 +587,7 @@ def test_bloom(tmp_path):
         ({"hidden_size": ...}, 'config.json has no "hidden_size"'),
         ({"vocab_size": None}, 'config.json has no "vocab_size"'),
         ({"num_hidden_layers": "4"}, "num_hidden_layers must be a positive integer, not '4'"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers must be at most 4096, not 1000000"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, not 0"),
         ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),

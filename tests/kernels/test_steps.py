@@ -135,4 +135,4 @@ def test_steps_with_weights_in_fewer_bits(how, tmp_path):
         with dispatch.forced(triton=True):
             actual = torch.cat(ours.step(work, num_decodes=decodes)).float()
         error = (actual - expected).square().mean().sqrt() / expected.std()
-        assert error < (0.01 if how == "int4" else 0.05)
+        assert error < (0.01 if how == "int4" else 0.1)  # experts round twice more than a dense layer

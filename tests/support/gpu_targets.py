@@ -203,14 +203,18 @@ def run_quantised(gpu: Hardware, dtype: torch.dtype, tokens: tuple[int, ...], *,
             ops.linear_int4(x, ops.Int4Weight(codes, scales, zeros, inputs, group), bias, deterministic=deterministic)
 
 
+# Widths of experts, and inputs and outputs that share a scale, in gate and up, and in down: a scale a channel; a rank's
+# part of blocks of 128; blocks that end within a tile.
+FP8_EXPERTS = ((768, ((None, 1), (None, 1))), (192, ((128, 64), (64, 128))), (704, ((128, 64), (128, 128))))
+
+
 def run_quantised_experts(gpu: Hardware, dtype: torch.dtype, tokens: tuple[int, ...], *, deterministic: bool) -> None:
     """Experts with weights in fewer bits, of so many tokens, on META: all, and those of a rank."""
     count, hidden, inner, top_k = 32, 2048, 768, 4
 
-    def weight(kind: str, rows: int, inputs: int, group: int) -> ops.ExpertWeight:
+    def weight(kind: str, rows: int, inputs: int, group: int | None, own_rows: int = 1) -> ops.ExpertWeight:
         codes = torch.empty(count, rows, inputs if kind == "fp8" else inputs // 2, dtype=torch.uint8, device=META)
-        own_rows = 128 if kind == "fp8" else 1
-        scales = torch.empty(count, rows // own_rows, inputs // group, device=META)
+        scales = torch.empty(count, rows // own_rows, -(-inputs // (group or inputs)), device=META)
         zeros = scales.to(torch.uint8) if kind == "int4" else None
         scales = scales.to(torch.uint8) if kind == "mxfp4" else scales
         return ops.ExpertWeight(kind, codes, scales, zeros, inputs, group, own_rows)
@@ -219,13 +223,17 @@ def run_quantised_experts(gpu: Hardware, dtype: torch.dtype, tokens: tuple[int, 
         x = torch.empty(number, hidden, dtype=dtype, device=META)
         weights = torch.empty(number, top_k, device=META)
         for kind, group in (("fp8", 128), ("int4", 128), ("int4", 32), ("mxfp4", 32)):
-            projections = weight(kind, 2 * inner, hidden, group), weight(kind, hidden, inner, group)
+            own_rows = 128 if kind == "fp8" else 1
+            projections = weight(kind, 2 * inner, hidden, group, own_rows), weight(kind, hidden, inner, group, own_rows)
             chosen, options = weights.to(torch.int32), {"deterministic": deterministic}
             ops.experts_quantised(x, weights, chosen, *projections, **options)
             if kind == "fp8" and gpu.has_e4m3:
                 ops.experts_quantised(x, weights, chosen, *projections, fp8_tokens=True, **options)
                 owned = ops.ExpertRange(count, 4 * count)
                 ops.experts_quantised(x, weights, chosen, *projections, fp8_tokens=True, owned=owned, **options)
+                for width, (first, last) in FP8_EXPERTS if len(tokens) > 1 else ():
+                    own = weight("fp8", 2 * width, hidden, *first), weight("fp8", hidden, width, *last)
+                    ops.experts_quantised(x, weights, chosen, *own, fp8_tokens=True, **options)
 
 
 def compile_quantised(gpu: str, tokens: tuple[int, ...], dtypes: tuple[str, ...], modes: tuple[bool, ...]) -> None:

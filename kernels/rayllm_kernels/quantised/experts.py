@@ -57,13 +57,18 @@ class ExpertWeight(NamedTuple):
     rows: int = 1
 
     @property
-    def rounding(self) -> Rounding:
-        """How tokens are rounded that it meets in fp8: in its own groups, or, if it has none, in the largest there are.
+    def token_group(self) -> int:
+        """Inputs of a token that share a scale where it meets the weight in fp8: the weight's, or the most there are.
 
         Those are finer than a scale a token, and cost nothing: what Hopper's instruction adds has to be taken over into
         fp32 as often (`fp8_product_kernel.py`).
         """
-        return Rounding(self.group or GROUPS[-1])
+        return self.group or GROUPS[-1]
+
+    @property
+    def rounding(self) -> Rounding:
+        """How tokens are rounded that it meets in fp8."""
+        return Rounding(self.token_group)
 
     def dequantised(self, expert: int) -> Tensor:
         """float32 [N, K]."""

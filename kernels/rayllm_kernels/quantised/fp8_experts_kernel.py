@@ -3,7 +3,7 @@
     h[p] = act(G_e x[t], U_e x[t]),   z[q] = round(D_e h[p])
 
 Tiles, the list of pairs and the sum over a token's experts are those of `experts/products_kernel.py`. x and h are
-rounded to e4m3, after they have been to the model's dtype, with a scale for each `ExpertWeight.rounding.group` of
+rounded to e4m3, after they have been to the model's dtype, with a scale for each `ExpertWeight.token_group` of
 neighbours. That is a tile's depth: the sum of a group is scaled and added in fp32, in ascending order of K.
 
 Where pairs are sorted, x is rounded once, by a launch before, and h by the program that has made it, which has whole
@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
-from ..device import hardware
+from ..device import Hardware, hardware
 from ..experts.device_functions import activate, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, group, most_tiles
@@ -35,7 +35,7 @@ from ..linear.device_functions import no_sums, sums
 from ..linear.invariant_kernel import can_copy
 from ..linear.plans import Tiles
 from . import plans
-from .experts import QuantisedProjections
+from .experts import ExpertWeight, QuantisedProjections
 from .fp8 import Fp8Rows
 from .fp8_product_kernel import add_fp8_products
 from .fp8_rows_kernel import codes_of, scales_of, to_fp8
@@ -224,6 +224,21 @@ def _fp8_experts_kernel(
         tl.store(target_ptr, result.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column < outputs))
 
 
+def _share_scales(weight: ExpertWeight, outputs: int, *, gated: bool) -> bool:
+    """Whether all of so many outputs of a tile have one scale of a group; gated: of gate, and of up."""
+    own = weight.codes.shape[1] // 2
+    return weight.rows % outputs == 0 and (not gated or own % outputs == 0)
+
+
+def most_rows(projections: QuantisedProjections, gpu: Hardware) -> int:
+    """Of a tile, for both products."""
+    gate_up, down, *_ = projections
+    outputs = plans.fp8_expert_outputs(down.token_group)
+    shared = [_share_scales(gate_up, outputs, gated=True), _share_scales(down, plans.FP8_DOWN_OUTPUTS, gated=False)]
+    in_loop = [each for each, weight in zip(shared, (gate_up, down), strict=True) if weight.group is not None]
+    return plans.most_fp8_expert_rows(gpu, shared_scales=all(in_loop))
+
+
 def multiply(
     x: Tensor | Fp8Rows,
     projections: QuantisedProjections,
@@ -245,7 +260,7 @@ def multiply(
     outputs = rows // 2 if gated else rows
     values, x_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
     device, gpu, codes = values.device, hardware(values.device), weight.codes.view(torch.float8_e4m3fn).flatten(0, 1)
-    own_group = projections.down.rounding.group if gated and groups is not None else None
+    own_group = projections.down.token_group if gated and groups is not None else None
     y_scales = None
     if own_group is None:
         y = torch.empty((pairs, outputs), dtype=dtype, device=device)
@@ -262,7 +277,7 @@ def multiply(
         groups is not None,
         weight.group or 0,
         weight.rows,
-        weight.rows % tiles.outputs == 0 and (not gated or outputs % tiles.outputs == 0),
+        _share_scales(weight, tiles.outputs, gated=gated),
         own_group or 0,
         str(dtype).removeprefix("torch."),
         gpu.can_overlap,
@@ -311,13 +326,13 @@ def experts(
     (tokens, top_k), num_here, gate_up, down = experts.shape, projections.down.codes.shape[0], *projections[:2]
     num_experts = num_here if owned is None else owned.total
     unsorted = is_unsorted(tokens, top_k, num_experts) and not deterministic
-    if deterministic:
-        rows = plans.FIXED_FP8_EXPERT_ROWS
-    else:
+    rows = plans.FIXED_FP8_EXPERT_ROWS
+    if not deterministic:
         rows = choose_rows(tokens * top_k, num_experts, x.dtype, unsorted=unsorted)
+    rows = min(rows, most_rows(projections, hardware(x.device)))
     groups = None if unsorted else group(experts, num_here, rows, None if owned is None else owned.first)
     first, last = (
-        plans.choose_fp8_expert_tiles(rows, weight.rounding.group, gated=gated, unsorted=unsorted)
+        plans.choose_fp8_expert_tiles(rows, weight.token_group, down.token_group, gated=gated, unsorted=unsorted)
         for weight, gated in ((gate_up, True), (down, False))
     )
     of_x = x if unsorted else to_fp8(x, gate_up.rounding, gated=False)

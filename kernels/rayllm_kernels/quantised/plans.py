@@ -157,8 +157,8 @@ def choose_expert_tiles(
     """
     if dtype == torch.float32:  # no tensor cores in exact fp32
         return Tiles(rows, 32, 32, 4, 2, False)
-    # Before Hopper, both operands and two sums of a gated product are in registers, and would spill.
-    in_registers = gpu.capability is not None and gpu.capability < (9, 0)
+    # Elsewhere than there and on 10.0, both operands and two sums of a gated product are in registers, and would spill.
+    in_registers = gpu.capability is not None and gpu.capability[0] not in (9, 10)
     deepest = min(128, group or 128)
     depth = min(deepest, 32 if gated and in_registers else 64)
     if rows <= 32:
@@ -167,18 +167,38 @@ def choose_expert_tiles(
     return Tiles(rows, 64 if gated or rows == 64 else 128, depth, num_warps, 3, True)
 
 
+FP8_DOWN_OUTPUTS = 128
 FIXED_FP8_EXPERT_ROWS = 64  # in the deterministic mode, for any number of tokens, see `fixed_fp8_tiles`
 
 
-def choose_fp8_expert_tiles(rows: int, depth: int, *, gated: bool, unsorted: bool) -> Tiles:
-    """Of so many rows, for tokens in fp8; depth: inputs of a token that share a scale.
+def fp8_expert_outputs(own_group: int) -> int:
+    """Outputs of gate, and of up, that a program has where it rounds what it makes of them: whole groups of these."""
+    return max(64, own_group)
 
-    unsorted: each pair is a tile, of which there are few: narrow ones. Else what goes into the last product is rounded
-    by whoever makes it, so that a gated product has whole groups of outputs, 128. Weights come first for few rows, as
-    in `choose_fp8_tiles`. For many, a gated product has three tiles of sums in registers.
+
+def most_fp8_expert_rows(gpu: Hardware, *, shared_scales: bool) -> int:
+    """Of a tile, so that two tiles of sums and one that is not yet scaled stay in registers.
+
+    They have to hold operands too where tensor cores take none from elsewhere. shared_scales: all outputs of a tile
+    have one scale of a group; else each thread has those of all of its outputs.
+    """
+    if gpu.capability is None or gpu.is_hopper:
+        return 128 if shared_scales else 64
+    if gpu.capability[0] == 10:
+        return 128 if shared_scales else 32
+    return 64
+
+
+def choose_fp8_expert_tiles(rows: int, depth: int, own_group: int, *, gated: bool, unsorted: bool) -> Tiles:
+    """Of so many rows, for tokens in fp8; depth: inputs of a token that share a scale. own_group: of what a gated
+    product makes.
+
+    unsorted: each pair is a tile, of which there are few: narrow ones. Else weights come first for few rows, as in
+    `choose_fp8_tiles`.
     """
     if unsorted:
         return Tiles(16, 32, depth, 4, 5, False) if gated else Tiles(16, 64, depth, 4, 5, True)
+    outputs = fp8_expert_outputs(own_group) if gated else FP8_DOWN_OUTPUTS
     if rows <= 32:
-        return Tiles(rows, 128, depth, 4, 3 if gated else 4, True)
-    return Tiles(rows, 128, depth, 8, 4, False, copied=True)
+        return Tiles(rows, outputs, depth, 4, 3 if gated else 4, True)
+    return Tiles(rows, outputs, depth, 8, 4, False, copied=True)

@@ -53,15 +53,15 @@ class ExpertPart(NamedTuple):
         return cls(Span(0, num_experts, num_experts), Span(rank * shard, (rank + 1) * shard, inner_size))
 
     @property
-    def count(self) -> int:
-        """Experts that are here."""
+    def num_here(self) -> int:
+        """Experts that the rank has."""
         return self.experts.stop - self.experts.start
 
     @property
     def owned(self) -> ops.ExpertRange | None:
         """As the products take it: None if all experts are here."""
         first, _, total = self.experts
-        return None if self.count == total else ops.ExpertRange(first, total)
+        return None if self.num_here == total else ops.ExpertRange(first, total)
 
     def leave_others(self, source: WeightSource, prefix: str) -> None:
         """Other ranks' experts, whose modules are called so and by their numbers, are not for this one to read."""
@@ -123,7 +123,7 @@ class QuantisedExperts:
             self.part.leave_others(source, self.prefix)
 
     def _weight(self, context: BuildContext, name: str, rows: int, columns: int, granule: Granule) -> ops.ExpertWeight:
-        kind, count = KINDS[self.found.storage], self.part.count
+        kind, count = KINDS[self.found.storage], self.part.num_here
         num_bytes = columns if kind == "fp8" else half_of(columns, granule.group)
         groups = 1 if granule.group is None else -(-columns // granule.group)
         scales = (count, -(-rows // granule.rows), groups)

@@ -226,7 +226,7 @@ def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows):
     arguments = case(rows // 2 + 9, 2, 1, 96, 144, torch.float16, ("fp8", 64, 64))
     x, weights, experts, gate_up, down = arguments
     projections = QuantisedProjections(gate_up, down, None, None, "silu", None)
-    tiles = [plans.choose_fp8_expert_tiles(rows, 64, gated=gated, unsorted=False) for gated in (True, False)]
+    tiles = [plans.choose_fp8_expert_tiles(rows, 64, 64, gated=gated, unsorted=False) for gated in (True, False)]
     with dispatch.forced(triton=True):
         groups, of_x = group(experts, 2, rows), to_fp8(x, gate_up.rounding)
         h = multiply(of_x, projections, experts, groups, tiles[0], x.dtype, gated=True)
