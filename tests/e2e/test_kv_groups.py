@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.kinds.common import EOS, PAD
 from support.model_factory import make_model
+from support.yardstick import transformers_model
 
 from rayllm import LLM, SamplingParams
 from rayllm.api.types import EngineStats, GenerationRequest, KVBlocks, StepPlan
@@ -46,16 +47,16 @@ MORE_MODELS = {
     "latent": ("deepseek_v3", {}, 1),
     "latent, scaled queries": ("mistral4", {}, 1),
     "sinks": ("gpt_oss", {}, 2),
-    "caps": ("gemma2", {}, 2),
-    "keys of others": ("gemma4_shared", {}, 2),
-    "mixture of two shapes": ("gemma4_moe", {}, 2),
+    "caps": ("gemma2", {"tie_word_embeddings": False}, 3),
+    "keys of others": ("gemma4_shared", {"tie_word_embeddings": False}, 2),
+    "mixture of two shapes": ("gemma4_moe", {"tie_word_embeddings": False}, 3),
 }
 SMALL_POOLS = [
     ("first layers full", "recompute", True),
     ("first layers full", "swap", False),
     ("layer types", "recompute", False),
     ("layer types", "swap", True),
-    ("states", "recompute", True),
+    ("states", "recompute", False),
     ("states", "swap", False),
 ]
 # The same, because only one token is left.
@@ -78,6 +79,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = [*MODELS, *MORE_MODELS] if full else list(MODELS)
     if "mode" in metafunc.fixturenames:
         every = list(itertools.product(names, ("recompute", "swap"), (True, False)))
+        # With their beginnings in the cache too few states are needed; test_parity.py has smaller pools for that.
+        every = [case for case in every if not (case[0].startswith("states") and case[2])]
         metafunc.parametrize(("name", "mode", "caching"), every if full else SMALL_POOLS)
     elif "name" in metafunc.fixturenames:
         metafunc.parametrize("name", names)
@@ -91,14 +94,12 @@ def case_of(tmp_path_factory) -> Callable[[str], Case]:
 
 
 def make_case(folder, kind: str, overrides: dict) -> Case:
-    from transformers import AutoModelForCausalLM
-
     make_model(folder, kind, **overrides)
     rng = random.Random(kind)
     shared = [rng.randrange(EOS - 1) for _ in range(120)]
     prompts = [[rng.randrange(EOS - 1) for _ in range(length)] for length in (61, 5, 28, 40, 1, 24, 25, 200, 90, 130)]
     prompts += [[*shared[:n], n] for n in (120, 119, 90, 60, 30, 8)]  # something for the prefix cache
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    model = transformers_model(folder)
 
     options = {"device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 24, "max_model_len": 256}
     with LLM(str(folder), **options) as llm:
@@ -178,10 +179,12 @@ def test_in_chunks(case_of, name):
 def test_in_a_pool_for_little_more_than_the_longest(case_of, name, mode, caching):
     whole = case_of(name)
     windows = kv_windows(whole, 4)
-    # Admission leaves a block of each group, and most of those are of states: it takes more requests until it is short.
-    times = 3 if windows[0].block_size > 4 else 1
+    # Admission leaves a block of each group, and most of those are of states: it takes many short ones, that grow.
+    order = list(range(10))
+    if windows[0].block_size > 4:
+        order += [i for i in order if len(whole.prompts[i]) < 30] * 5
     stats = check(
-        Case(whole.folder, whole.prompts[:10] * times, whole.expected[:10] * times, whole.beams),
+        Case(whole.folder, [whole.prompts[i] for i in order], [whole.expected[i] for i in order], whole.beams),
         block_size=4,
         num_gpu_blocks_override=most_blocks(windows, 256) + 10,
         max_num_batched_tokens=64,
@@ -190,8 +193,8 @@ def test_in_a_pool_for_little_more_than_the_longest(case_of, name, mode, caching
         swap_space=0.05,
     )
     print(f"{name}: {stats.num_preemptions} preemptions, {stats.num_swap_preemptions} of them by swap")
-    assert stats.num_preemptions > 4
-    assert (stats.num_swap_preemptions > 4) == (mode == "swap")
+    assert stats.num_preemptions > 3
+    assert (stats.num_swap_preemptions > 3) == (mode == "swap")
 
 
 def test_heads_of_other_sizes_and_keys_of_other_layers(tmp_path):
