@@ -92,6 +92,8 @@ def indexed_weights(folder: Path) -> dict[str, str] | None:
     files = read_json_object(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ModelError(f'{index} has no "weight_map" of weight names to file names')
+    if outside := [file for file in files.values() if Path(file).is_absolute() or ".." in Path(file).parts]:
+        raise ModelError(f"{index} names {outside[0]}, which is no file of this folder")
     return files
 
 

@@ -226,6 +226,10 @@ def test_bad_index(tmp_path):
     index.write_text(json.dumps({"weight_map": moved | {"model.norm.weight": "gone.safetensors"}}))
     with pytest.raises(ModelError, match=r"lacks the weights file gone\.safetensors"):
         factory.load(tmp_path)
+    for outside in ("../x.safetensors", "/x.safetensors"):
+        index.write_text(json.dumps({"weight_map": moved | {"model.norm.weight": outside}}))
+        with pytest.raises(ModelError, match=f"names {outside}, which is no file of this folder"):
+            factory.load(tmp_path)
     index.write_text("{}")
     with pytest.raises(ModelError, match='has no "weight_map"'):
         factory.load(tmp_path)

@@ -34,13 +34,18 @@ class ApiKey(msgspec.Struct, frozen=True):
 def load_api_keys(server: ServerConfig, environment: MutableMapping[str, str]) -> list[ApiKey]:
     """All keys of the config and of KEY_VARIABLES, which are removed from `environment` so that no child sees them.
 
-    No keys at all: the server is open. Raises ConfigError for a file without any, or a key that no header can carry.
+    No keys at all: the server is open. Raises ConfigError for a file or a variable without any, which was hardly meant
+    to open it, and for a key that no header can carry.
     """
     found: list[tuple[str, str]] = []  # (key, name or "")
     if server.api_key is not None:
         found.append((server.api_key, ""))
     for variable in KEY_VARIABLES:
-        found += [(key, "") for key in environment.pop(variable, "").replace(",", " ").split()]
+        if (told := environment.pop(variable, None)) is None:
+            continue
+        if not (keys := told.replace(",", " ").split()):
+            raise ConfigError(f"{variable} is set, but has no key in it; without keys it must not be set")
+        found += [(key, "") for key in keys]
     if server.api_key_file is not None:
         found += _read_key_file(server.api_key_file)
     if len(found) > MAX_KEYS:

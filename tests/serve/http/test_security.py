@@ -229,6 +229,9 @@ def test_keys_come_from_file_environment_and_option(tmp_path):
     with pytest.raises(ApiError):
         check_key(keys, "GET", "/metrics", "Bearer #")
     assert load_api_keys(ServerConfig(), {}) == []
+    for variable in ("RAYLLM_API_KEY", "RAYLLM_API_KEYS"):
+        with pytest.raises(ConfigError, match=f"{variable} is set, but has no key in it"):
+            load_api_keys(ServerConfig(), {variable: " , "})
     assert check_key([], "GET", "/metrics", None) is None
 
 
