@@ -52,5 +52,5 @@ def act_and_mul(x: Tensor, act: str) -> Tensor:
         fail("x", "must have an even last dimension", x.shape)
     if on_triton(x):
         return _kernel.act_and_mul(x, kind)
-    gate, up = x.chunk(2, dim=-1)
-    return _FUNCTIONS[kind](gate) * up
+    (gate, up), function = x.chunk(2, dim=-1), _FUNCTIONS[kind]
+    return function(gate) * up

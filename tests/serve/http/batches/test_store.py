@@ -163,7 +163,7 @@ def test_a_line_that_broke_off_is_not_taken_over(stores, clock):
     mine = first.take(batch_id)
     answer(first, mine, "a")
     with first.results(mine).open("ab") as file:
-        file.write(b'{"id": "b", ')
+        file.write(b'{"id": "batch_req_b", ')
     first.release(mine)
     theirs = second.take(batch_id)
     assert answer(second, theirs, "b") == {"a", "b"}
