@@ -53,6 +53,8 @@ RAGGED = [32, 64, 96, 128, 160, 256]  # sequences
 RAGGED_HEADS = [(32, 8, 128), (16, 8, 128), (12, 2, 128), (32, 8, 64)]  # query heads, KV heads, head size
 LATENT_HEADS = [16, 128]  # of a rank of eight of DeepSeek-V3, and of the whole
 LATENT_DECODE = [(64, 4096), (16, 2048), (1, 8192)]
+LATENT_PREFILL = [(8192, 0), (2048, 0), (2048, 30720), (256, 30720), (128, 30720)]  # chunk, context before it
+LATENT_SIZES = (512, 64, 128, 128)  # of the latent, of what is rotated, of the rest of a key, of a value
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 PREFILL = [(1, 8192, 0), (8, 2048, 0), (1, 2048, 32768), (4, 512, 8192)]  # sequences, chunk, context before it
 TOKENS = [8192, 64]
@@ -249,6 +251,43 @@ def prefill(name: str, batch: int, chunk: int, context: int, dtype: torch.dtype 
     ]
     pairs = chunk * context + chunk * (chunk + 1) // 2
     return Case(name, calls, bytes=2 * q.nbytes, flops=4 * batch * pairs * HEADS * HEAD_DIM)
+
+
+def latent_prefill(name: str, chunk: int, context: int, heads: int, *, expanded: bool) -> Case:
+    """Latent attention of one chunk, with what brings queries to the latents' space and results back, or with keys and
+    values made of latents.
+    """
+    latent, rest, key_dim, value_dim = LATENT_SIZES
+    length = context + chunk
+    blocks = -(-length // BLOCK_SIZE)
+    pool = kv_pool(blocks, copies(length * (latent + rest) * 2), 1, latent + rest, torch.bfloat16)
+    caches = [ops.latent_cache(part, latent) for part in pool.flatten(1, 2).unbind(1)]
+    tables = torch.randperm(blocks, device=DEVICE).to(torch.int32)[None]
+    lengths, starts = (torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in ([length], [0, chunk]))
+    q, weight, scale = normal(chunk, heads, key_dim + rest), normal(heads, key_dim + value_dim, latent), 0.1
+    out = q.new_empty(chunk, heads, value_dim)
+    positions = torch.arange(length, device=DEVICE)
+    rows = ops.latent_rows(caches[0], tables, torch.zeros_like(positions), positions)
+    bounds = torch.tensor([[0, length, 0]], dtype=torch.int32, device=DEVICE)
+    piece = ops.KeyPiece(rows, bounds, lengths, starts, chunk)
+    contexts, scoring = ops.Contexts(tables, lengths), ops.Scoring(scale)
+
+    def absorbed(cache: KVCache) -> None:
+        queries = q.new_empty(chunk, heads, latent + rest)
+        ops.linear_heads(q[..., :key_dim], weight[:, :key_dim].transpose(1, 2), out=queries[..., :latent])
+        queries[..., latent:] = q[..., key_dim:]
+        found = ops.paged_prefill_attention(queries, cache, contexts, scoring, starts, chunk)
+        ops.linear_heads(found, weight[:, key_dim:], out=out)
+
+    def expand(cache: KVCache) -> None:
+        ops.expanded_prefill_attention(q, cache, weight, scale, [piece], length, out)
+
+    pairs, made = chunk * context + chunk * (chunk + 1) // 2, latent * (key_dim + value_dim)
+    flops = (
+        pairs * (key_dim + rest + value_dim) + made * length if expanded else pairs * (2 * latent + rest) + made * chunk
+    )
+    calls = [partial(expand if expanded else absorbed, cache) for cache in caches]
+    return Case(name, calls, bytes=q.nbytes + out.nbytes, flops=2 * heads * flops)
 
 
 def add_norm(name: str, tokens: int) -> Case:
@@ -450,6 +489,10 @@ def cases() -> dict[str, Callable[[str], Case]]:
         made[name] = partial(prefill, batch=batch, chunk=chunk, context=context)
         for kind, dtype in FP8.items():
             made[f"{name} {kind}"] = partial(prefill, batch=batch, chunk=chunk, context=context, dtype=dtype)
+    for chunk, context in LATENT_PREFILL:
+        for form in ("absorbed", "expanded"):
+            name = f"prefill latents {chunk}" + (f" on {context}" if context else "") + f", 16 heads {form}"
+            made[name] = partial(latent_prefill, chunk=chunk, context=context, heads=16, expanded=form == "expanded")
     for inputs, outputs in LINEAR:
         for tokens in LINEAR_TOKENS:
             made[f"linear {tokens} x {inputs} -> {outputs}"] = partial(

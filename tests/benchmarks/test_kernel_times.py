@@ -16,7 +16,7 @@ MIXTURE = bench.Mixture(96, 64, 4, 2)
 def on_cpu(monkeypatch):
     monkeypatch.setattr(bench, "DEVICE", "cpu")
     monkeypatch.setattr(bench, "ROTATED_BYTES", 1)
-    for name, value in {"HIDDEN": 64, "INTERMEDIATE": 32, "VOCAB_SIZE": 200}.items():
+    for name, value in {"HIDDEN": 64, "INTERMEDIATE": 32, "VOCAB_SIZE": 200, "LATENT_SIZES": (16, 8, 12, 20)}.items():
         monkeypatch.setattr(bench, name, value)
 
 
@@ -28,6 +28,8 @@ def on_cpu(monkeypatch):
         lambda: bench.decode("", [5, 40], 4, 1, 24, value_dim=16),
         lambda: bench.prefill("", 2, 9, 20),
         lambda: bench.prefill("", 2, 9, 20, torch.float8_e5m2),
+        lambda: bench.latent_prefill("", 9, 20, 2, expanded=False),
+        lambda: bench.latent_prefill("", 9, 20, 2, expanded=True),
         lambda: bench.add_norm("", 3),
         lambda: bench.silu("", 3),
         lambda: bench.norm_rope_cache("", 3),
