@@ -310,6 +310,12 @@ def make_config(kind: type[ConfigT], options: dict[str, Any]) -> ConfigT:
         raise ConfigError("; ".join(_explain(kind, e) for e in error.errors())) from None
 
 
+def changed(config: BaseModel, *names: str) -> str | None:
+    """The first of these options that has another value than its default; None if all have that."""
+    fields = type(config).model_fields
+    return next((name for name in names if getattr(config, name) != fields[name].default), None)
+
+
 def pick_config(kind: type[ConfigT], options: dict[str, Any]) -> ConfigT:
     """As `make_config`, of those options that are fields of this kind."""
     return make_config(kind, {name: value for name, value in options.items() if name in kind.model_fields})
@@ -372,6 +378,9 @@ def make_models(options: dict[str, Any], flags: dict[str, Any] | None = None) ->
         merged = options | own | flags
         try:
             engine, server = pick_config(EngineConfig, merged), pick_config(ServerConfig, merged)
+            scaling = "target_queued_tokens", "upscale_delay", "downscale_delay"
+            if server.max_replicas is None and (idle := changed(server, *scaling)):
+                raise ConfigError(f"{idle}: needs max_replicas")
             if server.max_replicas is not None and server.max_replicas < server.num_replicas:
                 least = f"num_replicas ({server.num_replicas})"
                 raise ConfigError(f"max_replicas: must be at least {least}, not {server.max_replicas}")

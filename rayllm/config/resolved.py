@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rayllm.config.kv_groups import block_tokens
 from rayllm.config.model_folder import load_model_spec, load_sampling_defaults
 from rayllm.config.model_spec import ModelSpec, check_parallel
-from rayllm.config.options import EngineConfig
+from rayllm.config.options import EngineConfig, changed
 from rayllm.errors import ConfigError
 
 # Where max_num_seqs is not given. A CPU gains nothing by more.
@@ -80,8 +80,10 @@ def resolve(options: EngineConfig, num_gpus: float) -> ResolvedConfig:
         raise ConfigError('preemption_mode: must be "cost" or "recompute" if swap_space is 0, not "swap"')
     if options.max_model_len is not None and options.max_model_len > spec.max_model_len:
         raise ConfigError(f"max_model_len {options.max_model_len} exceeds the model's limit of {spec.max_model_len}")
-    if options.lora_modules and not options.enable_lora:
-        raise ConfigError("lora_modules needs enable_lora")
+    if not options.enable_lora and (
+        idle := changed(options, "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras")
+    ):
+        raise ConfigError(f"{idle} needs enable_lora")
     if len(options.lora_modules) > options.max_cpu_loras:
         raise ConfigError(
             f"lora_modules has {len(options.lora_modules)} adapters, and max_cpu_loras is {options.max_cpu_loras}"

@@ -102,6 +102,7 @@ def test_several_models_of_a_file(launched, tmp_path):
         ("num_replicas: 3\nmax_replicas: 2", (), r"max_replicas: must be at least num_replicas \(3\), not 2"),
         ("num_replicas: 0", (), "num_replicas"),
         ("target_queued_tokens: 0", (), "target_queued_tokens"),
+        ("upscale_delay: 3", (), "upscale_delay: needs max_replicas"),
     ],
 )
 def test_files_that_cannot_work(launched, tmp_path, text, args, error):

@@ -285,6 +285,8 @@ def test_options_that_do_not_fit(llama, tmp_path):
             llm.generate(llama.prompts, GREEDY, use_tqdm=False, adapter=["x"])
     with pytest.raises(ConfigError, match="lora_modules needs enable_lora"):
         engine(llama, enable_lora=False, lora_modules={"x": llama.paths["a0"]})
+    with pytest.raises(ConfigError, match="max_loras needs enable_lora"):
+        engine(llama, enable_lora=False, max_loras=3)
     with pytest.raises(ConfigError, match="an adapter is name=path"):
         engine(llama, lora_modules=["x"])
     with pytest.raises(ModelError, match=r"lora_modules: x: adapter folder .* does not exist"):
