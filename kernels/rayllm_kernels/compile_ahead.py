@@ -70,6 +70,10 @@ class _Jobs(Executor):
         for _job, future in self._jobs:
             future.set_exception(error)
 
+    def error(self) -> BaseException | None:
+        """The first of those that `run` met."""
+        return next((error for _job, future in self._jobs if (error := future.exception()) is not None), None)
+
 
 def compile_in_children(jobs: list[Callable[[], object]]) -> None:
     """Do jobs in as many forked children as there are cores, each taking the next one that nobody has taken.
@@ -115,15 +119,16 @@ def compile_only(*, ignore_errors: bool = False) -> Iterator[None]:
     """
     global _compiling
     jobs = _Jobs()
-    with AsyncCompileMode(jobs) as mode:
-        mode.ignore_errors = ignore_errors
+    # The mode would stay active for good if it raised errors itself at its end.
+    with AsyncCompileMode(jobs, ignore_errors=True):
         _compiling = True
         try:
             yield
         except BaseException as error:
-            mode.ignore_errors = True
             jobs.give_up(error)
             raise
         finally:
             _compiling = False
         jobs.run()
+    if not ignore_errors and (error := jobs.error()) is not None:
+        raise error

@@ -37,6 +37,45 @@ def test_kernels_are_compiled_and_not_run(run_compiler, tmp_path):
     assert compiled == ["_act_and_mul_kernel"] + ["_rms_norm_kernel"] * 3
 
 
+BROKEN = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def broken(x):
+    tl.store(x, tl.no_such_function())
+"""
+
+AFTER_AN_ERROR = """
+import sys
+sys.path.insert(0, {folder!r})
+from broken_kernel import broken
+from rayllm_kernels.compile_ahead import compile_only, launch
+
+x, weight = torch.ones(4, 256), torch.ones(256)
+with dispatch.forced(triton=True):
+    try:
+        with compile_only():
+            launch(broken, (1,))(x)
+            ops.rms_norm(x, weight, 1e-5)
+    except Exception as error:
+        assert "no_such_function" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+    with compile_only(ignore_errors=True):
+        launch(broken, (1,))(x)
+        ops.act_and_mul(torch.ones(4, 512), "silu")
+print("passed")
+"""
+
+
+def test_an_error_of_the_compiler_is_raised_and_the_next_kernels_are_compiled(run_compiler, tmp_path):
+    (tmp_path / "broken_kernel.py").write_text(BROKEN)
+    cache = tmp_path / "cache"
+    assert run_compiler(AFTER_AN_ERROR.format(folder=str(tmp_path)), TRITON_CACHE_DIR=str(cache)).strip() == "passed"
+    assert sorted(path.stem for path in cache.rglob("*.cubin")) == ["_act_and_mul_kernel", "_rms_norm_kernel"]
+
+
 def test_children_share_the_jobs_and_leave_nothing(tmp_path):
     from rayllm_kernels.compile_ahead import compile_in_children
 

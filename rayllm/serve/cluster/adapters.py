@@ -137,8 +137,7 @@ class FrontAdapters:
         Raises InvalidRequestError, also if an engine cannot load it; then none has it.
         """
         directory = self._check()
-        if name in self.versions:
-            raise InvalidRequestError(f"an adapter {name!r} is loaded already; unload it first", "lora_name")
+        self._check_new(name)
         try:
             folder = await asyncio.to_thread(self._find, path)
         except ModelError as error:
@@ -147,27 +146,39 @@ class FrontAdapters:
             raise InvalidRequestError(
                 "lora_path must be the absolute path of a folder, or a name on the hub, as org/name", "lora_path"
             )
-        now = time.time_ns()
+        self._check_new(name)
+        now = self._now()
         record = LoraRecord(self._model, name, folder, self._node_id, version=now, changed=now)
         try:
             await asyncio.to_thread(directory.decide, [record])
             await self._wait_for_engines(record)
-            ready = msgspec.structs.replace(record, changed=time.time_ns(), is_ready=True)
+            ready = msgspec.structs.replace(record, changed=self._now(), is_ready=True)
             await asyncio.to_thread(directory.decide, [ready])
         except BaseException:
-            gone = msgspec.structs.replace(record, path="", changed=time.time_ns())
+            gone = msgspec.structs.replace(record, path="", changed=self._now())
             await asyncio.shield(asyncio.to_thread(directory.decide, [gone]))
             raise
-        await self._wait_for_servers(ready.changed)
+        await self._wait_for_servers(ready)
+        self._check_holds(ready)
 
     async def unload(self, name: str) -> None:
         """Return when no request can ask for the adapter any more. Raises InvalidRequestError."""
         directory = self._check()
         if name not in self.versions:
             raise InvalidRequestError(f"no adapter {name!r} is loaded", "lora_name")
-        now = time.time_ns()
-        await asyncio.to_thread(directory.decide, [LoraRecord(self._model, name, "", "", version=now, changed=now)])
-        await self._wait_for_servers(now)
+        now = self._now()
+        gone = LoraRecord(self._model, name, "", "", version=now, changed=now)
+        await asyncio.to_thread(directory.decide, [gone])
+        await self._wait_for_servers(gone)
+
+    def _now(self) -> int:
+        """For `LoraRecord`s: later than all that is known, whatever the clocks of their hosts said."""
+        known = 0 if self._view is None else adapters_known(self._view)
+        return max(time.time_ns(), known + 1)
+
+    def _check_new(self, name: str) -> None:
+        if name in self.versions:
+            raise InvalidRequestError(f"an adapter {name!r} is loaded already; unload it first", "lora_name")
 
     def _check(self) -> Deciding:
         if not self._enabled or self._directory is None:
@@ -182,9 +193,8 @@ class FrontAdapters:
         """Until all have the adapter. Raises InvalidRequestError if one cannot have it, or not in time."""
         deadline = time.monotonic() + timeouts.ADAPTER_S
         while True:
+            self._check_holds(record)
             known, engines = self._records.get(record.name), self._engines()
-            if known is not None and known.changed > record.changed:
-                raise InvalidRequestError(f"another request has changed the adapter {record.name!r}", "lora_name")
             for engine in engines:
                 if (reason := engine.adapter_errors.get(record.version)) is not None:
                     raise InvalidRequestError(f"an engine cannot load it: {reason}", "lora_path")
@@ -195,13 +205,23 @@ class FrontAdapters:
                 raise InvalidRequestError(f"not all engines have loaded it within {seconds:g} s", "lora_path")
             await asyncio.sleep(POLL_S)
 
-    async def _wait_for_servers(self, changed: int) -> None:
-        """Until all API servers know what was decided; one that is slow is not waited for very long."""
+    async def _wait_for_servers(self, record: LoraRecord) -> None:
+        """Until all API servers know what was decided, or that it was replaced; a slow one is not waited for long."""
         deadline = time.monotonic() + timeouts.MEMBER_SILENCE_S
         while time.monotonic() < deadline:
+            if self._is_replaced(record):
+                return
             view = self._view
             servers = [] if view is None else [s for s in view.servers if self._model in s.models and not s.draining]
             here = 0 if view is None else adapters_known(view)
-            if min([here, *(server.adapters_known for server in servers)]) >= changed:
+            if min([here, *(server.adapters_known for server in servers)]) >= record.changed:
                 return
             await asyncio.sleep(POLL_S)
+
+    def _check_holds(self, record: LoraRecord) -> None:
+        if self._is_replaced(record):
+            raise InvalidRequestError(f"another request has changed the adapter {record.name!r}", "lora_name")
+
+    def _is_replaced(self, record: LoraRecord) -> bool:
+        known = self._records.get(record.name)
+        return known is not None and known.version > record.version

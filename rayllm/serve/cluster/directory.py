@@ -97,7 +97,11 @@ class LaunchMember(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoraRecord(msgspec.Struct, frozen=True):
-    """What is to become of an adapter of a model, on all of the model's engines. The latest of a name holds."""
+    """What is to become of an adapter of a model, on all of the model's engines.
+
+    Of a name the latest of the latest version holds: what an API server decides of a version that another one has
+    replaced in the meantime changes nothing.
+    """
 
     # The model's name in the API, and the adapter's.
     model: str
@@ -106,7 +110,7 @@ class LoraRecord(msgspec.Struct, frozen=True):
     path: str
     # Ray's id of the node of the API server that was asked, which may have the folder.
     node_id: str
-    # When it was to be loaded, unique: another time it may have other weights.
+    # When it was to be loaded or to go, unique: another time it may have other weights.
     version: int
     # When this was decided; grows.
     changed: int
@@ -153,14 +157,14 @@ class View(msgspec.Struct, frozen=True):
 
 
 def adapters_known(view: View) -> int:
-    """When the latest of its decisions about adapters was made; 0 if there is none."""
+    """When the latest of its decisions about adapters was made; 0 if there is none. Never before its latest version."""
     return max((record.changed for record in view.adapters or []), default=0)
 
 
 def _latest(records: list[LoraRecord]) -> dict[tuple[str, str], LoraRecord]:
     """Of each model and name the record that holds."""
     latest: dict[tuple[str, str], LoraRecord] = {}
-    for record in sorted(records, key=lambda each: each.changed):
+    for record in sorted(records, key=lambda each: (each.version, each.changed)):
         latest[record.model, record.name] = record
     return latest
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from collections import defaultdict
 
 import pytest
 import torch
@@ -78,7 +80,7 @@ class Deployment:
         self._following.cancel()
 
     async def _follow(self):
-        known = [0] * len(self.servers)
+        known = defaultdict(int)
         while True:
             for name, (_driver, adapters) in list(self.engines.items()):
                 state = {"adapters": adapters.versions, "adapter_errors": adapters.errors}
@@ -86,7 +88,7 @@ class Deployment:
                     EngineMember(name, "m", 0, f"host of {name}", Endpoint(f"ipc://{name}"), **state)
                 )
                 adapters.update(view)
-            for number, server in enumerate(self.servers):
+            for number, server in enumerate(list(self.servers)):
                 member = ServerMember(str(number), "here", ["m"], adapters_known=known[number])
                 view = self.directory.ask(member)
                 server.update(view)
@@ -181,6 +183,42 @@ def test_of_two_calls_for_one_name_one_is_refused():
             winner = results.index(None)
             await until(lambda: driver.loaded == {"sql": f"/{winner}"})
             assert there.servers[0].versions == there.servers[1].versions != {}
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("late", ["is_ready", "gone"])
+def test_a_call_that_another_one_has_replaced_changes_nothing(late):
+    """Also if what it decides last comes after the other's first decision: that all have it, or that it is to go."""
+
+    class Slow:
+        """The first call's last decision waits until the second call's record is there."""
+
+        def __init__(self, directory):
+            self._directory, self._second = directory, threading.Event()
+
+        def decide(self, records):
+            record = records[0]
+            last = record.path == "/first" and record.is_ready if late == "is_ready" else not record.path
+            if last:
+                assert self._second.wait(30)
+            self._directory.decide(records)
+            if record.path == "/second":
+                self._second.set()
+
+    async def scenario():
+        async with Deployment() as there:
+            driver = there.add_engine("one", bad=["/first"] if late == "gone" else [])
+            slow = Slow(there.directory)
+            first, second = (FrontAdapters("m", True, {}, slow, "here", find) for _ in range(2))
+            there.servers += [first, second]
+            earlier = asyncio.create_task(first.load("sql", "/first"))
+            await until(lambda: driver.loaded or any(each.errors for _, each in there.engines.values()))
+            await second.load("sql", "/second")
+            with pytest.raises(InvalidRequestError):
+                await earlier
+            await until(lambda: driver.loaded == {"sql": "/second"})
+            assert all(server.versions == second.versions != {} for server in there.servers)
 
     run(scenario)
 
