@@ -17,12 +17,13 @@ from ..activation import activate
 @triton.jit
 def activate_gated(gate, up, FORM: tl.constexpr):
     """act(gate) * up, or gpt-oss's activation."""
-    if FORM.act == "clamped":
+    ACT: tl.constexpr = FORM.act
+    if ACT == "clamped":
         gate = tl.minimum(gate, FORM.limit)
         up = tl.minimum(tl.maximum(up, -FORM.limit), FORM.limit)
         return (up + 1.0) * (gate / (1.0 + tl.exp(-gate * FORM.alpha)))
     else:
-        return activate(gate, FORM.act) * up
+        return activate(gate, ACT) * up
 
 
 @triton.jit

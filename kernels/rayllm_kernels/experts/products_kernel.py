@@ -75,7 +75,7 @@ def _experts_kernel(
     # Rows past the end repeat the last one and are not stored.
     row = tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * stride_weight
     weights_ptr = weight_ptr + expert.to(tl.int64) * stride_expert + row + depth
-    up_shift = outputs.to(tl.int64) * stride_weight
+    up_shift = tl.cast(outputs, tl.int64) * stride_weight
     inputs_ptr = x_ptr + source.to(tl.int64)[:, None] * stride_x + depth
     acc = no_sums(TILES)
     up_acc = acc

@@ -78,7 +78,7 @@ def _linear_rows_kernel(x_ptr, norm, weight_ptr, bias_ptr, y_ptr, total_ptr, str
     output = program * ROWS + tl.arange(0, ROWS)[None, :, None]
     # Rows past the end repeat the last one and are not stored.
     rows = tl.minimum(output, outputs - 1).to(tl.int64) * stride_weight
-    up_rows = rows + outputs.to(tl.int64) * stride_weight
+    up_rows = rows + tl.cast(outputs, tl.int64) * stride_weight
     token = tl.arange(0, TOKENS)[:, None, None]
     x_row = tl.minimum(token, tokens - 1) * stride_x
     residual_row = tl.minimum(token, tokens - 1) * stride_residual

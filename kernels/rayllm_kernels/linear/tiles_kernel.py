@@ -53,7 +53,7 @@ def _linear_tiles_kernel(operands, strides, tokens, inputs, outputs, FORM: tl.co
     output, token = first + tl.arange(0, OUTPUTS), tl.arange(0, TOKENS)
     # Rows past the end repeat the last one and are not stored.
     rows = tl.minimum(output, outputs - 1).to(tl.int64) * stride_weight
-    up_shift = outputs.to(tl.int64) * stride_weight
+    up_shift = tl.cast(outputs, tl.int64) * stride_weight
     x_rows = token * stride_x
     wait_for_predecessor(FORM.overlap)
 

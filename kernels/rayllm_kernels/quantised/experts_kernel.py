@@ -128,7 +128,7 @@ def _quantised_experts_kernel(
     # Rows past the end repeat the last one and are not stored.
     row = tl.minimum(output, outputs - 1)
     own_codes = codes_ptr + (expert.to(tl.int64) * own_rows + row)[:, None] * half
-    up_codes = own_codes + outputs.to(tl.int64) * half
+    up_codes = own_codes + tl.cast(outputs, tl.int64) * half
     scale_row = expert.to(tl.int64) * scale_rows + row // FORM.rows
     up_scale_row = expert.to(tl.int64) * scale_rows + (outputs + row) // FORM.rows
     own_zeros, up_zeros = zeros_ptr, zeros_ptr

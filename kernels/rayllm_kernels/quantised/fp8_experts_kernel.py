@@ -143,7 +143,8 @@ def _add_scaled(acc, weights, x, x_scales, weight_scales_ptr, start, FORM: tl.co
 @triton.jit
 def _finish(acc, scales_ptr, bias_ptr, first_row, column, outputs, FORM: tl.constexpr):
     """fp32 [tokens, outputs] of a tile of sums: scaled, if the weights have a scale a row, and with the bias."""
-    y = sums(acc, None, column, outputs, FORM.tiles)
+    TILES: tl.constexpr = FORM.tiles
+    y = sums(acc, None, column, outputs, TILES)
     if FORM.group == 0:
         y *= tl.load(scales_ptr + (first_row + column) // FORM.rows, mask=column < outputs, other=0.0)
     if bias_ptr is not None:

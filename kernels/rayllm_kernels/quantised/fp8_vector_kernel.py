@@ -95,7 +95,7 @@ def _fp8_vector_kernel(
     codes = tl.load(pointers, mask=inside[None, :], other=0.0)
     up_codes = codes
     if FORM.act is not None:
-        up_codes = tl.load(pointers + outputs.to(tl.int64) * FORM.inputs, mask=inside[None, :], other=0.0)
+        up_codes = tl.load(pointers + tl.cast(outputs, tl.int64) * FORM.inputs, mask=inside[None, :], other=0.0)
     wait_for_predecessor(FORM.overlap)
     wide = tl.reshape(_token(x_ptr, norm, total_ptr, depth, inside, FORM), [COUNT, FORM.group])
     token_scales = scales_of(tl.max(tl.abs(wide), 1, keep_dims=True), static_ptr)
