@@ -43,6 +43,8 @@ def make_case(folder: Path, kind: str) -> Case:
     latent = {"kv_lora_rank": 192, "qk_rope_head_dim": 32, "qk_nope_head_dim": 48, "v_head_dim": 64}
     sizes = {"opt": {"hidden_size": 512}, "bloom": {"hidden_size": 768}, "deepseek_v3": {"hidden_size": 512} | latent}
     size = sizes.get(kind, {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64})
+    if kind == "minimax_m2":  # transformers 5.17 turns whole heads by rotary_dim alone
+        size |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 8 / 64}}
     make_model(folder, kind, dtype="bfloat16", **size)
     rng = random.Random(kind)
     return Case(str(folder), [[rng.randrange(EOS - 1) for _ in range(rng.randint(1, 200))] for _ in range(16)])
