@@ -210,22 +210,26 @@ def _dense_operands(
     ]
 
 
+def vector_candidates(padded: int, *, gated: bool) -> list[Choice]:
+    """With 4 to 128 registers of weights a thread."""
+    return [
+        (rows, warps)
+        for rows, warps in itertools.product((1, 2, 4, 8, 16, 32), (2, 4, 8, 16))
+        if 4 <= rows * padded * (2 if gated else 1) // (32 * warps * 4) <= 128
+    ]
+
+
 def one_token(family: str, gpu: Hardware, group: int | None) -> Iterator[Product]:  # noqa: ARG001
-    """Products of one token, which the kernel rounds; choices are outputs and warps of a program."""
+    """Products of one token; choices are outputs and warps of a program."""
     for outputs, inputs in DENSE:
         for gated in (False, True) if outputs > inputs else (False,):
             padded, own = 1 << (inputs - 1).bit_length(), outputs // 2 if gated else outputs
-            found: list[Choice] = [
-                (rows, warps)
-                for rows, warps in itertools.product((1, 2, 4, 8, 16), (4, 8, 16))
-                if 4 <= rows * padded * (2 if gated else 1) // (32 * warps * 4) <= 128
-            ]
             yield Product(
                 family,
                 f"{'gated, ' if gated else ''}{padded} inputs",
                 f"{inputs} -> {outputs}",
                 plans.choose_fp8_vector(padded, gated=gated),
-                found,
+                vector_candidates(padded, gated=gated),
                 partial(_one_token_operands, inputs, outputs, group, gated=gated),
                 inputs * outputs + 2 * (inputs + own),
                 2 * inputs * outputs,
@@ -236,10 +240,9 @@ def one_token(family: str, gpu: Hardware, group: int | None) -> Iterator[Product
 def _one_token_operands(inputs: int, outputs: int, group: int | None, device: str, *, gated: bool) -> Calls:
     weights = bench.fp8_weights(inputs, outputs, 1 if group is None else 128, group, device=device)
     x, norm = bench.normal(1, inputs, device=device), (None, None, 0.0)
-    how = ops.Rounding(group)
 
     def call(weight: ops.Fp8Weight, choice: Choice) -> Tensor:
-        y, _ = _vector.linear_fp8_vector(x, norm, how, weight, None, "silu" if gated else None, choice=choice)
+        y, _ = _vector.linear_fp8_vector(x, norm, weight, None, "silu" if gated else None, choice=choice)
         return y
 
     return lambda choice: [partial(call, weight, choice) for weight in weights]
@@ -291,11 +294,11 @@ def _experts_product(
         tiles_of_sums += 1
     if found.fp8_tokens:
         group = found.group or 128
-        today: Tiles = plans.choose_fp8_expert_tiles(rows, group, group, gated=gated, unsorted=unsorted)
-        options = {"depths": [group], "copied": (False,) if unsorted else (False, True)}
-        options["stages"] = (2, 3, 4, 6) if unsorted else (2, 3, 4)
-        # What goes into the last product is rounded in whole groups.
-        wide = wide if unsorted or not gated else (128, 256)
+        scaled = found.group is not None
+        today: Choice = plans.choose_fp8_expert_tiles(rows, group, group, gpu, gated=gated, scaled=scaled)
+        options = {"depths": [group], "copied": (False, True), "stages": (2, 3, 4)}
+        if gated:  # what goes into the last product is rounded in whole groups
+            wide = (128, 256)
     elif found.kind == "bf16":
         today = experts_plans.choose_tiles(rows, torch.bfloat16, gated=gated)
     else:
@@ -303,6 +306,9 @@ def _experts_product(
     if rows >= 64:
         options |= {"stages": (3, 4)}
     tiles = candidates(gpu, stage_bytes, tokens=rows, outputs=wide, sums=tiles_of_sums, **options)
+    if found.fp8_tokens and unsorted:
+        padded = 1 << (inputs - 1).bit_length()
+        today, tiles = plans.choose_fp8_vector(padded, gated=gated), vector_candidates(padded, gated=gated)
     bits = {"bf16": 16, "fp8": 8}.get(found.kind, 4)
     scales = {"bf16": 0.0, "mxfp4": inputs / 32}.get(found.kind, 4 * -(-inputs // (found.group or inputs)) / found.rows)
     chosen = count * (1 - (1 - top_k / count) ** tokens)  # that tokens go through, on average
@@ -342,7 +348,9 @@ def _experts_operands(
     groups: dict[int, list[Any]] = {}
 
     def calls(tiles: Choice) -> list[Callable[[], Any]]:
-        assert isinstance(tiles, Tiles)
+        if not isinstance(tiles, Tiles):
+            pairs = _vector.multiply_pairs
+            return [partial(pairs, operand, projections, experts, gated=gated, choice=tiles) for experts in chosen]
         if tiles.tokens not in groups:
             made = [None if unsorted else _group.group(experts, count, tiles.tokens) for experts in chosen]
             groups[tiles.tokens] = made

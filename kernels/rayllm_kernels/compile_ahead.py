@@ -72,7 +72,7 @@ class _Jobs(Executor):
 
     def error(self) -> BaseException | None:
         """The first of those that `run` met."""
-        return next((error for _job, future in self._jobs if (error := future.exception()) is not None), None)
+        return next((found for _job, future in self._jobs if (found := future.exception()) is not None), None)
 
 
 def compile_in_children(jobs: list[Callable[[], object]]) -> None:
@@ -130,5 +130,6 @@ def compile_only(*, ignore_errors: bool = False) -> Iterator[None]:
         finally:
             _compiling = False
         jobs.run()
-    if not ignore_errors and (error := jobs.error()) is not None:
-        raise error
+    failure = jobs.error()
+    if failure is not None and not ignore_errors:
+        raise failure

@@ -22,6 +22,7 @@ from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
 
 CHUNK = 1024  # pairs that are read at once
+LARGE_CHUNK = 8192  # of many pairs
 TILES = tl.constexpr(32)  # that are stored at once
 
 
@@ -111,7 +112,7 @@ def group(experts: Tensor, num_experts: int, rows: int, first_expert: int | None
     order, tiles, count = (
         torch.empty(shape, dtype=torch.int32, device=experts.device) for shape in (pairs, (3, most), 1)
     )
-    overlap, chunk = hardware(experts.device).can_overlap, CHUNK
+    overlap, chunk = hardware(experts.device).can_overlap, CHUNK if pairs <= LARGE_CHUNK else LARGE_CHUNK
     launch(_group_kernel, (num_experts,))(
         experts,
         order,
@@ -124,7 +125,7 @@ def group(experts: Tensor, num_experts: int, rows: int, first_expert: int | None
         BINS=triton.next_power_of_2(num_experts),
         CHUNK=chunk,
         OVERLAP=overlap,
-        num_warps=4,
+        num_warps=4 if chunk == CHUNK else 16,
         launch_pdl=overlap,
     )
     return Groups(order, tiles, count)

@@ -34,9 +34,9 @@ def choose_tiles(rows: int, dtype: torch.dtype, *, gated: bool) -> Tiles:
     if dtype == torch.float32:  # no tensor cores in exact fp32
         return Tiles(rows, 32, 32, 4, 2, False)
     if rows == 16:
-        return Tiles(16, 32, 128, 4, 4, False) if gated else Tiles(16, 64, 128, 4, 4, True)
+        return Tiles(16, 32, 128, 4, 4, False) if gated else Tiles(16, 128, 128, 4, 3, True)
     if rows == 32:
-        return Tiles(32, 64, 128, 4, 4, True)
+        return Tiles(32, 128, 128, 4, 3, True) if gated else Tiles(32, 64, 128, 4, 3, True)
     if rows == 64:
-        return Tiles(64, 64, 64, 4, 4, False) if gated else Tiles(64, 128, 64, 4, 4, False)
-    return Tiles(128, 128, 64, 8, 4, False)
+        return Tiles(64, 64, 64, 4, 3, False) if gated else Tiles(64, 128, 64, 4, 3, False)
+    return Tiles(128, 128, 64, 8, 4, False) if gated else Tiles(128, 256, 64, 8, 4, False)

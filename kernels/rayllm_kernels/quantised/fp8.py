@@ -152,13 +152,16 @@ def linear_rounding_fp8(
 
     norm: (weight, eps), None for none. residual: None for none. act: weight is [2 N, K], the rows of gate before
     those of up; the product is act(gate) * up then, and has no bias. wanted: how that is to be rounded to fp8, if it
-    can be in the same pass; None for in x's dtype. A single token takes one launch, and its product is in x's dtype.
+    can be in the same pass; None for in x's dtype. On GPUs a single token takes one launch, is not rounded, and its
+    product is in x's dtype, unless deterministic.
     """
     _check_matrix(x, how)
     if act is not None and (weight.values.shape[0] % 2 or bias is not None):
         fail("weight", "must have an even number of rows, gate and up, and no bias", weight.values.shape)
+    if how.group != weight.group:
+        fail("how.group", f"must be that of the weight, {weight.group}", how.group)
     if on_triton(x) and plans.vector_takes(*x.shape) and not deterministic:
-        return _one_token(x, how, weight, bias, norm, residual, act)
+        return _one_token(x, weight, bias, norm, residual, act)
     if norm is not None:
         rows, total = rms_norm_fp8(x, residual, *norm, how)
     else:
@@ -171,7 +174,6 @@ def linear_rounding_fp8(
 
 def _one_token(
     x: Tensor,
-    how: Rounding,
     weight: Fp8Weight,
     bias: Tensor | None,
     norm: tuple[Tensor, float] | None,
@@ -179,8 +181,6 @@ def _one_token(
     act: str | None,
 ) -> tuple[Tensor, Tensor]:
     _check_weight(weight, x.shape[1])
-    if how.group != weight.group:
-        fail("how.group", f"must be that of the weight, {weight.group}", how.group)
     if bias is not None:
         check_vectors(weight.values.shape[0], x.dtype, x.device, bias=bias)
     if norm is None:
@@ -190,7 +190,7 @@ def _one_token(
         if residual is not None:
             check_residual(residual, x)
         before = (residual, *norm)
-    y, total = _vector_kernel.linear_fp8_vector(x, before, how, weight, bias, None if act is None else kind_of(act))
+    y, total = _vector_kernel.linear_fp8_vector(x, before, weight, bias, None if act is None else kind_of(act))
     return y, total
 
 

@@ -29,7 +29,7 @@ from ..device import Hardware, hardware
 from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, group, most_tiles
-from ..experts.plans import choose_rows, is_unsorted
+from ..experts.plans import is_unsorted
 from ..experts.products_kernel import activation_of, combine, first_and_number
 from ..linear.device_functions import no_sums, sums
 from ..linear.invariant_kernel import can_copy
@@ -39,6 +39,7 @@ from .experts import ExpertWeight, QuantisedProjections
 from .fp8 import Fp8Rows
 from .fp8_product_kernel import add_fp8_products
 from .fp8_rows_kernel import codes_of, scales_of, to_fp8
+from .fp8_vector_kernel import multiply_pairs
 
 
 class Form(NamedTuple):
@@ -71,27 +72,17 @@ def _round_to_dtype(y, FORM: tl.constexpr):
 
 
 @triton.jit
-def _load_tokens(x_ptr, scales_ptr, row, first_row, real, start, inputs, strides, FORM: tl.constexpr):
-    """(x [tokens, depth] in e4m3, its scales) of the group that begins at `start`.
-
-    scales_ptr: None for one row in the model's dtype, `first_row`, which is rounded here and is all rows of the tile.
-    """
+def _load_tokens(x_ptr, scales_ptr, row, real, start, inputs, strides, FORM: tl.constexpr):
+    """(x [tokens, depth] in e4m3, its scales) of the group that begins at `start`."""
     TILES: tl.constexpr = FORM.tiles
     x_stride, scale_stride = strides
     at = start + tl.arange(0, TILES.depth)
-    if scales_ptr is None:
-        y = tl.load(x_ptr + first_row.to(tl.int64) * x_stride + at, mask=at < inputs, other=0.0).to(tl.float32)
-        scales = scales_of(tl.max(tl.abs(y), 0, keep_dims=True), None)
-        codes = codes_of(y, scales).to(tl.float8e4nv, bitcast=True)
-        x = tl.broadcast_to(codes[None, :], [TILES.tokens, TILES.depth])
-    else:
-        inside = real[:, None]
-        if not FORM.even:
-            inside = inside & (at < inputs)[None, :]
-        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + at[None, :], mask=inside, other=0.0)
-        group = scales_ptr + row.to(tl.int64) * scale_stride + start // TILES.depth
-        scales = tl.load(group, mask=real, other=0.0)
-    return x, scales
+    inside = real[:, None]
+    if not FORM.even:
+        inside = inside & (at < inputs)[None, :]
+    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + at[None, :], mask=inside, other=0.0)
+    group = scales_ptr + row.to(tl.int64) * scale_stride + start // TILES.depth
+    return x, tl.load(group, mask=real, other=0.0)
 
 
 @triton.jit
@@ -172,11 +163,9 @@ def _store_rounded(y, codes_ptr, scales_ptr, target, real, column_tile, outputs,
 
 
 @triton.jit(do_not_specialize=["most"])
-def _fp8_experts_kernel(
-    x, codes, scales_ptr, bias_ptr, y, experts_ptr, owned, groups, x_strides, sizes, most, FORM: tl.constexpr
-):
-    """x: (codes, scales), or (numbers, None) where each pair is a tile. codes: of the weights, as one matrix of all
-    experts' rows. y: (codes, scales), or (numbers, None). owned, groups, most: as for `find_tile`.
+def _fp8_experts_kernel(x, codes, scales_ptr, bias_ptr, y, groups, x_strides, sizes, most, FORM: tl.constexpr):
+    """x: (codes, scales). codes: of the weights, as one matrix of all experts' rows. y: (codes, scales), or (numbers,
+    None). groups, most: as for `find_tile`.
 
     x_strides: of a row of x and of one of its scales. sizes: (K, outputs, an expert's rows of scales, groups of a row).
     """
@@ -188,13 +177,11 @@ def _fp8_experts_kernel(
     wait_for_predecessor(FORM.overlap)
     column_tiles = tl.cdiv(outputs, OUTPUTS)
     tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
-    expert, first, end = find_tile(groups, experts_ptr, owned, tile, most, FORM)
+    expert, first, end = find_tile(groups, None, None, tile, most, FORM)
     if first >= end:
         return
     real, source, target = find_rows(groups, first, end, FORM)
-    first_row, expert_row = first, expert * outputs
-    if FORM.act is not None:
-        first_row, expert_row = first // FORM.top_k, expert * (2 * outputs)
+    expert_row = expert * outputs * (2 if FORM.act is not None else 1)
     first_output = column_tile * OUTPUTS
     output = first_output + tl.arange(0, OUTPUTS)
     scales_ptr += expert.to(tl.int64) * scale_rows * num_groups
@@ -203,9 +190,7 @@ def _fp8_experts_kernel(
     acc = no_sums(TILES)
     up_acc = acc
     for start in range(0, inputs, TILES.depth):
-        tokens, token_scales = _load_tokens(
-            x_ptr, x_scales_ptr, source, first_row, real, start, inputs, x_strides, FORM
-        )
+        tokens, token_scales = _load_tokens(x_ptr, x_scales_ptr, source, real, start, inputs, x_strides, FORM)
         weights = _load_weights(codes, expert_row, output, first_output, outputs, start, inputs, FORM)
         acc = _add_scaled(acc, weights, tokens, token_scales, own_scales_ptr, start, FORM)
         if FORM.act is not None:
@@ -241,27 +226,25 @@ def most_rows(projections: QuantisedProjections, gpu: Hardware) -> int:
 
 
 def multiply(
-    x: Tensor | Fp8Rows,
+    x: Fp8Rows,
     projections: QuantisedProjections,
     experts: Tensor,
-    groups: Groups | None,
+    groups: Groups,
     tiles: Tiles,
     dtype: torch.dtype,
     *,
     gated: bool,
-    owned: ExpertRange | None = None,
 ) -> Tensor | Fp8Rows:
-    """h of x [T, H] if `gated`, z of h [P, I] otherwise; experts [T, k] and their groups, if any.
+    """h, in fp8, of x [T, H] if `gated`, z, in dtype, of h [P, I] otherwise; experts [T, k] and their groups.
 
-    x, h: in fp8 if there are groups, else in dtype. tiles: its tokens are the rows of a tile of the groups, its outputs
-    a multiple of the group in which h is rounded.
+    tiles: its tokens are the rows of a tile of the groups, its outputs a multiple of the group in which h is rounded.
     """
     weight, bias = (projections[0], projections[2]) if gated else (projections[1], projections[3])
     (count, rows, inputs), pairs = weight.codes.shape, experts.numel()
     outputs = rows // 2 if gated else rows
-    values, x_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
+    values, x_scales, _ = x
     device, gpu, codes = values.device, hardware(values.device), weight.codes.view(torch.float8_e4m3fn).flatten(0, 1)
-    own_group = projections.down.token_group if gated and groups is not None else None
+    own_group = projections.down.token_group if gated else None
     y_scales = None
     if own_group is None:
         y = torch.empty((pairs, outputs), dtype=dtype, device=device)
@@ -275,7 +258,7 @@ def multiply(
         inputs % tiles.depth == 0,
         *activation_of(projections.act, projections.clamp, gated=gated),
         experts.shape[1],
-        groups is not None,
+        True,
         weight.group or 0,
         weight.rows,
         _share_scales(weight, tiles.outputs, gated=gated),
@@ -292,17 +275,15 @@ def multiply(
     operand: Any = codes
     if tiles.copied:
         operand = TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [tiles.outputs, tiles.depth])
-    most = pairs if groups is None else most_tiles(pairs, count, tiles.tokens)
+    most = most_tiles(pairs, count, tiles.tokens)
     launch(_fp8_experts_kernel, (most * triton.cdiv(outputs, tiles.outputs),))(
         (values, x_scales),
         operand,
         weight.scales,
         bias,
         (y, y_scales),
-        experts,
-        first_and_number(owned, count),
         groups,
-        (values.stride(0), 0 if x_scales is None else x_scales.stride(0)),
+        (values.stride(0), x_scales.stride(0)),
         (inputs, outputs, *weight.scales.shape[1:]),
         most,
         FORM=form,
@@ -326,18 +307,24 @@ def experts(
         return torch.empty_like(x)
     (tokens, top_k), num_here, gate_up, down = experts.shape, projections.down.codes.shape[0], *projections[:2]
     num_experts = num_here if owned is None else owned.total
-    unsorted = is_unsorted(tokens, top_k, num_experts) and not deterministic
-    rows = plans.FIXED_FP8_EXPERT_ROWS
-    if not deterministic:
-        rows = choose_rows(tokens * top_k, num_experts, x.dtype, unsorted=unsorted)
-    rows = min(rows, most_rows(projections, hardware(x.device)))
-    groups = None if unsorted else group(experts, num_here, rows, None if owned is None else owned.first)
-    first, last = (
-        plans.choose_fp8_expert_tiles(rows, weight.token_group, down.token_group, gated=gated, unsorted=unsorted)
-        for weight, gated in ((gate_up, True), (down, False))
-    )
-    of_x = x if unsorted else to_fp8(x, gate_up.rounding, None)
-    h = multiply(of_x, projections, experts, groups, first, x.dtype, gated=True, owned=owned)
-    z = multiply(h, projections, experts, groups, last, x.dtype, gated=False, owned=owned)
+    if is_unsorted(tokens, top_k, num_experts) and not deterministic:
+        inner = multiply_pairs(x, projections, experts, gated=True, owned=owned)
+        z: Tensor | Fp8Rows = multiply_pairs(inner, projections, experts, gated=False, owned=owned)
+    else:
+        rows = plans.FIXED_FP8_EXPERT_ROWS
+        if not deterministic:
+            rows = plans.choose_fp8_expert_rows(tokens * top_k, num_experts)
+        gpu = hardware(x.device)
+        rows = min(rows, most_rows(projections, gpu))
+        groups = group(experts, num_here, rows, None if owned is None else owned.first)
+        first, last = (
+            plans.choose_fp8_expert_tiles(
+                rows, weight.token_group, down.token_group, gpu, gated=gated, scaled=weight.group is not None
+            )
+            for weight, gated in ((gate_up, True), (down, False))
+        )
+        h = multiply(to_fp8(x, gate_up.rounding, None), projections, experts, groups, first, x.dtype, gated=True)
+        assert isinstance(h, Fp8Rows)
+        z = multiply(h, projections, experts, groups, last, x.dtype, gated=False)
     assert isinstance(z, Tensor)
     return combine(z, weights, onto, experts, first_and_number(owned, num_here))

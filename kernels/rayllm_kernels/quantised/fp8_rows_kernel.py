@@ -22,7 +22,7 @@ from torch import Tensor
 from ..activation import activate
 from ..cache.fp8 import encode_fp8
 from ..compile_ahead import launch
-from ..dependent_launch import announce_and_wait, wait_for_predecessor
+from ..dependent_launch import announce_and_wait
 from ..device import hardware
 from . import formats, fp8
 from .fp8 import Fp8Rows, Rounding
@@ -87,7 +87,7 @@ def _load_activated(x_ptr, element, FORM: tl.constexpr):
 @triton.jit
 def _to_fp8_groups_kernel(x_ptr, codes_ptr, scales_ptr, static_ptr, x_stride, groups, FORM: tl.constexpr):
     """A program has a tile of a row."""
-    wait_for_predecessor(FORM.overlap)
+    announce_and_wait(FORM.overlap)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     element = tile * FORM.tile + tl.arange(0, FORM.tile)
@@ -102,7 +102,7 @@ def _to_fp8_groups_kernel(x_ptr, codes_ptr, scales_ptr, static_ptr, x_stride, gr
 @triton.jit
 def _to_fp8_rows_kernel(x_ptr, codes_ptr, scales_ptr, static_ptr, x_stride, FORM: tl.constexpr):
     """A program has a row, one scale for all of it; rows longer than a tile are read twice."""
-    wait_for_predecessor(FORM.overlap)
+    announce_and_wait(FORM.overlap)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     codes_ptr += row * FORM.dim

@@ -37,7 +37,7 @@ def library_takes(x: Tensor, weight: Tensor, group: int | None, dtype: torch.dty
 # ---- one token: `fp8_vector_kernel` ----
 
 MAX_VECTOR_INPUTS = 16384  # of which a program holds all
-VECTOR_BYTES = 256  # of weights that a thread holds
+VECTOR_BYTES = 256  # of weights that a thread holds, twice as many of long rows
 
 
 def vector_takes(tokens: int, inputs: int) -> bool:
@@ -46,12 +46,10 @@ def vector_takes(tokens: int, inputs: int) -> bool:
 
 
 def choose_fp8_vector(padded: int, *, gated: bool) -> tuple[int, int]:
-    """Outputs and warps of a program for so many inputs: 32 KiB of weights in four warps, 64 in eight.
-
-    Every program makes the token's codes, so they should be few where that takes long.
-    """
-    num_warps = 8 if gated or padded > 4096 else 4
-    return max(1, min(16, 32 * num_warps * VECTOR_BYTES // padded // (2 if gated else 1))), num_warps
+    """Outputs and warps of a program for so many inputs, 32 KiB of weights and more."""
+    num_warps = 8 if padded > 8192 else 4
+    held = VECTOR_BYTES if padded <= 4096 else 2 * VECTOR_BYTES
+    return max(1, min(16, 32 * num_warps * held // padded // (2 if gated else 1))), num_warps
 
 
 # ---- fp8 weights: `fp8_product_kernel` ----
@@ -189,16 +187,27 @@ def most_fp8_expert_rows(gpu: Hardware, *, shared_scales: bool) -> int:
     return 64
 
 
-def choose_fp8_expert_tiles(rows: int, depth: int, own_group: int, *, gated: bool, unsorted: bool) -> Tiles:
-    """Of so many rows, for tokens in fp8; depth: inputs of a token that share a scale. own_group: of what a gated
-    product makes.
+def choose_fp8_expert_rows(pairs: int, num_experts: int) -> int:
+    """Of a tile: as few as most experts' pairs fit in, and never more than Hopper's instruction takes at once."""
+    mean = pairs / num_experts
+    return 16 if mean <= 12 else 32 if mean <= 24 else 64
 
-    unsorted: each pair is a tile, of which there are few: narrow ones. Else weights come first for few rows, as in
-    `choose_fp8_tiles`.
+
+def choose_fp8_expert_tiles(
+    rows: int, depth: int, own_group: int, gpu: Hardware, *, gated: bool, scaled: bool
+) -> Tiles:
+    """Of so many rows, for tokens in fp8; depth: inputs of a token that share a scale. own_group: of what a gated
+    product makes. scaled: the weights of each depth have scales of their own, which should be few. Few rows: weights
+    come first, as in `choose_fp8_tiles`.
     """
-    if unsorted:
-        return Tiles(16, 32, depth, 4, 5, False) if gated else Tiles(16, 64, depth, 4, 5, True)
     outputs = fp8_expert_outputs(own_group) if gated else FP8_DOWN_OUTPUTS
+    wide = outputs if scaled else 256
+    if gpu.is_hopper and rows <= 32:  # swept with Qwen3-30B-A3B's experts, whole and halved
+        if gated:
+            return Tiles(rows, outputs, depth, 4, 2 if rows == 16 else 3, True, copied=True)
+        return Tiles(rows, *((64, depth, 4, 2) if rows == 16 else (wide, depth, 4, 3)), True, copied=True)
+    if gpu.is_hopper and rows == 64:
+        return Tiles(rows, *((wide, depth, 8, 3) if gated else (outputs, depth, 4, 4)), False, copied=True)
     if rows <= 32:
         return Tiles(rows, outputs, depth, 4, 3 if gated else 4, True)
     return Tiles(rows, outputs, depth, 8, 4, False, copied=True)

@@ -123,17 +123,21 @@ def test_tokens_in_fp8(case, kernels, reference, randn, shape, how, dtype):
     expected = exact(*arguments, onto=onto, fp8_tokens=True)
     plain = exact(*arguments, onto=onto)
     assert (plain - expected).double().square().mean().sqrt() > 0.01 * expected.double().square().mean().sqrt()
-    for each in (kernels, reference):
-        check_rounded(each.experts_quantised(*arguments, onto=onto, fp8_tokens=True), expected)
+    check_rounded(reference.experts_quantised(*arguments, onto=onto, fp8_tokens=True), expected)
+    y = kernels.experts_quantised(*arguments, onto=onto, fp8_tokens=True)
+    if shape[0] == 1:  # kernels leave few tokens as they are
+        check_close(y, plain, terms=shape[3] + shape[4] * shape[2], slack=2)
+    else:
+        check_rounded(y, expected)
 
 
+@pytest.mark.parametrize("clamp", [None, (1.7, 7.0)])
 @pytest.mark.parametrize("tokens", [1, 7])
-def test_tokens_in_fp8_with_biases(case, each, randn, tokens):
-    arguments = case(tokens, 4, 2, 64, 48, torch.float32, ("fp8", 32, 16))
-    biases = randn(4, 96), randn(4, 64)
-    named = {"gate_up_bias": biases[0], "down_bias": biases[1]}
-    y = each.experts_quantised(*arguments, fp8_tokens=True, **named)
-    check_rounded(y, exact(*arguments, biases=biases, fp8_tokens=True))
+def test_tokens_in_fp8_with_biases(case, kernels, reference, randn, tokens, clamp):
+    x, *rest = case(tokens, 4, 2, 64, 48, torch.float32, ("fp8", 32, 16))
+    named = {"gate_up_bias": randn(4, 96), "down_bias": randn(4, 64), "clamp": clamp}
+    y = kernels.experts_quantised(x, *rest, fp8_tokens=True, **named)
+    check_rounded(y, reference.experts_quantised(x, *rest, fp8_tokens=tokens > 1, **named))
 
 
 # Few pairs and sorted ones; what is not a rank's own is nobody's to read.
@@ -216,7 +220,8 @@ def test_every_tile_that_may_be_chosen(case, rows, how):
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
-def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows):
+@pytest.mark.parametrize("gpu", [GPU, GPU._replace(capability=(9, 0))], ids=["any", "Hopper"])
+def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows, gpu):
     """The outputs of neither product are a multiple of the tile's."""
     from rayllm_kernels.experts.group_kernel import group
     from rayllm_kernels.experts.products_kernel import combine
@@ -226,7 +231,7 @@ def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows):
     arguments = case(rows // 2 + 9, 2, 1, 96, 144, torch.float16, ("fp8", 64, 64))
     x, weights, experts, gate_up, down = arguments
     projections = QuantisedProjections(gate_up, down, None, None, "silu", None)
-    tiles = [plans.choose_fp8_expert_tiles(rows, 64, 64, gated=gated, unsorted=False) for gated in (True, False)]
+    tiles = [plans.choose_fp8_expert_tiles(rows, 64, 64, gpu, gated=gated, scaled=True) for gated in (True, False)]
     with dispatch.forced(triton=True):
         groups, of_x = group(experts, 2, rows), to_fp8(x, gate_up.rounding)
         h = multiply(of_x, projections, experts, groups, tiles[0], x.dtype, gated=True)

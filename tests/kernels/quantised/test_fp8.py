@@ -161,35 +161,36 @@ def test_every_tile_that_may_be_chosen(randn, scaled, reference, tiles: Tiles):
 @pytest.mark.parametrize(
     ("outputs", "inputs", "rows", "group"), [(33, 130, 1, None), (40, 300, 8, 128), (6, 64, 1, 32)]
 )
-def test_a_token_that_its_product_rounds(randn, scaled, kernels, reference, outputs, inputs, rows, group, dtype):
-    """With a norm before it and the activation behind it, by one kernel for one token, and by several for more."""
+def test_a_product_that_rounds_its_tokens(randn, scaled, kernels, reference, outputs, inputs, rows, group, dtype):
+    """With a norm before it and the activation behind it: by one kernel for one token, which stays as it is, and by
+    several for more.
+    """
     weight, how = make_weight(2 * scaled(outputs, inputs, torch.float32), rows, group), Rounding(group)
     bias, norm = randn(outputs, dtype=dtype), (randn(inputs, dtype=dtype), 1e-5)
     for tokens in (1, 3):
         x, residual = 3 * randn(tokens, inputs, dtype=dtype), randn(tokens, inputs, dtype=dtype)
-        expected = exact(reference.to_fp8(x, how), weight)
-        y, total = kernels.linear_rounding_fp8(x, how, weight, bias)
-        assert total is x
-        check_close(y, (expected + bias.double()).to(dtype), terms=inputs)
-        before = {"norm": norm, "residual": residual}
-        normed = exact(reference.rms_norm_fp8(x, residual, *norm, how)[0], weight)
-        gate, up = normed.chunk(2, dim=1)
+        whole = (x + residual).double()
+        plain = whole * torch.rsqrt(whole.square().mean(1, keepdim=True) + norm[1]) * norm[0].double()
         for each in (kernels, reference):
+            products = [
+                exact(rows, weight)
+                for rows in (reference.to_fp8(x, how), reference.rms_norm_fp8(x, residual, *norm, how)[0])
+            ]
+            if each is kernels and tokens == 1:
+                products = [each.double() @ weight.dequantised().double().T for each in (x, plain)]
+            y, total = each.linear_rounding_fp8(x, how, weight, bias)
+            assert total is x
+            check_close(y, (products[0] + bias.double()).to(dtype), terms=inputs)
+            before = {"norm": norm, "residual": residual}
             y, total = each.linear_rounding_fp8(x, how, weight, **before)
             check_close(total, x + residual)
-            check_close(y, normed.to(dtype), terms=inputs)
+            check_close(y, products[1].to(dtype), terms=inputs)
             if outputs % 2 == 0:
+                gate, up = products[1].chunk(2, dim=1)
                 act = "silu" if group is None else "gelu"
                 activated = torch.nn.functional.silu(gate) if group is None else torch.nn.functional.gelu(gate)
                 y, _ = each.linear_rounding_fp8(x, how, weight, act=act, **before)
                 check_close(y, (activated * up).to(dtype), terms=inputs)
-
-
-def test_a_token_with_a_scale_found_beforehand(randn, scaled, kernels, reference, device):
-    weight, how = make_weight(scaled(24, 96, torch.float32)), Rounding(None, torch.tensor([0.01], device=device))
-    x = randn(1, 96)
-    y, _ = kernels.linear_rounding_fp8(x, how, weight)
-    check_close(y, exact(reference.to_fp8(x, how), weight).float(), terms=96)
 
 
 @pytest.mark.parametrize("group", [None, 32])
