@@ -1,7 +1,7 @@
 """Which kernel computes a product with weights in fewer bits, with which tiles: from shapes, dtype and hardware alone.
 
-So a captured graph and an eager call agree. Nothing here has been timed: tiles follow from what limits a product
-(docs/performance.md, "Weights in fewer bits"), and wait for a sweep.
+So a captured graph and an eager call agree. What says so was swept on Hopper (`benchmarks/sweep_tiles.py`); other tiles
+follow from what limits a product (docs/performance.md, "Weights in fewer bits").
 """
 
 from __future__ import annotations
@@ -19,25 +19,33 @@ GROUPS = (32, 64, 128)  # inputs that share a scale of an fp8 weight
 # ---- many tokens and a scale a row: PyTorch's product ----
 
 LIBRARY_TOKENS = 65  # below, reading the weights is what takes long
+NARROW_LIBRARY_TOKENS = 193  # where outputs are too few for its tiles
 # Compute capabilities for which PyTorch has a product of fp8 rows with scales.
 LIBRARY_CAPABILITIES = ((8, 9), (9, 0), (10, 0))
 
 
 def library_takes(x: Tensor, weight: Tensor, group: int | None, dtype: torch.dtype) -> bool:
     """Whether PyTorch's product is to compute x [T, K] W^T of fp8 tensors: it rounds to bf16, in multiples of 16."""
+    gpu = hardware(x.device)
+    narrow = gpu.is_hopper and is_narrow(weight.shape[0], gpu)
     return (
         group is None
         and dtype == torch.bfloat16
-        and x.shape[0] >= LIBRARY_TOKENS
+        and x.shape[0] >= (NARROW_LIBRARY_TOKENS if narrow else LIBRARY_TOKENS)
         and weight.shape[0] % 16 == weight.shape[1] % 16 == 0
-        and hardware(x.device).capability in LIBRARY_CAPABILITIES
+        and gpu.capability in LIBRARY_CAPABILITIES
     )
+
+
+def is_narrow(outputs: int, gpu: Hardware) -> bool:
+    """Whether tiles of 64 outputs are too few to keep all multiprocessors at work."""
+    return outputs <= 64 * gpu.multiprocessors
 
 
 # ---- one token: `fp8_vector_kernel` ----
 
 MAX_VECTOR_INPUTS = 16384  # of which a program holds all
-VECTOR_BYTES = 256  # of weights that a thread holds, twice as many of long rows
+VECTOR_BYTES = 256  # of weights that a thread holds; half as many of gate and up, whose programs do more
 
 
 def vector_takes(tokens: int, inputs: int) -> bool:
@@ -46,10 +54,10 @@ def vector_takes(tokens: int, inputs: int) -> bool:
 
 
 def choose_fp8_vector(padded: int, *, gated: bool) -> tuple[int, int]:
-    """Outputs and warps of a program for so many inputs, 32 KiB of weights and more."""
-    num_warps = 8 if padded > 8192 else 4
-    held = VECTOR_BYTES if padded <= 4096 else 2 * VECTOR_BYTES
-    return max(1, min(16, 32 * num_warps * held // padded // (2 if gated else 1))), num_warps
+    """Outputs and warps of a program for so many inputs: small programs, so that none is waited for at the end."""
+    num_warps = 2 if gated and padded <= 2048 else 4
+    weights = 32 * num_warps * VECTOR_BYTES
+    return max(1, min(32, weights // padded // (4 if gated else 1))), num_warps
 
 
 # ---- fp8 weights: `fp8_product_kernel` ----
@@ -65,12 +73,14 @@ def choose_fp8_tiles(tokens: int, outputs: int, group: int | None, gpu: Hardware
     """
     depth, multiprocessors = group or 128, gpu.multiprocessors
     padded = max(16, 1 << (tokens - 1).bit_length())
-    if padded <= 32 and outputs <= 64 * multiprocessors:
+    if padded <= 32 and is_narrow(outputs, gpu):
         return Tiles(padded, 16, 4 * depth, 4, 4, False, slices=4)
     if padded <= 32:
         return Tiles(padded, 64, depth if group else 256, 4, 4 if group is None else 6, True)
     if padded <= 64:
         return Tiles(64, 64, depth, 4, 5, True)
+    if group is None and gpu.is_hopper and tokens < NARROW_LIBRARY_TOKENS and is_narrow(outputs, gpu):
+        return Tiles(64, 64, depth, 4, 5, False, copied=True)
     if group is None and -(-tokens // 128) * -(-outputs // 256) >= multiprocessors:
         return Tiles(128, 256, depth, 8, 4, False, copied=True)
     num_warps = 4 if group is None else 8  # for two sums
@@ -87,7 +97,7 @@ def choose_wide_tiles(tokens: int, outputs: int, group: int | None, dtype: torch
     if dtype == torch.float32:  # no tensor cores in exact fp32
         return Tiles(32, 32, 32, 4, 2, False)
     padded = max(16, 1 << (tokens - 1).bit_length())
-    if padded <= 32 and outputs <= 64 * multiprocessors:
+    if padded <= 32 and is_narrow(outputs, gpu):
         return Tiles(padded, 16, 4 * depth, 4, 3, False, slices=4)
     if padded <= 32:
         return Tiles(padded, 64, depth, 4, 4, True)
@@ -123,7 +133,7 @@ def choose_int4_tiles(tokens: int, outputs: int, group: int | None, dtype: torch
     if dtype == torch.float32:  # no tensor cores in exact fp32
         return Tiles(32, 32, 32, 4, 2, False)
     padded = max(16, 1 << (tokens - 1).bit_length())
-    if padded <= 16 and outputs <= 64 * multiprocessors:
+    if padded <= 16 and is_narrow(outputs, gpu):
         return Tiles(padded, 16, 4 * depth, 4, 3, False, slices=4)
     if padded <= 32:
         return Tiles(padded, 64, depth, 4, 4, True)
