@@ -6,9 +6,11 @@ NCCL takes over 20 us for the few rows of a decode step, far longer than the byt
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -104,6 +106,20 @@ class SymmetricReducer:
         return x.shape[0] > self._max_one_shot
 
 
+def prepare(device: torch.device) -> None:
+    """For a process that is to join a group later: what PyTorch takes 2 s for before a process has its first words."""
+    with contextlib.suppress(Exception):  # `connect` says why there is none
+        _module().empty(1, dtype=torch.int32, device=device).fill_(-1)
+
+
+def _module() -> ModuleType:
+    # Each rank may see its GPU as device 0, which looks like one GPU used twice. Multicast stays off: it depends on a
+    # fabric manager that works, and can hang all GPUs of a host where it does not.
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    return torch_compat.symmetric_memory()
+
+
 def _agree(group: dist.ProcessGroup, problem: str | None, fact: object = None) -> list[Any]:
     """All ranks' facts, by rank. Collective; raises Unavailable on all ranks if one of them has a problem."""
     answers: list[Any] = [None] * group.size()
@@ -135,11 +151,7 @@ def _check_place(group: dist.ProcessGroup, dtype: torch.dtype, hidden_size: int)
 
 def _share_words(group: dist.ProcessGroup, num_words: int, device: torch.device) -> tuple[object, list[int]]:
     """(What keeps the memory, the addresses of the ranks' `num_words` int32 words, all -1 on this rank)."""
-    # Each rank may see its GPU as device 0, which looks like one GPU used twice. Multicast stays off: it depends on a
-    # fabric manager that works, and can hang all GPUs of a host where it does not.
-    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    symmetric_memory = torch_compat.symmetric_memory()
+    symmetric_memory = _module()
     words, handle, problem, offset = None, None, None, None
     try:
         words = symmetric_memory.empty(num_words, dtype=torch.int32, device=device).fill_(-1)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from rayllm.api.types import Adapter, KVBlocks, RankReady
 from rayllm.config.resolved import ResolvedConfig
+from rayllm.parallel import symmetric
 from rayllm.parallel.process_groups import (
     FOREVER,
     Groups,
@@ -97,6 +98,8 @@ class WorkerActor:
         ops.prepare(self._device)
         part = torch.zeros(64, 64, dtype=getattr(torch, self._config.dtype), device=self._device)
         torch.mm(part, part)  # loads cuBLAS
+        if self._config.tp > 1:
+            symmetric.prepare(self._device)
         torch.cuda.synchronize()
 
     def adopt(self, names: list[bytes]) -> bool:
