@@ -97,7 +97,7 @@ def test_caps_and_sinks(paged_case, kernels, reference, alibi_slopes, sinks, sof
 def test_the_hopper_kernel_is_for_plain_scores(paged_case, kernels, monkeypatch, sinks):
     """On a Hopper GPU all else goes to the kernel that every GPU runs."""
     from rayllm_kernels.attention import prefill_kernel
-    from rayllm_kernels.device import INTERPRETER, assumed
+    from rayllm_kernels.device import assumed, hardware
 
     class Hopper:
         calls = 0
@@ -108,7 +108,7 @@ def test_the_hopper_kernel_is_for_plain_scores(paged_case, kernels, monkeypatch,
     case = paged_case([100], [100], heads=(8, 2), dtype=torch.float16)
     hopper = Hopper()
     monkeypatch.setattr(prefill_kernel, "_hopper", hopper)
-    with assumed(case.q.device, INTERPRETER._replace(capability=(9, 0))):
+    with assumed(case.q.device, hardware(case.q.device)._replace(capability=(9, 0))):
         case.prefill(kernels)
         assert hopper.calls == 1
         for options in ({"sinks": sinks(8, torch.float16)}, {"softcap": 5.0}, {"sliding_window": 200}):
