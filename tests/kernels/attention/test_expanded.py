@@ -93,7 +93,7 @@ def test_shapes(paged_case, randn, each, seq_lens, query_lens, heads, sizes, roo
     wide = torch.full((len(q), heads, sizes[3] + 4), float("nan"), dtype=dtype, device=q.device)
     out, scale = wide[..., : sizes[3]], q.shape[2] ** -0.5
     each.expanded_prefill_attention(q, case.cache, weight, scale, pieces_of(case, room), room, out)
-    check_close(out, formula(case, q, weight, scale), terms=case.longest)
+    check_close(out, formula(case, q, weight, scale), terms=case.terms)
     assert wide[..., sizes[3] :].isnan().all()
 
 
