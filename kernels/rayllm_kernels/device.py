@@ -41,8 +41,11 @@ _known: dict[torch.device, Hardware] = {}
 
 
 def hardware(device: torch.device) -> Hardware:
-    """Of a tensor's device; asked of the driver once."""
+    """Of a device, with or without its index; asked of the driver once."""
     found = _known.get(device)
+    if found is None:
+        device = _indexed(device)
+        found = _known.get(device)
     if found is None:
         found = _known[device] = _ask(device)
     return found
@@ -51,6 +54,7 @@ def hardware(device: torch.device) -> Hardware:
 @contextmanager
 def assumed(device: torch.device, hardware: Hardware) -> Iterator[None]:
     """Within, kernels for tensors on `device` are chosen for this hardware; for tests, which compile for any GPU."""
+    device = _indexed(device)
     before = _known.get(device)
     _known[device] = hardware
     try:
@@ -59,6 +63,13 @@ def assumed(device: torch.device, hardware: Hardware) -> Iterator[None]:
         del _known[device]
         if before is not None:
             _known[device] = before
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """As tensors name it: "cuda" is the current GPU."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _ask(device: torch.device) -> Hardware:

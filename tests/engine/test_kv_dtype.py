@@ -190,8 +190,8 @@ def test_a_gpu_without_e4m3_is_refused_before_the_model_is_loaded(monkeypatch):
 
     def load_on(capability, kv_cache_dtype):
         config = resolve(EngineConfig(device="cuda", kv_cache_dtype=kv_cache_dtype), num_gpus=1)
-        with assumed(torch.device("cuda"), Hardware(108, 163 << 10, capability)):
-            RankModel(config, TPGroup.single(), torch.device("cuda"))
+        with assumed(torch.device("cuda", 0), Hardware(108, 163 << 10, capability)):
+            RankModel(config, TPGroup.single(), torch.device("cuda", 0))
 
     def reached(*_args):
         raise NotImplementedError("the device")

@@ -99,9 +99,12 @@ class PagedCase:
     max_query_len: int
 
     @property
-    def longest(self) -> int:
-        """Keys of the longest context, 1 at least."""
-        return max(1, *self.contexts.seq_lens.tolist(), 1)
+    def terms(self) -> int:
+        """Products of the longest sum, for `check_close`: a score has one an entry of a key, a result one a key.
+
+        What is off in a score is a factor of its key's weight, so scores of wide keys matter in short contexts.
+        """
+        return max(self.cache.k.shape[3], *self.contexts.seq_lens.tolist())
 
     def scoring(self, **options: Any) -> Scoring:
         """options: fields of `Scoring` but the scale."""

@@ -19,7 +19,7 @@ from support.gpu_targets import GPUS, MODELS
 
 from rayllm_kernels.attention.prefill_kernel import choose_tiles as prefill_tiles
 from rayllm_kernels.attention.schedule import choose_tiles as decode_tiles
-from rayllm_kernels.device import INTERPRETER, assumed
+from rayllm_kernels.device import INTERPRETER, assumed, hardware
 
 SPILLED = 256  # bytes of a thread's stack that cost next to nothing: what is read once a tile, not once a key
 FORMATS = (
@@ -103,6 +103,12 @@ def test_products_in_fewer_bits_fit(gpu, full_matrix, run_compiler, tmp_path):
     assert wanted | ({"_rms_norm_fp8_kernel"} if GPUS[gpu].has_e4m3 else set()) <= {kernel.name for kernel in kernels}
     assert not {kernel for kernel in kernels if kernel.shared > GPUS[gpu].shared_memory}
     assert not {kernel for kernel in kernels if kernel.stack > SPILLED}
+
+
+def test_a_gpu_without_an_index_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with assumed(torch.device("cuda"), GPUS["L4"]):
+        assert hardware(torch.device("cuda", 1)) == hardware(torch.device("cuda")) == GPUS["L4"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

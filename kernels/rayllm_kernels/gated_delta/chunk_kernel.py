@@ -12,6 +12,8 @@ and "Gated Delta Networks" (2024). The inverse of the system's matrix, unit lowe
 first kernel computes it for all tiles side by side, by forward substitution, which is exact where powers of the matrix
 would cancel. A second one takes the tiles of a sequence one after the other, as `delta_rule_kernel.py` takes tokens.
 
+In fp16 and bf16 what is multiplied is rounded to tf32, whose 11 bits are those of fp16; sums and states are fp32.
+
 Tiles end at borders of blocks, where states go to memory, and lie at fixed places between them.
 """
 
@@ -59,12 +61,26 @@ class Form(NamedTuple):
 
 
 @triton.jit
+def _factor(x, FORM: tl.constexpr):
+    """x as it is multiplied: rounded to the 11 bits that tf32 keeps, or in fp32.
+
+    Tensor cores ignore the lower bits of what they are given, and Triton does not round them: all products would be too
+    small. By Veltkamp's splitting (Dekker, "A floating-point technique for extending the available precision", 1971).
+    """
+    if FORM.precision == "tf32":
+        wide = x * (2.0**13 + 1.0)
+        return wide - (wide - x)
+    else:
+        return x
+
+
+@triton.jit
 def _load_keys(qkv_ptr, row, valid, column, stride, FORM: tl.constexpr):
-    """Normed heads [tokens, key_padded] fp32 from this column on; zeros in other rows."""
+    """Normed heads [tokens, key_padded] from this column on, to be multiplied; zeros in other rows."""
     key = tl.arange(0, FORM.key_padded)
     mask = valid[:, None] & (key < FORM.key_dim)[None, :]
     x = tl.load(qkv_ptr + row[:, None] * stride + column + key[None, :], mask=mask, other=0.0).to(tl.float32)
-    return normed(x)
+    return _factor(normed(x), FORM)
 
 
 @triton.jit
@@ -170,7 +186,7 @@ def _chunk_state_kernel(
         end = _tile_end(position, length, FORM)
         valid = position + i < end
         row = first_row + (position - begin) + i
-        q = _load_keys(qkv_ptr, row, valid, q_column, stride_qkv, FORM) * scale
+        q = _load_keys(qkv_ptr, row, valid, q_column, stride_qkv, FORM)
         k = _load_keys(qkv_ptr, row, valid, q_column + FORM.key_heads * KEY, stride_qkv, FORM)
         mask = valid[:, None] & in_value[None, :]
         v_ptrs = qkv_ptr + row[:, None] * stride_qkv + v_column + value[None, :]
@@ -183,14 +199,16 @@ def _chunk_state_kernel(
         total = tl.min(sums, 0)  # the last one's: none is above 0, nor above the one before it
         sums = tl.where(valid, sums, total)
         kept = tl.exp(sums)[:, None]
-        known = tl.dot(k, state, input_precision=FORM.precision) * kept
-        delta = tl.dot(inverse, beta[:, None] * (v - known), input_precision=FORM.precision)
+        before = _factor(state, FORM)
+        known = tl.dot(k, before, input_precision=FORM.precision) * kept
+        wanted = _factor(beta[:, None] * (v - known), FORM)
+        delta = tl.dot(_factor(inverse, FORM), wanted, input_precision=FORM.precision)
         scores = tl.dot(q, tl.trans(k), input_precision=FORM.precision) * _decays(sums, seen)
-        result = tl.dot(q, state, input_precision=FORM.precision) * kept
-        result = tl.dot(scores, delta, result, input_precision=FORM.precision)
+        result = tl.dot(q, before, input_precision=FORM.precision) * kept
+        result = tl.dot(_factor(scores, FORM), _factor(delta, FORM), result, input_precision=FORM.precision) * scale
         out_ptrs = out_ptr + row[:, None] * stride_out + head * VALUE + value[None, :]
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
-        later = delta * tl.exp(total - sums)[:, None]
+        later = _factor(delta * tl.exp(total - sums)[:, None], FORM)
         state = tl.dot(tl.trans(k), later, state * tl.exp(total), input_precision=FORM.precision)
         if (end % FORM.block_size == 0) | (end == length):
             target = tl.load(table + position // FORM.block_size).to(tl.int64)

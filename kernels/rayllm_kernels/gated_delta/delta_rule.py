@@ -4,6 +4,7 @@ q' = q / |q| / sqrt(K);  k' = k / |k|;  decay = exp(-exp(a_log) * softplus(a + d
 S_t = decay_t S_(t-1) + k'_t (beta_t (v_t - decay_t k'_t^T S_(t-1)))^T;  o_t = S_t^T q'_t
 
 |x| is sqrt(sum x^2 + 1e-6). S is [K, V] of a value head, in fp32; Hv / Hk value heads in a row share a key head.
+Everything is fp32, except that long chunks of fp16 and bf16 may multiply numbers rounded to tf32 (`chunk_kernel.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def gated_delta_rule(
     out: [T, Hv, V] in qkv's dtype, contiguous, where o goes. Without chunks.starts, rows of padding become zero; with
     them, rows outside of every sequence keep what they held.
     deterministic: a token's bits depend on its sequence alone, and not on how that is cut into chunks. Slower for long
-    chunks.
+    chunks, and in fp32 throughout.
     """
     _, value_heads, key_dim, value_dim = cache.recurrent.shape
     check_float(qkv, "qkv")

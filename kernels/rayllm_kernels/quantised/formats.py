@@ -134,6 +134,15 @@ def _turned(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, gro
     return Numbers(values.to(torch.uint8).t(), scales.t(), zeros.to(torch.uint8).t(), groups)
 
 
+def divided(x: torch.Tensor, number: float) -> torch.Tensor:
+    """x / number, rounded to nearest on every device.
+
+    torch on CUDA multiplies by the reciprocal of a Python number, which is off by a unit in the last place for half
+    of all x; by a tensor on the device it divides.
+    """
+    return x / x.new_full((), number)
+
+
 def e4m3_numbers(weight: torch.Tensor, block: Block) -> Numbers:
     """A weight [N, K] of any floats, rounded to e4m3: the largest number of each block becomes the largest of e4m3."""
     num_rows, num_columns = weight.shape
@@ -141,7 +150,8 @@ def e4m3_numbers(weight: torch.Tensor, block: Block) -> Numbers:
     down, across = -(-num_rows // rows), -(-num_columns // columns)
     wide = torch.nn.functional.pad(weight.float(), (0, across * columns - num_columns, 0, down * rows - num_rows))
     cells = wide.view(down, rows, across, columns)
-    scales = cells.abs().amax((1, 3)).clamp(min=torch.finfo(torch.float32).tiny * E4M3_MAX) / E4M3_MAX
+    peaks = cells.abs().amax((1, 3)).clamp(min=torch.finfo(torch.float32).tiny * E4M3_MAX)
+    scales = divided(peaks, E4M3_MAX)
     codes = (cells / scales[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return block_numbers(codes.flatten(2).flatten(0, 1)[:num_rows, :num_columns], scales, block)
 
@@ -154,11 +164,11 @@ def int4_numbers(weight: torch.Tensor, size: int | None, *, symmetric: bool) -> 
     parts = torch.nn.functional.pad(weight.float(), (0, count * size - num_columns)).view(num_rows, count, size)
     tiny = torch.finfo(torch.float16).tiny
     if symmetric:
-        scales = (parts.abs().amax(-1) / 7).clamp(min=tiny)
+        scales = divided(parts.abs().amax(-1), 7).clamp(min=tiny)
         zeros = torch.full_like(scales, 8)
     else:
         low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
-        scales = ((high - low) / 15).clamp(min=tiny)
+        scales = divided(high - low, 15).clamp(min=tiny)
         zeros = (-low / scales).round().clamp(0, 15)
     codes = ((parts / scales[..., None]).round() + zeros[..., None]).clamp(0, 15).flatten(1)[:, :num_columns]
     groups = regular_groups(num_columns, size, weight.device)

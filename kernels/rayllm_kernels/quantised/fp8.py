@@ -22,7 +22,7 @@ from ..dispatch import TritonModule, on_triton
 from ..norm.act_and_mul import act_and_mul, kind_of
 from ..norm.rms_norm import fused_add_rms_norm, rms_norm
 from . import plans
-from .formats import E4M3_MAX
+from .formats import E4M3_MAX, divided
 
 _rows_kernel = TritonModule("rayllm_kernels.quantised.fp8_rows_kernel")
 _product_kernel = TritonModule("rayllm_kernels.quantised.fp8_product_kernel")
@@ -216,7 +216,7 @@ def _round(x: Tensor, how: Rounding) -> Fp8Rows:
     groups = -(-inputs // group)
     parts = F.pad(wide, (0, groups * group - inputs)).view(tokens, groups, group)
     if how.scale is None:
-        scales = parts.abs().amax(-1).clamp(min=LEAST_PEAK) / E4M3_MAX
+        scales = divided(parts.abs().amax(-1).clamp(min=LEAST_PEAK), E4M3_MAX)
     else:
         scales = how.scale.float().expand(tokens, groups).contiguous()
     inside = (parts * (1.0 / scales)[..., None]).clamp(-E4M3_MAX, E4M3_MAX)

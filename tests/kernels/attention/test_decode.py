@@ -50,7 +50,7 @@ def test_shapes(paged_case, kernels, reference, seq_lens, heads, head_dim, block
     # The output is a strided slice, too.
     out = torch.full((len(seq_lens), heads[0] + 1, head_dim), float("nan"), dtype=dtype, device=case.q.device)[:, 1:]
     assert case.decode_in_ranges(kernels, num_ranges, out) is out
-    check_close(out, case.decode(reference), terms=case.longest)
+    check_close(out, case.decode(reference), terms=case.terms)
     for row, length in enumerate(seq_lens):
         assert length > 0 or not out[row].any()
 
@@ -63,7 +63,7 @@ def test_options(paged_case, kernels, reference, alibi_slopes, window, alibi, nu
     options = {"sliding_window": window, "alibi_slopes": alibi_slopes(4) if alibi else None}
     out = torch.full_like(case.q, float("nan"))
     case.decode_in_ranges(kernels, num_ranges, out, **options)
-    check_close(out, case.decode(reference, **options), terms=case.longest)
+    check_close(out, case.decode(reference, **options), terms=case.terms)
 
 
 @pytest.mark.parametrize("num_ranges", [1, 5])
@@ -84,14 +84,14 @@ def test_caps_and_sinks(
     }
     out = torch.full_like(case.q, float("nan"))
     case.decode_in_ranges(kernels, num_ranges, out, **options)
-    check_close(out, case.decode(reference, **options), terms=case.longest)
+    check_close(out, case.decode(reference, **options), terms=case.terms)
 
 
 @pytest.mark.parametrize(("heads", "head_dim", "dtype"), [((71, 1), 64, BRAIN), ((14, 2), 80, torch.float16)])
 def test_sinks_of_many_heads(paged_case, kernels, reference, sinks, heads, head_dim, dtype):
     case = paged_case([70, 31, 0, 200], heads=heads, head_dim=head_dim, dtype=dtype, spread=2.0)
     options = {"sinks": sinks(heads[0], dtype), "softcap": 5.0}
-    check_close(case.decode_in_ranges(kernels, 4, **options), case.decode(reference, **options), terms=case.longest)
+    check_close(case.decode_in_ranges(kernels, 4, **options), case.decode(reference, **options), terms=case.terms)
 
 
 def test_layers_of_one_window_share_a_schedule(paged_case, kernels, reference, sinks):
@@ -99,14 +99,14 @@ def test_layers_of_one_window_share_a_schedule(paged_case, kernels, reference, s
     case = paged_case([100, 0, 300, 1])
     schedule = case.schedule(kernels, num_ranges=3)
     for options in ({"sinks": sinks(4)}, {}, {"softcap": 2.0}, {"sinks": sinks(4), "softcap": 0.5}):
-        check_close(case.decode(kernels, schedule, **options), case.decode(reference, **options), terms=case.longest)
+        check_close(case.decode(kernels, schedule, **options), case.decode(reference, **options), terms=case.terms)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
 def test_large_scores(paged_case, kernels, reference, dtype):
     """Scores in the hundreds: the softmax is one-hot and must not overflow."""
     case = paged_case([77, 30], dtype=dtype, spread=100.0)
-    check_close(case.decode_in_ranges(kernels, 3), case.decode(reference), terms=case.longest, exponent=500)
+    check_close(case.decode_in_ranges(kernels, 3), case.decode(reference), terms=case.terms, exponent=500)
 
 
 # Tiles of fp32 are 32 keys: (context lengths, ranges that borders cut in a way of their own)
@@ -131,11 +131,11 @@ def test_borders_of_ranges(paged_case, kernels, reference, seq_lens, num_ranges,
     schedule = case.schedule(kernels, num_ranges=num_ranges, sliding_window=window)
     out = torch.full_like(case.q, float("nan"))
     case.decode(kernels, schedule, out, sliding_window=window)
-    check_close(out, case.decode(reference, sliding_window=window), terms=case.longest)
+    check_close(out, case.decode(reference, sliding_window=window), terms=case.terms)
     # The schedule serves the next layer, too: other queries, the same lengths.
     case.q.mul_(2.0)
     again = case.decode(kernels, schedule, sliding_window=window)
-    check_close(again, case.decode(reference, sliding_window=window), terms=case.longest)
+    check_close(again, case.decode(reference, sliding_window=window), terms=case.terms)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -146,7 +146,7 @@ def test_ragged_batches(paged_case, kernels, reference, seed):
     lengths[torch.rand(batch, generator=generator) < 0.2] = 0
     num_ranges = int(torch.randint(1, 15, (1,), generator=generator))
     case = paged_case(lengths.tolist(), heads=(2, 1), head_dim=16, block_size=8)
-    check_close(case.decode_in_ranges(kernels, num_ranges), case.decode(reference), terms=case.longest)
+    check_close(case.decode_in_ranges(kernels, num_ranges), case.decode(reference), terms=case.terms)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter runs programs one by one, in order")
@@ -184,4 +184,4 @@ def test_replays_in_a_cuda_graph(paged_case, kernels, reference):
         case.contexts.seq_lens.copy_((longest - shorter).clamp_min(0))
         out.fill_(float("nan"))
         graph.replay()
-        check_close(out, case.decode(reference), terms=case.longest)
+        check_close(out, case.decode(reference), terms=case.terms)

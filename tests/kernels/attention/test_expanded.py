@@ -93,7 +93,7 @@ def test_shapes(paged_case, randn, each, seq_lens, query_lens, heads, sizes, roo
     wide = torch.full((len(q), heads, sizes[3] + 4), float("nan"), dtype=dtype, device=q.device)
     out, scale = wide[..., : sizes[3]], q.shape[2] ** -0.5
     each.expanded_prefill_attention(q, case.cache, weight, scale, pieces_of(case, room), room, out)
-    check_close(out, formula(case, q, weight, scale), terms=case.longest)
+    check_close(out, formula(case, q, weight, scale), terms=case.terms)
     assert wide[..., sizes[3] :].isnan().all()
 
 
@@ -109,7 +109,7 @@ def test_pieces_do_not_change_a_bit(paged_case, randn, kernels):
 
 def test_errors(paged_case, randn, each):
     case, q, weight = make(paged_case, randn, [20], [20], 2, (16, 8, 12, 20), torch.float32)
-    other, pieces, out = paged_case([20], heads=(2, 1), head_dim=24), pieces_of(case, 128), torch.empty(20, 2, 20)
+    other, pieces, out = paged_case([20], heads=(2, 1), head_dim=24), pieces_of(case, 128), q.new_empty(20, 2, 20)
     good = {"q": q, "cache": case.cache, "weight": weight, "scale": 1.0, "pieces": pieces, "room": 128, "out": out}
     for changed, message in (
         ({"cache": other.cache}, r"^cache must be one of latents"),

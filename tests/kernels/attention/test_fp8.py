@@ -47,9 +47,9 @@ def test_attention(
 ):
     shape = {"heads": heads, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
     case = paged_case(seq_lens, cache_dtype=cache_dtype, spread=2.0, **shape)
-    check_close(case.decode_in_ranges(kernels, 3), case.decode(reference), terms=case.longest)
+    check_close(case.decode_in_ranges(kernels, 3), case.decode(reference), terms=case.terms)
     case = paged_case(seq_lens, query_lens, cache_dtype=cache_dtype, spread=2.0, **shape)
-    check_close(case.prefill(kernels), case.prefill(reference), terms=case.longest)
+    check_close(case.prefill(kernels), case.prefill(reference), terms=case.terms)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
@@ -68,9 +68,9 @@ def test_options(paged_case, kernels, reference, alibi_slopes, sinks, window, al
     options = {"sliding_window": window, "alibi_slopes": alibi_slopes(4) if alibi else None, "softcap": softcap}
     options["sinks"] = sinks(4) if has_sinks else None
     case = paged_case([70, 0, 50], spread=4.0, cache_dtype=cache_dtype)
-    check_close(case.decode(kernels, **options), case.decode(reference, **options), terms=case.longest)
+    check_close(case.decode(kernels, **options), case.decode(reference, **options), terms=case.terms)
     case = paged_case([70, 0, 50], [20, 0, 13], spread=4.0, cache_dtype=cache_dtype)
-    check_close(case.prefill(kernels, **options), case.prefill(reference, **options), terms=case.longest)
+    check_close(case.prefill(kernels, **options), case.prefill(reference, **options), terms=case.terms)
 
 
 @pytest.mark.parametrize("query_lens", [None, [20, 0, 33]])
@@ -81,9 +81,9 @@ def test_scales_are_factors_of_what_is_stored(paged_case, reference, query_lens,
     numbers = (part.float() * scale[:, None, None] for part, scale in zip(case.cache, case.cache.scales, strict=False))
     plain = dataclasses.replace(case, cache=KVCache(*numbers))
     if query_lens is None:
-        check_close(case.decode(reference), plain.decode(reference), terms=case.longest)
+        check_close(case.decode(reference), plain.decode(reference), terms=case.terms)
     else:
-        check_close(case.prefill(reference), plain.prefill(reference), terms=case.longest)
+        check_close(case.prefill(reference), plain.prefill(reference), terms=case.terms)
 
 
 @pytest.mark.parametrize("cache_dtype", FORMATS)
@@ -134,4 +134,4 @@ def test_ranges_without_keys_and_padding(paged_case, kernels, reference, seq_len
     out = torch.full_like(case.q, float("nan"))
     case.decode_in_ranges(kernels, 4, out)
     if seq_lens:
-        check_close(out, case.decode(reference), terms=case.longest)
+        check_close(out, case.decode(reference), terms=case.terms)

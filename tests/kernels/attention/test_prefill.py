@@ -64,7 +64,7 @@ def test_shapes(paged_case, kernels, reference, seq_lens, query_lens, heads, hea
     # The output is a strided slice, too.
     out = torch.full((sum(query_lens), heads[0] + 1, head_dim), float("nan"), dtype=dtype, device=case.q.device)[:, 1:]
     assert case.prefill(kernels, out) is out
-    check_close(out, case.prefill(reference), terms=case.longest)
+    check_close(out, case.prefill(reference), terms=case.terms)
 
 
 @pytest.mark.parametrize("window", [None, 1, 24, 40, 500])
@@ -74,7 +74,7 @@ def test_options(paged_case, kernels, reference, alibi_slopes, window, alibi):
     options = {"sliding_window": window, "alibi_slopes": alibi_slopes(4) if alibi else None}
     out = torch.full_like(case.q, float("nan"))
     case.prefill(kernels, out, **options)
-    check_close(out, case.prefill(reference, **options), terms=case.longest)
+    check_close(out, case.prefill(reference, **options), terms=case.terms)
 
 
 @pytest.mark.parametrize("window", [None, 24])
@@ -91,13 +91,13 @@ def test_caps_and_sinks(paged_case, kernels, reference, alibi_slopes, sinks, sof
     }
     out = torch.full_like(case.q, float("nan"))
     case.prefill(kernels, out, **options)
-    check_close(out, case.prefill(reference, **options), terms=case.longest)
+    check_close(out, case.prefill(reference, **options), terms=case.terms)
 
 
 def test_the_hopper_kernel_is_for_plain_scores(paged_case, kernels, monkeypatch, sinks):
     """On a Hopper GPU all else goes to the kernel that every GPU runs."""
     from rayllm_kernels.attention import prefill_kernel
-    from rayllm_kernels.device import INTERPRETER, assumed
+    from rayllm_kernels.device import assumed, hardware
 
     class Hopper:
         calls = 0
@@ -108,7 +108,7 @@ def test_the_hopper_kernel_is_for_plain_scores(paged_case, kernels, monkeypatch,
     case = paged_case([100], [100], heads=(8, 2), dtype=torch.float16)
     hopper = Hopper()
     monkeypatch.setattr(prefill_kernel, "_hopper", hopper)
-    with assumed(case.q.device, INTERPRETER._replace(capability=(9, 0))):
+    with assumed(case.q.device, hardware(case.q.device)._replace(capability=(9, 0))):
         case.prefill(kernels)
         assert hopper.calls == 1
         for options in ({"sinks": sinks(8, torch.float16)}, {"softcap": 5.0}, {"sliding_window": 200}):
@@ -123,13 +123,13 @@ def test_edges_of_tiles(paged_case, kernels, reference, window):
     case = paged_case(*zip(*lengths, strict=True), heads=(1, 1), head_dim=16, spread=2.0)
     out = torch.full_like(case.q, float("nan"))
     case.prefill(kernels, out, sliding_window=window)
-    check_close(out, case.prefill(reference, sliding_window=window), terms=case.longest)
+    check_close(out, case.prefill(reference, sliding_window=window), terms=case.terms)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
 def test_large_scores(paged_case, kernels, reference, dtype):
     case = paged_case([77, 30], [20, 30], dtype=dtype, spread=100.0)
-    check_close(case.prefill(kernels), case.prefill(reference), terms=case.longest, exponent=500)
+    check_close(case.prefill(kernels), case.prefill(reference), terms=case.terms, exponent=500)
 
 
 def test_chunks_equal_the_whole(paged_case, kernels):
@@ -145,13 +145,13 @@ def test_chunks_equal_the_whole(paged_case, kernels):
     second = kernels.paged_prefill_attention(
         case.q[40:], case.cache, case.contexts, case.scoring(), starts - starts // 75 * 40, 35
     )
-    check_close(first, head, terms=case.longest)
-    check_close(second, tail, terms=case.longest)
+    check_close(first, head, terms=case.terms)
+    check_close(second, tail, terms=case.terms)
 
 
 def test_a_chunk_of_one_is_a_decode(paged_case, kernels):
     case = paged_case([75, 20])
-    check_close(case.prefill(kernels), case.decode(kernels), terms=case.longest)
+    check_close(case.prefill(kernels), case.decode(kernels), terms=case.terms)
 
 
 def test_blocks_before_the_window_are_not_read(paged_case, kernels):

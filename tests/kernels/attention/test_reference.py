@@ -79,7 +79,7 @@ def test_decode(paged_case, reference, resolved, options):
     options = resolved(options, 6)
     out = torch.full_like(case.q, float("nan"))
     assert case.decode(reference, out=out, **options) is out
-    check_close(out.cpu(), naive(case, **options), terms=case.longest)
+    check_close(out.cpu(), naive(case, **options), terms=case.terms)
     assert torch.equal(case.decode(reference, **options), out)
     assert not out[1].any()
 
@@ -91,7 +91,7 @@ def test_prefill(paged_case, reference, resolved, monkeypatch, options):
     options = resolved(options, 4)
     out = torch.full_like(case.q, float("nan"))
     assert case.prefill(reference, out, **options) is out
-    check_close(out.cpu(), naive(case, **options), terms=case.longest)
+    check_close(out.cpu(), naive(case, **options), terms=case.terms)
     assert torch.equal(case.prefill(reference, **options), out)
 
 
@@ -99,9 +99,9 @@ def test_prefill(paged_case, reference, resolved, monkeypatch, options):
 @pytest.mark.parametrize(("block_size", "heads", "head_dim"), [(1, (3, 3), 80), (5, (8, 1), 96), (32, (4, 2), 64)])
 def test_shapes_and_dtypes(paged_case, reference, dtype, block_size, heads, head_dim):
     case = paged_case([9, 23], heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
-    check_close(case.decode(reference).cpu(), naive(case), terms=case.longest)
+    check_close(case.decode(reference).cpu(), naive(case), terms=case.terms)
     case = paged_case([9, 23], [5, 2], heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
-    check_close(case.prefill(reference).cpu(), naive(case), terms=case.longest)
+    check_close(case.prefill(reference).cpu(), naive(case), terms=case.terms)
 
 
 def test_a_large_batch_of_decodes_is_computed_in_parts(paged_case, reference):
@@ -134,7 +134,7 @@ def test_agrees_with_torch_attention(paged_case, reference):
     blocks = case.contexts.block_tables[0, :3].long()
     k, v = (cache[blocks].transpose(0, 1).flatten(1, 2)[:, :37] for cache in case.cache[:2])
     expected = torch.nn.functional.scaled_dot_product_attention(case.q.transpose(0, 1), k, v, is_causal=True)
-    check_close(case.prefill(reference), expected.transpose(0, 1), terms=case.longest)
+    check_close(case.prefill(reference), expected.transpose(0, 1), terms=case.terms)
 
 
 def test_empty_batch(paged_case, reference):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rayllm_kernels.cache.kv_cache import FP8_MAX, KVCache, KVScales, quantise
-from rayllm_kernels.device import INTERPRETER, assumed
+from rayllm_kernels.device import assumed, hardware
 
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -91,7 +91,7 @@ def test_scales_belong_to_fp8_caches_alone(paged_case, each, device):
 
 def test_e4m3_is_refused_where_it_cannot_be_converted(paged_case, each, device):
     cases = {dtype: paged_case([20], cache_dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
-    with assumed(device, INTERPRETER._replace(capability=(8, 6))):
+    with assumed(device, hardware(device)._replace(capability=(8, 6))):
         for attend in (cases[torch.float8_e4m3fn].decode, cases[torch.float8_e4m3fn].prefill):
             with pytest.raises(ValueError, match=r"^cache.k in float8_e4m3fn needs .* 8\.9 or more, got \(8, 6\)"):
                 attend(each)

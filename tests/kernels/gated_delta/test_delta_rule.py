@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.closeness import check_close
+from support.closeness import UNIT, check_close
 from support.states import CHANNELS, HEADS, KEY, STEPS, VALUE
 from torch import Tensor
 
@@ -20,10 +20,15 @@ def gates_of(randn, rows: int, dtype: torch.dtype = torch.float32) -> Gates:
     return Gates(both[:, :HEADS], both[:, HEADS:], randn(HEADS), randn(HEADS))
 
 
+TF32 = 2.0**-11  # unit roundoff
+
+
 # The interpreter truncates to bf16, and a token's strength is rounded.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("step", STEPS)
 def test_gated_delta_rule(randn, kernels, reference, state_case, step, dtype):
+    from rayllm_kernels.gated_delta.delta_rule_kernel import LONG
+
     ours = state_case(*step, dtype=dtype)
     theirs = ours.copy()
     qkv, gates = randn(ours.num_rows, CHANNELS, dtype=dtype), gates_of(randn, ours.num_rows, dtype)
@@ -35,7 +40,10 @@ def test_gated_delta_rule(randn, kernels, reference, state_case, step, dtype):
     check_close(*results, terms=KEY, slack=4)
     written = ~theirs.cache.recurrent.isnan()
     assert torch.equal(written, ~ours.cache.recurrent.isnan())
-    check_close(ours.cache.recurrent[written], theirs.cache.recurrent[written], terms=KEY, slack=4)
+    # States are in fp32, and so are all sums; what is multiplied in long chunks of fp16 is rounded to tf32.
+    in_tf32 = dtype != torch.float32 and ours.chunks.longest >= LONG
+    slack = TF32 / UNIT[torch.float32] if in_tf32 else 4
+    check_close(ours.cache.recurrent[written], theirs.cache.recurrent[written], terms=KEY, slack=slack)
     if ours.chunks.starts is None:
         padding = ours.chunks.contexts.seq_lens == 0
         assert (results[0][padding] == 0).all()

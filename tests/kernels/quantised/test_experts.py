@@ -196,7 +196,7 @@ def test_every_code_of_e2m1_becomes_its_number(kernels, device):
         tiles = plans.choose_expert_tiles(16, 32, torch.float32, GPU, gated=False)
         with dispatch.forced(triton=True):
             y = multiply(x, projections, once[1], group(once[1], 1, tiles.tokens), tiles, gated=False)
-        assert torch.equal(y[:, 0], torch.ldexp(expected, torch.tensor(exponent - 127)))
+        assert torch.equal(y[:, 0], torch.ldexp(expected, torch.tensor(exponent - 127, device=device)))
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
