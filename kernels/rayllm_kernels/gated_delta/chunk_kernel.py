@@ -65,11 +65,11 @@ def _factor(x, FORM: tl.constexpr):
     """x as it is multiplied: rounded to the 11 bits that tf32 keeps, or in fp32.
 
     Tensor cores ignore the lower bits of what they are given, and Triton does not round them: all products would be too
-    small. By Veltkamp's splitting (Dekker, "A floating-point technique for extending the available precision", 1971).
+    small. In integers, because the compiler may fuse what would round in floats.
     """
     if FORM.precision == "tf32":
-        wide = x * (2.0**13 + 1.0)
-        return wide - (wide - x)
+        bits = (x.to(tl.int32, bitcast=True) + (1 << 12)) & -(1 << 13)
+        return bits.to(tl.float32, bitcast=True)
     else:
         return x
 
