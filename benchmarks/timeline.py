@@ -1,14 +1,19 @@
-"""Draws what GPU and host do during steady decode steps, and prints the gap between steps on the GPU.
+"""Draws what GPU and host do during steady decode steps, and prints the gap between steps and what each kernel takes.
 
     python benchmarks/timeline.py --model configs/models/qwen3-0.6b --batch 64 --out docs/decode_step.svg
+    python benchmarks/timeline.py --model configs/models/qwen3-30b-a3b --quantization fp8 --prompts 4 --context 8192
 
 Steps are profiled once they run steadily: kernels by name on one track, schedule / submit / collect / update of the
-engine loop on the other, in one clock. A gap is the time from a step's last kernel to the next step's first one.
+engine loop on the other, in one clock. A gap is the time from a step's last kernel to the next step's first one. A
+kernel's own time is that in which no kernel before it runs.
+
+With --prompts so many prompts of --context tokens are profiled instead, from the first step to the last.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 from collections import defaultdict
@@ -30,6 +35,7 @@ from rayllm.executor.base import Executor
 from rayllm.executor.local import LocalExecutor
 
 FIRST_KERNEL = "_decode_inputs_kernel"  # of every decode graph
+KERNELS = 20  # that are printed
 HOST = ("schedule", "submit", "collect", "update")
 COLORS = ("#4878a8", "#e08040", "#58a068", "#c05860", "#8868a8", "#a08060", "#d888b8", "#888888")
 WIDTH, TRACK, LEFT = 1400, 46, 70
@@ -53,14 +59,16 @@ def named(function: Any, name: str) -> Any:
     return call
 
 
-def record(core: EngineCore, executor: Executor, steps: int) -> tuple[list[Span], list[Span]]:
-    """(kernels, host phases) of so many steps, by start."""
+def record(core: EngineCore, executor: Executor, steps: int | None = None) -> tuple[list[Span], list[Span]]:
+    """(kernels, host phases) of so many steps, or of all that there are, by start."""
     core.scheduler.schedule = named(core.scheduler.schedule, "schedule")  # type: ignore[method-assign]
     core.scheduler.update = named(core.scheduler.update, "update")  # type: ignore[method-assign]
     executor.submit = named(executor.submit, "submit")  # type: ignore[method-assign]
     executor.collect = named(executor.collect, "collect")  # type: ignore[method-assign]
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
+        for _ in itertools.count() if steps is None else range(steps):
+            if not core.has_work():
+                break
             core.step()
         torch.cuda.synchronize()
     kernels, host = [], []
@@ -88,6 +96,21 @@ def apart(kernels: list[Span]) -> list[Span]:
             spans.append(span._replace(start=max(span.start, busy_until)))
             busy_until = span.end
     return spans
+
+
+def print_kernels(kernels: list[Span], count: int, unit: str) -> None:
+    """What each kernel takes a unit, of which there are `count`, those that take longest first."""
+    own: dict[str, float] = defaultdict(float)
+    whole: dict[str, float] = defaultdict(float)
+    launches: dict[str, int] = defaultdict(int)
+    for span in apart(kernels):
+        own[span.name] += span.end - span.start
+    for span in kernels:
+        whole[span.name] += span.end - span.start
+        launches[span.name] += 1
+    print(f"us a {unit}: own, with what overlaps, launches")
+    for name in sorted(whole, key=lambda name: -own[name])[:KERNELS]:
+        print(f"{own[name] / count:9.1f} {whole[name] / count:9.1f} {launches[name] / count:7.1f}  {name[:80]}")
 
 
 def draw(kernels: list[Span], host: list[Span], begin: float, end: float, title: str) -> str:
@@ -136,24 +159,46 @@ def main() -> None:
     parser.add_argument("--model", default="configs/models/qwen3-0.6b")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--prompts", type=int, default=0)
+    parser.add_argument("--quantization", default="auto")
     parser.add_argument("--out", type=Path, help="where to write the picture of two steps (SVG)")
     options = parser.parse_args()
     rng = random.Random(0)
     engine_options = {"model": options.model, "load_format": "dummy", "skip_tokenizer_init": True}
-    engine_options |= {"max_model_len": 16384, "max_num_batched_tokens": OFFLINE_BATCHED_TOKENS}
+    engine_options |= {
+        "quantization": options.quantization,
+        "max_model_len": 16384,
+        "max_num_batched_tokens": OFFLINE_BATCHED_TOKENS,
+    }
     config = resolve(make_config(EngineConfig, engine_options), torch.cuda.device_count())
     executor = LocalExecutor(config)
     core = start_resolved_engine(config, executor)
-    try:
-        params = SamplingParams(max_tokens=1000, ignore_eos=True, temperature=0.6)
-        for i in range(options.batch):
+
+    def add(count: int, max_tokens: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.6)
+        for _ in range(count):
             prompt = [rng.randrange(10_000) for _ in range(options.context)]
-            core.add(GenerationRequest(request_id=str(i), prompt_token_ids=prompt, params=params))
-        for _ in range(100):
-            core.step()
-        kernels, host = record(core, executor, 40)
+            core.add(GenerationRequest(request_id=str(next(numbers)), prompt_token_ids=prompt, params=params))
+
+    numbers = itertools.count()
+    try:
+        if options.prompts:
+            add(options.prompts, 1)
+            while core.has_work():
+                core.step()
+            add(options.prompts, 1)
+            kernels, host = record(core, executor)
+        else:
+            add(options.batch, 1000)
+            for _ in range(100):
+                core.step()
+            kernels, host = record(core, executor, 40)
     finally:
         core.shutdown()
+    if options.prompts:
+        print(f"{Path(options.model).name}, {options.prompts} prompts of {options.context} tokens, profiled:")
+        print_kernels(kernels, options.prompts, "prompt")
+        return
     steps = split_steps(kernels)
     gaps = [after[0].start - before[-1].end for before, after in pairwise(steps)]
     lengths = [after[0].start - before[0].start for before, after in pairwise(steps)]
@@ -165,6 +210,7 @@ def main() -> None:
     print(f"kernels in it          {statistics.median(busy):7.0f} us; with dependent launch they overlap")
     print(f"gap between steps, GPU {statistics.median(gaps):7.1f} us (median), {max(gaps):.1f} us (longest)")
     print(f"host without waiting   {loop:7.0f} us a step")
+    print_kernels([span for step in steps for span in step], len(steps), "step")
     if options.out:
         middle = len(steps) // 2
         begin, end = steps[middle][0].start - 20, steps[middle + 1][-1].end + 20
