@@ -196,8 +196,11 @@ class EngineSocket:
             self._context.destroy(linger=round(timeouts.DISCONNECT_S * 1000))  # which may hang, so it comes last
 
     def _receive(self, router: Router) -> None:
+        """Take in what has come, until there is something to send: tokens do not wait for a thousand requests."""
         with contextlib.suppress(zmq.Again):
-            for _ in range(1000):  # then it is the outbox's turn
+            for number in range(1000):  # then it is the other socket's turn
+                if number and self._outbox:
+                    return
                 identity, *frames = router.recv_multipart(zmq.NOBLOCK)
                 peer = router, identity
                 try:

@@ -62,6 +62,21 @@ def test_an_idle_engine_sleeps_and_wakes_at_once():
         assert statistics.median(delays) < 0.005
 
 
+def test_those_that_run_go_on_while_many_requests_are_taken_in(monkeypatch):
+    """What fronts sent is taken in for a bounded time between two steps; all of it within some steps."""
+    monkeypatch.setattr("rayllm.engine.driver.INBOX_S", 0.0)
+    core = FakeCore(gated=True)
+    with running(core) as (driver, front):
+        driver.add(front, fake_request("runs", max_tokens=100))
+        wait_for(core.live)  # the engine waits in its step
+        for i in range(20):
+            driver.add(front, fake_request(f"r{i}", max_tokens=1))
+        core.allow(100)
+        wait_for(lambda: len(front.ends()) == 21)
+        kinds = "".join(call[0][0] for call in core.calls if call[0] in ("add", "step"))
+        assert "aa" not in kinds and kinds.count("a") == 21
+
+
 def test_a_refused_request_is_answered_and_the_engine_goes_on():
     with running(FakeCore()) as (driver, front):
         driver.add(front, fake_request("refused", n=2, temperature=1.0))

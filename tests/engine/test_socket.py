@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -147,6 +148,30 @@ def test_two_fronts_get_one_message_a_step():
         assert [len(step) for step in got_one] == [3, 3, 3]
         assert [[d.request_id for d in step] for step in got_two] == [["first"], *[["b", "b"]] * 3]
         assert [d.finish_reason for d in got_one[-1] + got_two[-1]] == ["length"] * 5
+
+
+def test_tokens_do_not_wait_until_all_requests_are_taken_in(monkeypatch):
+    core, all_sent, handled = FakeCore(gated=True), threading.Event(), []
+    with listening(core) as (server, driver), raw_front(server) as front:
+        (known,) = server._fronts.values()
+
+        def add(_front, request):
+            if not handled:  # until the others have come too
+                all_sent.wait(10)
+                time.sleep(0.2)
+                server.post(known, wire.Found("news", True))
+            handled.append(request.request_id)
+
+        at_once = []
+        send = server._send
+        monkeypatch.setattr(driver, "add", add)
+        monkeypatch.setattr(server, "_send", lambda *args: (at_once.append(len(handled)), send(*args)))
+        for i in range(200):
+            front.send(wire.pack_request(fake_request(f"r{i}")))
+        all_sent.set()
+        assert front.receive(wire.Found) == wire.Found("news", True)
+        assert at_once[0] == 1
+        wait_for(lambda: len(handled) == 200)
 
 
 def test_clients_run_requests():

@@ -40,6 +40,11 @@ SPARE_FILES = 256
 # Of a request, headers included, that HAProxy takes in before it passes it on: almost all bodies, so that who sends one
 # slowly, or only a part of it, does not keep the API servers busy.
 BUFFER = 256 * 1024
+# A request that fills so much of the buffer is passed on without being whole, or almost. Of those one address may have
+# so many that are not answered yet: as many as have the prompt tokens that may wait by default, at 4 bytes a token.
+# Else one client's bodies that come in part would take all places and the memory that API servers have for bodies.
+LONG_REQUEST = BUFFER * 7 // 8
+LONG_REQUESTS = 256
 HOT_BUFFERS = 32  # that each thread keeps for the next use, with all else that it keeps
 # Further ones go back to the system at once. Without a fixed bound the C library, once it has seen some, keeps all that
 # there ever were: half a GiB after 4,100 bodies that came in part.
@@ -52,6 +57,9 @@ THREADS = 4  # one passes on 36,000 tokens a second
 # try again. What cannot be parsed as HTTP gets a 400, 408 or 422 that is built into HAProxy and cannot be configured.
 ANSWERS = {
     400: ApiError(400, "this is no HTTP request"),
+    429: ApiError(
+        429, f"this address has {LONG_REQUESTS} requests of more than {LONG_REQUEST} bytes already", code="queue_full"
+    ),
     408: ApiError(408, f"the request did not arrive within {timeouts.REQUEST_S:g} s", code="body_timeout"),
     **dict.fromkeys((500, 502, 503, 504), ApiError(503, "no API server answers; try again")),
 }
@@ -68,9 +76,6 @@ defaults
     mode http
     option abortonclose
     option forwardfor
-    # An API server may die with a request. One whose body was short enough to be here before it was passed on goes to
-    # another server, if no byte of an answer has come.
-    option http-buffer-request
     retries 2
     retry-on conn-failure empty-response
     option redispatch 1
@@ -90,7 +95,15 @@ frontend http
     tcp-request connection reject if {{ sc0_conn_cur gt {client_connections} }}
     default_backend api
 
+backend long_requests
+    stick-table type ipv6 size 64k expire 1m store conn_cur
+
 backend api
+    # An API server may die with a request. One whose body was short enough to be here before it was passed on goes to
+    # another server, if no byte of an answer has come.
+    option http-buffer-request
+    http-request track-sc1 src table long_requests if {{ req.len gt {long_request} }}
+    http-request deny deny_status 429 if {{ sc1_conn_cur gt {long_requests} }}
     # API servers of other hosts serve where there is none here, so that connections here do not depend on other hosts.
     balance leastconn
     option allbackups
@@ -257,6 +270,8 @@ class Ingress:
             "max_files": files,
             "client_connections": connections * 3 // 4,
             "buffer": BUFFER,
+            "long_request": LONG_REQUEST,
+            "long_requests": LONG_REQUESTS,
             "hot": HOT_BUFFERS * BUFFER,
             "threads": min(os.cpu_count() or 1, THREADS),
             "request_s": round(timeouts.REQUEST_S),

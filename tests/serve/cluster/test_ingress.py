@@ -68,7 +68,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         self.server.requests += 1
-        body = f"{self.server.name} got ".encode() + self.rfile.read(int(self.headers["content-length"]))
+        body = f"{self.server.name} got ".encode() + self.rfile.read(int(self.headers.get("content-length", -1)))
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -117,6 +117,16 @@ def get(found, host="127.0.0.1", tls=None):
     connection = kind(host, found.port, timeout=10, **options)
     with contextlib.closing(connection):
         connection.request("GET", "/")
+        response = connection.getresponse()
+        return response.status, dict(response.getheaders()), response.read().decode()
+
+
+def post(found, size, source="127.0.0.1"):
+    """(status, headers, text) for a body of so many bytes."""
+    connection = http.client.HTTPConnection("127.0.0.1", found.port, timeout=10, source_address=(source, 0))
+    with contextlib.closing(connection):
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before all of it was sent
+            connection.request("POST", "/", b" " * size)
         response = connection.getresponse()
         return response.status, dict(response.getheaders()), response.read().decode()
 
@@ -277,7 +287,7 @@ def take(server):
 
 
 def test_errors_have_the_form_of_all_others(monkeypatch):
-    monkeypatch.setattr(timeouts, "BODY_S", 1.0)
+    monkeypatch.setattr(timeouts, "REQUEST_S", 1.0)
     with ingress() as found, api_server("one") as one:
         status, headers, text = get(found)
         assert (status, headers["content-type"], headers["retry-after"]) == (503, "application/json", "2")
@@ -430,6 +440,38 @@ def test_one_address_may_not_have_all_connections(monkeypatch):
         found.update([one.member()])
         with connections(found, 1500, source="127.0.0.2"):
             assert who_answers(found) == {"one"}
+
+
+LONG_PARTS = (
+    b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 400000\r\n\r\n" + b" " * 300_000,
+    b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n61a80\r\n" + b" " * 300_000,
+    b"POST / HTTP/1.1\r\nhost: a\r\n"
+    + 3 * (b"a: " + b"a" * 60_000 + b"\r\n")
+    + b"content-length: 400000\r\n\r\n"
+    + b" " * 100_000,
+)
+
+
+@pytest.mark.parametrize("data", LONG_PARTS, ids=["with a length", "chunked", "long headers"])
+def test_one_address_may_not_fill_the_servers_with_bodies_that_come_in_part(data, monkeypatch):
+    monkeypatch.setattr(module, "LONG_REQUESTS", 3)
+    with ingress() as found, api_server("one") as one:
+        found.update([one.member()])
+        with connections(found, 20, source="127.0.0.2", data=data):
+            wait_for(lambda: one.requests == 3)
+            assert who_answers(found) == {"one"}
+            # Whole requests of the same address are answered, if they are short; long ones get an error.
+            short, long = (post(found, size, source="127.0.0.2") for size in (200_000, 250_000))
+            assert short[0] == 200
+            assert (long[0], long[1]["retry-after"], *error(long[2])[:2]) == (
+                429,
+                "1",
+                "rate_limit_error",
+                "queue_full",
+            )
+            assert post(found, 400_000)[0] == 200, "another address"
+            assert one.requests == 3 + 8 + 2
+        wait_for(lambda: post(found, 400_000, source="127.0.0.2")[0] == 200)
 
 
 @pytest.mark.parametrize("data", PARTS, ids=["nothing", "half of the headers", "half of the body"])
