@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from support.capabilities import each_where_it_can_run, needs_e4m3
 from support.closeness import check_close
 
 from rayllm_kernels.ops import KVCache
@@ -41,7 +42,9 @@ if ON_GPU:
     ]
 
 
-@pytest.mark.parametrize(("seq_lens", "query_lens", "heads", "head_dim", "block_size", "dtype", "cache_dtype"), SHAPES)
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens", "heads", "head_dim", "block_size", "dtype", "cache_dtype"), each_where_it_can_run(SHAPES)
+)
 def test_attention(
     paged_case, kernels, reference, seq_lens, query_lens, heads, head_dim, block_size, dtype, cache_dtype
 ):
@@ -55,14 +58,16 @@ def test_attention(
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 @pytest.mark.parametrize(
     ("window", "alibi", "softcap", "has_sinks", "cache_dtype"),
-    [
-        (40, False, None, False, E4M3),
-        (None, False, None, False, E5M2),
-        (None, True, None, False, E4M3),
-        (40, True, None, False, E4M3),
-        (None, False, 3.0, True, E4M3),
-        (40, True, 3.0, True, E5M2),
-    ],
+    each_where_it_can_run(
+        [
+            (40, False, None, False, E4M3),
+            (None, False, None, False, E5M2),
+            (None, True, None, False, E4M3),
+            (40, True, None, False, E4M3),
+            (None, False, 3.0, True, E4M3),
+            (40, True, 3.0, True, E5M2),
+        ]
+    ),
 )
 def test_options(paged_case, kernels, reference, alibi_slopes, sinks, window, alibi, softcap, has_sinks, cache_dtype):
     options = {"sliding_window": window, "alibi_slopes": alibi_slopes(4) if alibi else None, "softcap": softcap}
@@ -74,7 +79,7 @@ def test_options(paged_case, kernels, reference, alibi_slopes, sinks, window, al
 
 
 @pytest.mark.parametrize("query_lens", [None, [20, 0, 33]])
-@pytest.mark.parametrize("cache_dtype", FORMATS)
+@pytest.mark.parametrize("cache_dtype", each_where_it_can_run(FORMATS))
 def test_scales_are_factors_of_what_is_stored(paged_case, reference, query_lens, cache_dtype):
     """The reference over an fp8 cache is the reference over the numbers that it stands for."""
     case = paged_case([100, 0, 70], query_lens, cache_dtype=cache_dtype)
@@ -86,7 +91,7 @@ def test_scales_are_factors_of_what_is_stored(paged_case, reference, query_lens,
         check_close(case.prefill(reference), plain.prefill(reference), terms=case.terms)
 
 
-@pytest.mark.parametrize("cache_dtype", FORMATS)
+@pytest.mark.parametrize("cache_dtype", each_where_it_can_run(FORMATS))
 def test_queries_beyond_fp16_saturate(paged_case, kernels, cache_dtype):
     """Products are in fp16 for bf16 queries, too; one that is out of its range makes a sharp choice, and no NaN."""
     case = paged_case([60], dtype=torch.bfloat16, cache_dtype=cache_dtype)
@@ -127,6 +132,7 @@ def test_the_hopper_kernel_takes_no_fp8(paged_case):
     assert not hopper_takes(case.q, KVCache(case.cache.k.to(E4M3), case.cache.v.to(E4M3)))
 
 
+@needs_e4m3
 @pytest.mark.parametrize("seq_lens", [[], [0, 0], [0, 1, 300, 0, 2]])
 def test_ranges_without_keys_and_padding(paged_case, kernels, reference, seq_lens):
     """Queries stay on chip from tile to tile: each sequence gets its own, also after padding rows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.capabilities import each_where_it_can_run
 from support.closeness import check_close
 
 from rayllm_kernels import ops
@@ -279,7 +280,7 @@ def test_deterministic_chunks_do_not_show(paged_case, alibi_slopes, sinks, heads
             assert torch.equal(alone, whole[first:last]), f"chunk {first} to {last} alone"
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("cache_dtype", each_where_it_can_run([torch.float8_e4m3fn, torch.float8_e5m2]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_deterministic_chunks_over_fp8(paged_case, cache_dtype, dtype):
     case = paged_case([150], [150], heads=(8, 2), dtype=dtype, cache_dtype=cache_dtype)

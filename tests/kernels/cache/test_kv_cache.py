@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from support.capabilities import each_where_it_can_run, needs_e4m3
 
 from rayllm_kernels.cache.kv_cache import FP8_MAX, KVCache, KVScales, quantise
 from rayllm_kernels.device import assumed, hardware
@@ -51,7 +52,7 @@ def test_quantise_takes_the_nearest_number(dtype):
     assert quantise(torch.full((1, 1, 1), torch.nan), torch.ones(1), dtype).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", each_where_it_can_run(FORMATS))
 def test_borders_between_numbers_are_written_to_the_bit(each, device, dtype):
     values = borders(dtype).to(device)
     cache = torch.zeros(2, len(values), 1, 1, 32, device=device).to(dtype)
@@ -63,6 +64,7 @@ def test_borders_between_numbers_are_written_to_the_bit(each, device, dtype):
         assert same_bits(cache[1, :, :, 0], quantise(-values, torch.ones(1, device=device), dtype))
 
 
+@needs_e4m3
 def test_scales_belong_to_fp8_caches_alone(paged_case, each, device):
     plain, small = paged_case([20]), paged_case([20], cache_dtype=torch.float8_e4m3fn)
     scales, slots = small.cache.scales, torch.zeros(1, dtype=torch.int64, device=device)

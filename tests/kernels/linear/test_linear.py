@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from support.capabilities import HERE
 from support.closeness import check_close
 
-from rayllm_kernels.linear.plans import choose_rows, choose_tiles, rows_take
+from rayllm_kernels.linear.plans import MIN_SHARED_MEMORY, choose_rows, choose_tiles, rows_take
 
 ON_GPU = torch.cuda.is_available()
 ACTS = {"gelu": F.gelu, "gelu_new": partial(F.gelu, approximate="tanh"), "silu": F.silu}
@@ -127,29 +128,37 @@ def test_large_activations_do_not_overflow_fp16(randn, scaled, kernels, referenc
     check_close(y, reference.add_rms_norm_linear(x, None, norm_weight, 1e-6, weight)[0], terms=64)
 
 
-def choices(gated):
-    rows = {
-        choose_rows(m, k, gated=gated, norm=norm) for m in (1, 2) for k in (256, 2048, 4096) for norm in (False, True)
-    }
-    return sorted(rows), sorted({choose_tiles(m, n, gated, 132) for m in (4, 32, 64) for n in (256, 4096, 28672)})
+def weights_and_product(scaled, reference, x, gated):
+    """A weight of odd sizes, and what is expected of it."""
+    weight = scaled(84, x.shape[1], torch.float16)
+    return weight, reference.linear_act_mul(x, weight, "gelu_new") if gated else reference.linear(x, weight)
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_every_tile_that_may_be_chosen(randn, scaled, reference, gated):
+def test_every_choice_of_rows(randn, scaled, reference, gated):
     from rayllm_kernels.linear.linear import NO_NORM
     from rayllm_kernels.linear.rows_kernel import linear_rows
+
+    sizes = [(m, k) for m in (1, 2) for k in (256, 2048, 4096)]
+    choices = {choose_rows(*size, gated=gated, norm=norm) for size in sizes for norm in (False, True)}
+    for tokens, inputs in ((1, 700), (2, 1024)):
+        x = randn(tokens, inputs, dtype=torch.float16)
+        weight, expected = weights_and_product(scaled, reference, x, gated)
+        for choice in sorted(choices):
+            y, _total = linear_rows(x, weight, choice, None, NO_NORM, "gelu_tanh" if gated else None, None)
+            check_close(y, expected, terms=inputs)
+
+
+@pytest.mark.skipif(HERE.shared_memory < MIN_SHARED_MEMORY, reason="needs a GPU that has room for these tiles")
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_tile_that_may_be_chosen(randn, scaled, reference, gated):
     from rayllm_kernels.linear.tiles_kernel import linear_tiles
 
-    module_op = partial(reference.linear_act_mul, act="gelu_new") if gated else reference.linear
-    rows, tiles = choices(gated)
+    tiles = {choose_tiles(m, n, gated, 132) for m in (4, 32, 64) for n in (256, 4096, 28672)}
     for tokens, inputs in ((1, 700), (5, 1024)):
         x = randn(tokens, inputs, dtype=torch.float16)
-        weight = scaled(84, inputs, torch.float16)
-        expected = module_op(x, weight)
-        for row_tiles in rows:
-            y, _total = linear_rows(x[:2], weight, row_tiles, None, NO_NORM, "gelu_tanh" if gated else None, None)
-            check_close(y, expected[:2], terms=inputs)
-        for tile in tiles:
+        weight, expected = weights_and_product(scaled, reference, x, gated)
+        for tile in sorted(tiles):
             check_close(linear_tiles(x, weight, tile, act="gelu_tanh" if gated else None), expected, terms=inputs)
 
 

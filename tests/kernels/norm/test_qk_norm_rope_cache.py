@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.capabilities import each_where_it_can_run
 from support.closeness import check_close
 
 from rayllm_kernels import ops
@@ -195,12 +196,14 @@ def test_capture(randn, device, kernels):
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(
     ("tokens", "heads", "head_dim", "rotary_dim", "block_size", "dtype", "cache_dtype"),
-    [
-        (7, (4, 2), 64, 64, 16, torch.float16, torch.float8_e4m3fn),
-        (5, (5, 1), 80, 32, 5, torch.float32, torch.float8_e5m2),
-        (9, (6, 2), 16, 12, 1, BRAIN, torch.float8_e4m3fn),
-    ]
-    + ([(1300, (32, 8), 128, 128, 16, torch.bfloat16, kind) for kind in FORMATS] if ON_GPU else []),
+    each_where_it_can_run(
+        [
+            (7, (4, 2), 64, 64, 16, torch.float16, torch.float8_e4m3fn),
+            (5, (5, 1), 80, 32, 5, torch.float32, torch.float8_e5m2),
+            (9, (6, 2), 16, 12, 1, BRAIN, torch.float8_e4m3fn),
+        ]
+        + ([(1300, (32, 8), 128, 128, 16, torch.bfloat16, kind) for kind in FORMATS] if ON_GPU else [])
+    ),
 )
 def test_the_fp8_write_equals_the_sequence(
     randn, kernels, reference, device, tokens, heads, head_dim, rotary_dim, block_size, norm, dtype, cache_dtype

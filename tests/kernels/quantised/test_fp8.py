@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.capabilities import HERE, needs_e4m3
 from support.closeness import check_close
 
 from rayllm_kernels.linear.plans import Tiles
@@ -16,7 +17,6 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Hopper's tensor cores add fp8 products with fewer bits than fp32 has.
 PRODUCT_DTYPES = DTYPES[1:] if ON_GPU else DTYPES
 E4M3 = torch.float8_e4m3fn
-GPU = plans.hardware(torch.device("cpu"))
 
 
 def make_weight(weight, rows=1, group=None):
@@ -100,6 +100,7 @@ if ON_GPU:
     SHAPES += [(m, n, k, *b) for m in (1, 16, 100, 500) for n, k in ((4096, 1024),) for b in ((1, None), (128, 128))]
 
 
+@needs_e4m3
 @pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
 @pytest.mark.parametrize(("tokens", "outputs", "inputs", "rows", "group"), SHAPES)
 def test_products(randn, scaled, kernels, reference, tokens, outputs, inputs, rows, group, dtype):
@@ -134,7 +135,7 @@ def test_every_code_becomes_its_number(kernels, device):
 
 
 TILES = {
-    plans.choose_fp8_tiles(tokens, outputs, group, GPU._replace(multiprocessors=count))
+    plans.choose_fp8_tiles(tokens, outputs, group, HERE._replace(multiprocessors=count))
     for tokens in (1, 17, 40, 70, 129)
     for outputs in (16, 5000)
     for group in (None, 32, 128)
@@ -142,6 +143,7 @@ TILES = {
 }
 
 
+@needs_e4m3
 @pytest.mark.parametrize("tiles", sorted(TILES), ids=str)
 def test_every_tile_that_may_be_chosen(randn, scaled, reference, tiles: Tiles):
     from rayllm_kernels.quantised.fp8_product_kernel import multiply
@@ -157,6 +159,7 @@ def test_every_tile_that_may_be_chosen(randn, scaled, reference, tiles: Tiles):
         check_close(y, exact(x, weight).to(PRODUCT_DTYPES[0]), terms=inputs)
 
 
+@needs_e4m3
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("outputs", "inputs", "rows", "group"), [(33, 130, 1, None), (40, 300, 8, 128), (6, 64, 1, 32)]
@@ -191,6 +194,14 @@ def test_a_product_that_rounds_its_tokens(randn, scaled, kernels, reference, out
                 activated = torch.nn.functional.silu(gate) if group is None else torch.nn.functional.gelu(gate)
                 y, _ = each.linear_rounding_fp8(x, how, weight, act=act, **before)
                 check_close(y, (activated * up).to(dtype), terms=inputs)
+
+
+@needs_e4m3
+def test_tokens_with_a_scale_found_beforehand(randn, scaled, kernels, reference, device):
+    weight, how = make_weight(scaled(24, 96, torch.float32)), Rounding(None, torch.tensor([0.01], device=device))
+    x = randn(3, 96)
+    y, _ = kernels.linear_rounding_fp8(x, how, weight)
+    check_close(y, exact(reference.to_fp8(x, how), weight).float(), terms=96)
 
 
 @pytest.mark.parametrize("group", [None, 32])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.capabilities import HERE
 from support.closeness import check_close
 
 from rayllm_kernels.linear.plans import Tiles
@@ -13,7 +14,6 @@ from rayllm_kernels.quantised.formats import int4_numbers
 from rayllm_kernels.quantised.int4 import half_of, pack_int4
 
 ON_GPU = torch.cuda.is_available()
-GPU = plans.hardware(torch.device("cpu"))
 
 
 def make_weight(weight, group, *, symmetric):
@@ -54,7 +54,7 @@ def test_products(randn, scaled, kernels, reference, tokens, outputs, inputs, gr
 
 
 TILES = {
-    plans.choose_int4_tiles(tokens, outputs, group, torch.float16, GPU._replace(multiprocessors=count))
+    plans.choose_int4_tiles(tokens, outputs, group, torch.float16, HERE._replace(multiprocessors=count))
     for tokens in (1, 17, 40, 70, 129)
     for outputs in (16, 9000)
     for group in (None, 32, 128)
