@@ -14,7 +14,7 @@ from support.ray_hosts import check_private, engines, processes, wait_for
 
 pytestmark = pytest.mark.timeout(600)  # for machines without a free core
 
-IDLE_MINUTES = 0.2
+IDLE_MINUTES = 0.1
 NOT_COPIED = (".git", ".venv", "tests/__pycache__", "build")
 
 # What differs from what the guide says; `cluster_file.for_test_hosts` says what differs from cluster.yaml.
