@@ -71,7 +71,7 @@ def test_cluster_yaml(scripts, hosts, laptop, supervisor, phases):
     attach = laptop.start(f"cd ~/rayllm\n{scripts.pop(0)}", stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     wait_for(lambda: "LISTEN" in laptop.run("ss -tlnH 'sport = 8000'"), "ray attach -p has no port")
     answer = json.loads(run(laptop, scripts, "curl"))
-    assert answer["usage"]["completion_tokens"] == 16
+    assert 1 <= answer["usage"]["completion_tokens"] <= 16  # sampled, so it may end by itself
     attach.communicate(b"exit\n", timeout=20)
 
     # More than the workers have: the autoscaler makes what is asked for, and takes it away when nobody wants it.

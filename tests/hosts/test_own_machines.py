@@ -65,7 +65,7 @@ def test_the_guide(follow, hosts, laptop, phases):
         follow("rayllm launch")
     said = follow("curl")
     answer, end = json.JSONDecoder().raw_decode(said)
-    assert answer["usage"]["completion_tokens"] == 16
+    assert 1 <= answer["usage"]["completion_tokens"] <= 16  # sampled, so it may end by itself
     assert [each["id"] for each in json.loads(said[end:])["data"]] == ["tiny-pydoc"]
     for name in ("w2", "w3"):
         assert len(engines(hosts[name])) == 1, processes(hosts[name])

@@ -127,13 +127,13 @@ def test_an_update_loses_no_stream(cluster, hosts, laptop, texts, phases):
         "mkdir ~/models; cp -r ~/rayllm/rayllm/assets/tiny-pydoc ~/models; echo ~/models/*"
     ).strip()
     where = urls(cluster)
-    running = Streams(laptop, urls=where, count=5, max_tokens=250, interval=1.0, repeat=True, wait=False)
+    running = Streams(laptop, urls=where, count=5, max_tokens=400, interval=2.0, repeat=True, wait=False)
     with Resumed(laptop, where[0]) as resumed:
         with phases.timed("update under load, a host for it included"):
             assert update(cluster, num_replicas=2, max_model_len=2000, model=folder) == "updated"
         for name, _ in cluster.status().engines:
             assert hosts[name].run(f"ls {folder}/.copied-by-rayllm")
-        phases.add("update: longest pause of a stream", texts.check(running.results(), 250))
+        phases.add("update: longest pause of a stream", texts.check(running.results(), 400))
     assert resumed.count, "no stream had to move"
     for url in where:
         models = json.loads(laptop.run(f"curl --silent --fail {url}/v1/models"))["data"]
@@ -243,7 +243,8 @@ def test_ranks_on_two_hosts(cluster, hosts, laptop, phases):
         assert update(cluster, tensor_parallel_size=2) == "updated"
     wait_for(lambda: len(cluster.status().engines) == 1, "the update leaves old replicas")
     other = rank_host(cluster, hosts)
-    where = urls(cluster, other)
+    # Not the head's: its ingress passes requests to API servers of any host, also to one on the host that is to die.
+    _, *where = urls(cluster, other)
     assert [ask(laptop, url) for url in where] == [text] * len(where)
 
     texts = Texts()
