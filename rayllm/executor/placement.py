@@ -40,16 +40,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placement:
-    """A bundle for each rank. nodes: (Ray's node id, address) by rank."""
+    """A bundle for each rank. addresses: of its node by rank; empty if Ray places it anew, as its node has died."""
 
     group: PlacementGroup
     bundles: tuple[int, ...]
-    nodes: tuple[tuple[str, str], ...]
-
-    def one_node(self) -> bool:
-        """Whether all ranks are on this process's node."""
-        here = ray.get_runtime_context().get_node_id()
-        return all(node_id == here for node_id, _ in self.nodes)
+    addresses: tuple[str, ...]
 
     def actor_options(self, rank: int, share: float) -> dict[str, Any]:
         """Options of an actor of a rank: a share of its bundle's GPU, no restart, the driver's environment.
@@ -134,8 +129,7 @@ def _place(group: PlacementGroup, bundles: range) -> Placement:
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     here = ray.get_runtime_context().get_node_id()
     order = sorted(bundles, key=lambda index: (node_ids[index] != here, node_ids[index], index))
-    nodes = tuple((node_ids[index], addresses.get(node_ids[index], node_ids[index])) for index in order)
-    return Placement(group, tuple(order), nodes)
+    return Placement(group, tuple(order), tuple(addresses.get(node_ids[index], "") for index in order))
 
 
 def _what_is_taken(num_ranks: int, bundle: Mapping[str, float]) -> str:

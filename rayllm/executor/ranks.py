@@ -55,20 +55,23 @@ class RankActors:
     """Actors in order of rank: those that serve, or their standbys.
 
     `call` is for the start-up, `run` and `wait_stopped` for the step loops, `failure` for both from `wait_until_up` on.
-    places: where each is. weights: where each hands out its weights, from their load on.
+    node_ids: Ray's ids of their nodes, and places: where each is, for users; both from `wait_until_up` on. weights:
+    where each hands out its weights, from their load on.
     """
 
     def __init__(self, placement: Placement, config: ResolvedConfig, load: LoadRank):
-        self._nodes = placement.nodes
+        # Where Ray has placed them; no address, as long as one that has lost its host waits for another.
+        self._addresses = [address or "that is still to come" for address in placement.addresses]
         share = 0.5 if config.standbys else 1.0
         self._actors: list[Any] = [
             _actor_class().options(**placement.actor_options(rank, share)).remote(rank, config, load)
-            for rank in range(len(placement.nodes))
+            for rank in range(len(placement.bundles))
         ]
         self._whereabouts: list[Whereabouts] = []
         self._processes: list[psutil.Process] = []  # of this node
         self._pings: list[tuple[float, ray.ObjectRef]] = []  # when each rank was asked last, and the question
         self._loops: list[ray.ObjectRef] = []
+        self.node_ids: list[str] = []
         self.places: list[str] = []
         self.weights: list[bytes] = []
         self._has_weights = False
@@ -79,10 +82,15 @@ class RankActors:
         self._whereabouts = self.call("start", "whereabouts", seconds=seconds)
         self._pings = [self._ping(rank) for rank in range(len(self._actors))]
         self._loops = [actor.live.options(concurrency_group=_LIFE).remote() for actor in self._actors]
-        places = list(zip(self._nodes, self._whereabouts, strict=True))
         here = ray.get_runtime_context().get_node_id()
-        self._processes = [psutil.Process(place.pid) for (node_id, _), place in places if node_id == here]
-        self.places = [f"node {address}, process {place.pid}, {place.device}" for (_, address), place in places]
+        self._processes = [psutil.Process(each.pid) for each in self._whereabouts if each.node_id == here]
+        self._addresses = [each.address for each in self._whereabouts]
+        self.node_ids = [each.node_id for each in self._whereabouts]
+        self.places = [f"node {each.address}, process {each.pid}, {each.device}" for each in self._whereabouts]
+
+    def on_one_node(self) -> bool:
+        """Whether all ranks are on this process's node."""
+        return set(self.node_ids) == {ray.get_runtime_context().get_node_id()}
 
     def end_before(self, ranks: RankActors, seconds: float) -> None:
         """As standbys, end the processes of these ranks on other hosts, for which `kill` can only ask Ray."""
@@ -204,7 +212,7 @@ class RankActors:
         return time.monotonic(), self._actors[rank].ping.options(concurrency_group=_PINGS).remote()
 
     def _name(self, rank: int) -> str:
-        return f"worker rank {rank} on node {self._nodes[rank][1]}"
+        return f"worker rank {rank} on node {self._addresses[rank]}"
 
 
 def _first_cause(calls: list[ray.ObjectRef], wait_seconds: float = 0.0) -> Failure | None:

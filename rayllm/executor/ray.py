@@ -187,7 +187,7 @@ class RayExecutor(Executor):
 
     def _connect(self, ranks: RankActors, device_backend: str) -> Groups:
         """Join the control group together with all ranks, on the loopback interface if they are on this node."""
-        host = "127.0.0.1" if self._placement.one_node() else ray.util.get_node_ip_address()
+        host = "127.0.0.1" if ranks.on_one_node() else ray.util.get_node_ip_address()
         store = _open_store(host)
         excepthook = sys.excepthook  # which torch replaces, to mark this process's own errors with a rank
         meeting = Rendezvous(host, store.port, self._config.tp, device_backend)
@@ -229,8 +229,8 @@ class RayExecutor(Executor):
 
     def load_adapter(self, adapter: Adapter) -> None:
         super().check_health()
-        if not self._placement.one_node():
-            spread_adapter(adapter.path, [node_id for node_id, _ in self._placement.nodes], timeouts.ADAPTER_S)
+        if not self._ranks.on_one_node():
+            spread_adapter(adapter.path, self._ranks.node_ids, timeouts.ADAPTER_S)
         self._ranks.load_adapter(adapter, timeouts.RANK_START_S)
 
     def check_health(self) -> None:

@@ -38,11 +38,14 @@ from rayllm_kernels import ops
 
 
 class Whereabouts(NamedTuple):
-    """The process of a rank on its host. created: seconds since the epoch."""
+    """The process of a rank, and its node. created: seconds since the epoch."""
 
     pid: int
     created: float
     device: str
+    # Ray's id, and the address in the cluster.
+    node_id: str
+    address: str
 
 
 class WorkerActor:
@@ -69,7 +72,8 @@ class WorkerActor:
     def whereabouts(self) -> Whereabouts:
         """This process and its device, once everything it needs is imported."""
         device = "CPU" if self._device.type == "cpu" else f"GPU {os.environ.get('CUDA_VISIBLE_DEVICES', '0')}"
-        return Whereabouts(os.getpid(), psutil.Process().create_time(), device)
+        node_id, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return Whereabouts(os.getpid(), psutil.Process().create_time(), device, node_id, address)
 
     def ping(self) -> None:
         """Answers as long as this process can run Python; called in a thread of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import sys
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import ray
+from support.stand_ins import AddingRank, cpu_config
 
 import rayllm
 from rayllm import timeouts
 from rayllm.errors import StartupError
 from rayllm.executor.placement import actor_environment, reserve
+from rayllm.executor.ranks import RankActors
 from rayllm.executor.ray_cluster import connect_to_ray
 from rayllm.parallel.process_groups import interface_variables
 
@@ -47,10 +50,23 @@ def test_resources_that_are_taken(ray_cluster, monkeypatch):
     ray.util.remove_placement_group(taken)
     monkeypatch.setattr(timeouts, "PLACEMENT_S", 15.0)
     with reserve(2, "cpu") as place:  # which waits for what is being freed
-        assert place.one_node()
+        assert set(place.addresses) == {ray.util.get_node_ip_address()}
         assert place.bundles == (0, 1)
     with reserve(2, "cpu"):
         pass
+
+
+def test_ranks_tell_where_they_are(ray_cluster):
+    """Where Ray has a place for one may not be known beforehand: after its host's death it waits for another one."""
+    with reserve(1, "cpu") as place:
+        unknown = dataclasses.replace(place, addresses=("",))
+        ranks = RankActors(unknown, cpu_config(executor="ray"), AddingRank)
+        try:
+            ranks.wait_until_up(60)
+            assert ranks.places[0].startswith(f"node {ray.util.get_node_ip_address()}, process ")
+            assert ranks.on_one_node()
+        finally:
+            ranks.kill(5)
 
 
 def test_the_connection_that_is_there_is_used(ray_cluster):

@@ -14,7 +14,7 @@ from support.ray_hosts import check_private, engines, processes, wait_for
 
 pytestmark = pytest.mark.timeout(600)  # for machines without a free core
 
-IDLE_MINUTES = 0.2
+IDLE_MINUTES = 0.1
 NOT_COPIED = (".git", ".venv", "tests/__pycache__", "build")
 
 # What differs from what the guide says; `cluster_file.for_test_hosts` says what differs from cluster.yaml.
@@ -71,7 +71,7 @@ def test_cluster_yaml(scripts, hosts, laptop, supervisor, phases):
     attach = laptop.start(f"cd ~/rayllm\n{scripts.pop(0)}", stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     wait_for(lambda: "LISTEN" in laptop.run("ss -tlnH 'sport = 8000'"), "ray attach -p has no port")
     answer = json.loads(run(laptop, scripts, "curl"))
-    assert answer["usage"]["completion_tokens"] == 16
+    assert 1 <= answer["usage"]["completion_tokens"] <= 16  # sampled, so it may end by itself
     attach.communicate(b"exit\n", timeout=20)
 
     # More than the workers have: the autoscaler makes what is asked for, and takes it away when nobody wants it.

@@ -13,7 +13,7 @@ from support.ray_hosts import OwnCluster, Resumed, Streams, Texts, wait_for
 pytestmark = pytest.mark.timeout(600)  # for machines without a free core
 
 STREAMS = 12
-TOKENS = 400
+TOKENS = 250  # ten seconds: a death is over in less
 LIMIT_S = 10.0  # of a pause; on a machine that has time it is much shorter, which the table at the end shows
 REDIS_PORT = 6380
 SERVED_S = 90.0  # for at least so long without a head; docs/operations.md says no more

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from support import cluster_file, guide
 from support.hosts import VENV
-from support.ray_hosts import check_private, engines, processes
+from support.ray_hosts import check_private, engines, processes, wait_for
 
 pytestmark = pytest.mark.timeout(600)  # for machines without a free core
 
@@ -52,6 +52,7 @@ def test_the_guide(follow, hosts, laptop, phases):
         follow("ray up")
     start = time.monotonic()  # the workers come by themselves from now on
     follow("ray status")
+    wait_for(lambda: all("raylet" in processes(hosts[name]) for name in ("w2", "w3")), "workers have no Ray", 120)
     while (said := laptop.run("cd ~/rayllm; ray exec own.yaml 'ray status'")) and "3 local.cluster.node" not in said:
         assert time.monotonic() - start < 120, said
     phases.add("both workers are there", time.monotonic() - start)
@@ -64,7 +65,7 @@ def test_the_guide(follow, hosts, laptop, phases):
         follow("rayllm launch")
     said = follow("curl")
     answer, end = json.JSONDecoder().raw_decode(said)
-    assert answer["usage"]["completion_tokens"] == 16
+    assert 1 <= answer["usage"]["completion_tokens"] <= 16  # sampled, so it may end by itself
     assert [each["id"] for each in json.loads(said[end:])["data"]] == ["tiny-pydoc"]
     for name in ("w2", "w3"):
         assert len(engines(hosts[name])) == 1, processes(hosts[name])

@@ -90,13 +90,13 @@ def test_hosts_come_for_queued_tokens_and_go(cluster, laptop, supervisor, texts,
     assert len(cluster.status().engines) == 1
     first, where = cluster.workers, urls(cluster)
     # Repeated, or the queue might be empty before a host for the third is there.
-    load = Streams(laptop, wait=False, urls=where, count=30, max_tokens=200, interval=0.5, silence=120, repeat=True)
+    load = Streams(laptop, wait=False, urls=where, count=30, max_tokens=100, interval=0.1, silence=120, repeat=True)
     phases.add(
         "from 1 to 3 replicas, a host included",
         wait_for(lambda: len(cluster.status().engines) == 3, supervisor.history),
     )
     assert len(cluster.workers) == 3
-    texts.check(load.results(), 200)
+    texts.check(load.results(), 100)
     start = time.monotonic()
     few = Streams(laptop, wait=False, urls=where, count=5, max_tokens=250, interval=2.0, repeat=True)
     wait_for(lambda: len(cluster.status().engines) == 1, supervisor.history)
@@ -127,7 +127,8 @@ def test_an_update_loses_no_stream(cluster, hosts, laptop, texts, phases):
         "mkdir ~/models; cp -r ~/rayllm/rayllm/assets/tiny-pydoc ~/models; echo ~/models/*"
     ).strip()
     where = urls(cluster)
-    running = Streams(laptop, urls=where, count=5, max_tokens=400, interval=2.0, repeat=True, wait=False)
+    # Several on each engine at any time: those on the old ones must not all be near their ends when these are drained.
+    running = Streams(laptop, urls=where, count=8, max_tokens=400, interval=1.0, repeat=True, wait=False)
     with Resumed(laptop, where[0]) as resumed:
         with phases.timed("update under load, a host for it included"):
             assert update(cluster, num_replicas=2, max_model_len=2000, model=folder) == "updated"
@@ -199,22 +200,23 @@ def test_an_ingress_dies(cluster, hosts, laptop, texts, phases):
 def drained(cluster, hosts, laptop, texts, phases, what, take):
     """Have a host with an engine, and an API server if possible, taken away by take(host), under streams."""
     status = cluster.status()
+    _, _, recoveries = status.text.partition("last recoveries")
     with_server = [name for name, _ in status.servers]
     victim = max((name for name, _ in status.engines), key=with_server.count)
     where = urls(cluster, victim)
-    running = Streams(laptop, urls=where, count=6, max_tokens=600, interval=1.0, repeat=True)
+    running = Streams(laptop, urls=where, count=6, max_tokens=400, interval=0.5, repeat=True)
     with Resumed(laptop, where[0]) as resumed:
         start = time.monotonic()
         take(hosts[victim])
         drains = rf"^  {hosts[victim].ip}  .* drains, goes in \d+ s$"
-        wait_for(lambda: re.search(drains, cluster.head.run("rayllm status"), re.MULTILINE), "nobody drains")
+        wait_for(lambda: re.search(drains, cluster.status().text, re.MULTILINE), "nobody drains")
         wait_for(lambda: victim not in {name for names in cluster.status()[1:] for name, _ in names}, "nobody leaves")
         phases.add(f"{what}: all have left the host", time.monotonic() - start)
-        phases.add(f"{what}: longest pause of a stream", texts.check(running.results(), 600))
+        phases.add(f"{what}: longest pause of a stream", texts.check(running.results(), 400))
     assert resumed.count, "no stream had to move"
     status = cluster.status()
     assert len(status.engines) == len(status.servers) == 2
-    assert "last recoveries" not in status.text, "nobody died"
+    assert status.text.partition("last recoveries")[2] == recoveries, "nobody died"
     assert [ask(laptop, url) for url in urls(cluster)]
 
 
@@ -242,22 +244,23 @@ def test_ranks_on_two_hosts(cluster, hosts, laptop, phases):
         assert update(cluster, tensor_parallel_size=2) == "updated"
     wait_for(lambda: len(cluster.status().engines) == 1, "the update leaves old replicas")
     other = rank_host(cluster, hosts)
-    where = urls(cluster, other)
+    # Not the head's: its ingress passes requests to API servers of any host, also to one on the host that is to die.
+    _, *where = urls(cluster, other)
     assert [ask(laptop, url) for url in where] == [text] * len(where)
 
     texts = Texts()
-    options = {"urls": where, "count": 6, "max_tokens": 200, "silence": 90}
-    texts.check(Streams(laptop, **options).results(), 200)
+    options = {"urls": where, "count": 6, "max_tokens": 120, "silence": 90}
+    texts.check(Streams(laptop, **options).results(), 120)
     running = Streams(laptop, **options)
     stopped = rank_process(cluster, hosts[other].ip)
     hosts[other].run(f"kill -STOP {stopped}")
-    phases.add("a rank on another host is stopped: longest pause of a stream", texts.check(running.results(), 200))
+    phases.add("a rank on another host is stopped: longest pause of a stream", texts.check(running.results(), 120))
     assert rank_process(cluster, hosts[other].ip) != stopped
     assert "gone" in hosts[other].run(f"test -e /proc/{stopped} || echo gone", check=False)
 
     running, gone = Streams(laptop, **options), hosts[other].ip
     hosts[other].cut_network()
-    phases.add("the host of a rank dies silently: longest pause of a stream", texts.check(running.results(), 200))
+    phases.add("the host of a rank dies silently: longest pause of a stream", texts.check(running.results(), 120))
     # A recovery is over before what the engine reports of its ranks has come round.
     wait_for(lambda: len(on := rank_addresses(cluster)) == 2 and gone not in on, "no host has taken the rank over")
 

@@ -176,9 +176,13 @@ class OwnCluster:
         """Return when Ray knows the head and all workers; how long that took, seconds."""
         alive = "import ray; ray.init(log_to_driver=False); print('alive', sum(n['Alive'] for n in ray.nodes()))"
         there = f"alive {1 + len(self.workers)}\n"
-        return wait_for(
-            lambda: there in self.head.run(f'python -c "{alive}"', check=False), "workers are missing", limit
-        )
+
+        def all_are_there() -> bool:
+            # To ask Ray takes a core for seconds, which hosts that are starting have better use for.
+            started = all("raylet" in processes(self._hosts[name]) for name in self.workers)
+            return started and there in self.head.run(f'python -c "{alive}"', check=False)
+
+        return wait_for(all_are_there, "workers are missing", limit)
 
     def launch(self, options: str = "") -> float:
         """Serve, and return when all workers answer; how long that took, seconds."""

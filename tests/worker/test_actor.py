@@ -16,9 +16,13 @@ def test_a_standby_ends_the_rank_before_it_even_if_that_is_stopped():
     actor = WorkerActor(1, cpu_config(tensor_parallel_size=2), AddingRank)
     with subprocess.Popen(["sleep", "60"]) as other, subprocess.Popen(["sleep", "60"]) as mine:
         try:
-            places = [Whereabouts(each.pid, psutil.Process(each.pid).create_time(), "CPU") for each in (other, mine)]
+            created = [psutil.Process(each.pid).create_time() for each in (other, mine)]
+            places = [
+                Whereabouts(each.pid, at, "CPU", "a node", "10.0.0.1")
+                for each, at in zip((other, mine), created, strict=True)
+            ]
             os.kill(mine.pid, signal.SIGSTOP)
-            reused = Whereabouts(mine.pid, places[1].created - 60, "CPU")
+            reused = places[1]._replace(created=places[1].created - 60)
             actor.end([places[0], reused], 5.0)
             assert mine.poll() is None, "its number belonged to another process then"
             actor.end(places, 5.0)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import msgspec
 import ray
 import zmq
-from ray import serve
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
@@ -518,7 +517,7 @@ class Place(NamedTuple):
     @property
     def replica_index(self) -> int:
         """Serve's rank of the replica: from 0 to the number of replicas - 1, given anew when one has gone."""
-        return int(serve.get_replica_context().rank.rank)
+        return int(_replica_context().rank.rank)
 
     def time_left(self) -> float:
         """Seconds until the host goes away, math.inf if that is not known. Blocks for DIRECTORY_S at most."""
@@ -529,9 +528,17 @@ class Place(NamedTuple):
             return math.inf
 
 
+def _replica_context() -> Any:
+    """Serve's, of the replica that runs in this process."""
+    # Its import takes half a second, for which neither the directory's actor nor those of ingresses have to wait.
+    from ray import serve
+
+    return serve.get_replica_context()
+
+
 def own_place() -> Place:
     """Of the Serve replica that runs in this process."""
-    context = serve.get_replica_context()
+    context = _replica_context()
     node_id = ray.get_runtime_context().get_node_id()
     return Place(context.app_name, context.replica_id.unique_id, node_id, ray.util.get_node_ip_address())
 
