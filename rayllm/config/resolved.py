@@ -15,8 +15,8 @@ from rayllm.config.model_spec import ModelSpec, check_parallel
 from rayllm.config.options import EngineConfig, changed
 from rayllm.errors import ConfigError
 
-# Where max_num_seqs is not given. A CPU gains nothing by more.
-NUM_SEQS = {"cpu": (256,), "cuda": (256, 512, 1024)}
+# Where max_num_seqs is not given. A CPU gains little by more, and a step takes as much longer as it has more sequences.
+NUM_SEQS = {"cpu": (64,), "cuda": (256, 512, 1024)}
 # Where max_num_batched_tokens is not given. So many tokens of a small model take a CPU a few tenths of a second.
 BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 MAX_GPUS = 8  # that an engine may ask for

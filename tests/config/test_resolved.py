@@ -94,7 +94,7 @@ def test_the_folder_is_absolute_and_the_length_is_the_models(monkeypatch):
 
 def test_how_many_sequences_run_at_once():
     """On GPUs the ranks choose, as only they know the memory."""
-    assert resolve(EngineConfig(), 0).num_seqs_choices == (256,)
+    assert resolve(EngineConfig(), 0).num_seqs_choices == (64,)
     assert resolve(EngineConfig(), 1).num_seqs_choices == (256, 512, 1024)
     for num_gpus in (0, 1):
         assert resolve(EngineConfig(max_num_seqs=7), num_gpus).num_seqs_choices == (7,)
