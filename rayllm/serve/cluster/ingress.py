@@ -107,7 +107,9 @@ backend api
     # API servers of other hosts serve where there is none here, so that connections here do not depend on other hosts.
     balance leastconn
     option allbackups
-    default-server check inter 1s fall 2 rise 1
+    # The kernel of a host that is gone ends no connection, so streams through such a server are ended here: clients are
+    # to come again. One that drains listens until its streams have ended.
+    default-server check inter 1s fall 2 rise 1 on-marked-down shutdown-sessions
     {servers}
 """
 

@@ -9,6 +9,7 @@ from support.capabilities import HERE, needs_e4m3
 from support.closeness import check_close
 
 from rayllm_kernels import dispatch
+from rayllm_kernels.device import INTERPRETER
 from rayllm_kernels.ops import ExpertRange, ExpertWeight, to_fp8
 from rayllm_kernels.quantised import plans
 from rayllm_kernels.quantised.formats import E2M1, e2m1_numbers, e4m3_numbers, int4_numbers
@@ -225,7 +226,7 @@ def test_every_tile_that_may_be_chosen(case, rows, how):
 
 @needs_e4m3
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
-@pytest.mark.parametrize("gpu", [GPU, GPU._replace(capability=(9, 0))], ids=["any", "Hopper"])
+@pytest.mark.parametrize("gpu", [INTERPRETER, INTERPRETER._replace(capability=(9, 0))], ids=["any", "Hopper"])
 def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows, gpu):
     """The outputs of neither product are a multiple of the tile's."""
     from rayllm_kernels.experts.group_kernel import group

@@ -220,6 +220,21 @@ def test_a_server_that_is_gone_is_passed_over():
         assert who_answers(found) == {"two"}
 
 
+def test_a_stream_ends_if_its_server_is_gone_without_a_word():
+    """As if its host had lost power: nobody listens there, and the connection is not closed."""
+    with ingress() as found, api_server("one") as one:
+        found.update([one.member()])
+        connection = http.client.HTTPConnection("127.0.0.1", found.port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("GET", "/stream")
+            response = connection.getresponse()
+            assert response.read(1) == b"."
+            one.shutdown()
+            one.server_close()
+            with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+                response.read()
+
+
 def test_one_that_dies_is_started_again_and_no_connection_is_refused(monkeypatch):
     monkeypatch.setattr(timeouts, "INGRESS_RESTART_S", 0.3)
     with ingress() as found, api_server("one") as one, api_server("two") as two:
