@@ -28,8 +28,7 @@ from ..dependent_launch import wait_for_predecessor
 from ..device import Hardware, hardware
 from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
-from ..experts.group_kernel import Groups, group, most_tiles
-from ..experts.plans import choose_rows, is_unsorted
+from ..experts.group_kernel import Groups, arrange, most_tiles
 from ..experts.products_kernel import activation_of, combine, first_and_number
 from ..linear.device_functions import no_sums, sums
 from ..linear.invariant_kernel import can_copy
@@ -324,14 +323,10 @@ def experts(
     """y of checked arguments."""
     if not x.numel():
         return torch.empty_like(x)
-    (tokens, top_k), num_here, gate_up, down = experts.shape, projections.down.codes.shape[0], *projections[:2]
-    num_experts = num_here if owned is None else owned.total
-    unsorted = is_unsorted(tokens, top_k, num_experts) and not deterministic
-    rows = plans.FIXED_FP8_EXPERT_ROWS
-    if not deterministic:
-        rows = choose_rows(tokens * top_k, num_experts, x.dtype, unsorted=unsorted)
-    rows = min(rows, most_rows(projections, hardware(x.device)))
-    groups = None if unsorted else group(experts, num_here, rows, None if owned is None else owned.first)
+    num_here, gate_up, down = projections.down.codes.shape[0], *projections[:2]
+    most, fixed = most_rows(projections, hardware(x.device)), plans.FIXED_FP8_EXPERT_ROWS if deterministic else None
+    rows, groups = arrange(experts, num_here, owned, x.dtype, most_rows=most, fixed_rows=fixed)
+    unsorted = groups is None
     first, last = (
         plans.choose_fp8_expert_tiles(rows, weight.token_group, down.token_group, gated=gated, unsorted=unsorted)
         for weight, gated in ((gate_up, True), (down, False))
