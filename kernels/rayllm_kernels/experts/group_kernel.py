@@ -20,6 +20,8 @@ from torch import Tensor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
+from .experts import ExpertRange
+from .plans import choose_rows, is_unsorted
 
 CHUNK = 1024  # pairs that are read at once
 LARGE_CHUNK = 8192  # of many pairs
@@ -129,3 +131,28 @@ def group(experts: Tensor, num_experts: int, rows: int, first_expert: int | None
         launch_pdl=overlap,
     )
     return Groups(order, tiles, count)
+
+
+def arrange(
+    experts: Tensor,
+    num_here: int,
+    owned: ExpertRange | None,
+    dtype: torch.dtype,
+    *,
+    most_rows: int | None = None,
+    fixed_rows: int | None = None,
+) -> tuple[int, Groups | None]:
+    """(rows of a tile, the groups of experts [T, k] in tiles of so many; None where each pair is a tile of its own).
+
+    num_here: of the experts whose weights are here. most_rows: that a tile may have, None for any number. fixed_rows:
+    of all tiles, for any number of tokens; None for what suits that number.
+    """
+    rows = fixed_rows
+    if rows is None:
+        (tokens, top_k), num_experts = experts.shape, num_here if owned is None else owned.total
+        unsorted = is_unsorted(tokens, top_k, num_experts)
+        rows = choose_rows(tokens * top_k, num_experts, dtype, unsorted=unsorted)
+        if unsorted:
+            return rows, None
+    rows = rows if most_rows is None else min(rows, most_rows)
+    return rows, group(experts, num_here, rows, None if owned is None else owned.first)

@@ -31,8 +31,8 @@ from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.plans import Tiles
 from .device_functions import activate_gated, find_rows, find_tile, is_owned
 from .experts import ExpertRange, Projections
-from .group_kernel import Groups, group, most_tiles
-from .plans import choose_rows, choose_tiles, is_unsorted
+from .group_kernel import Groups, arrange, most_tiles
+from .plans import choose_tiles
 
 COLUMNS = 1024  # of a token's output that a program of the last kernel adds up
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}  # the others are gelu's approximation by tanh
@@ -223,12 +223,9 @@ def experts(
     """y of checked arguments."""
     if not x.numel():
         return torch.empty_like(x)
-    (tokens, top_k), num_here, dtype = experts.shape, projections.down.shape[0], x.dtype
-    num_experts = num_here if owned is None else owned.total
-    unsorted = is_unsorted(tokens, top_k, num_experts)
-    rows = choose_rows(tokens * top_k, num_experts, dtype, unsorted=unsorted)
-    groups = None if unsorted else group(experts, num_here, rows, None if owned is None else owned.first)
-    gate_up_tiles, down_tiles = (choose_tiles(rows, dtype, gated=gated) for gated in (True, False))
+    num_here = projections.down.shape[0]
+    rows, groups = arrange(experts, num_here, owned, x.dtype)
+    gate_up_tiles, down_tiles = (choose_tiles(rows, x.dtype, gated=gated) for gated in (True, False))
     h = multiply(x, projections, experts, groups, gate_up_tiles, gated=True, owned=owned)
     z = multiply(h, projections, experts, groups, down_tiles, gated=False, owned=owned)
     return combine(z, weights, onto, experts, first_and_number(owned, num_here))

@@ -24,8 +24,7 @@ from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
 from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
-from ..experts.group_kernel import Groups, group, most_tiles
-from ..experts.plans import choose_rows, is_unsorted
+from ..experts.group_kernel import Groups, arrange, most_tiles
 from ..experts.products_kernel import activation_of, combine, first_and_number
 from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.plans import Tiles
@@ -226,14 +225,11 @@ def experts(
     """y of checked arguments."""
     if not x.numel():
         return torch.empty_like(x)
-    (tokens, top_k), num_here, dtype = experts.shape, projections.down.codes.shape[0], x.dtype
-    num_experts = num_here if owned is None else owned.total
-    unsorted = is_unsorted(tokens, top_k, num_experts)
-    rows = choose_rows(tokens * top_k, num_experts, dtype, unsorted=unsorted)
-    groups = None if unsorted else group(experts, num_here, rows, None if owned is None else owned.first)
+    num_here = projections.down.codes.shape[0]
+    rows, groups = arrange(experts, num_here, owned, x.dtype)
     first, last = (
         plans.choose_expert_tiles(
-            rows, weight.group, dtype, hardware(x.device), gated=gated, deterministic=deterministic
+            rows, weight.group, x.dtype, hardware(x.device), gated=gated, deterministic=deterministic
         )
         for weight, gated in ((projections.gate_up, True), (projections.down, False))
     )

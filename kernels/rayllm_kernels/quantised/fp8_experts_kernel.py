@@ -6,9 +6,8 @@ Tiles, the list of pairs and the sum over a token's experts are those of `expert
 rounded to e4m3, after they have been to the model's dtype, with a scale for each `ExpertWeight.token_group` of
 neighbours. That is a tile's depth: the sum of a group is scaled and added in fp32, in ascending order of K.
 
-Where pairs are sorted, x is rounded once, by a launch before, and h by the program that has made it, which has whole
-groups of outputs. Where each pair is a tile of its own, a program rounds its row of x or h as it loads it, so that few
-tokens take no further launch. The codes and scales are the same either way, those of `fp8_rows_kernel`.
+x is rounded once, by a launch before, and h by the program that has made it, which has whole groups of outputs. Few
+pairs, each of which would be a tile of its own, are vectors that are not rounded (`fp8_vector_kernel.py`).
 """
 
 # mypy: allow-incomplete-defs
@@ -28,8 +27,7 @@ from ..dependent_launch import wait_for_predecessor
 from ..device import Hardware, hardware
 from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
-from ..experts.group_kernel import Groups, group, most_tiles
-from ..experts.plans import is_unsorted
+from ..experts.group_kernel import Groups, arrange, most_tiles
 from ..experts.products_kernel import activation_of, combine, first_and_number
 from ..linear.device_functions import no_sums, sums
 from ..linear.invariant_kernel import can_copy
@@ -305,18 +303,14 @@ def experts(
     """y of checked arguments."""
     if not x.numel():
         return torch.empty_like(x)
-    (tokens, top_k), num_here, gate_up, down = experts.shape, projections.down.codes.shape[0], *projections[:2]
-    num_experts = num_here if owned is None else owned.total
-    if is_unsorted(tokens, top_k, num_experts) and not deterministic:
+    num_here, gate_up, down = projections.down.codes.shape[0], *projections[:2]
+    gpu, fixed = hardware(x.device), plans.FIXED_FP8_EXPERT_ROWS if deterministic else None
+    most = most_rows(projections, gpu)
+    rows, groups = arrange(experts, num_here, owned, x.dtype, most_rows=most, fixed_rows=fixed)
+    if groups is None:
         inner = multiply_pairs(x, projections, experts, gated=True, owned=owned)
         z: Tensor | Fp8Rows = multiply_pairs(inner, projections, experts, gated=False, owned=owned)
     else:
-        rows = plans.FIXED_FP8_EXPERT_ROWS
-        if not deterministic:
-            rows = plans.choose_fp8_expert_rows(tokens * top_k, num_experts)
-        gpu = hardware(x.device)
-        rows = min(rows, most_rows(projections, gpu))
-        groups = group(experts, num_here, rows, None if owned is None else owned.first)
         first, last = (
             plans.choose_fp8_expert_tiles(
                 rows, weight.token_group, down.token_group, gpu, gated=gated, scaled=weight.group is not None

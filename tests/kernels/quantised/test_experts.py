@@ -191,8 +191,9 @@ def test_every_code_of_e2m1_becomes_its_number(kernels, device):
     x = torch.eye(32, device=device)
     once = torch.ones(32, 1, device=device), torch.zeros(32, 1, dtype=torch.int32, device=device)
     expected = torch.tensor(E2M1 * 2, device=device)
+    from rayllm_kernels.experts.group_kernel import group
     from rayllm_kernels.quantised.experts import QuantisedProjections
-    from rayllm_kernels.quantised.experts_kernel import group, multiply
+    from rayllm_kernels.quantised.experts_kernel import multiply
 
     for exponent in (0, 1, 127, 200, 250):
         scales = torch.full((1, 1, 1), exponent, dtype=torch.uint8, device=device)
@@ -225,7 +226,7 @@ def test_every_tile_that_may_be_chosen(case, rows, how):
 
 
 @needs_e4m3
-@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("gpu", [INTERPRETER, INTERPRETER._replace(capability=(9, 0))], ids=["any", "Hopper"])
 def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows, gpu):
     """The outputs of neither product are a multiple of the tile's."""
