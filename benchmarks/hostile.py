@@ -99,6 +99,7 @@ class Watch:
 
     def __init__(self, host: str, model: str):
         self._host, self._model = host, model
+        self._token = json.loads(ask(host, "POST", "/tokenize", b'{"prompt": "a"}')[1])["tokens"][-1]
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._worst: Counter[str] = Counter()
         self._since: dict[object, tuple[str, float]] = {}  # what is being waited for -> (its kind, since when)
@@ -148,6 +149,7 @@ class Watch:
 
     def _stream(self) -> None:
         body = {"model": self._model, "prompt": [5] * 16, "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        body["logit_bias"] = {str(self._token): 100}  # parts of characters would give no event
         while not self._stop.is_set():
             connection = http.client.HTTPConnection(self._host, timeout=LIMIT_S)
             with contextlib.closing(connection):

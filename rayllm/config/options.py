@@ -132,7 +132,7 @@ class EngineConfig(BaseModel):
     the memory for the KV cache"""
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**24)
     """Most tokens computed in one step; more raise the throughput, and the pauses of running streams; if absent, 8192
-    on GPUs, and 512 on CPUs, which gain nothing by more. LLM and rayllm bench offline take 16384 then"""
+    on GPUs, and 256 on CPUs, which gain nothing by more. LLM and rayllm bench offline take 16384 then"""
     target_itl_ms: float | None = Field(default=None, gt=0)
     """Milliseconds between the tokens of a running stream to aim at while prompts arrive; their chunks become as short
     as that takes, and their first tokens later"""

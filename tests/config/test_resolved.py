@@ -53,7 +53,7 @@ def test_what_follows_from_the_device():
         options = EngineConfig(executor="ray", standby_ranks=choice)
         assert [resolve(options, gpus).standbys for gpus in (0, 1)] == [has_standbys, has_standbys]
     assert not resolve(EngineConfig(), 0).standbys, "one rank, in the driver's process"
-    assert [resolve(EngineConfig(), gpus).max_num_batched_tokens for gpus in (0, 1)] == [512, 8192]
+    assert [resolve(EngineConfig(), gpus).max_num_batched_tokens for gpus in (0, 1)] == [256, 8192]
     assert resolve(EngineConfig(max_num_batched_tokens=64), 0).max_num_batched_tokens == 64
 
 
