@@ -45,6 +45,9 @@ BUFFER = 256 * 1024
 # Else one client's bodies that come in part would take all places and the memory that API servers have for bodies.
 LONG_REQUEST = BUFFER * 7 // 8
 LONG_REQUESTS = 256
+# Connections that wait to be accepted. The kernel drops further ones, whose clients try again a second later: with 128,
+# one client that connected 4,000 times at once did that to others.
+BACKLOG = 512
 HOT_BUFFERS = 32  # that each thread keeps for the next use, with all else that it keeps
 # Further ones go back to the system at once. Without a fixed bound the C library, once it has seen some, keeps all that
 # there ever were: half a GiB after 4,100 bodies that came in part.
@@ -93,6 +96,9 @@ frontend http
     stick-table type ipv6 size 64k expire 1m store conn_cur
     tcp-request connection track-sc0 src
     tcp-request connection reject if {{ sc0_conn_cur gt {client_connections} }}
+    # By its length, if it says that, before any of its body is read; else once so much of it has come, below.
+    http-request track-sc1 src table long_requests if {{ req.hdr(content-length) -m int gt {long_request} }}
+    http-request deny deny_status 429 if {{ sc1_conn_cur gt {long_requests} }}
     default_backend api
 
 backend long_requests
@@ -406,7 +412,9 @@ def listen(server: ServerConfig) -> socket.socket:
     """A socket that listens where the server is to; port 0 is a free one. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
-        return socket.create_server((server.host, server.port), family=family, dualstack_ipv6=server.host == "::")
+        return socket.create_server(
+            (server.host, server.port), family=family, backlog=BACKLOG, dualstack_ipv6=server.host == "::"
+        )
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while")[0]
         raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}") from None
