@@ -45,8 +45,8 @@ BUFFER = 256 * 1024
 # Else one client's bodies that come in part would take all places and the memory that API servers have for bodies.
 LONG_REQUEST = BUFFER * 7 // 8
 LONG_REQUESTS = 256
-# Connections that wait to be accepted. The kernel drops further ones, whose clients try again a second later: with 128,
-# one client that connected 4,000 times at once did that to others.
+# Connections that wait to be accepted. The kernel drops further ones, whose clients try again a second later, which one
+# client that connects thousands of times at once can do to others.
 BACKLOG = 512
 HOT_BUFFERS = 32  # that each thread keeps for the next use, with all else that it keeps
 # Further ones go back to the system at once. Without a fixed bound the C library, once it has seen some, keeps all that

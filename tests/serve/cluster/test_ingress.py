@@ -131,6 +131,17 @@ def post(found, size, source="127.0.0.1"):
         return response.status, dict(response.getheaders()), response.read().decode()
 
 
+@contextlib.contextmanager
+def stream(found):
+    """The response of a stream whose first chunk has been read."""
+    connection = http.client.HTTPConnection("127.0.0.1", found.port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request("GET", "/stream")
+        response = connection.getresponse()
+        assert response.read(1) == b"."
+        yield response
+
+
 def who_answers(found, times=8):
     return {get(found)[2].split()[0] for _ in range(times)}
 
@@ -182,11 +193,7 @@ def test_a_token_is_not_kept_back_for_the_next_one():
     delays = []
     with ingress() as found, api_server("one") as one:
         found.update([one.member()])
-        connection = http.client.HTTPConnection("127.0.0.1", found.port, timeout=10)
-        with contextlib.closing(connection):
-            connection.request("GET", "/stream")
-            response = connection.getresponse()
-            assert response.read(1) == b"."
+        with stream(found) as response:
             for _ in range(8):
                 start = time.monotonic()
                 one.hold.set()
@@ -224,11 +231,7 @@ def test_a_stream_ends_if_its_server_is_gone_without_a_word():
     """As if its host had lost power: nobody listens there, and the connection is not closed."""
     with ingress() as found, api_server("one") as one:
         found.update([one.member()])
-        connection = http.client.HTTPConnection("127.0.0.1", found.port, timeout=10)
-        with contextlib.closing(connection):
-            connection.request("GET", "/stream")
-            response = connection.getresponse()
-            assert response.read(1) == b"."
+        with stream(found) as response:
             one.shutdown()
             one.server_close()
             with pytest.raises((http.client.IncompleteRead, ConnectionError)):
