@@ -31,7 +31,7 @@ def test_a_server_has_the_name_that_was_typed(stand_in, tmp_path):
         assert sorted(stand_in.downloads()).count("model.safetensors") == 1
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["org/tiny"]
-            body = {"model": "org/tiny", "prompt": "def f(", "max_tokens": 4}
+            body = {"model": "org/tiny", "prompt": "def f(", "max_tokens": 4, "ignore_eos": True}
             answer = client.post("/v1/completions", json=body).json()
             assert (answer["model"], answer["usage"]["completion_tokens"]) == ("org/tiny", 4)
             assert 'model_name="org/tiny"' in client.get("/metrics").text
