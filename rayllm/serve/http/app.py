@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Header
+from fastapi import APIRouter, FastAPI, Header
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -71,7 +71,6 @@ _MESSAGES_KEY_REUSED = _KEY_REUSED | {"model": messages_protocol.MessagesError}
 generation_routes = APIRouter(responses=_GENERATION_RESPONSES, route_class=request.GenerationRoute)
 tokenizer_routes = APIRouter(responses=_RESPONSES, route_class=request.JsonRoute)
 server_routes = APIRouter(responses=_RESPONSES)
-OpenContext = Annotated[request.RequestContext, Depends(request.context_of)]  # of a request that needs no key
 
 
 def create_app(
@@ -151,7 +150,7 @@ async def console_files(path: str, if_none_match: Annotated[str | None, Header()
 
 
 @server_routes.get("/health", openapi_extra={"security": [{}, {"key": []}]})
-async def health(context: OpenContext, model: str | None = None) -> dict[str, str]:
+async def health(context: request.OpenContext, model: str | None = None) -> dict[str, str]:
     """Whether requests are answered: by one model, or by all. Why they are not is said only to who has a key."""
     models = context.state.models
     names = [name for each in models.values() for name in (each.name, *each.adapters)]

@@ -20,7 +20,7 @@ from typing import Annotated, ParamSpec, TypeVar, get_type_hints
 
 import msgspec
 import orjson
-from fastapi import Security
+from fastapi import Depends, Security
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from pydantic import ValidationError
@@ -197,8 +197,13 @@ class _KeyedContext(HTTPBearer):
         return context_of(request)
 
 
+async def _open_context(request: Request) -> RequestContext:  # async, or FastAPI would run it in a thread
+    return context_of(request)
+
+
 KEYED = Security(_KeyedContext(scheme_name="key"))
 Context = Annotated[RequestContext, KEYED]
+OpenContext = Annotated[RequestContext, Depends(_open_context)]  # of a request that needs no key
 
 
 async def answer_error(request: Request, error: Exception) -> Response:

@@ -55,7 +55,7 @@ class Batches:
         return self._find_store()
 
 
-def _batches(request: Request) -> Batches:
+async def _batches(request: Request) -> Batches:  # async, or FastAPI would run it in a thread
     return request.app.state.batches
 
 
