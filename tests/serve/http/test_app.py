@@ -1,12 +1,14 @@
 """The HTTP app over a fake engine: routes, SSE, errors, disconnects, metrics."""
 
 import asyncio
+import inspect
 import json
 import subprocess
 import sys
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from support.app import CHAT, Api, error_of
 
 from rayllm.serve.http.protocol import MAX_BODY_BYTES
@@ -210,6 +212,18 @@ def test_health(api):
     assert api.get("/health").status_code == 200
     api.state.reason = "no step finished for 60 s"
     assert error_of(api.get("/health"), 503)["message"] == "no step finished for 60 s"
+
+
+def test_no_route_waits_for_a_thread(api):
+    """FastAPI runs what is not async in a thread, which a busy server's /health would wait for."""
+
+    def calls(dependant):
+        return [dependant.call, *(call for each in dependant.dependencies for call in calls(each))]
+
+    found = [call for route in api.app.routes if isinstance(route, APIRoute) for call in calls(route.dependant)]
+    assert len(found) > 20
+    for call in found:
+        assert inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__), call
 
 
 def test_version(api):
