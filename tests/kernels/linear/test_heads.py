@@ -25,9 +25,9 @@ def test_products(randn, each, tokens, heads, inputs, outputs, dtype, determinis
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_tokens_do_not_know_of_each_other(randn, each, assert_rows_independent, dtype):
+def test_tokens_do_not_know_of_each_other(randn, each, assert_rows_independent, places, dtype):
     x, weight = randn(201, 2, 72, dtype=dtype), randn(2, 33, 72, dtype=dtype)
-    assert_rows_independent(lambda part: (each.linear_heads(part, weight, deterministic=True),), x)
+    assert_rows_independent(lambda part: (each.linear_heads(part, weight, deterministic=True),), x, places=places)
 
 
 def test_errors(randn, each):
