@@ -21,11 +21,14 @@ from support.stand_ins import AddingRank, cpu_config, make_plan, pids_in, pids_o
 from rayllm.executor.ray import RayExecutor
 from rayllm.executor.ray_cluster import connect_to_ray
 
-executor = RayExecutor(cpu_config(executor="ray", standby_ranks="auto"), AddingRank, owns_ray=connect_to_ray())
+owns_ray = connect_to_ray()
+executor = RayExecutor(cpu_config(executor="ray", standby_ranks="auto"), AddingRank, owns_ray=owns_ray)
 executor.start()
 import psutil
 executor.submit(make_plan(1))
 assert executor.collect().token_ids == [0, 29, 58]
+if owns_ray:  # not nice 15, Ray's default
+    assert {psutil.Process(pid).nice() for pid in pids_of(executor)} == {os.nice(0)}
 processes = [child.pid for child in psutil.Process().children(recursive=True)] + pids_of(executor)
 processes += pids_in(executor.standbys.places)
 print(json.dumps(processes), flush=True)

@@ -45,9 +45,15 @@ BUFFER = 256 * 1024
 # Else one client's bodies that come in part would take all places and the memory that API servers have for bodies.
 LONG_REQUEST = BUFFER * 7 // 8
 LONG_REQUESTS = 256
-# Connections that wait to be accepted. The kernel drops further ones, whose clients try again a second later, which one
-# client that connects thousands of times at once can do to others.
-BACKLOG = 512
+# Long requests are passed on one after another, so that their bytes do not keep an API server from its streams. These
+# are 50 a second, or more than two million prompt tokens.
+LONG_REQUEST_GAP_MS = 20
+# An address whose long requests are refused more often is closed out until that has ended: HAProxy takes in much of a
+# request, so that refusing thousands keeps everybody waiting for a second.
+REFUSALS_PER_S = 128
+# Connections that wait to be accepted: as many as one client may open at once. The kernel drops further ones, and their
+# clients try again a second later; so it does with all that net.core.somaxconn does not allow.
+BACKLOG = 4096
 HOT_BUFFERS = 32  # that each thread keeps for the next use, with all else that it keeps
 # Further ones go back to the system at once. Without a fixed bound the C library, once it has seen some, keeps all that
 # there ever were: half a GiB after 4,100 bodies that came in part.
@@ -73,6 +79,7 @@ global
     nbthread {threads}
     tune.bufsize {buffer}
     tune.memory.hot-size {hot}
+    lua-load {script}
     stats socket sockpair@{admin} level admin
 
 defaults
@@ -96,20 +103,24 @@ frontend http
     stick-table type ipv6 size 64k expire 1m store conn_cur
     tcp-request connection track-sc0 src
     tcp-request connection reject if {{ sc0_conn_cur gt {client_connections} }}
+    tcp-request connection reject if {{ src_gpc0_rate(long_requests) gt {refusals} }}
     # By its length, if it says that, before any of its body is read; else once so much of it has come, below.
     http-request track-sc1 src table long_requests if {{ req.hdr(content-length) -m int gt {long_request} }}
+    http-request sc-inc-gpc0(1) if {{ sc1_conn_cur gt {long_requests} }}
     http-request deny deny_status 429 if {{ sc1_conn_cur gt {long_requests} }}
     default_backend api
 
 backend long_requests
-    stick-table type ipv6 size 64k expire 1m store conn_cur
+    stick-table type ipv6 size 64k expire 1m store conn_cur,gpc0_rate(1s)
 
 backend api
     # An API server may die with a request. One whose body was short enough to be here before it was passed on goes to
     # another server, if no byte of an answer has come.
     option http-buffer-request
     http-request track-sc1 src table long_requests if {{ req.len gt {long_request} }}
+    http-request sc-inc-gpc0(1) if {{ sc1_conn_cur gt {long_requests} }}
     http-request deny deny_status 429 if {{ sc1_conn_cur gt {long_requests} }}
+    http-request lua.take_turns if {{ req.len gt {long_request} }}
     # API servers of other hosts serve where there is none here, so that connections here do not depend on other hosts.
     balance leastconn
     option allbackups
@@ -117,6 +128,21 @@ backend api
     # to come again. One that drains listens until its streams have ended.
     default-server check inter 1s fall 2 rise 1 on-marked-down shutdown-sessions
     {servers}
+"""
+
+# What HAProxy's own language cannot say: a request waits until it is its turn. All threads have one Lua state.
+SCRIPT = """\
+local next_turn = 0
+
+core.register_action("take_turns", {{"http-req"}}, function()
+    local clock = core.now()
+    local now = clock.sec * 1000 + clock.usec // 1000
+    local turn = math.max(now, next_turn)
+    next_turn = turn + {gap_ms}
+    if turn > now then
+        core.msleep(turn - now)
+    end
+end, 0)
 """
 
 logger = logging.getLogger(__name__)
@@ -280,9 +306,11 @@ class Ingress:
             "buffer": BUFFER,
             "long_request": LONG_REQUEST,
             "long_requests": LONG_REQUESTS,
+            "refusals": REFUSALS_PER_S,
             "hot": HOT_BUFFERS * BUFFER,
             "threads": min(os.cpu_count() or 1, THREADS),
             "request_s": round(timeouts.REQUEST_S),
+            "script": self._file(SCRIPT.format(gap_ms=LONG_REQUEST_GAP_MS)),
             "listener": listener.fileno(),
             "tls": "",
             "answers": "\n    ".join(f"errorfile {status} {self._file(_http(ANSWERS[status]))}" for status in ANSWERS),

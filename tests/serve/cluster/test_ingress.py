@@ -131,6 +131,13 @@ def post(found, size, source="127.0.0.1"):
         return response.status, dict(response.getheaders()), response.read().decode()
 
 
+def first_bytes(connection):
+    """What comes first; nothing if the other side closes the connection or says nothing."""
+    connection.settimeout(0.5)
+    with contextlib.suppress(OSError):
+        return connection.recv(4096)
+
+
 @contextlib.contextmanager
 def stream(found):
     """The response of a stream whose first chunk has been read."""
@@ -490,6 +497,39 @@ def test_one_address_may_not_fill_the_servers_with_bodies_that_come_in_part(data
             assert post(found, 400_000)[0] == 200, "another address"
             assert one.requests == 3 + 8 + 2
         wait_for(lambda: post(found, 400_000, source="127.0.0.2")[0] == 200)
+
+
+def test_long_requests_are_passed_on_in_turn(monkeypatch):
+    """So that their bytes do not keep an API server from all else; short ones do not wait."""
+    monkeypatch.setattr(module, "LONG_REQUEST_GAP_MS", 300)
+    with ingress() as found, api_server("one") as one:
+        found.update([one.member()])
+        wait_for(lambda: who_answers(found) == {"one"})
+        before, start = one.requests, time.monotonic()
+        with connections(found, 5, data=LONG_PARTS[0]):
+            wait_for(lambda: one.requests == before + 5)
+            assert time.monotonic() - start >= 4 * 0.3
+            assert who_answers(found) == {"one"}
+
+
+@pytest.mark.parametrize("data", LONG_PARTS, ids=["with a length", "chunked", "long headers"])
+def test_an_address_whose_long_requests_are_refused_again_and_again_is_closed_out(data, monkeypatch):
+    monkeypatch.setattr(module, "LONG_REQUESTS", 3)
+    monkeypatch.setattr(module, "REFUSALS_PER_S", 10)
+    with ingress() as found, api_server("one") as one:
+        found.update([one.member()])
+        with connections(found, 200, source="127.0.0.2", data=data) as opened:
+            said = list(filter(None, map(first_bytes, opened)))
+            assert all(each.startswith(b"HTTP/1.1 429 ") for each in said)
+            assert len(said) < 150, "the others got no answer"
+            assert who_answers(found) == {"one"}, "another address"
+
+        def is_served():
+            with contextlib.suppress(ConnectionError), connections(found, 1, source="127.0.0.2", data=short) as opened:
+                return bool(opened and first_bytes(opened[0]))
+
+        short = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+        wait_for(is_served)
 
 
 @pytest.mark.parametrize("data", PARTS, ids=["nothing", "half of the headers", "half of the body"])
