@@ -30,6 +30,7 @@ from serve_soak import memory_mib
 
 NUM_STREAMS = 2
 SILENT_CONNECTIONS = 4100
+ATTACKER = "127.0.0.2"  # whence they come: an address that floods is closed out, and others are not
 SILENT_S = 5.0  # how long they are watched
 LIMIT_S = 300.0  # of one request
 
@@ -191,7 +192,8 @@ def silent(host: str, data: bytes) -> str:
         opened = []
         for _ in range(SILENT_CONNECTIONS):
             try:
-                each = stack.enter_context(socket.create_connection((name, int(port)), timeout=2))
+                each = socket.create_connection((name, int(port)), timeout=2, source_address=(ATTACKER, 0))
+                stack.enter_context(each)
                 each.sendall(data)
             except OSError as error:
                 found[type(error).__name__] += 1
