@@ -500,7 +500,7 @@ def test_one_address_may_not_fill_the_servers_with_bodies_that_come_in_part(data
 
 
 def test_long_requests_are_passed_on_in_turn(monkeypatch):
-    """So that their bytes do not keep an API server from all else; short ones do not wait."""
+    """So that their bytes do not keep an API server from all else."""
     monkeypatch.setattr(module, "LONG_REQUEST_GAP_MS", 300)
     with ingress() as found, api_server("one") as one:
         found.update([one.member()])
@@ -523,12 +523,12 @@ def test_an_address_whose_long_requests_are_refused_again_and_again_is_closed_ou
             assert all(each.startswith(b"HTTP/1.1 429 ") for each in said)
             assert len(said) < 150, "the others got no answer"
             assert who_answers(found) == {"one"}, "another address"
+        short = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 
         def is_served():
             with contextlib.suppress(ConnectionError), connections(found, 1, source="127.0.0.2", data=short) as opened:
                 return bool(opened and first_bytes(opened[0]))
 
-        short = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
         wait_for(is_served)
 
 
