@@ -21,10 +21,12 @@ from rayllm.executor.local import LocalExecutor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-DENSE = ("llama3_rope", "mistral", "qwen2", "qwen3", "opt", "bloom", "phi3", "glm4", "ministral3", "smollm3")
-MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "gpt_oss", "deepseek_v3")
+LLAMAS = ("llama3_rope", "mistral", "qwen2", "qwen3", "phi3", "glm", "glm4", "ministral3", "granite", "smollm3")
 GEMMAS = ("gemma2", "gemma3", "gemma4", "gemma4_moe")
-KINDS = (*DENSE, *GEMMAS, *MIXTURES)
+MIXTURES = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "minimax_m2", "gpt_oss")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+KINDS = (*LLAMAS, "opt", "bloom", *GEMMAS, *MIXTURES, *LATENT, *DELTA)
 NUM_TOKENS = 64
 
 
@@ -40,9 +42,15 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 def make_case(folder: Path, kind: str) -> Case:
-    latent = {"kv_lora_rank": 192, "qk_rope_head_dim": 32, "qk_nope_head_dim": 48, "v_head_dim": 64}
-    sizes = {"opt": {"hidden_size": 512}, "bloom": {"hidden_size": 768}, "deepseek_v3": {"hidden_size": 512} | latent}
+    sizes = {"opt": {"hidden_size": 512}, "bloom": {"hidden_size": 768}}
+    sizes["granite"] = {"hidden_size": 512, "intermediate_size": 1024}
     size = sizes.get(kind, {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64})
+    if kind in LATENT:
+        size = {"hidden_size": 512, "kv_lora_rank": 192, "qk_rope_head_dim": 32, "qk_nope_head_dim": 48}
+        size |= {"v_head_dim": 64}
+    if kind in DELTA:
+        size |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+        size |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
     if kind == "minimax_m2":  # transformers 5.17 turns whole heads by rotary_dim alone
         size |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 8 / 64}}
     make_model(folder, kind, dtype="bfloat16", **size)
