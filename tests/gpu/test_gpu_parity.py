@@ -7,7 +7,9 @@ exceed that of transformers' own bf16 run by more than half, so the tolerance fo
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,8 +39,9 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    return {kind: make_case(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """The case of a kind, made once."""
+    return cache(lambda kind: make_case(tmp_path_factory.mktemp(kind), kind))
 
 
 def make_case(folder: Path, kind: str) -> Case:
@@ -100,24 +103,24 @@ def check(case: Case, slack: float = 1e-3, **options: object) -> None:
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tp1(cases, kind, enforce_eager):
-    check(cases[kind], enforce_eager=enforce_eager, gpu_memory_utilization=0.3, max_num_seqs=32)
+def test_tp1(case_of, kind, enforce_eager):
+    check(case_of(kind), enforce_eager=enforce_eager, num_gpu_blocks_override=1000, max_num_seqs=32)
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize("kind", ["llama3_rope", "qwen3"])
-def test_without_overlap(cases, kind, enforce_eager, monkeypatch):
+def test_without_overlap(case_of, kind, enforce_eager, monkeypatch):
     """A step is planned when the one before it is done, in place of one ahead."""
-    overlapped = generate(cases[kind], enforce_eager=enforce_eager, gpu_memory_utilization=0.3, max_num_seqs=32)
+    overlapped = generate(case_of(kind), enforce_eager=enforce_eager, num_gpu_blocks_override=1000, max_num_seqs=32)
     monkeypatch.setattr(LocalExecutor, "max_in_flight", 1)
-    check(cases[kind], enforce_eager=enforce_eager, gpu_memory_utilization=0.3, max_num_seqs=32)
-    alone = generate(cases[kind], enforce_eager=enforce_eager, gpu_memory_utilization=0.3, max_num_seqs=32)
+    check(case_of(kind), enforce_eager=enforce_eager, num_gpu_blocks_override=1000, max_num_seqs=32)
+    alone = generate(case_of(kind), enforce_eager=enforce_eager, num_gpu_blocks_override=1000, max_num_seqs=32)
     assert [tokens for tokens, _ in alone] == [tokens for tokens, _ in overlapped]
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen3"])
-def test_small_chunks_and_preemption(cases, kind):
-    check(cases[kind], max_num_batched_tokens=64, num_gpu_blocks_override=60, block_size=8, max_num_seqs=32)
+def test_small_chunks_and_preemption(case_of, kind):
+    check(case_of(kind), max_num_batched_tokens=64, num_gpu_blocks_override=60, block_size=8, max_num_seqs=32)
 
 
 def bundled_case() -> Case:
@@ -140,7 +143,7 @@ def test_fp8_kv_cache(kv_cache_dtype, slack, enforce_eager):
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_over_ray(cases, kind, tp):
+def test_over_ray(case_of, kind, tp):
     if torch.cuda.device_count() < tp:
         pytest.skip(f"needs {tp} GPUs")
-    check(cases[kind], tensor_parallel_size=tp, gpu_memory_utilization=0.3, max_num_seqs=32)
+    check(case_of(kind), tensor_parallel_size=tp, num_gpu_blocks_override=1000, max_num_seqs=32)
