@@ -87,7 +87,7 @@ def count_captures() -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="configs/models/llama-3.1-8b")
-    parser.add_argument("--quantization")
+    parser.add_argument("--quantization", default="auto")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=8)
@@ -116,7 +116,7 @@ def main() -> None:
                 fits = len(used) <= batch
                 figures[batch].append(token_ms(llm, batch, list(used), args.tokens, args.repeat) if fits else None)
         print(f"captures: {at_start} at start, {captures[0] - at_start} since, {args.adapters} adapters loaded")
-    print(f"ms between tokens, {args.model} {args.quantization or ''}, rank {args.rank}, prompts of {PROMPT}:")
+    print(f"ms between tokens, {args.model} quantization {args.quantization}, rank {args.rank}, prompts of {PROMPT}:")
     print(f"| batch | no adapters | enabled, none loaded | one | {args.adapters} mixed | one, for half |")
     print("|---|---|---|---|---|---|")
     for batch, (base, *others) in figures.items():

@@ -41,7 +41,7 @@ from rayllm_kernels.device import Hardware, assumed, hardware
 from rayllm_kernels.dispatch import TritonModule
 from rayllm_kernels.experts import plans as experts_plans
 from rayllm_kernels.experts.experts import Projections
-from rayllm_kernels.linear.plans import Tiles
+from rayllm_kernels.linear.plans import HOPPER_TILES, WIDEST, HopperPlan, Tiles, plan_hopper_fp8
 from rayllm_kernels.quantised import plans
 from rayllm_kernels.quantised.experts import QuantisedProjections
 
@@ -50,6 +50,7 @@ _group = TritonModule("rayllm_kernels.experts.group_kernel")
 _fp8, _int4, _vector = (
     TritonModule(f"rayllm_kernels.quantised.{name}_kernel") for name in ("fp8_product", "int4_product", "fp8_vector")
 )
+_hopper = TritonModule("rayllm_kernels.linear.hopper_kernel")
 _experts = TritonModule("rayllm_kernels.experts.products_kernel")
 _weights, _fp8_experts = (
     TritonModule(f"rayllm_kernels.quantised.{name}_kernel") for name in ("experts", "fp8_experts")
@@ -63,12 +64,12 @@ MOST_REGISTERS = 208  # of a thread that sums may take
 
 # [outputs, inputs] of dense products, the most wanted first: Llama-3.1-8B, and its halves on two ranks.
 DENSE = [(28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (14336, 4096), (4096, 7168), (3072, 4096)]
-DENSE_TOKENS = [16, 32, 64, 256, 2048, 8192]
+DENSE_TOKENS = [16, 32, 64, 256, 2048, 8192, 1]
 # Mixtures, the most wanted first, and how many ranks share the width.
 MIXTURES = [("qwen3-30b-a3b", 1), ("mixtral-8x7b", 1), ("gpt-oss-20b", 1), ("qwen3-30b-a3b", 2)]
 EXPERTS_TOKENS = [1, 256, 8192, 32, 64, 1024]
 
-Choice = Tiles | tuple[int, int]
+Choice = Tiles | HopperPlan | tuple[int, int]
 Calls = Callable[[Choice], list[Callable[[], Any]]]  # equal calls on different data, for one choice of tiles
 
 app = make_app()
@@ -157,6 +158,7 @@ def dense(family: str, gpu: Hardware, group: int | None, *, wide: bool, bits: in
     for tokens, (outputs, inputs) in itertools.product(DENSE_TOKENS, DENSE):
         if bits == 8 and not wide and group is None and tokens >= plans.LIBRARY_TOKENS:
             continue
+        today: Choice
         if bits == 4:
             today = plans.choose_int4_tiles(tokens, outputs, group, torch.bfloat16, gpu)
             deepest = plans.int4_depth(group)
@@ -164,13 +166,14 @@ def dense(family: str, gpu: Hardware, group: int | None, *, wide: bool, bits: in
             today = plans.choose_wide_tiles(tokens, outputs, group, torch.bfloat16, gpu)
             deepest = group or 256
         else:
-            today, deepest = plans.choose_fp8_tiles(tokens, outputs, group, gpu), group or 256
+            plan = plan_hopper_fp8(tokens, outputs, inputs, gpu.multiprocessors) if gpu.is_hopper else None
+            today, deepest = plan or plans.choose_fp8_tiles(tokens, outputs, group, gpu), group or 256
         depths = [depth for depth in (32, 64, 128, 256) if depth <= deepest]
         if tokens <= 64:
-            options = {"outputs": (32, 64, 128), "depths": depths[-2:], "stages": (3, 4, 6)}
-            found = candidates(gpu, stage_bytes, tokens=tokens, **options)
+            options, padded = {"outputs": (32, 64, 128), "depths": depths[-2:], "stages": (3, 4, 6)}, max(16, tokens)
+            found = candidates(gpu, stage_bytes, tokens=padded, **options)
             if tokens <= 32:
-                found += sliced(gpu, stage_bytes, tokens, depths[-2:], (16, 32))
+                found += sliced(gpu, stage_bytes, padded, depths[-2:], (16, 32))
         else:
             found = []
             for tile in (64, 128):
@@ -178,6 +181,8 @@ def dense(family: str, gpu: Hardware, group: int | None, *, wide: bool, bits: in
                 options |= {"outputs": (64, 128, 256), "stages": (3, 4)}
                 sums = 1 if group is None and bits == 8 else 2
                 found += candidates(gpu, stage_bytes, tokens=tile, sums=sums, **options)
+        if bits == 8 and not wide:
+            found += hopper_candidates(tokens, outputs, gpu.multiprocessors)
         kept = inputs * outputs * bits // 8 + 4 * (outputs if group is None else outputs * inputs // group)
         if bits == 8 and group is not None:
             kept -= 4 * outputs * inputs // group * 127 // 128
@@ -205,9 +210,25 @@ def _dense_operands(
     if wide:
         return lambda tiles: [partial(_fp8.multiply, x, None, weight, None, x.dtype, tiles) for weight in weights]
     rows = ops.to_fp8(x, ops.Rounding(group))
-    return lambda tiles: [
-        partial(_fp8.multiply, rows.values, rows.scales, weight, None, x.dtype, tiles) for weight in weights
-    ]
+
+    def calls(choice: Choice) -> list[Callable[[], Any]]:
+        if isinstance(choice, Tiles):
+            return [partial(_fp8.multiply, rows.values, rows.scales, each, None, x.dtype, choice) for each in weights]
+        return [partial(_hopper.linear_hopper_fp8, rows, each, choice, None, x.dtype) for each in weights]
+
+    return calls
+
+
+def hopper_candidates(tokens: int, outputs: int, multiprocessors: int) -> list[Choice]:
+    """Tiles for so many tokens, by one or two programs a multiprocessor, or as many as share tiles evenly."""
+    found: list[Choice] = []
+    for tile in HOPPER_TILES:
+        if tile.tokens != max(16, tokens) or tile == WIDEST:
+            continue
+        tiles, most = -(-outputs // tile.rows), multiprocessors * (2 if tile.consumers == 1 else 1)
+        every = {min(tiles, most), most, max(1, multiprocessors // tiles) * tiles, max(1, most // tiles) * tiles}
+        found += [(tile, programs) for programs in sorted(every) if programs <= most]
+    return found
 
 
 def vector_candidates(padded: int, *, gated: bool) -> list[Choice]:

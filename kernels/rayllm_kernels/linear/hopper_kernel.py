@@ -2,17 +2,18 @@
 
     y = x W^T + bias,   or   y = act(x G^T) * (x U^T)   where W = [G; U]
 
-x [M, K], W [N, K] (gated: [2 N, K]), bias [N] -> y [M, N]; fp32 sums, rounded once.
+x [M, K], W [N, K] (gated: [2 N, K]), bias [N] -> y [M, N]; fp32 sums, rounded once. x and W may both be e4m3 with
+scales, as in `quantised/fp8_product_kernel.py`: a token's and a row's for finished sums, or one for each block of K.
 
 The weights are the first operand of the products: 64 of their rows make a tile of a warp group, however few the tokens,
 which are the second operand. A gated tile interleaves eight rows of G and eight of U, so that a thread holds both
 factors of an output.
 
-Work is cut into units, 64 of K of one tile, and every program takes the same number of consecutive units, wherever a
-tile ends (stream-K: Osama, Merrill, Cecka, Garland, Owens, 2023). A program that ends inside a tile leaves its sums to
-the program that holds the tile's last unit, which adds them in the order of programs: results do not vary. Programs run
-through their units backwards, so that what they leave is there before it is wanted, and they wait for programs of lower
-number only, which start first.
+Work is cut into units, 128 bytes of K of one tile, and every program takes the same number of consecutive units,
+wherever a tile ends (stream-K: Osama, Merrill, Cecka, Garland, Owens, 2023). A program that ends inside a tile leaves
+its sums to the program that holds the tile's last unit, which adds them in the order of programs: results do not vary.
+Programs run through their units backwards, so that what they leave is there before it is wanted, and they wait for
+programs of lower number only, which start first.
 
 One warp of a program, the producer, copies tiles into a ring in shared memory, and fills it with weights before the
 previous kernel ends; one or two warp groups, the consumers, multiply. Barriers come in pairs: `full` says that a stage
@@ -25,6 +26,7 @@ parity of the phase.
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -38,15 +40,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..compat import copy_async, thread_barrier
 from ..compile_ahead import launch
 from ..hopper import activate, barriers
-from .plans import BLOCK_ROWS, HopperPlan
+from .plans import BLOCK_ROWS, HopperPlan, HopperTile
+
+if TYPE_CHECKING:
+    from ..quantised.fp8 import Fp8Rows, Fp8Weight
 
 BLOCK = gl.constexpr(BLOCK_ROWS)
-DEPTH = gl.constexpr(64)  # of a stage: 128 bytes, the widest swizzle
+DEPTH_BYTES = gl.constexpr(128)  # of a stage, the widest swizzle
 CHUNK = gl.constexpr(64)  # tokens stored at a time
 LEAD = gl.constexpr(6)  # uses of the ring before the last when the next kernel may start, to read its weights in time
 MAX_PROGRAMS = 1024
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SHARED_GATED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
+SHARED_FP8 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 
 
 @gluon.jit
@@ -56,9 +62,9 @@ def _copy_weights(desc, tile_row, step, full, w_smem, stage, TILE: gl.constexpr)
     for consumer in gl.static_range(CONSUMERS):
         row, part = tile_row * CONSUMERS + consumer, w_smem.index(stage * CONSUMERS + consumer)
         if TILE.act is not None:
-            copy_async(desc, [row * (ROWS // 16), 0, 0, step * DEPTH], full, part)
+            copy_async(desc, [row * (ROWS // 16), 0, 0, step * TILE.depth], full, part)
         else:
-            copy_async(desc, [row * ROWS, step * DEPTH], full, part)
+            copy_async(desc, [row * ROWS, step * TILE.depth], full, part)
 
 
 @gluon.jit
@@ -67,7 +73,8 @@ def _produce(w_desc, x_desc, ring, work, TILE: gl.constexpr):
     start, end, steps, token_tiles = work
     TOKENS: gl.constexpr = TILE.tokens
     STAGES: gl.constexpr = TILE.stages
-    BYTES: gl.constexpr = (TILE.consumers * TILE.blocks * BLOCK + TOKENS) * DEPTH * 2
+    DEPTH: gl.constexpr = TILE.depth
+    BYTES: gl.constexpr = (TILE.consumers * TILE.blocks * BLOCK + TOKENS) * DEPTH_BYTES
     ahead = gl.minimum(end - start, STAGES)
     for use in range(ahead):
         unit = end - 1 - use
@@ -104,7 +111,7 @@ def _multiply(use, count, ring, CONSUMER: gl.constexpr, TILE: gl.constexpr):
     for i in range(count):
         stage = (use + i) % STAGES
         hopper.mbarrier.wait(full.index(stage), (use + i) // STAGES % 2)
-        weights = w_smem.index(stage * TILE.consumers + CONSUMER).reshape([ROWS, DEPTH])
+        weights = w_smem.index(stage * TILE.consumers + CONSUMER).reshape([ROWS, TILE.depth])
         acc = hopper.warpgroup_mma(weights, x_smem.index(stage).permute((1, 0)), acc, is_async=True)
         acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
         hopper.mbarrier.arrive(free.index((use + i + STAGES - 1) % STAGES), pred=i > 0)
@@ -114,10 +121,50 @@ def _multiply(use, count, ring, CONSUMER: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
+def _multiply_fp8(use, count, last, place, scales, ring, CONSUMER: gl.constexpr, TILE: gl.constexpr):
+    """The same of e4m3, whose stages end with number `last` of K. place: (first row, first token, tokens, outputs).
+
+    The instruction adds with fewer bits than fp32 has, so each stage's sums begin at zero and are added to the others
+    here, times their block's scales if there are any.
+    """
+    ROWS: gl.constexpr = TILE.blocks * BLOCK
+    STAGES: gl.constexpr = TILE.stages
+    TOKENS: gl.constexpr = TILE.tokens
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
+    w_smem, x_smem, full, free = ring
+    x_scales_ptr, weight_scales_ptr, groups = scales
+    first, first_token, tokens, outputs = place
+    token = gl.minimum(first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC)), tokens - 1)
+    row = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC)), outputs - 1)
+    x_scales_ptr += token * groups
+    weight_scales_ptr += row // TILE.scale_rows * groups
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout=ACC)
+    for i in range(count):
+        stage = (use + i) % STAGES
+        if TILE.scale_rows > 1:
+            x_scales = gl.load(x_scales_ptr + (last - i))
+            weight_scales = gl.load(weight_scales_ptr + (last - i))
+        hopper.mbarrier.wait(full.index(stage), (use + i) // STAGES % 2)
+        weights = w_smem.index(stage * TILE.consumers + CONSUMER)
+        part = gl.zeros([ROWS, TOKENS], gl.float32, layout=ACC)
+        part = hopper.warpgroup_mma(
+            weights, x_smem.index(stage).permute((1, 0)), part, use_acc=False, max_num_imprecise_acc=TILE.depth,
+            is_async=True,
+        )  # fmt: skip
+        part = hopper.warpgroup_mma_wait(0, deps=(part,))
+        hopper.mbarrier.arrive(free.index(stage))
+        if TILE.scale_rows > 1:
+            acc += part * weight_scales[:, None] * x_scales[None, :]
+        else:
+            acc += part
+    return acc
+
+
+@gluon.jit
 def _halves(tile):
     """Its columns' lower and upper halves, in the layout of a tile of that width."""
     HALF: gl.constexpr = tile.shape[1] // 2
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, tile.type.layout.instr_shape[2]])
     low, high = tile.reshape([BLOCK, 2, HALF]).permute((0, 2, 1)).split()
     return gl.convert_layout(low, LAYOUT), gl.convert_layout(high, LAYOUT)
 
@@ -152,12 +199,19 @@ def _places(acc):
 
 
 @gluon.jit
-def _store(part, y_smem, y_ptr, bias_ptr, first_token, first, tokens, outputs, ACT: gl.constexpr):
+def _store(part, y_smem, y_ptr, bias_ptr, scales, first_token, first, tokens, outputs, TILE: gl.constexpr):
     """Store outputs `first`... of tokens `first_token`...: through shared memory, so that threads write 16 bytes."""
     LAYOUT: gl.constexpr = part.type.layout
+    ACT: gl.constexpr = TILE.act
     GATED: gl.constexpr = ACT is not None
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    if TILE.scale_rows == 1:
+        x_scales_ptr, weight_scales_ptr, _ = scales
+        row = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LAYOUT))
+        column = first_token + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+        part *= gl.load(weight_scales_ptr + row, mask=row < outputs, other=0.0)[:, None]
+        part *= gl.load(x_scales_ptr + column, mask=column < tokens, other=0.0)[None, :]
     if bias_ptr is not None:
         row = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LAYOUT))
         part += gl.load(bias_ptr + row, mask=row < outputs, other=0.0).to(gl.float32)[:, None]
@@ -171,7 +225,7 @@ def _store(part, y_smem, y_ptr, bias_ptr, first_token, first, tokens, outputs, A
 
 
 @gluon.jit
-def _consume(y_ptr, bias_ptr, shared, y_smem, ring, work, sizes, CONSUMER: gl.constexpr, TILE: gl.constexpr):
+def _consume(y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, CONSUMER: gl.constexpr, TILE: gl.constexpr):
     partial_ptr, flags_ptr = shared
     start, end, steps, token_tiles = work
     tokens, outputs, units = sizes
@@ -185,12 +239,21 @@ def _consume(y_ptr, bias_ptr, shared, y_smem, ring, work, sizes, CONSUMER: gl.co
     COLUMNS: gl.constexpr = max(1, TOKENS // CHUNK)
     program, programs = gl.program_id(0), gl.num_programs(0)
     partial_ptr += CONSUMER * (ROWS * TOKENS)
+    if scales is not None:
+        gdc_wait()  # the tokens' scales are of the kernel before
     stop = end
     while stop > start:
         tile = (stop - 1) // steps
         tile_start, tile_end = tile * steps, (tile + 1) * steps
         first_unit = gl.maximum(start, tile_start)
-        acc = _multiply(end - stop, stop - first_unit, ring, CONSUMER, TILE)
+        first_token = tile % token_tiles * TOKENS
+        first = (tile // token_tiles * CONSUMERS + CONSUMER) * (TILE.blocks * WIDTH)
+        if scales is None:
+            acc = _multiply(end - stop, stop - first_unit, ring, CONSUMER, TILE)
+        else:
+            place = (first, first_token, tokens, outputs)
+            last = (stop - 1) % steps
+            acc = _multiply_fp8(end - stop, stop - first_unit, last, place, scales, ring, CONSUMER, TILE)
         if stop < tile_end:
             gl.store(partial_ptr + program * SIZE + _places(acc), acc, cache_modifier=".cg")
             owner = (tile_end * programs - 1) // units
@@ -206,32 +269,36 @@ def _consume(y_ptr, bias_ptr, shared, y_smem, ring, work, sizes, CONSUMER: gl.co
                 for other in range(helper, program):
                     acc += gl.load(partial_ptr + other * SIZE + _places(acc), cache_modifier=".cg")
             parts = _parts(acc)
-            first_token = tile % token_tiles * TOKENS
-            first = (tile // token_tiles * CONSUMERS + CONSUMER) * (TILE.blocks * WIDTH)
             for i in gl.static_range(len(parts)):
                 token, output = first_token + i % COLUMNS * CHUNK, first + i // COLUMNS * WIDTH
-                _store(parts[i], y_smem, y_ptr, bias_ptr, token, output, tokens, outputs, ACT)
+                _store(parts[i], y_smem, y_ptr, bias_ptr, scales, token, output, tokens, outputs, TILE)
         stop = first_unit
 
 
 @gluon.jit(do_not_specialize=["tokens", "units", "steps", "token_tiles"])
 def _linear_hopper_kernel(
-    w_desc, x_desc, y_ptr, bias_ptr, shared, tokens, outputs, units, steps, token_tiles, TILE: gl.constexpr
+    w_desc, x_desc, y_ptr, bias_ptr, scales, shared, tokens, outputs, units, steps, token_tiles, TILE: gl.constexpr
 ):
-    """shared: pointers to (partial sums, flags). units: of the whole product. steps: units of a tile."""
+    """scales: (of x, of W, how many a row of either has), None without. shared: pointers to (partial sums, flags).
+
+    units: of the whole product. steps: units of a tile.
+    """
     STAGES: gl.constexpr = TILE.stages
     CONSUMERS: gl.constexpr = TILE.consumers
     GATED: gl.constexpr = TILE.act is not None
-    DTYPE: gl.constexpr = y_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = w_desc.dtype
+    OUT: gl.constexpr = y_ptr.dtype.element_ty
+    DEPTH: gl.constexpr = TILE.depth
+    LAYOUT: gl.constexpr = SHARED if TILE.scale_rows == 0 else SHARED_FP8
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     ROWS: gl.constexpr = TILE.blocks * BLOCK
     if GATED:
         w_smem = gl.allocate_shared_memory(DTYPE, [STAGES * CONSUMERS, ROWS // 16, 2, 8, DEPTH], SHARED_GATED)
     else:
-        w_smem = gl.allocate_shared_memory(DTYPE, [STAGES * CONSUMERS, ROWS, DEPTH], SHARED)
-    x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE.tokens, DEPTH], SHARED)
+        w_smem = gl.allocate_shared_memory(DTYPE, [STAGES * CONSUMERS, ROWS, DEPTH], LAYOUT)
+    x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE.tokens, DEPTH], LAYOUT)
     Y_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, 2)
-    y_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, min(TILE.tokens, CHUNK), WIDTH], Y_LAYOUT)
+    y_smem = gl.allocate_shared_memory(OUT, [CONSUMERS, min(TILE.tokens, CHUNK), WIDTH], Y_LAYOUT)
     ring = (w_smem, x_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     hopper.fence_async_shared()
     program = gl.program_id(0)
@@ -242,7 +309,7 @@ def _linear_hopper_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, shared, y_0, ring, work, sizes, 0, TILE)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, 0, TILE)),
                 (_produce, (w_desc, x_desc, ring, work, TILE)),
             ],
             [1],
@@ -252,8 +319,8 @@ def _linear_hopper_kernel(
         y_1 = y_smem.index(1)
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, shared, y_0, ring, work, sizes, 0, TILE)),
-                (_consume, (y_ptr, bias_ptr, shared, y_1, ring, work, sizes, 1, TILE)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, 0, TILE)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_1, ring, work, sizes, 1, TILE)),
                 (_produce, (w_desc, x_desc, ring, work, TILE)),
             ],
             [4, 1],
@@ -283,18 +350,42 @@ def linear_hopper(
     out: Tensor | None = None,
 ) -> Tensor:
     """y of checked arguments that `hopper_takes`, by at most the planned programs, which are MAX_PROGRAMS or fewer."""
-    (tokens, inputs), (tile, programs) = x.shape, plan
     outputs = weight.shape[0] // 2 if act else weight.shape[0]
-    y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device) if out is None else out
-    rows, stride = tile.blocks * BLOCK_ROWS, weight.stride(0)
-    if act:
-        tile = tile._replace(act=act)
+    y = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device) if out is None else out
+    _launch(x, weight, plan, bias, None, y, plan[0]._replace(act=act))
+    return y
+
+
+def linear_hopper_fp8(
+    x: Fp8Rows, weight: Fp8Weight, plan: HopperPlan, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The same of e4m3, for checked arguments that `plans.plan_fp8_hopper` takes."""
+    values, outputs = x.values, weight.values.shape[0]
+    y = torch.empty((values.shape[0], outputs), dtype=dtype, device=values.device)
+    tile = plan[0]._replace(depth=DEPTH_BYTES.value, scale_rows=weight.rows)
+    _launch(values, weight.values, plan, bias, (x.scales, weight.scales, weight.scales.shape[1]), y, tile)
+    return y
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    plan: HopperPlan,
+    bias: Tensor | None,
+    scales: tuple[Tensor, Tensor, int] | None,
+    y: Tensor,
+    tile: HopperTile,
+) -> None:
+    (tokens, inputs), (_, programs), depth = x.shape, plan, tile.depth
+    rows, stride, outputs = tile.blocks * BLOCK_ROWS, weight.stride(0), y.shape[1]
+    layout = (SHARED if scales is None else SHARED_FP8).value
+    if tile.act:
         shape, strides = [outputs // 8, 2, 8, inputs], [8 * stride, outputs * stride, stride, 1]
-        w_desc = TensorDescriptor(weight, shape, strides, [rows // 16, 2, 8, DEPTH.value], SHARED_GATED.value)
+        w_desc = TensorDescriptor(weight, shape, strides, [rows // 16, 2, 8, depth], SHARED_GATED.value)
     else:
-        w_desc = TensorDescriptor(weight, [outputs, inputs], [stride, 1], [rows, DEPTH.value], SHARED.value)
-    x_desc = TensorDescriptor(x, [tokens, inputs], [x.stride(0), 1], [tile.tokens, DEPTH.value], SHARED.value)
-    steps, token_tiles = triton.cdiv(inputs, DEPTH.value), triton.cdiv(tokens, tile.tokens)
+        w_desc = TensorDescriptor(weight, [outputs, inputs], [stride, 1], [rows, depth], layout)
+    x_desc = TensorDescriptor(x, [tokens, inputs], [x.stride(0), 1], [tile.tokens, depth], layout)
+    steps, token_tiles = triton.cdiv(inputs, depth), triton.cdiv(tokens, tile.tokens)
     units = triton.cdiv(weight.shape[0], tile.rows) * token_tiles * steps
     programs = min(units, programs)
     # One sum for each entry of a program's tile: every program leaves at most one tile to another.
@@ -302,6 +393,5 @@ def linear_hopper(
     shared = partial, flags(x.device)
     options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
     launch(_linear_hopper_kernel, (programs,))(
-        w_desc, x_desc, y, bias, shared, tokens, outputs, units, steps, token_tiles, TILE=tile, **options
+        w_desc, x_desc, y, bias, scales, shared, tokens, outputs, units, steps, token_tiles, TILE=tile, **options
     )
-    return y

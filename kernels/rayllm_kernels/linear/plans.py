@@ -91,6 +91,8 @@ class HopperTile(NamedTuple):
     stages: int  # of the ring
     registers: int  # of a thread when a program starts; 128 leave room for two programs a multiprocessor
     act: str | None = None  # of a gate, whose rows and those of up take turns, eight by eight
+    depth: int = 64  # of K, 128 bytes
+    scale_rows: int = 0  # of e4m3 weights that share a scale, 1 for all of K, more for `depth` of K; 0 for no e4m3
 
     @property
     def rows(self) -> int:
@@ -168,6 +170,17 @@ def plan_hopper(tokens: int, rows: int, inputs: int, gated: bool, multiprocessor
     tile_tokens = max(16, 1 << (tokens - 1).bit_length())
     if rows > 2048 and rows * inputs > 8 << 20:
         return _plan_wide(tile_tokens, rows, multiprocessors)
+    return _plan_narrow(tokens, tile_tokens, rows, multiprocessors)
+
+
+def plan_hopper_fp8(tokens: int, rows: int, inputs: int, multiprocessors: int) -> HopperPlan | None:
+    """The same for e4m3, whose stages are as many bytes and whose consumers hold a second tile of sums."""
+    if not 0 < tokens <= MAX_HOPPER_TOKENS:
+        return None
+    tile_tokens = max(16, 1 << (tokens - 1).bit_length())
+    if rows > 2048 and rows * inputs > 16 << 20:
+        plan = _plan_wide(tile_tokens, rows, multiprocessors)
+        return None if plan is None or plan[0] == WIDEST else plan
     return _plan_narrow(tokens, tile_tokens, rows, multiprocessors)
 
 

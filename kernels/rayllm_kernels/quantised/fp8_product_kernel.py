@@ -28,11 +28,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
+from ..dispatch import TritonModule
 from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.invariant_kernel import can_copy, program_tiles
 from ..linear.plans import Tiles
 from . import plans
 from .fp8 import Fp8Rows, Fp8Weight
+
+_hopper_kernel = TritonModule("rayllm_kernels.linear.hopper_kernel")
 
 
 class Form(NamedTuple):
@@ -238,9 +241,12 @@ def linear_fp8(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.
     """y of checked arguments."""
     values, scales, group = x
     if deterministic:
-        tiles = plans.fixed_fp8_tiles(group, wide=False, dtype=dtype)
-    else:
-        tiles = plans.choose_fp8_tiles(values.shape[0], weight.values.shape[0], group, hardware(values.device))
+        return multiply(values, scales, weight, bias, dtype, plans.fixed_fp8_tiles(group, wide=False, dtype=dtype))
+    gpu = hardware(values.device)
+    plan = plans.plan_fp8_hopper(x, weight, dtype, gpu)
+    if plan is not None:
+        return _hopper_kernel.linear_hopper_fp8(x, weight, plan, bias, dtype)
+    tiles = plans.choose_fp8_tiles(values.shape[0], weight.values.shape[0], group, gpu)
     return multiply(values, scales, weight, bias, dtype, tiles)
 
 

@@ -7,12 +7,16 @@ follow from what limits a product (docs/performance.md, "Weights in fewer bits")
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..device import Hardware, hardware
-from ..linear.plans import Tiles
+from ..linear.plans import HopperPlan, Tiles, plan_hopper_fp8
+
+if TYPE_CHECKING:
+    from .fp8 import Fp8Rows, Fp8Weight
 
 GROUPS = (32, 64, 128)  # inputs that share a scale of an fp8 weight
 
@@ -58,6 +62,21 @@ def choose_fp8_vector(padded: int, *, gated: bool) -> tuple[int, int]:
     num_warps = 2 if gated and padded <= 2048 else 4
     weights = 32 * num_warps * VECTOR_BYTES
     return max(1, min(32, weights // padded // (4 if gated else 1))), num_warps
+
+
+# ---- fp8 weights and tokens on Hopper: `linear/hopper_kernel` ----
+
+
+def plan_fp8_hopper(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype, gpu: Hardware) -> HopperPlan | None:
+    """Of x [T, K] W^T [K, N], checked, with a scale a row of either or one for blocks of 128; None where others win."""
+    values = weight.values
+    blocks = weight.group == 128 and weight.rows > 1
+    if not gpu.is_hopper or dtype == torch.float32 or not (weight.group is None or blocks):
+        return None
+    if any(each.data_ptr() % 16 or each.shape[1] % 16 or not each.numel() for each in (x.values, values)):
+        return None  # tensor copies want rows at multiples of 16 bytes
+    outputs, inputs = values.shape
+    return plan_hopper_fp8(x.values.shape[0], outputs, inputs, gpu.multiprocessors)
 
 
 # ---- fp8 weights: `fp8_product_kernel` ----

@@ -8,7 +8,8 @@ import pytest
 import torch
 from support.closeness import check_close
 
-from rayllm_kernels.linear.plans import HOPPER_TILES, hopper_takes
+from rayllm_kernels import ops
+from rayllm_kernels.linear.plans import HOPPER_TILES, WIDEST, hopper_takes
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -58,6 +59,28 @@ def test_shared_tiles_give_the_same_sums_every_time(randn, scaled):
     assert all(torch.equal(y, expected) for y in results)
 
 
+@on_hopper
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("programs", [1, 7, 132, 264])
+@pytest.mark.parametrize("tile", [tile for tile in HOPPER_TILES if tile != WIDEST])
+def test_every_tile_of_fp8(randn, scaled, tile, programs, blocks):
+    from rayllm_kernels.linear.hopper_kernel import linear_hopper_fp8
+
+    for tokens, outputs, inputs in [(3, 72, 48), (16, 64, 128), (61, 1040, 528), (130, 592, 2064), (5, 6144, 4096)]:
+        if programs == 1 and outputs * inputs > 1 << 22:
+            continue
+        x = ops.to_fp8(randn(tokens, inputs, dtype=torch.bfloat16), ops.Rounding(128 if blocks else None))
+        values = (scaled(outputs, inputs, torch.float32) * 100).to(torch.float8_e4m3fn)
+        shape = (-(-outputs // 128), -(-inputs // 128)) if blocks else (outputs, 1)
+        scales = torch.rand(shape, device=values.device) / 100 + 0.005
+        weight = ops.Fp8Weight(values, scales, 128, 128) if blocks else ops.Fp8Weight(values, scales)
+        bias = randn(outputs, dtype=torch.bfloat16)
+        y = linear_hopper_fp8(x, weight, (tile, programs), bias, torch.bfloat16)
+        expected = (x.dequantised().double() @ weight.dequantised().double().t() + bias.double()).to(y.dtype)
+        check_close(y, expected, terms=inputs, slack=4)
+        assert torch.equal(y, linear_hopper_fp8(x, weight, (tile, programs), bias, torch.bfloat16))
+
+
 def test_layouts_that_tensor_copies_cannot_take_go_elsewhere(randn, scaled, kernels, reference):
     x, weight = randn(40, 256, dtype=torch.float16), scaled(64, 256, torch.float16)
     odd = randn(40, 259, dtype=torch.float16)[:, 3:]
@@ -78,10 +101,22 @@ from rayllm_kernels.linear.plans import NARROW, WIDE, WIDEST
 # A CPU has no streams that might be captured.
 x, bias = torch.zeros(16, 128, dtype=torch.bfloat16), torch.zeros(256, dtype=torch.bfloat16)
 weight = torch.zeros(256, 128, dtype=torch.bfloat16)
-for tile, gated in ((NARROW[16], False), (WIDE[64], True), (WIDEST, False)):
+rows = ops.Fp8Rows(x.to(torch.float8_e4m3fn), torch.ones(16, 1))
+fp8 = ops.Fp8Weight(weight.to(torch.float8_e4m3fn), torch.ones(256, 1))
+blocks = fp8._replace(scales=torch.ones(2, 1), rows=128, group=128)
+linear, linear_fp8 = hopper_kernel.linear_hopper, hopper_kernel.linear_hopper_fp8
+known = set()
+for programs, call in (
+    (2, lambda: linear(x, weight, (NARROW[16], 264), bias, act=None)),
+    (1, lambda: linear(x, weight, (WIDE[64], 132), None, act="gelu_tanh")),
+    (1, lambda: linear(x, weight, (WIDEST, 132), bias, act=None)),
+    (2, lambda: linear_fp8(rows, fp8, (NARROW[16], 264), bias, torch.bfloat16)),
+    (1, lambda: linear_fp8(rows._replace(group=128), blocks, (WIDE[128], 132), None, torch.bfloat16)),
+):
     with ops.compile_only():
-        hopper_kernel.linear_hopper(x, weight, (tile, 132), None if gated else bias, act="gelu_tanh" if gated else None)
-for kernel, programs in zip(hopper_kernel._linear_hopper_kernel.device_caches[0][0].values(), (2, 1, 1), strict=True):
+        call()
+    [kernel] = set(hopper_kernel._linear_hopper_kernel.device_caches[0][0].values()) - known
+    known.add(kernel)
     print(kernel.asm["ptx"].count("wgmma.mma"), kernel.metadata.shared, programs)
 """
 
