@@ -15,6 +15,7 @@ import pkgutil
 
 import rayllm_kernels
 from rayllm_kernels.attention import prefill_hopper
+from rayllm_kernels.experts.group_kernel import group_in_chunks
 from rayllm_kernels.linear import gated_hopper_kernel, hopper_kernel
 from rayllm_kernels.linear.plans import NARROW
 from triton import JITFunction, knobs
@@ -88,6 +89,7 @@ def step(rows, begin):
     projections = torch.zeros(16, 64, 128, dtype=half), torch.zeros(16, 128, 32, dtype=half)
     ops.experts(x, weights, experts, *projections)
     ops.experts(x[:1], weights[:1], experts[:1], *projections)
+    group_in_chunks(experts, 16, 16, None, 16)
     codes, scales = torch.zeros(16, 128, 64, dtype=torch.uint8), torch.ones(16, 128, 1)
     in_int4 = (ExpertWeight("int4", codes[:, :, :size], scales, None, 2 * size, None) for size in (64, 32))
     in_int4 = [each._replace(codes=each.codes.contiguous()) for each in in_int4]

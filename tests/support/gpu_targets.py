@@ -246,9 +246,9 @@ def compile_quantised(gpu: str, tokens: tuple[int, ...], dtypes: tuple[str, ...]
 
 
 def run_own_experts(dtype: torch.dtype) -> None:
-    """A rank's 16 of 128 experts, for tokens that are sorted and too few for it, on META."""
+    """A rank's 16 of 128 experts, for tokens that are too few to be sorted, few and many, on META."""
     gate_up, down = (torch.empty(16, *shape, dtype=dtype, device=META) for shape in ((1536, 2048), (2048, 768)))
-    for tokens in (1, 200):
+    for tokens in (1, 200, 2000):
         x = torch.empty(tokens, 2048, dtype=dtype, device=META)
         weights = torch.empty(tokens, 8, device=META)
         chosen = torch.empty(tokens, 8, dtype=torch.int32, device=META)

@@ -121,9 +121,17 @@ MISTAKES = {
     ("experts/group_kernel.py", "experts/test_experts.py::test_groups"): [
         ("place += tl.sum(found", "place = tl.sum(found"),
         ("tiles_ptr + first_tile + tile", "tiles_ptr + first_tile + tile + mine // 2"),
+        ("tl.where(chunk < mine, counts, 0)", "tl.where(chunk < mine - 1, counts, 0)"),
+        ("in range(0, chunks, COUNTED)", "in range(0, COUNTED, COUNTED)"),
+        ("* CHUNK + lane)\n", "* CHUNK + CHUNK - 1 - lane)\n"),
+    ],
+    ("experts/group_kernel.py", "experts/test_experts.py::test_uneven_groups"): [
+        ("num_tiles, chunks * TILES)", "num_tiles, chunks * TILES * 2)"),
+        ("& (tile[:, None] < end_tile[None, :])", "& (tile[:, None] <= end_tile[None, :])"),
     ],
     ("experts/group_kernel.py", "experts/test_experts.py::test_groups_of_the_experts_that_are_here"): [
-        ("wanted += first_expert", "wanted += 0")
+        ("wanted += first_expert", "wanted += 0"),
+        ("tl.where(inside, expert, BINS)", "expert"),
     ],
     ("experts/device_functions.py", "experts/test_experts.py::test_values"): [
         ("source, target = place, pair", "source, target = pair, pair"),

@@ -1,9 +1,14 @@
 """Pairs of a token and an expert, grouped by expert, and the groups cut into tiles of rows: a counting sort.
 
-Pair p is token p // k and its expert number p % k. One launch: the program of an expert counts the pairs of all
-experts, which tells where its own begin, and lists those in ascending order. So the result has one order, and nothing
-is read on the host: how many tiles there are is on the device, and their number is bounded by shapes alone. Pairs of
-experts that others own are left out.
+Pair p is token p // k and its expert number p % k. Few pairs take one launch: the program of an expert counts the pairs
+of all experts, which tells where its own begin, and lists those in ascending order.
+
+Of many pairs that is too much for each program to count. They are cut into chunks, and take two launches with a program
+a chunk: the first counts its chunk's pairs of every expert; the second adds up all counts, which tells where an expert
+begins and where this chunk's pairs of it do, and sorts its chunk. The programs share the writing of the tiles.
+
+Both give the same. There is no atomic, so the result has one order, and nothing is read on the host: how many tiles
+there are is on the device, and their number is bounded by shapes alone. Pairs of experts that others own are left out.
 """
 
 # mypy: allow-incomplete-defs
@@ -23,8 +28,12 @@ from ..device import hardware
 from .experts import ExpertRange
 from .plans import choose_rows, is_unsorted
 
-CHUNK = 1024  # pairs that are read at once
-LARGE_CHUNK = 8192  # of many pairs
+AT_ONCE = 1024  # pairs that are read at once, of those that take one launch
+ONE_LAUNCH = 8192  # pairs, at most
+CHUNK = 512  # pairs of a program, of those that take two launches
+LARGE_CHUNK = 2048  # of so many that their chunks' counts would take longer to add up than a larger chunk to sort
+MANY_CHUNKS = 128
+COUNTS = 8192  # that are added up at once
 TILES = tl.constexpr(32)  # that are stored at once
 
 
@@ -41,6 +50,18 @@ class Groups(NamedTuple):
     num_tiles: Tensor
 
 
+@triton.jit
+def _load_experts(experts_ptr, pair, pairs, first_expert, num_experts):
+    """(the experts of pairs, counted from the first that is here, whether there is such a pair and it is of one)."""
+    inside = pair < pairs
+    expert = tl.load(experts_ptr + pair, mask=inside, other=0)
+    if first_expert is not None:
+        expert -= first_expert
+        inside &= (expert >= 0) & (expert < num_experts)
+        expert = tl.where(inside, expert, 0)
+    return expert, inside
+
+
 @triton.jit(do_not_specialize=["first_expert", "pairs", "most"])
 def _group_kernel(
     experts_ptr,
@@ -52,7 +73,7 @@ def _group_kernel(
     most,
     ROWS: tl.constexpr,
     BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """first_expert: of those that are here, as many as programs; None if these are all.
@@ -64,15 +85,10 @@ def _group_kernel(
     wanted = mine
     if first_expert is not None:
         wanted += first_expert
-    lane, bin = tl.arange(0, CHUNK), tl.arange(0, BINS)
+    lane, bin = tl.arange(0, AT_ONCE), tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
-    for start in range(0, pairs, CHUNK):
-        inside = start + lane < pairs
-        expert = tl.load(experts_ptr + start + lane, mask=inside, other=0)
-        if first_expert is not None:
-            expert -= first_expert
-            inside &= (expert >= 0) & (expert < tl.num_programs(0))
-            expert = tl.where(inside, expert, 0)
+    for start in range(0, pairs, AT_ONCE):
+        expert, inside = _load_experts(experts_ptr, start + lane, pairs, first_expert, tl.num_programs(0))
         counts += tl.histogram(expert, BINS, mask=inside)
     tiles = (counts + (ROWS - 1)) // ROWS
     before = bin < mine
@@ -91,12 +107,96 @@ def _group_kernel(
         tl.store(target + 2 * most, tl.zeros([TILES], tl.int32) + (first + count), mask=kept)
 
     place = first
-    for start in range(0, pairs, CHUNK):
+    for start in range(0, pairs, AT_ONCE):
         pair = start + lane
         found = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == wanted
         rank = tl.cumsum(found.to(tl.int32), 0)
         tl.store(order_ptr + place + rank - 1, pair, mask=found)
         place += tl.sum(found.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["first_expert", "pairs"])
+def _count_kernel(
+    experts_ptr,
+    counts_ptr,
+    first_expert,
+    num_experts,
+    pairs,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """counts [programs, BINS]: of a chunk's pairs, those of each expert. first_expert: of num_experts, as above."""
+    wait_for_predecessor(OVERLAP)
+    chunk = tl.program_id(0)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert, inside = _load_experts(experts_ptr, pair, pairs, first_expert, num_experts)
+    tl.store(counts_ptr + chunk * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS, mask=inside))
+
+
+@triton.jit(do_not_specialize=["first_expert", "pairs", "most"])
+def _place_kernel(
+    experts_ptr,
+    counts_ptr,
+    shifts_ptr,
+    order_ptr,
+    tiles_ptr,
+    count_ptr,
+    first_expert,
+    num_experts,
+    pairs,
+    most,
+    ROWS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """counts, shifts: [programs, BINS]; a program leaves in its shifts what its threads look up. COUNTED: chunks whose
+    counts are added up at once. The rest as above.
+    """
+    wait_for_predecessor(OVERLAP)
+    mine, chunks = tl.program_id(0), tl.num_programs(0)
+    bin = tl.arange(0, BINS)
+    totals = tl.zeros([COUNTED, BINS], tl.int32)
+    earlier = totals
+    for start in range(0, chunks, COUNTED):
+        chunk = start + tl.arange(0, COUNTED)[:, None]
+        counts = tl.load(counts_ptr + chunk * BINS + bin[None, :], mask=chunk < chunks, other=0)
+        totals += counts
+        earlier += tl.where(chunk < mine, counts, 0)
+    count = tl.sum(totals, 0)
+    end = tl.cumsum(count, 0)
+    first = end - count
+
+    # The chunk's pairs, sorted, have those of an expert side by side, as `order` has them: all lie equally far from it.
+    own = tl.load(counts_ptr + mine * BINS + bin)
+    shift = first + tl.sum(earlier, 0) - (tl.cumsum(own, 0) - own)
+    tl.store(shifts_ptr + mine * BINS + bin, shift)
+    tl.debug_barrier()
+    lane = tl.arange(0, CHUNK)
+    expert, inside = _load_experts(experts_ptr, mine * CHUNK + lane, pairs, first_expert, num_experts)
+    # An expert and its pair are one number, and the pairs that are left out come last.
+    ranked = tl.sort(tl.where(inside, expert, BINS) * CHUNK + lane)
+    expert, pair = ranked // CHUNK, mine * CHUNK + ranked % CHUNK
+    inside = expert < BINS
+    place = tl.load(shifts_ptr + mine * BINS + expert, mask=inside, other=0) + lane
+    tl.store(order_ptr + place, pair, mask=inside)
+
+    tiles = (count + (ROWS - 1)) // ROWS
+    end_tile = tl.cumsum(tiles, 0)
+    first_tile = end_tile - tiles
+    num_tiles = tl.sum(tiles, 0)
+    if mine == 0:
+        tl.store(count_ptr, num_tiles)
+    for start in range(mine * TILES, num_tiles, chunks * TILES):
+        tile = start + tl.arange(0, TILES)
+        owner = (first_tile[None, :] <= tile[:, None]) & (tile[:, None] < end_tile[None, :])
+        begin = tl.sum(tl.where(owner, (first - first_tile * ROWS)[None, :], 0), 1) + tile * ROWS
+        target, kept = tiles_ptr + tile, tile < num_tiles
+        tl.store(target, tl.sum(tl.where(owner, bin[None, :], 0), 1), mask=kept)
+        tl.store(target + most, begin, mask=kept)
+        tl.store(target + 2 * most, tl.sum(tl.where(owner, end[None, :], 0), 1), mask=kept)
 
 
 def most_tiles(pairs: int, num_experts: int, rows: int) -> int:
@@ -110,27 +210,74 @@ def group(experts: Tensor, num_experts: int, rows: int, first_expert: int | None
     first_expert: of num_experts that are here, out of more, None if there are no others; their groups count from it.
     """
     pairs = experts.numel()
-    most = most_tiles(pairs, num_experts, rows)
-    order, tiles, count = (
-        torch.empty(shape, dtype=torch.int32, device=experts.device) for shape in (pairs, (3, most), 1)
-    )
-    overlap, chunk = hardware(experts.device).can_overlap, CHUNK if pairs <= LARGE_CHUNK else LARGE_CHUNK
+    if pairs <= ONE_LAUNCH:
+        return group_at_once(experts, num_experts, rows, first_expert)
+    chunk = CHUNK if pairs <= MANY_CHUNKS * CHUNK else LARGE_CHUNK
+    return group_in_chunks(experts, num_experts, rows, first_expert, chunk)
+
+
+def group_at_once(experts: Tensor, num_experts: int, rows: int, first_expert: int | None) -> Groups:
+    """`group` in one launch."""
+    groups, overlap = _new_groups(experts, num_experts, rows), hardware(experts.device).can_overlap
     launch(_group_kernel, (num_experts,))(
         experts,
-        order,
-        tiles,
-        count,
+        *groups,
         first_expert,
-        pairs,
-        most,
+        experts.numel(),
+        groups.tiles.shape[1],
         ROWS=rows,
         BINS=triton.next_power_of_2(num_experts),
-        CHUNK=chunk,
+        AT_ONCE=AT_ONCE,
         OVERLAP=overlap,
-        num_warps=4 if chunk == CHUNK else 16,
+        num_warps=4,
         launch_pdl=overlap,
     )
-    return Groups(order, tiles, count)
+    return groups
+
+
+def group_in_chunks(experts: Tensor, num_experts: int, rows: int, first_expert: int | None, chunk: int) -> Groups:
+    """`group` in two launches. chunk: pairs of a program, a power of two."""
+    groups, overlap = _new_groups(experts, num_experts, rows), hardware(experts.device).can_overlap
+    pairs, bins = experts.numel(), triton.next_power_of_2(num_experts)
+    chunks = triton.cdiv(pairs, chunk)
+    counts, shifts = (torch.empty((chunks, bins), dtype=torch.int32, device=experts.device) for _ in range(2))
+    launch(_count_kernel, (chunks,))(
+        experts,
+        counts,
+        first_expert,
+        num_experts,
+        pairs,
+        BINS=bins,
+        CHUNK=chunk,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+    launch(_place_kernel, (chunks,))(
+        experts,
+        counts,
+        shifts,
+        *groups,
+        first_expert,
+        num_experts,
+        pairs,
+        groups.tiles.shape[1],
+        ROWS=rows,
+        BINS=bins,
+        CHUNK=chunk,
+        COUNTED=min(64, max(1, COUNTS // bins)),
+        OVERLAP=overlap,
+        num_warps=8,
+        launch_pdl=overlap,
+    )
+    return groups
+
+
+def _new_groups(experts: Tensor, num_experts: int, rows: int) -> Groups:
+    """Room for the groups of experts."""
+    pairs = experts.numel()
+    shapes = pairs, (3, most_tiles(pairs, num_experts, rows)), 1
+    return Groups(*(torch.empty(shape, dtype=torch.int32, device=experts.device) for shape in shapes))
 
 
 def arrange(

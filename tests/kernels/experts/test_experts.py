@@ -108,20 +108,34 @@ def test_experts_of_several_ranks_add_up(case, each, randn, tokens, num_experts,
         each.experts(x, weights, experts, gate_up, down, owned=ops.ExpertRange(1, num_experts))
 
 
-@pytest.mark.parametrize("rows", [16, 32])
-def test_groups_of_the_experts_that_are_here(randn, rows):
-    from rayllm_kernels.experts.group_kernel import group
+def check_groups(groups, experts, num_experts, rows, first_expert=0):
+    """What is defined of the groups is a stable sort's."""
+    of_pairs = experts.flatten().long() - first_expert
+    here = (of_pairs >= 0) & (of_pairs < num_experts)
+    order = of_pairs.sort(stable=True).indices
+    expected = order[here[order]]
+    assert groups.order.shape == of_pairs.shape
+    assert groups.order[: len(expected)].tolist() == expected.tolist()
+    tiles, end = [], 0
+    for expert, count in enumerate(of_pairs[here].bincount(minlength=num_experts).tolist()):
+        first, end = end, end + count
+        tiles += [[expert, place, end] for place in range(first, end, rows)]
+    assert groups.num_tiles.tolist() == [len(tiles)]
+    assert groups.tiles[:, : len(tiles)].T.tolist() == tiles
 
+
+def group_by(chunk, *arguments):
+    """In one launch, or in two with such chunks."""
+    from rayllm_kernels.experts.group_kernel import group_at_once, group_in_chunks
+
+    return group_at_once(*arguments) if chunk is None else group_in_chunks(*arguments, chunk)
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("rows", [16, 32])
+def test_groups_of_the_experts_that_are_here(randn, rows, chunk):
     experts = randn(50, 9).topk(2).indices.to(torch.int32)
-    order, tiles, count = group(experts, 4, rows, 3)
-    pairs, own = experts.flatten().tolist(), range(3, 7)
-    expected = sorted((p for p, expert in enumerate(pairs) if expert in own), key=lambda p: (pairs[p], p))
-    assert order.tolist()[: len(expected)] == expected
-    found = []
-    for expert, first, end in tiles[:, : int(count)].T.tolist():
-        assert {pairs[pair] - 3 for pair in order[first:end].tolist()} == {expert}
-        found += range(first, min(first + rows, end))
-    assert found == list(range(len(expected)))
+    check_groups(group_by(chunk, experts, 4, rows, 3), experts, 4, rows, 3)
 
 
 def chosen_rows():
@@ -146,21 +160,73 @@ def test_every_tile_that_may_be_chosen(case, rows):
     check_close(y, exact(*arguments), terms=300, slack=2)
 
 
-@pytest.mark.parametrize(("tokens", "num_experts", "rows"), [(5, 8, 16), (700, 5, 16), (33, 1, 16), (40, 20, 32)])
-def test_groups(randn, tokens, num_experts, rows):
-    from rayllm_kernels.experts.group_kernel import group
-
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "rows", "chunk"),
+    [
+        (5, 8, 16, None),
+        (700, 5, 16, None),
+        (33, 1, 16, None),
+        (40, 20, 32, None),
+        (5, 8, 16, 16),  # a part of a chunk
+        (24, 5, 16, 16),  # whole chunks
+        (33, 1, 16, 32),
+        (40, 20, 32, 32),
+        (151, 300, 16, 16),  # more chunks than are counted at once
+    ],
+)
+def test_groups(randn, tokens, num_experts, rows, chunk):
     top_k = min(2, num_experts)
     experts = randn(tokens, num_experts).topk(top_k).indices.to(torch.int32)
-    order, tiles, count = group(experts, num_experts, rows)
-    pairs = experts.flatten().tolist()
-    assert order.tolist() == sorted(range(len(pairs)), key=lambda pair: (pairs[pair], pair))
-    found = []
-    for expert, first, end in tiles[:, : int(count)].T.tolist():
-        assert end - first > 0
-        assert {pairs[pair] for pair in order[first:end].tolist()} == {expert}
-        found += range(first, min(first + rows, end))
-    assert found == list(range(len(pairs)))
+    check_groups(group_by(chunk, experts, num_experts, rows, None), experts, num_experts, rows)
+
+
+UNEVEN = {
+    "one has all": torch.full((67,), 4),
+    "the last has all": torch.full((67,), 63),
+    "most have none": torch.arange(67) % 3 * 20 + 5,
+    "each has one": torch.arange(64).flip(0),  # more tiles than a program writes at once
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 16, 64])
+@pytest.mark.parametrize("chosen", UNEVEN)
+def test_uneven_groups(device, chosen, chunk):
+    experts = UNEVEN[chosen].to(device, torch.int32)[:, None]
+    check_groups(group_by(chunk, experts, 64, 16, None), experts, 64, 16)
+    check_groups(group_by(chunk, experts, 23, 16, 4), experts, 23, 16, 4)
+
+
+def test_bounds_of_the_ways_to_group(randn, monkeypatch):
+    """Made small: the interpreter would sort chunks of the real size for minutes."""
+    from rayllm_kernels.experts import group_kernel
+
+    for name, value in {"ONE_LAUNCH": 24, "CHUNK": 8, "MANY_CHUNKS": 5, "LARGE_CHUNK": 16}.items():
+        monkeypatch.setattr(group_kernel, name, value)
+    used = []
+    for name in ("group_at_once", "group_in_chunks"):
+        form = getattr(group_kernel, name)
+        monkeypatch.setattr(group_kernel, name, lambda *given, form=form: used.append(given[4:]) or form(*given))
+    for pairs in (24, 25, 40, 41):
+        experts = randn(pairs, 6).topk(1).indices.to(torch.int32)
+        check_groups(group_kernel.group(experts, 6, 16), experts, 6, 16)
+    assert used == [(), (8,), (8,), (16,)]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter would take minutes")
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "num_experts"),
+    [(8192, 1, 128), (8193, 1, 128), (8192, 8, 128), (8193, 8, 128), (16384, 22, 512), (16381, 22, 300)],
+)
+def test_groups_of_prompts(randn, tokens, top_k, num_experts):
+    from rayllm_kernels.experts.group_kernel import group
+
+    experts = randn(tokens, num_experts).topk(top_k).indices.to(torch.int32)
+    for first, here in ((None, num_experts), (num_experts // 4, num_experts // 2)):
+        groups = group(experts, here, 128, first)
+        check_groups(groups, experts, here, 128, first or 0)
+        again = group(experts, here, 128, first)
+        count = int(groups.tiles[2, : int(groups.num_tiles)].max())
+        assert torch.equal(groups.order[:count], again.order[:count])
 
 
 @pytest.mark.parametrize("dtype", DTYPES if ON_GPU else [torch.float16])
