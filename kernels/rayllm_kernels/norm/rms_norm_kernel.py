@@ -46,9 +46,10 @@ def _rms_norm_kernel(
     weight_ptr, eps = norm
     x_strides, residual_strides = strides
     DIM: tl.constexpr = FORM.dim
-    announce_and_wait(FORM.overlap)
     row = tl.program_id(0).to(tl.int64) * FORM.rows + tl.arange(0, FORM.rows)
     dims = tl.arange(0, FORM.dim_padded)[None, :]
+    weight = tl.load(weight_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)  # no kernel writes it
+    announce_and_wait(FORM.overlap)
     mask = (row < num_rows)[:, None] & (dims < DIM)
     x_row = row // x_inner * x_strides[0] + row % x_inner * x_strides[1]
     x = tl.load(x_ptr + x_row[:, None] + dims, mask=mask, other=0.0)
@@ -63,7 +64,6 @@ def _rms_norm_kernel(
         tl.store(total_ptr + target, total, mask=mask)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)
-    weight = tl.load(weight_ptr + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     normed = x * scale[:, None]
     if weight_ptr.dtype.element_ty == dtype:
         normed = normed.to(dtype).to(tl.float32)

@@ -29,7 +29,7 @@ from .fp8 import Fp8Rows, Rounding
 
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 LEAST_PEAK = tl.constexpr(fp8.LEAST_PEAK)
-MAX_TILE = 8192  # entries of a row that a program holds at once
+MAX_TILE = 16384  # entries of a row that a program holds at once
 
 
 class Form(NamedTuple):
@@ -127,10 +127,11 @@ def _rms_norm_fp8_kernel(x_ptr, residual_ptr, norm, outputs, static_ptr, strides
     weight_ptr, eps = norm
     codes_ptr, scales_ptr, total_ptr = outputs
     x_stride, residual_stride = strides
-    announce_and_wait(FORM.overlap)
     row = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, FORM.tile)
     mask = element < FORM.dim
+    weight = tl.load(weight_ptr + element, mask=mask, other=0.0).to(tl.float32)  # no kernel writes it
+    announce_and_wait(FORM.overlap)
     x = tl.load(x_ptr + row * x_stride + element, mask=mask, other=0.0)
     dtype = x.dtype
     wide = x.to(tl.float32)
@@ -140,7 +141,6 @@ def _rms_norm_fp8_kernel(x_ptr, residual_ptr, norm, outputs, static_ptr, strides
         tl.store(total_ptr + row * FORM.dim + element, total, mask=mask)
         wide = total.to(tl.float32)
     factor = tl.rsqrt(tl.sum(wide * wide, 0) / FORM.dim + eps)
-    weight = tl.load(weight_ptr + element, mask=mask, other=0.0).to(tl.float32)
     normed = wide * factor
     if weight_ptr.dtype.element_ty == dtype:
         normed = normed.to(dtype).to(tl.float32)
