@@ -47,8 +47,9 @@ from rayllm_kernels.quantised.experts import QuantisedProjections
 
 # Triton is imported when the first kernel is asked for.
 _group = TritonModule("rayllm_kernels.experts.group_kernel")
-_fp8, _int4, _vector = (
-    TritonModule(f"rayllm_kernels.quantised.{name}_kernel") for name in ("fp8_product", "int4_product", "fp8_vector")
+_fp8, _int4, _vector, _int4_vector = (
+    TritonModule(f"rayllm_kernels.quantised.{name}_kernel")
+    for name in ("fp8_product", "int4_product", "fp8_vector", "int4_vector")
 )
 _hopper = TritonModule("rayllm_kernels.linear.hopper_kernel")
 _experts = TritonModule("rayllm_kernels.experts.products_kernel")
@@ -64,12 +65,15 @@ MOST_REGISTERS = 208  # of a thread that sums may take
 
 # [outputs, inputs] of dense products, the most wanted first: Llama-3.1-8B, and its halves on two ranks.
 DENSE = [(28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (14336, 4096), (4096, 7168), (3072, 4096)]
+# Outputs (of each of gate and up), inputs, whether gated, whether behind a norm: a layer of Llama-3.1-8B.
+ONE_TOKEN_INT4 = [(14336, 4096, True, True), (4096, 14336, False, False), (6144, 4096, False, True)]
+ONE_TOKEN_INT4 += [(4096, 4096, False, False)]
 DENSE_TOKENS = [16, 32, 64, 256, 2048, 8192, 1]
 # Mixtures, the most wanted first, and how many ranks share the width.
 MIXTURES = [("qwen3-30b-a3b", 1), ("mixtral-8x7b", 1), ("gpt-oss-20b", 1), ("qwen3-30b-a3b", 2)]
 EXPERTS_TOKENS = [1, 256, 8192, 32, 64, 1024]
 
-Choice = Tiles | HopperPlan | tuple[int, int]
+Choice = Tiles | HopperPlan | tuple[int, ...]
 Calls = Callable[[Choice], list[Callable[[], Any]]]  # equal calls on different data, for one choice of tiles
 
 app = make_app()
@@ -269,6 +273,52 @@ def _one_token_operands(inputs: int, outputs: int, group: int | None, device: st
     return lambda choice: [partial(call, weight, choice) for weight in weights]
 
 
+def int4_vector_candidates(padded: int, *, gated: bool) -> list[Choice]:
+    """(outputs, warps, programs a multiprocessor): what registers hold, and enough of it on the way; or many programs,
+    of a tile each.
+    """
+    found: list[Choice] = []
+    for outputs, warps, programs in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 64)):
+        rows, vectors = outputs * (2 if gated else 1), max(1, padded // (32 * warps))
+        registers = (32 + 10 * rows) * vectors + 16  # of inputs, words and scales of two tiles, and all else
+        together = min(programs, 65536 // (32 * warps * registers))
+        kilobytes = together * rows * padded / 64
+        runs = programs == 64 or programs * warps <= 64  # on a multiprocessor
+        if (padded >= 32 * warps or warps == 1) and registers <= 240 and runs and 16 <= kilobytes <= 128:
+            found.append((outputs, warps, programs))
+    return found
+
+
+def one_token_int4(family: str, gpu: Hardware, group: int) -> Iterator[Product]:  # noqa: ARG001
+    """Products of one token and weights of 4 bits, with what a layer has before and behind them."""
+    for outputs, inputs, gated, normed in ONE_TOKEN_INT4:
+        rows = 2 * outputs if gated else outputs
+        padded = 1 << (inputs // 2 // plans.INT4_VECTOR_BYTES - 1).bit_length()
+        yield Product(
+            family,
+            f"{'norm, ' if normed else ''}{'gated, ' if gated else ''}{padded} vectors",
+            f"{inputs} -> {rows}",
+            plans.choose_int4_vector(padded, gated=gated),
+            int4_vector_candidates(padded, gated=gated),
+            partial(_one_token_int4_operands, inputs, rows, group, gated=gated, normed=normed),
+            inputs * rows / 2 + 4 * rows * inputs / group + 2 * (inputs * (4 if normed else 1) + outputs),
+            2 * inputs * rows,
+            bench.FLOPS_PER_SECOND,
+        )
+
+
+def _one_token_int4_operands(inputs: int, rows: int, group: int, device: str, *, gated: bool, normed: bool) -> Calls:
+    weights = bench.int4_weights(inputs, rows, group, symmetric=True, device=device)
+    x, residual, scale = (bench.normal(1, inputs, device=device) for _ in range(3))
+    norm = (residual, scale[0], 1e-5) if normed else (None, None, 0.0)
+
+    def call(weight: ops.Int4Weight, choice: Choice) -> Tensor:
+        y, _ = _int4_vector.linear_int4_vector(x, norm, weight, None, "silu" if gated else None, choice=choice)
+        return y
+
+    return lambda choice: [partial(call, weight, choice) for weight in weights]
+
+
 # ---- experts ----
 
 
@@ -392,6 +442,7 @@ FAMILIES: dict[str, Callable[[str, Hardware], Iterator[Product]]] = {
     "experts-int4": partial(experts, found=bench.EXPERTS_FORMATS["int4 g128"]),
     "experts-fp8-weights": partial(experts, found=bench.EXPERTS_FORMATS["fp8 weights"]),
     "int4": partial(dense, group=128, wide=True, bits=4),
+    "int4-vector": partial(one_token_int4, group=128),
     "fp8-one-token": partial(one_token, group=None),
     "fp8-rows": partial(dense, group=None, wide=False, bits=8),
     "fp8-blocks": partial(dense, group=128, wide=False, bits=8),
@@ -454,11 +505,12 @@ def report(timings: Sequence[Timing]) -> str:
     floor = bench.Case("", [], product.moved, product.flops, product.rate).floor_us()
     shown = [f"today {text(product.today)}", "does not run"]
     if (now := known.get(product.today)) is not None:
-        shown[1] = f"{now:.1f} us ({floor / now:.2f} of the limit)"
+        shown[1] = f"{now:.1f} us ({floor / now:.2f} of the limit, {product.moved / now / 1e6:.2f} TB/s)"
     line = f"{product.name}: {' '.join(shown)}"
     if known:
         best = min(known, key=lambda choice: known[choice])
-        line += f"; best {text(best)} {known[best]:.1f} us ({floor / known[best]:.2f})"
+        us = known[best]
+        line += f"; best {text(best)} {us:.1f} us ({floor / us:.2f}, {product.moved / us / 1e6:.2f} TB/s)"
     return line
 
 

@@ -51,7 +51,7 @@ from .quantised.fp8 import (
     rms_norm_fp8,
     to_fp8,
 )
-from .quantised.int4 import Int4Weight, linear_int4
+from .quantised.int4 import Int4Weight, fused_linear_int4, linear_int4
 from .sampling.draw import DrawRows, gumbel_argmax, gumbel_keys, tokens_of_keys
 from .sampling.logprobs import gather_logprobs
 from .sampling.penalties import PenaltyRows, penalise

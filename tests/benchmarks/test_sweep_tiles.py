@@ -48,6 +48,7 @@ from rayllm_kernels import dispatch
 bench.ROTATED_BYTES, bench.ROUTINGS = 1, 2
 bench.MIXTURES = {"small": bench.Mixture(128, 128, 4, 2)}
 sweep.DENSE, sweep.DENSE_TOKENS = [(96, 128)], [16, 70]
+sweep.ONE_TOKEN_INT4 = [(48, 256, True, True), (96, 256, False, False)]
 sweep.MIXTURES, sweep.EXPERTS_TOKENS = [("small", 1)], [1, 9]
 with dispatch.forced(triton=True):
     for family, make in sweep.FAMILIES.items():
@@ -101,8 +102,8 @@ def test_the_best_tile_is_that_of_all_shapes():
     assert sweep.best_of_branch(timings(product("a"), None, None, None)) is None
     line = sweep.report(timings(product("a"), 2.0, 1.25, None))
     assert line == (
-        "experts-fp8 down, 16 rows, a: today Tiles(16, 16, 128, 4, 3, True) 2.0 us (0.50 of the limit); "
-        "best Tiles(16, 32, 128, 4, 3, True) 1.2 us (0.80)"
+        "experts-fp8 down, 16 rows, a: today Tiles(16, 16, 128, 4, 3, True) 2.0 us (0.50 of the limit, 2.15 TB/s); "
+        "best Tiles(16, 32, 128, 4, 3, True) 1.2 us (0.80, 3.44 TB/s)"
     )
 
 

@@ -106,7 +106,9 @@ def step(rows, begin):
         ops.linear_fp8(ops.to_fp8(tokens, Rounding()), Fp8Weight(numbers, ones), None, half)
     ops.linear_fp8_weight(x, Fp8Weight(numbers, ones))
     ops.linear_rounding_fp8(x[:1], Rounding(), Fp8Weight(numbers, ones), norm=(x[0], 1e-6), residual=x[1:2])
-    ops.linear_int4(x, Int4Weight(torch.zeros(256, 64, dtype=torch.uint8), ones, None, 128, None))
+    four_bits = Int4Weight(torch.zeros(256, 64, dtype=torch.uint8), ones, None, 128, None)
+    ops.linear_int4(x, four_bits)
+    ops.fused_linear_int4(x[:1], four_bits, norm=(x[0], 1e-6), residual=x[1:2])
     states = StateCache(torch.zeros(9, 3, 512, dtype=half), torch.zeros(9, 16, 16, 16), 16)
     for chunks in (Chunks(contexts), Chunks(contexts, starts, 100 + rows)):
         ops.causal_conv(tensor(512), torch.zeros(512, 4, dtype=half), states, chunks, tensor(512))

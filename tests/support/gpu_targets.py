@@ -200,7 +200,11 @@ def run_quantised(gpu: Hardware, dtype: torch.dtype, tokens: tuple[int, ...], *,
             codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=META)
             scales = torch.empty(outputs, inputs // group, device=META)
             zeros = None if symmetric else scales.to(torch.uint8)
-            ops.linear_int4(x, ops.Int4Weight(codes, scales, zeros, inputs, group), bias, deterministic=deterministic)
+            weight = ops.Int4Weight(codes, scales, zeros, inputs, group)
+            ops.linear_int4(x, weight, bias, deterministic=deterministic)
+            if not deterministic:
+                ops.fused_linear_int4(x, weight, bias, norm=(norm, 1e-5), residual=x)
+                ops.fused_linear_int4(x, weight, norm=(norm, 1e-5), act="silu")
 
 
 # Widths of experts, and inputs and outputs that share a scale, in gate and up, and in down: a scale a channel; a rank's

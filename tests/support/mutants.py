@@ -161,6 +161,18 @@ MISTAKES = {
         ("scales_ptr, zeros_ptr, half + start, inputs, FORM)", "scales_ptr, zeros_ptr, start, inputs, FORM)"),
         ("(half + at < inputs)", "(half + at < inputs - 1)"),
     ],
+    ("quantised/int4_vector_kernel.py", "quantised/test_int4.py::test_one_token"): [
+        ("(at < FORM.inputs)\n", "(at < FORM.inputs - 1)\n"),
+        ("tl.sum(wide * wide, 0) / FORM.inputs", "tl.sum(wide * wide, 0) / (4 * FORM.padded * 8)"),
+        ("* -total[None, :]", "* total[None, :]"),
+        ("tl.minimum(output, outputs - 1)", "tl.minimum(output, outputs - 2)"),
+    ],
+    ("quantised/int4_vector_kernel.py", "quantised/test_int4.py::test_programs_share_one_token_s_tiles"): [
+        ("tile + tl.num_programs(0), tiles", "tile + 1, tiles")
+    ],
+    ("quantised/int4_vector_kernel.py", "quantised/test_int4.py::test_every_number_at_every_place"): [
+        ("words[word] >> 8", "words[word]")
+    ],
     ("norm/rms_norm_kernel.py", "norm/test_rms_norm.py::test_rms_norm"): [
         ("(dims < DIM)\n", "(dims < DIM - 1)\n"),
         ("tl.sum(x * x, 1) / DIM", "tl.sum(x * x, 1) / FORM.dim_padded"),

@@ -14,14 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_rows, check_vectors, fail
+from ..checks import check_norm_weight, check_residual, check_rows, check_vectors, fail
 from ..dispatch import TritonModule, on_triton
+from ..norm.act_and_mul import act_and_mul, kind_of
+from ..norm.rms_norm import fused_add_rms_norm, rms_norm
 from . import plans
 from .formats import Numbers
 
 _product_kernel = TritonModule("rayllm_kernels.quantised.int4_product_kernel")
+_vector_kernel = TritonModule("rayllm_kernels.quantised.int4_vector_kernel")
 
 MIDDLE = 8  # the zero point of symmetric weights
+NO_NORM = (None, None, 0.0)
 
 
 class Int4Weight(NamedTuple):
@@ -65,14 +69,16 @@ def pack_int4(numbers: Numbers, group: int | None) -> tuple[Tensor, Tensor, Tens
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
     """x W^T + bias -> a new tensor [T, N] of x's dtype; x [T, K], last dimension contiguous, bias [N].
 
-    What is multiplied are the numbers less their zero points, which are exact in any dtype. Sums are fp32, scales are
-    applied to the sums of groups, all is rounded once. deterministic: each row depends on its row of x and on W alone,
+    What is multiplied are the numbers less their zero points, which are exact in any dtype; of a single token on GPUs
+    the numbers, and zero points are taken off the sums of groups. Sums are fp32, scales are applied to the sums of
+    groups, all is rounded once. deterministic: each row depends on its row of x and on W alone,
     to the bit.
     """
-    _check(x, weight)
-    if bias is not None:
-        check_vectors(weight.codes.shape[0], x.dtype, x.device, bias=bias)
+    _check(x, weight, bias)
     if on_triton(x):
+        if not deterministic and plans.int4_vector_takes(x, weight.codes):
+            y, _ = _vector_kernel.linear_int4_vector(x, NO_NORM, weight, bias, None)
+            return y
         return _product_kernel.linear_int4(x, weight, bias, deterministic)
     wide, bias = weight.dequantised(), None if bias is None else bias.float()
     if not deterministic or x.shape[0] < 2:
@@ -81,7 +87,41 @@ def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, de
     return torch.cat(rows).to(x.dtype)
 
 
-def _check(x: Tensor, weight: Int4Weight) -> None:
+def fused_linear_int4(
+    x: Tensor,
+    weight: Int4Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    act: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(`linear_int4` of n, total), where n is the norm of total = x + residual, or x, with which total is x.
+
+    norm: (weight, eps), None for none. residual: None for none, and without a norm. act: weight is [2 N, K], the rows
+    of gate before those of up; the product is act(gate) * up then, and has no bias. On GPUs a single token takes one
+    launch, in which nothing is rounded in between.
+    """
+    _check(x, weight, bias)
+    if act is not None and (weight.codes.shape[0] % 2 or bias is not None):
+        fail("weight", "must have an even number of rows, gate and up, and no bias", weight.codes.shape)
+    if norm is not None:
+        check_norm_weight(norm[0], "norm", x.shape[1], x)
+    if residual is not None:
+        check_residual(residual, x)
+    if on_triton(x) and plans.int4_vector_takes(x, weight.codes):
+        before = NO_NORM if norm is None else (residual, *norm)
+        return _vector_kernel.linear_int4_vector(x, before, weight, bias, None if act is None else kind_of(act))
+    total = x
+    if norm is not None and residual is not None:
+        x, total = fused_add_rms_norm(x, residual, *norm)
+    elif norm is not None:
+        x = rms_norm(x, *norm)
+    y = linear_int4(x, weight, bias)
+    return (y if act is None else act_and_mul(y, act)), total
+
+
+def _check(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> None:
     codes, scales, zeros, inputs, group = weight
     if x.dim() != 2 or x.shape[1] != inputs:
         fail("x", f"must be [T, {inputs}]", x.shape)
@@ -96,3 +136,5 @@ def _check(x: Tensor, weight: Int4Weight) -> None:
             fail(f"weight.{argument}", f"must be contiguous {dtype} of shape {shape}", (tensor.dtype, *tensor.shape))
     if not codes.is_contiguous():
         fail("weight.codes", "must be contiguous", codes.stride())
+    if bias is not None:
+        check_vectors(codes.shape[0], x.dtype, x.device, bias=bias)

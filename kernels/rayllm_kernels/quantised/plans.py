@@ -64,6 +64,26 @@ def choose_fp8_vector(padded: int, *, gated: bool) -> tuple[int, int]:
     return max(1, min(32, weights // padded // (4 if gated else 1))), num_warps
 
 
+# ---- one token: `int4_vector_kernel` ----
+
+INT4_VECTOR_BYTES = 16  # of a row of 4-bit weights, by one thread: two inputs each
+
+
+def int4_vector_takes(x: Tensor, codes: Tensor) -> bool:
+    """Whether `int4_vector_kernel` is to multiply x [T, K] and codes [N, half]."""
+    return vector_takes(*x.shape) and codes.shape[0] > 0 and codes.shape[1] % INT4_VECTOR_BYTES == 0
+
+
+def choose_int4_vector(padded: int, *, gated: bool) -> tuple[int, int, int]:
+    """Outputs of a tile, warps of a program and programs a multiprocessor, for rows of so many vectors.
+
+    A thread has one vector of each row, whose 32 inputs it keeps, or two of long rows. Not swept yet.
+    """
+    num_warps = max(1, min(8, padded // 32))
+    rows = max(2, min(8, 1024 // padded))
+    return rows // 2 if gated else rows, num_warps, 16 // num_warps
+
+
 # ---- fp8 weights and tokens on Hopper: `linear/hopper_kernel` ----
 
 

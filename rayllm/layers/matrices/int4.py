@@ -36,6 +36,7 @@ class Int4Matrix(Matrix):
         if found.ordered and group is not None:
             order = self.parameters["input_order"] = context.parameter(columns, dtype=torch.int64)
         self._order, self._deterministic = order, context.deterministic
+        self.fuses = order is None and not context.deterministic
         self._operand = ops.Int4Weight(codes, scale, zero, columns, group)
 
     @classmethod
@@ -81,3 +82,19 @@ class Int4Matrix(Matrix):
         if self._order is not None:
             x = x.index_select(1, self._order)
         return ops.linear_int4(x, self._operand, bias, deterministic=self._deterministic)
+
+    def multiply_gated(self, x: Activations, act: str, wanted: ops.Rounding | None) -> Activations:  # noqa: ARG002
+        assert isinstance(x, torch.Tensor)
+        return ops.fused_linear_int4(x, self._operand, act=act)[0]
+
+    def multiply_normed(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: tuple[torch.Tensor, float],
+        bias: torch.Tensor | None,
+        *,
+        act: str | None,
+        wanted: ops.Rounding | None,  # noqa: ARG002
+    ) -> tuple[Activations, torch.Tensor]:
+        return ops.fused_linear_int4(x, self._operand, bias, norm=norm, residual=residual, act=act)
