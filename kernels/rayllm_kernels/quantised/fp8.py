@@ -152,8 +152,8 @@ def linear_rounding_fp8(
 
     norm: (weight, eps), None for none. residual: None for none. act: weight is [2 N, K], the rows of gate before
     those of up; the product is act(gate) * up then, and has no bias. wanted: how that is to be rounded to fp8, if it
-    can be in the same pass; None for in x's dtype. On GPUs a single token takes one launch, is not rounded, and its
-    product is in x's dtype, unless deterministic.
+    can be in the same pass; None for in x's dtype. On GPUs a single token takes one launch, or two where its norm is
+    better found once, is not rounded, and its product is in x's dtype, unless deterministic.
     """
     _check_matrix(x, how)
     if act is not None and (weight.values.shape[0] % 2 or bias is not None):
@@ -183,15 +183,20 @@ def _one_token(
     _check_weight(weight, x.shape[1])
     if bias is not None:
         check_vectors(weight.values.shape[0], x.dtype, x.device, bias=bias)
-    if norm is None:
-        before: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0)
-    else:
+    before: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0)
+    total = x
+    if norm is not None:
         check_norm_weight(norm[0], "norm", x.shape[1], x)
         if residual is not None:
             check_residual(residual, x)
-        before = (residual, *norm)
-    y, total = _vector_kernel.linear_fp8_vector(x, before, weight, bias, None if act is None else kind_of(act))
-    return y, total
+        if plans.vector_norms(_vector_kernel.padded_inputs(x, weight), gated=act is not None):
+            before = (residual, *norm)
+        elif residual is None:
+            x = rms_norm(x, *norm)
+        else:
+            x, total = fused_add_rms_norm(x, residual, *norm)
+    y, found = _vector_kernel.linear_fp8_vector(x, before, weight, bias, None if act is None else kind_of(act))
+    return y, total if before[1] is None else found
 
 
 def linear_fp8_weight(

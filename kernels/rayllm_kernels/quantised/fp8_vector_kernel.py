@@ -136,6 +136,12 @@ def _fp8_vector_kernel(x_ptr, norm, weight, bias_ptr, y_ptr, total_ptr, experts_
     tl.store(y_ptr + output, y.to(y_ptr.dtype.element_ty), mask=output < outputs)
 
 
+def padded_inputs(x: Tensor, weight: Fp8Weight) -> int:
+    """Of a token x [1, K], to a power of two and at least one group."""
+    padded: int = triton.next_power_of_2(max(x.shape[1], weight.group or 1))
+    return padded
+
+
 def linear_fp8_vector(
     x: Tensor,
     norm: Norm,
@@ -153,7 +159,7 @@ def linear_fp8_vector(
     outputs = rows // 2 if act else rows
     y = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     total = x if norm[0] is None else torch.empty_like(x)
-    padded = triton.next_power_of_2(max(inputs, weight.group or 1))
+    padded = padded_inputs(x, weight)
     program_rows, num_warps = choice or plans.choose_fp8_vector(padded, gated=act is not None)
     overlap = hardware(x.device).can_overlap
     form = Form(

@@ -64,6 +64,14 @@ def choose_fp8_vector(padded: int, *, gated: bool) -> tuple[int, int]:
     return max(1, min(32, weights // padded // (4 if gated else 1))), num_warps
 
 
+def vector_norms(padded: int, *, gated: bool) -> bool:
+    """Whether every program finds the norm of so many inputs: it reads six bytes an input (the token, its residual and
+    the norm's weight), which should be no more than its weights are.
+    """
+    rows, _ = choose_fp8_vector(padded, gated=gated)
+    return rows * (2 if gated else 1) >= 6
+
+
 # ---- one token: `int4_vector_kernel` ----
 
 INT4_VECTOR_BYTES = 16  # of a row of 4-bit weights, by one thread: two inputs each

@@ -57,6 +57,20 @@ def test_rounding(randn, kernels, reference, dim, group, dtype):
     check_codes(kernels.to_fp8(x, Rounding(group)), found)
 
 
+@pytest.mark.parametrize("act", [None, "silu"])
+def test_long_rows_of_many_tokens_are_read_twice(randn, kernels, reference, monkeypatch, act):
+    from rayllm_kernels.quantised import fp8_rows_kernel
+
+    monkeypatch.setattr(fp8_rows_kernel, "MANY_TOKENS", 3)
+    x = randn(3, 9000 * (1 if act is None else 2))
+    for tokens in (x, x[:2]):
+        found, expected = (
+            each.to_fp8(tokens, Rounding()) if act is None else each.act_and_mul_fp8(tokens, Rounding(), act)
+            for each in (kernels, reference)
+        )
+        check_codes(found, expected, 0.001 if act else 0.0)
+
+
 def test_a_scale_found_beforehand(randn, kernels, reference, device):
     x = randn(4, 40)
     x[1, 2], x[1, 3] = 1e4, -1e4
@@ -162,7 +176,8 @@ def test_every_tile_that_may_be_chosen(randn, scaled, reference, tiles: Tiles):
 @needs_e4m3
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "rows", "group"), [(33, 130, 1, None), (40, 300, 8, 128), (6, 64, 1, 32)]
+    ("outputs", "inputs", "rows", "group"),
+    [(33, 130, 1, None), (40, 300, 8, 128), (6, 64, 1, 32), (6, 4100, 1, None)],  # the norm of the last is found once
 )
 def test_a_product_that_rounds_its_tokens(randn, scaled, kernels, reference, outputs, inputs, rows, group, dtype):
     """With a norm before it and the activation behind it: by one kernel for one token, which stays as it is, and by
