@@ -117,9 +117,9 @@ def linear_fp8(
 ) -> Tensor:
     """x W^T + bias -> a new tensor [T, N] of `dtype`, rounded once.
 
-    x has groups of as many inputs as the weight. bias: [N] of `dtype`. Sums are fp32, but for the library's product,
-    which `plans.library_takes` says (`_scaled_mm`). deterministic: each row depends on its row of x
-    and on W alone, to the bit. Needs a GPU with `Hardware.has_e4m3`, or the CPU.
+    x has groups of as many inputs as the weight. bias: [N] of `dtype`. Sums are fp32, but for many tokens those of
+    `_scaled_mm`. deterministic: each row depends on its row of x and on W alone, to the bit. Needs a GPU with
+    `Hardware.has_e4m3`, or the CPU.
     """
     values, scales, group = x
     _check_weight(weight, values.shape[1])
@@ -239,8 +239,8 @@ def _multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None, deterministic: 
 def _scaled_mm(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """By PyTorch's product, with a scale a token and one an output.
 
-    It adds up with the bits that the instruction has, which is off by 0.2 to 0.3% of a result where the tokens' roundings
-    to e4m3 are off by 2 to 3%, and takes 5 to 12% less time for prompts than with fp32 sums.
+    It adds up with the bits that the instruction has. That is off by 0.1 to 0.3%, where the roundings of tokens to e4m3
+    are off by 2 to 3%, and takes 5 to 12% less time for prompts than fp32 sums.
     """
     rows = F.ScalingType.RowWise
     y: Tensor = F.scaled_mm(
