@@ -75,12 +75,14 @@ def generate(case: Case, **options: object) -> list[tuple[list[int], list[float]
 
 def reference(case: Case, generated: list[list[int]], dtype: torch.dtype) -> torch.Tensor:
     """transformers' logprobs of the generated tokens, [prompts, NUM_TOKENS]."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
+    config = transformers.AutoConfig.from_pretrained(case.folder)
     # transformers 5.17 takes sdpa for Gemma 2 unless it is told otherwise, which leaves out the soft cap of attention.
-    capped = getattr(AutoConfig.from_pretrained(case.folder), "attn_logit_softcapping", None) is not None
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
     options = {"attn_implementation": "eager"} if capped else {}
-    model = AutoModelForCausalLM.from_pretrained(case.folder, dtype=dtype, **options).cuda().eval()
+    model_class = getattr(transformers, config.architectures[0])  # AutoModelForCausalLM does not know Mistral 4 there
+    model = model_class.from_pretrained(case.folder, dtype=dtype, **options).cuda().eval()
     rows = []
     with torch.inference_mode():
         for prompt, tokens in zip(case.prompts, generated, strict=True):
