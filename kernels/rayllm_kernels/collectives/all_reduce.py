@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import check_like, check_rows, check_vectors, fail
+from ..checks import check_like, check_norm_weight, check_rows, fail
 from ..dispatch import TritonModule
 
 BUFFERS = 2  # that a program takes turns between
@@ -88,15 +88,16 @@ def all_reduce_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(RMSNorm(total) * weight, total) of total = sum of the ranks' x + residual: two new tensors [M, H].
 
-    x, residual: [M, H], rows of any even stride, last dimension contiguous; residual and weight [H] the same on all
-    ranks. M is 1 to buffers.max_rows, or max_one_shot_rows. All ranks must call it alike.
+    x, residual: [M, H], rows of any even stride, last dimension contiguous; residual and weight [H], in x's dtype or in
+    fp32 as for `rms_norm`, the same on all ranks. M is 1 to buffers.max_rows, or max_one_shot_rows. All ranks must call
+    it alike.
     """
     buffers.check(x, "x", two_shot)
     buffers.check(residual, "residual", two_shot)
     if residual.shape != x.shape:
         fail("residual", f"must have the shape of x, {tuple(x.shape)}", residual.shape)
     check_like(residual, "residual", x, "x")
-    check_vectors(buffers.hidden_size, x.dtype, x.device, weight=weight)
+    check_norm_weight(weight, "weight", buffers.hidden_size, x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _kernel.all_reduce(x, total, buffers, two_shot, (residual, weight, eps, y))

@@ -111,16 +111,33 @@ def _total(low, high, residual, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _store_row(total, weight, total_ptr, y_ptr, mask, eps, DTYPE: tl.constexpr, WORDS: tl.constexpr):
-    """Store the total's words and, unless weight is None, those of its norm."""
+def _store_row(
+    total, weights, total_ptr, y_ptr, mask, eps, DTYPE: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr
+):
+    """Store the total's words and, unless weights, of either half of them, are None, those of its norm.
+
+    WIDE: the weight is fp32 and meets what is not rounded.
+    """
     tl.store(total_ptr, total, mask=mask)
-    if weight is not None:
+    if weights is not None:
         low, high = _halves(total, DTYPE)
-        weight_low, weight_high = _halves(weight, DTYPE)
+        weight_low, weight_high = weights
         scale = tl.rsqrt(tl.sum(low * low + high * high) / (2 * WORDS) + eps)
-        low = (low * scale).to(DTYPE).to(tl.float32) * weight_low
-        high = (high * scale).to(DTYPE).to(tl.float32) * weight_high
-        tl.store(y_ptr, _words(low, high, DTYPE), mask=mask)
+        low, high = low * scale, high * scale
+        if not WIDE:
+            low, high = low.to(DTYPE).to(tl.float32), high.to(DTYPE).to(tl.float32)
+        tl.store(y_ptr, _words(low * weight_low, high * weight_high, DTYPE), mask=mask)
+
+
+@triton.jit
+def _load_weights(weight_ptr, column, mask, DTYPE: tl.constexpr):
+    """fp32: the weights of the first and of the second element of each word."""
+    if weight_ptr.dtype.element_ty == tl.float32:
+        low = tl.load(weight_ptr + 2 * column, mask=mask, other=0.0)
+        high = tl.load(weight_ptr + 2 * column + 1, mask=mask, other=0.0)
+    else:
+        low, high = _halves(tl.load(weight_ptr.to(tl.pointer_type(tl.int32)) + column, mask=mask, other=0), DTYPE)
+    return low, high
 
 
 @triton.jit
@@ -148,8 +165,6 @@ def _all_reduce_kernel(operands, peers, num_rows, eps, strides, FORM: tl.constex
     x_ptr, y_ptr, total_ptr = x_ptr.to(word), y_ptr.to(word), total_ptr.to(word)
     if residual_ptr is not None:
         residual_ptr = residual_ptr.to(word)
-    if weight_ptr is not None:
-        weight_ptr = weight_ptr.to(word)
     program = tl.program_id(0)
     column = tl.arange(0, WORDS_PADDED)
     mask = column < WORDS
@@ -158,7 +173,8 @@ def _all_reduce_kernel(operands, peers, num_rows, eps, strides, FORM: tl.constex
     others = (rank + 1 + tl.arange(0, RANKS)) % RANKS
     peers = _peer(peers_ptr, others)[:, None]
     own = _peer(peers_ptr, rank)
-    weight = tl.load(weight_ptr + column, mask=mask, other=0) if weight_ptr is not None else None
+    WIDE: tl.constexpr = False if weight_ptr is None else weight_ptr.dtype.element_ty == tl.float32
+    weights = _load_weights(weight_ptr, column, mask, DTYPE) if weight_ptr is not None else None
     # Of `count` rows, the i-th belongs to rank (program + i) % RANKS.
     count = (num_rows - program + PROGRAMS - 1) // PROGRAMS
     first_owned = (rank + RANKS - program % RANKS) % RANKS
@@ -193,14 +209,14 @@ def _all_reduce_kernel(operands, peers, num_rows, eps, strides, FORM: tl.constex
             not_me = tl.arange(0, RANKS)[:, None] < RANKS - 1
             tl.store(peers + totals + i * WORDS + column[None, :], everyone, mask=mask[None, :] & not_me)
         at = row * WORDS + column
-        _store_row(total, weight, total_ptr + at, y_ptr + at, mask, eps, DTYPE, WORDS)
+        _store_row(total, weights, total_ptr + at, y_ptr + at, mask, eps, DTYPE, WORDS, WIDE)
 
     if TWO_SHOT:
         for i in range(0, count):
             if i % RANKS != first_owned:
                 at = (program + i * PROGRAMS).to(tl.int64) * WORDS + column
                 total = _receive(own + totals + i * WORDS + column, mask)
-                _store_row(total, weight, total_ptr + at, y_ptr + at, mask, eps, DTYPE, WORDS)
+                _store_row(total, weights, total_ptr + at, y_ptr + at, mask, eps, DTYPE, WORDS, WIDE)
     tl.store(uses_ptr + program, uses + 1)
 
 

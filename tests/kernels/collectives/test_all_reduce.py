@@ -76,6 +76,11 @@ def part(dtype: torch.dtype, call: int, rank: int, rows: int) -> Tensor:
     return normal(dtype, 100 * call + rank, rows, HIDDEN)
 
 
+def norm_weight(dtype: torch.dtype, call: int) -> Tensor:
+    """In the tokens' dtype, or, of every other call, in fp32."""
+    return normal(torch.float32 if call % 2 else dtype, 8000, HIDDEN)
+
+
 # (kind, rows): kinds and sizes change from call to call, and every size comes three times, so that slots are reused.
 CALLS = [
     (kind, rows)
@@ -102,7 +107,7 @@ def run_calls(rank: int, buffers) -> list[Tensor]:
         elif kind.startswith("plain"):
             results += [ops.all_reduce(x, buffers, two_shot=two_shot)]
         else:
-            residual, weight = normal(dtype, 7000 + call, rows, HIDDEN), normal(dtype, 8000, HIDDEN)
+            residual, weight = normal(dtype, 7000 + call, rows, HIDDEN), norm_weight(dtype, call)
             results += ops.all_reduce_add_rms_norm(x, residual, weight, EPS, buffers, two_shot=two_shot)
     return results
 
@@ -126,7 +131,7 @@ def test_calls_of_all_kinds(size, dtype):
         else:
             y, actual_total = next(left), next(left)
             check_close(actual_total, (total + normal(dtype, 7000 + call, rows, HIDDEN).float()).to(dtype))
-            check_close(y, ops.rms_norm(actual_total, normal(dtype, 8000, HIDDEN), EPS))
+            check_close(y, ops.rms_norm(actual_total, norm_weight(dtype, call), EPS))
 
 
 def nan_and_strided(rank: int, buffers) -> list[Tensor]:
