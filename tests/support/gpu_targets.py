@@ -160,7 +160,8 @@ def run_collectives(dtype: torch.dtype) -> None:
     x, weight = torch.empty(8, 4096, dtype=dtype, device=META), torch.empty(4096, dtype=dtype, device=META)
     for two_shot in (False, True):
         ops.all_reduce(x, buffers, two_shot=two_shot)
-        ops.all_reduce_add_rms_norm(x, x, weight, 1e-5, buffers, two_shot=two_shot)
+        for each in (weight, weight.float()):
+            ops.all_reduce_add_rms_norm(x, x, each, 1e-5, buffers, two_shot=two_shot)
     ops.all_gather_small(x[0, :32], buffers)
 
 
