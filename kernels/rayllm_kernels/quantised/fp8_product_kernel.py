@@ -243,7 +243,7 @@ def linear_fp8(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.
     if deterministic:
         return multiply(values, scales, weight, bias, dtype, plans.fixed_fp8_tiles(group, wide=False, dtype=dtype))
     gpu = hardware(values.device)
-    plan = plans.plan_fp8_hopper(x, weight, dtype, gpu)
+    plan = plans.plan_fp8_hopper(values, weight.values, (weight.rows, weight.group), dtype, gpu)
     if plan is not None:
         return _hopper_kernel.linear_hopper_fp8(x, weight, plan, bias, dtype)
     tiles = plans.choose_fp8_tiles(values.shape[0], weight.values.shape[0], group, gpu)

@@ -7,16 +7,12 @@ follow from what limits a product (docs/performance.md, "Weights in fewer bits")
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..device import Hardware, hardware
 from ..linear.plans import HopperPlan, Tiles, plan_hopper_fp8
-
-if TYPE_CHECKING:
-    from .fp8 import Fp8Rows, Fp8Weight
 
 GROUPS = (32, 64, 128)  # inputs that share a scale of an fp8 weight
 
@@ -95,16 +91,19 @@ def choose_int4_vector(padded: int, *, gated: bool) -> tuple[int, int, int]:
 # ---- fp8 weights and tokens on Hopper: `linear/hopper_kernel` ----
 
 
-def plan_fp8_hopper(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype, gpu: Hardware) -> HopperPlan | None:
-    """Of x [T, K] W^T [K, N], checked, with a scale a row of either or one for blocks of 128; None where others win."""
-    values = weight.values
-    blocks = weight.group == 128 and weight.rows > 1
-    if not gpu.is_hopper or dtype == torch.float32 or not (weight.group is None or blocks):
+def plan_fp8_hopper(
+    x: Tensor, weight: Tensor, block: tuple[int, int | None], dtype: torch.dtype, gpu: Hardware
+) -> HopperPlan | None:
+    """Of checked e4m3 x [T, K] W^T [K, N] -> `dtype`, W having a scale a row or one a block of 128 inputs.
+
+    block: rows and inputs of W that share a scale. None where others win.
+    """
+    rows, group = block
+    if not gpu.is_hopper or dtype == torch.float32 or not (group is None or (group == 128 and rows > 1)):
         return None
-    if any(each.data_ptr() % 16 or each.shape[1] % 16 or not each.numel() for each in (x.values, values)):
+    if any(each.data_ptr() % 16 or each.shape[1] % 16 or not each.numel() for each in (x, weight)):
         return None  # tensor copies want rows at multiples of 16 bytes
-    outputs, inputs = values.shape
-    return plan_hopper_fp8(x.values.shape[0], outputs, inputs, gpu.multiprocessors)
+    return plan_hopper_fp8(x.shape[0], weight.shape[0], weight.shape[1], gpu.multiprocessors)
 
 
 # ---- fp8 weights: `fp8_product_kernel` ----
