@@ -68,7 +68,7 @@ DENSE = [(28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (14336, 4096)
 # Outputs (of each of gate and up), inputs, whether gated, whether behind a norm: a layer of Llama-3.1-8B.
 ONE_TOKEN_INT4 = [(14336, 4096, True, True), (4096, 14336, False, False), (6144, 4096, False, True)]
 ONE_TOKEN_INT4 += [(4096, 4096, False, False)]
-DENSE_TOKENS = [16, 32, 64, 256, 2048, 8192, 1]
+DENSE_TOKENS = [16, 32, 64, 256, 2048, 8192]
 # Mixtures, the most wanted first, and how many ranks share the width.
 MIXTURES = [("qwen3-30b-a3b", 1), ("mixtral-8x7b", 1), ("gpt-oss-20b", 1), ("qwen3-30b-a3b", 2)]
 EXPERTS_TOKENS = [1, 256, 8192, 32, 64, 1024]
@@ -174,10 +174,10 @@ def dense(family: str, gpu: Hardware, group: int | None, *, wide: bool, bits: in
             today, deepest = plan or plans.choose_fp8_tiles(tokens, outputs, group, gpu), group or 256
         depths = [depth for depth in (32, 64, 128, 256) if depth <= deepest]
         if tokens <= 64:
-            options, padded = {"outputs": (32, 64, 128), "depths": depths[-2:], "stages": (3, 4, 6)}, max(16, tokens)
-            found = candidates(gpu, stage_bytes, tokens=padded, **options)
+            options = {"outputs": (32, 64, 128), "depths": depths[-2:], "stages": (3, 4, 6)}
+            found = candidates(gpu, stage_bytes, tokens=tokens, **options)
             if tokens <= 32:
-                found += sliced(gpu, stage_bytes, padded, depths[-2:], (16, 32))
+                found += sliced(gpu, stage_bytes, tokens, depths[-2:], (16, 32))
         else:
             found = []
             for tile in (64, 128):
@@ -227,7 +227,7 @@ def hopper_candidates(tokens: int, outputs: int, multiprocessors: int) -> list[C
     """Tiles for so many tokens, by one or two programs a multiprocessor, or as many as share tiles evenly."""
     found: list[Choice] = []
     for tile in HOPPER_TILES:
-        if tile.tokens != max(16, tokens) or tile == WIDEST:
+        if tile.tokens != tokens or tile == WIDEST:
             continue
         tiles, most = -(-outputs // tile.rows), multiprocessors * (2 if tile.consumers == 1 else 1)
         every = {min(tiles, most), most, max(1, multiprocessors // tiles) * tiles, max(1, most // tiles) * tiles}
