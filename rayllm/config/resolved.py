@@ -16,9 +16,9 @@ from rayllm.config.options import EngineConfig, changed
 from rayllm.errors import ConfigError
 
 # Where max_num_seqs is not given. A CPU gains little by more, and a step takes as much longer as it has more sequences.
-NUM_SEQS = {"cpu": (64,), "cuda": (256, 512, 1024)}
-# Where max_num_batched_tokens is not given. So many tokens of a small model take a CPU a tenth of a second.
-BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
+NUM_SEQS = {"cpu": (32,), "cuda": (256, 512, 1024)}
+# Where max_num_batched_tokens is not given. So many tokens of a small model take two CPU cores a tenth of a second.
+BATCHED_TOKENS = {"cpu": 128, "cuda": 8192}
 MAX_GPUS = 8  # that an engine may ask for
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 

@@ -53,7 +53,7 @@ def test_what_follows_from_the_device():
         options = EngineConfig(executor="ray", standby_ranks=choice)
         assert [resolve(options, gpus).standbys for gpus in (0, 1)] == [has_standbys, has_standbys]
     assert not resolve(EngineConfig(), 0).standbys, "one rank, in the driver's process"
-    assert [resolve(EngineConfig(), gpus).max_num_batched_tokens for gpus in (0, 1)] == [256, 8192]
+    assert [resolve(EngineConfig(), gpus).max_num_batched_tokens for gpus in (0, 1)] == [128, 8192]
     assert resolve(EngineConfig(max_num_batched_tokens=64), 0).max_num_batched_tokens == 64
 
 
@@ -94,7 +94,7 @@ def test_the_folder_is_absolute_and_the_length_is_the_models(monkeypatch):
 
 def test_how_many_sequences_run_at_once():
     """On GPUs the ranks choose, as only they know the memory."""
-    assert resolve(EngineConfig(), 0).num_seqs_choices == (64,)
+    assert resolve(EngineConfig(), 0).num_seqs_choices == (32,)
     assert resolve(EngineConfig(), 1).num_seqs_choices == (256, 512, 1024)
     for num_gpus in (0, 1):
         assert resolve(EngineConfig(max_num_seqs=7), num_gpus).num_seqs_choices == (7,)

@@ -173,7 +173,7 @@ def test_sequences_take_a_small_share_of_the_memory_for_kv(gib_left, expected):
     assert most_seqs((7,), lambda num_seqs: num_seqs * 2**40, gib_left * 2**30) == 7
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, 64), ({"max_num_seqs": 7}, 7)])
+@pytest.mark.parametrize(("options", "expected"), [({}, 32), ({"max_num_seqs": 7}, 7)])
 def test_a_rank_on_a_cpu_runs_what_it_is_told_to(options, expected):
     rank = RankModel(cpu_config(num_gpu_blocks_override=9, **options), TPGroup.single(), CPU)
     assert rank.count_blocks() == KVBlocks(9, 0, expected)
