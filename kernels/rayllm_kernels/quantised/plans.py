@@ -198,6 +198,7 @@ def choose_int4_tiles(tokens: int, outputs: int, group: int | None, dtype: torch
 # half the barriers; narrow tiles, two or three programs a multiprocessor, hide each other's waits; the larger a tile,
 # the less often its tokens are read from L2, and its weights decoded.
 INT4_HOPPER_TOKENS = 128  # of a tile at most
+INT4_WIDE_UNITS = 4  # of a wide tile for each multiprocessor: with fewer, handing over its sums takes long
 INT4_HOPPER_MEMORY = 226 << 10  # bytes of a multiprocessor that programs share, each of which costs 1 KiB more
 
 
@@ -258,7 +259,7 @@ def choose_int4_hopper(tokens: int, rows: int, inputs: int, group: int | None, m
         kind = INT4_NARROWEST
     elif padded >= 64 and -(-rows // 256) * -(-tokens // padded) >= WELL_FULL * multiprocessors:
         kind = INT4_WIDEST
-    elif padded <= 64 or units < multiprocessors:
+    elif padded <= 64 or units < INT4_WIDE_UNITS * multiprocessors:
         kind, padded = INT4_NARROW, min(padded, 64)
     else:
         kind = INT4_WIDE
