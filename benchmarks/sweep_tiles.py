@@ -41,7 +41,7 @@ from rayllm_kernels.device import Hardware, assumed, hardware
 from rayllm_kernels.dispatch import TritonModule
 from rayllm_kernels.experts import plans as experts_plans
 from rayllm_kernels.experts.experts import Projections
-from rayllm_kernels.linear.plans import HOPPER_TILES, WIDEST, HopperPlan, Tiles, plan_hopper_fp8
+from rayllm_kernels.linear.plans import HOPPER_TILES, WIDEST, HopperPlan, HopperTile, Tiles, plan_hopper_fp8
 from rayllm_kernels.quantised import plans
 from rayllm_kernels.quantised.experts import QuantisedProjections
 
@@ -52,6 +52,7 @@ _fp8, _int4, _vector, _int4_vector = (
     for name in ("fp8_product", "int4_product", "fp8_vector", "int4_vector")
 )
 _hopper = TritonModule("rayllm_kernels.linear.hopper_kernel")
+_int4_hopper = TritonModule("rayllm_kernels.quantised.int4_hopper_kernel")
 _experts = TritonModule("rayllm_kernels.experts.products_kernel")
 _weights, _fp8_experts = (
     TritonModule(f"rayllm_kernels.quantised.{name}_kernel") for name in ("experts", "fp8_experts")
@@ -160,11 +161,16 @@ def dense(family: str, gpu: Hardware, group: int | None, *, wide: bool, bits: in
         return (of_x * tiles.tokens + tiles.outputs) * tiles.depth
 
     for tokens, (outputs, inputs) in itertools.product(DENSE_TOKENS, DENSE):
-        if bits == 8 and not wide and group is None and tokens >= plans.LIBRARY_TOKENS:
-            continue
+        if tokens >= (plans.LEAST_DEQUANTISED_TOKENS if bits == 4 else plans.LIBRARY_TOKENS) and (
+            bits == 4 or (not wide and group is None)
+        ):
+            continue  # PyTorch's product
         today: Choice
         if bits == 4:
-            today = plans.choose_int4_tiles(tokens, outputs, group, torch.bfloat16, gpu)
+            own = (
+                plans.choose_int4_hopper(tokens, outputs, inputs, group, gpu.multiprocessors) if gpu.is_hopper else None
+            )
+            today = own or plans.choose_int4_tiles(tokens, outputs, group, torch.bfloat16, gpu)
             deepest = plans.int4_depth(group)
         elif wide:
             today = plans.choose_wide_tiles(tokens, outputs, group, torch.bfloat16, gpu)
@@ -186,7 +192,12 @@ def dense(family: str, gpu: Hardware, group: int | None, *, wide: bool, bits: in
                 sums = 1 if group is None and bits == 8 else 2
                 found += candidates(gpu, stage_bytes, tokens=tile, sums=sums, **options)
         if bits == 8 and not wide:
-            found += hopper_candidates(tokens, outputs, gpu.multiprocessors)
+            tiles = [tile for tile in HOPPER_TILES if tile.tokens == tokens and tile != WIDEST]
+            found += hopper_candidates({tile: 3 - tile.consumers for tile in tiles}, tokens, outputs, gpu)
+        if bits == 4 and gpu.is_hopper:
+            padded = min(tokens, plans.INT4_HOPPER_TOKENS)
+            kinds = {tile: kind.programs for tile, kind in plans.INT4_HOPPER_TILES.items() if tile.tokens == padded}
+            found += hopper_candidates(kinds, tokens, outputs, gpu)
         kept = inputs * outputs * bits // 8 + 4 * (outputs if group is None else outputs * inputs // group)
         if bits == 8 and group is not None:
             kept -= 4 * outputs * inputs // group * 127 // 128
@@ -209,7 +220,13 @@ def _dense_operands(
     x = bench.normal(tokens, inputs, device=device)
     if bits == 4:
         packed = bench.int4_weights(inputs, outputs, group or inputs, symmetric=True, device=device)
-        return lambda tiles: [partial(_int4.multiply, x, weight, None, tiles) for weight in packed]
+
+        def int4_calls(choice: Choice) -> list[Callable[[], Any]]:
+            if isinstance(choice, Tiles):
+                return [partial(_int4.multiply, x, weight, None, choice) for weight in packed]
+            return [partial(_int4_hopper.linear_int4_hopper, x, weight, choice) for weight in packed]
+
+        return int4_calls
     weights = bench.fp8_weights(inputs, outputs, 1 if group is None else 128, group, device=device)
     if wide:
         return lambda tiles: [partial(_fp8.multiply, x, None, weight, None, x.dtype, tiles) for weight in weights]
@@ -223,15 +240,13 @@ def _dense_operands(
     return calls
 
 
-def hopper_candidates(tokens: int, outputs: int, multiprocessors: int) -> list[Choice]:
-    """Tiles for so many tokens, by one or two programs a multiprocessor, or as many as share tiles evenly."""
+def hopper_candidates(tiles: dict[HopperTile, int], tokens: int, outputs: int, gpu: Hardware) -> list[Choice]:
+    """These tiles, by as many programs a multiprocessor, one less, or as many as share tiles evenly."""
     found: list[Choice] = []
-    for tile in HOPPER_TILES:
-        if tile.tokens != tokens or tile == WIDEST:
-            continue
-        tiles, most = -(-outputs // tile.rows), multiprocessors * (2 if tile.consumers == 1 else 1)
-        every = {min(tiles, most), most, max(1, multiprocessors // tiles) * tiles, max(1, most // tiles) * tiles}
-        found += [(tile, programs) for programs in sorted(every) if programs <= most]
+    for tile, programs in tiles.items():
+        count, most = -(-outputs // tile.rows) * -(-tokens // tile.tokens), gpu.multiprocessors * programs
+        even = {max(1, each // count) * count for each in (gpu.multiprocessors, most)}
+        found += [(tile, number) for number in sorted({min(count, most), most} | even) if number <= most]
     return found
 
 

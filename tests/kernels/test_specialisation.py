@@ -18,6 +18,9 @@ from rayllm_kernels.attention import prefill_hopper
 from rayllm_kernels.experts.group_kernel import group_in_chunks
 from rayllm_kernels.linear import gated_hopper_kernel, hopper_kernel
 from rayllm_kernels.linear.plans import NARROW
+from rayllm_kernels.quantised import int4_hopper_kernel
+from rayllm_kernels.quantised.int4_dequantise_kernel import linear_int4_dequantised
+from rayllm_kernels.quantised.plans import choose_int4_hopper
 from triton import JITFunction, knobs
 
 names = [module.name for module in pkgutil.walk_packages(rayllm_kernels.__path__, "rayllm_kernels.")]
@@ -108,6 +111,8 @@ def step(rows, begin):
     ops.linear_rounding_fp8(x[:1], Rounding(), Fp8Weight(numbers, ones), norm=(x[0], 1e-6), residual=x[1:2])
     four_bits = Int4Weight(torch.zeros(256, 64, dtype=torch.uint8), ones, None, 128, None)
     ops.linear_int4(x, four_bits)
+    linear_int4_dequantised(x, four_bits, None)
+    int4_hopper_kernel.linear_int4_hopper(x, four_bits, choose_int4_hopper(32, 256, 128, None, 132))
     ops.fused_linear_int4(x[:1], four_bits, norm=(x[0], 1e-6), residual=x[1:2])
     states = StateCache(torch.zeros(9, 3, 512, dtype=half), torch.zeros(9, 16, 16, 16), 16)
     for chunks in (Chunks(contexts), Chunks(contexts, starts, 100 + rows)):

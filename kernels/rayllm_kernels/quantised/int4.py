@@ -15,13 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import check_norm_weight, check_residual, check_rows, check_vectors, fail
+from ..device import hardware
 from ..dispatch import TritonModule, on_triton
+from ..linear.plans import HopperPlan
 from ..norm.act_and_mul import act_and_mul, kind_of
 from ..norm.rms_norm import fused_add_rms_norm, rms_norm
 from . import plans
 from .formats import Numbers
 
 _product_kernel = TritonModule("rayllm_kernels.quantised.int4_product_kernel")
+_hopper_kernel = TritonModule("rayllm_kernels.quantised.int4_hopper_kernel")
+_dequantise_kernel = TritonModule("rayllm_kernels.quantised.int4_dequantise_kernel")
 _vector_kernel = TritonModule("rayllm_kernels.quantised.int4_vector_kernel")
 
 MIDDLE = 8  # the zero point of symmetric weights
@@ -69,16 +73,21 @@ def pack_int4(numbers: Numbers, group: int | None) -> tuple[Tensor, Tensor, Tens
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
     """x W^T + bias -> a new tensor [T, N] of x's dtype; x [T, K], last dimension contiguous, bias [N].
 
-    What is multiplied are the numbers less their zero points, which are exact in any dtype; of a single token on GPUs
-    the numbers, and zero points are taken off the sums of groups. Sums are fp32, scales are applied to the sums of
-    groups, all is rounded once. deterministic: each row depends on its row of x and on W alone,
-    to the bit.
+    Sums are fp32 and rounded once. What is multiplied are the numbers less their zero points, which are exact in any
+    dtype, and scales are applied to the sums of groups; of a single token on GPUs the numbers, and zero points are
+    taken off the sums. On Hopper GPUs, and of many tokens on all, weights are rounded to x's dtype before they are
+    multiplied: each is off by 2 u at most, u being the dtype's unit roundoff. deterministic: each row depends on its
+    row of x and on W alone, to the bit, and no weight is rounded.
     """
     _check(x, weight, bias)
     if on_triton(x):
         if not deterministic and plans.int4_vector_takes(x, weight.codes):
             y, _ = _vector_kernel.linear_int4_vector(x, NO_NORM, weight, bias, None)
             return y
+        if not deterministic and plans.int4_dequantised_takes(x, weight.codes):
+            return _dequantise_kernel.linear_int4_dequantised(x, weight, bias)
+        if not deterministic and (plan := _plan(x, weight, gated=False)) is not None:
+            return _hopper_kernel.linear_int4_hopper(x, weight, plan, bias)
         return _product_kernel.linear_int4(x, weight, bias, deterministic)
     wide, bias = weight.dequantised(), None if bias is None else bias.float()
     if not deterministic or x.shape[0] < 2:
@@ -117,8 +126,16 @@ def fused_linear_int4(
         x, total = fused_add_rms_norm(x, residual, *norm)
     elif norm is not None:
         x = rms_norm(x, *norm)
+    if act is not None and on_triton(x) and not plans.int4_dequantised_takes(x, weight.codes):
+        plan = _plan(x, weight, gated=True)
+        if plan is not None:
+            return _hopper_kernel.linear_int4_hopper(x, weight, plan, act=kind_of(act)), total
     y = linear_int4(x, weight, bias)
     return (y if act is None else act_and_mul(y, act)), total
+
+
+def _plan(x: Tensor, weight: Int4Weight, *, gated: bool) -> HopperPlan | None:
+    return plans.plan_int4_hopper(x, weight.codes, weight.group, hardware(x.device), gated=gated)
 
 
 def _check(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> None:

@@ -7,12 +7,13 @@ follow from what limits a product (docs/performance.md, "Weights in fewer bits")
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..device import Hardware, hardware
-from ..linear.plans import HopperPlan, Tiles, plan_hopper_fp8
+from ..linear.plans import WELL_FULL, HopperPlan, HopperTile, Tiles, plan_hopper_fp8
 
 GROUPS = (32, 64, 128)  # inputs that share a scale of an fp8 weight
 
@@ -189,6 +190,102 @@ def choose_int4_tiles(tokens: int, outputs: int, group: int | None, dtype: torch
     if -(-tokens // 128) * -(-outputs // 128) >= multiprocessors * 7 // 10:
         return Tiles(128, 128, min(depth, 32), 8, 3, True)
     return Tiles(64, 128, min(depth, 32), 4, 3, True)
+
+
+# ---- weights of 4 bits on Hopper: `int4_hopper_kernel` ----
+
+# Swept with the layers of Llama-3.1-8B for 1 to 8,192 tokens. What decides: with 128 bytes of a row a step there are
+# half the barriers; narrow tiles, two or three programs a multiprocessor, hide each other's waits; the larger a tile,
+# the less often its tokens are read from L2, and its weights decoded.
+INT4_HOPPER_TOKENS = 128  # of a tile at most
+INT4_WIDE_UNITS = 4  # of a wide tile for each multiprocessor: with fewer, handing over its sums takes long
+INT4_HOPPER_MEMORY = 226 << 10  # bytes of a multiprocessor that programs share, each of which costs 1 KiB more
+
+
+class Int4HopperKind(NamedTuple):
+    """Tiles that are alike but for their tokens."""
+
+    consumers: int  # warp groups, of 64 rows of each block
+    blocks: int
+    programs: int  # a multiprocessor
+
+
+INT4_NARROWEST, INT4_NARROW = Int4HopperKind(1, 1, 3), Int4HopperKind(1, 1, 2)
+INT4_WIDE, INT4_WIDEST = Int4HopperKind(2, 1, 1), Int4HopperKind(2, 2, 1)
+
+
+def int4_hopper_tile(tokens: int, kind: Int4HopperKind, depth: int) -> HopperTile:
+    """With as many stages as fit. depth: bytes of a row; there are four of tokens to each."""
+    consumers, blocks, programs = kind
+    memory = INT4_HOPPER_MEMORY // programs - 128 * consumers * min(tokens, 64) - 1024
+    stages = min(16, memory // ((64 * consumers * blocks + 4 * tokens) * depth))
+    return HopperTile(tokens, consumers, blocks, stages, {1: 168, 2: 128, 3: 80}[programs], None, depth)
+
+
+INT4_HOPPER_TILES = {
+    int4_hopper_tile(tokens, kind, depth): kind
+    for depth in (64, 128)
+    for kind, sizes in (
+        (INT4_NARROWEST, (16,)), (INT4_NARROW, (32, 64)), (INT4_WIDE, (128,)), (INT4_WIDEST, (64, 128))
+    )
+    for tokens in sizes
+}  # fmt: skip
+
+
+def plan_int4_hopper(x: Tensor, codes: Tensor, group: int | None, gpu: Hardware, *, gated: bool) -> HopperPlan | None:
+    """Of checked x [T, K] and codes [N, half]. None where another kernel is to compute the product.
+
+    A unit's inputs of one half share a scale. Tensor copies want rows at multiples of 16 bytes, and both halves of a
+    token. Gate and up are cut into groups of eight rows.
+    """
+    half = codes.shape[1]
+    if not gpu.is_hopper or x.dtype not in (torch.bfloat16, torch.float16) or (group or 64) % 64:
+        return None
+    if not (x.numel() and codes.numel()) or half % 16 or half >= x.shape[1] or (gated and codes.shape[0] % 16):
+        return None
+    if any(each.data_ptr() % 16 for each in (x, codes)) or x.stride(0) % 8 or x.stride(0) < x.shape[1]:
+        return None
+    return choose_int4_hopper(x.shape[0], codes.shape[0], x.shape[1], group, gpu.multiprocessors)
+
+
+def choose_int4_hopper(tokens: int, rows: int, inputs: int, group: int | None, multiprocessors: int) -> HopperPlan:
+    """Tile and number of programs for weights [rows, inputs]: all share the units evenly, or whole tiles if that leaves
+    few multiprocessors idle.
+    """
+    depth = 128 if (group or 128) % 128 == 0 else 64
+    padded = min(INT4_HOPPER_TOKENS, max(16, 1 << (tokens - 1).bit_length()))
+    units = -(-rows // 128) * -(-tokens // padded) * -(-inputs // (2 * depth))
+    if padded == 16:
+        kind = INT4_NARROWEST
+    elif padded >= 64 and -(-rows // 256) * -(-tokens // padded) >= WELL_FULL * multiprocessors:
+        kind = INT4_WIDEST
+    elif padded <= 64 or units < INT4_WIDE_UNITS * multiprocessors:
+        kind, padded = INT4_NARROW, min(padded, 64)
+    else:
+        kind = INT4_WIDE
+    tile = int4_hopper_tile(padded, kind, depth)
+    tiles, most = -(-rows // tile.rows) * -(-tokens // tile.tokens), multiprocessors * kind.programs
+    whole = tiles if tiles <= most < 2 * tiles else most // tiles * tiles
+    return tile, whole if whole >= WELL_FULL * most else most
+
+
+# ---- weights of 4 bits and many tokens: `int4_dequantise_kernel` ----
+
+LEAST_DEQUANTISED_TOKENS = (
+    1024  # below, writing and reading 2 bytes a weight takes longer than the better product saves
+)
+DEQUANTISED_BYTES = 64 << 20  # of memory that a product takes for it
+
+
+def int4_dequantised_takes(x: Tensor, codes: Tensor) -> bool:
+    """Whether PyTorch's product of x [T, K] and of what codes [N, half] stand for is to compute theirs."""
+    return x.dtype != torch.float32 and x.shape[0] >= LEAST_DEQUANTISED_TOKENS and min(*x.shape, *codes.shape) > 0
+
+
+def int4_rows_at_once(outputs: int, inputs: int) -> int:
+    """Rows of W [outputs, inputs] that are dequantised together: equal parts, whole tiles of PyTorch's products."""
+    parts = -(-outputs * inputs * 2 // DEQUANTISED_BYTES)
+    return min(outputs, -(-outputs // (parts * 128)) * 128)
 
 
 def fixed_int4_tiles(group: int | None, dtype: torch.dtype) -> Tiles:

@@ -186,3 +186,23 @@ def test_errors(randn, each):
     ):
         with pytest.raises(ValueError, match=f"^{name} "):
             each.fused_linear_int4(x, weight, **change)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(140, 96, 32), (33, 300, 128), (21, 31, None), (9, 1100, 64)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_by_dequantised_weights(randn, scaled, monkeypatch, outputs, inputs, group, symmetric, dtype):
+    """All at once, and in parts."""
+    from rayllm_kernels.quantised.int4_dequantise_kernel import dequantise, linear_int4_dequantised
+
+    weight = make_weight(scaled(outputs, inputs, torch.float32), group, symmetric=symmetric)
+    out = torch.empty(outputs - 4, inputs, dtype=dtype, device=weight.codes.device)
+    dequantise(weight, 4, out)
+    check_close(out, weight.dequantised()[4:].to(dtype))
+    x, bias = randn(5, inputs, dtype=dtype), randn(outputs, dtype=dtype)
+    expected = x.double() @ weight.dequantised().double().T
+    for size in (plans.DEQUANTISED_BYTES, 1):
+        monkeypatch.setattr(plans, "DEQUANTISED_BYTES", size)
+        check_close(linear_int4_dequantised(x, weight, None), expected.to(dtype), terms=inputs)
+        y = linear_int4_dequantised(x, weight, bias)
+        check_close(y, (expected + bias.double()).to(dtype), terms=inputs)

@@ -1,0 +1,111 @@
+"""Products of many tokens and weights of 4 bits (`int4.py` has the layout) by PyTorch's, of dequantised weights.
+
+    w[n, k] = round(scale[n, group of k] * (number[n, k] - zero[n, group of k])),   y = x W^T + bias
+
+x [M, K], codes [N, half of K], scales and zeros [N, groups], bias [N] -> y [M, N]. Some rows of W at a time are written
+to a buffer of a bounded size, and multiplied: 2 bytes a weight are written and read, which takes the less of the time
+the more tokens there are.
+"""
+
+# mypy: allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compile_ahead import launch
+from ..dependent_launch import wait_for_predecessor
+from ..device import hardware
+from . import plans
+from .int4 import MIDDLE, Int4Weight
+
+SYMMETRIC_ZERO = tl.constexpr(float(MIDDLE))
+TILE = 4096  # bytes of a program
+NUM_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["first_row", "rows"])
+def _dequantise_int4_kernel(
+    weight,
+    out_ptr,
+    first_row,
+    rows,
+    inputs,
+    half,
+    groups,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BYTES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """weight: (codes, scales, zeros or None). out [rows, K]: of so many rows from the first one on. GROUP: inputs that
+    share a scale, 0 for all. A program has PARTS times BYTES of each of ROWS rows; each half's inputs of BYTES share a
+    scale.
+    """
+    codes_ptr, scales_ptr, zeros_ptr = weight
+    tiles = tl.cdiv(half, PARTS * BYTES)
+    row = (tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None, None]
+    start = (tl.program_id(0) % tiles * PARTS + tl.arange(0, PARTS)[None, :, None]) * BYTES
+    at = start + tl.arange(0, BYTES)[None, None, :]
+    inside = (row < rows) & (at < half)
+    codes = tl.load(codes_ptr + (first_row + row) * half + at, mask=inside, other=0).to(tl.int32)
+    wait_for_predecessor(OVERLAP)
+    for upper in tl.static_range(2):
+        first = upper * half + start
+        group = first // GROUP if GROUP > 0 else first * 0
+        place = (first_row + row) * groups + group
+        mask = (row < rows) & (group < groups)
+        scales = tl.load(scales_ptr + place, mask=mask, other=0.0)
+        zeros = SYMMETRIC_ZERO
+        if zeros_ptr is not None:
+            zeros = tl.load(zeros_ptr + place, mask=mask, other=0).to(tl.float32)
+        weights = (((codes >> (4 * upper)) & 15).to(tl.float32) - zeros) * scales
+        k = upper * half + at
+        tl.store(out_ptr + row * inputs + k, weights.to(out_ptr.dtype.element_ty), mask=inside & (k < inputs))
+
+
+def dequantise(
+    weight: Int4Weight, first_row: int, out: Tensor, *, tile: int = TILE, num_warps: int = NUM_WARPS
+) -> None:
+    """Write rows of W from `first_row` on to `out` [rows, K]."""
+    (rows, inputs), half = out.shape, weight.codes.shape[1]
+    overlap, own_bytes = hardware(out.device).can_overlap, plans.int4_depth(weight.group)
+    parts = max(1, min(512 // own_bytes, triton.next_power_of_2(half) // own_bytes))
+    own_rows = tile // (parts * own_bytes)
+    launch(_dequantise_int4_kernel, (triton.cdiv(rows, own_rows) * triton.cdiv(half, parts * own_bytes),))(
+        (weight.codes, weight.scales, weight.zeros),
+        out,
+        first_row,
+        rows,
+        inputs,
+        half,
+        weight.scales.shape[1],
+        GROUP=weight.group or 0,
+        ROWS=own_rows,
+        PARTS=parts,
+        BYTES=own_bytes,
+        OVERLAP=overlap,
+        num_warps=num_warps,
+        launch_pdl=overlap,
+    )
+
+
+def linear_int4_dequantised(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+    """y of checked arguments."""
+    outputs, inputs = weight.codes.shape[0], weight.inputs
+    y = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+    rows = plans.int4_rows_at_once(outputs, inputs)
+    buffer = torch.empty((rows, inputs), dtype=x.dtype, device=x.device)
+    for first in range(0, outputs, rows):
+        last = min(first + rows, outputs)
+        part = buffer[: last - first]
+        dequantise(weight, first, part)
+        if bias is None:
+            torch.mm(x, part.t(), out=y[:, first:last])
+        else:
+            torch.addmm(bias[first:last], x, part.t(), out=y[:, first:last])
+    return y
