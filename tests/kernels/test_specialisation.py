@@ -18,6 +18,7 @@ from rayllm_kernels.attention import prefill_hopper
 from rayllm_kernels.experts.group_kernel import group_in_chunks
 from rayllm_kernels.linear import gated_hopper_kernel, hopper_kernel
 from rayllm_kernels.linear.plans import NARROW
+from rayllm_kernels.quantised import fp8_rows_kernel
 from triton import JITFunction, knobs
 
 names = [module.name for module in pkgutil.walk_packages(rayllm_kernels.__path__, "rayllm_kernels.")]
@@ -104,6 +105,9 @@ def step(rows, begin):
     ops.rms_norm_fp8(x, x, x[0], 1e-6, Rounding())
     for tokens in (x, x.repeat(20, 1)):
         ops.linear_fp8(ops.to_fp8(tokens, Rounding()), Fp8Weight(numbers, ones), None, half)
+    blocks, by_group = Fp8Weight(numbers, torch.ones(8, 4), 32, 32), {"by_group": True}
+    ops.linear_fp8(fp8_rows_kernel.to_fp8(x, Rounding(32), None, **by_group), blocks, None, half)
+    fp8_rows_kernel.rms_norm_fp8(x, x, x[0], 1e-6, Rounding(32), **by_group)
     ops.linear_fp8_weight(x, Fp8Weight(numbers, ones))
     ops.linear_rounding_fp8(x[:1], Rounding(), Fp8Weight(numbers, ones), norm=(x[0], 1e-6), residual=x[1:2])
     four_bits = Int4Weight(torch.zeros(256, 64, dtype=torch.uint8), ones, None, 128, None)
