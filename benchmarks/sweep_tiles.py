@@ -160,8 +160,8 @@ def dense(family: str, gpu: Hardware, group: int | None, *, wide: bool, bits: in
         return (of_x * tiles.tokens + tiles.outputs) * tiles.depth
 
     for tokens, (outputs, inputs) in itertools.product(DENSE_TOKENS, DENSE):
-        if bits == 8 and not wide and group is None and tokens >= plans.LIBRARY_TOKENS:
-            continue
+        if bits == 8 and not wide and tokens >= plans.LIBRARY_TOKENS and (group is None or gpu.is_hopper):
+            continue  # PyTorch's product
         today: Choice
         if bits == 4:
             today = plans.choose_int4_tiles(tokens, outputs, group, torch.bfloat16, gpu)
@@ -416,6 +416,7 @@ def _experts_operands(
         kernel = _fp8_experts if found.fp8_tokens else _weights
         if found.fp8_tokens and not unsorted:
             operand = ops.to_fp8(x, own.rounding)
+            operand = operand._replace(scales=operand.scales.contiguous())
     groups: dict[int, list[Any]] = {}
 
     def calls(tiles: Choice) -> list[Callable[[], Any]]:

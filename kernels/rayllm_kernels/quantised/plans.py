@@ -117,7 +117,8 @@ def plan_fp8_hopper(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype, gpu: Hard
         return None
     if x.by_group or any(each.data_ptr() % 16 or each.shape[1] % 16 or not each.numel() for each in (x.values, values)):
         return None  # tensor copies want rows at multiples of 16 bytes
-    return plan_hopper_fp8(x.values.shape[0], *values.shape, gpu.multiprocessors)
+    outputs, inputs = values.shape
+    return plan_hopper_fp8(x.values.shape[0], outputs, inputs, gpu.multiprocessors)
 
 
 # ---- fp8 weights: `fp8_product_kernel` ----
