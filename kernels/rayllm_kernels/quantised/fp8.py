@@ -28,6 +28,7 @@ from .formats import E4M3_MAX, divided
 _rows_kernel = TritonModule("rayllm_kernels.quantised.fp8_rows_kernel")
 _product_kernel = TritonModule("rayllm_kernels.quantised.fp8_product_kernel")
 _vector_kernel = TritonModule("rayllm_kernels.quantised.fp8_vector_kernel")
+_stream_kernel = TritonModule("rayllm_kernels.quantised.fp8_stream_kernel")
 
 LEAST_PEAK = 1e-12  # of a group of activations: that of zeros would have no scale
 
@@ -207,6 +208,8 @@ def _one_token(
             x = rms_norm(x, *norm)
         else:
             x, total = fused_add_rms_norm(x, residual, *norm)
+    if act is None and before[1] is None and plans.stream_takes(weight, hardware(x.device)):
+        return _stream_kernel.linear_fp8_stream(x, weight, bias), total
     y, found = _vector_kernel.linear_fp8_vector(x, before, weight, bias, None if act is None else kind_of(act))
     return y, total if before[1] is None else found
 

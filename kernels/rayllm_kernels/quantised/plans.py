@@ -7,7 +7,7 @@ follow from what limits a product (docs/performance.md, "Weights in fewer bits")
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +84,36 @@ def vector_norms(padded: int, *, gated: bool) -> bool:
     """
     rows, _ = choose_fp8_vector(padded, gated=gated)
     return rows * (2 if gated else 1) >= 6
+
+
+# ---- one token of many inputs, on Hopper: `fp8_stream_kernel` ----
+
+# `fp8_vector_kernel` reads all of a token for a few outputs: of more inputs, as many bytes as weights.
+LEAST_STREAM_INPUTS = 8192
+STREAM_LINE = 128  # inputs that share a scale, if a row does not
+
+
+class StreamPlan(NamedTuple):
+    """What `fp8_stream_kernel` works with."""
+
+    rows: int  # of a stage, of 2,048 inputs each
+    stages: int  # of a program's ring
+    num_warps: int
+    programs: int
+
+
+def stream_takes(weight: Fp8Weight, gpu: Hardware) -> bool:
+    """Whether `fp8_stream_kernel` is to multiply a token, normed already if at all, and a checked weight."""
+    values, _, rows, group = weight
+    scaled = group is None or (group == STREAM_LINE and rows > 1 and rows % plan_fp8_stream(gpu).rows == 0)
+    outputs, inputs = values.shape
+    fits = LEAST_STREAM_INPUTS < inputs <= MAX_VECTOR_INPUTS and inputs % STREAM_LINE == 0 and outputs > 0
+    return gpu.is_hopper and scaled and fits and values.data_ptr() % 16 == 0
+
+
+def plan_fp8_stream(gpu: Hardware) -> StreamPlan:
+    """Two programs a multiprocessor, with 48 KiB on their way each."""
+    return StreamPlan(4, 6, 8, 2 * gpu.multiprocessors)
 
 
 # ---- one token: `int4_vector_kernel` ----
