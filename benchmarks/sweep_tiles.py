@@ -161,9 +161,8 @@ def dense(family: str, gpu: Hardware, group: int | None, *, wide: bool, bits: in
         return (of_x * tiles.tokens + tiles.outputs) * tiles.depth
 
     for tokens, (outputs, inputs) in itertools.product(DENSE_TOKENS, DENSE):
-        if tokens >= (plans.LEAST_DEQUANTISED_TOKENS if bits == 4 else plans.LIBRARY_TOKENS) and (
-            bits == 4 or (not wide and group is None)
-        ):
+        least = plans.LEAST_DEQUANTISED_TOKENS if bits == 4 else plans.LIBRARY_TOKENS
+        if tokens >= least and (bits == 4 or (not wide and (group is None or gpu.is_hopper))):
             continue  # PyTorch's product
         today: Choice
         if bits == 4:
@@ -431,6 +430,7 @@ def _experts_operands(
         kernel = _fp8_experts if found.fp8_tokens else _weights
         if found.fp8_tokens and not unsorted:
             operand = ops.to_fp8(x, own.rounding)
+            operand = operand._replace(scales=operand.scales.contiguous())
     groups: dict[int, list[Any]] = {}
 
     def calls(tiles: Choice) -> list[Callable[[], Any]]:

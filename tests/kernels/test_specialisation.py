@@ -18,9 +18,9 @@ from rayllm_kernels.attention import prefill_hopper
 from rayllm_kernels.experts.group_kernel import group_in_chunks
 from rayllm_kernels.linear import gated_hopper_kernel, hopper_kernel
 from rayllm_kernels.linear.plans import NARROW
-from rayllm_kernels.quantised import int4_hopper_kernel
+from rayllm_kernels.quantised import fp8_rows_kernel, fp8_stream_kernel, int4_hopper_kernel
 from rayllm_kernels.quantised.int4_dequantise_kernel import linear_int4_dequantised
-from rayllm_kernels.quantised.plans import choose_int4_hopper
+from rayllm_kernels.quantised.plans import StreamPlan, choose_int4_hopper
 from triton import JITFunction, knobs
 
 names = [module.name for module in pkgutil.walk_packages(rayllm_kernels.__path__, "rayllm_kernels.")]
@@ -107,8 +107,12 @@ def step(rows, begin):
     ops.rms_norm_fp8(x, x, x[0], 1e-6, Rounding())
     for tokens in (x, x.repeat(20, 1)):
         ops.linear_fp8(ops.to_fp8(tokens, Rounding()), Fp8Weight(numbers, ones), None, half)
+    blocks, by_group = Fp8Weight(numbers, torch.ones(8, 4), 32, 32), {"by_group": True}
+    ops.linear_fp8(fp8_rows_kernel.to_fp8(x, Rounding(32), None, **by_group), blocks, None, half)
+    fp8_rows_kernel.rms_norm_fp8(x, x, x[0], 1e-6, Rounding(32), **by_group)
     ops.linear_fp8_weight(x, Fp8Weight(numbers, ones))
     ops.linear_rounding_fp8(x[:1], Rounding(), Fp8Weight(numbers, ones), norm=(x[0], 1e-6), residual=x[1:2])
+    fp8_stream_kernel.linear_fp8_stream(x[:1], Fp8Weight(numbers, ones), None, plan=StreamPlan(4, 6, 8, 264))
     four_bits = Int4Weight(torch.zeros(256, 64, dtype=torch.uint8), ones, None, 128, None)
     ops.linear_int4(x, four_bits)
     linear_int4_dequantised(x, four_bits, None)

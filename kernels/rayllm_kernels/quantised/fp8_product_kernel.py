@@ -104,7 +104,7 @@ def _scaled(products, x_scales, weight_scales, FORM: tl.constexpr):
 def _group_scales(scales, strides, token, output, start, tokens, outputs, inputs, FORM: tl.constexpr):
     """(of x, of the weights): the scales of the group, or of each slice's group, of the tile that begins at `start`."""
     x_scales_ptr, weight_scales_ptr = scales
-    x_stride, weight_stride = strides
+    x_stride, x_group_stride, weight_stride = strides
     TILES: tl.constexpr = FORM.tiles
     PART: tl.constexpr = TILES.depth // TILES.slices
     weight_row = tl.minimum(output, outputs - 1) // FORM.rows * weight_stride
@@ -116,13 +116,13 @@ def _group_scales(scales, strides, token, output, start, tokens, outputs, inputs
         weight_scales = tl.load(weight_scales_ptr + weight_row[None, :] + group[:, None], mask=inside, other=0.0)
         x_scales = weight_scales
         if not FORM.wide:
-            x_scales = tl.load(x_scales_ptr + x_row[None, :] + group[:, None], mask=inside, other=0.0)
+            x_scales = tl.load(x_scales_ptr + x_row[None, :] + group[:, None] * x_group_stride, mask=inside, other=0.0)
     else:
         group = start // FORM.group
         weight_scales = tl.load(weight_scales_ptr + weight_row + group)
         x_scales = weight_scales
         if not FORM.wide:
-            x_scales = tl.load(x_scales_ptr + x_row + group)
+            x_scales = tl.load(x_scales_ptr + x_row + group * x_group_stride)
     return x_scales, weight_scales
 
 
@@ -144,9 +144,21 @@ def _finish(acc, operands, scales, token, output, tokens, outputs, FORM: tl.cons
     tl.store(target, y.to(y_ptr.dtype.element_ty), mask=(token < tokens)[:, None] & (column < outputs))
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _fp8_product_kernel(operands, scales, x_stride, scale_strides, tokens, inputs, outputs, FORM: tl.constexpr):
+@triton.jit(do_not_specialize=["x_scale_stride", "x_group_stride", "tokens"])
+def _fp8_product_kernel(
+    operands,
+    scales,
+    x_stride,
+    x_scale_stride,
+    x_group_stride,
+    weight_scale_stride,
+    tokens,
+    inputs,
+    outputs,
+    FORM: tl.constexpr,
+):
     """operands: (x, weight, bias or None, y). scales: of x (None if it is no fp8) and weight."""
+    scale_strides = (x_scale_stride, x_group_stride, weight_scale_stride)
     x_ptr, weight_ptr, _, _ = operands
     TILES: tl.constexpr = FORM.tiles
     DEPTH: tl.constexpr = TILES.depth
@@ -185,11 +197,22 @@ def _fp8_product_kernel(operands, scales, x_stride, scale_strides, tokens, input
     _finish(acc, operands, scales, token, output, tokens, outputs, FORM)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["x_scale_stride", "x_group_stride", "tokens"])
 def _fp8_copied_kernel(
-    x_desc, weight_desc, operands, scales, scale_strides, tokens, inputs, outputs, FORM: tl.constexpr
+    x_desc,
+    weight_desc,
+    operands,
+    scales,
+    x_scale_stride,
+    x_group_stride,
+    weight_scale_stride,
+    tokens,
+    inputs,
+    outputs,
+    FORM: tl.constexpr,
 ):
     """The same with tensor copies, which read past an end as zeros."""
+    scale_strides = (x_scale_stride, x_group_stride, weight_scale_stride)
     TILES: tl.constexpr = FORM.tiles
     token_tile, output_tile = program_tiles(tokens, outputs, TILES)
     token = token_tile * TILES.tokens + tl.arange(0, TILES.tokens)
@@ -223,16 +246,17 @@ def multiply(
     options = {"num_warps": tiles.num_warps, "num_stages": stages, "launch_pdl": gpu.can_overlap}
     grid = (triton.cdiv(tokens, tiles.tokens) * triton.cdiv(outputs, tiles.outputs),)
     operands, scales = (x, values, bias, y), (x_scales, weight.scales)
-    scale_strides = (0 if x_scales is None else x_scales.stride(0), weight.scales.stride(0))
+    x_strides = (0, 0) if x_scales is None else x_scales.stride()
+    scale_strides = (*x_strides, weight.scales.stride(0))
     if tiles.copied and not wide and can_copy(x) and can_copy(values):
         x_desc = TensorDescriptor(x, list(x.shape), list(x.stride()), [tiles.tokens, tiles.depth])
         weight_desc = TensorDescriptor(values, list(values.shape), list(values.stride()), [tiles.outputs, tiles.depth])
         launch(_fp8_copied_kernel, grid)(
-            x_desc, weight_desc, operands, scales, scale_strides, tokens, inputs, outputs, FORM=form, **options
+            x_desc, weight_desc, operands, scales, *scale_strides, tokens, inputs, outputs, FORM=form, **options
         )
     else:
         launch(_fp8_product_kernel, grid)(
-            operands, scales, x.stride(0), scale_strides, tokens, inputs, outputs, FORM=form, **options
+            operands, scales, x.stride(0), *scale_strides, tokens, inputs, outputs, FORM=form, **options
         )
     return y
 
@@ -243,7 +267,7 @@ def linear_fp8(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.
     if deterministic:
         return multiply(values, scales, weight, bias, dtype, plans.fixed_fp8_tiles(group, wide=False, dtype=dtype))
     gpu = hardware(values.device)
-    plan = plans.plan_fp8_hopper(values, weight.values, (weight.rows, weight.group), dtype, gpu)
+    plan = plans.plan_fp8_hopper(x, weight, dtype, gpu)
     if plan is not None:
         return _hopper_kernel.linear_hopper_fp8(x, weight, plan, bias, dtype)
     tiles = plans.choose_fp8_tiles(values.shape[0], weight.values.shape[0], group, gpu)

@@ -3,9 +3,9 @@
     scale = max(|y|) / 448 over a group of a row, or one found beforehand;   code = e4m3(y * (1 / scale))
     y = x,   y = round(act(gate)) * up where x = [gate, up],   or   y = RMS norm of total, total = round(x + residual)
 
-x, residual [T, K] of fp32, fp16 or bf16, any row stride -> codes [T, K] e4m3, scales [T, ceil(K / group)] fp32, total
-[T, K]. y is rounded to x's dtype before the scale is found, as if it were stored between two kernels; both divisions
-are rounded to nearest, so the references in torch have the same codes.
+x, residual [T, K] of fp32, fp16 or bf16, any row stride -> codes [T, K] e4m3, scales [T, ceil(K / group)] fp32, token
+by token or group by group, total [T, K]. y is rounded to x's dtype before the scale is found, as if it were stored
+between two kernels; both divisions are rounded to nearest, so the references in torch have the same codes.
 """
 
 # mypy: allow-incomplete-defs
@@ -84,9 +84,11 @@ def _load_activated(x_ptr, element, FORM: tl.constexpr):
         return x.to(tl.float32)
 
 
-@triton.jit
-def _to_fp8_groups_kernel(x_ptr, codes_ptr, scales_ptr, static_ptr, x_stride, groups, FORM: tl.constexpr):
-    """A program has a tile of a row."""
+@triton.jit(do_not_specialize=["token_stride", "group_stride"])
+def _to_fp8_groups_kernel(
+    x_ptr, codes_ptr, scales_ptr, static_ptr, x_stride, token_stride, group_stride, FORM: tl.constexpr
+):
+    """A program has a tile of a row. token_stride, group_stride: of scales."""
     announce_and_wait(FORM.overlap)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -96,7 +98,8 @@ def _to_fp8_groups_kernel(x_ptr, codes_ptr, scales_ptr, static_ptr, x_stride, gr
     _store_codes(y, scales, codes_ptr + row * FORM.dim, element, FORM)
     COUNT: tl.constexpr = FORM.tile // FORM.group
     group = tile * COUNT + tl.arange(0, COUNT)[:, None]
-    tl.store(scales_ptr + row * groups + group, scales, mask=group < groups)
+    target = scales_ptr + row * token_stride + group * group_stride
+    tl.store(target, scales, mask=group * FORM.group < FORM.dim)
 
 
 @triton.jit
@@ -121,9 +124,14 @@ def _to_fp8_rows_kernel(x_ptr, codes_ptr, scales_ptr, static_ptr, x_stride, FORM
     tl.store(scales_ptr + row + tl.arange(0, 1)[:, None], scales)
 
 
-@triton.jit
-def _rms_norm_fp8_kernel(x_ptr, residual_ptr, norm, outputs, static_ptr, strides, groups, FORM: tl.constexpr):
-    """A program has a row. norm: (weight, eps). outputs: (codes, scales, total). strides: of x and residual."""
+@triton.jit(do_not_specialize=["token_stride", "group_stride"])
+def _rms_norm_fp8_kernel(
+    x_ptr, residual_ptr, norm, outputs, static_ptr, strides, token_stride, group_stride, FORM: tl.constexpr
+):
+    """A program has a row. norm: (weight, eps). outputs: (codes, scales, total).
+
+    strides: of x and residual. token_stride, group_stride: of scales.
+    """
     weight_ptr, eps = norm
     codes_ptr, scales_ptr, total_ptr = outputs
     x_stride, residual_stride = strides
@@ -149,26 +157,30 @@ def _rms_norm_fp8_kernel(x_ptr, residual_ptr, norm, outputs, static_ptr, strides
     _store_codes(y, scales, codes_ptr + row * FORM.dim, element, FORM)
     COUNT: tl.constexpr = FORM.tile // FORM.group
     group = tl.arange(0, COUNT)[:, None]
-    tl.store(scales_ptr + row * groups + group, scales, mask=group < groups)
+    target = scales_ptr + row * token_stride + group * group_stride
+    tl.store(target, scales, mask=group * FORM.group < FORM.dim)
 
 
-def _allocate(tokens: int, dim: int, how: Rounding, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(codes as bytes, scales) of new rows."""
+def _allocate(tokens: int, dim: int, how: Rounding, device: torch.device, by_group: bool) -> tuple[Tensor, Tensor]:
+    """(codes as bytes, scales) of new rows. by_group: as `Fp8Rows` says, with room for whole fours of tokens."""
     groups = 1 if how.group is None else triton.cdiv(dim, how.group)
-    codes = torch.empty((tokens, dim), dtype=torch.uint8, device=device)
+    room = triton.cdiv(tokens, 4) * 4 if by_group else tokens
+    codes = torch.empty((room, dim), dtype=torch.uint8, device=device)[:tokens]
+    if by_group:
+        return codes, torch.empty((groups, room), dtype=torch.float32, device=device).t()[:tokens]
     return codes, torch.empty((tokens, groups), dtype=torch.float32, device=device)
 
 
-def to_fp8(x: Tensor, how: Rounding, act: str | None) -> Fp8Rows:
-    """x [T, K], or, with an act, [T, 2 K], activated, as fp8; the arguments are checked."""
+def to_fp8(x: Tensor, how: Rounding, act: str | None, *, by_group: bool = False) -> Fp8Rows:
+    """x [T, K], or, with an act, [T, 2 K], activated, as fp8; the arguments are checked. by_group: see `Fp8Rows`."""
     tokens, dim = x.shape[0], x.shape[1] // 2 if act else x.shape[1]
-    codes, scales = _allocate(tokens, dim, how, x.device)
+    codes, scales = _allocate(tokens, dim, how, x.device, by_group)
     overlap, padded = hardware(x.device).can_overlap, triton.next_power_of_2(max(dim, 1))
     if tokens and how.group is not None:
         tile = max(how.group, min(1024, padded))
         form = Form(dim, tile, how.group, act, overlap)
         launch(_to_fp8_groups_kernel, (tokens, triton.cdiv(dim, tile)))(
-            x, codes, scales, how.scale, x.stride(0), scales.shape[1], FORM=form, num_warps=4, launch_pdl=overlap
+            x, codes, scales, how.scale, x.stride(0), *scales.stride(), FORM=form, num_warps=4, launch_pdl=overlap
         )
     elif tokens:
         tile = min(MAX_TILE, padded)
@@ -181,11 +193,11 @@ def to_fp8(x: Tensor, how: Rounding, act: str | None) -> Fp8Rows:
 
 
 def rms_norm_fp8(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, how: Rounding
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, how: Rounding, *, by_group: bool = False
 ) -> tuple[Fp8Rows, Tensor]:
-    """(fp8 rows, total) of checked arguments."""
+    """(fp8 rows, total) of checked arguments. by_group: see `Fp8Rows`."""
     tokens, dim = x.shape
-    codes, scales = _allocate(tokens, dim, how, x.device)
+    codes, scales = _allocate(tokens, dim, how, x.device, by_group)
     total = x if residual is None else torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
     tile = triton.next_power_of_2(dim)
     group, overlap = tile if how.group is None else how.group, hardware(x.device).can_overlap
@@ -195,6 +207,6 @@ def rms_norm_fp8(
     if tokens:
         outputs = (codes, scales, total)
         launch(_rms_norm_fp8_kernel, (tokens,))(
-            x, residual, (weight, eps), outputs, how.scale, strides, scales.shape[1], FORM=form, **options
+            x, residual, (weight, eps), outputs, how.scale, strides, *scales.stride(), FORM=form, **options
         )
     return Fp8Rows(codes.view(torch.float8_e4m3fn), scales, how.group), total

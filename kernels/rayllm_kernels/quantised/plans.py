@@ -7,7 +7,7 @@ follow from what limits a product (docs/performance.md, "Weights in fewer bits")
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,27 +15,44 @@ from torch import Tensor
 from ..device import Hardware, hardware
 from ..linear.plans import WELL_FULL, HopperPlan, HopperTile, Tiles, plan_hopper_fp8
 
+if TYPE_CHECKING:
+    from .fp8 import Fp8Rows, Fp8Weight
+
 GROUPS = (32, 64, 128)  # inputs that share a scale of an fp8 weight
 
-# ---- many tokens and a scale a row: PyTorch's product ----
+# ---- many tokens, and a scale a row or one a block of 128 x 128: PyTorch's product ----
 
 LIBRARY_TOKENS = 65  # below, reading the weights is what takes long
-NARROW_LIBRARY_TOKENS = 193  # where outputs are too few for its tiles
+NARROW_LIBRARY_TOKENS = 193  # where outputs are too few for its tiles, and weights have a scale a row
 # Compute capabilities for which PyTorch has a product of fp8 rows with scales.
 LIBRARY_CAPABILITIES = ((8, 9), (9, 0), (10, 0))
+LIBRARY_BLOCK = 128  # rows and inputs of a weight, and inputs of a token, that share a scale; on Hopper alone
 
 
-def library_takes(x: Tensor, weight: Tensor, group: int | None, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's product is to compute x [T, K] W^T of fp8 tensors: it rounds to bf16, in multiples of 16."""
-    gpu = hardware(x.device)
-    narrow = gpu.is_hopper and is_narrow(weight.shape[0], gpu)
+def scales_by_group(tokens: int, inputs: int, group: int | None, dtype: torch.dtype, gpu: Hardware) -> bool:
+    """Whether tokens of `dtype` get their scales in the order that PyTorch's product wants (`Fp8Rows`).
+
+    It copies a row of blocks' scales with those of three more, so K is a multiple of four blocks.
+    """
     return (
-        group is None
+        gpu.is_hopper
+        and group == LIBRARY_BLOCK
         and dtype == torch.bfloat16
-        and x.shape[0] >= (NARROW_LIBRARY_TOKENS if narrow else LIBRARY_TOKENS)
-        and weight.shape[0] % 16 == weight.shape[1] % 16 == 0
-        and gpu.capability in LIBRARY_CAPABILITIES
+        and tokens >= LIBRARY_TOKENS
+        and inputs % (4 * LIBRARY_BLOCK) == 0
     )
+
+
+def library_takes(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's product is to compute x W^T of checked arguments: it rounds to bf16, in multiples of 16."""
+    (tokens, inputs), outputs, gpu = x.values.shape, weight.values.shape[0], hardware(x.values.device)
+    if dtype != torch.bfloat16 or outputs % 16 or inputs % 16:
+        return False
+    if x.group is not None:
+        wanted = scales_by_group(tokens, inputs, x.group, dtype, gpu)
+        return wanted and x.by_group and weight.rows == LIBRARY_BLOCK
+    narrow = gpu.is_hopper and is_narrow(outputs, gpu)
+    return tokens >= (NARROW_LIBRARY_TOKENS if narrow else LIBRARY_TOKENS) and gpu.capability in LIBRARY_CAPABILITIES
 
 
 def is_narrow(outputs: int, gpu: Hardware) -> bool:
@@ -69,6 +86,36 @@ def vector_norms(padded: int, *, gated: bool) -> bool:
     return rows * (2 if gated else 1) >= 6
 
 
+# ---- one token of many inputs, on Hopper: `fp8_stream_kernel` ----
+
+# `fp8_vector_kernel` reads all of a token for a few outputs: of more inputs, as many bytes as weights.
+LEAST_STREAM_INPUTS = 8192
+STREAM_LINE = 128  # inputs that share a scale, if a row does not
+
+
+class StreamPlan(NamedTuple):
+    """What `fp8_stream_kernel` works with."""
+
+    rows: int  # of a stage, of 2,048 inputs each
+    stages: int  # of a program's ring
+    num_warps: int
+    programs: int
+
+
+def stream_takes(weight: Fp8Weight, gpu: Hardware) -> bool:
+    """Whether `fp8_stream_kernel` is to multiply a token, normed already if at all, and a checked weight."""
+    values, _, rows, group = weight
+    scaled = group is None or (group == STREAM_LINE and rows > 1 and rows % plan_fp8_stream(gpu).rows == 0)
+    outputs, inputs = values.shape
+    fits = LEAST_STREAM_INPUTS < inputs <= MAX_VECTOR_INPUTS and inputs % STREAM_LINE == 0 and outputs > 0
+    return gpu.is_hopper and scaled and fits and values.data_ptr() % 16 == 0
+
+
+def plan_fp8_stream(gpu: Hardware) -> StreamPlan:
+    """Two programs a multiprocessor, with 48 KiB on their way each."""
+    return StreamPlan(4, 6, 8, 2 * gpu.multiprocessors)
+
+
 # ---- one token: `int4_vector_kernel` ----
 
 INT4_VECTOR_BYTES = 16  # of a row of 4-bit weights, by one thread: two inputs each
@@ -93,19 +140,15 @@ def choose_int4_vector(padded: int, *, gated: bool) -> tuple[int, int, int]:
 # ---- fp8 weights and tokens on Hopper: `linear/hopper_kernel` ----
 
 
-def plan_fp8_hopper(
-    x: Tensor, weight: Tensor, block: tuple[int, int | None], dtype: torch.dtype, gpu: Hardware
-) -> HopperPlan | None:
-    """Of checked e4m3 x [T, K] W^T [K, N] -> `dtype`, W having a scale a row or one a block of 128 inputs.
-
-    block: rows and inputs of W that share a scale. None where others win.
-    """
-    rows, group = block
+def plan_fp8_hopper(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype, gpu: Hardware) -> HopperPlan | None:
+    """Of checked x W^T -> `dtype`, W having a scale a row or one a block of 128 inputs; None where others win."""
+    values, _, rows, group = weight
     if not gpu.is_hopper or dtype == torch.float32 or not (group is None or (group == 128 and rows > 1)):
         return None
-    if any(each.data_ptr() % 16 or each.shape[1] % 16 or not each.numel() for each in (x, weight)):
+    if x.by_group or any(each.data_ptr() % 16 or each.shape[1] % 16 or not each.numel() for each in (x.values, values)):
         return None  # tensor copies want rows at multiples of 16 bytes
-    return plan_hopper_fp8(x.shape[0], weight.shape[0], weight.shape[1], gpu.multiprocessors)
+    outputs, inputs = values.shape
+    return plan_hopper_fp8(x.values.shape[0], outputs, inputs, gpu.multiprocessors)
 
 
 # ---- fp8 weights: `fp8_product_kernel` ----

@@ -111,6 +111,51 @@ if ON_GPU:
 
 
 @needs_e4m3
+@pytest.mark.parametrize(("dim", "act"), [(160, None), (1100, None), (160, "silu")])
+def test_scales_group_by_group(randn, scaled, kernels, dim, act):
+    """The same codes and scales in another order, with room for whole fours of tokens; products take them too."""
+    from rayllm_kernels.quantised import fp8_rows_kernel
+
+    how, norm, x = Rounding(32), randn(dim, dtype=torch.float16), randn(7, dim * 2, dtype=torch.float16)
+    x = x if act else x[:, :dim]
+    ways = [lambda **order: fp8_rows_kernel.to_fp8(x, how, act, **order)]
+    if act is None:
+        ways.append(lambda **order: fp8_rows_kernel.rms_norm_fp8(x, x, norm, 1e-5, how, **order)[0])
+    weight = make_weight(scaled(24, dim, torch.float32), 8, 32)
+    for way in ways:
+        plain, found = way(), way(by_group=True)
+        assert found.by_group
+        assert not plain.by_group
+        assert found.scales.stride() == (1, 8)
+        assert found.values.untyped_storage().nbytes() >= 8 * dim
+        assert torch.equal(found.scales, plain.scales)
+        assert torch.equal(found.values.view(torch.uint8), plain.values.view(torch.uint8))
+        for deterministic in (False, True):
+            products = [
+                kernels.linear_fp8(rows, weight, None, x.dtype, deterministic=deterministic) for rows in (plain, found)
+            ]
+            assert torch.equal(*products)
+
+
+@pytest.mark.skipif(not HERE.is_hopper, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("tokens", [65, 66, 68, 127, 257, 1000])
+@pytest.mark.parametrize(("outputs", "inputs"), [(576, 1024), (6144, 512), (4096, 3584)])
+def test_blocks_and_many_tokens_by_the_library(randn, scaled, kernels, tokens, outputs, inputs):
+    """Any number of tokens, and outputs that end within a block; sums are fp32."""
+    weight, how = make_weight(scaled(outputs, inputs, torch.float32), 128, 128), Rounding(128)
+    x, bias = 3 * randn(tokens, inputs, dtype=torch.bfloat16), randn(outputs, dtype=torch.bfloat16)
+    for rows in (kernels.to_fp8(x, how), kernels.rms_norm_fp8(x, None, randn(inputs, dtype=x.dtype), 1e-5, how)[0]):
+        assert plans.library_takes(rows, weight, x.dtype)
+        expected = exact(rows, weight)
+        for add in (None, bias):
+            y = kernels.linear_fp8(rows, weight, add, x.dtype)
+            assert y.shape == (tokens, outputs)
+            assert y.is_contiguous()
+            wanted = expected if add is None else expected + bias.double()
+            check_close(y, wanted.to(x.dtype), terms=inputs, slack=4)
+
+
+@needs_e4m3
 @pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
 @pytest.mark.parametrize(("tokens", "outputs", "inputs", "rows", "group"), SHAPES)
 def test_products(randn, scaled, kernels, reference, tokens, outputs, inputs, rows, group, dtype):
@@ -237,6 +282,7 @@ def test_no_tokens(randn, each):
 
 def test_errors(randn, each):
     weight, x, x32 = make_weight(randn(16, 64)), each.to_fp8(randn(2, 64), Rounding()), randn(1, 64)
+    groups, halves, E16 = make_weight(randn(16, 64), 8, 32), each.to_fp8(randn(2, 64), Rounding(32)), torch.float16
     calls = [
         ("x", lambda: each.to_fp8(randn(2, 3, 4), Rounding())),
         ("group", lambda: each.to_fp8(randn(2, 64), Rounding(48))),
@@ -249,6 +295,10 @@ def test_errors(randn, each):
         ("weight.scales", lambda: each.linear_fp8(x, weight._replace(scales=weight.scales.T), None, torch.float16)),
         ("x.group", lambda: each.linear_fp8(x._replace(group=32), weight, None, torch.float16)),
         ("x.scales", lambda: each.linear_fp8(x._replace(scales=x.scales[:1]), weight, None, torch.float16)),
+        (
+            "x.scales",
+            lambda: each.linear_fp8(halves._replace(scales=halves.scales.T.contiguous().T), groups, None, E16),
+        ),
         ("bias", lambda: each.linear_fp8(x, weight, randn(16), torch.float16)),
         ("weight", lambda: each.linear_rounding_fp8(randn(1, 64), Rounding(), weight, randn(16), act="silu")),
         ("bias", lambda: each.linear_rounding_fp8(randn(1, 64), Rounding(), weight, randn(15))),
