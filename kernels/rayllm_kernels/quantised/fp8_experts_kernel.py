@@ -7,7 +7,7 @@ rounded to e4m3, after they have been to the model's dtype, with a scale for eac
 neighbours. That is a tile's depth: the sum of a group is scaled and added in fp32, in ascending order of K.
 
 x is rounded once, by a launch before, and h by the program that has made it, which has whole groups of outputs. Few
-pairs, each of which would be a tile of its own, are vectors that are not rounded (`fp8_vector_kernel.py`).
+pairs, each of which would be a tile of its own, are vectors that are not rounded (`experts/pairs_kernel.py`).
 """
 
 # mypy: allow-incomplete-defs
@@ -28,6 +28,7 @@ from ..device import Hardware, hardware
 from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, arrange, most_tiles
+from ..experts.pairs_kernel import PairWeight, sum_pairs
 from ..experts.products_kernel import activation_of, combine, first_and_number
 from ..linear.device_functions import no_sums, sums
 from ..linear.invariant_kernel import can_copy
@@ -37,7 +38,6 @@ from .experts import ExpertWeight, QuantisedProjections
 from .fp8 import Fp8Rows
 from .fp8_product_kernel import add_fp8_products
 from .fp8_rows_kernel import codes_of, scales_of, to_fp8
-from .fp8_vector_kernel import multiply_pairs
 
 
 class Form(NamedTuple):
@@ -214,6 +214,10 @@ def _share_scales(weight: ExpertWeight, outputs: int, *, gated: bool) -> bool:
     return weight.rows % outputs == 0 and (not gated or own % outputs == 0)
 
 
+def _pair_weight(weight: ExpertWeight) -> PairWeight:
+    return PairWeight(weight.codes.view(torch.float8_e4m3fn), weight.scales, weight.group, weight.rows)
+
+
 def most_rows(projections: QuantisedProjections, gpu: Hardware) -> int:
     """Of a tile, for both products."""
     gate_up, down, *_ = projections
@@ -307,18 +311,20 @@ def experts(
     gpu, fixed = hardware(x.device), plans.FIXED_FP8_EXPERT_ROWS if deterministic else None
     most = most_rows(projections, gpu)
     rows, groups = arrange(experts, num_here, owned, x.dtype, most_rows=most, fixed_rows=fixed)
+    here = first_and_number(owned, num_here)
     if groups is None:
-        inner = multiply_pairs(x, projections, experts, gated=True, owned=owned)
-        z: Tensor | Fp8Rows = multiply_pairs(inner, projections, experts, gated=False, owned=owned)
-    else:
-        first, last = (
-            plans.choose_fp8_expert_tiles(
-                rows, weight.token_group, down.token_group, gpu, gated=gated, scaled=weight.group is not None
-            )
-            for weight, gated in ((gate_up, True), (down, False))
+        operands = _pair_weight(gate_up), _pair_weight(down)
+        biases = projections.gate_up_bias, projections.down_bias
+        activation = activation_of(projections.act, projections.clamp, gated=True)
+        return sum_pairs(x, weights, experts, operands, biases, activation, owned=here, onto=onto)
+    first, last = (
+        plans.choose_fp8_expert_tiles(
+            rows, weight.token_group, down.token_group, gpu, gated=gated, scaled=weight.group is not None
         )
-        h = multiply(to_fp8(x, gate_up.rounding, None), projections, experts, groups, first, x.dtype, gated=True)
-        assert isinstance(h, Fp8Rows)
-        z = multiply(h, projections, experts, groups, last, x.dtype, gated=False)
+        for weight, gated in ((gate_up, True), (down, False))
+    )
+    h = multiply(to_fp8(x, gate_up.rounding, None), projections, experts, groups, first, x.dtype, gated=True)
+    assert isinstance(h, Fp8Rows)
+    z = multiply(h, projections, experts, groups, last, x.dtype, gated=False)
     assert isinstance(z, Tensor)
-    return combine(z, weights, onto, experts, first_and_number(owned, num_here))
+    return combine(z, weights, onto, experts, here)
