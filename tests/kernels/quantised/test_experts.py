@@ -10,7 +10,7 @@ from support.closeness import check_close
 
 from rayllm_kernels import dispatch
 from rayllm_kernels.device import INTERPRETER
-from rayllm_kernels.ops import ExpertRange, ExpertWeight, to_fp8
+from rayllm_kernels.ops import ExpertRange, ExpertWeight, Rounding, to_fp8
 from rayllm_kernels.quantised import plans
 from rayllm_kernels.quantised.formats import E2M1, e2m1_numbers, e4m3_numbers, int4_numbers
 from rayllm_kernels.quantised.int4 import pack_int4
@@ -66,17 +66,17 @@ def exact(x, weights, experts, gate_up, down, onto=None, biases=None, fp8_tokens
     """In fp64, token by token."""
     first, last = whole(gate_up).double(), whole(down).double()
 
-    def numbers(tokens, weight):
-        return to_fp8(tokens, weight.rounding).dequantised().double() if fp8_tokens else tokens.double()
+    def numbers(tokens, rounding):
+        return to_fp8(tokens, rounding).dequantised().double() if fp8_tokens else tokens.double()
 
-    wide = numbers(x, gate_up)
+    wide = numbers(x, gate_up.rounding)
     total = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if onto is None else onto.double()
     for token in range(x.shape[0]):
         for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
             gate, up = (first[expert] @ wide[token] + (biases[0][expert] if biases else 0)).chunk(2)
             inner = F.silu(gate) * up
             if fp8_tokens:
-                inner = numbers(inner.to(x.dtype)[None], down)[0]
+                inner = numbers(inner.to(x.dtype)[None], Rounding(down.token_group))[0]
             out = last[expert] @ inner + (biases[1][expert] if biases else 0)
             total[token] += weight * out
     return total.to(x.dtype)
