@@ -114,12 +114,15 @@ def _experts_kernel(
     acc = no_sums(TILES)
     up_acc = acc
     for start in range(0, inputs, TILES.depth):
-        tokens = _load_tokens(x, stride_x, source, real, first, start, inputs, FORM)
+        # The weights first, which need not wait for the list of pairs.
         weights = _load_weights(weight, of_weight, expert, 0, first_output, outputs, start, inputs, FORM)
+        up_weights = weights
+        if FORM.act is not None:
+            up_weights = _load_weights(weight, of_weight, expert, 1, first_output, outputs, start, inputs, FORM)
+        tokens = _load_tokens(x, stride_x, source, real, first, start, inputs, FORM)
         acc = add_products(acc, weights, tokens, TILES)
         if FORM.act is not None:
-            weights = _load_weights(weight, of_weight, expert, 1, first_output, outputs, start, inputs, FORM)
-            up_acc = add_products(up_acc, weights, tokens, TILES)
+            up_acc = add_products(up_acc, up_weights, tokens, TILES)
 
     column = output[None, :]
     if bias_ptr is not None:

@@ -209,12 +209,16 @@ def _fp8_experts_kernel(x, codes, scales_ptr, bias_ptr, y, groups, x_strides, si
     acc = no_sums(TILES)
     up_acc = acc
     for start in range(0, inputs, TILES.depth):
-        tokens = _load_tokens(x_ptr, x_stride, source, real, start, inputs, FORM)
+        # The weights first, which need not wait for the list of pairs.
         weights = _load_weights(codes, expert_row, output, first_output, outputs, start, inputs, FORM)
+        up_weights = weights
+        if FORM.act is not None:
+            row = expert_row + outputs
+            up_weights = _load_weights(codes, row, output, first_output, outputs, start, inputs, FORM)
+        tokens = _load_tokens(x_ptr, x_stride, source, real, start, inputs, FORM)
         acc = _add_scaled(acc, weights, tokens, x_scales_ptr, real, own_scales_ptr, start, FORM)
         if FORM.act is not None:
-            weights = _load_weights(codes, expert_row + outputs, output, first_output, outputs, start, inputs, FORM)
-            up_acc = _add_scaled(up_acc, weights, tokens, x_scales_ptr, real, up_scales_ptr, start, FORM)
+            up_acc = _add_scaled(up_acc, up_weights, tokens, x_scales_ptr, real, up_scales_ptr, start, FORM)
 
     column = output[None, :]
     if bias_ptr is not None:

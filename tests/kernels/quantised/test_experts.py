@@ -228,7 +228,8 @@ def test_every_tile_that_may_be_chosen(case, rows, how):
 @needs_e4m3
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("gpu", [INTERPRETER, INTERPRETER._replace(capability=(9, 0))], ids=["any", "Hopper"])
-def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows, gpu):
+@pytest.mark.parametrize("how", [("fp8", 64, 64), ("fp8", None, 1)], ids=str)
+def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows, gpu, how):
     """The outputs of neither product are a multiple of the tile's."""
     from rayllm_kernels.experts.group_kernel import group
     from rayllm_kernels.experts.products_kernel import combine
@@ -237,10 +238,14 @@ def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows, gpu):
 
     if rows > plans.most_fp8_expert_rows(HERE, shared_scales=True):
         pytest.skip("this GPU has no room for so many rows")
-    arguments = case(rows // 2 + 9, 2, 1, 96, 144, torch.float16, ("fp8", 64, 64))
+    arguments = case(rows // 2 + 9, 2, 1, 96, 144, torch.float16, how)
     x, weights, experts, gate_up, down = arguments
     projections = QuantisedProjections(gate_up, down, None, None, "silu", None)
-    tiles = [plans.choose_fp8_expert_tiles(rows, 64, 64, gpu, gated=gated, scaled=True) for gated in (True, False)]
+    group_size, scaled = down.token_group, down.group is not None
+    tiles = [
+        plans.choose_fp8_expert_tiles(rows, group_size, group_size, gpu, gated=gated, scaled=scaled)
+        for gated in (True, False)
+    ]
     with dispatch.forced(triton=True):
         groups, of_x = group(experts, 2, rows), to_fp8(x, gate_up.rounding)
         h = multiply(of_x, projections, experts, groups, tiles[0], x.dtype, gated=True)
