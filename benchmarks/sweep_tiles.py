@@ -53,7 +53,7 @@ _fp8, _int4, _vector, _int4_vector = (
 )
 _hopper = TritonModule("rayllm_kernels.linear.hopper_kernel")
 _int4_hopper = TritonModule("rayllm_kernels.quantised.int4_hopper_kernel")
-_experts = TritonModule("rayllm_kernels.experts.products_kernel")
+_experts, _pairs = (TritonModule(f"rayllm_kernels.experts.{name}_kernel") for name in ("products", "pairs"))
 _weights, _fp8_experts = (
     TritonModule(f"rayllm_kernels.quantised.{name}_kernel") for name in ("experts", "fp8_experts")
 )
@@ -249,12 +249,12 @@ def hopper_candidates(tiles: dict[HopperTile, int], tokens: int, outputs: int, g
     return found
 
 
-def vector_candidates(padded: int, *, gated: bool) -> list[Choice]:
+def vector_candidates(row_bytes: int, *, gated: bool) -> list[Choice]:
     """With 4 to 128 registers of weights a thread."""
     return [
         (rows, warps)
         for rows, warps in itertools.product((1, 2, 4, 8, 16, 32), (2, 4, 8, 16))
-        if 4 <= rows * padded * (2 if gated else 1) // (32 * warps * 4) <= 128
+        if 4 <= rows * row_bytes * (2 if gated else 1) // (32 * warps * 4) <= 128
     ]
 
 
@@ -391,9 +391,9 @@ def _experts_product(
     if rows >= 64:
         options |= {"stages": (3, 4)}
     tiles = candidates(gpu, stage_bytes, tokens=rows, outputs=wide, sums=tiles_of_sums, **options)
-    if found.fp8_tokens and unsorted:
-        padded = 1 << (inputs - 1).bit_length()
-        today, tiles = plans.choose_fp8_vector(padded, gated=gated), vector_candidates(padded, gated=gated)
+    if unsorted and (found.kind == "bf16" or found.fp8_tokens):
+        row_bytes = of_weight << (inputs - 1).bit_length() + (0 if gated else (top_k - 1).bit_length())
+        today, tiles = experts_plans.choose_pairs(row_bytes, gated=gated), vector_candidates(row_bytes, gated=gated)
     bits = {"bf16": 16, "fp8": 8}.get(found.kind, 4)
     scales = {"bf16": 0.0, "mxfp4": inputs / 32}.get(found.kind, 4 * -(-inputs // (found.group or inputs)) / found.rows)
     chosen = count * (1 - (1 - top_k / count) ** tokens)  # that tokens go through, on average
@@ -421,22 +421,29 @@ def _experts_operands(
     # The product that is not timed has no weights of its own.
     projections: Any
     operand: Any = x
+    of_pairs: Any = None
     if found.kind == "bf16":
         weight = bench.normal(count, *((2 * inner, hidden) if gated else (hidden, inner)), device=device).mul_(0.02)
         projections, kernel = Projections(weight, weight, None, None, "silu", None), _experts
+        of_pairs = _pairs.PairWeight(weight) if unsorted else None
     else:
         own = bench.expert_weight(count, *((2 * inner, hidden) if gated else (hidden, inner)), found, device=device)
         projections = QuantisedProjections(own, own, None, None, "silu", None)
         kernel = _fp8_experts if found.fp8_tokens else _weights
-        if found.fp8_tokens and not unsorted:
+        if found.fp8_tokens and unsorted:
+            codes = own.codes.view(torch.float8_e4m3fn)
+            of_pairs = _pairs.PairWeight(codes, own.scales, own.group, own.rows)
+        elif found.fp8_tokens:
             operand = ops.to_fp8(x, own.rounding)
             operand = operand._replace(scales=operand.scales.contiguous())
     groups: dict[int, list[Any]] = {}
 
     def calls(tiles: Choice) -> list[Callable[[], Any]]:
         if not isinstance(tiles, Tiles):
-            pairs = _vector.multiply_pairs
-            return [partial(pairs, operand, projections, experts, gated=gated, choice=tiles) for experts in chosen]
+            weights = torch.ones(tokens, top_k, device=device)
+            options = {"combined": None if gated else (weights, None), "choice": tiles}
+            act = "silu" if gated else None, 0.0, 0.0
+            return [partial(_pairs.multiply_pairs, x, of_pairs, None, experts, act, **options) for experts in chosen]
         if tiles.tokens not in groups:
             made = [None if unsorted else _group.group(experts, count, tiles.tokens) for experts in chosen]
             groups[tiles.tokens] = made

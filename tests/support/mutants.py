@@ -138,7 +138,17 @@ MISTAKES = {
         ("real = place < end", "real = place < end - 1"),
     ],
     ("experts/products_kernel.py", "experts/test_experts.py::test_values"): [
-        ("inside = start + depth < inputs", "inside = start + depth < inputs - 1")
+        ("mask=real[:, None] & (at < inputs)", "mask=real[:, None] & (at < inputs - 1)")
+    ],
+    ("experts/pairs_kernel.py", "experts/test_experts.py::test_values"): [
+        ("(depth < FORM.inputs)", "(depth < FORM.inputs - 1)"),
+        ("weights[:, None] * result", "weights[:, None] + result"),
+    ],
+    ("experts/pairs_kernel.py", "experts/test_experts.py::test_experts_of_several_ranks_add_up"): [
+        ("tl.where(real, expert - owned[0], 0)", "tl.where(real, expert, 0)")
+    ],
+    ("experts/pairs_kernel.py", "experts/test_experts.py::test_biases_and_the_clamped_activation"): [
+        ("real, outputs, outputs + row, FORM)", "real, outputs, row, FORM)")
     ],
     ("experts/device_functions.py", "experts/test_experts.py::test_biases_and_the_clamped_activation"): [
         ("(up + 1.0) * (gate", "up * (gate")

@@ -40,11 +40,12 @@ def find_tile(groups, experts_ptr, owned, tile, most, FORM: tl.constexpr):
     for `is_owned`, None if all are here. most: tiles that there is room for.
     """
     if FORM.grouped:
+        # All at once, since a program begins with waiting for them; what is past the last tile is not used.
         _, tiles_ptr, count_ptr = groups
-        real = tile < tl.load(count_ptr)
-        expert = tl.load(tiles_ptr + tile, mask=real, other=0)
-        first = tl.load(tiles_ptr + most + tile, mask=real, other=0)
-        end = tl.load(tiles_ptr + 2 * most + tile, mask=real, other=0)
+        expert = tl.load(tiles_ptr + tile)
+        first = tl.load(tiles_ptr + most + tile)
+        end = tl.load(tiles_ptr + 2 * most + tile)
+        end = tl.where(tile < tl.load(count_ptr), end, first)
     else:
         expert, first, end = tl.load(experts_ptr + tile), tile, tile + 1
         if owned is not None:

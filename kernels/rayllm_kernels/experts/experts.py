@@ -88,8 +88,8 @@ def experts(
     of ACTS. gate_up_bias: [E, 2 * I], down_bias: [E, H], each for an expert's own output.
     clamp: (alpha, limit) of gpt-oss's activation in place of act, (up + 1) * gate * sigmoid(alpha * gate), where gate
     is at most limit and up from -limit to limit.
-    deterministic: on the CPU, rows are computed one by one, so that none depends on the others to the bit; on
-    GPUs none ever does.
+    deterministic: each row depends on its row of x, on its experts and on the weights alone, to the bit; on the CPU,
+    rows are computed one by one.
     """
     _check(x, weights, experts, gate_up, down, act)
     check_owned(owned, gate_up.shape[0])
@@ -97,7 +97,7 @@ def experts(
     check_onto(onto, x)
     projections = Projections(gate_up, down, gate_up_bias, down_bias, act, clamp)
     if on_triton(x):
-        return _kernel.experts(x, weights, experts, projections, owned, onto)
+        return _kernel.experts(x, weights, experts, projections, owned, onto, deterministic=deterministic)
     if deterministic and x.shape[0]:
         parts = [() if onto is None else (row.clone(),) for row in (x if onto is None else onto).split(1)]
         pieces = zip(x.split(1), weights.split(1), experts.split(1), parts, strict=True)

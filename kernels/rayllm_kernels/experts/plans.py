@@ -10,6 +10,8 @@ import torch
 
 from ..linear.plans import Tiles
 
+PAIR_BYTES = 256  # of weights that a thread holds, at most, and a program of small outputs:
+PAIR_PROGRAM_BYTES = 8192
 UNSORTED = 4  # experts a pair from which two pairs of one expert are rare
 
 
@@ -19,6 +21,18 @@ def is_unsorted(tokens: int, top_k: int, num_experts: int) -> bool:
     The experts of one token are all different, and those of a few tokens mostly are; their weights pass through L2.
     """
     return tokens == 1 or tokens * top_k * UNSORTED <= num_experts
+
+
+def choose_pairs(row_bytes: int, *, gated: bool) -> tuple[int, int]:
+    """Outputs and warps of a program of `pairs_kernel`, so small that none is waited for at the end.
+
+    row_bytes: of the weights of one output, of all experts that the program multiplies. gated: of gate, and as many of
+    up.
+    """
+    output_bytes, num_warps = (2 * row_bytes, 2) if gated else (row_bytes, 4)
+    while num_warps < 16 and output_bytes > 32 * num_warps * PAIR_BYTES:
+        num_warps *= 2
+    return max(1, PAIR_PROGRAM_BYTES // output_bytes), num_warps
 
 
 def choose_rows(pairs: int, num_experts: int, dtype: torch.dtype, *, unsorted: bool) -> int:
@@ -39,4 +53,4 @@ def choose_tiles(rows: int, dtype: torch.dtype, *, gated: bool) -> Tiles:
         return Tiles(32, 128, 128, 4, 3, True) if gated else Tiles(32, 64, 128, 4, 3, True)
     if rows == 64:
         return Tiles(64, 64, 64, 4, 3, False) if gated else Tiles(64, 128, 64, 4, 3, False)
-    return Tiles(128, 128, 64, 8, 4, False) if gated else Tiles(128, 256, 64, 8, 4, False)
+    return Tiles(128, 128 if gated else 256, 64, 8, 4, False, copied=True)

@@ -10,28 +10,32 @@ order of the pairs. Sums are fp32: h is rounded once, z once, y once.
 Programs beyond the last tile end at once: a launch has as many as shapes allow, and no host knows how many it needs.
 
 Where the weights are of some of the experts alone (`ExpertRange`), pairs of the others have no tile, and nothing is
-added for them.
+added for them. So few pairs that each would be a tile of its own are vector products (`pairs_kernel.py`), but for the
+deterministic mode, where a token's bits must not depend on how many there are.
 """
 
 # mypy: allow-incomplete-defs
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
 from ..linear.device_functions import add_products, no_sums, sums
+from ..linear.invariant_kernel import can_copy
 from ..linear.plans import Tiles
 from .device_functions import activate_gated, find_rows, find_tile, is_owned
 from .experts import ExpertRange, Projections
 from .group_kernel import Groups, arrange, most_tiles
+from .pairs_kernel import PairWeight, sum_pairs
 from .plans import choose_tiles
 
 COLUMNS = 1024  # of a token's output that a program of the last kernel adds up
@@ -51,12 +55,47 @@ class Form(NamedTuple):
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
+@triton.jit
+def _load_tokens(x, stride_x, source, real, first, start, inputs, FORM: tl.constexpr):
+    """[tokens, depth] from `start` on; x: a pointer, or what copies tiles of rows that lie side by side."""
+    TILES: tl.constexpr = FORM.tiles
+    if TILES.copied and FORM.act is None:  # what is past the group's last row is another's, and is not stored
+        return x.load([first, start])
+    else:
+        at = (start + tl.arange(0, TILES.depth))[None, :]
+        pointers = x + source.to(tl.int64)[:, None] * stride_x + at
+        if FORM.even:
+            return tl.load(pointers, mask=real[:, None], other=0.0)
+        else:
+            return tl.load(pointers, mask=real[:, None] & (at < inputs), other=0.0)
+
+
+@triton.jit
+def _load_weights(weight, strides, expert, part, first_output, outputs, start, inputs, FORM: tl.constexpr):
+    """[outputs, depth] of an expert from `start` on; part: 1 for up. weight: a pointer, or what copies tiles."""
+    TILES: tl.constexpr = FORM.tiles
+    if TILES.copied:  # what is past the part's last row is another's, and is not stored
+        parts = 2 if FORM.act is not None else 1
+        return weight.load([(expert * parts + part) * outputs + first_output, start])
+    else:
+        stride_expert, stride_row = strides
+        # Rows past the end repeat the last one and are not stored.
+        row = part * outputs + tl.minimum(first_output + tl.arange(0, TILES.outputs), outputs - 1)
+        at = (start + tl.arange(0, TILES.depth))[None, :]
+        pointers = weight + expert.to(tl.int64) * stride_expert + row.to(tl.int64)[:, None] * stride_row + at
+        if FORM.even:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=at < inputs, other=0.0)
+
+
 @triton.jit(do_not_specialize=["most"])
 def _experts_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, experts_ptr, owned, groups, strides, inputs, outputs, most, FORM: tl.constexpr
+    x, weight, bias_ptr, y_ptr, experts_ptr, owned, groups, strides, inputs, outputs, most, FORM: tl.constexpr
 ):
-    """owned: the first of the experts that the weights are of, and their number, or None if these are all.
-    groups: of `Groups`, or None. strides: of a row of x, of an expert and of a row of the weights.
+    """x, weight: pointers, or what copies tiles (`Tiles.copied`): weights as one matrix of all experts' rows, and x of
+    the second product. owned: the first of the experts that the weights are of, and their number, or None if these are
+    all. groups: of `Groups`, or None. strides: of a row of x, of an expert and of a row of the weights.
 
     most: tiles that there is room for.
     """
@@ -70,32 +109,20 @@ def _experts_kernel(
     if first >= end:
         return
     real, source, target = find_rows(groups, first, end, FORM)
-    output = column_tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    depth = tl.arange(0, TILES.depth)[None, :]
-    # Rows past the end repeat the last one and are not stored.
-    row = tl.minimum(output, outputs - 1).to(tl.int64)[:, None] * stride_weight
-    weights_ptr = weight_ptr + expert.to(tl.int64) * stride_expert + row + depth
-    up_shift = tl.cast(outputs, tl.int64) * stride_weight
-    inputs_ptr = x_ptr + source.to(tl.int64)[:, None] * stride_x + depth
+    first_output, of_weight = column_tile * OUTPUTS, (stride_expert, stride_weight)
+    output = first_output + tl.arange(0, OUTPUTS)
     acc = no_sums(TILES)
     up_acc = acc
     for start in range(0, inputs, TILES.depth):
-        if FORM.even:
-            x = tl.load(inputs_ptr, mask=real[:, None], other=0.0)
-            weights = tl.load(weights_ptr)
-        else:
-            inside = start + depth < inputs
-            x = tl.load(inputs_ptr, mask=real[:, None] & inside, other=0.0)
-            weights = tl.load(weights_ptr, mask=inside, other=0.0)
-        acc = add_products(acc, weights, x, TILES)
+        # The weights first, which need not wait for the list of pairs.
+        weights = _load_weights(weight, of_weight, expert, 0, first_output, outputs, start, inputs, FORM)
+        up_weights = weights
         if FORM.act is not None:
-            if FORM.even:
-                up_weights = tl.load(weights_ptr + up_shift)
-            else:
-                up_weights = tl.load(weights_ptr + up_shift, mask=start + depth < inputs, other=0.0)
-            up_acc = add_products(up_acc, up_weights, x, TILES)
-        weights_ptr += TILES.depth
-        inputs_ptr += TILES.depth
+            up_weights = _load_weights(weight, of_weight, expert, 1, first_output, outputs, start, inputs, FORM)
+        tokens = _load_tokens(x, stride_x, source, real, first, start, inputs, FORM)
+        acc = add_products(acc, weights, tokens, TILES)
+        if FORM.act is not None:
+            up_acc = add_products(up_acc, up_weights, tokens, TILES)
 
     column = output[None, :]
     if bias_ptr is not None:
@@ -173,6 +200,8 @@ def multiply(
     y = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
     most = pairs if groups is None else most_tiles(pairs, weight.shape[0], tiles.tokens)
     gpu = hardware(x.device)
+    if tiles.copied and (groups is None or not (weight.is_contiguous() and can_copy(weight[0]) and can_copy(x))):
+        tiles = tiles._replace(copied=False)
     form = Form(
         tiles,
         inputs % tiles.depth == 0,
@@ -184,10 +213,16 @@ def multiply(
     stage_bytes = (tiles.tokens + (2 if gated else 1) * tiles.outputs) * tiles.depth * x.element_size()
     stages = gpu.stages(tiles.num_stages, stage_bytes)
     strides = (x.stride(0), weight.stride(0), weight.stride(1))
+    operands: list[Any] = [x, weight]
+    if tiles.copied:
+        rows = weight.view(-1, inputs)
+        operands[1] = TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [tiles.outputs, tiles.depth])
+        if not gated:
+            operands[0] = TensorDescriptor(x, list(x.shape), list(x.stride()), [tiles.tokens, tiles.depth])
     here = first_and_number(owned, weight.shape[0])
     options = {"num_warps": tiles.num_warps, "num_stages": stages, "launch_pdl": gpu.can_overlap}
     launch(_experts_kernel, (most * triton.cdiv(outputs, tiles.outputs),))(
-        x, weight, bias, y, experts, here, groups, strides, inputs, outputs, most, FORM=form, **options
+        *operands, bias, y, experts, here, groups, strides, inputs, outputs, most, FORM=form, **options
     )
     return y
 
@@ -219,13 +254,20 @@ def experts(
     projections: Projections,
     owned: ExpertRange | None,
     onto: Tensor | None,
+    *,
+    deterministic: bool,
 ) -> Tensor:
     """y of checked arguments."""
     if not x.numel():
         return torch.empty_like(x)
     num_here = projections.down.shape[0]
-    rows, groups = arrange(experts, num_here, owned, x.dtype)
+    here, (rows, groups) = first_and_number(owned, num_here), arrange(experts, num_here, owned, x.dtype)
+    if groups is None and not deterministic:
+        operands = PairWeight(projections.gate_up), PairWeight(projections.down)
+        biases = projections.gate_up_bias, projections.down_bias
+        activation = activation_of(projections.act, projections.clamp, gated=True)
+        return sum_pairs(x, weights, experts, operands, biases, activation, owned=here, onto=onto)
     gate_up_tiles, down_tiles = (choose_tiles(rows, x.dtype, gated=gated) for gated in (True, False))
     h = multiply(x, projections, experts, groups, gate_up_tiles, gated=True, owned=owned)
     z = multiply(h, projections, experts, groups, down_tiles, gated=False, owned=owned)
-    return combine(z, weights, onto, experts, first_and_number(owned, num_here))
+    return combine(z, weights, onto, experts, here)

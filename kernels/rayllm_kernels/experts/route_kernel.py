@@ -1,8 +1,8 @@
 """The Triton kernel of `route`: one program chooses the experts of one token.
 
-logits [T, E] of any float dtype -> weights [T, top_k] fp32, experts [T, top_k] int32; `route.py` has the formulas. A
-score and its expert are one 64-bit number, so that the largest is found with its place in one reduction, and of equal
-scores the first expert's. Whatever the logits are, NaN too, experts are below E.
+logits [T, E] of any float dtype -> weights [T, top_k] fp32, experts [T, top_k] int32; `route.py` has the formulas.
+Scores are compared as integers of 32 bits in the same order, of which a warp finds the largest by one instruction, and
+by another the first expert that has it. Whatever the logits are, NaN too, experts are below E and all different.
 """
 
 # mypy: allow-incomplete-defs
@@ -21,7 +21,7 @@ from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
 from .route import TINY, Routing
 
-SMALLEST = tl.constexpr(-(2**63))
+LEAST = tl.constexpr(-(2**31))  # below every score
 _TINY = tl.constexpr(TINY)
 
 
@@ -43,17 +43,16 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def _ranked(scores, expert, NUM_EXPERTS: tl.constexpr):
-    """int64 that are ordered as the scores, and among equal ones the other way round as the experts."""
+def _ordered(scores, candidate):
+    """int32 that are ordered as the scores; those of no candidates are below all others."""
     bits = scores.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    ranked = ordered * 4294967296 + (NUM_EXPERTS - 1 - expert).to(tl.int64)
-    return tl.where(expert < NUM_EXPERTS, ranked, SMALLEST)
+    return tl.where(candidate, tl.maximum(tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LEAST + 1), LEAST)
 
 
 @triton.jit
-def _expert_of(ranked, NUM_EXPERTS: tl.constexpr):
-    return NUM_EXPERTS - 1 - (ranked & 0xFFFFFFFF).to(tl.int32)
+def _first_best(ordered, number):
+    """The least of the numbers that the largest of `ordered` have."""
+    return tl.min(tl.where(ordered == tl.max(ordered, 0), number, 0x7FFFFFFF), 0)
 
 
 @triton.jit
@@ -72,11 +71,11 @@ def _in_best_groups(choice, expert, FORM: tl.constexpr):
             best += tl.max(tl.where(expert == first, float("-inf"), mine), 0)
         group_score = tl.where(group == i, best, group_score)
     allowed = expert < 0
-    ranked = _ranked(group_score, expert, EXPERTS)
+    ordered = _ordered(group_score, expert < EXPERTS)
     for _ in range(FORM.top_k_groups):
-        chosen = _expert_of(tl.max(ranked, 0), EXPERTS) // SIZE
+        chosen = _first_best(ordered, group)
         allowed |= group == chosen
-        ranked = tl.where(group == chosen, SMALLEST, ranked)
+        ordered = tl.where(group == chosen, LEAST, ordered)
     return allowed
 
 
@@ -96,21 +95,20 @@ def _route_kernel(logits_ptr, correction_ptr, factors_ptr, weights_ptr, experts_
     choice = scores
     if correction_ptr is not None:
         choice += tl.load(correction_ptr + expert, mask=real, other=0.0)
-    ranked = _ranked(choice, expert, EXPERTS)
+    candidate = real
     if FORM.num_groups > 1:
-        allowed = _in_best_groups(choice, expert, FORM)
-        ranked = tl.where(allowed, ranked, SMALLEST)
+        candidate &= _in_best_groups(choice, expert, FORM)
+    ordered = _ordered(choice, candidate)
 
     PLACES: tl.constexpr = FORM.top_k_padded
     place = tl.arange(0, PLACES)
-    weights = tl.full([PLACES], float("-inf") if FORM.scores == "top_k_softmax" else 0.0, tl.float32)
     experts = tl.zeros([PLACES], tl.int32)
     for i in range(FORM.top_k):
-        best = _expert_of(tl.max(ranked, 0), EXPERTS)
-        weight = tl.sum(tl.where(expert == best, scores, 0.0), 0)
-        weights = tl.where(place == i, weight, weights)
+        best = _first_best(ordered, expert)
         experts = tl.where(place == i, best, experts)
-        ranked = tl.where(expert == best, SMALLEST, ranked)
+        ordered = tl.where(expert == best, LEAST, ordered)
+    weights = tl.gather(scores, experts, 0)
+    weights = tl.where(place < FORM.top_k, weights, float("-inf") if FORM.scores == "top_k_softmax" else 0.0)
     if FORM.scores == "top_k_softmax":
         weights = tl.exp(weights - tl.max(weights, 0))
         weights = weights / tl.sum(weights, 0)

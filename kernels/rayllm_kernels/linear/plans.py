@@ -78,6 +78,7 @@ def choose_tiles(tokens: int, outputs: int, gated: bool, multiprocessors: int) -
 MAX_HOPPER_TOKENS = 128
 BLOCK_ROWS = 64  # of the weights, by one instruction
 MAX_ROWS = 65536  # above are the heads of language models
+SMALL = 1 << 18  # weights that are read sooner than sums are handed over: those of routers
 FULL = 0.7  # of the multiprocessors: with so many tiles none is shared
 WELL_FULL = 0.8  # below, fewer or smaller tiles leave too much idle
 
@@ -128,7 +129,7 @@ def _others_win(tokens: int, rows: int, inputs: int, gated: bool) -> bool:
     if tokens > 32:
         return not gated and rows >= 2048 and inputs <= 4096
     if tokens > 16:
-        return not gated and (rows > MAX_ROWS or (rows >= 3072 and inputs <= 1024))
+        return not gated and (rows > MAX_ROWS or (rows >= 3072 and inputs <= 1024) or rows * inputs <= SMALL)
     return rows * inputs <= 6 << 20 or rows > MAX_ROWS
 
 

@@ -4,8 +4,8 @@ Tokens stay in their dtype; numbers of weights become floats of it in registers,
 fp32 sums of their groups. What goes into the last product is rounded to x's dtype, and so is each expert's output.
 
 With fp8_tokens, both products have e4m3 on both sides. Tokens, and what goes into the last product, which has been
-rounded to x's dtype, are rounded to e4m3 (`fp8.py`), with a scale for each group of neighbours
-(`ExpertWeight.rounding`).
+rounded to x's dtype, are rounded to e4m3 (`fp8.py`), with a scale for each group of neighbours, or, tokens that meet
+weights with a scale a row, for all of them (`ExpertWeight.rounding`).
 """
 
 from __future__ import annotations
@@ -58,17 +58,16 @@ class ExpertWeight(NamedTuple):
 
     @property
     def token_group(self) -> int:
-        """Inputs of a token that share a scale where it meets the weight in fp8: the weight's, or the most there are.
+        """Inputs that share a scale of what goes into the last product in fp8: the weight's, or the most there are.
 
-        Those are finer than a scale a token, and cost nothing: what Hopper's instruction adds has to be taken over into
-        fp32 as often (`fp8_product_kernel.py`).
+        No program has a whole row of it, whose scale it could find.
         """
         return self.group or GROUPS[-1]
 
     @property
     def rounding(self) -> Rounding:
-        """How tokens are rounded that it meets in fp8."""
-        return Rounding(self.token_group)
+        """How a layer's tokens are rounded that it meets in fp8."""
+        return Rounding(self.group)
 
     def dequantised(self, expert: int) -> Tensor:
         """float32 [N, K]."""
@@ -149,11 +148,12 @@ def _experts(
     """Expert by expert, each with all of its tokens, or, if deterministic, these one by one."""
     gate_up, down, gate_up_bias, down_bias, name, clamp = projections
 
-    def numbers(tokens: Tensor, weight: ExpertWeight) -> Tensor:
-        return to_fp8(tokens, weight.rounding).dequantised() if fp8_tokens else tokens.float()
+    def numbers(tokens: Tensor, rounding: Rounding) -> Tensor:
+        return to_fp8(tokens, rounding).dequantised() if fp8_tokens else tokens.float()
 
     act, chosen, pair_expert = ACTS[name], experts.shape[1], experts.flatten()
-    out, wide = x.new_zeros(pair_expert.shape[0], x.shape[1]), numbers(x, gate_up)
+    out, wide = x.new_zeros(pair_expert.shape[0], x.shape[1]), numbers(x, gate_up.rounding)
+    inner_rounding = Rounding(down.token_group)
     if owned is not None:
         pair_expert = pair_expert - owned.first
     for expert in pair_expert.unique().tolist():
@@ -165,7 +165,7 @@ def _experts(
         for some in pairs.split(1) if deterministic else (pairs,):
             gate, up = F.linear(wide[some // chosen], first, biases[0]).chunk(2, dim=-1)
             inner = act(gate, up) if clamp is None else clamped(gate, up, *clamp)
-            out[some] = F.linear(numbers(inner.to(x.dtype), down), last, biases[1]).to(x.dtype)
+            out[some] = F.linear(numbers(inner.to(x.dtype), inner_rounding), last, biases[1]).to(x.dtype)
     return weighted_sum(out.unflatten(0, (-1, chosen)), weights, onto)
 
 

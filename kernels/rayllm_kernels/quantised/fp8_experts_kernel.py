@@ -3,11 +3,12 @@
     h[p] = act(G_e x[t], U_e x[t]),   z[q] = round(D_e h[p])
 
 Tiles, the list of pairs and the sum over a token's experts are those of `experts/products_kernel.py`. x and h are
-rounded to e4m3, after they have been to the model's dtype, with a scale for each `ExpertWeight.token_group` of
-neighbours. That is a tile's depth: the sum of a group is scaled and added in fp32, in ascending order of K.
+rounded to e4m3, after they have been to the model's dtype, h with a scale for each `ExpertWeight.token_group` of
+neighbours, and so x where the weights have scales of such groups. That is a tile's depth: the sum of a group is scaled
+and added in fp32, in ascending order of K. Where x and the weights have a scale a row, tensor cores add up all of K.
 
 x is rounded once, by a launch before, and h by the program that has made it, which has whole groups of outputs. Few
-pairs, each of which would be a tile of its own, are vectors that are not rounded (`fp8_vector_kernel.py`).
+pairs, each of which would be a tile of its own, are vectors that are not rounded (`experts/pairs_kernel.py`).
 """
 
 # mypy: allow-incomplete-defs
@@ -28,6 +29,7 @@ from ..device import Hardware, hardware
 from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, arrange, most_tiles
+from ..experts.pairs_kernel import PairWeight, sum_pairs
 from ..experts.products_kernel import activation_of, combine, first_and_number
 from ..linear.device_functions import no_sums, sums
 from ..linear.invariant_kernel import can_copy
@@ -35,9 +37,7 @@ from ..linear.plans import Tiles
 from . import plans
 from .experts import ExpertWeight, QuantisedProjections
 from .fp8 import Fp8Rows
-from .fp8_product_kernel import add_fp8_products
 from .fp8_rows_kernel import codes_of, scales_of, to_fp8
-from .fp8_vector_kernel import multiply_pairs
 
 
 class Form(NamedTuple):
@@ -53,6 +53,7 @@ class Form(NamedTuple):
     group: int  # inputs that share a scale of the weights; 0 for all
     rows: int  # outputs that do
     uniform: bool  # all outputs of a tile do
+    chained: bool  # x and the weights have a scale a row, with which the sum over all of K is multiplied
     own_group: int  # outputs that share a scale of y; 0 if y is in the model's dtype
     dtype: str  # of the model
     overlap: bool  # launches overlap (`dependent_launch.py`)
@@ -70,17 +71,13 @@ def _round_to_dtype(y, FORM: tl.constexpr):
 
 
 @triton.jit
-def _load_tokens(x_ptr, scales_ptr, row, real, start, inputs, strides, FORM: tl.constexpr):
-    """(x [tokens, depth] in e4m3, its scales) of the group that begins at `start`."""
-    TILES: tl.constexpr = FORM.tiles
-    x_stride, scale_stride = strides
-    at = start + tl.arange(0, TILES.depth)
+def _load_tokens(x_ptr, stride, row, real, start, inputs, FORM: tl.constexpr):
+    """x [tokens, depth] in e4m3 of the group that begins at `start`."""
+    at = start + tl.arange(0, FORM.tiles.depth)
     inside = real[:, None]
     if not FORM.even:
         inside = inside & (at < inputs)[None, :]
-    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + at[None, :], mask=inside, other=0.0)
-    group = scales_ptr + row.to(tl.int64) * scale_stride + start // TILES.depth
-    return x, tl.load(group, mask=real, other=0.0)
+    return tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + at[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -112,28 +109,50 @@ def _find_scales(scales_ptr, first_row, first_output, outputs, num_groups, FORM:
 
 
 @triton.jit
-def _add_scaled(acc, weights, x, x_scales, weight_scales_ptr, start, FORM: tl.constexpr):
-    """acc plus the scaled products of the group that begins at `start`. weight_scales_ptr: of `_find_scales`."""
-    TILES: tl.constexpr = FORM.tiles
-    products = add_fp8_products(no_sums(TILES), weights, x, TILES)
-    if FORM.group == 0:
-        scales = x_scales[None, :] if TILES.weights_first else x_scales[:, None]
+def _add_products(acc, weights, x, TILES: tl.constexpr):
+    """acc plus the products of weights [outputs, depth] and x [tokens, depth].
+
+    As tensor cores add, which on Hopper have a few bits less than fp32. With `max_num_imprecise_acc` the compiler would
+    add what they give to a sum of its own, also where acc is zero.
+    """
+    if TILES.weights_first:
+        return tl.dot(weights, tl.trans(x), acc)
     else:
-        of_weights = tl.load(weight_scales_ptr + start // FORM.group)
-        if FORM.uniform:
-            scales = (x_scales * of_weights)[None, :] if TILES.weights_first else (x_scales * of_weights)[:, None]
-        elif TILES.weights_first:
-            scales = of_weights[:, None] * x_scales[None, :]
-        else:
-            scales = x_scales[:, None] * of_weights[None, :]
-    return acc + products * scales
+        return tl.dot(x, tl.trans(weights), acc)
 
 
 @triton.jit
-def _finish(acc, scales_ptr, bias_ptr, first_row, column, outputs, FORM: tl.constexpr):
-    """fp32 [tokens, outputs] of a tile of sums: scaled, if the weights have a scale a row, and with the bias."""
+def _add_scaled(acc, weights, x, x_scales_ptr, real, weight_scales_ptr, start, FORM: tl.constexpr):
+    """acc plus the scaled products of the group that begins at `start`.
+
+    x_scales_ptr: [tokens], the first of each row. weight_scales_ptr: of `_find_scales`.
+    """
+    TILES: tl.constexpr = FORM.tiles
+    if FORM.chained:
+        return _add_products(acc, weights, x, TILES)
+    else:
+        x_scales = tl.load(x_scales_ptr + start // TILES.depth, mask=real, other=0.0)
+        products = _add_products(no_sums(TILES), weights, x, TILES)
+        if FORM.group == 0:
+            scales = x_scales[None, :] if TILES.weights_first else x_scales[:, None]
+        else:
+            of_weights = tl.load(weight_scales_ptr + start // FORM.group)
+            if FORM.uniform:
+                scales = (x_scales * of_weights)[None, :] if TILES.weights_first else (x_scales * of_weights)[:, None]
+            elif TILES.weights_first:
+                scales = of_weights[:, None] * x_scales[None, :]
+            else:
+                scales = x_scales[:, None] * of_weights[None, :]
+        return acc + products * scales
+
+
+@triton.jit
+def _finish(acc, x_scales_ptr, real, scales_ptr, bias_ptr, first_row, column, outputs, FORM: tl.constexpr):
+    """fp32 [tokens, outputs] of a tile of sums: with the scales of rows, if these are not in it, and with the bias."""
     TILES: tl.constexpr = FORM.tiles
     y = sums(acc, None, column, outputs, TILES)
+    if FORM.chained:
+        y *= tl.load(x_scales_ptr, mask=real, other=0.0)[:, None]
     if FORM.group == 0:
         y *= tl.load(scales_ptr + (first_row + column) // FORM.rows, mask=column < outputs, other=0.0)
     if bias_ptr is not None:
@@ -185,22 +204,29 @@ def _fp8_experts_kernel(x, codes, scales_ptr, bias_ptr, y, groups, x_strides, si
     scales_ptr += expert.to(tl.int64) * scale_rows * num_groups
     own_scales_ptr = _find_scales(scales_ptr, 0, first_output, outputs, num_groups, FORM)
     up_scales_ptr = _find_scales(scales_ptr, outputs, first_output, outputs, num_groups, FORM)
+    x_stride, x_scale_stride = x_strides
+    x_scales_ptr += source.to(tl.int64) * x_scale_stride
     acc = no_sums(TILES)
     up_acc = acc
     for start in range(0, inputs, TILES.depth):
-        tokens, token_scales = _load_tokens(x_ptr, x_scales_ptr, source, real, start, inputs, x_strides, FORM)
+        # The weights first, which need not wait for the list of pairs.
         weights = _load_weights(codes, expert_row, output, first_output, outputs, start, inputs, FORM)
-        acc = _add_scaled(acc, weights, tokens, token_scales, own_scales_ptr, start, FORM)
+        up_weights = weights
         if FORM.act is not None:
-            weights = _load_weights(codes, expert_row + outputs, output, first_output, outputs, start, inputs, FORM)
-            up_acc = _add_scaled(up_acc, weights, tokens, token_scales, up_scales_ptr, start, FORM)
+            row = expert_row + outputs
+            up_weights = _load_weights(codes, row, output, first_output, outputs, start, inputs, FORM)
+        tokens = _load_tokens(x_ptr, x_stride, source, real, start, inputs, FORM)
+        acc = _add_scaled(acc, weights, tokens, x_scales_ptr, real, own_scales_ptr, start, FORM)
+        if FORM.act is not None:
+            up_acc = _add_scaled(up_acc, up_weights, tokens, x_scales_ptr, real, up_scales_ptr, start, FORM)
 
     column = output[None, :]
     if bias_ptr is not None:
         bias_ptr += expert_row
-    result = _finish(acc, scales_ptr, bias_ptr, 0, column, outputs, FORM)
+    result = _finish(acc, x_scales_ptr, real, scales_ptr, bias_ptr, 0, column, outputs, FORM)
     if FORM.act is not None:
-        result = activate_gated(result, _finish(up_acc, scales_ptr, bias_ptr, outputs, column, outputs, FORM), FORM)
+        up = _finish(up_acc, x_scales_ptr, real, scales_ptr, bias_ptr, outputs, column, outputs, FORM)
+        result = activate_gated(result, up, FORM)
     if FORM.own_group > 0:
         _store_rounded(result, y_ptr, y_scales_ptr, target, real, column_tile, outputs, FORM)
     else:
@@ -212,6 +238,10 @@ def _share_scales(weight: ExpertWeight, outputs: int, *, gated: bool) -> bool:
     """Whether all of so many outputs of a tile have one scale of a group; gated: of gate, and of up."""
     own = weight.codes.shape[1] // 2
     return weight.rows % outputs == 0 and (not gated or own % outputs == 0)
+
+
+def _pair_weight(weight: ExpertWeight) -> PairWeight:
+    return PairWeight(weight.codes.view(torch.float8_e4m3fn), weight.scales, weight.group, weight.rows)
 
 
 def most_rows(projections: QuantisedProjections, gpu: Hardware) -> int:
@@ -236,6 +266,7 @@ def multiply(
     """h, in fp8, of x [T, H] if `gated`, z, in dtype, of h [P, I] otherwise; experts [T, k] and their groups.
 
     tiles: its tokens are the rows of a tile of the groups, its outputs a multiple of the group in which h is rounded.
+    x: with a scale a row only if the weights have those too.
     """
     weight, bias = (projections[0], projections[2]) if gated else (projections[1], projections[3])
     (count, rows, inputs), pairs = weight.codes.shape, experts.numel()
@@ -260,6 +291,7 @@ def multiply(
         weight.group or 0,
         weight.rows,
         _share_scales(weight, tiles.outputs, gated=gated),
+        x.group is None,
         own_group or 0,
         str(dtype).removeprefix("torch."),
         gpu.can_overlap,
@@ -307,18 +339,20 @@ def experts(
     gpu, fixed = hardware(x.device), plans.FIXED_FP8_EXPERT_ROWS if deterministic else None
     most = most_rows(projections, gpu)
     rows, groups = arrange(experts, num_here, owned, x.dtype, most_rows=most, fixed_rows=fixed)
+    here = first_and_number(owned, num_here)
     if groups is None:
-        inner = multiply_pairs(x, projections, experts, gated=True, owned=owned)
-        z: Tensor | Fp8Rows = multiply_pairs(inner, projections, experts, gated=False, owned=owned)
-    else:
-        first, last = (
-            plans.choose_fp8_expert_tiles(
-                rows, weight.token_group, down.token_group, gpu, gated=gated, scaled=weight.group is not None
-            )
-            for weight, gated in ((gate_up, True), (down, False))
+        operands = _pair_weight(gate_up), _pair_weight(down)
+        biases = projections.gate_up_bias, projections.down_bias
+        activation = activation_of(projections.act, projections.clamp, gated=True)
+        return sum_pairs(x, weights, experts, operands, biases, activation, owned=here, onto=onto)
+    first, last = (
+        plans.choose_fp8_expert_tiles(
+            rows, weight.token_group, down.token_group, gpu, gated=gated, scaled=weight.group is not None
         )
-        h = multiply(to_fp8(x, gate_up.rounding, None), projections, experts, groups, first, x.dtype, gated=True)
-        assert isinstance(h, Fp8Rows)
-        z = multiply(h, projections, experts, groups, last, x.dtype, gated=False)
+        for weight, gated in ((gate_up, True), (down, False))
+    )
+    h = multiply(to_fp8(x, gate_up.rounding, None), projections, experts, groups, first, x.dtype, gated=True)
+    assert isinstance(h, Fp8Rows)
+    z = multiply(h, projections, experts, groups, last, x.dtype, gated=False)
     assert isinstance(z, Tensor)
-    return combine(z, weights, onto, experts, first_and_number(owned, num_here))
+    return combine(z, weights, onto, experts, here)

@@ -1,13 +1,12 @@
-"""Single tokens times weights in e4m3, with the norm before them and the activation behind them.
+"""A single token times weights in e4m3, with the norm before it and the activation behind it.
 
     y = f((n W^T) * scales of W + bias),   n = x,   or   n = RMS norm of total,   total = round(x + residual);
     f, where W = [gate; up]: act(gate) * up
 
-Of one token: x, residual [1, K], W [N, K] (gated: [2 N, K]) with scales a row or a block, bias [N] -> y [1, N], total
-[1, K]. Of pairs of a token and an expert: x [T, K], W [E, N, K], bias [E, N] -> y [T k, N], each pair by its expert.
+x, residual [1, K], W [N, K] (gated: [2 N, K]) with scales a row or a block, bias [N] -> y [1, N], total [1, K].
 
-Tokens are not rounded to fp8: that takes tensor cores to be of use, and every program would do it anew. What a norm
-multiplies all of a token by is multiplied into the sums.
+The token is not rounded to fp8: that takes tensor cores to be of use, and every program would do it anew. What a norm
+multiplies all of it by is multiplied into the sums.
 
 One program owns some outputs and all of K. It asks for its weights before the previous kernel ends, all at once, so
 nothing is looped over, and the registers of several programs hold what is in flight.
@@ -24,32 +23,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..activation import activate
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
-from ..experts.device_functions import activate_gated, is_owned
-from ..experts.experts import ExpertRange
-from ..experts.products_kernel import activation_of, first_and_number
 from . import plans
-from .experts import QuantisedProjections
 from .fp8 import Fp8Weight
 
 Norm = tuple[Tensor | None, Tensor | None, float]  # (residual, weight, eps), none of them without a weight
 
 
 class Form(NamedTuple):
-    """The compile-time argument of the kernel. act, alpha, limit: as in `experts/products_kernel.py`."""
+    """The compile-time argument of the kernel."""
 
     inputs: int
     padded: int  # to a power of two
     rows: int  # outputs of a program
     group: int  # inputs that share a scale; `padded` for all
     weight_rows: int  # outputs that share one
-    act: str | None
-    alpha: float
-    limit: float
-    top_k: int  # pairs that have the same row of x
-    waits_first: bool  # for the kernel before, which says what the weights are
+    act: str | None  # of a gate; None where there is none
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -84,34 +76,10 @@ def _multiply(codes, wide, scales_ptr, row, num_groups, FORM: tl.constexpr):
 
 
 @triton.jit
-def _fp8_vector_kernel(x_ptr, norm, weight, bias_ptr, y_ptr, total_ptr, experts_ptr, owned, sizes, FORM: tl.constexpr):
-    """norm: (residual or None, weight of the norm or None, eps). weight: (codes, scales).
-
-    experts_ptr: None for one token. owned: as for `find_tile`. sizes: (outputs, stride of x, an expert's rows of
-    scales, groups of a row).
-    """
+def _fp8_vector_kernel(x_ptr, norm, weight, bias_ptr, y_ptr, total_ptr, outputs, num_groups, FORM: tl.constexpr):
+    """norm: (residual or None, weight of the norm or None, eps). weight: (codes, scales), with so many groups a row."""
     codes_ptr, scales_ptr = weight
-    outputs, x_stride, scale_rows, num_groups = sizes
     ACT: tl.constexpr = FORM.act
-    if FORM.waits_first:
-        wait_for_predecessor(FORM.overlap)
-    if experts_ptr is not None:
-        pair = tl.program_id(1)
-        expert = tl.load(experts_ptr + pair)
-        if owned is not None:
-            if not is_owned(expert, owned):
-                if not FORM.waits_first:
-                    wait_for_predecessor(FORM.overlap)
-                return
-            expert -= owned[0]
-        own_rows = outputs * (2 if ACT is not None else 1)
-        first_row = expert.to(tl.int64) * own_rows
-        codes_ptr += first_row * FORM.inputs
-        scales_ptr += expert.to(tl.int64) * scale_rows * num_groups
-        if bias_ptr is not None:
-            bias_ptr += first_row
-        x_ptr += (pair // FORM.top_k).to(tl.int64) * x_stride
-        y_ptr += pair.to(tl.int64) * outputs
     output = tl.program_id(0) * FORM.rows + tl.arange(0, FORM.rows)
     # Rows past the end repeat the last one and are not stored.
     row = tl.minimum(output, outputs - 1)
@@ -122,8 +90,7 @@ def _fp8_vector_kernel(x_ptr, norm, weight, bias_ptr, y_ptr, total_ptr, experts_
     up_codes = codes
     if ACT is not None:
         up_codes = tl.load(pointers + tl.cast(outputs, tl.int64) * FORM.inputs, mask=inside[None, :], other=0.0)
-    if not FORM.waits_first:
-        wait_for_predecessor(FORM.overlap)
+    wait_for_predecessor(FORM.overlap)
     wide, factor = _token(x_ptr, norm, total_ptr, depth, inside, FORM)
     y = _multiply(codes, wide, scales_ptr, row, num_groups, FORM) * factor
     if bias_ptr is not None:
@@ -132,7 +99,7 @@ def _fp8_vector_kernel(x_ptr, norm, weight, bias_ptr, y_ptr, total_ptr, experts_
         up = _multiply(up_codes, wide, scales_ptr, outputs + row, num_groups, FORM) * factor
         if bias_ptr is not None:
             up += tl.load(bias_ptr + outputs + row).to(tl.float32)
-        y = activate_gated(y, up, FORM)
+        y = activate(y, ACT) * up
     tl.store(y_ptr + output, y.to(y_ptr.dtype.element_ty), mask=output < outputs)
 
 
@@ -162,13 +129,7 @@ def linear_fp8_vector(
     padded = padded_inputs(x, weight)
     program_rows, num_warps = choice or plans.choose_fp8_vector(padded, gated=act is not None)
     overlap = hardware(x.device).can_overlap
-    form = Form(
-        *(inputs, padded, program_rows, weight.group or padded, weight.rows),
-        *(act, 0.0, 0.0),
-        top_k=1,
-        waits_first=False,
-        overlap=overlap,
-    )
+    form = Form(inputs, padded, program_rows, weight.group or padded, weight.rows, act, overlap)
     launch(_fp8_vector_kernel, (triton.cdiv(outputs, program_rows),))(
         x,
         norm,
@@ -176,55 +137,10 @@ def linear_fp8_vector(
         bias,
         y,
         total,
-        None,
-        None,
-        (outputs, 0, 0, weight.scales.shape[1]),
+        outputs,
+        weight.scales.shape[1],
         FORM=form,
         num_warps=num_warps,
         launch_pdl=overlap,
     )
     return y, total
-
-
-def multiply_pairs(
-    x: Tensor,
-    projections: QuantisedProjections,
-    experts: Tensor,
-    *,
-    gated: bool,
-    owned: ExpertRange | None = None,
-    choice: tuple[int, int] | None = None,
-) -> Tensor:
-    """h [P, I] of x [T, H] if `gated`, z [P, H] of h otherwise; experts [T, k]. h is of the kernel just before.
-
-    choice: as of `linear_fp8_vector`.
-    """
-    weight, bias = (projections[0], projections[2]) if gated else (projections[1], projections[3])
-    (count, rows, inputs), pairs = weight.codes.shape, experts.numel()
-    outputs = rows // 2 if gated else rows
-    y = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
-    padded = triton.next_power_of_2(max(inputs, weight.group or 1))
-    program_rows, num_warps = choice or plans.choose_fp8_vector(padded, gated=gated)
-    overlap = hardware(x.device).can_overlap
-    form = Form(
-        *(inputs, padded, program_rows, weight.group or padded, weight.rows),
-        *activation_of(projections.act, projections.clamp, gated=gated),
-        top_k=experts.shape[1] if gated else 1,
-        waits_first=gated,
-        overlap=overlap,
-    )
-    launch(_fp8_vector_kernel, (triton.cdiv(outputs, program_rows), pairs))(
-        x,
-        (None, None, 0.0),
-        (weight.codes.view(torch.float8_e4m3fn), weight.scales),
-        bias,
-        y,
-        None,
-        experts,
-        first_and_number(owned, count),
-        (outputs, x.stride(0), *weight.scales.shape[1:]),
-        FORM=form,
-        num_warps=num_warps,
-        launch_pdl=overlap,
-    )
-    return y

@@ -392,7 +392,8 @@ def choose_fp8_expert_tiles(
     wide = outputs if scaled else 256
     if gpu.is_hopper and rows <= 32:  # swept with Qwen3-30B-A3B's experts, whole and halved
         if gated:
-            return Tiles(rows, outputs, depth, 4, 2 if rows == 16 else 3, True, copied=True)
+            num_warps, stages = (4, 2 if rows == 16 else 3) if scaled else (8, 3)
+            return Tiles(rows, outputs, depth, num_warps, stages, True, copied=True)
         return Tiles(rows, *((64, depth, 4, 2) if rows == 16 else (wide, depth, 4, 3)), True, copied=True)
     if gpu.is_hopper and rows == 64:
         return Tiles(rows, *((wide, depth, 8, 3) if gated else (outputs, depth, 4, 4)), False, copied=True)

@@ -145,19 +145,23 @@ def chosen_rows():
 
 @pytest.mark.parametrize("rows", chosen_rows())
 def test_every_tile_that_may_be_chosen(case, rows):
-    """With experts that have no pair, and one that has most."""
+    """With experts that have no pair, and one that has most; filled by tensor copies or not, to the bit."""
     from rayllm_kernels.experts.group_kernel import group
     from rayllm_kernels.experts.products_kernel import combine, multiply
 
     arguments = case(rows + 9, 6, 2, 80, 72, torch.float16, skewed=True)
     x, weights, experts, gate_up, down = arguments
     projections = Projections(gate_up, down, None, None, "silu", None)
+    results = []
     with dispatch.forced(triton=True):
         groups = group(experts, 6, rows)
-        h = multiply(x, projections, experts, groups, choose_tiles(rows, x.dtype, gated=True), gated=True)
-        z = multiply(h, projections, experts, groups, choose_tiles(rows, x.dtype, gated=False), gated=False)
-        y = combine(z, weights, None)
-    check_close(y, exact(*arguments), terms=300, slack=2)
+        for copied in (False, True):
+            first, last = (choose_tiles(rows, x.dtype, gated=gated)._replace(copied=copied) for gated in (True, False))
+            h = multiply(x, projections, experts, groups, first, gated=True)
+            z = multiply(h, projections, experts, groups, last, gated=False)
+            results.append(combine(z, weights, None))
+    check_close(results[0], exact(*arguments), terms=300, slack=2)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize(

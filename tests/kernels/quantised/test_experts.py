@@ -10,7 +10,7 @@ from support.closeness import check_close
 
 from rayllm_kernels import dispatch
 from rayllm_kernels.device import INTERPRETER
-from rayllm_kernels.ops import ExpertRange, ExpertWeight, to_fp8
+from rayllm_kernels.ops import ExpertRange, ExpertWeight, Rounding, to_fp8
 from rayllm_kernels.quantised import plans
 from rayllm_kernels.quantised.formats import E2M1, e2m1_numbers, e4m3_numbers, int4_numbers
 from rayllm_kernels.quantised.int4 import pack_int4
@@ -66,17 +66,17 @@ def exact(x, weights, experts, gate_up, down, onto=None, biases=None, fp8_tokens
     """In fp64, token by token."""
     first, last = whole(gate_up).double(), whole(down).double()
 
-    def numbers(tokens, weight):
-        return to_fp8(tokens, weight.rounding).dequantised().double() if fp8_tokens else tokens.double()
+    def numbers(tokens, rounding):
+        return to_fp8(tokens, rounding).dequantised().double() if fp8_tokens else tokens.double()
 
-    wide = numbers(x, gate_up)
+    wide = numbers(x, gate_up.rounding)
     total = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if onto is None else onto.double()
     for token in range(x.shape[0]):
         for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
             gate, up = (first[expert] @ wide[token] + (biases[0][expert] if biases else 0)).chunk(2)
             inner = F.silu(gate) * up
             if fp8_tokens:
-                inner = numbers(inner.to(x.dtype)[None], down)[0]
+                inner = numbers(inner.to(x.dtype)[None], Rounding(down.token_group))[0]
             out = last[expert] @ inner + (biases[1][expert] if biases else 0)
             total[token] += weight * out
     return total.to(x.dtype)
@@ -228,7 +228,8 @@ def test_every_tile_that_may_be_chosen(case, rows, how):
 @needs_e4m3
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("gpu", [INTERPRETER, INTERPRETER._replace(capability=(9, 0))], ids=["any", "Hopper"])
-def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows, gpu):
+@pytest.mark.parametrize("how", [("fp8", 64, 64), ("fp8", None, 1)], ids=str)
+def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows, gpu, how):
     """The outputs of neither product are a multiple of the tile's."""
     from rayllm_kernels.experts.group_kernel import group
     from rayllm_kernels.experts.products_kernel import combine
@@ -237,10 +238,14 @@ def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows, gpu):
 
     if rows > plans.most_fp8_expert_rows(HERE, shared_scales=True):
         pytest.skip("this GPU has no room for so many rows")
-    arguments = case(rows // 2 + 9, 2, 1, 96, 144, torch.float16, ("fp8", 64, 64))
+    arguments = case(rows // 2 + 9, 2, 1, 96, 144, torch.float16, how)
     x, weights, experts, gate_up, down = arguments
     projections = QuantisedProjections(gate_up, down, None, None, "silu", None)
-    tiles = [plans.choose_fp8_expert_tiles(rows, 64, 64, gpu, gated=gated, scaled=True) for gated in (True, False)]
+    group_size, scaled = down.token_group, down.group is not None
+    tiles = [
+        plans.choose_fp8_expert_tiles(rows, group_size, group_size, gpu, gated=gated, scaled=scaled)
+        for gated in (True, False)
+    ]
     with dispatch.forced(triton=True):
         groups, of_x = group(experts, 2, rows), to_fp8(x, gate_up.rounding)
         h = multiply(of_x, projections, experts, groups, tiles[0], x.dtype, gated=True)
