@@ -25,6 +25,7 @@ parity of the phase.
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -39,17 +40,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..compat import copy_async, thread_barrier
 from ..compile_ahead import launch
+from ..device import hardware
 from ..hopper import activate, barriers
+from .hopper_adapters import add_expanded, copy_blocks, count_blocks, present_slots, store_shrunk, wait_for_shrunk
 from .plans import BLOCK_ROWS, HopperPlan, HopperTile
+from . import plans
 
 if TYPE_CHECKING:
+    from ..lora.lora import TokenAdapters
     from ..quantised.fp8 import Fp8Rows, Fp8Weight
 
 BLOCK = gl.constexpr(BLOCK_ROWS)
 DEPTH_BYTES = gl.constexpr(128)  # of a stage, the widest swizzle
 CHUNK = gl.constexpr(64)  # tokens stored at a time
+ADAPTER_ROWS = gl.constexpr(plans.ADAPTER_ROWS)
 LEAD = gl.constexpr(6)  # uses of the ring before the last when the next kernel may start, to read its weights in time
 MAX_PROGRAMS = 1024
+ADAPTER_COUNTERS = gl.constexpr(2 * MAX_PROGRAMS)  # the first of two, behind the others
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SHARED_GATED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 SHARED_FP8 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
@@ -68,46 +75,104 @@ def _copy_weights(desc, tile_row, step, full, w_smem, stage, TILE: gl.constexpr)
 
 
 @gluon.jit
-def _produce(w_desc, x_desc, ring, work, TILE: gl.constexpr):
-    w_smem, x_smem, full, free = ring
-    start, end, steps, token_tiles = work
-    TOKENS: gl.constexpr = TILE.tokens
-    STAGES: gl.constexpr = TILE.stages
-    DEPTH: gl.constexpr = TILE.depth
-    BYTES: gl.constexpr = (TILE.consumers * TILE.blocks * BLOCK + TOKENS) * DEPTH_BYTES
-    ahead = gl.minimum(end - start, STAGES)
-    for use in range(ahead):
-        unit = end - 1 - use
-        hopper.mbarrier.expect(full.index(use), BYTES)
-        _copy_weights(w_desc, unit // steps // token_tiles, unit % steps, full.index(use), w_smem, use, TILE)
-    gdc_wait()
-    for use in range(ahead):
-        unit = end - 1 - use
-        copy_async(
-            x_desc, [unit // steps % token_tiles * TOKENS, unit % steps * DEPTH], full.index(use), x_smem.index(use)
-        )
-    if end - start <= STAGES + LEAD:
-        gdc_launch_dependents()
-    for use in range(ahead, end - start):
-        if end - start - use == LEAD:
-            gdc_launch_dependents()
-        unit = end - 1 - use
-        tile, step, stage = unit // steps, unit % steps, use % STAGES
-        hopper.mbarrier.wait(free.index(stage), (use // STAGES + 1) % 2)
-        hopper.mbarrier.expect(full.index(stage), BYTES)
-        _copy_weights(w_desc, tile // token_tiles, step, full.index(stage), w_smem, stage, TILE)
-        copy_async(x_desc, [tile % token_tiles * TOKENS, step * DEPTH], full.index(stage), x_smem.index(stage))
+def _shrinks(work, sizes, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
+    """(uses of the ring for adapters, steps of each of their tiles, the first step, blocks of A, slots) of a program."""
+    if ADAPTERS is None:
+        return 0, 1, 0, 0, 0
+    else:
+        _, _, steps, token_tiles = work
+        tokens, _, _, slots_ptr, shares = sizes
+        shrinkers, _ = shares
+        program = gl.minimum(gl.program_id(0), shrinkers)
+        first = program * steps // shrinkers
+        count = (program + 1) * steps // shrinkers - first
+        present = present_slots(slots_ptr, tokens)
+        blocks = count_blocks(present, ADAPTERS)
+        tiles = gl.cdiv(blocks * ADAPTER_ROWS, TILE.rows) * token_tiles
+        return gl.where(gl.program_id(0) < shrinkers, tiles * count, 0), count, first, blocks, present
 
 
 @gluon.jit
-def _multiply(use, count, ring, CONSUMER: gl.constexpr, TILE: gl.constexpr):
-    """fp32 [ROWS, TOKENS], the products of `count` stages from use number `use` on."""
+def _start_weights(w_desc, a_desc, use, ring, work, shrinks, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
+    """Start the copies of weights of use number `use` of the ring."""
+    w_smem, _, full, _ = ring
+    _, end, steps, token_tiles = work
+    stage = use % TILE.stages
+    X_BYTES: gl.constexpr = TILE.tokens * DEPTH_BYTES
+    BYTES: gl.constexpr = TILE.rows * DEPTH_BYTES + X_BYTES
+    if ADAPTERS is None:
+        unit = end - 1 - use
+        hopper.mbarrier.expect(full.index(stage), BYTES)
+        _copy_weights(w_desc, unit // steps // token_tiles, unit % steps, full.index(stage), w_smem, stage, TILE)
+    else:
+        uses, count, first, blocks, present = shrinks
+        BLOCKS: gl.constexpr = TILE.rows // ADAPTER_ROWS
+        a_smem = w_smem._reinterpret(w_smem.dtype, [TILE.stages * BLOCKS, ADAPTER_ROWS, TILE.depth], SHARED)
+        if use < uses:
+            block = use // count // token_tiles * BLOCKS
+            filled = gl.minimum(blocks - block, BLOCKS)
+            for i in gl.static_range(1, BLOCKS + 1):  # because the number of bytes must be a constant
+                hopper.mbarrier.expect(full.index(stage), X_BYTES + i * ADAPTER_ROWS * DEPTH_BYTES, pred=filled == i)
+            column, at = (first + use % count) * TILE.depth, stage * BLOCKS
+            copy_blocks(a_desc, block, blocks, present, column, full.index(stage), a_smem, at, ADAPTERS, BLOCKS)
+        else:
+            unit = end - 1 - (use - uses)
+            hopper.mbarrier.expect(full.index(stage), BYTES)
+            _copy_weights(w_desc, unit // steps // token_tiles, unit % steps, full.index(stage), w_smem, stage, TILE)
+
+
+@gluon.jit
+def _start_tokens(x_desc, use, ring, work, shrinks, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
+    """Start the copy of tokens of the same."""
+    _, x_smem, full, _ = ring
+    _, end, steps, token_tiles = work
+    uses, count, first, _, _ = shrinks
+    stage, unit = use % TILE.stages, end - 1 - (use - uses)
+    token_tile, step = unit // steps % token_tiles, unit % steps
+    if ADAPTERS is not None:
+        token_tile = gl.where(use < uses, use // count % token_tiles, token_tile)
+        step = gl.where(use < uses, first + use % count, step)
+    copy_async(x_desc, [token_tile * TILE.tokens, step * TILE.depth], full.index(stage), x_smem.index(stage))
+
+
+@gluon.jit
+def _produce(w_desc, x_desc, a_desc, ring, work, sizes, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
+    _, _, _, free = ring
+    start, end, _, _ = work
+    STAGES: gl.constexpr = TILE.stages
+    shrinks = _shrinks(work, sizes, TILE, ADAPTERS)
+    uses = shrinks[0] + end - start
+    ahead = gl.minimum(uses, STAGES)
+    for use in range(ahead):
+        _start_weights(w_desc, a_desc, use, ring, work, shrinks, TILE, ADAPTERS)
+    gdc_wait()
+    for use in range(ahead):
+        _start_tokens(x_desc, use, ring, work, shrinks, TILE, ADAPTERS)
+    if uses <= STAGES + LEAD:
+        gdc_launch_dependents()
+    for use in range(ahead, uses):
+        if uses - use == LEAD:
+            gdc_launch_dependents()
+        hopper.mbarrier.wait(free.index(use % STAGES), (use // STAGES + 1) % 2)
+        _start_weights(w_desc, a_desc, use, ring, work, shrinks, TILE, ADAPTERS)
+        _start_tokens(x_desc, use, ring, work, shrinks, TILE, ADAPTERS)
+
+
+@gluon.jit
+def _no_sums(DEPTH: gl.constexpr, TILE: gl.constexpr):
+    """fp32 [ROWS, TOKENS], zero. DEPTH: of an instruction."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.tokens, DEPTH])
+    ROWS: gl.constexpr = TILE.blocks * BLOCK
+    TOKENS: gl.constexpr = TILE.tokens
+    return gl.zeros([ROWS, TOKENS], gl.float32, layout=ACC)
+
+
+@gluon.jit
+def _multiply(acc, use, count, ring, CONSUMER: gl.constexpr, TILE: gl.constexpr):
+    """acc [ROWS, TOKENS] plus the products of `count` stages from use number `use` on, which may be none."""
     ROWS: gl.constexpr = TILE.blocks * BLOCK
     STAGES: gl.constexpr = TILE.stages
-    TOKENS: gl.constexpr = TILE.tokens
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     w_smem, x_smem, full, free = ring
-    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout=ACC)
     for i in range(count):
         stage = (use + i) % STAGES
         hopper.mbarrier.wait(full.index(stage), (use + i) // STAGES % 2)
@@ -116,7 +181,7 @@ def _multiply(use, count, ring, CONSUMER: gl.constexpr, TILE: gl.constexpr):
         acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
         hopper.mbarrier.arrive(free.index((use + i + STAGES - 1) % STAGES), pred=i > 0)
     acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
-    hopper.mbarrier.arrive(free.index((use + count - 1) % STAGES))
+    hopper.mbarrier.arrive(free.index((use + count + STAGES - 1) % STAGES), pred=count > 0)
     return acc
 
 
@@ -225,10 +290,55 @@ def _store(part, y_smem, y_ptr, bias_ptr, scales, first_token, first, tokens, ou
 
 
 @gluon.jit
-def _consume(y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, CONSUMER: gl.constexpr, TILE: gl.constexpr):
+def _first_unit(program, units, shares):
+    """Of a program where the first ones, the shrinkers, have units of their own."""
+    shrinkers, first = shares
+    late = (program - shrinkers) * (units - first) // (gl.num_programs(0) - shrinkers)
+    return gl.where(program < shrinkers, program * first // shrinkers, first + late)
+
+
+@gluon.jit
+def _program_of(unit, sizes, ADAPTERS: gl.constexpr):
+    """The program that has a unit of the product."""
+    _, _, units, _, shares = sizes
+    programs = gl.num_programs(0)
+    if ADAPTERS is None:
+        return ((unit + 1) * programs - 1) // units
+    else:
+        shrinkers, first = shares
+        early = ((unit + 1) * shrinkers - 1) // gl.maximum(first, 1)
+        late = shrinkers + ((unit - first + 1) * (programs - shrinkers) - 1) // (units - first)
+        return gl.where(unit < first, early, late)
+
+
+@gluon.jit
+def _shrink(ring, work, sizes, shared, adapters, CONSUMER: gl.constexpr, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
+    """Leave the program's part of u, if it has one; returns (uses of the ring for it, slots that tokens have)."""
+    _, _, _, token_tiles = work
+    tokens, _, _, slots_ptr, _ = sizes
+    _, flags_ptr = shared
+    BLOCKS: gl.constexpr = TILE.blocks * BLOCK // ADAPTER_ROWS
+    uses, count, _, _, present = _shrinks(work, sizes, TILE, ADAPTERS)
+    gdc_wait()  # the counters are those of the kernel before until it ends
+    if uses > 0:
+        for tile in range(uses // count):
+            acc = _multiply(_no_sums(16, TILE), tile * count, count, ring, CONSUMER, TILE)
+            block = (tile // token_tiles * TILE.consumers + CONSUMER) * BLOCKS
+            token, part = tile % token_tiles * TILE.tokens, gl.program_id(0)
+            store_shrunk(acc, block, token, part, present, slots_ptr, tokens, adapters, ADAPTERS)
+        thread_barrier()
+        gl.atomic_add(flags_ptr + ADAPTER_COUNTERS, 1, sem="release")
+    return uses, present
+
+
+@gluon.jit
+def _consume(
+    y_ptr, bias_ptr, scales, shared, adapters, y_smem, ring, work, sizes,
+    CONSUMER: gl.constexpr, TILE: gl.constexpr, ADAPTERS: gl.constexpr,
+):  # fmt: skip
     partial_ptr, flags_ptr = shared
     start, end, steps, token_tiles = work
-    tokens, outputs, units = sizes
+    tokens, outputs, units, slots_ptr, _ = sizes
     TOKENS: gl.constexpr = TILE.tokens
     CONSUMERS: gl.constexpr = TILE.consumers
     ACT: gl.constexpr = TILE.act
@@ -237,10 +347,13 @@ def _consume(y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, CONSUME
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     SIZE: gl.constexpr = CONSUMERS * ROWS * TOKENS
     COLUMNS: gl.constexpr = max(1, TOKENS // CHUNK)
-    program, programs = gl.program_id(0), gl.num_programs(0)
+    program = gl.program_id(0)
     partial_ptr += CONSUMER * (ROWS * TOKENS)
     if scales is not None:
         gdc_wait()  # the tokens' scales are of the kernel before
+    used, present = 0, 0
+    if ADAPTERS is not None:
+        used, present = _shrink(ring, work, sizes, shared, adapters, CONSUMER, TILE, ADAPTERS)
     stop = end
     while stop > start:
         tile = (stop - 1) // steps
@@ -248,19 +361,30 @@ def _consume(y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, CONSUME
         first_unit = gl.maximum(start, tile_start)
         first_token = tile % token_tiles * TOKENS
         first = (tile // token_tiles * CONSUMERS + CONSUMER) * (TILE.blocks * WIDTH)
-        if scales is None:
-            acc = _multiply(end - stop, stop - first_unit, ring, CONSUMER, TILE)
-        else:
+        use, count = used + end - stop, stop - first_unit
+        if scales is not None:
             place = (first, first_token, tokens, outputs)
             last = (stop - 1) % steps
-            acc = _multiply_fp8(end - stop, stop - first_unit, last, place, scales, ring, CONSUMER, TILE)
+            acc = _multiply_fp8(use, count, last, place, scales, ring, CONSUMER, TILE)
+        elif ADAPTERS is None:
+            acc = _multiply(_no_sums(16, TILE), use, count, ring, CONSUMER, TILE)
+        else:
+            is_last = (stop == tile_end) & (present != 0)
+            tail = gl.where(is_last, gl.minimum(count, ADAPTERS.tail), 0)
+            acc = _multiply(_no_sums(16, TILE), use, count - tail, ring, CONSUMER, TILE)
+            if is_last:
+                wait_for_shrunk(flags_ptr + ADAPTER_COUNTERS, ADAPTERS.parts * CONSUMERS, units // steps * CONSUMERS)
+                acc = add_expanded(
+                    acc, first, first_token, present, slots_ptr, tokens, outputs, adapters, GATED, ADAPTERS
+                )
+                acc = _multiply(acc, use + count - tail, tail, ring, CONSUMER, TILE)
         if stop < tile_end:
             gl.store(partial_ptr + program * SIZE + _places(acc), acc, cache_modifier=".cg")
-            owner = (tile_end * programs - 1) // units
+            owner = _program_of(tile_end - 1, sizes, ADAPTERS)
             thread_barrier()
             gl.atomic_add(flags_ptr + owner * CONSUMERS + CONSUMER, 1, sem="release")
         else:
-            helper = ((tile_start + 1) * programs - 1) // units
+            helper = _program_of(tile_start, sizes, ADAPTERS)
             flag_ptr = flags_ptr + program * CONSUMERS + CONSUMER
             if helper < program:
                 while gl.atomic_add(flag_ptr, 0, sem="acquire") < program - helper:
@@ -275,10 +399,12 @@ def _consume(y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, CONSUME
         stop = first_unit
 
 
-@gluon.jit(do_not_specialize=["tokens", "units", "steps", "token_tiles"])
+@gluon.jit(do_not_specialize=["slots_ptr", "tokens", "units", "steps", "token_tiles", "shrinkers", "shrinker_units"])
 def _linear_hopper_kernel(
-    w_desc, x_desc, y_ptr, bias_ptr, scales, shared, tokens, outputs, units, steps, token_tiles, TILE: gl.constexpr
-):
+    w_desc, x_desc, y_ptr, bias_ptr, scales, shared, a_desc, adapters, slots_ptr,
+    tokens, outputs, units, steps, token_tiles, shrinkers, shrinker_units,
+    TILE: gl.constexpr, ADAPTERS: gl.constexpr,
+):  # fmt: skip
     """scales: (of x, of W, how many a row of either has), None without. shared: pointers to (partial sums, flags).
 
     units: of the whole product. steps: units of a tile.
@@ -302,29 +428,34 @@ def _linear_hopper_kernel(
     ring = (w_smem, x_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     hopper.fence_async_shared()
     program = gl.program_id(0)
-    start = program * units // gl.num_programs(0)
-    end = (program + 1) * units // gl.num_programs(0)
-    work, sizes = (start, end, steps, token_tiles), (tokens, outputs, units)
+    shares = shrinkers, shrinker_units
+    if ADAPTERS is None:
+        start = program * units // gl.num_programs(0)
+        end = (program + 1) * units // gl.num_programs(0)
+    else:
+        start, end = _first_unit(program, units, shares), _first_unit(program + 1, units, shares)
+    work, sizes = (start, end, steps, token_tiles), (tokens, outputs, units, slots_ptr, shares)
     y_0 = y_smem.index(0)
+    PRODUCER: gl.constexpr = 24 if ADAPTERS is None else 56  # registers of a thread
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, 0, TILE)),
-                (_produce, (w_desc, x_desc, ring, work, TILE)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, adapters, y_0, ring, work, sizes, 0, TILE, ADAPTERS)),
+                (_produce, (w_desc, x_desc, a_desc, ring, work, sizes, TILE, ADAPTERS)),
             ],
             [1],
-            [24],
+            [PRODUCER],
         )
     else:
         y_1 = y_smem.index(1)
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, 0, TILE)),
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_1, ring, work, sizes, 1, TILE)),
-                (_produce, (w_desc, x_desc, ring, work, TILE)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, adapters, y_0, ring, work, sizes, 0, TILE, ADAPTERS)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, adapters, y_1, ring, work, sizes, 1, TILE, ADAPTERS)),
+                (_produce, (w_desc, x_desc, a_desc, ring, work, sizes, TILE, ADAPTERS)),
             ],
             [4, 1],
-            [(3 * TILE.registers - 24) // 16 * 8, 24],
+            [(3 * TILE.registers - PRODUCER) // 16 * 8, PRODUCER],
         )
 
 
@@ -337,7 +468,7 @@ def flags(device: torch.device) -> Tensor:
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first projection on a device must not be captured: its counters would not be there yet")
-    return torch.zeros(2 * MAX_PROGRAMS, dtype=torch.int32, device=device)
+    return torch.zeros(ADAPTER_COUNTERS.value + 2, dtype=torch.int32, device=device)
 
 
 def linear_hopper(
@@ -348,11 +479,15 @@ def linear_hopper(
     *,
     act: str | None,
     out: Tensor | None = None,
+    adapters: TokenAdapters | None = None,
 ) -> Tensor:
-    """y of checked arguments that `hopper_takes`, by at most the planned programs, which are MAX_PROGRAMS or fewer."""
+    """y of checked arguments that `hopper_takes`, by at most the planned programs, which are MAX_PROGRAMS or fewer.
+
+    adapters: add each token's adapter's product to the sums; of checked weights that `hopper_takes_adapters`.
+    """
     outputs = weight.shape[0] // 2 if act else weight.shape[0]
     y = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device) if out is None else out
-    _launch(x, weight, plan, bias, None, y, plan[0]._replace(act=act))
+    _launch(x, weight, plan, bias, None, y, plan[0]._replace(act=act), adapters)
     return y
 
 
@@ -375,6 +510,7 @@ def _launch(
     scales: tuple[Tensor, Tensor, int] | None,
     y: Tensor,
     tile: HopperTile,
+    adapters: TokenAdapters | None = None,
 ) -> None:
     (tokens, inputs), (_, programs), depth = x.shape, plan, tile.depth
     rows, stride, outputs = tile.blocks * BLOCK_ROWS, weight.stride(0), y.shape[1]
@@ -388,10 +524,26 @@ def _launch(
     steps, token_tiles = triton.cdiv(inputs, depth), triton.cdiv(tokens, tile.tokens)
     units = triton.cdiv(weight.shape[0], tile.rows) * token_tiles * steps
     programs = min(units, programs)
+    a_desc = slots = of_adapters = adapter_tile = None
+    shrinkers = shrinker_units = 0
+    if adapters is not None:
+        slots, (a, b, ranks, widths) = adapters
+        num_slots, projections, rank, _ = a.shape
+        blocks = num_slots * projections * triton.cdiv(rank, plans.ADAPTER_ROWS)
+        multiprocessors = hardware(x.device).multiprocessors
+        shrinkers, shrinker_units, programs = plans.share_with_adapters(
+            plan, units // steps, steps, blocks, multiprocessors
+        )
+        adapter_tile = plans.AdapterTile(num_slots, projections, rank, shrinkers, plans.ADAPTER_TAIL)
+        a_rows = a.view(-1, inputs)
+        a_desc = TensorDescriptor(a_rows, list(a_rows.shape), [inputs, 1], [plans.ADAPTER_ROWS, depth], layout)
+        u = torch.empty((shrinkers, tokens, projections, rank), dtype=torch.float32, device=x.device)
+        of_adapters = b, ranks, u, tuple(itertools.accumulate(widths))
     # One sum for each entry of a program's tile: every program leaves at most one tile to another.
     partial = torch.empty(programs * tile.rows * tile.tokens, dtype=torch.float32, device=x.device)
     shared = partial, flags(x.device)
-    options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
+    options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True, "TILE": tile, "ADAPTERS": adapter_tile}
     launch(_linear_hopper_kernel, (programs,))(
-        w_desc, x_desc, y, bias, scales, shared, tokens, outputs, units, steps, token_tiles, TILE=tile, **options
-    )
+        w_desc, x_desc, y, bias, scales, shared, a_desc, of_adapters, slots,
+        tokens, outputs, units, steps, token_tiles, shrinkers, shrinker_units, **options,
+    )  # fmt: skip

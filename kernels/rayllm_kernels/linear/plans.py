@@ -173,6 +173,59 @@ def plan_hopper(tokens: int, rows: int, inputs: int, gated: bool, multiprocessor
     return _plan_narrow(tokens, tile_tokens, rows, multiprocessors)
 
 
+ADAPTER_ROWS = 16  # of adapters' first matrices, that a product takes at a time
+MAX_ADAPTER_SLOTS = 32
+MAX_SHRINKERS = 8
+ADAPTER_TAIL = 6
+
+
+class AdapterTile(NamedTuple):
+    """What `hopper_adapters` works with."""
+
+    slots: int
+    projections: int
+    rank: int  # the largest
+    parts: int  # of the inputs, each a program's
+    tail: int  # units of a tile when adapters' products are added to it
+
+    @property
+    def rank_blocks(self) -> int:
+        return -(-self.rank // ADAPTER_ROWS)
+
+    @property
+    def slot_blocks(self) -> int:
+        return self.projections * self.rank_blocks
+
+
+class AdapterShares(NamedTuple):
+    """How a product's units are cut where its first programs shrink adapters' inputs besides."""
+
+    shrinkers: int
+    units: int  # which the shrinkers have together
+    programs: int  # in all
+
+
+def share_with_adapters(
+    plan: HopperPlan, tiles: int, steps: int, blocks: int, multiprocessors: int
+) -> AdapterShares:
+    """Shares of a planned product of so many tiles of so many units; blocks: of ADAPTER_ROWS of all slots.
+
+    Multiprocessors that the plan leaves idle help. Programs that have even parts of tiles keep those.
+    """
+    tile, programs = plan
+    units = tiles * steps
+    programs, most = min(programs, units), multiprocessors * (2 if tile.consumers == 1 else 1)
+    shrinkers = min(MAX_SHRINKERS, steps, programs)
+    cost = -(-blocks * ADAPTER_ROWS // tile.rows) * -(-steps // shrinkers)  # of a shrinker, in units
+    if programs % tiles == 0:
+        of_tile = programs // tiles
+        shrinkers = max(1, shrinkers // of_tile) * of_tile if of_tile <= steps else shrinkers
+        extra = min(max(0, most - programs), shrinkers) // of_tile * of_tile
+        return AdapterShares(shrinkers, (shrinkers - extra) // of_tile * steps, programs + extra)
+    share = (units + shrinkers * cost) // programs - cost
+    return AdapterShares(shrinkers, shrinkers * max(0, share), programs)
+
+
 def plan_hopper_fp8(tokens: int, rows: int, inputs: int, multiprocessors: int) -> HopperPlan | None:
     """The same for e4m3, whose stages are as many bytes and whose consumers hold a second tile of sums."""
     if not 0 < tokens <= MAX_HOPPER_TOKENS:
