@@ -19,15 +19,59 @@ both back.
 
 from __future__ import annotations
 
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..compat import copy_async
-from .plans import ADAPTER_ROWS, MAX_HOPPER_TOKENS
+from ..device import hardware
+from .plans import (
+    ADAPTER_ROWS,
+    ADAPTER_TAIL,
+    BLOCK_ROWS,
+    MAX_HOPPER_TOKENS,
+    AdapterShares,
+    AdapterTile,
+    HopperPlan,
+    share_with_adapters,
+)
+
+if TYPE_CHECKING:
+    from ..lora.lora import TokenAdapters
+
+BLOCK = gl.constexpr(BLOCK_ROWS)
 
 ROWS = gl.constexpr(ADAPTER_ROWS)  # of a block of A, and the depth of one product with B
+COLUMNS = gl.constexpr(32)  # tokens that are expanded at a time
 MAX_TOKENS = gl.constexpr(MAX_HOPPER_TOKENS)
+
+
+@gluon.jit
+def first_unit(program, units, shares):
+    """Of a program where the first ones, the shrinkers, have units of their own."""
+    shrinkers, first = shares
+    late = (program - shrinkers) * (units - first) // gl.maximum(gl.num_programs(0) - shrinkers, 1)
+    return gl.where(program < shrinkers, program * first // shrinkers, first + late)
+
+
+@gluon.jit
+def program_of(unit, sizes, ADAPTERS: gl.constexpr):
+    """The program that has a unit of the product."""
+    _, _, units, _, shares = sizes
+    programs = gl.num_programs(0)
+    if ADAPTERS is None:
+        return ((unit + 1) * programs - 1) // units
+    else:
+        shrinkers, first = shares
+        early = ((unit + 1) * shrinkers - 1) // gl.maximum(first, 1)
+        late = shrinkers + ((unit - first + 1) * (programs - shrinkers) - 1) // gl.maximum(units - first, 1)
+        return gl.where(unit < first, early, late)
 
 
 @gluon.jit
@@ -36,7 +80,7 @@ def _either(a, b):
 
 
 @gluon.jit
-def present_slots(slots_ptr, tokens):
+def _present_slots(slots_ptr, tokens):
     """The slots that tokens have, a bit each."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([MAX_TOKENS // 32], [32], [gl.num_warps()], [0])
     token = gl.arange(0, MAX_TOKENS, layout=LAYOUT)
@@ -45,7 +89,7 @@ def present_slots(slots_ptr, tokens):
 
 
 @gluon.jit
-def count_blocks(present, ADAPTERS: gl.constexpr):
+def _count_blocks(present, ADAPTERS: gl.constexpr):
     """Blocks of the slots in `present`."""
     SLOTS: gl.constexpr = ADAPTERS.slots
     count = present * 0
@@ -67,15 +111,33 @@ def _slot_of(number, present, ADAPTERS: gl.constexpr):
 
 
 @gluon.jit
+def shrinks(work, sizes, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
+    """(uses of the ring for adapters, steps of each of their tiles, the first step, blocks, slots) of a program."""
+    if ADAPTERS is None:
+        return 0, 1, 0, 0, 0
+    else:
+        _, _, steps, token_tiles = work
+        tokens, _, _, slots_ptr, shares = sizes
+        shrinkers, _ = shares
+        program = gl.minimum(gl.program_id(0), shrinkers)
+        first = program * steps // shrinkers
+        count = (program + 1) * steps // shrinkers - first
+        present = _present_slots(slots_ptr, tokens)
+        blocks = _count_blocks(present, ADAPTERS)
+        tiles = gl.cdiv(blocks * ROWS, TILE.consumers * TILE.blocks * BLOCK) * token_tiles
+        return gl.where(gl.program_id(0) < shrinkers, tiles * count, 0), count, first, blocks, present
+
+
+@gluon.jit
 def copy_blocks(a_desc, first, count, present, column, full, smem, at, ADAPTERS: gl.constexpr, BLOCKS: gl.constexpr):
     """Start copies of blocks first ... of `count` in all, at most BLOCKS, to the blocks of `smem` from `at` on."""
+    RANK_BLOCKS: gl.constexpr = ADAPTERS.slot_blocks // ADAPTERS.projections
     for i in gl.static_range(BLOCKS):
         if first + i < count:
             block = first + i
             slot = _slot_of(block // ADAPTERS.slot_blocks, present, ADAPTERS)
             inner = block % ADAPTERS.slot_blocks
-            row = (slot * ADAPTERS.projections + inner // ADAPTERS.rank_blocks) * ADAPTERS.rank
-            row += inner % ADAPTERS.rank_blocks * ROWS
+            row = (slot * ADAPTERS.projections + inner // RANK_BLOCKS) * ADAPTERS.rank + inner % RANK_BLOCKS * ROWS
             copy_async(a_desc, [row, column], full, smem.index(at + i))
 
 
@@ -86,13 +148,14 @@ def store_shrunk(acc, first, first_token, part, present, slots_ptr, tokens, adap
     LAYOUT: gl.constexpr = acc.type.layout
     P: gl.constexpr = ADAPTERS.projections
     R: gl.constexpr = ADAPTERS.rank
+    RANK_BLOCKS: gl.constexpr = ADAPTERS.slot_blocks // P
     row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     token = first_token + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     block = first + row // ROWS
     slot = _slot_of(block // ADAPTERS.slot_blocks, present, ADAPTERS)
     inner = block % ADAPTERS.slot_blocks
-    projection = inner // ADAPTERS.rank_blocks
-    rank = inner % ADAPTERS.rank_blocks * ROWS + row % ROWS
+    projection = inner // RANK_BLOCKS
+    rank = inner % RANK_BLOCKS * ROWS + row % ROWS
     there = (slot >= 0) & (rank < R)
     num_ranks = gl.load(ranks_ptr + slot * P + projection, mask=there, other=0)
     own = gl.load(slots_ptr + token, mask=token < tokens, other=-1)
@@ -129,18 +192,56 @@ def _sum_parts(u_ptr, own, first_token, projection, rank, tokens, LAYOUT: gl.con
 
 
 @gluon.jit
+def _add_columns(
+    acc, weights, first_slot, first_token, projection, met, rank, present, slots_ptr, tokens, adapters,
+    ADAPTERS: gl.constexpr,
+):  # fmt: skip
+    """acc plus the products of `weights`, those of slots first_slot ..., with u. met: how the rows' projections lie."""
+    if acc.shape[1] > COLUMNS:
+        # A part of the tokens at a time, so that u needs fewer registers; the parts lie in registers as the whole does.
+        HALF: gl.constexpr = acc.shape[1] // 2
+        LAYOUT: gl.constexpr = acc.type.layout
+        low, high = acc.reshape([acc.shape[0], 2, HALF]).permute((0, 2, 1)).split()
+        low, high = gl.convert_layout(low, LAYOUT), gl.convert_layout(high, LAYOUT)
+        low = _add_columns(
+            low, weights, first_slot, first_token, projection, met, rank, present, slots_ptr, tokens, adapters, ADAPTERS
+        )
+        high = _add_columns(
+            high, weights, first_slot, first_token + HALF, projection, met, rank, present, slots_ptr, tokens, adapters,
+            ADAPTERS,
+        )  # fmt: skip
+        whole = gl.join(low, high).permute((0, 2, 1)).reshape(acc.shape)
+        return gl.convert_layout(whole, LAYOUT)
+    else:
+        _, _, u_ptr, _ = adapters
+        RIGHT: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
+        P: gl.constexpr = ADAPTERS.projections
+        token = first_token + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, RIGHT))
+        own = gl.load(slots_ptr + token, mask=token < tokens, other=-1)
+        for i in gl.static_range(P):
+            if met[i]:
+                u = _sum_parts(u_ptr, own, first_token, i, rank, tokens, RIGHT, ADAPTERS).to(weights[0].dtype)
+                for j in gl.static_range(len(weights)):
+                    if ((present >> (first_slot + j)) & 1) != 0:
+                        b = weights[j]
+                        if P > 1:
+                            b = gl.where((projection == i)[:, None], b, 0.0)
+                        acc = mma_v2(b, gl.where((own == first_slot + j)[None, :], u, 0.0), acc)
+        return acc
+
+
+@gluon.jit
 def add_expanded(
     acc, first, first_token, present, slots_ptr, tokens, outputs, adapters, GATED: gl.constexpr, ADAPTERS: gl.constexpr
 ):
     """acc [outputs first ..., tokens first_token ...] plus B u. GATED: rows of gate and up take turns, 8 by 8."""
-    b_ptr, ranks_ptr, u_ptr, ends = adapters
+    b_ptr, ranks_ptr, _, ends = adapters
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     P: gl.constexpr = ADAPTERS.projections
     R: gl.constexpr = ADAPTERS.rank
     SLOTS: gl.constexpr = ADAPTERS.slots
-    ASKED: gl.constexpr = min(SLOTS, 8)  # slots whose weights are asked for at a time
+    ASKED: gl.constexpr = min(SLOTS, 512 // acc.shape[0])  # slots whose weights are asked for at a time
     row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LEFT))
     if GATED:
         output = first + row // 16 * 8 + row % 8
@@ -151,37 +252,52 @@ def add_expanded(
         output = first + row
         inside = output < outputs
         rows = outputs
-    projection = row * 0
-    for i in gl.static_range(P - 1):
-        projection += (output >= ends[i]).to(gl.int32)
-    own_token = first_token + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, RIGHT))
-    own = gl.load(slots_ptr + own_token, mask=own_token < tokens, other=-1)
+    projection, met = row * 0, ()
+    for i in gl.static_range(P):
+        if GATED:
+            met += (first >= 0,)
+        else:
+            begin = 0 if i == 0 else ends[i - 1]
+            met += ((first < ends[i]) & (first + acc.shape[0] > begin),)
+        if i > 0:
+            projection += (output >= ends[i - 1]).to(gl.int32)
     column = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LEFT))
     LAYOUT: gl.constexpr = acc.type.layout
     acc = gl.convert_layout(acc, SUMS, assert_trivial=True)
-    for rank in gl.static_range(0, R, ROWS):
-        for first_slot in gl.static_range(0, SLOTS, ASKED):
+    for rank in range(0, R, ROWS):
+        for first_slot in range(0, SLOTS, ASKED):
             weights = ()
-            for slot in gl.static_range(first_slot, min(first_slot + ASKED, SLOTS)):
+            for j in gl.static_range(ASKED):
+                slot = first_slot + j
                 here = inside & (((present >> slot) & 1) != 0)
                 num_ranks = gl.load(ranks_ptr + slot * P + projection, mask=here, other=0)
                 source = b_ptr + (slot * rows + output)[:, None] * R + (rank + column)[None, :]
                 b = gl.load(source, mask=here[:, None] & (rank + column < R)[None, :], other=0.0)
-                weights = weights + (gl.where((rank + column)[None, :] < num_ranks[:, None], b, 0.0),)
-            for i in gl.static_range(P):
-                # The tile has rows of this projection: always if gate and up take turns.
-                is_met = True
-                if not GATED:
-                    if i > 0:
-                        is_met = first + acc.shape[0] > ends[i - 1]
-                    if i < P - 1:
-                        is_met = is_met & (first < ends[i])
-                if is_met:
-                    u = _sum_parts(u_ptr, own, first_token, i, rank, tokens, RIGHT, ADAPTERS).to(b_ptr.dtype.element_ty)
-                    for j in gl.static_range(len(weights)):
-                        if ((present >> (first_slot + j)) & 1) != 0:
-                            b = weights[j]
-                            if P > 1:
-                                b = gl.where((projection == i)[:, None], b, 0.0)
-                            acc = mma_v2(b, gl.where((own == first_slot + j)[None, :], u, 0.0), acc)
+                weights += (gl.where((rank + column)[None, :] < num_ranks[:, None], b, 0.0),)
+            acc = _add_columns(
+                acc, weights, first_slot, first_token, projection, met, rank, present, slots_ptr, tokens, adapters,
+                ADAPTERS,
+            )  # fmt: skip
     return gl.convert_layout(acc, LAYOUT, assert_trivial=True)
+
+
+def arguments(
+    adapters: TokenAdapters, plan: HopperPlan, tiles: int, steps: int
+) -> tuple[TensorDescriptor, tuple[Any, ...], torch.Tensor, AdapterTile, AdapterShares]:
+    """What the kernel takes of the adapters of a planned product of so many tiles of so many steps, and its shares."""
+    slots, (a, b, ranks, rows) = adapters
+    (num_slots, projections, rank, inputs), tile = a.shape, plan[0]
+    blocks = projections * triton.cdiv(rank, ADAPTER_ROWS)
+    shares = share_with_adapters(plan, tiles, steps, num_slots * blocks, hardware(a.device).multiprocessors)
+    matrix = a.view(-1, inputs)
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    a_desc = TensorDescriptor(matrix, list(matrix.shape), [inputs, 1], [ADAPTER_ROWS, tile.depth], layout)
+    u = torch.empty((shares.shrinkers, slots.shape[0], projections, rank), dtype=torch.float32, device=a.device)
+    of_adapters = b, ranks, u, tuple(itertools.accumulate(rows))
+    return (
+        a_desc,
+        of_adapters,
+        slots,
+        AdapterTile(num_slots, projections, rank, blocks, shares.shrinkers, ADAPTER_TAIL),
+        shares,
+    )

@@ -25,7 +25,6 @@ parity of the phase.
 
 from __future__ import annotations
 
-import itertools
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -36,126 +35,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-from ..compat import copy_async, thread_barrier
+from ..compat import thread_barrier
 from ..compile_ahead import launch
-from ..device import hardware
 from ..hopper import activate, barriers
-from .hopper_adapters import add_expanded, copy_blocks, count_blocks, present_slots, store_shrunk, wait_for_shrunk
+from .hopper_adapters import ROWS as ADAPTER_BLOCK
+from .hopper_adapters import add_expanded, arguments, first_unit, program_of, shrinks, store_shrunk, wait_for_shrunk
+from .hopper_producer import DEPTH_BYTES, SHARED, produce
 from .plans import BLOCK_ROWS, HopperPlan, HopperTile
-from . import plans
 
 if TYPE_CHECKING:
     from ..lora.lora import TokenAdapters
     from ..quantised.fp8 import Fp8Rows, Fp8Weight
 
 BLOCK = gl.constexpr(BLOCK_ROWS)
-DEPTH_BYTES = gl.constexpr(128)  # of a stage, the widest swizzle
 CHUNK = gl.constexpr(64)  # tokens stored at a time
-ADAPTER_ROWS = gl.constexpr(plans.ADAPTER_ROWS)
-LEAD = gl.constexpr(6)  # uses of the ring before the last when the next kernel may start, to read its weights in time
 MAX_PROGRAMS = 1024
 ADAPTER_COUNTERS = gl.constexpr(2 * MAX_PROGRAMS)  # the first of two, behind the others
-SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SHARED_GATED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 SHARED_FP8 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
-
-
-@gluon.jit
-def _copy_weights(desc, tile_row, step, full, w_smem, stage, TILE: gl.constexpr):
-    ROWS: gl.constexpr = TILE.blocks * BLOCK
-    CONSUMERS: gl.constexpr = TILE.consumers
-    for consumer in gl.static_range(CONSUMERS):
-        row, part = tile_row * CONSUMERS + consumer, w_smem.index(stage * CONSUMERS + consumer)
-        if TILE.act is not None:
-            copy_async(desc, [row * (ROWS // 16), 0, 0, step * TILE.depth], full, part)
-        else:
-            copy_async(desc, [row * ROWS, step * TILE.depth], full, part)
-
-
-@gluon.jit
-def _shrinks(work, sizes, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
-    """(uses of the ring for adapters, steps of each of their tiles, the first step, blocks of A, slots) of a program."""
-    if ADAPTERS is None:
-        return 0, 1, 0, 0, 0
-    else:
-        _, _, steps, token_tiles = work
-        tokens, _, _, slots_ptr, shares = sizes
-        shrinkers, _ = shares
-        program = gl.minimum(gl.program_id(0), shrinkers)
-        first = program * steps // shrinkers
-        count = (program + 1) * steps // shrinkers - first
-        present = present_slots(slots_ptr, tokens)
-        blocks = count_blocks(present, ADAPTERS)
-        tiles = gl.cdiv(blocks * ADAPTER_ROWS, TILE.rows) * token_tiles
-        return gl.where(gl.program_id(0) < shrinkers, tiles * count, 0), count, first, blocks, present
-
-
-@gluon.jit
-def _start_weights(w_desc, a_desc, use, ring, work, shrinks, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
-    """Start the copies of weights of use number `use` of the ring."""
-    w_smem, _, full, _ = ring
-    _, end, steps, token_tiles = work
-    stage = use % TILE.stages
-    X_BYTES: gl.constexpr = TILE.tokens * DEPTH_BYTES
-    BYTES: gl.constexpr = TILE.rows * DEPTH_BYTES + X_BYTES
-    if ADAPTERS is None:
-        unit = end - 1 - use
-        hopper.mbarrier.expect(full.index(stage), BYTES)
-        _copy_weights(w_desc, unit // steps // token_tiles, unit % steps, full.index(stage), w_smem, stage, TILE)
-    else:
-        uses, count, first, blocks, present = shrinks
-        BLOCKS: gl.constexpr = TILE.rows // ADAPTER_ROWS
-        a_smem = w_smem._reinterpret(w_smem.dtype, [TILE.stages * BLOCKS, ADAPTER_ROWS, TILE.depth], SHARED)
-        if use < uses:
-            block = use // count // token_tiles * BLOCKS
-            filled = gl.minimum(blocks - block, BLOCKS)
-            for i in gl.static_range(1, BLOCKS + 1):  # because the number of bytes must be a constant
-                hopper.mbarrier.expect(full.index(stage), X_BYTES + i * ADAPTER_ROWS * DEPTH_BYTES, pred=filled == i)
-            column, at = (first + use % count) * TILE.depth, stage * BLOCKS
-            copy_blocks(a_desc, block, blocks, present, column, full.index(stage), a_smem, at, ADAPTERS, BLOCKS)
-        else:
-            unit = end - 1 - (use - uses)
-            hopper.mbarrier.expect(full.index(stage), BYTES)
-            _copy_weights(w_desc, unit // steps // token_tiles, unit % steps, full.index(stage), w_smem, stage, TILE)
-
-
-@gluon.jit
-def _start_tokens(x_desc, use, ring, work, shrinks, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
-    """Start the copy of tokens of the same."""
-    _, x_smem, full, _ = ring
-    _, end, steps, token_tiles = work
-    uses, count, first, _, _ = shrinks
-    stage, unit = use % TILE.stages, end - 1 - (use - uses)
-    token_tile, step = unit // steps % token_tiles, unit % steps
-    if ADAPTERS is not None:
-        token_tile = gl.where(use < uses, use // count % token_tiles, token_tile)
-        step = gl.where(use < uses, first + use % count, step)
-    copy_async(x_desc, [token_tile * TILE.tokens, step * TILE.depth], full.index(stage), x_smem.index(stage))
-
-
-@gluon.jit
-def _produce(w_desc, x_desc, a_desc, ring, work, sizes, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
-    _, _, _, free = ring
-    start, end, _, _ = work
-    STAGES: gl.constexpr = TILE.stages
-    shrinks = _shrinks(work, sizes, TILE, ADAPTERS)
-    uses = shrinks[0] + end - start
-    ahead = gl.minimum(uses, STAGES)
-    for use in range(ahead):
-        _start_weights(w_desc, a_desc, use, ring, work, shrinks, TILE, ADAPTERS)
-    gdc_wait()
-    for use in range(ahead):
-        _start_tokens(x_desc, use, ring, work, shrinks, TILE, ADAPTERS)
-    if uses <= STAGES + LEAD:
-        gdc_launch_dependents()
-    for use in range(ahead, uses):
-        if uses - use == LEAD:
-            gdc_launch_dependents()
-        hopper.mbarrier.wait(free.index(use % STAGES), (use // STAGES + 1) % 2)
-        _start_weights(w_desc, a_desc, use, ring, work, shrinks, TILE, ADAPTERS)
-        _start_tokens(x_desc, use, ring, work, shrinks, TILE, ADAPTERS)
 
 
 @gluon.jit
@@ -290,35 +189,13 @@ def _store(part, y_smem, y_ptr, bias_ptr, scales, first_token, first, tokens, ou
 
 
 @gluon.jit
-def _first_unit(program, units, shares):
-    """Of a program where the first ones, the shrinkers, have units of their own."""
-    shrinkers, first = shares
-    late = (program - shrinkers) * (units - first) // (gl.num_programs(0) - shrinkers)
-    return gl.where(program < shrinkers, program * first // shrinkers, first + late)
-
-
-@gluon.jit
-def _program_of(unit, sizes, ADAPTERS: gl.constexpr):
-    """The program that has a unit of the product."""
-    _, _, units, _, shares = sizes
-    programs = gl.num_programs(0)
-    if ADAPTERS is None:
-        return ((unit + 1) * programs - 1) // units
-    else:
-        shrinkers, first = shares
-        early = ((unit + 1) * shrinkers - 1) // gl.maximum(first, 1)
-        late = shrinkers + ((unit - first + 1) * (programs - shrinkers) - 1) // (units - first)
-        return gl.where(unit < first, early, late)
-
-
-@gluon.jit
 def _shrink(ring, work, sizes, shared, adapters, CONSUMER: gl.constexpr, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
     """Leave the program's part of u, if it has one; returns (uses of the ring for it, slots that tokens have)."""
     _, _, _, token_tiles = work
     tokens, _, _, slots_ptr, _ = sizes
     _, flags_ptr = shared
-    BLOCKS: gl.constexpr = TILE.blocks * BLOCK // ADAPTER_ROWS
-    uses, count, _, _, present = _shrinks(work, sizes, TILE, ADAPTERS)
+    BLOCKS: gl.constexpr = TILE.blocks * BLOCK // ADAPTER_BLOCK
+    uses, count, _, _, present = shrinks(work, sizes, TILE, ADAPTERS)
     gdc_wait()  # the counters are those of the kernel before until it ends
     if uses > 0:
         for tile in range(uses // count):
@@ -380,11 +257,11 @@ def _consume(
                 acc = _multiply(acc, use + count - tail, tail, ring, CONSUMER, TILE)
         if stop < tile_end:
             gl.store(partial_ptr + program * SIZE + _places(acc), acc, cache_modifier=".cg")
-            owner = _program_of(tile_end - 1, sizes, ADAPTERS)
+            owner = program_of(tile_end - 1, sizes, ADAPTERS)
             thread_barrier()
             gl.atomic_add(flags_ptr + owner * CONSUMERS + CONSUMER, 1, sem="release")
         else:
-            helper = _program_of(tile_start, sizes, ADAPTERS)
+            helper = program_of(tile_start, sizes, ADAPTERS)
             flag_ptr = flags_ptr + program * CONSUMERS + CONSUMER
             if helper < program:
                 while gl.atomic_add(flag_ptr, 0, sem="acquire") < program - helper:
@@ -433,7 +310,7 @@ def _linear_hopper_kernel(
         start = program * units // gl.num_programs(0)
         end = (program + 1) * units // gl.num_programs(0)
     else:
-        start, end = _first_unit(program, units, shares), _first_unit(program + 1, units, shares)
+        start, end = first_unit(program, units, shares), first_unit(program + 1, units, shares)
     work, sizes = (start, end, steps, token_tiles), (tokens, outputs, units, slots_ptr, shares)
     y_0 = y_smem.index(0)
     PRODUCER: gl.constexpr = 24 if ADAPTERS is None else 56  # registers of a thread
@@ -441,7 +318,7 @@ def _linear_hopper_kernel(
         gl.warp_specialize(
             [
                 (_consume, (y_ptr, bias_ptr, scales, shared, adapters, y_0, ring, work, sizes, 0, TILE, ADAPTERS)),
-                (_produce, (w_desc, x_desc, a_desc, ring, work, sizes, TILE, ADAPTERS)),
+                (produce, (w_desc, x_desc, a_desc, ring, work, sizes, TILE, ADAPTERS)),
             ],
             [1],
             [PRODUCER],
@@ -452,7 +329,7 @@ def _linear_hopper_kernel(
             [
                 (_consume, (y_ptr, bias_ptr, scales, shared, adapters, y_0, ring, work, sizes, 0, TILE, ADAPTERS)),
                 (_consume, (y_ptr, bias_ptr, scales, shared, adapters, y_1, ring, work, sizes, 1, TILE, ADAPTERS)),
-                (_produce, (w_desc, x_desc, a_desc, ring, work, sizes, TILE, ADAPTERS)),
+                (produce, (w_desc, x_desc, a_desc, ring, work, sizes, TILE, ADAPTERS)),
             ],
             [4, 1],
             [(3 * TILE.registers - PRODUCER) // 16 * 8, PRODUCER],
@@ -524,21 +401,10 @@ def _launch(
     steps, token_tiles = triton.cdiv(inputs, depth), triton.cdiv(tokens, tile.tokens)
     units = triton.cdiv(weight.shape[0], tile.rows) * token_tiles * steps
     programs = min(units, programs)
-    a_desc = slots = of_adapters = adapter_tile = None
-    shrinkers = shrinker_units = 0
+    added = (None, None, None, None, (0, 0, programs))
     if adapters is not None:
-        slots, (a, b, ranks, widths) = adapters
-        num_slots, projections, rank, _ = a.shape
-        blocks = num_slots * projections * triton.cdiv(rank, plans.ADAPTER_ROWS)
-        multiprocessors = hardware(x.device).multiprocessors
-        shrinkers, shrinker_units, programs = plans.share_with_adapters(
-            plan, units // steps, steps, blocks, multiprocessors
-        )
-        adapter_tile = plans.AdapterTile(num_slots, projections, rank, shrinkers, plans.ADAPTER_TAIL)
-        a_rows = a.view(-1, inputs)
-        a_desc = TensorDescriptor(a_rows, list(a_rows.shape), [inputs, 1], [plans.ADAPTER_ROWS, depth], layout)
-        u = torch.empty((shrinkers, tokens, projections, rank), dtype=torch.float32, device=x.device)
-        of_adapters = b, ranks, u, tuple(itertools.accumulate(widths))
+        added = arguments(adapters, plan, units // steps, steps)
+    a_desc, of_adapters, slots, adapter_tile, (shrinkers, shrinker_units, programs) = added
     # One sum for each entry of a program's tile: every program leaves at most one tile to another.
     partial = torch.empty(programs * tile.rows * tile.tokens, dtype=torch.float32, device=x.device)
     shared = partial, flags(x.device)

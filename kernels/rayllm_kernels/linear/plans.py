@@ -6,10 +6,13 @@ an output. docs/performance.md and benchmarks/RESULTS.md have the figures.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..lora.lora import TokenAdapters
 
 # ---- one or two tokens: `rows_kernel` ----
 
@@ -185,16 +188,9 @@ class AdapterTile(NamedTuple):
     slots: int
     projections: int
     rank: int  # the largest
+    slot_blocks: int  # of ADAPTER_ROWS rows of a slot's first matrices, all projections
     parts: int  # of the inputs, each a program's
     tail: int  # units of a tile when adapters' products are added to it
-
-    @property
-    def rank_blocks(self) -> int:
-        return -(-self.rank // ADAPTER_ROWS)
-
-    @property
-    def slot_blocks(self) -> int:
-        return self.projections * self.rank_blocks
 
 
 class AdapterShares(NamedTuple):
@@ -205,9 +201,19 @@ class AdapterShares(NamedTuple):
     programs: int  # in all
 
 
-def share_with_adapters(
-    plan: HopperPlan, tiles: int, steps: int, blocks: int, multiprocessors: int
-) -> AdapterShares:
+def hopper_takes_adapters(x: Tensor, adapters: TokenAdapters) -> bool:
+    """Whether `hopper_kernel` can add these checked adapters to a product of x that it takes."""
+    a, b, _, _ = adapters.weights
+    return (
+        x.shape[0] <= MAX_HOPPER_TOKENS
+        and a.shape[0] <= MAX_ADAPTER_SLOTS
+        and a.data_ptr() % 16 == 0
+        and a.shape[3] % 8 == 0
+        and b.numel() < 1 << 31
+    )
+
+
+def share_with_adapters(plan: HopperPlan, tiles: int, steps: int, blocks: int, multiprocessors: int) -> AdapterShares:
     """Shares of a planned product of so many tiles of so many units; blocks: of ADAPTER_ROWS of all slots.
 
     Multiprocessors that the plan leaves idle help. Programs that have even parts of tiles keep those.
