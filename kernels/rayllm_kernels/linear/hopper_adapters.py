@@ -255,10 +255,10 @@ def add_expanded(
     projection, met = row * 0, ()
     for i in gl.static_range(P):
         if GATED:
-            met += (first >= 0,)
+            met += (first >= 0,)  # type: ignore[assignment]
         else:
             begin = 0 if i == 0 else ends[i - 1]
-            met += ((first < ends[i]) & (first + acc.shape[0] > begin),)
+            met += ((first < ends[i]) & (first + acc.shape[0] > begin),)  # type: ignore[assignment]
         if i > 0:
             projection += (output >= ends[i - 1]).to(gl.int32)
     column = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LEFT))
@@ -273,7 +273,7 @@ def add_expanded(
                 num_ranks = gl.load(ranks_ptr + slot * P + projection, mask=here, other=0)
                 source = b_ptr + (slot * rows + output)[:, None] * R + (rank + column)[None, :]
                 b = gl.load(source, mask=here[:, None] & (rank + column < R)[None, :], other=0.0)
-                weights += (gl.where((rank + column)[None, :] < num_ranks[:, None], b, 0.0),)
+                weights += (gl.where((rank + column)[None, :] < num_ranks[:, None], b, 0.0),)  # type: ignore[assignment]
             acc = _add_columns(
                 acc, weights, first_slot, first_token, projection, met, rank, present, slots_ptr, tokens, adapters,
                 ADAPTERS,

@@ -26,7 +26,7 @@ parity of the phase.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -401,7 +401,7 @@ def _launch(
     steps, token_tiles = triton.cdiv(inputs, depth), triton.cdiv(tokens, tile.tokens)
     units = triton.cdiv(weight.shape[0], tile.rows) * token_tiles * steps
     programs = min(units, programs)
-    added = (None, None, None, None, (0, 0, programs))
+    added: tuple[Any, ...] = None, None, None, None, (0, 0, programs)
     if adapters is not None:
         added = arguments(adapters, plan, units // steps, steps)
     a_desc, of_adapters, slots, adapter_tile, (shrinkers, shrinker_units, programs) = added
