@@ -3,16 +3,17 @@
     y_t = W x_t + B_s A_s x_t,   s = slots[t]
 
 as in `lora/lora.py`, without a launch of its own. The first programs, the shrinkers, begin with u = A_s x: they stream
-rows of A as all stream W, each a part of K, and leave sums that are not rounded. An `AdapterTile` says how many they
-are. All programs add B_s u to a tile of W x a few stages before the tile is done, while the last ones are on their way:
-they wait until the shrinkers are done, add the parts up in their order, and round.
+rows of A as all stream W, each a part of K, and leave their sums; the one that is last adds all up in the order of
+programs, and rounds. All programs add B_s u to a tile of W x a few stages before the tile is done, while the last ones
+are on their way. Shrinkers are so many that all of their A is on its way from the start: what is asked for later waits
+behind the weights that all programs have asked for, some 6 us on an H200.
 
 A [S, P, R, in] is a matrix of S * P * R rows. Blocks of 16 of its rows, of those slots that tokens have, fill the
-tiles that W's rows fill otherwise: the blocks of the first such slot, then those of the next one. u is fp32
-[parts, T, P, R], of each token's own slot alone, and zero beyond its rank.
+tiles that W's rows fill otherwise: the blocks of the first such slot, then those of the next one. u is [T, P, R], of
+each token's own slot alone, and zero beyond its rank; its parts are fp32 and lie one behind the other.
 
-Two counters: of consumers that have left their part of u, and of tiles that have seen all of them. The last one sets
-both back.
+Three counters: of consumers that have left their part of u, whether u is there, and of tiles that know it. Who is last
+sets them back.
 """
 
 # mypy: allow-incomplete-defs
@@ -29,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..compat import copy_async
+from ..compat import copy_async, thread_barrier
 from ..device import hardware
 from .plans import (
     ADAPTER_ROWS,
@@ -80,7 +81,7 @@ def _either(a, b):
 
 
 @gluon.jit
-def _present_slots(slots_ptr, tokens):
+def present_slots(slots_ptr, tokens):
     """The slots that tokens have, a bit each."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([MAX_TOKENS // 32], [32], [gl.num_warps()], [0])
     token = gl.arange(0, MAX_TOKENS, layout=LAYOUT)
@@ -111,21 +112,16 @@ def _slot_of(number, present, ADAPTERS: gl.constexpr):
 
 
 @gluon.jit
-def shrinks(work, sizes, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
-    """(uses of the ring for adapters, steps of each of their tiles, the first step, blocks, slots) of a program."""
-    if ADAPTERS is None:
-        return 0, 1, 0, 0, 0
-    else:
-        _, _, steps, token_tiles = work
-        tokens, _, _, slots_ptr, shares = sizes
-        shrinkers, _ = shares
-        program = gl.minimum(gl.program_id(0), shrinkers)
-        first = program * steps // shrinkers
-        count = (program + 1) * steps // shrinkers - first
-        present = _present_slots(slots_ptr, tokens)
-        blocks = _count_blocks(present, ADAPTERS)
-        tiles = gl.cdiv(blocks * ROWS, TILE.consumers * TILE.blocks * BLOCK) * token_tiles
-        return gl.where(gl.program_id(0) < shrinkers, tiles * count, 0), count, first, blocks, present
+def shrinks(present, work, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
+    """(uses of the ring for adapters, steps of each of their tiles, the first step, blocks) of a program."""
+    _, _, steps, token_tiles = work
+    SHRINKERS: gl.constexpr = ADAPTERS.parts
+    program = gl.minimum(gl.program_id(0), SHRINKERS - 1)
+    first = program * steps // SHRINKERS
+    count = (program + 1) * steps // SHRINKERS - first
+    blocks = _count_blocks(present, ADAPTERS)
+    tiles = gl.cdiv(blocks * ROWS, TILE.consumers * TILE.blocks * BLOCK) * token_tiles
+    return gl.where(gl.program_id(0) < SHRINKERS, tiles * count, 0), count, first, blocks
 
 
 @gluon.jit
@@ -144,7 +140,7 @@ def copy_blocks(a_desc, first, count, present, column, full, smem, at, ADAPTERS:
 @gluon.jit
 def store_shrunk(acc, first, first_token, part, present, slots_ptr, tokens, adapters, ADAPTERS: gl.constexpr):
     """Leave sums [rows of blocks first ..., tokens first_token ...] as part number `part` of u."""
-    _, ranks_ptr, u_ptr, _ = adapters
+    ranks_ptr, parts_ptr = adapters[1], adapters[2]
     LAYOUT: gl.constexpr = acc.type.layout
     P: gl.constexpr = ADAPTERS.projections
     R: gl.constexpr = ADAPTERS.rank
@@ -159,36 +155,50 @@ def store_shrunk(acc, first, first_token, part, present, slots_ptr, tokens, adap
     there = (slot >= 0) & (rank < R)
     num_ranks = gl.load(ranks_ptr + slot * P + projection, mask=there, other=0)
     own = gl.load(slots_ptr + token, mask=token < tokens, other=-1)
-    target = u_ptr + ((part * tokens + token) * (P * R))[None, :] + (projection * R + rank)[:, None]
+    target = parts_ptr + ((part * tokens + token) * (P * R))[None, :] + (projection * R + rank)[:, None]
     value = gl.where((rank < num_ranks)[:, None], acc, 0.0)
     gl.store(target, value, mask=there[:, None] & (own[None, :] == slot[:, None]), cache_modifier=".cg")
 
 
 @gluon.jit
-def wait_for_shrunk(counters_ptr, arrivals, tiles):
-    """Wait until so many consumers have left their part of u. Called once for each of `tiles`."""
-    while gl.atomic_add(counters_ptr, 0, sem="acquire") < arrivals:
-        pass
-    if gl.atomic_add(counters_ptr + 1, 1, sem="relaxed") == tiles - 1:
+def finish_shrunk(counters_ptr, tokens, adapters, CONSUMERS: gl.constexpr, ADAPTERS: gl.constexpr):
+    """Called by each consumer that has left its part of u: the last one adds all up, rounds, and says so."""
+    parts_ptr, u_ptr = adapters[2], adapters[3]
+    PARTS: gl.constexpr = ADAPTERS.parts
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    thread_barrier()
+    if gl.atomic_add(counters_ptr, 1, sem="acq_rel") == PARTS * CONSUMERS - 1:
         gl.atomic_xchg(counters_ptr, 0, sem="relaxed")
-        gl.atomic_xchg(counters_ptr + 1, 0, sem="relaxed")
+        size = tokens * (ADAPTERS.projections * ADAPTERS.rank)
+        for start in range(0, size, 512):
+            i = start + gl.arange(0, 512, layout=LAYOUT)
+            u = gl.load(parts_ptr + i, mask=i < size, other=0.0, cache_modifier=".cg")
+            for part in gl.static_range(1, PARTS):
+                u += gl.load(parts_ptr + part * size + i, mask=i < size, other=0.0, cache_modifier=".cg")
+            gl.store(u_ptr + i, u.to(u_ptr.dtype.element_ty), mask=i < size, cache_modifier=".cg")
+        thread_barrier()
+        gl.atomic_add(counters_ptr + 1, 1, sem="release")
 
 
 @gluon.jit
-def _sum_parts(u_ptr, own, first_token, projection, rank, tokens, LAYOUT: gl.constexpr, ADAPTERS: gl.constexpr):
-    """fp32 [ROWS, tokens of `own`], u from `rank` on, of tokens that have a slot."""
+def wait_for_shrunk(counters_ptr, tiles):
+    """Wait until u is there. Called once for each of `tiles`."""
+    while gl.atomic_add(counters_ptr + 1, 0, sem="acquire") == 0:
+        pass
+    if gl.atomic_add(counters_ptr + 2, 1, sem="relaxed") == tiles - 1:
+        gl.atomic_xchg(counters_ptr + 1, 0, sem="relaxed")
+        gl.atomic_xchg(counters_ptr + 2, 0, sem="relaxed")
+
+
+@gluon.jit
+def _load_shrunk(u_ptr, own, first_token, projection, rank, LAYOUT: gl.constexpr, ADAPTERS: gl.constexpr):
+    """[ROWS, tokens of `own`], u from `rank` on, of tokens that have a slot."""
     P: gl.constexpr = ADAPTERS.projections
     R: gl.constexpr = ADAPTERS.rank
     token = first_token + gl.arange(0, own.shape[0], layout=gl.SliceLayout(0, LAYOUT))
     rank += gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    PARTS: gl.constexpr = ADAPTERS.parts
     source = u_ptr + (token * (P * R))[None, :] + (projection * R + rank)[:, None]
-    there = (own >= 0)[None, :] & (rank < R)[:, None]
-    u = gl.load(source, mask=there, other=0.0, cache_modifier=".cg")
-    for _ in gl.static_range(1, PARTS):
-        source += tokens * (P * R)
-        u += gl.load(source, mask=there, other=0.0, cache_modifier=".cg")
-    return u
+    return gl.load(source, mask=(own >= 0)[None, :] & (rank < R)[:, None], other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -213,14 +223,14 @@ def _add_columns(
         whole = gl.join(low, high).permute((0, 2, 1)).reshape(acc.shape)
         return gl.convert_layout(whole, LAYOUT)
     else:
-        _, _, u_ptr, _ = adapters
+        u_ptr = adapters[3]
         RIGHT: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
         P: gl.constexpr = ADAPTERS.projections
         token = first_token + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, RIGHT))
         own = gl.load(slots_ptr + token, mask=token < tokens, other=-1)
         for i in gl.static_range(P):
             if met[i]:
-                u = _sum_parts(u_ptr, own, first_token, i, rank, tokens, RIGHT, ADAPTERS).to(weights[0].dtype)
+                u = _load_shrunk(u_ptr, own, first_token, i, rank, RIGHT, ADAPTERS)
                 for j in gl.static_range(len(weights)):
                     if ((present >> (first_slot + j)) & 1) != 0:
                         b = weights[j]
@@ -235,7 +245,7 @@ def add_expanded(
     acc, first, first_token, present, slots_ptr, tokens, outputs, adapters, GATED: gl.constexpr, ADAPTERS: gl.constexpr
 ):
     """acc [outputs first ..., tokens first_token ...] plus B u. GATED: rows of gate and up take turns, 8 by 8."""
-    b_ptr, ranks_ptr, _, ends = adapters
+    b_ptr, ranks_ptr, _, _, ends = adapters
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     P: gl.constexpr = ADAPTERS.projections
@@ -292,8 +302,10 @@ def arguments(
     matrix = a.view(-1, inputs)
     layout = gl.NVMMASharedLayout(128, 16, 2)
     a_desc = TensorDescriptor(matrix, list(matrix.shape), [inputs, 1], [ADAPTER_ROWS, tile.depth], layout)
-    u = torch.empty((shares.shrinkers, slots.shape[0], projections, rank), dtype=torch.float32, device=a.device)
-    of_adapters = b, ranks, u, tuple(itertools.accumulate(rows))
+    count = slots.shape[0] * projections * rank
+    parts = torch.empty(shares.shrinkers * count, dtype=torch.float32, device=a.device)
+    u = torch.empty(count, dtype=a.dtype, device=a.device)
+    of_adapters = b, ranks, parts, u, tuple(itertools.accumulate(rows))
     return (
         a_desc,
         of_adapters,

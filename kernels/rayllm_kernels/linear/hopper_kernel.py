@@ -41,7 +41,17 @@ from ..compat import thread_barrier
 from ..compile_ahead import launch
 from ..hopper import activate, barriers
 from .hopper_adapters import ROWS as ADAPTER_BLOCK
-from .hopper_adapters import add_expanded, arguments, first_unit, program_of, shrinks, store_shrunk, wait_for_shrunk
+from .hopper_adapters import (
+    add_expanded,
+    arguments,
+    finish_shrunk,
+    first_unit,
+    present_slots,
+    program_of,
+    shrinks,
+    store_shrunk,
+    wait_for_shrunk,
+)
 from .hopper_producer import DEPTH_BYTES, SHARED, produce
 from .plans import BLOCK_ROWS, HopperPlan, HopperTile
 
@@ -52,7 +62,7 @@ if TYPE_CHECKING:
 BLOCK = gl.constexpr(BLOCK_ROWS)
 CHUNK = gl.constexpr(64)  # tokens stored at a time
 MAX_PROGRAMS = 1024
-ADAPTER_COUNTERS = gl.constexpr(2 * MAX_PROGRAMS)  # the first of two, behind the others
+ADAPTER_COUNTERS = gl.constexpr(2 * MAX_PROGRAMS)  # the first of three, behind the others
 SHARED_GATED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 SHARED_FP8 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 
@@ -195,7 +205,8 @@ def _shrink(ring, work, sizes, shared, adapters, CONSUMER: gl.constexpr, TILE: g
     tokens, _, _, slots_ptr, _ = sizes
     _, flags_ptr = shared
     BLOCKS: gl.constexpr = TILE.blocks * BLOCK // ADAPTER_BLOCK
-    uses, count, _, _, present = shrinks(work, sizes, TILE, ADAPTERS)
+    present = present_slots(slots_ptr, tokens)
+    uses, count, _, _ = shrinks(present, work, TILE, ADAPTERS)
     gdc_wait()  # the counters are those of the kernel before until it ends
     if uses > 0:
         for tile in range(uses // count):
@@ -203,8 +214,7 @@ def _shrink(ring, work, sizes, shared, adapters, CONSUMER: gl.constexpr, TILE: g
             block = (tile // token_tiles * TILE.consumers + CONSUMER) * BLOCKS
             token, part = tile % token_tiles * TILE.tokens, gl.program_id(0)
             store_shrunk(acc, block, token, part, present, slots_ptr, tokens, adapters, ADAPTERS)
-        thread_barrier()
-        gl.atomic_add(flags_ptr + ADAPTER_COUNTERS, 1, sem="release")
+        finish_shrunk(flags_ptr + ADAPTER_COUNTERS, tokens, adapters, TILE.consumers, ADAPTERS)
     return uses, present
 
 
@@ -250,7 +260,7 @@ def _consume(
             tail = gl.where(is_last, gl.minimum(count, ADAPTERS.tail), 0)
             acc = _multiply(_no_sums(16, TILE), use, count - tail, ring, CONSUMER, TILE)
             if is_last:
-                wait_for_shrunk(flags_ptr + ADAPTER_COUNTERS, ADAPTERS.parts * CONSUMERS, units // steps * CONSUMERS)
+                wait_for_shrunk(flags_ptr + ADAPTER_COUNTERS, units // steps * CONSUMERS)
                 acc = add_expanded(
                     acc, first, first_token, present, slots_ptr, tokens, outputs, adapters, GATED, ADAPTERS
                 )
@@ -345,7 +355,7 @@ def flags(device: torch.device) -> Tensor:
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first projection on a device must not be captured: its counters would not be there yet")
-    return torch.zeros(ADAPTER_COUNTERS.value + 2, dtype=torch.int32, device=device)
+    return torch.zeros(ADAPTER_COUNTERS.value + 3, dtype=torch.int32, device=device)
 
 
 def linear_hopper(

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..compat import copy_async, reinterpret
-from .hopper_adapters import copy_blocks, shrinks
+from .hopper_adapters import copy_blocks, present_slots, shrinks
 from .plans import ADAPTER_ROWS as ADAPTER_BLOCK
 from .plans import BLOCK_ROWS
 
@@ -86,7 +86,12 @@ def produce(w_desc, x_desc, a_desc, ring, work, sizes, TILE: gl.constexpr, ADAPT
     _, _, _, free = ring
     start, end, _, _ = work
     STAGES: gl.constexpr = TILE.stages
-    of_adapters = shrinks(work, sizes, TILE, ADAPTERS)
+    of_adapters = 0, 1, 0, 0, 0
+    if ADAPTERS is not None:
+        present = 0
+        if gl.program_id(0) < ADAPTERS.parts:  # others begin with their weights at once
+            present = present_slots(sizes[3], sizes[0])
+        of_adapters = shrinks(present, work, TILE, ADAPTERS) + (present,)  # noqa: RUF005
     uses = of_adapters[0] + end - start
     ahead = gl.minimum(uses, STAGES)
     for use in range(ahead):

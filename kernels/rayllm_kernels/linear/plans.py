@@ -178,7 +178,8 @@ def plan_hopper(tokens: int, rows: int, inputs: int, gated: bool, multiprocessor
 
 ADAPTER_ROWS = 16  # of adapters' first matrices, that a product takes at a time
 MAX_ADAPTER_SLOTS = 32
-MAX_SHRINKERS = 8
+MAX_SHRINKERS = 32
+SHRINK_UNITS = 8  # of a shrinker, with adapters in all slots: about what its ring holds
 ADAPTER_TAIL = 6
 
 
@@ -221,8 +222,9 @@ def share_with_adapters(plan: HopperPlan, tiles: int, steps: int, blocks: int, m
     tile, programs = plan
     units = tiles * steps
     programs, most = min(programs, units), multiprocessors * (2 if tile.consumers == 1 else 1)
-    shrinkers = min(MAX_SHRINKERS, steps, programs)
-    cost = -(-blocks * ADAPTER_ROWS // tile.rows) * -(-steps // shrinkers)  # of a shrinker, in units
+    columns = -(-blocks * ADAPTER_ROWS // tile.rows)
+    shrinkers = min(MAX_SHRINKERS, steps, programs, -(-columns * steps // SHRINK_UNITS))
+    cost = columns * -(-steps // shrinkers)  # of a shrinker, in units
     if programs % tiles == 0:
         of_tile = programs // tiles
         shrinkers = max(1, shrinkers // of_tile) * of_tile if of_tile <= steps else shrinkers
