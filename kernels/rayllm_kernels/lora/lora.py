@@ -38,6 +38,13 @@ class AdapterSlots(NamedTuple):
     rows: tuple[int, ...]
 
 
+class TokenAdapters(NamedTuple):
+    """Which adapter each token has, and the adapters' weights of one group."""
+
+    slots: Tensor  # [T] int32, -1 without one
+    weights: AdapterSlots
+
+
 def add_adapters(x: Tensor, y: Tensor, slots: Tensor, weights: AdapterSlots, *, deterministic: bool = False) -> None:
     """Add each token's adapter's product to y [T, N], in place. x: [T, in], slots: [T] int32.
 
