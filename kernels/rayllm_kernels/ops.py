@@ -34,7 +34,7 @@ from .gated_delta.gated_norm import rms_norm_gated
 from .gated_delta.state import Chunks, StateCache
 from .linear.heads import linear_heads
 from .linear.linear import add_rms_norm_linear, linear, linear_act_mul, linear_invariant, linear_wide, prepare
-from .lora.lora import AdapterSlots, add_adapters
+from .lora.lora import AdapterSlots, TokenAdapters, add_adapters
 from .norm.act_and_mul import act_and_mul
 from .norm.latent_norm_rope_cache import latent_norm_rope_cache
 from .norm.qk_norm_rope_cache import HeadNorms, qk_norm_rope_cache

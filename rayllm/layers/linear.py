@@ -96,13 +96,13 @@ class Linear(Layer):
         return self.in_features * self.out_features
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the step's tokens get the product alone, because none has an adapter."""
-        return self.adapters is None or self.adapters.state.is_idle
+    def is_one_pass(self) -> bool:
+        """Whether the matrix computes all that the step's tokens get: none has an adapter, or it adds what they do."""
+        return self.matrix.adapts or self.adapters is None or self.adapters.state.is_idle
 
     def takes(self) -> ops.Rounding | None:
         """How the step's tokens should be rounded by whoever makes them; None for not at all."""
-        return self.matrix.takes if self.is_plain else None
+        return self.matrix.takes if self.is_one_pass else None
 
     def adapt(self, context: BuildContext, modules: list[Adaptable]) -> None:
         """Have the product add what adapters of these modules add to it, if the context has any."""
@@ -112,7 +112,10 @@ class Linear(Layer):
         adapters = self.adapters = ProjectionAdapters(
             context.adapters, inputs, modules, context.device, dtype, deterministic=context.deterministic
         )
-        self.product = lambda x, bias: adapters.add(x, product(x, bias))
+        if self.matrix.adapts:
+            self.matrix.adapters = adapters
+        else:
+            self.product = lambda x, bias: adapters.add(x, product(x, bias))
 
 
 class ColumnLinear(Linear):
@@ -155,7 +158,7 @@ class ColumnLinear(Linear):
         The first is a tensor, but for what `feeds` another layer: that is for its consumer, in whatever form.
         x: the rank's summand of it (`RowLinear.partial`); the whole if residual is None.
         """
-        if self.fuses and self.is_plain:
+        if self.fuses and self.is_one_pass:
             return self.matrix.multiply_normed(
                 x, residual, (norm.weight, norm.eps), self.bias, act=self.gate_act, wanted=self.wanted()
             )
@@ -188,7 +191,7 @@ class GatedLinear(ColumnLinear):
 
     def forward(self, x: Activations) -> Activations:
         assert self.gate_act is not None
-        if self.fuses_act and self.is_plain:
+        if self.fuses_act and self.is_one_pass:
             return self.matrix.multiply_gated(x, self.gate_act, self.wanted())
         y, rounding = self.product(x, self.bias), self.wanted()
         return self.act(y) if rounding is None else ops.act_and_mul_fp8(y, rounding, self.gate_act)

@@ -98,10 +98,14 @@ class ProjectionAdapters:
             rows,
         )
 
+    def of(self, x: torch.Tensor) -> ops.TokenAdapters | None:
+        """What each of the tokens x [N, in] has; None if no token of the step has an adapter."""
+        return None if self.state.is_idle else ops.TokenAdapters(self.state.slots_of(x), self._weights)
+
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """y [N, out] plus the adapters' products of x [N, in], in place, if any token of the step has one."""
-        if not self.state.is_idle:
-            ops.add_adapters(x, y, self.state.slots_of(x), self._weights, deterministic=self._deterministic)
+        if (tokens := self.of(x)) is not None:
+            ops.add_adapters(x, y, *tokens, deterministic=self._deterministic)
         return y
 
     def put(self, slot: int, matrices: Sequence[HostMatrices], ranks: torch.Tensor) -> None:

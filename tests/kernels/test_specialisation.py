@@ -131,6 +131,7 @@ def step(rows, begin):
     a, b, ranks = (torch.zeros(2, *shape) for shape in ((1, 16, 128), (256, 16), (1,)))
     adapters = AdapterSlots(a.to(half), b.to(half), ranks.to(torch.int32), (256,))
     ops.add_adapters(x, tensor(256), array(dtype=torch.int32), adapters)
+    ops.linear(x[:1], weight, adapters=TokenAdapters(array(dtype=torch.int32)[:1], adapters))
     buffers = PeerBuffers(0, 2, 128, half, 8, 64, tensor(dtype=torch.int64), tensor(dtype=torch.int32))
     ops.all_reduce(x, buffers, two_shot=True)
     ops.all_gather_small(x[:, 0].contiguous(), buffers)

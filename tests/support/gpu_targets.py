@@ -166,14 +166,19 @@ def run_collectives(dtype: torch.dtype) -> None:
 
 
 def run_adapters(dtype: torch.dtype) -> None:
-    """Adapters of a group of projections and of one, on META."""
+    """Adapters of a group of projections and of one, on META, beside their products and inside."""
     for inputs, rows in ((4096, (4096, 1024, 1024)), (14336, (4096,))):
         a = torch.empty(8, len(rows), 64, inputs, dtype=dtype, device=META)
         b = torch.empty(8, sum(rows), 64, dtype=dtype, device=META)
         weights = ops.AdapterSlots(a, b, torch.empty(8, len(rows), dtype=torch.int32, device=META), rows)
         for tokens in (1, 100):
             x, y = (torch.empty(tokens, size, dtype=dtype, device=META) for size in (inputs, sum(rows)))
-            ops.add_adapters(x, y, torch.empty(tokens, dtype=torch.int32, device=META), weights)
+            adapters = ops.TokenAdapters(torch.empty(tokens, dtype=torch.int32, device=META), weights)
+            ops.add_adapters(x, y, *adapters)
+            matrix = torch.empty(sum(rows), inputs, dtype=dtype, device=META)
+            ops.linear(x, matrix, adapters=adapters)
+            ops.add_rms_norm_linear(x, x, x[0], 1e-6, matrix, adapters=adapters)
+            ops.add_rms_norm_linear(x, x, x[0], 1e-6, matrix, act="silu", adapters=adapters)
 
 
 def run_quantised(gpu: Hardware, dtype: torch.dtype, tokens: tuple[int, ...], *, deterministic: bool) -> None:

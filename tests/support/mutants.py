@@ -99,6 +99,15 @@ MISTAKES = {
     ("linear/rows_kernel.py", "linear/test_linear.py::test_add_rms_norm_linear"): [
         ("tl.sum(squares, 2) / inputs", "tl.sum(squares, 2) / DEPTH")
     ],
+    ("linear/rows_adapters.py", "lora/test_in_products.py::test_linear"): [
+        ("mask=begin + depth < a_end", "mask=begin + depth < a_end - 1"),
+        (
+            "mask=at < end, other=0.0)\n            if residual",
+            "mask=at < end - 1, other=0.0)\n            if residual",
+        ),
+        ("(rank < num_ranks)", "(rank < num_ranks - 1)"),
+        ("(token < tokens) & (output < outputs)", "(token < tokens) & (output < outputs - 1)"),
+    ],
     ("linear/tiles_kernel.py", "linear/test_linear.py::test_every_tile_that_may_be_chosen"): [
         (
             "weights = tl.load(weights_ptr + at, mask=at < inputs",

@@ -23,11 +23,13 @@ from ..checks import (
 )
 from ..device import hardware
 from ..dispatch import TritonModule, on_triton
+from ..lora.lora import TokenAdapters, add_adapters, check_adapters
 from ..norm.act_and_mul import act_and_mul, kind_of
 from ..norm.rms_norm import fused_add_rms_norm, rms_norm
 from . import plans
 
 _rows_kernel = TritonModule("rayllm_kernels.linear.rows_kernel")
+_rows_adapters = TritonModule("rayllm_kernels.linear.rows_adapters")
 _tiles_kernel = TritonModule("rayllm_kernels.linear.tiles_kernel")
 _hopper_kernel = TritonModule("rayllm_kernels.linear.hopper_kernel")
 _gated_kernel = TritonModule("rayllm_kernels.linear.gated_hopper_kernel")
@@ -45,20 +47,34 @@ def prepare(device: torch.device) -> None:
     device = torch.empty(0, device=device).device  # with its index, as tensors name it
     if hardware(device).is_hopper:
         _hopper_kernel.flags(device)
+    if device.type == "cuda":
+        _rows_adapters.room(device)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    adapters: TokenAdapters | None = None,
+) -> Tensor:
     """x W^T + bias -> [T, out], a new tensor or the contiguous `out`; made for few tokens and right for any number.
 
     x: [T, in], weight: [out, in], last dimensions contiguous; bias: [out]. Sums are fp32, rounded once, in an order
-    that depends on shapes alone: equal calls give equal results.
+    that depends on shapes alone: equal calls give equal results. adapters: what they give each token is added, by the
+    kernels for few tokens before the sum is rounded, and else by `add_adapters`.
     """
-    _check_projection(x, weight, bias)
+    _check_projection(x, weight, bias, adapters)
     check_out(out, torch.Size((x.shape[0], weight.shape[0])), x, "x")
     if out is not None and not out.is_contiguous():
         fail("out", "must be contiguous", out.stride())
-    y = _project(x, weight, bias, out, None) if on_triton(x) else None
+    y = _project(x, weight, bias, out, None, adapters) if on_triton(x) else None
     if y is not None:
+        return y
+    if adapters is not None:
+        y = linear(x, weight, bias, out=out)
+        add_adapters(x, y, *adapters)
         return y
     if out is None:
         return F.linear(x, weight, bias)
@@ -96,16 +112,19 @@ def linear_wide(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, determ
     return linear_invariant(*wide) if deterministic else F.linear(*wide)
 
 
-def linear_act_mul(x: Tensor, weight: Tensor, act: str) -> Tensor:
+def linear_act_mul(x: Tensor, weight: Tensor, act: str, *, adapters: TokenAdapters | None = None) -> Tensor:
     """act(x G^T) * (x U^T) -> a new tensor [T, out], where weight is [2 * out, in], the rows of G before those of U.
 
-    x: [T, in], last dimensions contiguous. act: as for `act_and_mul`. By this package's kernels everything is fp32 and
-    rounded once; elsewhere, and on the CPU, it is `act_and_mul` of the rounded product.
+    x: [T, in], last dimensions contiguous. act: as for `act_and_mul`. adapters: as for `linear`, of the product before
+    the activation. By this package's kernels everything is fp32 and rounded once; elsewhere, and on the CPU, it is
+    `act_and_mul` of the rounded product.
     """
-    _check_projection(x, weight, None)
+    _check_projection(x, weight, None, adapters)
     _check_gated(weight)
-    y = _project(x, weight, None, None, act) if on_triton(x) else None
-    return act_and_mul(F.linear(x, weight), act) if y is None else y
+    y = _project(x, weight, None, None, act, adapters) if on_triton(x) else None
+    if y is not None:
+        return y
+    return act_and_mul(F.linear(x, weight) if adapters is None else linear(x, weight, adapters=adapters), act)
 
 
 def add_rms_norm_linear(
@@ -117,6 +136,7 @@ def add_rms_norm_linear(
     bias: Tensor | None = None,
     *,
     act: str | None = None,
+    adapters: TokenAdapters | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm(total) W^T + bias, total), total = x + residual rounded to x's dtype; x itself if residual is None.
 
@@ -126,38 +146,45 @@ def add_rms_norm_linear(
     """
     if act is not None:
         _check_gated(weight)
-    _check_projection(x, weight, bias)
+    _check_projection(x, weight, bias, adapters)
     check_norm_weight(norm_weight, "norm_weight", x.shape[1], x)
     if residual is not None:
         check_residual(residual, x)
-    if on_triton(x) and plans.rows_take(x, weight, norm=True):
+    if on_triton(x) and plans.rows_take(x, weight, norm=True, adapters=adapters):
         tiles = plans.choose_rows(x.shape[0], x.shape[1], gated=act is not None, norm=True)
         kind, norm = None if act is None else kind_of(act), (residual, norm_weight, eps)
-        return _rows_kernel.linear_rows(x, weight, tiles, bias, norm, kind, None)
+        return _rows_kernel.linear_rows(x, weight, tiles, bias, norm, kind, None, adapters)
     if residual is None:
         y, total = rms_norm(x, norm_weight, eps), x
     else:
         y, total = fused_add_rms_norm(x, residual, norm_weight, eps)
-    return (linear(y, weight, bias) if act is None else linear_act_mul(y, weight, act)), total
+    if act is None:
+        return linear(y, weight, bias, adapters=adapters), total
+    return linear_act_mul(y, weight, act, adapters=adapters), total
 
 
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, act: str | None) -> Tensor | None:
+def _project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, act: str | None, adapters: TokenAdapters | None
+) -> Tensor | None:
     """The projection of checked arguments by one of this package's kernels, None where those are not the fastest.
 
-    act: weight holds gate and up, and the result is act(gate) * up; None for one of its own.
+    act: weight holds gate and up, and the result is act(gate) * up; None for one of its own. With adapters, None where
+    they must be added apart.
     """
     gated, kind = act is not None, None if act is None else kind_of(act)
     (tokens, inputs), rows, gpu = x.shape, weight.shape[0], hardware(x.device)
-    if plans.rows_take(x, weight, norm=False):
+    if plans.rows_take(x, weight, norm=False, adapters=adapters):
         row_tiles = plans.choose_rows(tokens, inputs, gated=gated, norm=False)
-        return _rows_kernel.linear_rows(x, weight, row_tiles, bias, NO_NORM, kind, out)[0]
+        return _rows_kernel.linear_rows(x, weight, row_tiles, bias, NO_NORM, kind, out, adapters)[0]
     if gpu.is_hopper and plans.hopper_takes(x, weight, gated):
         plan = plans.plan_hopper(tokens, rows, inputs, gated, gpu.multiprocessors)
-        if plan is not None:
-            return _hopper_kernel.linear_hopper(x, weight, plan, bias, act=kind, out=out)
-        consumers = plans.plan_gated(tokens, rows, inputs, gpu.multiprocessors) if gated else None
+        if plan is not None and (adapters is None or plans.hopper_takes_adapters(x, adapters)):
+            return _hopper_kernel.linear_hopper(x, weight, plan, bias, act=kind, out=out, adapters=adapters)
+        consumers = plans.plan_gated(tokens, rows, inputs, gpu.multiprocessors) if gated and adapters is None else None
         if consumers is not None:
             return _gated_kernel.linear_gated_hopper(x, weight, consumers, gpu.multiprocessors, kind)
+    if adapters is not None:
+        return None
     few = 0 < tokens <= plans.MAX_TILES_TOKENS and rows > 0 and inputs > 0
     if few and x.dtype != torch.float32 and gpu.shared_memory >= plans.MIN_SHARED_MEMORY:
         tiles = plans.choose_tiles(tokens, rows // 2 if gated else rows, gated, gpu.multiprocessors)
@@ -165,7 +192,7 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None,
     return None
 
 
-def _check_projection(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check_projection(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: TokenAdapters | None = None) -> None:
     if x.dim() != 2:
         fail("x", "must be [T, in]", x.shape)
     check_rows(x, "x")
@@ -175,6 +202,8 @@ def _check_projection(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_last_dim(weight, "weight")
     if bias is not None:
         check_vectors(weight.shape[0], x.dtype, x.device, bias=bias)
+    if adapters is not None:
+        check_adapters(x, weight.shape[0], adapters)
 
 
 def _check_gated(weight: Tensor) -> None:

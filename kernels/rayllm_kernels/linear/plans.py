@@ -18,13 +18,21 @@ if TYPE_CHECKING:
 
 LONG = 4096  # inputs from which the tensor cores win for two tokens, and many small programs for one
 MAX_NORM_INPUTS = 2048  # for two tokens: every program repeats the norm, and its reads must stay few beside the weights
+ADAPTER_PARTS = 2  # of the inputs, in which they are multiplied with adapters' first matrices
+MAX_RANKS = 256  # of adapters
+MAX_SHRUNK, MAX_ADDED = 1 << 16, 1 << 18  # words of what adapters shrink, and of what they add, in one launch
 
 
-def rows_take(x: Tensor, weight: Tensor, *, norm: bool) -> bool:
-    """Whether `rows_kernel` is the fastest for x [T, in], with the norm of x in it if `norm`."""
+def rows_take(x: Tensor, weight: Tensor, *, norm: bool, adapters: TokenAdapters | None = None) -> bool:
+    """Whether `rows_kernel` is the fastest for x [T, in], with the norm of x in it if `norm`, and adapters if any."""
     tokens, inputs = x.shape
     fits = 0 < tokens <= (2 if inputs < LONG else 1) and inputs > 0 and weight.shape[0] > 0
-    return fits and (not norm or tokens == 1 or inputs <= MAX_NORM_INPUTS)
+    fits = fits and (not norm or tokens == 1 or inputs <= MAX_NORM_INPUTS)
+    if adapters is None:
+        return fits
+    _slots, projections, ranks, _inputs = adapters.weights.a.shape
+    shrunk, added = ADAPTER_PARTS * tokens * projections * ranks, tokens * weight.shape[0]
+    return fits and 0 < ranks <= MAX_RANKS and shrunk <= MAX_SHRUNK and added <= MAX_ADDED
 
 
 def choose_rows(tokens: int, inputs: int, *, gated: bool, norm: bool) -> tuple[int, int]:

@@ -9,6 +9,7 @@ applied to the finished product, in the same pass over K that finds it.
 
 One program owns some outputs and runs along K; there are no partial results to add. Its threads hold 16 bytes of each
 weight row; a tile is multiplied while the next is on its way, the first is asked for before the previous kernel ends.
+What adapters give is added to the finished sums, before all that follows (`rows_adapters.py`).
 """
 
 # mypy: allow-incomplete-defs
@@ -26,8 +27,12 @@ from ..activation import activate
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
+from ..lora.lora import TokenAdapters
+from . import rows_adapters
+from .rows_adapters import expand, shrink, take
 
 VECTOR_BYTES = 16  # of one row, by one thread
+FEW_REGISTERS = 32  # of a thread: what two rows take, which adapters must not add to
 Norm = tuple[Tensor | None, Tensor | None, float]  # (residual, weight, eps), none of them without a weight
 
 
@@ -63,8 +68,9 @@ def _add_products(acc, weights, x, FORM: tl.constexpr):
 
 
 @triton.jit
-def _linear_rows_kernel(x_ptr, norm, weight_ptr, bias_ptr, y_ptr, total_ptr, strides, sizes, FORM: tl.constexpr):
-    """norm: (residual or None, weight of the norm or None, eps). strides: of x, residual and weight."""
+def _multiply(program, operands, adapters, strides, sizes, FORM: tl.constexpr, RANKS: tl.constexpr):
+    """A program's outputs. Arguments as of the kernel."""
+    x_ptr, norm, weight_ptr, bias_ptr, y_ptr, total_ptr = operands
     residual_ptr, norm_ptr, eps = norm
     stride_x, stride_residual, stride_weight = strides
     tokens, inputs, outputs = sizes
@@ -74,7 +80,6 @@ def _linear_rows_kernel(x_ptr, norm, weight_ptr, bias_ptr, y_ptr, total_ptr, str
     VEC: tl.constexpr = FORM.vector
     ACT: tl.constexpr = FORM.act
     GATED: tl.constexpr = ACT is not None
-    program = tl.program_id(0)
     output = program * ROWS + tl.arange(0, ROWS)[None, :, None]
     # Rows past the end repeat the last one and are not stored.
     rows = tl.minimum(output, outputs - 1).to(tl.int64) * stride_weight
@@ -119,6 +124,12 @@ def _linear_rows_kernel(x_ptr, norm, weight_ptr, bias_ptr, y_ptr, total_ptr, str
 
     y = tl.sum(acc, 2)
     up = tl.sum(up_acc, 2) if GATED else y
+    if RANKS is not None:
+        added = take(program, adapters, sizes, FORM, RANKS)
+        if GATED:
+            added, up_added = tl.split(added)
+            up += up_added
+        y += added
     if norm_ptr is not None:
         scale = tl.rsqrt(tl.sum(squares, 2) / inputs + eps)
         y, up = y * scale, up * scale
@@ -131,6 +142,27 @@ def _linear_rows_kernel(x_ptr, norm, weight_ptr, bias_ptr, y_ptr, total_ptr, str
     tl.store(y_ptr + row * outputs + column, y.to(y_ptr.dtype.element_ty), mask=(row < tokens) & (column < outputs))
 
 
+@triton.jit(do_not_specialize=["slots_ptr"])
+def _linear_rows_kernel(operands, slots_ptr, adapters, strides, sizes, FORM: tl.constexpr, RANKS: tl.constexpr):
+    """operands: (x, (residual or None, weight of the norm or None, eps), weight, bias or None, y, total).
+
+    slots_ptr, adapters, RANKS: of `rows_adapters`, None without adapters. strides: of x, residual and weight. sizes:
+    (tokens, inputs, outputs).
+    """
+    program = tl.program_id(0)
+    if RANKS is None:
+        _multiply(program, operands, adapters, strides, sizes, FORM, RANKS)
+    else:
+        shrinking, expanding = adapters[7], adapters[8]
+        first = shrinking + expanding
+        if program < shrinking:
+            shrink(program, operands[0], operands[1], slots_ptr, adapters, strides, sizes, FORM.overlap, RANKS)
+        elif program < first:
+            expand(program - shrinking, slots_ptr, adapters, sizes, FORM.overlap, RANKS)
+        else:
+            _multiply(program - first, operands, adapters, strides, sizes, FORM, RANKS)
+
+
 def linear_rows(
     x: Tensor,
     weight: Tensor,
@@ -139,10 +171,11 @@ def linear_rows(
     norm: Norm,
     act: str | None,
     out: Tensor | None,
+    adapters: TokenAdapters | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y, total) of checked arguments, total being x where there is no residual.
 
-    tiles: outputs and warps of a program. act: of `kind_of`; None for no gate.
+    tiles: outputs and warps of a program. act: of `kind_of`; None for no gate. adapters: that `rows_take`.
     """
     (tokens, inputs), residual, (rows, num_warps) = x.shape, norm[0], tiles
     outputs = weight.shape[0] // 2 if act else weight.shape[0]
@@ -154,7 +187,12 @@ def linear_rows(
     form = Form(triton.next_power_of_2(tokens), rows, depth, vector, inputs >= depth, act, overlap)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0), weight.stride(0))
     sizes = (tokens, inputs, outputs)
-    launch(_linear_rows_kernel, (triton.cdiv(outputs, rows),))(
-        x, norm, weight, bias, y, total, strides, sizes, FORM=form, num_warps=num_warps, launch_pdl=overlap
-    )
+    operands, programs = (x, norm, weight, bias, y, total), triton.cdiv(outputs, rows)
+    slots = given = ranks = registers = None
+    if adapters is not None:
+        slots, registers = adapters.slots, FEW_REGISTERS if rows == 2 else None
+        given, ranks, others = rows_adapters.arguments(adapters.weights, tokens, num_warps)
+        programs += others
+    options = {"num_warps": num_warps, "launch_pdl": overlap, "maxnreg": registers}
+    launch(_linear_rows_kernel, (programs,))(operands, slots, given, strides, sizes, FORM=form, RANKS=ranks, **options)
     return y, total

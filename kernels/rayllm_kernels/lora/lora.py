@@ -51,7 +51,12 @@ def add_adapters(x: Tensor, y: Tensor, slots: Tensor, weights: AdapterSlots, *, 
     The shrunk input is rounded to x's dtype, the product is fp32 and rounded after it was added to y.
     deterministic: a token's result does not depend on the others, to the bit, either; here only CPUs differ.
     """
-    _check(x, y, slots, weights)
+    if x.dim() != 2 or y.dim() != 2 or x.shape[0] != y.shape[0]:
+        fail("x", "must be [T, in] and y [T, N]", (*x.shape, *y.shape))
+    check_rows(x, "x")
+    check_rows(y, "y")
+    check_like(y, "y", x, "x")
+    check_adapters(x, y.shape[1], TokenAdapters(slots, weights))
     if not y.numel():
         return
     if on_triton(x):
@@ -74,18 +79,14 @@ def add_adapters(x: Tensor, y: Tensor, slots: Tensor, weights: AdapterSlots, *, 
                 first += width
 
 
-def _check(x: Tensor, y: Tensor, slots: Tensor, weights: AdapterSlots) -> None:
-    a, b, ranks, rows = weights
-    if x.dim() != 2 or y.dim() != 2 or x.shape[0] != y.shape[0]:
-        fail("x", "must be [T, in] and y [T, N]", (*x.shape, *y.shape))
-    check_rows(x, "x")
-    check_rows(y, "y")
-    check_like(y, "y", x, "x")
+def check_adapters(x: Tensor, outputs: int, adapters: TokenAdapters) -> None:
+    """Raise ValueError where they are not for x [T, in] and so many outputs."""
+    slots, (a, b, ranks, rows) = adapters
     check_vectors(x.shape[0], torch.int32, x.device, slots=slots)
     if a.dim() != 4 or a.shape[1] != len(rows) or a.shape[3] != x.shape[1] or not a.is_contiguous():
         fail("a", f"must be [S, {len(rows)}, R, {x.shape[1]}], contiguous", a.shape)
-    if b.shape != (a.shape[0], sum(rows), a.shape[2]) or b.shape[1] != y.shape[1] or not b.is_contiguous():
-        fail("b", f"must be [{a.shape[0]}, {y.shape[1]}, {a.shape[2]}], contiguous", b.shape)
+    if b.shape != (a.shape[0], sum(rows), a.shape[2]) or b.shape[1] != outputs or not b.is_contiguous():
+        fail("b", f"must be [{a.shape[0]}, {outputs}, {a.shape[2]}], contiguous", b.shape)
     check_like(a, "a", x, "x")
     check_like(b, "b", x, "x")
     if ranks.shape != a.shape[:2] or ranks.dtype != torch.int32 or not ranks.is_contiguous():

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from rayllm.layers.lora import ProjectionAdapters
 from rayllm.layers.weights import Span, WeightSource
 from rayllm_kernels import ops
 
@@ -39,13 +40,16 @@ class Matrix(ABC):
     parameters: the tensors that it consists of, by name, for the layer to register. takes: how products want tokens
     rounded; None for in the model's dtype. Whoever makes the tokens may round them in the same pass; products round
     what is not yet. fuses: products may have a norm before them and an activation behind them (`multiply_normed`,
-    `multiply_gated`). adds: they may add to something (`add_to`).
+    `multiply_gated`). adds: they may add to something (`add_to`). adapts: all products but that one add what
+    `adapters`, if it is set, give each token.
     """
 
     parameters: dict[str, nn.Parameter]
     takes: ops.Rounding | None = None
     fuses = False
     adds = False
+    adapts = False
+    adapters: ProjectionAdapters | None = None
 
     @abstractmethod
     def load(self, source: WeightSource, pieces: Sequence[Piece]) -> None:

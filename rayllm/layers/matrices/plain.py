@@ -18,8 +18,7 @@ class PlainMatrix(Matrix):
     def __init__(self, context: BuildContext, rows: int, columns: int):
         self.weight = context.parameter(rows, columns)
         self.parameters = {"weight": self.weight}
-        self.fuses = self.adds = not context.deterministic
-        self._linear = ops.linear_invariant if context.deterministic else ops.linear
+        self.fuses = self.adds = self.adapts = not context.deterministic
 
     def load(self, source: WeightSource, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -28,11 +27,13 @@ class PlainMatrix(Matrix):
 
     def multiply(self, x: Activations, bias: torch.Tensor | None) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        return self._linear(x, self.weight, bias)
+        if not self.adapts:
+            return ops.linear_invariant(x, self.weight, bias)
+        return ops.linear(x, self.weight, bias, adapters=self._adapters_of(x))
 
     def multiply_gated(self, x: Activations, act: str, wanted: ops.Rounding | None) -> Activations:  # noqa: ARG002
         assert isinstance(x, torch.Tensor)
-        return ops.linear_act_mul(x, self.weight, act)
+        return ops.linear_act_mul(x, self.weight, act, adapters=self._adapters_of(x))
 
     def multiply_normed(
         self,
@@ -44,7 +45,10 @@ class PlainMatrix(Matrix):
         act: str | None,
         wanted: ops.Rounding | None,  # noqa: ARG002
     ) -> tuple[Activations, torch.Tensor]:
-        return ops.add_rms_norm_linear(x, residual, *norm, self.weight, bias, act=act)
+        return ops.add_rms_norm_linear(x, residual, *norm, self.weight, bias, act=act, adapters=self._adapters_of(x))
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return total.addmm_(x, self.weight.t())
+
+    def _adapters_of(self, x: torch.Tensor) -> ops.TokenAdapters | None:
+        return None if self.adapters is None else self.adapters.of(x)
