@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ..cache.fp8 import split_pairs, widen_queries
 from ..cache.kv_cache import KVCache
+from ..carveout import fit_carveout
 from ..compile_ahead import launch
 from ..dependent_launch import announce_and_wait, wait_for_predecessor
 from ..device import hardware
@@ -291,7 +292,8 @@ def decode(
     """Write attention to `out`; the arguments are checked, and B is at least 1."""
     (batch, heads), (_, kv_heads, _, head_dim) = q.shape[:2], cache.v.shape
     least_dim = 16 if cache.scales is None else 32
-    tiles, overlap = choose_tiles(q, cache), hardware(q.device).can_overlap
+    tiles, gpu = choose_tiles(q, cache), hardware(q.device)
+    overlap = gpu.can_overlap
     tile = head_tile(heads, kv_heads, head_dim)
     shape = shape_of(q, cache, tile, tiles.rows, tiles.keys, least_dim=least_dim, overlap=overlap)
     if cache.scales is not None:
@@ -300,9 +302,10 @@ def decode(
     stride_table = contexts.block_tables.stride(0)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": overlap}
     num_ranges = schedule.ranges.shape[0]
-    launch(_decode_kernel, (programs_a_range(heads, kv_heads, head_dim), num_ranges))(
+    kernel = launch(_decode_kernel, (programs_a_range(heads, kv_heads, head_dim), num_ranges))(
         q, cache, *contexts, scoring, out, schedule, strides, stride_table, batch, SHAPE=shape, **options
     )
+    fit_carveout(kernel, tiles.programs, gpu)
     if num_ranges > 1:
         window, sinks, announce = scoring.sliding_window, scoring.sinks, batch not in CROWDED
         options = {"num_warps": MERGE_WARPS, "launch_pdl": overlap}
