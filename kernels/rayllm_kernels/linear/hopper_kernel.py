@@ -57,7 +57,7 @@ from .plans import BLOCK_ROWS, HopperPlan, HopperTile
 
 if TYPE_CHECKING:
     from ..lora.lora import TokenAdapters
-    from ..quantised.fp8 import Fp8Rows, Fp8Weight
+    from ..quantised.fp8_operands import Fp8Rows, Fp8Weight
 
 BLOCK = gl.constexpr(BLOCK_ROWS)
 CHUNK = gl.constexpr(64)  # tokens stored at a time

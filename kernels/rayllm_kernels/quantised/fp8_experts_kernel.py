@@ -36,7 +36,7 @@ from ..linear.invariant_kernel import can_copy
 from ..linear.plans import Tiles
 from . import plans
 from .experts import ExpertWeight, QuantisedProjections
-from .fp8 import Fp8Rows
+from .fp8_operands import Fp8Rows
 from .fp8_rows_kernel import codes_of, scales_of, to_fp8
 
 

@@ -33,7 +33,7 @@ from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.invariant_kernel import can_copy, program_tiles
 from ..linear.plans import Tiles
 from . import plans
-from .fp8 import Fp8Rows, Fp8Weight
+from .fp8_operands import Fp8Rows, Fp8Weight
 
 _hopper_kernel = TritonModule("rayllm_kernels.linear.hopper_kernel")
 

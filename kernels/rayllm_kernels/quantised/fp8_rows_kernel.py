@@ -25,7 +25,7 @@ from ..compile_ahead import launch
 from ..dependent_launch import announce_and_wait
 from ..device import hardware
 from . import formats, fp8
-from .fp8 import Fp8Rows, Rounding
+from .fp8_operands import Fp8Rows, Rounding
 
 E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 LEAST_PEAK = tl.constexpr(fp8.LEAST_PEAK)

@@ -31,7 +31,7 @@ from ..compile_ahead import launch
 from ..device import hardware
 from ..hopper import barriers
 from . import plans
-from .fp8 import Fp8Weight
+from .fp8_operands import Fp8Weight
 
 LINE_BYTES = plans.STREAM_LINE
 LINE = gl.constexpr(LINE_BYTES)  # inputs of a row that lie side by side in shared memory, the widest swizzle

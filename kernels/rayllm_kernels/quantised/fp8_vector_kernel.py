@@ -28,7 +28,7 @@ from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
 from . import plans
-from .fp8 import Fp8Weight
+from .fp8_operands import Fp8Weight
 
 Norm = tuple[Tensor | None, Tensor | None, float]  # (residual, weight, eps), none of them without a weight
 

@@ -7,16 +7,14 @@ follow from what limits a product (docs/performance.md, "Weights in fewer bits")
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..device import Hardware, hardware
 from ..linear.plans import WELL_FULL, HopperPlan, HopperTile, Tiles, plan_hopper_fp8
-
-if TYPE_CHECKING:
-    from .fp8 import Fp8Rows, Fp8Weight
+from .fp8_operands import Fp8Rows, Fp8Weight
 
 GROUPS = (32, 64, 128)  # inputs that share a scale of an fp8 weight
 
