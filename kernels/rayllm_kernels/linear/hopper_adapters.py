@@ -85,29 +85,34 @@ def present_slots(slots_ptr, tokens):
     """The slots that tokens have, a bit each."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([MAX_TOKENS // 32], [32], [gl.num_warps()], [0])
     token = gl.arange(0, MAX_TOKENS, layout=LAYOUT)
-    slot = gl.load(slots_ptr + token, mask=token < tokens, other=-1)
+    slot = gl.load(slots_ptr + token, mask=token < tokens, other=-1, eviction_policy="evict_last")
     return gl.reduce(gl.where(slot >= 0, 1 << gl.maximum(slot, 0), 0), 0, _either)
+
+
+@gluon.jit
+def _lowest(bits):
+    """The number of the lowest bit that is set, negative if none is. Fewer instructions than a search."""
+    return ((bits & -bits).to(gl.float32).to(gl.int32, bitcast=True) >> 23) - 127
 
 
 @gluon.jit
 def _count_blocks(present, ADAPTERS: gl.constexpr):
     """Blocks of the slots in `present`."""
-    SLOTS: gl.constexpr = ADAPTERS.slots
     count = present * 0
-    for slot in gl.static_range(SLOTS):
-        count += (present >> slot) & 1
-    return count * ADAPTERS.slot_blocks
+    while present != 0:
+        count += ADAPTERS.slot_blocks
+        present &= present - 1
+    return count
 
 
 @gluon.jit
-def _slot_of(number, present, ADAPTERS: gl.constexpr):
+def _slot_of(number, present):
     """Slot `number` of those that are present, -1 if there are not so many."""
-    SLOTS: gl.constexpr = ADAPTERS.slots
-    slot, seen = number * 0 - 1, number * 0
-    for candidate in gl.static_range(SLOTS):
-        bit = (present >> candidate) & 1
-        slot = gl.where((bit != 0) & (seen == number), candidate, slot)
-        seen += bit
+    slot = number * 0 - 1
+    while present != 0:
+        slot = gl.where(number == 0, _lowest(present), slot)
+        number -= 1
+        present &= present - 1
     return slot
 
 
@@ -125,16 +130,19 @@ def shrinks(present, work, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
 
 
 @gluon.jit
-def copy_blocks(a_desc, first, count, present, column, full, smem, at, ADAPTERS: gl.constexpr, BLOCKS: gl.constexpr):
-    """Start copies of blocks first ... of `count` in all, at most BLOCKS, to the blocks of `smem` from `at` on."""
+def copy_blocks(a_desc, first, count, present, column, full, smem, at, ADAPTERS: gl.constexpr):
+    """Start copies of `count` blocks from number `first` on to the blocks of `smem` from `at` on."""
     RANK_BLOCKS: gl.constexpr = ADAPTERS.slot_blocks // ADAPTERS.projections
-    for i in gl.static_range(BLOCKS):
-        if first + i < count:
-            block = first + i
-            slot = _slot_of(block // ADAPTERS.slot_blocks, present, ADAPTERS)
-            inner = block % ADAPTERS.slot_blocks
-            row = (slot * ADAPTERS.projections + inner // RANK_BLOCKS) * ADAPTERS.rank + inner % RANK_BLOCKS * ROWS
-            copy_async(a_desc, [row, column], full, smem.index(at + i))
+    for _ in range(first // ADAPTERS.slot_blocks):
+        present &= present - 1
+    inner = first % ADAPTERS.slot_blocks
+    for i in range(count):
+        row = (_lowest(present) * ADAPTERS.projections + inner // RANK_BLOCKS) * ADAPTERS.rank
+        copy_async(a_desc, [row + inner % RANK_BLOCKS * ROWS, column], full, smem.index(at + i))
+        inner += 1
+        if inner == ADAPTERS.slot_blocks:
+            inner = 0
+            present &= present - 1
 
 
 @gluon.jit
@@ -148,7 +156,7 @@ def store_shrunk(acc, first, first_token, part, present, slots_ptr, tokens, adap
     row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     token = first_token + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     block = first + row // ROWS
-    slot = _slot_of(block // ADAPTERS.slot_blocks, present, ADAPTERS)
+    slot = _slot_of(block // ADAPTERS.slot_blocks, present)
     inner = block % ADAPTERS.slot_blocks
     projection = inner // RANK_BLOCKS
     rank = inner % RANK_BLOCKS * ROWS + row % ROWS
@@ -191,52 +199,83 @@ def wait_for_shrunk(counters_ptr, tiles):
 
 
 @gluon.jit
-def _load_shrunk(u_ptr, own, first_token, projection, rank, LAYOUT: gl.constexpr, ADAPTERS: gl.constexpr):
-    """[ROWS, tokens of `own`], u from `rank` on, of tokens that have a slot."""
-    P: gl.constexpr = ADAPTERS.projections
-    R: gl.constexpr = ADAPTERS.rank
-    token = first_token + gl.arange(0, own.shape[0], layout=gl.SliceLayout(0, LAYOUT))
+def _outputs_of(row, first, outputs, GATED: gl.constexpr):
+    """(rows of B, whether they are there, rows of B in all) of a tile's rows. GATED: 8 of gate, 8 of up take turns."""
+    if GATED:
+        output = first + row // 16 * 8 + row % 8
+        return output + row // 8 % 2 * outputs, output < outputs, outputs * 2
+    else:
+        return first + row, first + row < outputs, outputs
+
+
+@gluon.jit
+def prefetch_weights(
+    b_ptr, present, first, outputs, TILE_ROWS: gl.constexpr, GATED: gl.constexpr, ADAPTERS: gl.constexpr
+):
+    """Ask L2 for the tile's rows of B, of which its consumers will have need."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    row = gl.arange(0, TILE_ROWS, layout=LAYOUT)
+    output, _, rows = _outputs_of(row, first, outputs, GATED)
+    output = gl.minimum(output, rows - 1)
+    while present != 0:
+        source = b_ptr + (_lowest(present) * rows + output) * ADAPTERS.rank
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1];\n\tmov.b32 $0, 0;", "=r,l", [source], dtype=gl.int32, is_pure=False, pack=1
+        )
+        present &= present - 1
+
+
+@gluon.jit
+def _load_weights(slot, place, projection, rank, adapters, LAYOUT: gl.constexpr, ADAPTERS: gl.constexpr):
+    """[rows of a tile, ROWS], B of a slot from `rank` on, zero beyond its own; all of it if the slot is negative."""
+    output, inside, rows = place
+    b_ptr, ranks_ptr = adapters[0], adapters[1]
+    inside = inside & (slot >= 0)
+    column = rank + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
+    num_ranks = gl.load(ranks_ptr + slot * ADAPTERS.projections + projection, mask=inside, other=0)
+    source = b_ptr + (slot * rows + output)[:, None] * ADAPTERS.rank + column[None, :]
+    b = gl.load(source, mask=inside[:, None] & (column < ADAPTERS.rank)[None, :], other=0.0)
+    return gl.where(column[None, :] < num_ranks[:, None], b, 0.0)
+
+
+@gluon.jit
+def _load_shrunk(u_ptr, token, projection, rank, tokens, LAYOUT: gl.constexpr, ADAPTERS: gl.constexpr):
+    """[ROWS, tokens], u from `rank` on."""
     rank += gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    source = u_ptr + (token * (P * R))[None, :] + (projection * R + rank)[:, None]
-    return gl.load(source, mask=(own >= 0)[None, :] & (rank < R)[:, None], other=0.0, cache_modifier=".cg")
+    source = u_ptr + (token * (ADAPTERS.projections * ADAPTERS.rank))[None, :]
+    there = (token < tokens)[None, :] & (rank < ADAPTERS.rank)[:, None]
+    return gl.load(source + (projection * ADAPTERS.rank + rank)[:, None], mask=there, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
 def _add_columns(
-    acc, weights, first_slot, first_token, projection, met, rank, present, slots_ptr, tokens, adapters,
-    ADAPTERS: gl.constexpr,
-):  # fmt: skip
-    """acc plus the products of `weights`, those of slots first_slot ..., with u. met: how the rows' projections lie."""
+    acc, slots, weights, first_token, projection, met, rank, slots_ptr, tokens, adapters, ADAPTERS: gl.constexpr
+):
+    """acc plus the products of the weights of two slots with u. met: the first and the last projection of the rows."""
     if acc.shape[1] > COLUMNS:
         # A part of the tokens at a time, so that u needs fewer registers; the parts lie in registers as the whole does.
         HALF: gl.constexpr = acc.shape[1] // 2
         LAYOUT: gl.constexpr = acc.type.layout
         low, high = acc.reshape([acc.shape[0], 2, HALF]).permute((0, 2, 1)).split()
         low, high = gl.convert_layout(low, LAYOUT), gl.convert_layout(high, LAYOUT)
+        middle = first_token + HALF
         low = _add_columns(
-            low, weights, first_slot, first_token, projection, met, rank, present, slots_ptr, tokens, adapters, ADAPTERS
+            low, slots, weights, first_token, projection, met, rank, slots_ptr, tokens, adapters, ADAPTERS
         )
-        high = _add_columns(
-            high, weights, first_slot, first_token + HALF, projection, met, rank, present, slots_ptr, tokens, adapters,
-            ADAPTERS,
-        )  # fmt: skip
+        high = _add_columns(high, slots, weights, middle, projection, met, rank, slots_ptr, tokens, adapters, ADAPTERS)
         whole = gl.join(low, high).permute((0, 2, 1)).reshape(acc.shape)
         return gl.convert_layout(whole, LAYOUT)
     else:
-        u_ptr = adapters[3]
         RIGHT: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
-        P: gl.constexpr = ADAPTERS.projections
         token = first_token + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, RIGHT))
         own = gl.load(slots_ptr + token, mask=token < tokens, other=-1)
-        for i in gl.static_range(P):
-            if met[i]:
-                u = _load_shrunk(u_ptr, own, first_token, i, rank, RIGHT, ADAPTERS)
-                for j in gl.static_range(len(weights)):
-                    if ((present >> (first_slot + j)) & 1) != 0:
-                        b = weights[j]
-                        if P > 1:
-                            b = gl.where((projection == i)[:, None], b, 0.0)
-                        acc = mma_v2(b, gl.where((own == first_slot + j)[None, :], u, 0.0), acc)
+        first_projection, last_projection = met
+        for i in range(first_projection, last_projection + 1):
+            u = _load_shrunk(adapters[3], token, i, rank, tokens, RIGHT, ADAPTERS)
+            for j in gl.static_range(2):
+                if slots[j] >= 0:
+                    b = gl.where((projection == i)[:, None], weights[j], 0.0)
+                    acc = mma_v2(b, gl.where((own == slots[j])[None, :], u, 0.0), acc)
         return acc
 
 
@@ -244,50 +283,35 @@ def _add_columns(
 def add_expanded(
     acc, first, first_token, present, slots_ptr, tokens, outputs, adapters, GATED: gl.constexpr, ADAPTERS: gl.constexpr
 ):
-    """acc [outputs first ..., tokens first_token ...] plus B u. GATED: rows of gate and up take turns, 8 by 8."""
-    b_ptr, ranks_ptr, _, _, ends = adapters
+    """acc [outputs first ..., tokens first_token ...] plus B u. GATED: as in `_outputs_of`.
+
+    The code should be short: what is not in the caches for instructions waits behind the weights as all else.
+    """
+    ends = adapters[4]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    P: gl.constexpr = ADAPTERS.projections
-    R: gl.constexpr = ADAPTERS.rank
-    SLOTS: gl.constexpr = ADAPTERS.slots
-    ASKED: gl.constexpr = min(SLOTS, 512 // acc.shape[0])  # slots whose weights are asked for at a time
-    row = gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LEFT))
-    if GATED:
-        output = first + row // 16 * 8 + row % 8
-        inside = output < outputs
-        output += row // 8 % 2 * outputs
-        rows = outputs * 2
-    else:
-        output = first + row
-        inside = output < outputs
-        rows = outputs
-    projection, met = row * 0, ()
-    for i in gl.static_range(P):
-        if GATED:
-            met += (first >= 0,)  # type: ignore[assignment]
-        else:
-            begin = 0 if i == 0 else ends[i - 1]
-            met += ((first < ends[i]) & (first + acc.shape[0] > begin),)  # type: ignore[assignment]
-        if i > 0:
-            projection += (output >= ends[i - 1]).to(gl.int32)
-    column = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LEFT))
     LAYOUT: gl.constexpr = acc.type.layout
+    place = _outputs_of(gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, LEFT)), first, outputs, GATED)
+    projection, first_projection, last_projection = place[0] * 0, first * 0, first * 0
+    for i in gl.static_range(ADAPTERS.projections - 1):
+        projection += (place[0] >= ends[i]).to(gl.int32)
+        first_projection += (first >= ends[i]).to(gl.int32)
+        last_projection += (first + (acc.shape[0] - 1) >= ends[i]).to(gl.int32)
+    if GATED:
+        first_projection, last_projection = first * 0, first * 0 + (ADAPTERS.projections - 1)
+    met = first_projection, last_projection
     acc = gl.convert_layout(acc, SUMS, assert_trivial=True)
-    for rank in range(0, R, ROWS):
-        for first_slot in range(0, SLOTS, ASKED):
-            weights = ()
-            for j in gl.static_range(ASKED):
-                slot = first_slot + j
-                here = inside & (((present >> slot) & 1) != 0)
-                num_ranks = gl.load(ranks_ptr + slot * P + projection, mask=here, other=0)
-                source = b_ptr + (slot * rows + output)[:, None] * R + (rank + column)[None, :]
-                b = gl.load(source, mask=here[:, None] & (rank + column < R)[None, :], other=0.0)
-                weights += (gl.where((rank + column)[None, :] < num_ranks[:, None], b, 0.0),)  # type: ignore[assignment]
+    for rank in range(0, ADAPTERS.rank, ROWS):
+        left = present
+        while left != 0:
+            rest = left & (left - 1)
+            slots = _lowest(left), _lowest(rest)
+            low = _load_weights(slots[0], place, projection, rank, adapters, LEFT, ADAPTERS)
+            high = _load_weights(slots[1], place, projection, rank, adapters, LEFT, ADAPTERS)
             acc = _add_columns(
-                acc, weights, first_slot, first_token, projection, met, rank, present, slots_ptr, tokens, adapters,
-                ADAPTERS,
-            )  # fmt: skip
+                acc, slots, (low, high), first_token, projection, met, rank, slots_ptr, tokens, adapters, ADAPTERS
+            )
+            left = rest & (rest - 1)
     return gl.convert_layout(acc, LAYOUT, assert_trivial=True)
 
 

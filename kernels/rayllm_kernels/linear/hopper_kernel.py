@@ -200,12 +200,14 @@ def _store(part, y_smem, y_ptr, bias_ptr, scales, first_token, first, tokens, ou
 
 @gluon.jit
 def _shrink(ring, work, sizes, shared, adapters, CONSUMER: gl.constexpr, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
-    """Leave the program's part of u, if it has one; returns (uses of the ring for it, slots that tokens have)."""
+    """Leave the program's part of u, if it has one; returns the uses of the ring for it."""
     _, _, _, token_tiles = work
     tokens, _, _, slots_ptr, _ = sizes
     _, flags_ptr = shared
     BLOCKS: gl.constexpr = TILE.blocks * BLOCK // ADAPTER_BLOCK
-    present = present_slots(slots_ptr, tokens)
+    present = 0
+    if gl.program_id(0) < ADAPTERS.parts:
+        present = present_slots(slots_ptr, tokens)
     uses, count, _, _ = shrinks(present, work, TILE, ADAPTERS)
     gdc_wait()  # the counters are those of the kernel before until it ends
     if uses > 0:
@@ -215,7 +217,7 @@ def _shrink(ring, work, sizes, shared, adapters, CONSUMER: gl.constexpr, TILE: g
             token, part = tile % token_tiles * TILE.tokens, gl.program_id(0)
             store_shrunk(acc, block, token, part, present, slots_ptr, tokens, adapters, ADAPTERS)
         finish_shrunk(flags_ptr + ADAPTER_COUNTERS, tokens, adapters, TILE.consumers, ADAPTERS)
-    return uses, present
+    return uses
 
 
 @gluon.jit
@@ -238,9 +240,9 @@ def _consume(
     partial_ptr += CONSUMER * (ROWS * TOKENS)
     if scales is not None:
         gdc_wait()  # the tokens' scales are of the kernel before
-    used, present = 0, 0
+    used = 0
     if ADAPTERS is not None:
-        used, present = _shrink(ring, work, sizes, shared, adapters, CONSUMER, TILE, ADAPTERS)
+        used = _shrink(ring, work, sizes, shared, adapters, CONSUMER, TILE, ADAPTERS)
     stop = end
     while stop > start:
         tile = (stop - 1) // steps
@@ -256,14 +258,15 @@ def _consume(
         elif ADAPTERS is None:
             acc = _multiply(_no_sums(16, TILE), use, count, ring, CONSUMER, TILE)
         else:
-            is_last = (stop == tile_end) & (present != 0)
-            tail = gl.where(is_last, gl.minimum(count, ADAPTERS.tail), 0)
+            tail = gl.where(stop == tile_end, gl.minimum(count, ADAPTERS.tail), 0)
             acc = _multiply(_no_sums(16, TILE), use, count - tail, ring, CONSUMER, TILE)
-            if is_last:
-                wait_for_shrunk(flags_ptr + ADAPTER_COUNTERS, units // steps * CONSUMERS)
-                acc = add_expanded(
-                    acc, first, first_token, present, slots_ptr, tokens, outputs, adapters, GATED, ADAPTERS
-                )
+            if stop == tile_end:
+                present = present_slots(slots_ptr, tokens)
+                if present != 0:
+                    wait_for_shrunk(flags_ptr + ADAPTER_COUNTERS, units // steps * CONSUMERS)
+                    acc = add_expanded(
+                        acc, first, first_token, present, slots_ptr, tokens, outputs, adapters, GATED, ADAPTERS
+                    )
                 acc = _multiply(acc, use + count - tail, tail, ring, CONSUMER, TILE)
         if stop < tile_end:
             gl.store(partial_ptr + program * SIZE + _places(acc), acc, cache_modifier=".cg")
@@ -328,7 +331,7 @@ def _linear_hopper_kernel(
         gl.warp_specialize(
             [
                 (_consume, (y_ptr, bias_ptr, scales, shared, adapters, y_0, ring, work, sizes, 0, TILE, ADAPTERS)),
-                (produce, (w_desc, x_desc, a_desc, ring, work, sizes, TILE, ADAPTERS)),
+                (produce, (w_desc, x_desc, a_desc, adapters, ring, work, sizes, TILE, ADAPTERS)),
             ],
             [1],
             [PRODUCER],
@@ -339,7 +342,7 @@ def _linear_hopper_kernel(
             [
                 (_consume, (y_ptr, bias_ptr, scales, shared, adapters, y_0, ring, work, sizes, 0, TILE, ADAPTERS)),
                 (_consume, (y_ptr, bias_ptr, scales, shared, adapters, y_1, ring, work, sizes, 1, TILE, ADAPTERS)),
-                (produce, (w_desc, x_desc, a_desc, ring, work, sizes, TILE, ADAPTERS)),
+                (produce, (w_desc, x_desc, a_desc, adapters, ring, work, sizes, TILE, ADAPTERS)),
             ],
             [4, 1],
             [(3 * TILE.registers - PRODUCER) // 16 * 8, PRODUCER],

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..compat import copy_async, reinterpret
-from .hopper_adapters import copy_blocks, present_slots, shrinks
+from .hopper_adapters import copy_blocks, prefetch_weights, present_slots, shrinks
 from .plans import ADAPTER_ROWS as ADAPTER_BLOCK
 from .plans import BLOCK_ROWS
 
@@ -60,7 +60,7 @@ def _start_weights(w_desc, a_desc, use, ring, work, of_adapters, TILE: gl.conste
             for i in gl.static_range(1, BLOCKS + 1):  # because the number of bytes must be a constant
                 hopper.mbarrier.expect(full.index(stage), X_BYTES + i * ADAPTER_ROWS * DEPTH_BYTES, pred=filled == i)
             column, at = (first + use % count) * TILE.depth, stage * BLOCKS
-            copy_blocks(a_desc, block, blocks, present, column, full.index(stage), a_smem, at, ADAPTERS, BLOCKS)
+            copy_blocks(a_desc, block, filled, present, column, full.index(stage), a_smem, at, ADAPTERS)
         else:
             unit = end - 1 - (use - uses)
             hopper.mbarrier.expect(full.index(stage), BYTES)
@@ -82,7 +82,24 @@ def _start_tokens(x_desc, use, ring, work, of_adapters, TILE: gl.constexpr, ADAP
 
 
 @gluon.jit
-def produce(w_desc, x_desc, a_desc, ring, work, sizes, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
+def _prefetch(work, sizes, adapters, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
+    """Ask L2 for what the program's tiles need of adapters' second matrices."""
+    start, end, steps, token_tiles = work
+    tokens, outputs, _, slots_ptr, _ = sizes
+    GATED: gl.constexpr = TILE.act is not None
+    ROWS: gl.constexpr = TILE.consumers * TILE.blocks * BLOCK
+    WIDTH: gl.constexpr = ROWS // 2 if GATED else ROWS
+    present = present_slots(slots_ptr, tokens)
+    stop = end
+    while stop > start:
+        tile = (stop - 1) // steps
+        if stop == (tile + 1) * steps:
+            prefetch_weights(adapters[0], present, tile // token_tiles * WIDTH, outputs, ROWS, GATED, ADAPTERS)
+        stop = gl.maximum(start, tile * steps)
+
+
+@gluon.jit
+def produce(w_desc, x_desc, a_desc, adapters, ring, work, sizes, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
     _, _, _, free = ring
     start, end, _, _ = work
     STAGES: gl.constexpr = TILE.stages
@@ -101,6 +118,8 @@ def produce(w_desc, x_desc, a_desc, ring, work, sizes, TILE: gl.constexpr, ADAPT
         _start_tokens(x_desc, use, ring, work, of_adapters, TILE, ADAPTERS)
     if uses <= STAGES + LEAD:
         gdc_launch_dependents()
+    if ADAPTERS is not None:
+        _prefetch(work, sizes, adapters, TILE, ADAPTERS)
     for use in range(ahead, uses):
         if uses - use == LEAD:
             gdc_launch_dependents()

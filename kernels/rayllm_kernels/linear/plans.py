@@ -185,10 +185,10 @@ def plan_hopper(tokens: int, rows: int, inputs: int, gated: bool, multiprocessor
 
 
 ADAPTER_ROWS = 16  # of adapters' first matrices, that a product takes at a time
-MAX_ADAPTER_SLOTS = 32
+MAX_ADAPTER_SLOTS = 31  # bits of a positive number
 MAX_SHRINKERS = 32
 SHRINK_UNITS = 8  # of a shrinker, with adapters in all slots: about what its ring holds
-ADAPTER_TAIL = 6
+ADAPTER_TAIL = 8
 
 
 class AdapterTile(NamedTuple):
