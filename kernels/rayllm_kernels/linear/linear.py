@@ -178,7 +178,8 @@ def _project(
         return _rows_kernel.linear_rows(x, weight, row_tiles, bias, NO_NORM, kind, out, adapters)[0]
     if gpu.is_hopper and plans.hopper_takes(x, weight, gated):
         plan = plans.plan_hopper(tokens, rows, inputs, gated, gpu.multiprocessors)
-        if plan is not None and (adapters is None or plans.hopper_takes_adapters(x, adapters)):
+        adapts = adapters is None or (tokens <= plans.MAX_ADAPTED_TOKENS and plans.hopper_takes_adapters(x, adapters))
+        if plan is not None and adapts:
             return _hopper_kernel.linear_hopper(x, weight, plan, bias, act=kind, out=out, adapters=adapters)
         consumers = plans.plan_gated(tokens, rows, inputs, gpu.multiprocessors) if gated and adapters is None else None
         if consumers is not None:

@@ -189,7 +189,8 @@ ADAPTER_ROWS = 16  # of adapters' first matrices, that a product takes at a time
 MAX_ADAPTER_SLOTS = 31  # bits of a positive number
 MAX_SHRINKERS = 32
 SHRINK_UNITS = 8  # of a shrinker, with adapters in all slots: about what its ring holds
-ADAPTER_TAIL = 6
+ADAPTER_TAIL = 8
+MAX_ADAPTED_TOKENS = 64  # by `hopper_kernel`; more were not timed
 
 
 class AdapterTile(NamedTuple):
