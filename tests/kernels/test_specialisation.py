@@ -18,7 +18,6 @@ from rayllm_kernels.attention import prefill_hopper
 from rayllm_kernels.experts.group_kernel import group_in_chunks
 from rayllm_kernels.linear import gated_hopper_kernel, hopper_kernel
 from rayllm_kernels.linear.plans import NARROW
-from rayllm_kernels.lora.lora import TokenAdapters
 from rayllm_kernels.quantised import fp8_rows_kernel, fp8_stream_kernel, int4_hopper_kernel
 from rayllm_kernels.quantised.int4_dequantise_kernel import linear_int4_dequantised
 from rayllm_kernels.quantised.plans import StreamPlan, choose_int4_hopper
@@ -88,9 +87,6 @@ def step(rows, begin):
     ops.linear_invariant(x, weight)
     ops.linear_invariant(x.repeat(20, 1), weight)
     hopper_kernel.linear_hopper(x, weight, (NARROW[32], 100), act=None)
-    slots, (a, b) = torch.zeros(3, 1, dtype=torch.int32), (weight[None, None, :16], weight[None, :, :16].contiguous())
-    adapters = TokenAdapters(array(dtype=torch.int32), ops.AdapterSlots(a, b, slots[:1], weight.shape[:1]))
-    hopper_kernel.linear_hopper(x, weight, (NARROW[32], 100), act=None, adapters=adapters)
     gated_hopper_kernel.linear_gated_hopper(x, weight, 2, 100, act="silu")
     weights, experts = ops.route(tensor(16), Routing(4, "softmax"))
     projections = torch.zeros(16, 64, 128, dtype=half), torch.zeros(16, 128, 32, dtype=half)

@@ -26,7 +26,7 @@ parity of the phase.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -35,53 +35,79 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..compat import thread_barrier
+from ..compat import copy_async, thread_barrier
 from ..compile_ahead import launch
 from ..hopper import activate, barriers
-from .hopper_adapters import ROWS as ADAPTER_BLOCK
-from .hopper_adapters import (
-    add_expanded,
-    arguments,
-    finish_shrunk,
-    first_unit,
-    present_slots,
-    program_of,
-    shrinks,
-    store_shrunk,
-    wait_for_shrunk,
-)
-from .hopper_producer import DEPTH_BYTES, SHARED, produce
 from .plans import BLOCK_ROWS, HopperPlan, HopperTile
 
 if TYPE_CHECKING:
-    from ..lora.lora import TokenAdapters
     from ..quantised.fp8_operands import Fp8Rows, Fp8Weight
 
 BLOCK = gl.constexpr(BLOCK_ROWS)
+DEPTH_BYTES = gl.constexpr(128)  # of a stage, the widest swizzle
 CHUNK = gl.constexpr(64)  # tokens stored at a time
+LEAD = gl.constexpr(6)  # uses of the ring before the last when the next kernel may start, to read its weights in time
 MAX_PROGRAMS = 1024
-ADAPTER_COUNTERS = gl.constexpr(2 * MAX_PROGRAMS)  # the first of three, behind the others
+SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SHARED_GATED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 SHARED_FP8 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 
 
 @gluon.jit
-def _no_sums(DEPTH: gl.constexpr, TILE: gl.constexpr):
-    """fp32 [ROWS, TOKENS], zero. DEPTH: of an instruction."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.tokens, DEPTH])
+def _copy_weights(desc, tile_row, step, full, w_smem, stage, TILE: gl.constexpr):
     ROWS: gl.constexpr = TILE.blocks * BLOCK
-    TOKENS: gl.constexpr = TILE.tokens
-    return gl.zeros([ROWS, TOKENS], gl.float32, layout=ACC)
+    CONSUMERS: gl.constexpr = TILE.consumers
+    for consumer in gl.static_range(CONSUMERS):
+        row, part = tile_row * CONSUMERS + consumer, w_smem.index(stage * CONSUMERS + consumer)
+        if TILE.act is not None:
+            copy_async(desc, [row * (ROWS // 16), 0, 0, step * TILE.depth], full, part)
+        else:
+            copy_async(desc, [row * ROWS, step * TILE.depth], full, part)
 
 
 @gluon.jit
-def _multiply(acc, use, count, ring, CONSUMER: gl.constexpr, TILE: gl.constexpr):
-    """acc [ROWS, TOKENS] plus the products of `count` stages from use number `use` on, which may be none."""
+def _produce(w_desc, x_desc, ring, work, TILE: gl.constexpr):
+    w_smem, x_smem, full, free = ring
+    start, end, steps, token_tiles = work
+    TOKENS: gl.constexpr = TILE.tokens
+    STAGES: gl.constexpr = TILE.stages
+    DEPTH: gl.constexpr = TILE.depth
+    BYTES: gl.constexpr = (TILE.consumers * TILE.blocks * BLOCK + TOKENS) * DEPTH_BYTES
+    ahead = gl.minimum(end - start, STAGES)
+    for use in range(ahead):
+        unit = end - 1 - use
+        hopper.mbarrier.expect(full.index(use), BYTES)
+        _copy_weights(w_desc, unit // steps // token_tiles, unit % steps, full.index(use), w_smem, use, TILE)
+    gdc_wait()
+    for use in range(ahead):
+        unit = end - 1 - use
+        copy_async(
+            x_desc, [unit // steps % token_tiles * TOKENS, unit % steps * DEPTH], full.index(use), x_smem.index(use)
+        )
+    if end - start <= STAGES + LEAD:
+        gdc_launch_dependents()
+    for use in range(ahead, end - start):
+        if end - start - use == LEAD:
+            gdc_launch_dependents()
+        unit = end - 1 - use
+        tile, step, stage = unit // steps, unit % steps, use % STAGES
+        hopper.mbarrier.wait(free.index(stage), (use // STAGES + 1) % 2)
+        hopper.mbarrier.expect(full.index(stage), BYTES)
+        _copy_weights(w_desc, tile // token_tiles, step, full.index(stage), w_smem, stage, TILE)
+        copy_async(x_desc, [tile % token_tiles * TOKENS, step * DEPTH], full.index(stage), x_smem.index(stage))
+
+
+@gluon.jit
+def _multiply(use, count, ring, CONSUMER: gl.constexpr, TILE: gl.constexpr):
+    """fp32 [ROWS, TOKENS], the products of `count` stages from use number `use` on."""
     ROWS: gl.constexpr = TILE.blocks * BLOCK
     STAGES: gl.constexpr = TILE.stages
+    TOKENS: gl.constexpr = TILE.tokens
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     w_smem, x_smem, full, free = ring
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout=ACC)
     for i in range(count):
         stage = (use + i) % STAGES
         hopper.mbarrier.wait(full.index(stage), (use + i) // STAGES % 2)
@@ -90,7 +116,7 @@ def _multiply(acc, use, count, ring, CONSUMER: gl.constexpr, TILE: gl.constexpr)
         acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
         hopper.mbarrier.arrive(free.index((use + i + STAGES - 1) % STAGES), pred=i > 0)
     acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
-    hopper.mbarrier.arrive(free.index((use + count + STAGES - 1) % STAGES), pred=count > 0)
+    hopper.mbarrier.arrive(free.index((use + count - 1) % STAGES))
     return acc
 
 
@@ -199,35 +225,10 @@ def _store(part, y_smem, y_ptr, bias_ptr, scales, first_token, first, tokens, ou
 
 
 @gluon.jit
-def _shrink(ring, work, sizes, shared, adapters, CONSUMER: gl.constexpr, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
-    """Leave the program's part of u, if it has one; returns the uses of the ring for it."""
-    _, _, _, token_tiles = work
-    tokens, _, _, slots_ptr, _ = sizes
-    _, flags_ptr = shared
-    BLOCKS: gl.constexpr = TILE.blocks * BLOCK // ADAPTER_BLOCK
-    present = 0
-    if gl.program_id(0) < ADAPTERS.parts:
-        present = present_slots(slots_ptr, tokens)
-    uses, count, _, _ = shrinks(present, work, TILE, ADAPTERS)
-    gdc_wait()  # the counters are those of the kernel before until it ends
-    if uses > 0:
-        for tile in range(uses // count):
-            acc = _multiply(_no_sums(16, TILE), tile * count, count, ring, CONSUMER, TILE)
-            block = (tile // token_tiles * TILE.consumers + CONSUMER) * BLOCKS
-            token, part = tile % token_tiles * TILE.tokens, gl.program_id(0)
-            store_shrunk(acc, block, token, part, present, slots_ptr, tokens, adapters, ADAPTERS)
-        finish_shrunk(flags_ptr + ADAPTER_COUNTERS, tokens, adapters, TILE.consumers, ADAPTERS)
-    return uses
-
-
-@gluon.jit
-def _consume(
-    y_ptr, bias_ptr, scales, shared, adapters, y_smem, ring, work, sizes,
-    CONSUMER: gl.constexpr, TILE: gl.constexpr, ADAPTERS: gl.constexpr,
-):  # fmt: skip
+def _consume(y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, CONSUMER: gl.constexpr, TILE: gl.constexpr):
     partial_ptr, flags_ptr = shared
     start, end, steps, token_tiles = work
-    tokens, outputs, units, slots_ptr, _ = sizes
+    tokens, outputs, units = sizes
     TOKENS: gl.constexpr = TILE.tokens
     CONSUMERS: gl.constexpr = TILE.consumers
     ACT: gl.constexpr = TILE.act
@@ -236,13 +237,10 @@ def _consume(
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     SIZE: gl.constexpr = CONSUMERS * ROWS * TOKENS
     COLUMNS: gl.constexpr = max(1, TOKENS // CHUNK)
-    program = gl.program_id(0)
+    program, programs = gl.program_id(0), gl.num_programs(0)
     partial_ptr += CONSUMER * (ROWS * TOKENS)
     if scales is not None:
         gdc_wait()  # the tokens' scales are of the kernel before
-    used = 0
-    if ADAPTERS is not None:
-        used = _shrink(ring, work, sizes, shared, adapters, CONSUMER, TILE, ADAPTERS)
     stop = end
     while stop > start:
         tile = (stop - 1) // steps
@@ -250,31 +248,19 @@ def _consume(
         first_unit = gl.maximum(start, tile_start)
         first_token = tile % token_tiles * TOKENS
         first = (tile // token_tiles * CONSUMERS + CONSUMER) * (TILE.blocks * WIDTH)
-        use, count = used + end - stop, stop - first_unit
-        if scales is not None:
+        if scales is None:
+            acc = _multiply(end - stop, stop - first_unit, ring, CONSUMER, TILE)
+        else:
             place = (first, first_token, tokens, outputs)
             last = (stop - 1) % steps
-            acc = _multiply_fp8(use, count, last, place, scales, ring, CONSUMER, TILE)
-        elif ADAPTERS is None:
-            acc = _multiply(_no_sums(16, TILE), use, count, ring, CONSUMER, TILE)
-        else:
-            tail = gl.where(stop == tile_end, gl.minimum(count, ADAPTERS.tail), 0)
-            acc = _multiply(_no_sums(16, TILE), use, count - tail, ring, CONSUMER, TILE)
-            if stop == tile_end:
-                present = present_slots(slots_ptr, tokens)
-                if present != 0:
-                    wait_for_shrunk(flags_ptr + ADAPTER_COUNTERS, units // steps * CONSUMERS)
-                    acc = add_expanded(
-                        acc, first, first_token, present, slots_ptr, tokens, outputs, adapters, GATED, ADAPTERS
-                    )
-                acc = _multiply(acc, use + count - tail, tail, ring, CONSUMER, TILE)
+            acc = _multiply_fp8(end - stop, stop - first_unit, last, place, scales, ring, CONSUMER, TILE)
         if stop < tile_end:
             gl.store(partial_ptr + program * SIZE + _places(acc), acc, cache_modifier=".cg")
-            owner = program_of(tile_end - 1, sizes, ADAPTERS)
+            owner = (tile_end * programs - 1) // units
             thread_barrier()
             gl.atomic_add(flags_ptr + owner * CONSUMERS + CONSUMER, 1, sem="release")
         else:
-            helper = program_of(tile_start, sizes, ADAPTERS)
+            helper = ((tile_start + 1) * programs - 1) // units
             flag_ptr = flags_ptr + program * CONSUMERS + CONSUMER
             if helper < program:
                 while gl.atomic_add(flag_ptr, 0, sem="acquire") < program - helper:
@@ -289,12 +275,10 @@ def _consume(
         stop = first_unit
 
 
-@gluon.jit(do_not_specialize=["slots_ptr", "tokens", "units", "steps", "token_tiles", "shrinkers", "shrinker_units"])
+@gluon.jit(do_not_specialize=["tokens", "units", "steps", "token_tiles"])
 def _linear_hopper_kernel(
-    w_desc, x_desc, y_ptr, bias_ptr, scales, shared, a_desc, adapters, slots_ptr,
-    tokens, outputs, units, steps, token_tiles, shrinkers, shrinker_units,
-    TILE: gl.constexpr, ADAPTERS: gl.constexpr,
-):  # fmt: skip
+    w_desc, x_desc, y_ptr, bias_ptr, scales, shared, tokens, outputs, units, steps, token_tiles, TILE: gl.constexpr
+):
     """scales: (of x, of W, how many a row of either has), None without. shared: pointers to (partial sums, flags).
 
     units: of the whole product. steps: units of a tile.
@@ -318,34 +302,29 @@ def _linear_hopper_kernel(
     ring = (w_smem, x_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     hopper.fence_async_shared()
     program = gl.program_id(0)
-    shares = shrinkers, shrinker_units
-    if ADAPTERS is None:
-        start = program * units // gl.num_programs(0)
-        end = (program + 1) * units // gl.num_programs(0)
-    else:
-        start, end = first_unit(program, units, shares), first_unit(program + 1, units, shares)
-    work, sizes = (start, end, steps, token_tiles), (tokens, outputs, units, slots_ptr, shares)
+    start = program * units // gl.num_programs(0)
+    end = (program + 1) * units // gl.num_programs(0)
+    work, sizes = (start, end, steps, token_tiles), (tokens, outputs, units)
     y_0 = y_smem.index(0)
-    PRODUCER: gl.constexpr = 24 if ADAPTERS is None else 56  # registers of a thread
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, scales, shared, adapters, y_0, ring, work, sizes, 0, TILE, ADAPTERS)),
-                (produce, (w_desc, x_desc, a_desc, adapters, ring, work, sizes, TILE, ADAPTERS)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, 0, TILE)),
+                (_produce, (w_desc, x_desc, ring, work, TILE)),
             ],
             [1],
-            [PRODUCER],
+            [24],
         )
     else:
         y_1 = y_smem.index(1)
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, scales, shared, adapters, y_0, ring, work, sizes, 0, TILE, ADAPTERS)),
-                (_consume, (y_ptr, bias_ptr, scales, shared, adapters, y_1, ring, work, sizes, 1, TILE, ADAPTERS)),
-                (produce, (w_desc, x_desc, a_desc, adapters, ring, work, sizes, TILE, ADAPTERS)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, 0, TILE)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_1, ring, work, sizes, 1, TILE)),
+                (_produce, (w_desc, x_desc, ring, work, TILE)),
             ],
             [4, 1],
-            [(3 * TILE.registers - PRODUCER) // 16 * 8, PRODUCER],
+            [(3 * TILE.registers - 24) // 16 * 8, 24],
         )
 
 
@@ -358,7 +337,7 @@ def flags(device: torch.device) -> Tensor:
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first projection on a device must not be captured: its counters would not be there yet")
-    return torch.zeros(ADAPTER_COUNTERS.value + 3, dtype=torch.int32, device=device)
+    return torch.zeros(2 * MAX_PROGRAMS, dtype=torch.int32, device=device)
 
 
 def linear_hopper(
@@ -369,15 +348,11 @@ def linear_hopper(
     *,
     act: str | None,
     out: Tensor | None = None,
-    adapters: TokenAdapters | None = None,
 ) -> Tensor:
-    """y of checked arguments that `hopper_takes`, by at most the planned programs, which are MAX_PROGRAMS or fewer.
-
-    adapters: add each token's adapter's product to the sums; of checked weights that `hopper_takes_adapters`.
-    """
+    """y of checked arguments that `hopper_takes`, by at most the planned programs, which are MAX_PROGRAMS or fewer."""
     outputs = weight.shape[0] // 2 if act else weight.shape[0]
     y = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device) if out is None else out
-    _launch(x, weight, plan, bias, None, y, plan[0]._replace(act=act), adapters)
+    _launch(x, weight, plan, bias, None, y, plan[0]._replace(act=act))
     return y
 
 
@@ -400,7 +375,6 @@ def _launch(
     scales: tuple[Tensor, Tensor, int] | None,
     y: Tensor,
     tile: HopperTile,
-    adapters: TokenAdapters | None = None,
 ) -> None:
     (tokens, inputs), (_, programs), depth = x.shape, plan, tile.depth
     rows, stride, outputs = tile.blocks * BLOCK_ROWS, weight.stride(0), y.shape[1]
@@ -414,15 +388,10 @@ def _launch(
     steps, token_tiles = triton.cdiv(inputs, depth), triton.cdiv(tokens, tile.tokens)
     units = triton.cdiv(weight.shape[0], tile.rows) * token_tiles * steps
     programs = min(units, programs)
-    added: tuple[Any, ...] = None, None, None, None, (0, 0, programs)
-    if adapters is not None:
-        added = arguments(adapters, plan, units // steps, steps)
-    a_desc, of_adapters, slots, adapter_tile, (shrinkers, shrinker_units, programs) = added
     # One sum for each entry of a program's tile: every program leaves at most one tile to another.
     partial = torch.empty(programs * tile.rows * tile.tokens, dtype=torch.float32, device=x.device)
     shared = partial, flags(x.device)
-    options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True, "TILE": tile, "ADAPTERS": adapter_tile}
+    options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
     launch(_linear_hopper_kernel, (programs,))(
-        w_desc, x_desc, y, bias, scales, shared, a_desc, of_adapters, slots,
-        tokens, outputs, units, steps, token_tiles, shrinkers, shrinker_units, **options,
-    )  # fmt: skip
+        w_desc, x_desc, y, bias, scales, shared, tokens, outputs, units, steps, token_tiles, TILE=tile, **options
+    )

@@ -185,65 +185,6 @@ def plan_hopper(tokens: int, rows: int, inputs: int, gated: bool, multiprocessor
     return _plan_narrow(tokens, tile_tokens, rows, multiprocessors)
 
 
-ADAPTER_ROWS = 16  # of adapters' first matrices, that a product takes at a time
-MAX_ADAPTER_SLOTS = 31  # bits of a positive number
-MAX_SHRINKERS = 32
-SHRINK_UNITS = 8  # of a shrinker, with adapters in all slots: about what its ring holds
-ADAPTER_TAIL = 8
-MAX_ADAPTED_TOKENS = 64  # by `hopper_kernel`; more were not timed
-
-
-class AdapterTile(NamedTuple):
-    """What `hopper_adapters` works with."""
-
-    slots: int
-    projections: int
-    rank: int  # the largest
-    slot_blocks: int  # of ADAPTER_ROWS rows of a slot's first matrices, all projections
-    parts: int  # of the inputs, each a program's
-    tail: int  # units of a tile when adapters' products are added to it
-
-
-class AdapterShares(NamedTuple):
-    """How a product's units are cut where its first programs shrink adapters' inputs besides."""
-
-    shrinkers: int
-    units: int  # which the shrinkers have together
-    programs: int  # in all
-
-
-def hopper_takes_adapters(x: Tensor, adapters: TokenAdapters) -> bool:
-    """Whether `hopper_kernel` can add these checked adapters to a product of x that it takes."""
-    a, b, _, _ = adapters.weights
-    return (
-        x.shape[0] <= MAX_HOPPER_TOKENS
-        and a.shape[0] <= MAX_ADAPTER_SLOTS
-        and a.data_ptr() % 16 == 0
-        and a.shape[3] % 8 == 0
-        and b.numel() < 1 << 31
-    )
-
-
-def share_with_adapters(plan: HopperPlan, tiles: int, steps: int, blocks: int, multiprocessors: int) -> AdapterShares:
-    """Shares of a planned product of so many tiles of so many units; blocks: of ADAPTER_ROWS of all slots.
-
-    Multiprocessors that the plan leaves idle help. Programs that have even parts of tiles keep those.
-    """
-    tile, programs = plan
-    units = tiles * steps
-    programs, most = min(programs, units), multiprocessors * (2 if tile.consumers == 1 else 1)
-    columns = -(-blocks * ADAPTER_ROWS // tile.rows)
-    shrinkers = min(MAX_SHRINKERS, steps, programs, -(-columns * steps // SHRINK_UNITS))
-    cost = columns * -(-steps // shrinkers)  # of a shrinker, in units
-    if programs % tiles == 0:
-        of_tile = programs // tiles
-        shrinkers = max(1, shrinkers // of_tile) * of_tile if of_tile <= steps else shrinkers
-        extra = min(max(0, most - programs), shrinkers) // of_tile * of_tile
-        return AdapterShares(shrinkers, (shrinkers - extra) // of_tile * steps, programs + extra)
-    share = (units + shrinkers * cost) // programs - cost
-    return AdapterShares(shrinkers, shrinkers * max(0, share), programs)
-
-
 def plan_hopper_fp8(tokens: int, rows: int, inputs: int, multiprocessors: int) -> HopperPlan | None:
     """The same for e4m3, whose stages are as many bytes and whose consumers hold a second tile of sums."""
     if not 0 < tokens <= MAX_HOPPER_TOKENS:

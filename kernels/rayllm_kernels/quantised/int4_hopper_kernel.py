@@ -30,8 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..compat import copy_async, thread_barrier
 from ..compile_ahead import launch
 from ..hopper import activate, barriers
-from ..linear.hopper_kernel import CHUNK, flags
-from ..linear.hopper_producer import LEAD
+from ..linear.hopper_kernel import CHUNK, LEAD, flags
 from ..linear.plans import BLOCK_ROWS, HopperPlan
 from .int4 import MIDDLE, Int4Weight
 
