@@ -114,18 +114,6 @@ def _of_groups(pointers, first_input, half, inputs, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _zero_points(zeros_ptr, first_input, half, inputs, like, GROUP: gl.constexpr, DTYPE: gl.constexpr):
-    """As of DECODE: plus the power of two that numbers have before them."""
-    POWER: gl.constexpr = 128.0 if gl.bfloat16 == DTYPE else 1024.0
-    if zeros_ptr is None:
-        zeros = gl.full(like.shape, POWER + SYMMETRIC_ZERO, DTYPE, like.type.layout)
-        return zeros, zeros
-    else:
-        low, high = _of_groups(zeros_ptr, first_input, half, inputs, GROUP)
-        return (low.to(gl.float32) + POWER).to(DTYPE), (high.to(gl.float32) + POWER).to(DTYPE)
-
-
-@gluon.jit
 def _places_of(groups, first, outputs, TILE: gl.constexpr):
     """Where a block's rows have scales, those of outputs from `first` on; past the end the last repeats."""
     ROWS: gl.constexpr = TILE.consumers * 64
@@ -400,7 +388,7 @@ def _int4_hopper_kernel(
 def linear_int4_hopper(
     x: Tensor, weight: Int4Weight, plan: HopperPlan, bias: Tensor | None = None, *, act: str | None = None
 ) -> Tensor:
-    """y of checked arguments that `plans.int4_hopper_takes`. plan.tile.depth: bytes, 64 or 128."""
+    """y of checked arguments for which `plans.plan_int4_hopper` has a plan. The tile's depth: bytes, 64 or 128."""
     tile, programs = plan[0]._replace(act=act), plan[1]
     (tokens, inputs), (rows, half) = x.shape, weight.codes.shape
     outputs = rows // 2 if act else rows

@@ -312,9 +312,8 @@ def choose_int4_hopper(tokens: int, rows: int, inputs: int, group: int | None, m
 
 # ---- weights of 4 bits and many tokens: `int4_dequantise_kernel` ----
 
-LEAST_DEQUANTISED_TOKENS = (
-    1024  # below, writing and reading 2 bytes a weight takes longer than the better product saves
-)
+# Below, writing and reading 2 bytes a weight takes longer than the better product saves.
+LEAST_DEQUANTISED_TOKENS = 1536
 DEQUANTISED_BYTES = 64 << 20  # of memory that a product takes for it
 
 
