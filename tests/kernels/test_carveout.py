@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+
 from rayllm_kernels import carveout
 from rayllm_kernels.device import Hardware
 
