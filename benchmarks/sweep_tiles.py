@@ -117,8 +117,9 @@ app = make_app()
 class Product(NamedTuple):
     """One product of one shape.
 
-    branch: what it has in common with others of one tile. rows: of a tile of experts. operands: makes tensors on a
-    device, and the calls from these. moved, flops, rate: as of `kernel_times.Case`.
+    branch: what it has in common with others of one tile. rows: of a tile of experts. planned: whether plans take so
+    many rows here. operands: makes tensors on a device, and the calls from these. moved, flops, rate: as of
+    `kernel_times.Case`.
     """
 
     family: str
@@ -131,6 +132,7 @@ class Product(NamedTuple):
     flops: float
     rate: float
     rows: int | None = None
+    planned: bool = True
 
     @property
     def name(self) -> str:
@@ -442,6 +444,7 @@ def _experts_product(
         2 * tokens * top_k * inputs * outputs,
         bench.FP8_FLOPS_PER_SECOND if found.fp8_tokens else bench.FLOPS_PER_SECOND,
         rows,
+        rows == experts_plans.choose_rows(tokens * top_k, count, torch.bfloat16, unsorted=unsorted),
     )
 
 
@@ -588,7 +591,8 @@ def shares_of_best(timings: Sequence[Timing]) -> Iterator[float]:
     """The time of each product's fastest candidate over that of today's choice."""
     products: dict[str, list[Timing]] = defaultdict(list)
     for each in timings:
-        products[each.product.name].append(each)
+        if each.product.planned:
+            products[each.product.name].append(each)
     for own in products.values():
         times = [each.us for each in own if each.us is not None]
         now = [each.us for each in own if each.us is not None and each.choice == each.product.today]
