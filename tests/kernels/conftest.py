@@ -25,32 +25,6 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def patch_once_a_launch() -> None:
-    """Have the interpreter patch triton.language once a launch for each module whose functions run in it.
-
-    It does so at each call of a device function, which is 40% of its time and changes nothing after the first.
-    """
-    from triton.runtime import interpreter
-
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    scopes: dict[str, Any] = {}  # of this launch, by module
-
-    def patch_lang(fn: Callable[..., Any]) -> Any:
-        if fn.__module__ not in scopes:
-            scopes[fn.__module__] = patch(fn)
-        return scopes[fn.__module__]
-
-    def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        scopes.clear()
-        return launch(self, *arguments, **options)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_lang, call
-
-
-if not ON_GPU:
-    patch_once_a_launch()
-
-
 class Implementation:
     """The ops by one implementation, on whatever device their tensors are: `kernels.rms_norm(x, weight, eps)`."""
 
