@@ -145,9 +145,10 @@ def test_fp8_beside_tokens_as_they_are(randn, scaled, each, tokens, outputs, inp
 @pytest.mark.parametrize(("group", "symmetric"), INT4)
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), SHAPES)
 def test_int4(randn, scaled, each, tokens, outputs, inputs, group, symmetric, dtype):
+    """Weights, and before them their scales, may be rounded to the tokens' dtype."""
     weight = in_int4(scaled(outputs, inputs, torch.float32), group, symmetric=symmetric)
     x = tokens_of(randn, tokens, inputs, dtype)
-    expected = multiplied(known(x), weight.dequantised(), unit=unit_of(dtype), fp8=False)
+    expected = multiplied(known(x), weight.dequantised(), unit=2 * unit_of(dtype), fp8=False)
     check_rows(each.linear_int4(x, weight), expected)
 
 
