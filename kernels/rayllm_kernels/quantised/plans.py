@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..device import Hardware, hardware
-from ..linear.plans import WELL_FULL, HopperPlan, HopperTile, Tiles, plan_hopper_fp8
+from ..linear.plans import MAX_HOPPER_TOKENS, WELL_FULL, HopperPlan, HopperTile, Tiles, plan_hopper_fp8
 from .fp8_operands import Fp8Rows, Fp8Weight
 
 GROUPS = (32, 64, 128)  # inputs that share a scale of an fp8 weight
@@ -49,6 +49,8 @@ def library_takes(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> bool:
     if x.group is not None:
         wanted = scales_by_group(tokens, inputs, x.group, dtype, gpu)
         return wanted and x.by_group and weight.rows == LIBRARY_BLOCK
+    if gpu.is_hopper and tokens > MAX_HOPPER_TOKENS and plan_hopper_fp8(tokens, outputs, inputs, gpu.multiprocessors):
+        return False
     narrow = gpu.is_hopper and is_narrow(outputs, gpu)
     return tokens >= (NARROW_LIBRARY_TOKENS if narrow else LIBRARY_TOKENS) and gpu.capability in LIBRARY_CAPABILITIES
 
