@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "kernels" / "rayllm_kernels"
 TESTS = Path("tests/kernels")
 CPU_SECONDS = 120  # of one mistake's test, which takes a few
 
@@ -268,15 +269,19 @@ MISTAKES = {
 MUTANTS = [Mutant(*where, *mistake) for where, mistakes in MISTAKES.items() for mistake in mistakes]
 
 
+def mutated(mutant: Mutant) -> str:
+    """The source of its module with the mistake."""
+    source = (KERNELS / mutant.file).read_text()
+    if source.count(mutant.code) != 1:
+        raise ValueError(f"{mutant.file} has {mutant.code!r} {source.count(mutant.code)} times")
+    return source.replace(mutant.code, mutant.becomes)
+
+
 def mutate(mutant: Mutant, folder: Path) -> None:
     """A copy of the kernels with the mistake, as `folder`/rayllm_kernels."""
     copy = folder / "rayllm_kernels"
-    shutil.copytree(ROOT / "kernels/rayllm_kernels", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    path = copy / mutant.file
-    source = path.read_text()
-    if source.count(mutant.code) != 1:
-        raise ValueError(f"{mutant.file} has {mutant.code!r} {source.count(mutant.code)} times")
-    path.write_text(source.replace(mutant.code, mutant.becomes))
+    shutil.copytree(KERNELS, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / mutant.file).write_text(mutated(mutant))
 
 
 def _test(mutant: Mutant, folder: Path) -> None:
