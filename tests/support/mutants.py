@@ -129,7 +129,7 @@ MISTAKES = {
         ("choice += tl.load(correction_ptr", "scores += tl.load(correction_ptr"),
     ],
     ("experts/group_kernel.py", "experts/test_experts.py::test_groups"): [
-        ("place += tl.sum(found", "place = tl.sum(found"),
+        ("first + tl.cumsum(found.to(tl.int32), 0) - 1", "first + tl.cumsum(found.to(tl.int32), 0)"),
         ("tiles_ptr + first_tile + tile", "tiles_ptr + first_tile + tile + mine // 2"),
         ("tl.where(chunk < mine, counts, 0)", "tl.where(chunk < mine - 1, counts, 0)"),
         ("in range(0, chunks, COUNTED)", "in range(0, COUNTED, COUNTED)"),
@@ -140,12 +140,19 @@ MISTAKES = {
         ("& (tile[:, None] < end_tile[None, :])", "& (tile[:, None] <= end_tile[None, :])"),
     ],
     ("experts/group_kernel.py", "experts/test_experts.py::test_groups_of_the_experts_that_are_here"): [
-        ("wanted += first_expert", "wanted += 0"),
+        ("expert -= first_expert", "expert -= 0"),
         ("tl.where(inside, expert, BINS)", "expert"),
     ],
     ("experts/device_functions.py", "experts/test_experts.py::test_values"): [
         ("source, target = place, pair", "source, target = pair, pair"),
         ("real = place < end", "real = place < end - 1"),
+    ],
+    ("experts/device_functions.py", "experts/test_experts.py::test_tokens_lie_at_the_places_of_their_pairs"): [
+        ("y_ptr + place * columns", "y_ptr + pair * columns")
+    ],
+    ("experts/device_functions.py", "experts/test_pair_sum.py::test_norms"): [
+        ("onto_ptr + token * stride_onto", "onto_ptr + token * columns"),
+        ("tl.load(weights_ptr + pair) * outputs", "tl.load(weights_ptr + pair) + outputs"),
     ],
     ("experts/products_kernel.py", "experts/test_experts.py::test_values"): [
         ("mask=real[:, None] & (at < inputs)", "mask=real[:, None] & (at < inputs - 1)")

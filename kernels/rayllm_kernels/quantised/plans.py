@@ -51,6 +51,8 @@ def library_takes(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> bool:
         wanted = scales_by_group(tokens, inputs, x.group, dtype, gpu)
         others_win = tokens <= MAX_HOPPER_TOKENS and outputs <= SHARED_OUTPUTS * gpu.multiprocessors
         return wanted and not others_win and x.by_group and weight.rows == LIBRARY_BLOCK
+    if gpu.is_hopper and tokens > MAX_HOPPER_TOKENS and plan_hopper_fp8(tokens, outputs, inputs, gpu.multiprocessors):
+        return False
     narrow = gpu.is_hopper and is_narrow(outputs, gpu)
     return tokens >= (NARROW_LIBRARY_TOKENS if narrow else LIBRARY_TOKENS) and gpu.capability in LIBRARY_CAPABILITIES
 

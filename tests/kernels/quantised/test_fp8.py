@@ -156,6 +156,19 @@ def test_blocks_and_many_tokens(randn, scaled, kernels, tokens, outputs, inputs)
             check_close(y, wanted.to(x.dtype), terms=inputs, slack=4)
 
 
+@pytest.mark.skipif(not HERE.is_hopper, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("tokens", [129, 200, 256])
+@pytest.mark.parametrize(("outputs", "inputs"), [(592, 1040), (1040, 4224)])
+def test_few_outputs_of_more_tokens(randn, scaled, kernels, tokens, outputs, inputs):
+    """Short ones, whose tiles are whole, and long ones, that programs share."""
+    weight = make_weight(scaled(outputs, inputs, torch.float32), 1, None)
+    rows = kernels.to_fp8(3 * randn(tokens, inputs, dtype=torch.bfloat16), Rounding())
+    assert not plans.library_takes(rows, weight, torch.bfloat16)
+    assert plans.plan_fp8_hopper(rows, weight, torch.bfloat16, HERE) is not None
+    y = kernels.linear_fp8(rows, weight, None, torch.bfloat16)
+    check_close(y, exact(rows, weight).to(y.dtype), terms=inputs)
+
+
 @needs_e4m3
 @pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
 @pytest.mark.parametrize(("tokens", "outputs", "inputs", "rows", "group"), SHAPES)
