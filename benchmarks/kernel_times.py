@@ -371,8 +371,8 @@ def library_fp8(name: str, size: int) -> Case:
     """What tensor cores give: PyTorch's product of e4m3 numbers with one scale for all, without any of ours."""
     parts = [normal(2, size, size).to(torch.float8_e4m3fn).unbind() for _ in range(2)]
     one = torch.ones((), device=DEVICE)
-    options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
-    calls = [partial(torch._scaled_mm, x, weight.t(), **options) for x, weight in parts]
+    product = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    calls = [partial(product, x, weight.t()) for x, weight in parts]
     return Case(name, calls, bytes=4 * size * size, flops=2 * size**3, flops_per_second=FP8_FLOPS_PER_SECOND)
 
 

@@ -99,7 +99,7 @@ WELL_FULL = 0.8  # below, fewer or smaller tiles leave too much idle
 class HopperTile(NamedTuple):
     """What one program of `hopper_kernel` works with."""
 
-    tokens: int  # a power of two
+    tokens: int  # a power of two, or for 4 bits the sum of two
     consumers: int  # 1 or 2
     blocks: int  # of 64 weight rows for each consumer, 1 or 2
     stages: int  # of the ring

@@ -139,6 +139,35 @@ def choose_int4_vector(padded: int, *, gated: bool) -> tuple[int, int, int]:
     return rows // 2 if gated else rows, num_warps, 16 // num_warps
 
 
+# ---- one token on Hopper: `int4_stream_kernel` ----
+
+INT4_LINE = 128  # bytes of a row that a warp has of a stage
+INT4_STREAM_ROWS = 16  # of a stage
+
+
+class Int4StreamPlan(NamedTuple):
+    """What `int4_stream_kernel` works with."""
+
+    num_warps: int  # that multiply
+    stages: int  # of a program's ring
+    programs: int
+    registers: int  # of a thread when a program starts
+
+
+def int4_stream_takes(x: Tensor, codes: Tensor, gpu: Hardware) -> bool:
+    """Whether `int4_stream_kernel` is to multiply x [T, K] and codes [N, half] of a checked weight."""
+    half = codes.shape[1]
+    fits = x.shape[0] == 1 and 0 < half <= MAX_VECTOR_INPUTS // 2 and half % INT4_LINE == 0 and codes.shape[0] > 0
+    return gpu.is_hopper and fits and x.dtype != torch.float32 and codes.data_ptr() % 16 == 0
+
+
+def plan_int4_stream(gpu: Hardware) -> Int4StreamPlan:
+    """Two programs a multiprocessor, with 32 KiB on their way each. In layers of Llama-3.1-8B longer rings were slower,
+    and so were one program or three.
+    """
+    return Int4StreamPlan(8, 2, 2 * gpu.multiprocessors, 80)
+
+
 # ---- fp8 weights and tokens on Hopper: `linear/hopper_kernel` ----
 
 
@@ -242,7 +271,8 @@ def choose_int4_tiles(tokens: int, outputs: int, group: int | None, dtype: torch
 # Swept with the layers of Llama-3.1-8B for 1 to 8,192 tokens. What decides: with 128 bytes of a row a step there are
 # half the barriers; narrow tiles, two or three programs a multiprocessor, hide each other's waits; the larger a tile,
 # the less often its tokens are read from L2, and its weights decoded.
-INT4_HOPPER_TOKENS = 128  # of a tile at most
+INT4_HOPPER_TOKENS = (16, 32, 48, 64, 80, 96, 128)  # of a tile
+INT4_TILE_TOKENS = 132  # of which a tile's weights and sums take as long as a token does
 INT4_WIDE_UNITS = 4  # of a wide tile for each multiprocessor: with fewer, handing over its sums takes long
 INT4_HOPPER_MEMORY = 226 << 10  # bytes of a multiprocessor that programs share, each of which costs 1 KiB more
 
@@ -271,7 +301,8 @@ INT4_HOPPER_TILES = {
     int4_hopper_tile(tokens, kind, depth): kind
     for depth in (64, 128)
     for kind, sizes in (
-        (INT4_NARROWEST, (16,)), (INT4_NARROW, (32, 64)), (INT4_WIDE, (128,)), (INT4_WIDEST, (64, 128))
+        (INT4_NARROWEST, (16,)), (INT4_NARROW, (32, 48, 64, 80)), (INT4_WIDE, (96, 128)),
+        (INT4_WIDEST, (64, 80, 96, 128)),
     )
     for tokens in sizes
 }  # fmt: skip
@@ -293,19 +324,30 @@ def plan_int4_hopper(x: Tensor, codes: Tensor, group: int | None, gpu: Hardware,
     return choose_int4_hopper(x.shape[0], codes.shape[0], x.shape[1], group, gpu.multiprocessors)
 
 
+def int4_hopper_tokens(tokens: int) -> int:
+    """Of a tile, for so many altogether."""
+    for size in INT4_HOPPER_TOKENS:
+        if tokens <= size:
+            return size
+    # Of the larger ones, that with which all tiles take the least.
+    return min(reversed(INT4_HOPPER_TOKENS[-3:]), key=lambda size: -(-tokens // size) * (size + INT4_TILE_TOKENS))
+
+
 def choose_int4_hopper(tokens: int, rows: int, inputs: int, group: int | None, multiprocessors: int) -> HopperPlan:
     """Tile and number of programs for weights [rows, inputs]: all share the units evenly, or whole tiles if that leaves
     few multiprocessors idle.
     """
     depth = 128 if (group or 128) % 128 == 0 else 64
-    padded = min(INT4_HOPPER_TOKENS, max(16, 1 << (tokens - 1).bit_length()))
+    padded = int4_hopper_tokens(tokens)
     units = -(-rows // 128) * -(-tokens // padded) * -(-inputs // (2 * depth))
     if padded == 16:
         kind = INT4_NARROWEST
     elif padded >= 64 and -(-rows // 256) * -(-tokens // padded) >= WELL_FULL * multiprocessors:
         kind = INT4_WIDEST
-    elif padded <= 64 or units < INT4_WIDE_UNITS * multiprocessors:
-        kind, padded = INT4_NARROW, min(padded, 64)
+    elif padded <= 80:
+        kind = INT4_NARROW
+    elif units < INT4_WIDE_UNITS * multiprocessors:
+        kind, padded = INT4_NARROW, padded // 2
     else:
         kind = INT4_WIDE
     tile = int4_hopper_tile(padded, kind, depth)
