@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..device import Hardware, hardware
-from ..linear.plans import WELL_FULL, HopperPlan, HopperTile, Tiles, plan_hopper_fp8
+from ..linear.plans import MAX_HOPPER_TOKENS, WELL_FULL, HopperPlan, HopperTile, Tiles, plan_hopper_fp8
 from .fp8_operands import Fp8Rows, Fp8Weight
 
 GROUPS = (32, 64, 128)  # inputs that share a scale of an fp8 weight
@@ -22,6 +22,7 @@ GROUPS = (32, 64, 128)  # inputs that share a scale of an fp8 weight
 
 LIBRARY_TOKENS = 65  # below, reading the weights is what takes long
 NARROW_LIBRARY_TOKENS = 193  # where outputs are too few for its tiles, and weights have a scale a row
+SHARED_OUTPUTS = 32  # a multiprocessor: with no more, `hopper_kernel` has two programs for each of its tiles
 # Compute capabilities for which PyTorch has a product of fp8 rows with scales.
 LIBRARY_CAPABILITIES = ((8, 9), (9, 0), (10, 0))
 LIBRARY_BLOCK = 128  # rows and inputs of a weight, and inputs of a token, that share a scale; on Hopper alone
@@ -48,7 +49,10 @@ def library_takes(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> bool:
         return False
     if x.group is not None:
         wanted = scales_by_group(tokens, inputs, x.group, dtype, gpu)
-        return wanted and x.by_group and weight.rows == LIBRARY_BLOCK
+        others_win = tokens <= MAX_HOPPER_TOKENS and outputs <= SHARED_OUTPUTS * gpu.multiprocessors
+        return wanted and not others_win and x.by_group and weight.rows == LIBRARY_BLOCK
+    if gpu.is_hopper and tokens > MAX_HOPPER_TOKENS and plan_hopper_fp8(tokens, outputs, inputs, gpu.multiprocessors):
+        return False
     narrow = gpu.is_hopper and is_narrow(outputs, gpu)
     return tokens >= (NARROW_LIBRARY_TOKENS if narrow else LIBRARY_TOKENS) and gpu.capability in LIBRARY_CAPABILITIES
 
@@ -61,7 +65,7 @@ def is_narrow(outputs: int, gpu: Hardware) -> bool:
 # ---- one token: `fp8_vector_kernel` ----
 
 MAX_VECTOR_INPUTS = 16384  # of which a program holds all
-VECTOR_BYTES = 256  # of weights that a thread holds; half as many of gate and up, whose programs do more
+VECTOR_BYTES = 128  # of weights that a thread holds
 
 
 def vector_takes(tokens: int, inputs: int) -> bool:
@@ -73,7 +77,7 @@ def choose_fp8_vector(padded: int, *, gated: bool) -> tuple[int, int]:
     """Outputs and warps of a program for so many inputs: small programs, so that none is waited for at the end."""
     num_warps = 2 if gated and padded <= 2048 else 4
     weights = 32 * num_warps * VECTOR_BYTES
-    return max(1, min(32, weights // padded // (4 if gated else 1))), num_warps
+    return max(1, min(32, weights // padded // (2 if gated else 1))), num_warps
 
 
 def vector_norms(padded: int, *, gated: bool) -> bool:
@@ -172,7 +176,7 @@ def plan_fp8_hopper(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype, gpu: Hard
     values, _, rows, group = weight
     if not gpu.is_hopper or dtype == torch.float32 or not (group is None or (group == 128 and rows > 1)):
         return None
-    if x.by_group or any(each.data_ptr() % 16 or each.shape[1] % 16 or not each.numel() for each in (x.values, values)):
+    if any(each.data_ptr() % 16 or each.shape[1] % 16 or not each.numel() for each in (x.values, values)):
         return None  # tensor copies want rows at multiples of 16 bytes
     outputs, inputs = values.shape
     return plan_hopper_fp8(x.values.shape[0], outputs, inputs, gpu.multiprocessors)
