@@ -124,7 +124,7 @@ def step(rows, begin):
         gates = Gates(tensor(16), tensor(16), torch.zeros(16), torch.zeros(16))
         ops.gated_delta_rule(tensor(512), gates, states, chunks, tensor(16, 16))
     ops.rms_norm_gated(tensor(16, 16), tensor(256), torch.zeros(16, dtype=half), 1e-6)
-    a, b, ranks = (torch.zeros(2, *shape) for shape in ((1, 16, 128), (256, 16), (1,)))
+    a, b, ranks = (torch.zeros(shape) for shape in ((2, 1, 16, 128), (256, 2, 16), (2, 1)))
     adapters = AdapterSlots(a.to(half), b.to(half), ranks.to(torch.int32), (256,))
     ops.add_adapters(x, tensor(256), array(dtype=torch.int32), adapters)
     ops.linear(x[:1], weight, adapters=TokenAdapters(array(dtype=torch.int32)[:1], adapters))

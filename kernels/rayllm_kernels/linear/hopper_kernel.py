@@ -40,9 +40,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..compat import copy_async, thread_barrier
 from ..compile_ahead import launch
 from ..hopper import activate, barriers
-from .plans import BLOCK_ROWS, HopperPlan, HopperTile
+from . import hopper_adapters, shrink_kernel
+from .hopper_adapters import (
+    AdapterTile,
+    count_columns,
+    count_met,
+    descriptors,
+    ends_of,
+    produce,
+)
+from .plans import BLOCK_ROWS, MAX_GROUPS, HopperPlan, HopperTile
 
 if TYPE_CHECKING:
+    from ..lora.lora import TokenAdapters
     from ..quantised.fp8_operands import Fp8Rows, Fp8Weight
 
 BLOCK = gl.constexpr(BLOCK_ROWS)
@@ -97,6 +107,14 @@ def _produce(w_desc, x_desc, ring, work, TILE: gl.constexpr):
         hopper.mbarrier.expect(full.index(stage), BYTES)
         _copy_weights(w_desc, tile // token_tiles, step, full.index(stage), w_smem, stage, TILE)
         copy_async(x_desc, [tile % token_tiles * TOKENS, step * DEPTH], full.index(stage), x_smem.index(stage))
+
+
+@gluon.jit
+def _produce_all(descs, ring, work, adapters, tokens, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
+    if ADAPTERS is None:
+        _produce(descs[0], descs[1], ring, work, TILE)
+    else:
+        produce(descs, ring, work, adapters, tokens, TILE, ADAPTERS)
 
 
 @gluon.jit
@@ -225,7 +243,10 @@ def _store(part, y_smem, y_ptr, bias_ptr, scales, first_token, first, tokens, ou
 
 
 @gluon.jit
-def _consume(y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, CONSUMER: gl.constexpr, TILE: gl.constexpr):
+def _consume(
+    y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, adapters,
+    CONSUMER: gl.constexpr, TILE: gl.constexpr, ADAPTERS: gl.constexpr,
+):  # fmt: skip
     partial_ptr, flags_ptr = shared
     start, end, steps, token_tiles = work
     tokens, outputs, units = sizes
@@ -241,19 +262,25 @@ def _consume(y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, CONSUME
     partial_ptr += CONSUMER * (ROWS * TOKENS)
     if scales is not None:
         gdc_wait()  # the tokens' scales are of the kernel before
-    stop = end
+    if ADAPTERS is not None:
+        columns = count_columns(adapters[2], adapters[3])
+    use, stop = 0, end
     while stop > start:
         tile = (stop - 1) // steps
         tile_start, tile_end = tile * steps, (tile + 1) * steps
         first_unit = gl.maximum(start, tile_start)
         first_token = tile % token_tiles * TOKENS
         first = (tile // token_tiles * CONSUMERS + CONSUMER) * (TILE.blocks * WIDTH)
+        count = stop - first_unit
+        if ADAPTERS is not None:
+            if stop == tile_end:
+                count += columns * count_met(tile // token_tiles, adapters[1], TILE, ADAPTERS)
         if scales is None:
-            acc = _multiply(end - stop, stop - first_unit, ring, CONSUMER, TILE)
+            acc = _multiply(use, count, ring, CONSUMER, TILE)
         else:
             place = (first, first_token, tokens, outputs)
             last = (stop - 1) % steps
-            acc = _multiply_fp8(end - stop, stop - first_unit, last, place, scales, ring, CONSUMER, TILE)
+            acc = _multiply_fp8(use, count, last, place, scales, ring, CONSUMER, TILE)
         if stop < tile_end:
             gl.store(partial_ptr + program * SIZE + _places(acc), acc, cache_modifier=".cg")
             owner = (tile_end * programs - 1) // units
@@ -272,16 +299,18 @@ def _consume(y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, CONSUME
             for i in gl.static_range(len(parts)):
                 token, output = first_token + i % COLUMNS * CHUNK, first + i // COLUMNS * WIDTH
                 _store(parts[i], y_smem, y_ptr, bias_ptr, scales, token, output, tokens, outputs, TILE)
-        stop = first_unit
+        use, stop = use + count, first_unit
 
 
 @gluon.jit(do_not_specialize=["tokens", "units", "steps", "token_tiles"])
 def _linear_hopper_kernel(
-    w_desc, x_desc, y_ptr, bias_ptr, scales, shared, tokens, outputs, units, steps, token_tiles, TILE: gl.constexpr
-):
+    w_desc, x_desc, y_ptr, bias_ptr, scales, shared, tokens, outputs, units, steps, token_tiles,
+    b_desc_0, b_desc_1, b_desc_2, b_desc_3, u_desc, ready_ptr, ends, TILE: gl.constexpr, ADAPTERS: gl.constexpr,
+):  # fmt: skip
     """scales: (of x, of W, how many a row of either has), None without. shared: pointers to (partial sums, flags).
 
-    units: of the whole product. steps: units of a tile.
+    units: of the whole product. steps: units of a tile. Of adapters, None without: descriptors of each projection's B
+    and of u, `ready` of `shrink_kernel`, and where each projection's outputs end.
     """
     STAGES: gl.constexpr = TILE.stages
     CONSUMERS: gl.constexpr = TILE.consumers
@@ -292,6 +321,7 @@ def _linear_hopper_kernel(
     LAYOUT: gl.constexpr = SHARED if TILE.scale_rows == 0 else SHARED_FP8
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     ROWS: gl.constexpr = TILE.blocks * BLOCK
+    PRODUCER: gl.constexpr = 24 if ADAPTERS is None else 40  # registers
     if GATED:
         w_smem = gl.allocate_shared_memory(DTYPE, [STAGES * CONSUMERS, ROWS // 16, 2, 8, DEPTH], SHARED_GATED)
     else:
@@ -300,31 +330,37 @@ def _linear_hopper_kernel(
     Y_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, 2)
     y_smem = gl.allocate_shared_memory(OUT, [CONSUMERS, min(TILE.tokens, CHUNK), WIDTH], Y_LAYOUT)
     ring = (w_smem, x_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    of_adapters, b_descs = None, None
+    if ADAPTERS is not None:
+        words = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        of_adapters = ready_ptr, ends, words, barriers(1, 1)
+        b_descs = b_desc_0, b_desc_1, b_desc_2, b_desc_3
     hopper.fence_async_shared()
     program = gl.program_id(0)
     start = program * units // gl.num_programs(0)
     end = (program + 1) * units // gl.num_programs(0)
     work, sizes = (start, end, steps, token_tiles), (tokens, outputs, units)
     y_0 = y_smem.index(0)
+    copied = w_desc, x_desc, b_descs, u_desc
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, 0, TILE)),
-                (_produce, (w_desc, x_desc, ring, work, TILE)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, of_adapters, 0, TILE, ADAPTERS)),
+                (_produce_all, (copied, ring, work, of_adapters, tokens, TILE, ADAPTERS)),
             ],
             [1],
-            [24],
+            [PRODUCER],
         )
     else:
         y_1 = y_smem.index(1)
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, 0, TILE)),
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_1, ring, work, sizes, 1, TILE)),
-                (_produce, (w_desc, x_desc, ring, work, TILE)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, of_adapters, 0, TILE, ADAPTERS)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_1, ring, work, sizes, of_adapters, 1, TILE, ADAPTERS)),
+                (_produce_all, (copied, ring, work, of_adapters, tokens, TILE, ADAPTERS)),
             ],
             [4, 1],
-            [(3 * TILE.registers - 24) // 16 * 8, 24],
+            [(3 * TILE.registers - PRODUCER) // 16 * 8, PRODUCER],
         )
 
 
@@ -337,7 +373,7 @@ def flags(device: torch.device) -> Tensor:
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first projection on a device must not be captured: its counters would not be there yet")
-    return torch.zeros(2 * MAX_PROGRAMS, dtype=torch.int32, device=device)
+    return torch.zeros(3 * MAX_PROGRAMS + MAX_GROUPS, dtype=torch.int32, device=device)
 
 
 def linear_hopper(
@@ -348,11 +384,15 @@ def linear_hopper(
     *,
     act: str | None,
     out: Tensor | None = None,
+    adapters: TokenAdapters | None = None,
 ) -> Tensor:
-    """y of checked arguments that `hopper_takes`, by at most the planned programs, which are MAX_PROGRAMS or fewer."""
+    """y of checked arguments that `hopper_takes`, by at most the planned programs, which are MAX_PROGRAMS or fewer.
+
+    adapters: which `hopper_takes_adapters`; the sum is rounded once, u before.
+    """
     outputs = weight.shape[0] // 2 if act else weight.shape[0]
     y = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device) if out is None else out
-    _launch(x, weight, plan, bias, None, y, plan[0]._replace(act=act))
+    _launch(x, weight, plan, bias, None, y, plan[0]._replace(act=act), adapters)
     return y
 
 
@@ -375,6 +415,7 @@ def _launch(
     scales: tuple[Tensor, Tensor, int] | None,
     y: Tensor,
     tile: HopperTile,
+    adapters: TokenAdapters | None = None,
 ) -> None:
     (tokens, inputs), (_, programs), depth = x.shape, plan, tile.depth
     rows, stride, outputs = tile.blocks * BLOCK_ROWS, weight.stride(0), y.shape[1]
@@ -391,7 +432,17 @@ def _launch(
     # One sum for each entry of a program's tile: every program leaves at most one tile to another.
     partial = torch.empty(programs * tile.rows * tile.tokens, dtype=torch.float32, device=x.device)
     shared = partial, flags(x.device)
+    of_adapters: tuple[object, ...] = (None,) * 7
+    form = None
+    if adapters is not None:
+        weights = adapters.weights
+        ready, counters = shared[1][2 * MAX_PROGRAMS :], shared[1][3 * MAX_PROGRAMS :]
+        u = shrink_kernel.shrink(x, adapters, counters, ready, programs)
+        b_descs, u_desc = descriptors(weights, u, tile, (SHARED_GATED.value, SHARED.value))
+        of_adapters = *b_descs, u_desc, ready, ends_of(weights.rows)
+        form = AdapterTile(len(weights.rows), hopper_adapters.TAIL, hopper_adapters.LEAD_UNITS)
     options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
     launch(_linear_hopper_kernel, (programs,))(
-        w_desc, x_desc, y, bias, scales, shared, tokens, outputs, units, steps, token_tiles, TILE=tile, **options
-    )
+        w_desc, x_desc, y, bias, scales, shared, tokens, outputs, units, steps, token_tiles, *of_adapters,
+        TILE=tile, ADAPTERS=form, **options,
+    )  # fmt: skip

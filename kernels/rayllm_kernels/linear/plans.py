@@ -120,6 +120,26 @@ WIDEST = HopperTile(128, 2, 2, 4, 168)
 HOPPER_TILES = (*NARROW.values(), *WIDE.values(), WIDEST)
 
 
+MAX_PROJECTIONS = 4  # with adapters, of one product
+MAX_COLUMNS = 31 * 64  # of adapters' second matrices, in groups of 64 of which each is a bit of a word
+MAX_GROUPS = 1024  # of rows of adapters' first matrices
+
+
+def hopper_takes_adapters(tokens: int, adapters: TokenAdapters, gated: bool) -> bool:
+    """Whether the Hopper kernel, which takes the rest, can add what adapters give. Gate and up are one each, or one."""
+    slots, projections, ranks, _inputs = adapters.weights.a.shape
+    rows, columns = adapters.weights.rows, slots * ranks
+    return (
+        0 < tokens <= MAX_HOPPER_TOKENS
+        and 0 < projections <= (2 if gated else MAX_PROJECTIONS)
+        and (not gated or len(set(rows)) == 1)
+        and 0 < columns <= MAX_COLUMNS
+        and columns % 8 == 0
+        and slots * projections * -(-ranks // 16) <= MAX_GROUPS
+        and all(t.data_ptr() % 16 == 0 for t in adapters.weights[:2])
+    )
+
+
 def hopper_takes(x: Tensor, weight: Tensor, gated: bool) -> bool:
     """Whether the Hopper kernels can run these checked tensors: tensor copies want rows at multiples of 16 bytes.
 
