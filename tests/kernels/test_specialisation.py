@@ -128,6 +128,8 @@ def step(rows, begin):
     adapters = AdapterSlots(a.to(half), b.to(half), ranks.to(torch.int32), (256,))
     ops.add_adapters(x, tensor(256), array(dtype=torch.int32), adapters)
     ops.linear(x[:1], weight, adapters=TokenAdapters(array(dtype=torch.int32)[:1], adapters))
+    of_tokens = TokenAdapters(array(dtype=torch.int32), adapters)
+    hopper_kernel.linear_hopper(x, weight, (NARROW[32], 100), act=None, adapters=of_tokens)
     buffers = PeerBuffers(0, 2, 128, half, 8, 64, tensor(dtype=torch.int64), tensor(dtype=torch.int32))
     ops.all_reduce(x, buffers, two_shot=True)
     ops.all_gather_small(x[:, 0].contiguous(), buffers)

@@ -18,7 +18,7 @@ which the producer waits for when it comes to the first of these uses.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -34,16 +34,10 @@ if TYPE_CHECKING:
     from ..lora.lora import AdapterSlots
 
 BLOCK = gl.constexpr(BLOCK_ROWS)
-TAIL, LEAD_UNITS = 4, 6
+# Units before the last when the next kernel may start: more than without adapters, for there is one more to start before
+# the next product.
+LEAD = gl.constexpr(20)
 DEPTH_BYTES = gl.constexpr(128)
-
-
-class AdapterTile(NamedTuple):
-    """The compile-time argument."""
-
-    projections: int
-    tail: int  # units of a tile whose copies start after those of its adapters
-    lead: int  # units before the last when the next kernel may start
 
 
 @gluon.jit
@@ -74,7 +68,7 @@ def _lowest(bits):
 
 
 @gluon.jit
-def _meets(number: gl.constexpr, tile_row, ends, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
+def _meets(number: gl.constexpr, tile_row, ends, TILE: gl.constexpr):
     """Whether a tile has outputs of a projection."""
     if TILE.act is not None:
         return tile_row >= 0
@@ -87,12 +81,11 @@ def _meets(number: gl.constexpr, tile_row, ends, TILE: gl.constexpr, ADAPTERS: g
 
 
 @gluon.jit
-def count_met(tile_row, ends, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
+def count_met(tile_row, ends, TILE: gl.constexpr, PROJECTIONS: gl.constexpr):
     """How many projections a tile has outputs of."""
-    PROJECTIONS: gl.constexpr = ADAPTERS.projections
     count = tile_row * 0
     for number in gl.static_range(PROJECTIONS):
-        count += _meets(number, tile_row, ends, TILE, ADAPTERS).to(gl.int32)
+        count += _meets(number, tile_row, ends, TILE).to(gl.int32)
     return count
 
 
@@ -111,16 +104,15 @@ def _copy_rows(desc, tile_row, column, first_row, half, full, w_smem, stage, TIL
 
 @gluon.jit
 def _copy_adapters(
-    b_descs, u_desc, tile, use, present, tokens, ends, ring, token_tiles, TILE: gl.constexpr, ADAPTERS: gl.constexpr
+    b_descs, u_desc, tile, use, present, tokens, ends, ring, token_tiles, TILE: gl.constexpr, PROJECTIONS: gl.constexpr
 ):
     """Start the copies of what adapters add to a tile, in uses of the ring from number `use` on; returns the next."""
     w_smem, x_smem, full, free = ring
     STAGES: gl.constexpr = TILE.stages
-    PROJECTIONS: gl.constexpr = ADAPTERS.projections
     BYTES: gl.constexpr = (TILE.consumers * TILE.blocks * BLOCK + TILE.tokens) * DEPTH_BYTES
     tile_row, first_token = tile // token_tiles, tile % token_tiles * TILE.tokens
     for number in gl.static_range(PROJECTIONS):
-        if _meets(number, tile_row, ends, TILE, ADAPTERS):
+        if _meets(number, tile_row, ends, TILE):
             first_row = 0
             if number > 0:
                 first_row = ends[number - 1]
@@ -137,14 +129,14 @@ def _copy_adapters(
 
 
 @gluon.jit
-def _copy_units(descs, unit, count, use, start, place, ring, steps, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
+def _copy_units(descs, unit, count, use, start, place, ring, steps, TILE: gl.constexpr):
     """Start the copies of `count` units of one tile, from `unit` down, in uses of the ring from number `use` on."""
     w_smem, x_smem, full, free = ring
     tile_row, first_token = place
     STAGES: gl.constexpr = TILE.stages
     BYTES: gl.constexpr = (TILE.consumers * TILE.blocks * BLOCK + TILE.tokens) * DEPTH_BYTES
     for i in range(count):
-        if unit - i - start + 1 == ADAPTERS.lead:
+        if unit - i - start + 1 == LEAD:
             gdc_launch_dependents()
         column, stage = (unit - i) % steps * TILE.depth, (use + i) % STAGES
         hopper.mbarrier.wait(free.index(stage), ((use + i) // STAGES + 1) % 2)
@@ -154,7 +146,7 @@ def _copy_units(descs, unit, count, use, start, place, ring, steps, TILE: gl.con
 
 
 @gluon.jit
-def produce(descs, ring, work, adapters, tokens, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
+def produce(descs, ring, work, adapters, tokens, TILE: gl.constexpr, PROJECTIONS: gl.constexpr):
     """`hopper_kernel._produce` where tokens have adapters. descs: of W, of x, of each projection's B, of u."""
     w_desc, x_desc, b_descs, u_desc = descs
     w_smem, x_smem, full, _ = ring
@@ -177,7 +169,7 @@ def produce(descs, ring, work, adapters, tokens, TILE: gl.constexpr, ADAPTERS: g
         copy_async(x_desc, [first_token, (end - 1 - use) % steps * DEPTH], full.index(use), x_smem.index(use))
     present &= 0x7FFFFFFF
     tell(present, words, told)
-    if end - start - ahead < ADAPTERS.lead:
+    if end - start - ahead < LEAD:
         gdc_launch_dependents()
     use, stop, unit = ahead, end, end - 1 - ahead
     while stop > start:
@@ -185,16 +177,13 @@ def produce(descs, ring, work, adapters, tokens, TILE: gl.constexpr, ADAPTERS: g
         place = tile // token_tiles, tile % token_tiles * TILE.tokens
         first_unit = gl.maximum(start, tile * steps)
         count = unit + 1 - first_unit
-        late = gl.minimum(count, ADAPTERS.tail)
-        _copy_units(descs, unit, count - late, use, start, place, ring, steps, TILE, ADAPTERS)
-        use += count - late
+        _copy_units(descs, unit, count, use, start, place, ring, steps, TILE)
+        use += count
         if stop == (tile + 1) * steps:
             gdc_wait()
             use = _copy_adapters(
-                b_descs, u_desc, tile, use, present, tokens, ends, ring, token_tiles, TILE, ADAPTERS
+                b_descs, u_desc, tile, use, present, tokens, ends, ring, token_tiles, TILE, PROJECTIONS
             )
-        _copy_units(descs, first_unit + late - 1, late, use, start, place, ring, steps, TILE, ADAPTERS)
-        use += late
         stop, unit = first_unit, first_unit - 1
     gdc_wait()
 

@@ -40,9 +40,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..compat import copy_async, thread_barrier
 from ..compile_ahead import launch
 from ..hopper import activate, barriers
-from . import hopper_adapters, shrink_kernel
+from . import shrink_kernel
 from .hopper_adapters import (
-    AdapterTile,
     count_columns,
     count_met,
     descriptors,
@@ -60,6 +59,7 @@ DEPTH_BYTES = gl.constexpr(128)  # of a stage, the widest swizzle
 CHUNK = gl.constexpr(64)  # tokens stored at a time
 LEAD = gl.constexpr(6)  # uses of the ring before the last when the next kernel may start, to read its weights in time
 MAX_PROGRAMS = 1024
+SHARING_REGISTERS = 128  # of a thread, so that programs of the launches before and after fit beside one
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SHARED_GATED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 SHARED_FP8 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
@@ -110,11 +110,11 @@ def _produce(w_desc, x_desc, ring, work, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _produce_all(descs, ring, work, adapters, tokens, TILE: gl.constexpr, ADAPTERS: gl.constexpr):
-    if ADAPTERS is None:
+def _produce_all(descs, ring, work, adapters, tokens, TILE: gl.constexpr, PROJECTIONS: gl.constexpr):
+    if PROJECTIONS == 0:
         _produce(descs[0], descs[1], ring, work, TILE)
     else:
-        produce(descs, ring, work, adapters, tokens, TILE, ADAPTERS)
+        produce(descs, ring, work, adapters, tokens, TILE, PROJECTIONS)
 
 
 @gluon.jit
@@ -245,7 +245,7 @@ def _store(part, y_smem, y_ptr, bias_ptr, scales, first_token, first, tokens, ou
 @gluon.jit
 def _consume(
     y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, adapters,
-    CONSUMER: gl.constexpr, TILE: gl.constexpr, ADAPTERS: gl.constexpr,
+    CONSUMER: gl.constexpr, TILE: gl.constexpr, PROJECTIONS: gl.constexpr,
 ):  # fmt: skip
     partial_ptr, flags_ptr = shared
     start, end, steps, token_tiles = work
@@ -262,7 +262,7 @@ def _consume(
     partial_ptr += CONSUMER * (ROWS * TOKENS)
     if scales is not None:
         gdc_wait()  # the tokens' scales are of the kernel before
-    if ADAPTERS is not None:
+    if PROJECTIONS > 0:
         columns = count_columns(adapters[2], adapters[3])
     use, stop = 0, end
     while stop > start:
@@ -272,9 +272,9 @@ def _consume(
         first_token = tile % token_tiles * TOKENS
         first = (tile // token_tiles * CONSUMERS + CONSUMER) * (TILE.blocks * WIDTH)
         count = stop - first_unit
-        if ADAPTERS is not None:
+        if PROJECTIONS > 0:
             if stop == tile_end:
-                count += columns * count_met(tile // token_tiles, adapters[1], TILE, ADAPTERS)
+                count += columns * count_met(tile // token_tiles, adapters[1], TILE, PROJECTIONS)
         if scales is None:
             acc = _multiply(use, count, ring, CONSUMER, TILE)
         else:
@@ -305,7 +305,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["tokens", "units", "steps", "token_tiles"])
 def _linear_hopper_kernel(
     w_desc, x_desc, y_ptr, bias_ptr, scales, shared, tokens, outputs, units, steps, token_tiles,
-    b_desc_0, b_desc_1, b_desc_2, b_desc_3, u_desc, ready_ptr, ends, TILE: gl.constexpr, ADAPTERS: gl.constexpr,
+    b_desc_0, b_desc_1, b_desc_2, b_desc_3, u_desc, ready_ptr, ends, TILE: gl.constexpr, PROJECTIONS: gl.constexpr,
 ):  # fmt: skip
     """scales: (of x, of W, how many a row of either has), None without. shared: pointers to (partial sums, flags).
 
@@ -321,7 +321,7 @@ def _linear_hopper_kernel(
     LAYOUT: gl.constexpr = SHARED if TILE.scale_rows == 0 else SHARED_FP8
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     ROWS: gl.constexpr = TILE.blocks * BLOCK
-    PRODUCER: gl.constexpr = 24 if ADAPTERS is None else 40  # registers
+    PRODUCER: gl.constexpr = 24 if PROJECTIONS == 0 else 40  # registers
     if GATED:
         w_smem = gl.allocate_shared_memory(DTYPE, [STAGES * CONSUMERS, ROWS // 16, 2, 8, DEPTH], SHARED_GATED)
     else:
@@ -331,7 +331,7 @@ def _linear_hopper_kernel(
     y_smem = gl.allocate_shared_memory(OUT, [CONSUMERS, min(TILE.tokens, CHUNK), WIDTH], Y_LAYOUT)
     ring = (w_smem, x_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     of_adapters, b_descs = None, None
-    if ADAPTERS is not None:
+    if PROJECTIONS > 0:
         words = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         of_adapters = ready_ptr, ends, words, barriers(1, 1)
         b_descs = b_desc_0, b_desc_1, b_desc_2, b_desc_3
@@ -345,8 +345,8 @@ def _linear_hopper_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, of_adapters, 0, TILE, ADAPTERS)),
-                (_produce_all, (copied, ring, work, of_adapters, tokens, TILE, ADAPTERS)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, of_adapters, 0, TILE, PROJECTIONS)),
+                (_produce_all, (copied, ring, work, of_adapters, tokens, TILE, PROJECTIONS)),
             ],
             [1],
             [PRODUCER],
@@ -355,9 +355,9 @@ def _linear_hopper_kernel(
         y_1 = y_smem.index(1)
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, of_adapters, 0, TILE, ADAPTERS)),
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_1, ring, work, sizes, of_adapters, 1, TILE, ADAPTERS)),
-                (_produce_all, (copied, ring, work, of_adapters, tokens, TILE, ADAPTERS)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, of_adapters, 0, TILE, PROJECTIONS)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_1, ring, work, sizes, of_adapters, 1, TILE, PROJECTIONS)),
+                (_produce_all, (copied, ring, work, of_adapters, tokens, TILE, PROJECTIONS)),
             ],
             [4, 1],
             [(3 * TILE.registers - PRODUCER) // 16 * 8, PRODUCER],
@@ -417,6 +417,8 @@ def _launch(
     tile: HopperTile,
     adapters: TokenAdapters | None = None,
 ) -> None:
+    if adapters is not None and tile.blocks == 1:
+        tile = tile._replace(registers=min(tile.registers, SHARING_REGISTERS))
     (tokens, inputs), (_, programs), depth = x.shape, plan, tile.depth
     rows, stride, outputs = tile.blocks * BLOCK_ROWS, weight.stride(0), y.shape[1]
     layout = (SHARED if scales is None else SHARED_FP8).value
@@ -433,16 +435,16 @@ def _launch(
     partial = torch.empty(programs * tile.rows * tile.tokens, dtype=torch.float32, device=x.device)
     shared = partial, flags(x.device)
     of_adapters: tuple[object, ...] = (None,) * 7
-    form = None
+    projections = 0
     if adapters is not None:
         weights = adapters.weights
         ready, counters = shared[1][2 * MAX_PROGRAMS :], shared[1][3 * MAX_PROGRAMS :]
         u = shrink_kernel.shrink(x, adapters, counters, ready, programs)
         b_descs, u_desc = descriptors(weights, u, tile, (SHARED_GATED.value, SHARED.value))
         of_adapters = *b_descs, u_desc, ready, ends_of(weights.rows)
-        form = AdapterTile(len(weights.rows), hopper_adapters.TAIL, hopper_adapters.LEAD_UNITS)
+        projections = len(weights.rows)
     options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
     launch(_linear_hopper_kernel, (programs,))(
         w_desc, x_desc, y, bias, scales, shared, tokens, outputs, units, steps, token_tiles, *of_adapters,
-        TILE=tile, ADAPTERS=form, **options,
+        TILE=tile, PROJECTIONS=projections, **options,
     )  # fmt: skip

@@ -177,7 +177,8 @@ def _project(
         row_tiles = plans.choose_rows(tokens, inputs, gated=gated, norm=False)
         return _rows_kernel.linear_rows(x, weight, row_tiles, bias, NO_NORM, kind, out, adapters)[0]
     if gpu.is_hopper and plans.hopper_takes(x, weight, gated):
-        plan = plans.plan_hopper(tokens, rows, inputs, gated, gpu.multiprocessors)
+        adapted = adapters is not None
+        plan = plans.plan_hopper(tokens, rows, inputs, gated, gpu.multiprocessors, adapted=adapted)
         if plan is not None and (adapters is None or plans.hopper_takes_adapters(tokens, adapters, gated)):
             return _hopper_kernel.linear_hopper(x, weight, plan, bias, act=kind, out=out, adapters=adapters)
         if adapters is not None:

@@ -195,9 +195,14 @@ def _plan_narrow(tokens: int, tile_tokens: int, rows: int, multiprocessors: int)
     return tile, programs
 
 
-def plan_hopper(tokens: int, rows: int, inputs: int, gated: bool, multiprocessors: int) -> HopperPlan | None:
-    """Tile and number of programs for weights [rows, inputs]; None where another kernel was faster."""
-    if tokens > MAX_HOPPER_TOKENS or _others_win(tokens, rows, inputs, gated):
+def plan_hopper(
+    tokens: int, rows: int, inputs: int, gated: bool, multiprocessors: int, *, adapted: bool = False
+) -> HopperPlan | None:
+    """Tile and number of programs for weights [rows, inputs]; None where another kernel was faster.
+
+    adapted: there are adapters, which other kernels have launches of their own for.
+    """
+    if tokens > MAX_HOPPER_TOKENS or (not adapted and _others_win(tokens, rows, inputs, gated)):
         return None
     tile_tokens = max(16, 1 << (tokens - 1).bit_length())
     if rows > 2048 and rows * inputs > 8 << 20:

@@ -30,10 +30,8 @@ from ..lora.lora import TokenAdapters
 
 ROWS = 16  # rows of A, of a program
 DEPTH = 256  # inputs that a program multiplies at a time
-SLICES = 2  # of so many, of a program: its part of A stays in registers
 MAX_TOKENS = tl.constexpr(128)
 GROUP = tl.constexpr(64)  # columns of u that the product multiplies at a time
-ANNOUNCE = 1
 REGISTERS = 128  # of a thread: a program fits beside one of the product
 
 
@@ -50,7 +48,7 @@ class Form(NamedTuple):
     slices: int
     tokens: int  # of a tile
     programs: int  # of the product, padded to a power of two
-    overlap: int  # launches overlap (`dependent_launch.py`)
+    overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
 @triton.jit
@@ -60,8 +58,55 @@ def _wait(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def _shrink(program, x_ptr, adapters, slots_ptr, sums_ptr, u_ptr, counters_ptr, stride_x, tokens, inputs, FORM: tl.constexpr):
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _groups(slot, num_ranks, FORM: tl.constexpr):
+    """The groups of GROUP columns of u in which a slot has some if it has so many ranks, 1 at least: a bit each."""
+    first = slot * FORM.most
+    return (2 << ((first + num_ranks - 1) // GROUP)) - (1 << (first // GROUP))
+
+
+@triton.jit
+def _announce(slots_ptr, ranks_ptr, u_ptr, ready_ptr, tokens, programs, FORM: tl.constexpr):
+    """Tell the product's programs that x is there, and which groups of columns are present: those in which a token's
+    slot has some. Fill up these groups with zeros.
+    """
+    PROJECTIONS: tl.constexpr = FORM.projections
+    PROGRAMS: tl.constexpr = FORM.programs
+    WIDTH: tl.constexpr = FORM.slots * FORM.most
+    TOKENS: tl.constexpr = FORM.tokens
+    RANKS: tl.constexpr = FORM.ranks
+    token = tl.arange(0, MAX_TOKENS)
+    of_tokens = tl.load(slots_ptr + token, mask=token < tokens, other=-1)
+    own = tl.maximum(of_tokens, 0)
+    most = own * 0
+    for i in tl.static_range(PROJECTIONS):
+        most = tl.maximum(most, tl.load(ranks_ptr + own * PROJECTIONS + i))
+    groups = tl.where((of_tokens >= 0) & (most > 0), _groups(own, tl.maximum(most, 1), FORM), 0)
+    present = tl.reduce(groups, 0, _either)
+    _wait(FORM.overlap)
+    program = tl.arange(0, PROGRAMS)
+    tl.atomic_xchg(ready_ptr + program, present | -0x80000000, mask=program < programs, sem="release")
+    for slot in range(0, FORM.slots):
+        is_beside = (present & _groups(slot, FORM.most, FORM)) != 0
+        if is_beside & (tl.max((of_tokens == slot).to(tl.int32), 0) == 0):
+            for start in range(0, PROJECTIONS * tokens, TOKENS):
+                row = start + tl.arange(0, TOKENS)
+                for first in range(0, FORM.most, RANKS):
+                    rank = first + tl.arange(0, RANKS)
+                    target = u_ptr + row.to(tl.int64)[:, None] * WIDTH + slot * FORM.most + rank[None, :]
+                    wanted = (row < PROJECTIONS * tokens)[:, None] & (rank < FORM.most)[None, :]
+                    tl.store(target, tl.zeros([TOKENS, RANKS], u_ptr.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
+def _shrink(program, x_ptr, adapters, slots_ptr, sums_ptr, u_ptr, counters_ptr, sizes, FORM: tl.constexpr):
+    """Multiply one part of the inputs with rows of A, if a token has their slot."""
     a_ptr, ranks_ptr = adapters
+    stride_x, tokens, inputs = sizes
     PARTS: tl.constexpr = FORM.parts
     TOKENS: tl.constexpr = FORM.tokens
     DEPTH: tl.constexpr = FORM.depth
@@ -74,21 +119,20 @@ def _shrink(program, x_ptr, adapters, slots_ptr, sums_ptr, u_ptr, counters_ptr, 
     any_token = tl.arange(0, MAX_TOKENS)
     of_tokens = tl.load(slots_ptr + any_token, mask=any_token < tokens, other=-1)
     num_ranks = tl.load(ranks_ptr + slot * FORM.projections + projection)
-    num_ranks = tl.where(tl.max((of_tokens == slot).to(tl.int32), 0) > 0, num_ranks, 0)
-    lane, depth = tl.arange(0, RANKS), part * (FORM.slices * DEPTH) + tl.arange(0, DEPTH)
-    rank = rank_tile * RANKS + lane
-    row = (slot * FORM.projections + projection).to(tl.int64) * FORM.most + rank
-    a_ptr += row[:, None] * inputs + depth[None, :]
-    a = ()
-    for i in tl.static_range(SLICES):
-        inside = depth + i * DEPTH < inputs
-        a += (tl.load(a_ptr + i * DEPTH, mask=(rank < num_ranks)[:, None] & inside[None, :], other=0.0),)
-    if FORM.overlap == 2:
-        gdc_launch_dependents()
-    _wait(FORM.overlap)
-    u_ptr += projection.to(tl.int64) * tokens * WIDTH + slot * FORM.most + rank[None, :]
-    of_group = sums_ptr + group.to(tl.int64) * PARTS * tokens * RANKS + lane[None, :]
-    if rank_tile * RANKS < num_ranks:
+    is_present = tl.max((of_tokens == slot).to(tl.int32), 0) > 0
+    has_ranks = rank_tile * RANKS < num_ranks
+    if is_present & (has_ranks | (part == 0)):
+        lane, depth = tl.arange(0, RANKS), part * (SLICES * DEPTH) + tl.arange(0, DEPTH)
+        rank = rank_tile * RANKS + lane
+        row = (slot * FORM.projections + projection).to(tl.int64) * FORM.most + rank
+        a_row = a_ptr + row[:, None] * inputs + depth[None, :]
+        a = ()
+        for i in tl.static_range(SLICES):
+            inside = depth + i * DEPTH < inputs
+            a += (tl.load(a_row + i * DEPTH, mask=(rank < num_ranks)[:, None] & inside[None, :], other=0.0),)
+        _wait(FORM.overlap)
+        of_group = sums_ptr + group.to(tl.int64) * PARTS * tokens * RANKS + lane[None, :]
+        columns = u_ptr + projection.to(tl.int64) * tokens * WIDTH + slot * FORM.most + rank[None, :]
         for start in range(0, tokens, TOKENS):
             token = start + tl.arange(0, TOKENS)
             mine = tl.load(slots_ptr + token, mask=token < tokens, other=-1) == slot
@@ -101,65 +145,40 @@ def _shrink(program, x_ptr, adapters, slots_ptr, sums_ptr, u_ptr, counters_ptr, 
             target = of_group + (part * tokens + token)[:, None] * RANKS
             tl.store(target, acc, mask=(token < tokens)[:, None], cache_modifier=".cg")
         tl.debug_barrier()  # until all threads have stored
-        if tl.atomic_add(counters_ptr + group, 1, sem="acq_rel") == PARTS - 1:
+        others = tl.where(has_ranks, PARTS - 1, 0)
+        if tl.atomic_add(counters_ptr + group, 1, sem="acq_rel") == others:
             tl.store(counters_ptr + group, 0)
             for start in range(0, tokens, TOKENS):
                 token = start + tl.arange(0, TOKENS)
                 wanted = (token < tokens)[:, None]
+                summed = (token < tl.where(has_ranks, tokens, 0))[:, None]
                 total = tl.zeros([TOKENS, RANKS], tl.float32)
                 for i in tl.static_range(PARTS):
                     source = of_group + (i * tokens + token)[:, None] * RANKS
-                    total += tl.load(source, mask=wanted, other=0.0, cache_modifier=".cg")
-                target = u_ptr + token.to(tl.int64)[:, None] * WIDTH
+                    total += tl.load(source, mask=summed, other=0.0, cache_modifier=".cg")
+                target = columns + token.to(tl.int64)[:, None] * WIDTH
                 tl.store(target, total.to(u_ptr.dtype.element_ty), mask=wanted & (rank < FORM.most)[None, :])
-    elif part == 0:
-        for start in range(0, tokens, TOKENS):
-            token = start + tl.arange(0, TOKENS)
-            target = u_ptr + token.to(tl.int64)[:, None] * WIDTH
-            zeros = tl.zeros([TOKENS, RANKS], u_ptr.dtype.element_ty)
-            tl.store(target, zeros, mask=(token < tokens)[:, None] & (rank < FORM.most)[None, :])
-
-
-@triton.jit
-def _either(a, b):
-    return a | b
-
-
-@triton.jit
-def _present(slots_ptr, ranks_ptr, tokens, FORM: tl.constexpr):
-    """The groups of GROUP columns of u in which a token's slot has some, a bit each."""
-    PROJECTIONS: tl.constexpr = FORM.projections
-    token = tl.arange(0, MAX_TOKENS)
-    slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1)
-    own = tl.maximum(slot, 0)
-    most = own * 0
-    for i in tl.static_range(PROJECTIONS):
-        most = tl.maximum(most, tl.load(ranks_ptr + own * PROJECTIONS + i))
-    first = own * FORM.most
-    low, high = first // GROUP, (first + tl.maximum(most, 1) - 1) // GROUP
-    bits = (2 << high) - (1 << low)
-    return tl.reduce(tl.where((slot >= 0) & (most > 0), bits, 0), 0, _either)
 
 
 @triton.jit(do_not_specialize=["slots_ptr", "tokens", "programs"])
-def _shrink_kernel(
+def _shrink_columns_kernel(
     x_ptr, adapters, slots_ptr, sums_ptr, u_ptr, counters_ptr, ready_ptr, stride_x, tokens, inputs, programs,
     FORM: tl.constexpr,
 ):  # fmt: skip
     """adapters: (A, ranks). sums: fp32 [groups, parts, T, ROWS]. counters: of each group, 0 between launches."""
-    PROGRAMS: tl.constexpr = FORM.programs
-    if FORM.overlap == 1:
+    if FORM.overlap:
         gdc_launch_dependents()
-    if tl.program_id(0) == 0:
-        if FORM.overlap == 2:
-            gdc_launch_dependents()
-        word = _present(slots_ptr, adapters[1], tokens, FORM) | -0x80000000
-        _wait(FORM.overlap)
-        other = tl.arange(0, PROGRAMS)
-        tl.atomic_xchg(ready_ptr + other, word, mask=other < programs, sem="release")
+    program = tl.program_id(0)
+    if program == 0:
+        _announce(slots_ptr, adapters[1], u_ptr, ready_ptr, tokens, programs, FORM)
     else:
-        program = tl.program_id(0) - 1
-        _shrink(program, x_ptr, adapters, slots_ptr, sums_ptr, u_ptr, counters_ptr, stride_x, tokens, inputs, FORM)
+        sizes = stride_x, tokens, inputs
+        _shrink(program - 1, x_ptr, adapters, slots_ptr, sums_ptr, u_ptr, counters_ptr, sizes, FORM)
+
+
+def _shape(tokens: int) -> tuple[int, int]:
+    """Tokens of a tile, and slices of the inputs of a program."""
+    return (16, 4) if tokens <= 16 else (32, 2)
 
 
 def count_groups(slots: int, projections: int, most: int) -> int:
@@ -174,18 +193,17 @@ def shrink(x: Tensor, adapters: TokenAdapters, counters: Tensor, ready: Tensor, 
     """
     slots, (a, _b, ranks, _rows) = adapters
     (num_slots, projections, most, inputs), tokens = a.shape, x.shape[0]
-    parts = triton.cdiv(inputs, SLICES * DEPTH)
+    tile, slices = _shape(tokens)
+    parts = triton.cdiv(inputs, slices * DEPTH)
     groups, overlap = count_groups(num_slots, projections, most), hardware(x.device).can_overlap
-    overlap = ANNOUNCE if overlap else 0
-    tile = 16 if tokens <= 16 else 32
     padded = triton.next_power_of_2(programs)
     form = Form(
-        num_slots, projections, most, triton.cdiv(most, ROWS), parts, ROWS, DEPTH, SLICES, tile, padded, overlap
+        num_slots, projections, most, triton.cdiv(most, ROWS), parts, ROWS, DEPTH, slices, tile, padded, overlap
     )
     sums = torch.empty(groups * parts * tokens * ROWS, dtype=torch.float32, device=x.device)
     u = torch.empty((projections, tokens, num_slots * most), dtype=x.dtype, device=x.device)
-    launch(_shrink_kernel, (1 + groups * parts,))(
+    launch(_shrink_columns_kernel, (1 + groups * parts,))(
         x, (a, ranks), slots, sums, u, counters, ready, x.stride(0), tokens, inputs, programs,
-        FORM=form, num_warps=4, num_stages=1, maxnreg=REGISTERS, launch_pdl=bool(overlap),
+        FORM=form, num_warps=4, num_stages=1, maxnreg=REGISTERS, launch_pdl=overlap,
     )  # fmt: skip
     return u
