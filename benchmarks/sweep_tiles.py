@@ -3,6 +3,7 @@
 
     python benchmarks/sweep_tiles.py experts-fp8 int4 --seconds 300 --save sweep.jsonl
     python benchmarks/sweep_tiles.py experts-fp8 --dry-run           # shapes and candidates, without a GPU
+    python benchmarks/sweep_tiles.py --others                        # shapes that no tile was chosen by
 
 A family is a kernel and a format of weights; all of them, one after the other, if none is named. Its candidates are
 compiled first, for all shapes, in as many processes as there are cores, which needs no operands. Then its products are
@@ -64,14 +65,47 @@ MILLISECONDS = 20  # that a candidate is measured
 CLOSE = 0.05  # of the root mean square: numbers that fall to the other side of a border of fp8 are off by 1/16
 MOST_REGISTERS = 208  # of a thread that sums may take
 
-# [outputs, inputs] of dense products, the most wanted first: Llama-3.1-8B, and its halves on two ranks.
-DENSE = [(28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (14336, 4096), (4096, 7168), (3072, 4096)]
-# Outputs (of each of gate and up), inputs, whether gated, whether behind a norm: a layer of Llama-3.1-8B.
-ONE_TOKEN_INT4 = [(14336, 4096, True, True), (4096, 14336, False, False), (6144, 4096, False, True)]
-ONE_TOKEN_INT4 += [(4096, 4096, False, False)]
+
+class Shapes(NamedTuple):
+    """What is timed, the most wanted first.
+
+    dense: [outputs, inputs] of products. one_token_int4: outputs (of each of gate and up), inputs, whether gated,
+    whether behind a norm. mixtures: by name, and how many ranks share the width.
+    """
+
+    dense: list[tuple[int, int]]
+    one_token_int4: list[tuple[int, int, bool, bool]]
+    mixtures: dict[tuple[str, int], bench.Mixture]
+
+
+def of_layer(hidden: int, inner: int, qkv: int, heads: int) -> tuple[list[tuple[int, int]], list[Any]]:
+    """The products of a layer, as `Shapes` has them: dense ones, and those of one token of 4 bits."""
+    dense = [(2 * inner, hidden), (hidden, inner), (qkv, hidden), (hidden, heads)]
+    one_token = [(inner, hidden, True, True), (hidden, inner, False, False)]
+    return dense, [*one_token, (qkv, hidden, False, True), (hidden, heads, False, False)]
+
+
+LLAMA, LLAMA_ONE_TOKEN = of_layer(4096, 14336, 6144, 4096)
+SWEPT = Shapes(
+    [*LLAMA, (14336, 4096), (4096, 7168), (3072, 4096)],  # Llama-3.1-8B, and its halves on two ranks
+    LLAMA_ONE_TOKEN,
+    {
+        (name, ranks): bench.MIXTURES[name]
+        for name, ranks in (("qwen3-30b-a3b", 1), ("mixtral-8x7b", 1), ("gpt-oss-20b", 1), ("qwen3-30b-a3b", 2))
+    },
+)
+# Shapes that no tile was chosen by: they show whether the plans hold for others. Qwen3-14B's and Mistral Small 24B's.
+QWEN, QWEN_ONE_TOKEN = of_layer(5120, 17408, 7168, 5120)
+OTHERS = Shapes(
+    [*QWEN, (65536, 5120), (5120, 32768)],
+    QWEN_ONE_TOKEN,
+    {
+        ("glm-4.7-flash", 1): bench.Mixture(2048, 1536, 64, 4),
+        ("qwen3.5-35b-a3b", 1): bench.Mixture(2048, 512, 256, 8),
+        ("mixtral-8x7b", 4): bench.MIXTURES["mixtral-8x7b"],
+    },
+)
 DENSE_TOKENS = [16, 32, 64, 256, 2048, 8192]
-# Mixtures, the most wanted first, and how many ranks share the width.
-MIXTURES = [("qwen3-30b-a3b", 1), ("mixtral-8x7b", 1), ("gpt-oss-20b", 1), ("qwen3-30b-a3b", 2)]
 EXPERTS_TOKENS = [1, 256, 8192, 32, 64, 1024]
 
 Choice = Tiles | HopperPlan | tuple[int, ...]
@@ -83,8 +117,9 @@ app = make_app()
 class Product(NamedTuple):
     """One product of one shape.
 
-    branch: what it has in common with others of one tile. rows: of a tile of experts. operands: makes tensors on a
-    device, and the calls from these. moved, flops, rate: as of `kernel_times.Case`.
+    branch: what it has in common with others of one tile. rows: of a tile of experts. planned: whether plans take so
+    many rows here. operands: makes tensors on a device, and the calls from these. moved, flops, rate: as of
+    `kernel_times.Case`.
     """
 
     family: str
@@ -97,6 +132,7 @@ class Product(NamedTuple):
     flops: float
     rate: float
     rows: int | None = None
+    planned: bool = True
 
     @property
     def name(self) -> str:
@@ -151,7 +187,7 @@ def sliced(
 # ---- dense products ----
 
 
-def dense(family: str, gpu: Hardware, group: int | None, *, wide: bool, bits: int) -> Iterator[Product]:
+def dense(family: str, gpu: Hardware, shapes: Shapes, group: int | None, *, wide: bool, bits: int) -> Iterator[Product]:
     """Products with weights in fp8 or int4. group: inputs that share a scale. wide: tokens stay in bf16."""
     options: dict[str, Any]
     of_x = (1 if not wide else 2) * (2 if bits == 4 else 1)  # bytes of a token for each step of the depth
@@ -160,7 +196,7 @@ def dense(family: str, gpu: Hardware, group: int | None, *, wide: bool, bits: in
     def stage_bytes(tiles: Tiles) -> int:
         return (of_x * tiles.tokens + tiles.outputs) * tiles.depth
 
-    for tokens, (outputs, inputs) in itertools.product(DENSE_TOKENS, DENSE):
+    for tokens, (outputs, inputs) in itertools.product(DENSE_TOKENS, shapes.dense):
         least = plans.LEAST_DEQUANTISED_TOKENS if bits == 4 else plans.LIBRARY_TOKENS
         if tokens >= least and (bits == 4 or (not wide and (group is None or gpu.is_hopper))):
             continue  # PyTorch's product
@@ -194,7 +230,7 @@ def dense(family: str, gpu: Hardware, group: int | None, *, wide: bool, bits: in
             tiles = [tile for tile in HOPPER_TILES if tile.tokens == tokens and tile != WIDEST]
             found += hopper_candidates({tile: 3 - tile.consumers for tile in tiles}, tokens, outputs, gpu)
         if bits == 4 and gpu.is_hopper:
-            padded = min(tokens, plans.INT4_HOPPER_TOKENS)
+            padded = plans.int4_hopper_tokens(tokens)
             kinds = {tile: kind.programs for tile, kind in plans.INT4_HOPPER_TILES.items() if tile.tokens == padded}
             found += hopper_candidates(kinds, tokens, outputs, gpu)
         kept = inputs * outputs * bits // 8 + 4 * (outputs if group is None else outputs * inputs // group)
@@ -258,9 +294,9 @@ def vector_candidates(row_bytes: int, *, gated: bool) -> list[Choice]:
     ]
 
 
-def one_token(family: str, gpu: Hardware, group: int | None) -> Iterator[Product]:  # noqa: ARG001
+def one_token(family: str, gpu: Hardware, shapes: Shapes, group: int | None) -> Iterator[Product]:  # noqa: ARG001
     """Products of one token; choices are outputs and warps of a program."""
-    for outputs, inputs in DENSE:
+    for outputs, inputs in shapes.dense:
         for gated in (False, True) if outputs > inputs else (False,):
             padded, own = 1 << (inputs - 1).bit_length(), outputs // 2 if gated else outputs
             yield Product(
@@ -303,9 +339,9 @@ def int4_vector_candidates(padded: int, *, gated: bool) -> list[Choice]:
     return found
 
 
-def one_token_int4(family: str, gpu: Hardware, group: int) -> Iterator[Product]:  # noqa: ARG001
+def one_token_int4(family: str, gpu: Hardware, shapes: Shapes, group: int) -> Iterator[Product]:  # noqa: ARG001
     """Products of one token and weights of 4 bits, with what a layer has before and behind them."""
-    for outputs, inputs, gated, normed in ONE_TOKEN_INT4:
+    for outputs, inputs, gated, normed in shapes.one_token_int4:
         rows = 2 * outputs if gated else outputs
         padded = 1 << (inputs // 2 // plans.INT4_VECTOR_BYTES - 1).bit_length()
         yield Product(
@@ -336,10 +372,9 @@ def _one_token_int4_operands(inputs: int, rows: int, group: int, device: str, *,
 # ---- experts ----
 
 
-def experts(family: str, gpu: Hardware, found: bench.ExpertsFormat) -> Iterator[Product]:
+def experts(family: str, gpu: Hardware, shapes: Shapes, found: bench.ExpertsFormat) -> Iterator[Product]:
     """Both products of mixtures, for all numbers of rows that may be the best for so many tokens."""
-    for tokens, (name, ranks) in itertools.product(EXPERTS_TOKENS, MIXTURES):
-        whole = bench.MIXTURES[name]
+    for tokens, ((name, ranks), whole) in itertools.product(EXPERTS_TOKENS, shapes.mixtures.items()):
         if found.group == 32 and found.kind == "mxfp4" and (whole.inner // ranks) % 32:
             continue
         sizes = whole._replace(inner=whole.inner // ranks)
@@ -409,6 +444,7 @@ def _experts_product(
         2 * tokens * top_k * inputs * outputs,
         bench.FP8_FLOPS_PER_SECOND if found.fp8_tokens else bench.FLOPS_PER_SECOND,
         rows,
+        rows == experts_plans.choose_rows(tokens * top_k, count, torch.bfloat16, unsorted=unsorted),
     )
 
 
@@ -456,7 +492,7 @@ def _experts_operands(
     return calls
 
 
-FAMILIES: dict[str, Callable[[str, Hardware], Iterator[Product]]] = {
+FAMILIES: dict[str, Callable[[str, Hardware, Shapes], Iterator[Product]]] = {
     "experts-fp8": partial(experts, found=bench.EXPERTS_FORMATS["fp8 blocks"]),
     "experts-fp8-rows": partial(experts, found=bench.EXPERTS_FORMATS["fp8 rows"]),
     "experts-bf16": partial(experts, found=bench.EXPERTS_FORMATS["bf16"]),
@@ -551,6 +587,19 @@ def best_of_branch(timings: Sequence[Timing]) -> tuple[Choice, list[float]] | No
     return best, [old / new for old, new in zip(now, whole[best].values(), strict=True)]
 
 
+def shares_of_best(timings: Sequence[Timing]) -> Iterator[float]:
+    """The time of each product's fastest candidate over that of today's choice."""
+    products: dict[str, list[Timing]] = defaultdict(list)
+    for each in timings:
+        if each.product.planned:
+            products[each.product.name].append(each)
+    for own in products.values():
+        times = [each.us for each in own if each.us is not None]
+        now = [each.us for each in own if each.us is not None and each.choice == each.product.today]
+        if now:
+            yield min(times) / now[0]
+
+
 def lines_for_plans(timings: Sequence[Timing]) -> Iterator[str]:
     """The best tile of each branch, then what the numbers of rows of experts' tiles give with these."""
     branches: dict[tuple[str, str, str], list[Timing]] = defaultdict(list)
@@ -568,6 +617,9 @@ def lines_for_plans(timings: Sequence[Timing]) -> Iterator[str]:
         for each in own:
             if each.choice == best and each.us is not None:
                 chosen[each.product.name] = each.product, each.us
+    if shares := list(shares_of_best(timings)):
+        worst = f"{min(shares):.2f} at worst, {sum(share < 0.95 for share in shares)} of {len(shares)} under 0.95"
+        yield f"# {timings[0].product.family}: today's tiles as fast as the best of each shape: {worst}"
     sums: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for product, us in chosen.values():
         if product.rows is not None:
@@ -584,6 +636,7 @@ def sweep(
     seconds: Annotated[float, typer.Option(help="After which no further candidate is timed.")] = 420.0,
     match: Annotated[str, typer.Option(help="Only shapes and branches whose names contain this.")] = "",
     save: Annotated[Path | None, typer.Option(help="File to which every time is added, as a line of JSON.")] = None,
+    others: Annotated[bool, typer.Option("--others", help="Shapes that no tile was chosen by.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print shapes and candidates, for an H200.")] = False,
 ) -> None:
     """Time candidate tiles of products on one GPU, and print the best as lines for the plans."""
@@ -593,7 +646,9 @@ def sweep(
     if not dry_run and not torch.cuda.is_available():
         raise ConfigError("sweep_tiles.py needs a GPU that PyTorch can use; there is none (--dry-run needs none)")
     gpu = H200 if dry_run else hardware(torch.device(bench.DEVICE))
-    found = {family: list(FAMILIES[family](family, gpu)) for family in families or FAMILIES}
+    found = {
+        family: list(FAMILIES[family](family, gpu, OTHERS if others else SWEPT)) for family in families or FAMILIES
+    }
     found = {family: [product for product in own if match in product.name] for family, own in found.items()}
     if dry_run:
         for product in itertools.chain.from_iterable(found.values()):

@@ -25,7 +25,8 @@ from ..device import hardware
 from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, arrange, most_tiles
-from ..experts.products_kernel import activation_of, combine, first_and_number
+from ..experts.pair_sum import PairSum
+from ..experts.products_kernel import activation_of, first_and_number
 from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.plans import Tiles
 from . import plans
@@ -221,7 +222,7 @@ def experts(
     onto: Tensor | None,
     *,
     deterministic: bool,
-) -> Tensor:
+) -> Tensor | PairSum:
     """y of checked arguments."""
     if not x.numel():
         return torch.empty_like(x)
@@ -235,4 +236,4 @@ def experts(
     )
     h = multiply(x, projections, experts, groups, first, gated=True, owned=owned)
     z = multiply(h, projections, experts, groups, last, gated=False, owned=owned)
-    return combine(z, weights, onto, experts, first_and_number(owned, num_here))
+    return PairSum(z, weights, onto, experts, first_and_number(owned, num_here))
