@@ -111,7 +111,7 @@ MISTAKES = {
     ],
     ("linear/shrink_kernel.py", "linear/test_hopper_adapters.py::test_shrinks"): [
         ("mask=mine[:, None] & inside[None, :]", "mask=(token < tokens)[:, None] & inside[None, :]"),
-        ("mask=(rank < num_ranks)[:, None] & inside", "mask=(rank < FORM.most)[:, None] & inside"),
+        ("mask = (rank < num_ranks)[:, None]", "mask = (rank < FORM.most)[:, None]"),
         ("first + num_ranks - 1) // GROUP", "first + num_ranks) // GROUP"),
         ("tl.where(has_ranks, PARTS - 1, 0)", "PARTS - 1"),
         ("tl.where(has_ranks, tokens, 0)", "tokens - 1"),

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ..lora.lora import AdapterSlots
 
 BLOCK = gl.constexpr(BLOCK_ROWS)
-# Units before the last when the next kernel may start: more than without adapters, for there is one more to start before
-# the next product.
+# Units before the last when the next kernel may start: more than without adapters, for one more has to start before the
+# next product.
 LEAD = gl.constexpr(20)
 DEPTH_BYTES = gl.constexpr(128)
 
@@ -119,10 +119,11 @@ def _copy_adapters(
             left = present
             while left != 0:
                 column, stage = _lowest(left) * TILE.depth, use % STAGES
+                barrier = full.index(stage)
                 hopper.mbarrier.wait(free.index(stage), (use // STAGES + 1) % 2)
-                hopper.mbarrier.expect(full.index(stage), BYTES)
-                _copy_rows(b_descs[number], tile_row, column, first_row, -number, full.index(stage), w_smem, stage, TILE)
-                copy_async(u_desc, [number * tokens + first_token, column], full.index(stage), x_smem.index(stage))
+                hopper.mbarrier.expect(barrier, BYTES)
+                _copy_rows(b_descs[number], tile_row, column, first_row, -number, barrier, w_smem, stage, TILE)
+                copy_async(u_desc, [number * tokens + first_token, column], barrier, x_smem.index(stage))
                 use += 1
                 left &= left - 1
     return use

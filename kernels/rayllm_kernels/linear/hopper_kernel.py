@@ -41,13 +41,7 @@ from ..compat import copy_async, thread_barrier
 from ..compile_ahead import launch
 from ..hopper import activate, barriers
 from . import shrink_kernel
-from .hopper_adapters import (
-    count_columns,
-    count_met,
-    descriptors,
-    ends_of,
-    produce,
-)
+from .hopper_adapters import count_columns, count_met, descriptors, ends_of, produce
 from .plans import BLOCK_ROWS, MAX_GROUPS, HopperPlan, HopperTile
 
 if TYPE_CHECKING:
@@ -273,8 +267,8 @@ def _consume(
         first = (tile // token_tiles * CONSUMERS + CONSUMER) * (TILE.blocks * WIDTH)
         count = stop - first_unit
         if PROJECTIONS > 0:
-            if stop == tile_end:
-                count += columns * count_met(tile // token_tiles, adapters[1], TILE, PROJECTIONS)
+            met = count_met(tile // token_tiles, adapters[1], TILE, PROJECTIONS)
+            count += gl.where(stop == tile_end, columns * met, 0)
         if scales is None:
             acc = _multiply(use, count, ring, CONSUMER, TILE)
         else:
@@ -331,10 +325,10 @@ def _linear_hopper_kernel(
     Y_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, 2)
     y_smem = gl.allocate_shared_memory(OUT, [CONSUMERS, min(TILE.tokens, CHUNK), WIDTH], Y_LAYOUT)
     ring = (w_smem, x_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
-    of_adapters, b_descs = None, None
+    added, b_descs = None, None
     if PROJECTIONS > 0:
         words = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        of_adapters = ready_ptr, ends, words, barriers(1, 1)
+        added = ready_ptr, ends, words, barriers(1, 1)
         b_descs = b_desc_0, b_desc_1, b_desc_2, b_desc_3
     hopper.fence_async_shared()
     if scales is not None:
@@ -348,8 +342,8 @@ def _linear_hopper_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, of_adapters, 0, TILE, PROJECTIONS)),
-                (_produce_all, (copied, ring, work, of_adapters, tokens, TILE, PROJECTIONS)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, added, 0, TILE, PROJECTIONS)),
+                (_produce_all, (copied, ring, work, added, tokens, TILE, PROJECTIONS)),
             ],
             [1],
             [PRODUCER],
@@ -358,9 +352,9 @@ def _linear_hopper_kernel(
         y_1 = y_smem.index(1)
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, of_adapters, 0, TILE, PROJECTIONS)),
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_1, ring, work, sizes, of_adapters, 1, TILE, PROJECTIONS)),
-                (_produce_all, (copied, ring, work, of_adapters, tokens, TILE, PROJECTIONS)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, added, 0, TILE, PROJECTIONS)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_1, ring, work, sizes, added, 1, TILE, PROJECTIONS)),
+                (_produce_all, (copied, ring, work, added, tokens, TILE, PROJECTIONS)),
             ],
             [4, 1],
             [(3 * TILE.registers - PRODUCER) // 16 * 8, PRODUCER],
@@ -369,7 +363,9 @@ def _linear_hopper_kernel(
 
 @cache
 def flags(device: torch.device) -> Tensor:
-    """A counter for each consumer of a program, zero between kernels: who waits for it sets it back.
+    """A counter for each consumer of a program, then a word for each program and counters of `shrink_kernel`.
+
+    All are zero between kernels: who waits for one sets it back.
 
     All calls on a device share them, so these must follow one another in one stream, or wait for one another. Who takes
     memory from a pool that captured graphs use too must have called `ops.prepare` outside of it.

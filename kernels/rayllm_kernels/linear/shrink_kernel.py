@@ -2,7 +2,7 @@
 
     u[p, t, s * R + r] = A[s, p, r, :] x[t, :]   where slots[t] = s and r is within the slot's rank, else 0
 
-x [T, in], A [S, P, R, in] -> u [P, T, S * R] in x's dtype. Sums are fp32. So u is more columns of x, as B, [N, S * R], is
+x [T, in], A [S, P, R, in] -> u [P, T, S * R] in x's dtype. Sums are fp32. So u is more columns of x, as B [N, S * R] is
 more columns of W. No row of u depends on other tokens.
 
 A program multiplies ROWS rows of A of a slot and projection with a part of the inputs. Its part of A, which no kernel
@@ -129,7 +129,8 @@ def _shrink(program, x_ptr, adapters, slots_ptr, sums_ptr, u_ptr, counters_ptr, 
         a = ()
         for i in tl.static_range(SLICES):
             inside = depth + i * DEPTH < inputs
-            a += (tl.load(a_row + i * DEPTH, mask=(rank < num_ranks)[:, None] & inside[None, :], other=0.0),)
+            mask = (rank < num_ranks)[:, None] & inside[None, :]
+            a += (tl.load(a_row + i * DEPTH, mask=mask, other=0.0),)  # type: ignore[assignment]
         _wait(FORM.overlap)
         of_group = sums_ptr + group.to(tl.int64) * PARTS * tokens * RANKS + lane[None, :]
         columns = u_ptr + projection.to(tl.int64) * tokens * WIDTH + slot * FORM.most + rank[None, :]

@@ -240,7 +240,8 @@ for rows, tile, programs, act in (((256,), NARROW[16], 2, None), ((128, 128), WI
 def test_the_kernels_compile_and_fit(run_compiler, tmp_path):
     """Programs of the product beside one that shrinks."""
     script = "from rayllm_kernels.lora.lora import TokenAdapters\n" + COMPILE
-    found = [tuple(map(int, line.split())) for line in run_compiler(script, TRITON_CACHE_DIR=str(tmp_path)).splitlines()]
+    lines = run_compiler(script, TRITON_CACHE_DIR=str(tmp_path)).splitlines()
+    found = [tuple(map(int, line.split())) for line in lines]
     assert len(found) == 4
     for product, shrink in (found[:2], found[2:]):
         assert product[0] > 0

@@ -14,7 +14,7 @@ ON_GPU = torch.cuda.is_available()
 
 @pytest.fixture
 def make_slots(randn, device):
-    """(inputs, rows, ranks by slot and projection, largest rank, dtype); what is beyond a rank is NaN in A, large in B."""
+    """(inputs, rows, ranks by slot and projection, largest rank, dtype); beyond a rank is NaN in A, 1e4 in B."""
 
     def make(inputs: int, rows: tuple[int, ...], ranks: list[list[int]], most: int, dtype: torch.dtype) -> AdapterSlots:
         a = (randn(len(ranks), len(rows), most, inputs) * inputs**-0.5).to(dtype)
