@@ -93,7 +93,7 @@ class ProjectionAdapters:
         rows, slots, rank = tuple(module.num_rows for module in modules), state.max_loras, state.max_rank
         self._weights = ops.AdapterSlots(
             torch.zeros(slots, len(rows), rank, inputs, dtype=dtype, device=device),
-            torch.zeros(slots, sum(rows), rank, dtype=dtype, device=device),
+            torch.zeros(sum(rows), slots, rank, dtype=dtype, device=device),
             torch.zeros(slots, len(rows), dtype=torch.int32, device=device),
             rows,
         )
@@ -114,5 +114,5 @@ class ProjectionAdapters:
         for number, own_a, own_b in matrices:
             first, rank = sum(rows[:number]), own_a.shape[0]
             a[slot, number, :rank].copy_(own_a, non_blocking=True)
-            b[slot, first : first + rows[number], :rank].copy_(own_b, non_blocking=True)
+            b[first : first + rows[number], slot, :rank].copy_(own_b, non_blocking=True)
         on_device[slot].copy_(ranks, non_blocking=True)

@@ -226,6 +226,7 @@ def test_a_request_keeps_an_adapter_that_is_unloaded(llama):
         ({"r": 0}, "r must be a positive number, not 0"),
         ({"r": 4}, r"q_proj.lora_A.weight is \[8, 96\] of torch.float32, but must be \[4, 96\]"),
         ({"r": 80, "lora_alpha": 16}, "q_proj has rank 80, and max_lora_rank is 64"),
+        ({"lora_alpha": 1e40}, "q_proj.lora_B.weight is not finite, times alpha / r"),
         ({"target_modules": ["q_proj"]}, "is of a module that target_modules does not name"),
         ({"target_modules": None}, "target_modules must be a list"),
         ({"target_modules": "("}, "is no regular expression"),

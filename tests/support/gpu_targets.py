@@ -169,7 +169,7 @@ def run_adapters(dtype: torch.dtype) -> None:
     """Adapters of a group of projections and of one, on META, beside their products and inside."""
     for inputs, rows in ((4096, (4096, 1024, 1024)), (14336, (4096,))):
         a = torch.empty(8, len(rows), 64, inputs, dtype=dtype, device=META)
-        b = torch.empty(8, sum(rows), 64, dtype=dtype, device=META)
+        b = torch.empty(sum(rows), 8, 64, dtype=dtype, device=META)
         weights = ops.AdapterSlots(a, b, torch.empty(8, len(rows), dtype=torch.int32, device=META), rows)
         for tokens in (1, 100):
             x, y = (torch.empty(tokens, size, dtype=dtype, device=META) for size in (inputs, sum(rows)))

@@ -109,6 +109,16 @@ MISTAKES = {
         ("(rank < num_ranks)", "(rank < num_ranks - 1)"),
         ("(token < tokens) & (output < outputs)", "(token < tokens) & (output < outputs - 1)"),
     ],
+    ("linear/shrink_kernel.py", "linear/test_hopper_adapters.py::test_shrinks"): [
+        ("mask=mine[:, None] & inside[None, :]", "mask=(token < tokens)[:, None] & inside[None, :]"),
+        ("mask = (rank < num_ranks)[:, None]", "mask = (rank < FORM.most)[:, None]"),
+        ("first + num_ranks - 1) // GROUP", "first + num_ranks) // GROUP"),
+        ("tl.where(has_ranks, PARTS - 1, 0)", "PARTS - 1"),
+        ("tl.where(has_ranks, tokens, 0)", "tokens - 1"),
+        ("tl.store(counters_ptr + group, 0)", "tl.store(counters_ptr + group, 1)"),
+        ("(row < PROJECTIONS * tokens)[:, None]", "(row < tokens)[:, None]"),
+        ("has_ranks | (part == 0)", "has_ranks"),
+    ],
     ("linear/tiles_kernel.py", "linear/test_linear.py::test_every_tile_that_may_be_chosen"): [
         (
             "weights = tl.load(weights_ptr + at, mask=at < inputs",

@@ -40,9 +40,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..compat import copy_async, thread_barrier
 from ..compile_ahead import launch
 from ..hopper import activate, barriers
-from .plans import BLOCK_ROWS, HopperPlan, HopperTile
+from . import shrink_kernel
+from .hopper_adapters import count_columns, count_met, descriptors, ends_of, produce
+from .plans import BLOCK_ROWS, MAX_GROUPS, HopperPlan, HopperTile
 
 if TYPE_CHECKING:
+    from ..lora.lora import TokenAdapters
     from ..quantised.fp8_operands import Fp8Rows, Fp8Weight
 
 BLOCK = gl.constexpr(BLOCK_ROWS)
@@ -50,6 +53,7 @@ DEPTH_BYTES = gl.constexpr(128)  # of a stage, the widest swizzle
 CHUNK = gl.constexpr(64)  # tokens stored at a time
 LEAD = gl.constexpr(6)  # uses of the ring before the last when the next kernel may start, to read its weights in time
 MAX_PROGRAMS = 1024
+SHARING_REGISTERS = 128  # of a thread, so that programs of the launches before and after fit beside one
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SHARED_GATED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 SHARED_FP8 = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
@@ -97,6 +101,14 @@ def _produce(w_desc, x_desc, ring, work, TILE: gl.constexpr):
         hopper.mbarrier.expect(full.index(stage), BYTES)
         _copy_weights(w_desc, tile // token_tiles, step, full.index(stage), w_smem, stage, TILE)
         copy_async(x_desc, [tile % token_tiles * TOKENS, step * DEPTH], full.index(stage), x_smem.index(stage))
+
+
+@gluon.jit
+def _produce_all(descs, ring, work, adapters, tokens, TILE: gl.constexpr, PROJECTIONS: gl.constexpr):
+    if PROJECTIONS == 0:
+        _produce(descs[0], descs[1], ring, work, TILE)
+    else:
+        produce(descs, ring, work, adapters, tokens, TILE, PROJECTIONS)
 
 
 @gluon.jit
@@ -225,7 +237,10 @@ def _store(part, y_smem, y_ptr, bias_ptr, scales, first_token, first, tokens, ou
 
 
 @gluon.jit
-def _consume(y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, CONSUMER: gl.constexpr, TILE: gl.constexpr):
+def _consume(
+    y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, adapters,
+    CONSUMER: gl.constexpr, TILE: gl.constexpr, PROJECTIONS: gl.constexpr,
+):  # fmt: skip
     partial_ptr, flags_ptr = shared
     start, end, steps, token_tiles = work
     tokens, outputs, units = sizes
@@ -241,19 +256,25 @@ def _consume(y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, CONSUME
     partial_ptr += CONSUMER * (ROWS * TOKENS)
     if scales is not None:
         gdc_wait()  # the tokens' scales are of the kernel before
-    stop = end
+    if PROJECTIONS > 0:
+        columns = count_columns(adapters[2], adapters[3])
+    use, stop = 0, end
     while stop > start:
         tile = (stop - 1) // steps
         tile_start, tile_end = tile * steps, (tile + 1) * steps
         first_unit = gl.maximum(start, tile_start)
         first_token = tile % token_tiles * TOKENS
         first = (tile // token_tiles * CONSUMERS + CONSUMER) * (TILE.blocks * WIDTH)
+        count = stop - first_unit
+        if PROJECTIONS > 0:
+            met = count_met(tile // token_tiles, adapters[1], TILE, PROJECTIONS)
+            count += gl.where(stop == tile_end, columns * met, 0)
         if scales is None:
-            acc = _multiply(end - stop, stop - first_unit, ring, CONSUMER, TILE)
+            acc = _multiply(use, count, ring, CONSUMER, TILE)
         else:
             place = (first, first_token, tokens, outputs)
             last = (stop - 1) % steps
-            acc = _multiply_fp8(end - stop, stop - first_unit, last, place, scales, ring, CONSUMER, TILE)
+            acc = _multiply_fp8(use, count, last, place, scales, ring, CONSUMER, TILE)
         if stop < tile_end:
             gl.store(partial_ptr + program * SIZE + _places(acc), acc, cache_modifier=".cg")
             owner = (tile_end * programs - 1) // units
@@ -272,17 +293,19 @@ def _consume(y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, CONSUME
             for i in gl.static_range(len(parts)):
                 token, output = first_token + i % COLUMNS * CHUNK, first + i // COLUMNS * WIDTH
                 _store(parts[i], y_smem, y_ptr, bias_ptr, scales, token, output, tokens, outputs, TILE)
-        stop = first_unit
+        use, stop = use + count, first_unit
 
 
 @gluon.jit(do_not_specialize=["x_scale_stride", "x_group_stride", "tokens", "units", "steps", "token_tiles"])
 def _linear_hopper_kernel(
     w_desc, x_desc, y_ptr, bias_ptr, scales, x_scale_stride, x_group_stride, shared, tokens, outputs, units, steps,
-    token_tiles, TILE: gl.constexpr,
+    token_tiles, b_desc_0, b_desc_1, b_desc_2, b_desc_3, u_desc, ready_ptr, ends,
+    TILE: gl.constexpr, PROJECTIONS: gl.constexpr,
 ):  # fmt: skip
     """scales: (of x, of W, how many a row of W has), None without. shared: pointers to (partial sums, flags).
 
-    units: of the whole product. steps: units of a tile.
+    units: of the whole product. steps: units of a tile. Of adapters, None without: descriptors of each projection's B
+    and of u, `ready` of `shrink_kernel`, and where each projection's outputs end.
     """
     STAGES: gl.constexpr = TILE.stages
     CONSUMERS: gl.constexpr = TILE.consumers
@@ -293,6 +316,7 @@ def _linear_hopper_kernel(
     LAYOUT: gl.constexpr = SHARED if TILE.scale_rows == 0 else SHARED_FP8
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     ROWS: gl.constexpr = TILE.blocks * BLOCK
+    PRODUCER: gl.constexpr = 24 if PROJECTIONS == 0 else 40  # registers
     if GATED:
         w_smem = gl.allocate_shared_memory(DTYPE, [STAGES * CONSUMERS, ROWS // 16, 2, 8, DEPTH], SHARED_GATED)
     else:
@@ -301,6 +325,11 @@ def _linear_hopper_kernel(
     Y_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, 2)
     y_smem = gl.allocate_shared_memory(OUT, [CONSUMERS, min(TILE.tokens, CHUNK), WIDTH], Y_LAYOUT)
     ring = (w_smem, x_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    added, b_descs = None, None
+    if PROJECTIONS > 0:
+        words = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        added = ready_ptr, ends, words, barriers(1, 1)
+        b_descs = b_desc_0, b_desc_1, b_desc_2, b_desc_3
     hopper.fence_async_shared()
     if scales is not None:
         scales = (scales[0], scales[1], scales[2], x_scale_stride, x_group_stride)
@@ -309,38 +338,41 @@ def _linear_hopper_kernel(
     end = (program + 1) * units // gl.num_programs(0)
     work, sizes = (start, end, steps, token_tiles), (tokens, outputs, units)
     y_0 = y_smem.index(0)
+    copied = w_desc, x_desc, b_descs, u_desc
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, 0, TILE)),
-                (_produce, (w_desc, x_desc, ring, work, TILE)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, added, 0, TILE, PROJECTIONS)),
+                (_produce_all, (copied, ring, work, added, tokens, TILE, PROJECTIONS)),
             ],
             [1],
-            [24],
+            [PRODUCER],
         )
     else:
         y_1 = y_smem.index(1)
         gl.warp_specialize(
             [
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, 0, TILE)),
-                (_consume, (y_ptr, bias_ptr, scales, shared, y_1, ring, work, sizes, 1, TILE)),
-                (_produce, (w_desc, x_desc, ring, work, TILE)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, added, 0, TILE, PROJECTIONS)),
+                (_consume, (y_ptr, bias_ptr, scales, shared, y_1, ring, work, sizes, added, 1, TILE, PROJECTIONS)),
+                (_produce_all, (copied, ring, work, added, tokens, TILE, PROJECTIONS)),
             ],
             [4, 1],
-            [(3 * TILE.registers - 24) // 16 * 8, 24],
+            [(3 * TILE.registers - PRODUCER) // 16 * 8, PRODUCER],
         )
 
 
 @cache
 def flags(device: torch.device) -> Tensor:
-    """A counter for each consumer of a program, zero between kernels: who waits for it sets it back.
+    """A counter for each consumer of a program, then a word for each program and counters of `shrink_kernel`.
+
+    All are zero between kernels: who waits for one sets it back.
 
     All calls on a device share them, so these must follow one another in one stream, or wait for one another. Who takes
     memory from a pool that captured graphs use too must have called `ops.prepare` outside of it.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first projection on a device must not be captured: its counters would not be there yet")
-    return torch.zeros(2 * MAX_PROGRAMS, dtype=torch.int32, device=device)
+    return torch.zeros(3 * MAX_PROGRAMS + MAX_GROUPS, dtype=torch.int32, device=device)
 
 
 def linear_hopper(
@@ -351,11 +383,15 @@ def linear_hopper(
     *,
     act: str | None,
     out: Tensor | None = None,
+    adapters: TokenAdapters | None = None,
 ) -> Tensor:
-    """y of checked arguments that `hopper_takes`, by at most the planned programs, which are MAX_PROGRAMS or fewer."""
+    """y of checked arguments that `hopper_takes`, by at most the planned programs, which are MAX_PROGRAMS or fewer.
+
+    adapters: which `hopper_takes_adapters`; the sum is rounded once, u before.
+    """
     outputs = weight.shape[0] // 2 if act else weight.shape[0]
     y = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device) if out is None else out
-    _launch(x, weight, plan, bias, None, y, plan[0]._replace(act=act))
+    _launch(x, weight, plan, bias, None, y, plan[0]._replace(act=act), adapters)
     return y
 
 
@@ -378,7 +414,10 @@ def _launch(
     scales: tuple[Tensor, Tensor, int] | None,
     y: Tensor,
     tile: HopperTile,
+    adapters: TokenAdapters | None = None,
 ) -> None:
+    if adapters is not None and tile.blocks == 1:
+        tile = tile._replace(registers=min(tile.registers, SHARING_REGISTERS))
     (tokens, inputs), (_, programs), depth = x.shape, plan, tile.depth
     rows, stride, outputs = tile.blocks * BLOCK_ROWS, weight.stride(0), y.shape[1]
     layout = (SHARED if scales is None else SHARED_FP8).value
@@ -394,9 +433,18 @@ def _launch(
     # One sum for each entry of a program's tile: every program leaves at most one tile to another.
     partial = torch.empty(programs * tile.rows * tile.tokens, dtype=torch.float32, device=x.device)
     shared = partial, flags(x.device)
+    of_adapters: tuple[object, ...] = (None,) * 7
+    projections = 0
+    if adapters is not None:
+        weights = adapters.weights
+        ready, counters = shared[1][2 * MAX_PROGRAMS :], shared[1][3 * MAX_PROGRAMS :]
+        u = shrink_kernel.shrink(x, adapters, counters, ready, programs)
+        b_descs, u_desc = descriptors(weights, u, tile, (SHARED_GATED.value, SHARED.value))
+        of_adapters = *b_descs, u_desc, ready, ends_of(weights.rows)
+        projections = len(weights.rows)
     scale_strides = (0, 0) if scales is None else scales[0].stride()
     options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
     launch(_linear_hopper_kernel, (programs,))(
         w_desc, x_desc, y, bias, scales, *scale_strides, shared, tokens, outputs, units, steps, token_tiles,
-        TILE=tile, **options,
+        *of_adapters, TILE=tile, PROJECTIONS=projections, **options,
     )  # fmt: skip

@@ -176,15 +176,18 @@ def _project(
     if plans.rows_take(x, weight, norm=False, adapters=adapters):
         row_tiles = plans.choose_rows(tokens, inputs, gated=gated, norm=False)
         return _rows_kernel.linear_rows(x, weight, row_tiles, bias, NO_NORM, kind, out, adapters)[0]
-    if adapters is not None:
-        return None
     if gpu.is_hopper and plans.hopper_takes(x, weight, gated):
-        plan = plans.plan_hopper(tokens, rows, inputs, gated, gpu.multiprocessors)
-        if plan is not None:
-            return _hopper_kernel.linear_hopper(x, weight, plan, bias, act=kind, out=out)
+        adapted = adapters is not None
+        plan = plans.plan_hopper(tokens, rows, inputs, gated, gpu.multiprocessors, adapted=adapted)
+        if plan is not None and (adapters is None or plans.hopper_takes_adapters(tokens, adapters, gated)):
+            return _hopper_kernel.linear_hopper(x, weight, plan, bias, act=kind, out=out, adapters=adapters)
+        if adapters is not None:
+            return None
         consumers = plans.plan_gated(tokens, rows, inputs, gpu.multiprocessors) if gated else None
         if consumers is not None:
             return _gated_kernel.linear_gated_hopper(x, weight, consumers, gpu.multiprocessors, kind)
+    if adapters is not None:
+        return None
     few = 0 < tokens <= plans.MAX_TILES_TOKENS and rows > 0 and inputs > 0
     if few and x.dtype != torch.float32 and gpu.shared_memory >= plans.MIN_SHARED_MEMORY:
         tiles = plans.choose_tiles(tokens, rows // 2 if gated else rows, gated, gpu.multiprocessors)

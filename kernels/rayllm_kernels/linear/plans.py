@@ -122,6 +122,26 @@ WIDEST = HopperTile(128, 2, 2, 4, 168)
 HOPPER_TILES = (*NARROW.values(), *WIDE.values(), WIDEST)
 
 
+MAX_PROJECTIONS = 4  # with adapters, of one product
+MAX_COLUMNS = 31 * 64  # of adapters' second matrices, in groups of 64 of which each is a bit of a word
+MAX_GROUPS = 1024  # of rows of adapters' first matrices
+
+
+def hopper_takes_adapters(tokens: int, adapters: TokenAdapters, gated: bool) -> bool:
+    """Whether the Hopper kernel, which takes the rest, can add what adapters give. Gate and up are one each, or one."""
+    slots, projections, ranks, _inputs = adapters.weights.a.shape
+    rows, columns = adapters.weights.rows, slots * ranks
+    return (
+        0 < tokens <= MAX_HOPPER_TOKENS
+        and 0 < projections <= (2 if gated else MAX_PROJECTIONS)
+        and (not gated or len(set(rows)) == 1)
+        and 0 < columns <= MAX_COLUMNS
+        and columns % 8 == 0
+        and slots * projections * -(-ranks // 16) <= MAX_GROUPS
+        and all(t.data_ptr() % 16 == 0 for t in adapters.weights[:2])
+    )
+
+
 def hopper_takes(x: Tensor, weight: Tensor, gated: bool) -> bool:
     """Whether the Hopper kernels can run these checked tensors: tensor copies want rows at multiples of 16 bytes.
 
@@ -177,9 +197,14 @@ def _plan_narrow(tokens: int, tile_tokens: int, rows: int, multiprocessors: int)
     return tile, programs
 
 
-def plan_hopper(tokens: int, rows: int, inputs: int, gated: bool, multiprocessors: int) -> HopperPlan | None:
-    """Tile and number of programs for weights [rows, inputs]; None where another kernel was faster."""
-    if tokens > MAX_HOPPER_TOKENS or _others_win(tokens, rows, inputs, gated):
+def plan_hopper(
+    tokens: int, rows: int, inputs: int, gated: bool, multiprocessors: int, *, adapted: bool = False
+) -> HopperPlan | None:
+    """Tile and number of programs for weights [rows, inputs]; None where another kernel was faster.
+
+    adapted: there are adapters, which other kernels have launches of their own for.
+    """
+    if tokens > MAX_HOPPER_TOKENS or (not adapted and _others_win(tokens, rows, inputs, gated)):
         return None
     tile_tokens = max(16, 1 << (tokens - 1).bit_length())
     if rows > 2048 and rows * inputs > 8 << 20:

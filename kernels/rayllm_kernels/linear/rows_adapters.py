@@ -1,7 +1,7 @@
 """What `rows_kernel` adds for tokens that have adapters (`lora/lora.py`), in the launch of the product itself.
 
     u[t, p, c, r] = A[s, p, r, c-th part] x[t, c-th part]
-    added[t, n] = B[s, n, :] (u[t, p, 0, :] + u[t, p, 1, :] + ...)
+    added[t, n] = B[n, s, :] (u[t, p, 0, :] + u[t, p, 1, :] + ...)
 
 s = slots[t], p the projection that output n belongs to, x after the norm's weight but before its factor, which the
 finished sums of the product and of this have in common. All of it is fp32; u is not rounded. The inputs are cut into
@@ -44,6 +44,7 @@ EXPANDED = 2048  # entries of B, by a program
 class Ranks(NamedTuple):
     """The compile-time argument: how the adapters' part of a launch is cut."""
 
+    slots: int
     projections: int
     most: int  # ranks of a slot and projection
     padded: int  # to a power of two
@@ -81,13 +82,13 @@ def room(device: torch.device) -> Room:
 def arguments(weights: AdapterSlots, tokens: int, num_warps: int) -> tuple[tuple[object, ...], Ranks, int]:
     """(the kernel's argument `adapters`, its form, how many programs shrink and expand)."""
     a, b, ranks, rows = weights
-    _slots, projections, most, inputs = a.shape
+    slots, projections, most, inputs = a.shape
     vector = VECTOR_BYTES // a.element_size()
     depth = min(DEPTH_BYTES // a.element_size(), max(vector, triton.next_power_of_2(inputs)))
     part = triton.cdiv(triton.cdiv(inputs, plans.ADAPTER_PARTS), depth) * depth
     parts, padded = triton.cdiv(inputs, part), triton.next_power_of_2(most)
     outputs, lanes = max(16, EXPANDED // padded), triton.next_power_of_2(parts * most)
-    form = Ranks(projections, most, padded, parts, part, depth, vector, outputs, 32 * num_warps, lanes)
+    form = Ranks(slots, projections, most, padded, parts, part, depth, vector, outputs, 32 * num_warps, lanes)
     bounds, tile, first = [], 0, 0
     for width in rows:
         bounds.append((tile, first, first + width))
@@ -181,7 +182,7 @@ def expand(program, slots_ptr, adapters, sizes, OVERLAP: tl.constexpr, RANKS: tl
     output = first + (tile - first_tile) * OUTPUTS + tl.arange(0, OUTPUTS)
     rank = tl.arange(0, RANKS.padded)[None, :]
     wanted = (output < end)[:, None] & (rank < num_ranks)
-    b_row = tl.maximum(slot, 0).to(tl.int64) * bounds[PROJECTIONS - 1][2] + output
+    b_row = output.to(tl.int64) * RANKS.slots + tl.maximum(slot, 0)
     b = tl.load(b_ptr + b_row[:, None] * RANKS.most + rank, mask=wanted, other=0.0)
     wait_for_predecessor(OVERLAP)
     added = tl.zeros([OUTPUTS], tl.float32)

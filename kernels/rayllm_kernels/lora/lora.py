@@ -27,8 +27,9 @@ _kernel = TritonModule("rayllm_kernels.lora.lora_kernel")
 class AdapterSlots(NamedTuple):
     """The adapters' weights of one group of P projections, in S slots of rank R at most.
 
-    a: [S, P, R, in]. b: [S, N, R], the projections' rows one after the other. ranks: [S, P] int32, of each slot's
-    adapter; 0 where it has none for the projection. What lies beyond a rank is not read into the result.
+    a: [S, P, R, in]. b: [N, S, R], the projections' rows one after the other. ranks: [S, P] int32, of each slot's
+    adapter; 0 where it has none for the projection. What lies beyond a rank has no effect, but in b it must be finite,
+    and so must be all that other tokens' slots have there.
     rows: outputs of each projection, N in sum.
     """
 
@@ -73,7 +74,7 @@ def add_adapters(x: Tensor, y: Tensor, slots: Tensor, weights: AdapterSlots, *, 
             for number, (rank, width) in enumerate(zip(ranks[slot], weights.rows, strict=True)):
                 if rank:
                     shrunk = inputs @ weights.a[slot, number, :rank].t()
-                    b = weights.b[slot, first : first + width, :rank]
+                    b = weights.b[first : first + width, slot, :rank]
                     added = y[part, first : first + width].float() + shrunk.float() @ b.float().t()
                     y[part, first : first + width] = added.to(y.dtype)
                 first += width
@@ -85,8 +86,8 @@ def check_adapters(x: Tensor, outputs: int, adapters: TokenAdapters) -> None:
     check_vectors(x.shape[0], torch.int32, x.device, slots=slots)
     if a.dim() != 4 or a.shape[1] != len(rows) or a.shape[3] != x.shape[1] or not a.is_contiguous():
         fail("a", f"must be [S, {len(rows)}, R, {x.shape[1]}], contiguous", a.shape)
-    if b.shape != (a.shape[0], sum(rows), a.shape[2]) or b.shape[1] != outputs or not b.is_contiguous():
-        fail("b", f"must be [{a.shape[0]}, {outputs}, {a.shape[2]}], contiguous", b.shape)
+    if b.shape != (sum(rows), a.shape[0], a.shape[2]) or b.shape[0] != outputs or not b.is_contiguous():
+        fail("b", f"must be [{outputs}, {a.shape[0]}, {a.shape[2]}], contiguous", b.shape)
     check_like(a, "a", x, "x")
     check_like(b, "b", x, "x")
     if ranks.shape != a.shape[:2] or ranks.dtype != torch.int32 or not ranks.is_contiguous():

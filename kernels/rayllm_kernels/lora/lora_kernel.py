@@ -1,8 +1,8 @@
 """The Triton kernels of `add_adapters`: shrink, and expand and add.
 
-    u[c, t, p, :] = A[s, p, :, c-th part] x[t, c-th part],   y[t, n] += B[s, n, :] (u[0, t, p, :] + u[1, t, p, :] ...)
+    u[c, t, p, :] = A[s, p, :, c-th part] x[t, c-th part],   y[t, n] += B[n, s, :] (u[0, t, p, :] + u[1, t, p, :] ...)
 
-s = slots[t], p the projection that n belongs to. x [T, in], A [S, P, R, in], B [S, N, R], y [T, N], u fp32
+s = slots[t], p the projection that n belongs to. x [T, in], A [S, P, R, in], B [N, S, R], y [T, N], u fp32
 [C, T, P, R], all sums fp32. The inputs are cut into C parts, a number that follows from their length alone, and the
 parts are added in order: so a few tokens, too, keep many multiprocessors busy, and no token's sum depends on the batch.
 
@@ -97,7 +97,7 @@ def _expand_kernel(
     output = first + (output_tile - first_tile) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < end
     rank = tl.arange(0, RANKS)
-    b_ptr += (slot.to(tl.int64) * bounds[PROJECTIONS - 1][2] + output)[:, None] * MAX_RANK + rank[None, :]
+    b_ptr += (output.to(tl.int64) * SLOTS + slot)[:, None] * MAX_RANK + rank[None, :]
     b = tl.load(b_ptr, mask=inside[:, None] & (rank < num_ranks)[None, :], other=0.0)
     wait_for_predecessor(OVERLAP)
     if num_ranks > 0:

@@ -30,15 +30,15 @@ if ON_GPU:
 
 @pytest.fixture
 def make_adapters(randn, device):
-    """(inputs, outputs of each of two projections, slots, dtype); what is beyond a rank is NaN."""
+    """(inputs, outputs of each of two projections, slots, dtype); what is beyond a rank is NaN in A, large in B."""
 
     def make(inputs: int, outputs: int, slots: list[int], dtype: torch.dtype) -> TokenAdapters:
         a = (randn(len(RANKS), 2, 16, inputs) * inputs**-0.5).to(dtype)
-        b = randn(len(RANKS), 2 * outputs, 16, dtype=dtype)
+        b = randn(2 * outputs, len(RANKS), 16, dtype=dtype)
         for slot, ranks in enumerate(RANKS):
             for number, rank in enumerate(ranks):
                 a[slot, number, rank:] = float("nan")
-                b[slot, number * outputs : (number + 1) * outputs, rank:] = float("nan")
+                b[number * outputs : (number + 1) * outputs, slot, rank:] = 1e4
         ranks = torch.tensor(RANKS, dtype=torch.int32, device=device)
         of_tokens = torch.tensor(slots, dtype=torch.int32, device=device)
         return TokenAdapters(of_tokens, AdapterSlots(a, b, ranks, (outputs, outputs)))
@@ -54,7 +54,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor, adapters: TokenAdapters) -> tor
         for number, rank in enumerate(ranks[slot].tolist() if slot >= 0 else []):
             rows = slice(number * outputs, (number + 1) * outputs)
             shrunk = (a[slot, number, :rank].double() @ x[token].double()).to(a.dtype).double()
-            y[token, rows] += b[slot, rows, :rank].double() @ shrunk
+            y[token, rows] += b[rows, slot, :rank].double() @ shrunk
     return y
 
 

@@ -14,16 +14,16 @@ ON_GPU = torch.cuda.is_available()
 
 @pytest.fixture
 def make_slots(randn, device):
-    """(inputs, rows, ranks by slot and projection, largest rank, dtype); what is beyond a rank is NaN."""
+    """(inputs, rows, ranks by slot and projection, largest rank, dtype); beyond a rank is NaN in A, 1e4 in B."""
 
     def make(inputs: int, rows: tuple[int, ...], ranks: list[list[int]], most: int, dtype: torch.dtype) -> AdapterSlots:
         a = (randn(len(ranks), len(rows), most, inputs) * inputs**-0.5).to(dtype)
-        b = randn(len(ranks), sum(rows), most, dtype=dtype)
+        b = randn(sum(rows), len(ranks), most, dtype=dtype)
         for slot, own in enumerate(ranks):
             first = 0
             for number, (rank, width) in enumerate(zip(own, rows, strict=True)):
                 a[slot, number, rank:] = float("nan")
-                b[slot, first : first + width, rank:] = float("nan")
+                b[first : first + width, slot, rank:] = 1e4
                 first += width
         return AdapterSlots(a, b, torch.tensor(ranks, dtype=torch.int32, device=device), rows)
 
@@ -38,7 +38,7 @@ def exact(x: torch.Tensor, y: torch.Tensor, slots: torch.Tensor, weights: Adapte
         for number, width in enumerate(weights.rows):
             if slot >= 0 and (rank := int(weights.ranks[slot, number])):
                 shrunk = (x[token].double() @ weights.a[slot, number, :rank].double().t()).to(x.dtype).double()
-                b = weights.b[slot, first : first + width, :rank].double()
+                b = weights.b[first : first + width, slot, :rank].double()
                 total[token, first : first + width] += b @ shrunk
             first += width
     return total.to(y.dtype)
