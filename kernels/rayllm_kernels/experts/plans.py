@@ -17,6 +17,7 @@ PAIR_PROGRAM_BYTES = 8192
 UNSORTED = 4  # experts a pair from which two pairs of one expert are rare
 HOPPER_ROWS, HOPPER_OUTPUTS = 192, 128  # of a tile of `hopper_kernel`, and outputs of a part of it
 HOPPER_FROM = 64  # pairs an expert, from which it is faster
+HOPPER_INNER = 1024  # of experts in 16 bits: copying tokens for narrower ones takes what the products win
 
 
 def is_unsorted(tokens: int, top_k: int, num_experts: int) -> bool:
@@ -50,9 +51,12 @@ def choose_rows(pairs: int, num_experts: int, dtype: torch.dtype, *, unsorted: b
 def hopper_takes(gate_up: Tensor, down: Tensor, gpu: Hardware) -> bool:
     """Whether `hopper_kernel` can multiply with weights [E, 2 * I, H] and [E, H, I].
 
-    Tensor copies want rows at multiples of 16 bytes, of the weights and of what meets them.
+    Tensor copies want rows at multiples of 16 bytes, of the weights and of what meets them. Narrow experts in 16 bits
+    are left to others.
     """
     weights = gate_up, down
+    if down.element_size() > 1 and down.shape[2] < HOPPER_INNER:
+        return False
     dtypes = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     return (
         gpu.is_hopper

@@ -8,7 +8,8 @@ from support.closeness import check_close
 
 from rayllm_kernels import ops
 from rayllm_kernels.device import Hardware
-from rayllm_kernels.experts.plans import HOPPER_ROWS, hopper_takes
+from rayllm_kernels.experts import plans
+from rayllm_kernels.experts.plans import HOPPER_INNER, HOPPER_ROWS, hopper_takes
 
 ON_GPU = torch.cuda.is_available()
 on_hopper = pytest.mark.skipif(
@@ -37,9 +38,10 @@ def case(randn):
 
 @pytest.fixture
 def used(monkeypatch):
-    """The rows of the tiles that were asked for."""
+    """The rows of the tiles that were asked for, narrow experts being no exception."""
     from rayllm_kernels.experts import group_kernel
 
+    monkeypatch.setattr(plans, "HOPPER_INNER", 0)
     rows, group = [], group_kernel.group
     monkeypatch.setattr(group_kernel, "group", lambda *given, **named: rows.append(given[2]) or group(*given, **named))
     return rows
@@ -97,7 +99,7 @@ def test_e4m3_gives_what_other_tiles_give(case, used, monkeypatch, shape):
 
 
 @on_hopper
-def test_captured_launches_give_the_same(case):
+def test_captured_launches_give_the_same(case, used):
     """Behind one another in a graph: what a launch reads is there when its predecessor is done."""
     arguments = case(1500, 6, 2, 256, 256, torch.bfloat16)
     expected = ops.experts(*arguments)
@@ -110,14 +112,18 @@ def test_captured_launches_give_the_same(case):
         assert torch.equal(y, expected)
 
 
-def test_what_tensor_copies_cannot_read_is_left_to_others():
+def test_what_others_win_or_tensor_copies_cannot_read_is_left_to_others():
     hopper = Hardware(132, 227 << 10, (9, 0))
-    gate_up, down = torch.zeros(2, 64, 32, dtype=torch.bfloat16), torch.zeros(2, 32, 32, dtype=torch.bfloat16)
+    wide = HOPPER_INNER + 32
+    gate_up, down = (torch.zeros(2, *shape, dtype=torch.bfloat16) for shape in ((2 * wide, 32), (32, wide)))
     assert hopper_takes(gate_up, down, hopper)
     assert not hopper_takes(gate_up, down, hopper._replace(capability=(10, 0)))
     assert not hopper_takes(gate_up.float(), down.float(), hopper)
-    assert not hopper_takes(gate_up, down[:, :, :20].contiguous(), hopper)
-    assert not hopper_takes(gate_up, down[:, :, :24], hopper)
+    assert not hopper_takes(gate_up, down[:, :, : wide - 4].contiguous(), hopper)
+    assert not hopper_takes(gate_up, down[:, :, : wide - 8], hopper)
+    narrow = gate_up[:, :64].contiguous(), down[:, :, :32].contiguous()
+    assert not hopper_takes(*narrow, hopper)
+    assert hopper_takes(*(each.to(torch.float8_e4m3fn) for each in narrow), hopper)
 
 
 COMPILE = """
@@ -126,11 +132,11 @@ from rayllm_kernels.experts.hopper_kernel import _experts_hopper_kernel
 
 meta = torch.device("meta")
 empty = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device=meta)
-x, gate_up, down = empty(2000, 256), empty(4, 512, 256), empty(4, 256, 256)
+x, gate_up, down = empty(2000, 256), empty(4, 2048, 256), empty(4, 256, 1024)
 routed = empty(2000, 2, dtype=torch.float32), empty(2000, 2, dtype=torch.int32)
 codes = [empty(*each.shape, dtype=torch.uint8) for each in (gate_up, down)]
 scales = [empty(*each.shape[:2], 1, dtype=torch.float32) for each in codes]
-e4m3 = [ops.ExpertWeight("fp8", *each, None, 256, None) for each in zip(codes, scales)]
+e4m3 = [ops.ExpertWeight("fp8", *each, None, each[0].shape[2], None) for each in zip(codes, scales)]
 with assumed(meta, Hardware(132, 227 << 10, (9, 0))), dispatch.forced(triton=True), ops.compile_only():
     ops.experts(x, *routed, gate_up, down)
     ops.experts_quantised(x, *routed, *e4m3, fp8_tokens=True)
