@@ -291,7 +291,7 @@ def _consume(x_ptr, norm, weight, bias_ptr, y_ptr, total_ptr, outputs, token_sme
         groups = following
         following = ()
         for chunk in gl.static_range(CHUNKS):
-            low_scales, high_scales, low_zeros, high_zeros = groups[chunk]
+            low_scales, high_scales, low_zeros, high_zeros = groups[chunk]  # type: ignore[var-annotated]
             hopper.mbarrier.wait(full.index(use % STAGES), use // STAGES % 2)
             codes = smem.index(use % STAGES).reshape([W, ROWS, 64]).load(_codes_layout(W))
             hopper.mbarrier.arrive(free.index(use % STAGES))
