@@ -114,9 +114,9 @@ MISTAKES = {
         ("mask = (rank < num_ranks)[:, None]", "mask = (rank < FORM.most)[:, None]"),
         ("first + num_ranks - 1) // GROUP", "first + num_ranks) // GROUP"),
         ("tl.where(has_ranks, PARTS - 1, 0)", "PARTS - 1"),
-        ("tl.where(has_ranks, tokens, 0)", "tokens - 1"),
-        ("tl.store(counters_ptr + group, 0)", "tl.store(counters_ptr + group, 1)"),
-        ("(row < PROJECTIONS * tokens)[:, None]", "(row < tokens)[:, None]"),
+        ("within < tl.where(has_ranks, TOKENS * RANKS, 0)", "within < TOKENS * RANKS - 1"),
+        ("tl.store(counter_ptr, 0)", "tl.store(counter_ptr, 1)"),
+        ("range(0, PROJECTIONS)", "range(0, 1)"),
         ("has_ranks | (part == 0)", "has_ranks"),
     ],
     ("linear/tiles_kernel.py", "linear/test_linear.py::test_every_tile_that_may_be_chosen"): [

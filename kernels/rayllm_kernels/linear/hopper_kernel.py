@@ -266,9 +266,9 @@ def _consume(
         first_token = tile % token_tiles * TOKENS
         first = (tile // token_tiles * CONSUMERS + CONSUMER) * (TILE.blocks * WIDTH)
         count = stop - first_unit
-        if PROJECTIONS > 0:
-            met = count_met(tile // token_tiles, adapters[1], TILE, PROJECTIONS)
-            count += gl.where(stop == tile_end, columns * met, 0)
+        if PROJECTIONS > 0:  # noqa: SIM102, it is the compiler's
+            if stop == tile_end:
+                count += columns * count_met(tile // token_tiles, adapters[1], TILE, PROJECTIONS)
         if scales is None:
             acc = _multiply(use, count, ring, CONSUMER, TILE)
         else:

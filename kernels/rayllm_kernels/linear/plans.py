@@ -124,7 +124,7 @@ HOPPER_TILES = (*NARROW.values(), *WIDE.values(), WIDEST)
 
 MAX_PROJECTIONS = 4  # with adapters, of one product
 MAX_COLUMNS = 31 * 64  # of adapters' second matrices, in groups of 64 of which each is a bit of a word
-MAX_GROUPS = 1024  # of rows of adapters' first matrices
+MAX_GROUPS = 4096  # of rows of adapters' first matrices and of tokens
 
 
 def hopper_takes_adapters(tokens: int, adapters: TokenAdapters, gated: bool) -> bool:
@@ -137,7 +137,7 @@ def hopper_takes_adapters(tokens: int, adapters: TokenAdapters, gated: bool) -> 
         and (not gated or len(set(rows)) == 1)
         and 0 < columns <= MAX_COLUMNS
         and columns % 8 == 0
-        and slots * projections * -(-ranks // 16) <= MAX_GROUPS
+        and slots * projections * -(-ranks // 16) * -(-tokens // 16) <= MAX_GROUPS
         and all(t.data_ptr() % 16 == 0 for t in adapters.weights[:2])
     )
 

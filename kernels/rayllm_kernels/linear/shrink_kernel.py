@@ -5,11 +5,13 @@
 x [T, in], A [S, P, R, in] -> u [P, T, S * R] in x's dtype. Sums are fp32. So u is more columns of x, as B [N, S * R] is
 more columns of W. No row of u depends on other tokens.
 
-A program multiplies ROWS rows of A of a slot and projection with a part of the inputs. Its part of A, which no kernel
-writes, is on its way from the start. It leaves its sums; the last one of a slot's and projection's rows adds them up in
-the order of parts. The launch of the product overlaps with all of this: it waits for u only when it has multiplied a
-tile. That x is there, it learns from a program of its own, which does nothing but wait for the kernel before and tell
-the product's programs: `ready` has a word for each of these, who set it back themselves.
+A program multiplies ROWS rows of A of a slot and projection with a part of the inputs of a tile of tokens, and ends at
+once if none of these has the slot. Its part of A, which no kernel writes, is on its way from the start. It leaves its
+sums; the program that is last for a tile and these rows adds them up in the order of parts. The launch of the product
+overlaps with all of this: it waits for u only when it has multiplied a tile. That x is there, and in which groups of
+columns u has to be read, it learns from one more program, which waits for the kernel before and tells the product's
+programs: `ready` has a word for each of these, who set it back themselves. Then this program fills up the groups with
+zeros. In groups that no token's slot has a part in, u is left as it is.
 """
 
 # mypy: allow-incomplete-defs
@@ -79,8 +81,8 @@ def _announce(slots_ptr, ranks_ptr, u_ptr, ready_ptr, tokens, programs, FORM: tl
     WIDTH: tl.constexpr = FORM.slots * FORM.most
     TOKENS: tl.constexpr = FORM.tokens
     RANKS: tl.constexpr = FORM.ranks
-    token = tl.arange(0, MAX_TOKENS)
-    of_tokens = tl.load(slots_ptr + token, mask=token < tokens, other=-1)
+    any_token = tl.arange(0, MAX_TOKENS)
+    of_tokens = tl.load(slots_ptr + any_token, mask=any_token < tokens, other=-1)
     own = tl.maximum(of_tokens, 0)
     most = own * 0
     for i in tl.static_range(PROJECTIONS):
@@ -92,14 +94,16 @@ def _announce(slots_ptr, ranks_ptr, u_ptr, ready_ptr, tokens, programs, FORM: tl
     tl.atomic_xchg(ready_ptr + program, present | -0x80000000, mask=program < programs, sem="release")
     for slot in range(0, FORM.slots):
         is_beside = (present & _groups(slot, FORM.most, FORM)) != 0
-        if is_beside & (tl.max((of_tokens == slot).to(tl.int32), 0) == 0):
-            for start in range(0, PROJECTIONS * tokens, TOKENS):
-                row = start + tl.arange(0, TOKENS)
-                for first in range(0, FORM.most, RANKS):
-                    rank = first + tl.arange(0, RANKS)
-                    target = u_ptr + row.to(tl.int64)[:, None] * WIDTH + slot * FORM.most + rank[None, :]
-                    wanted = (row < PROJECTIONS * tokens)[:, None] & (rank < FORM.most)[None, :]
-                    tl.store(target, tl.zeros([TOKENS, RANKS], u_ptr.dtype.element_ty), mask=wanted)
+        for start in range(0, tl.where(is_beside, tokens, 0), TOKENS):
+            token = start + tl.arange(0, TOKENS)
+            if tl.max((tl.load(slots_ptr + token, mask=token < tokens, other=-1) == slot).to(tl.int32), 0) == 0:
+                for projection in range(0, PROJECTIONS):
+                    row = (projection * tokens + token).to(tl.int64)[:, None]
+                    for first in range(0, FORM.most, RANKS):
+                        rank = first + tl.arange(0, RANKS)
+                        wanted = (token < tokens)[:, None] & (rank < FORM.most)[None, :]
+                        zeros = tl.zeros([TOKENS, RANKS], u_ptr.dtype.element_ty)
+                        tl.store(u_ptr + row * WIDTH + slot * FORM.most + rank[None, :], zeros, mask=wanted)
 
 
 @triton.jit
@@ -113,15 +117,15 @@ def _shrink(program, x_ptr, adapters, slots_ptr, sums_ptr, u_ptr, counters_ptr, 
     SLICES: tl.constexpr = FORM.slices
     RANKS: tl.constexpr = FORM.ranks
     WIDTH: tl.constexpr = FORM.slots * FORM.most
-    group, part = program // PARTS, program % PARTS
+    tiles = tl.cdiv(tokens, TOKENS)
+    part, tile, group = program % PARTS, program // PARTS % tiles, program // PARTS // tiles
     rank_tile, projection = group % FORM.rank_tiles, group // FORM.rank_tiles % FORM.projections
     slot = group // (FORM.rank_tiles * FORM.projections)
-    any_token = tl.arange(0, MAX_TOKENS)
-    of_tokens = tl.load(slots_ptr + any_token, mask=any_token < tokens, other=-1)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    mine = tl.load(slots_ptr + token, mask=token < tokens, other=-1) == slot
     num_ranks = tl.load(ranks_ptr + slot * FORM.projections + projection)
-    is_present = tl.max((of_tokens == slot).to(tl.int32), 0) > 0
     has_ranks = rank_tile * RANKS < num_ranks
-    if is_present & (has_ranks | (part == 0)):
+    if (tl.max(mine.to(tl.int32), 0) > 0) & (has_ranks | (part == 0)):
         lane, depth = tl.arange(0, RANKS), part * (SLICES * DEPTH) + tl.arange(0, DEPTH)
         rank = rank_tile * RANKS + lane
         row = (slot * FORM.projections + projection).to(tl.int64) * FORM.most + rank
@@ -132,33 +136,30 @@ def _shrink(program, x_ptr, adapters, slots_ptr, sums_ptr, u_ptr, counters_ptr, 
             mask = (rank < num_ranks)[:, None] & inside[None, :]
             a += (tl.load(a_row + i * DEPTH, mask=mask, other=0.0),)  # type: ignore[assignment]
         _wait(FORM.overlap)
-        of_group = sums_ptr + group.to(tl.int64) * PARTS * tokens * RANKS + lane[None, :]
-        columns = u_ptr + projection.to(tl.int64) * tokens * WIDTH + slot * FORM.most + rank[None, :]
-        for start in range(0, tokens, TOKENS):
-            token = start + tl.arange(0, TOKENS)
-            mine = tl.load(slots_ptr + token, mask=token < tokens, other=-1) == slot
-            x_row = x_ptr + token.to(tl.int64)[:, None] * stride_x + depth[None, :]
+        within = tl.arange(0, TOKENS)[:, None] * RANKS + lane[None, :]
+        sums_ptr += (program // PARTS).to(tl.int64) * (PARTS * TOKENS * RANKS)
+        # Once. In a loop, so that the compiler moves A into shared memory before it, where it takes no registers.
+        for start in range(tile * TOKENS, tl.minimum(tile * TOKENS + TOKENS, tokens), TOKENS):
+            x_row = x_ptr + (start + tl.arange(0, TOKENS)).to(tl.int64)[:, None] * stride_x + depth[None, :]
             acc = tl.zeros([TOKENS, RANKS], tl.float32)
             for i in tl.static_range(SLICES):
                 inside = depth + i * DEPTH < inputs
                 x = tl.load(x_row + i * DEPTH, mask=mine[:, None] & inside[None, :], other=0.0)
                 acc = tl.dot(x, tl.trans(a[i]), acc, input_precision="ieee")
-            target = of_group + (part * tokens + token)[:, None] * RANKS
-            tl.store(target, acc, mask=(token < tokens)[:, None], cache_modifier=".cg")
+            tl.store(sums_ptr + part * (TOKENS * RANKS) + within, acc, cache_modifier=".cg")
         tl.debug_barrier()  # until all threads have stored
-        others = tl.where(has_ranks, PARTS - 1, 0)
-        if tl.atomic_add(counters_ptr + group, 1, sem="acq_rel") == others:
-            tl.store(counters_ptr + group, 0)
-            for start in range(0, tokens, TOKENS):
-                token = start + tl.arange(0, TOKENS)
-                wanted = (token < tokens)[:, None]
-                summed = (token < tl.where(has_ranks, tokens, 0))[:, None]
-                total = tl.zeros([TOKENS, RANKS], tl.float32)
-                for i in tl.static_range(PARTS):
-                    source = of_group + (i * tokens + token)[:, None] * RANKS
-                    total += tl.load(source, mask=summed, other=0.0, cache_modifier=".cg")
-                target = columns + token.to(tl.int64)[:, None] * WIDTH
-                tl.store(target, total.to(u_ptr.dtype.element_ty), mask=wanted & (rank < FORM.most)[None, :])
+        counter_ptr = counters_ptr + program // PARTS
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == tl.where(has_ranks, PARTS - 1, 0):
+            tl.store(counter_ptr, 0)
+            summed = within < tl.where(has_ranks, TOKENS * RANKS, 0)
+            total = tl.zeros([TOKENS, RANKS], tl.float32)
+            for i in tl.static_range(PARTS):
+                source = sums_ptr + i * (TOKENS * RANKS) + within
+                total += tl.load(source, mask=summed, other=0.0, cache_modifier=".cg")
+            u_row = (projection * tokens + token).to(tl.int64)[:, None]
+            target = u_ptr + u_row * WIDTH + slot * FORM.most + rank[None, :]
+            wanted = (token < tokens)[:, None] & (rank < FORM.most)[None, :]
+            tl.store(target, total.to(u_ptr.dtype.element_ty), mask=wanted)
 
 
 @triton.jit(do_not_specialize=["slots_ptr", "tokens", "programs"])
@@ -177,31 +178,31 @@ def _shrink_columns_kernel(
         _shrink(program - 1, x_ptr, adapters, slots_ptr, sums_ptr, u_ptr, counters_ptr, sizes, FORM)
 
 
+def count_counters(tokens: int, slots: int, projections: int, most: int) -> int:
+    """How many a launch has need of."""
+    return slots * projections * triton.cdiv(most, ROWS) * triton.cdiv(tokens, _shape(tokens)[0])
+
+
 def _shape(tokens: int) -> tuple[int, int]:
-    """Tokens of a tile, and slices of the inputs of a program."""
-    return (16, 4) if tokens <= 16 else (32, 2)
-
-
-def count_groups(slots: int, projections: int, most: int) -> int:
-    """How many counters a launch has need of."""
-    return slots * projections * triton.cdiv(most, ROWS)
+    """Tokens of a tile, and slices of the inputs of a program: the more tokens, the less memory the product leaves."""
+    if tokens <= 16:
+        return 16, 4
+    return (32, 2) if tokens <= 32 else (32, 1)
 
 
 def shrink(x: Tensor, adapters: TokenAdapters, counters: Tensor, ready: Tensor, programs: int) -> Tensor:
     """u [P, T, S * R] of x [T, in], T at most MAX_TOKENS, for a product of so many programs that is launched next.
 
-    counters: `count_groups` zeros at least; ready: a zero for each program of the product. Both int32.
+    counters: `count_counters` zeros at least; ready: a zero for each program of the product. Both int32.
     """
     slots, (a, _b, ranks, _rows) = adapters
     (num_slots, projections, most, inputs), tokens = a.shape, x.shape[0]
-    tile, slices = _shape(tokens)
-    parts = triton.cdiv(inputs, slices * DEPTH)
-    groups, overlap = count_groups(num_slots, projections, most), hardware(x.device).can_overlap
+    (tile, slices), overlap = _shape(tokens), hardware(x.device).can_overlap
+    parts, rank_tiles = triton.cdiv(inputs, slices * DEPTH), triton.cdiv(most, ROWS)
     padded = triton.next_power_of_2(programs)
-    form = Form(
-        num_slots, projections, most, triton.cdiv(most, ROWS), parts, ROWS, DEPTH, slices, tile, padded, overlap
-    )
-    sums = torch.empty(groups * parts * tokens * ROWS, dtype=torch.float32, device=x.device)
+    form = Form(num_slots, projections, most, rank_tiles, parts, ROWS, DEPTH, slices, tile, padded, overlap)
+    groups = count_counters(tokens, *a.shape[:3])
+    sums = torch.empty(groups * parts * tile * ROWS, dtype=torch.float32, device=x.device)
     u = torch.empty((projections, tokens, num_slots * most), dtype=x.dtype, device=x.device)
     launch(_shrink_columns_kernel, (1 + groups * parts,))(
         x, (a, ranks), slots, sums, u, counters, ready, x.stride(0), tokens, inputs, programs,

@@ -105,7 +105,7 @@ def test_shrinks(randn, adapted, device, case):
     tokens, inputs, _rows, ranks, most = case
     x, adapters = randn(tokens, inputs + 8, dtype=DTYPE)[:, :inputs], adapted(*case)
     zeros = {"dtype": torch.int32, "device": device}
-    counters = torch.zeros(shrink_kernel.count_groups(len(ranks), len(ranks[0]), most), **zeros)
+    counters = torch.zeros(shrink_kernel.count_counters(tokens, len(ranks), len(ranks[0]), most), **zeros)
     ready, results = torch.zeros(200, **zeros), []
     for _launch in range(3):
         results.append(shrink_kernel.shrink(x, adapters, counters, ready, 132))
