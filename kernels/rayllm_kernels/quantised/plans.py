@@ -7,7 +7,7 @@ follow from what limits a product (docs/performance.md, "Weights in fewer bits")
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from ..device import Hardware, hardware
 from ..linear.plans import WELL_FULL, HopperPlan, HopperTile, Tiles, plan_hopper_fp8
 from .fp8_operands import Fp8Rows, Fp8Weight
+
+if TYPE_CHECKING:
+    from .experts import ExpertWeight
 
 GROUPS = (32, 64, 128)  # inputs that share a scale of an fp8 weight
 
@@ -338,8 +341,33 @@ def fixed_int4_tiles(group: int | None, dtype: torch.dtype) -> Tiles:
 # ---- experts: `experts_kernel`, and `fp8_experts_kernel` for tokens in fp8 ----
 
 
+def pairs_take(*weights: ExpertWeight) -> bool:
+    """Whether few pairs of a token and an expert are vector products with weights of 4 bits, 16 bytes of a row having
+    one scale of each half.
+    """
+    return all(each.kind != "fp8" and each.codes.shape[-1] % INT4_VECTOR_BYTES == 0 for each in weights)
+
+
+def joins_scales(kind: str, dtype: torch.dtype, gpu: Hardware, *, deterministic: bool) -> bool:
+    """Whether experts' weights are multiplied with their scales, and not the sums of their groups: where that is exact,
+    which MXFP4 is in bf16 alone, and where it may round. What does so is PTX.
+    """
+    if gpu.capability is None:
+        return False
+    if kind == "mxfp4":
+        return dtype == torch.bfloat16
+    return kind == "int4" and dtype in (torch.bfloat16, torch.float16) and not deterministic
+
+
 def choose_expert_tiles(
-    rows: int, group: int | None, dtype: torch.dtype, gpu: Hardware, *, gated: bool, deterministic: bool = False
+    rows: int,
+    group: int | None,
+    dtype: torch.dtype,
+    gpu: Hardware,
+    *,
+    gated: bool,
+    joined: bool = False,
+    deterministic: bool = False,
 ) -> Tiles:
     """Of so many rows, for tokens that stay in `dtype`; the depth (of 4 bits: bytes) is of inputs that share a scale.
 
@@ -349,6 +377,8 @@ def choose_expert_tiles(
     """
     if dtype == torch.float32:  # no tensor cores in exact fp32
         return Tiles(rows, 32, 32, 4, 2, False)
+    if joined:
+        return choose_joined_tiles(rows, gated=gated, deterministic=deterministic)
     # Elsewhere than there and on 10.0, both operands and two sums of a gated product are in registers, and would spill.
     in_registers = gpu.capability is not None and gpu.capability[0] not in (9, 10)
     deepest = min(128, group or 128)
@@ -357,6 +387,15 @@ def choose_expert_tiles(
         return Tiles(rows, 64, depth if deterministic else deepest, 4, 3, True)
     num_warps = 8 if gated or rows == 128 else 4
     return Tiles(rows, 64 if gated or rows == 64 else 128, depth, num_warps, 3, True)
+
+
+def choose_joined_tiles(rows: int, *, gated: bool, deterministic: bool) -> Tiles:
+    """Of weights of 4 bits that are multiplied with their scales; the depth is in bytes."""
+    if deterministic:
+        return Tiles(rows, 64, 64, 4, 3, True)
+    if rows <= 32:
+        return Tiles(rows, 64, 128, 4, 3, True)
+    return Tiles(rows, 64 if gated else 128, 64, 8 if rows == 128 else 4, 3, True)
 
 
 FP8_DOWN_OUTPUTS = 128
