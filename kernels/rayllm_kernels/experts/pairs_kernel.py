@@ -126,47 +126,31 @@ def _load_words(values_ptr, row, real, chunk, FORM: tl.constexpr):
 
 
 @triton.jit
-def _scaled_halves(x, BYTE: tl.constexpr, FORM: tl.constexpr):
-    """x [places, vectors, 2], of a byte's two numbers, times what makes up for numbers that are too small."""
-    low, high = tl.split(x)
-    if FORM.kind == "mxfp4":
-        return low * 2.0**64, high * 2.0**64
-    else:
-        return low * (2.0 ** (80 - 8 * min(BYTE, 2))), high * (2.0 ** (80 - 8 * min(BYTE, 2) - 4))
+def _scaled(x, BYTE: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr):
+    """x [places, vectors, 2], of a byte of two words, times what makes up for numbers that are too small, as two."""
+    SHIFT: tl.constexpr = 64 if FORM.kind == "mxfp4" else 80 - 8 * min(BYTE, 2) - 4 * HALF
+    return tl.split(x * 2.0**SHIFT)
 
 
 @triton.jit
-def _of_words(x, BYTE: tl.constexpr, FORM: tl.constexpr):
-    """x [places, vectors, 8], of one byte of the words of both halves, as `_scaled_halves` of each word."""
-    words = _quarters(tl.reshape(x, [FORM.places, FORM.padded, 2, 4]))
-    return (
-        _scaled_halves(words[0], BYTE, FORM),
-        _scaled_halves(words[1], BYTE, FORM),
-        _scaled_halves(words[2], BYTE, FORM),
-        _scaled_halves(words[3], BYTE, FORM),
-    )
-
-
-@triton.jit
-def _load_inputs(x_row, real, chunk, FORM: tl.constexpr):
-    """(what numbers are multiplied by, [places, vectors] for each byte, word and half; of int4 2^80 times the sums of
-    each vector's inputs, [places, vectors] for either half). x_row, real: [places].
+def _load_eights(x_row, real, chunk, PART: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr):
+    """Of each vector's first or second eight inputs of a half, those of two words: (for each byte both of `_scaled`,
+    2^80 times the sum of all). Each of these [places, vectors]. x_row, real: [places].
     """
-    place = tl.arange(0, 4 * FORM.padded * 8)
-    part, vector = place // (FORM.padded * 8), chunk * FORM.padded + place // 8 % FORM.padded
-    at = part // 2 * (4 * FORM.words) + vector * 16 + part % 2 * 8 + place % 8
+    place = tl.arange(0, FORM.padded * 8)
+    vector = chunk * FORM.padded + place // 8
+    at = HALF * 4 * FORM.words + vector * 16 + PART * 8 + place % 8
     inside = (vector < FORM.words // VECTOR) & (at < FORM.inputs)
     x = tl.load(x_row[:, None] + at[None, :], mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    x = tl.permute(tl.reshape(x, [FORM.places, 4, FORM.padded, 8]), 0, 2, 1, 3)
-    totals = tl.sum(tl.reshape(tl.sum(x, 3), [FORM.places, FORM.padded, 2, 2]), 3) * 2.0**80
-    first, second, third, fourth = _quarters(tl.reshape(x, [FORM.places, FORM.padded, 8, 4]))
-    token = (
-        _of_words(first, 0, FORM),
-        _of_words(second, 1, FORM),
-        _of_words(third, 2, FORM),
-        _of_words(fourth, 3, FORM),
+    total = tl.sum(tl.reshape(x, [FORM.places, FORM.padded, 8]), 2) * 2.0**80
+    first, second, third, fourth = _quarters(tl.reshape(x, [FORM.places, FORM.padded, 2, 4]))
+    scaled = (
+        _scaled(first, 0, HALF, FORM),
+        _scaled(second, 1, HALF, FORM),
+        _scaled(third, 2, HALF, FORM),
+        _scaled(fourth, 3, HALF, FORM),
     )
-    return token, tl.split(totals)
+    return scaled, total
 
 
 @triton.jit
@@ -186,10 +170,10 @@ def _numbers(words, BYTE: tl.constexpr, HALF: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def _sums_of_half(words, token, total, of_groups, first_group, chunk, groups, HALF: tl.constexpr, FORM: tl.constexpr):
-    """[rows, places, vectors]: scaled sums of a half's numbers. words: of `_load_words`. token, total: of
-    `_load_inputs`. of_groups: (scales, zero points or None). first_group: [rows * places * vectors], where rows have
-    their scales, negative of those that are not there. groups: of a row.
+def _sums_of_half(words, parts, total, of_groups, first_group, chunk, groups, HALF: tl.constexpr, FORM: tl.constexpr):
+    """[rows, places, vectors]: scaled sums of a half's numbers. words: of `_load_words`. parts: what `_load_eights` has
+    of both eights; total: of all. of_groups: (scales, zero points or None). first_group: [rows * places * vectors],
+    where rows have their scales, negative of those that are not there. groups: of a row.
     """
     scales_ptr, zeros_ptr = of_groups
     SHAPE: tl.constexpr = [FORM.rows, FORM.places, FORM.padded]
@@ -214,8 +198,8 @@ def _sums_of_half(words, token, total, of_groups, first_group, chunk, groups, HA
     for word in tl.static_range(4):
         for byte in tl.static_range(2):
             low, high = _numbers(words[word], byte, HALF, FORM)
-            sums += low * token[byte][word][HALF][None]
-            sums += high * token[byte + 2][word][HALF][None]
+            sums += low * parts[word // 2][byte][word % 2][None]
+            sums += high * parts[word // 2][byte + 2][word % 2][None]
     return sums * UNSHIFT * scales
 
 
@@ -331,12 +315,13 @@ def _code_pairs_kernel(
         up_following = following
         if ACT is not None:
             up_following = _load_words(values_ptr, own_row + outputs, own_real, chunk + 1, FORM)
-        token, totals = _load_inputs(x_row, real, chunk, FORM)
-        acc += _sums_of_half(words, token, totals[0], of_groups, first_group, chunk, groups, 0, FORM)
-        acc += _sums_of_half(words, token, totals[1], of_groups, first_group, chunk, groups, 1, FORM)
-        if ACT is not None:
-            up_acc += _sums_of_half(up_words, token, totals[0], of_groups, up_group, chunk, groups, 0, FORM)
-            up_acc += _sums_of_half(up_words, token, totals[1], of_groups, up_group, chunk, groups, 1, FORM)
+        for half in tl.static_range(2):
+            first, total = _load_eights(x_row, real, chunk, 0, half, FORM)
+            second, other_total = _load_eights(x_row, real, chunk, 1, half, FORM)
+            parts, total = (first, second), total + other_total
+            acc += _sums_of_half(words, parts, total, of_groups, first_group, chunk, groups, half, FORM)
+            if ACT is not None:
+                up_acc += _sums_of_half(up_words, parts, total, of_groups, up_group, chunk, groups, half, FORM)
         words, up_words = following, up_following
     output = first_output + tl.arange(0, FORM.rows)
     result = tl.trans(tl.sum(acc, 2))
