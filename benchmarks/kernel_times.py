@@ -61,7 +61,9 @@ TOKENS = [8192, 64]
 HIDDEN, INTERMEDIATE = 4096, 14336
 LINEAR = [(4096, 28672), (14336, 4096), (4096, 6144), (1024, 151936), (1024, 6144)]  # inputs, outputs
 LINEAR_TOKENS = [1, 32, 128]
-QUANTISED_LINEAR, QUANTISED_TOKENS = LINEAR[:3], [1, 16, 32, 64, 128, 1024, 8192]
+QUANTISED_LINEAR = [*LINEAR[:3], (4096, 4096)]
+QUANTISED_TOKENS = [1, 8, 16, 32, 64, 128, 256, 1024, 8192]
+LARGE = 8192  # rows, columns and depth of the product that says what tensor cores give
 EXPERTS_TOKENS = [1, 32, 256, 8192]
 ROUTINGS = 8  # of tokens to experts, in turn
 DRAWS = [1, 32, 256]  # rows of logits
@@ -349,9 +351,29 @@ def linear_fp8(name: str, tokens: int, inputs: int, outputs: int, rows: int, gro
     moved, flops = inputs * outputs + tokens * of_token + weights[0].scales.nbytes, 2 * tokens * inputs * outputs
     if wide:
         return Case(name, [partial(ops.linear_fp8_weight, x, weight) for weight in weights], moved, flops)
-    rounded = ops.to_fp8(x, ops.Rounding(group))
+    how = ops.Rounding(group)
+    if tokens == 1:  # which is not rounded
+        return Case(
+            name, [partial(ops.linear_rounding_fp8, x, how, weight) for weight in weights], moved + inputs, flops
+        )
+    rounded = ops.to_fp8(x, how)
     calls = [partial(ops.linear_fp8, rounded, weight, None, x.dtype) for weight in weights]
     return Case(name, calls, moved, flops, FP8_FLOPS_PER_SECOND)
+
+
+def copy(name: str, size: int) -> Case:
+    """What memory gives: so many bytes read and written, by a kernel; a captured copy is not by one, and is slower."""
+    source, target = normal(size // 2), normal(size // 2)
+    return Case(name, [partial(torch.neg, x, out=y) for x, y in ((source, target), (target, source))], bytes=2 * size)
+
+
+def library_fp8(name: str, size: int) -> Case:
+    """What tensor cores give: PyTorch's product of e4m3 numbers with one scale for all, without any of ours."""
+    parts = [normal(2, size, size).to(torch.float8_e4m3fn).unbind() for _ in range(2)]
+    one = torch.ones((), device=DEVICE)
+    product = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    calls = [partial(product, x, weight.t()) for x, weight in parts]
+    return Case(name, calls, bytes=4 * size * size, flops=2 * size**3, flops_per_second=FP8_FLOPS_PER_SECOND)
 
 
 def int4_weights(
@@ -529,6 +551,8 @@ def cases() -> dict[str, Callable[[str], Case]]:
             name = f"qk_norm_rope_cache {tokens} x {HEADS}+2x{KV_HEADS} {kind}"
             made[name] = partial(norm_rope_cache, tokens=tokens, dtype=dtype)
     made["copy_blocks 16 x 2 MiB"] = partial(copy_blocks, count=16)
+    made["limit: copy of 1 GiB"] = partial(copy, size=1 << 30)
+    made[f"limit: e4m3 product of {LARGE} x {LARGE} x {LARGE}"] = partial(library_fp8, size=LARGE)
     return made
 
 

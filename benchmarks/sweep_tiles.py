@@ -230,7 +230,7 @@ def dense(family: str, gpu: Hardware, shapes: Shapes, group: int | None, *, wide
             tiles = [tile for tile in HOPPER_TILES if tile.tokens == tokens and tile != WIDEST]
             found += hopper_candidates({tile: 3 - tile.consumers for tile in tiles}, tokens, outputs, gpu)
         if bits == 4 and gpu.is_hopper:
-            padded = min(tokens, plans.INT4_HOPPER_TOKENS)
+            padded = plans.int4_hopper_tokens(tokens)
             kinds = {tile: kind.programs for tile, kind in plans.INT4_HOPPER_TILES.items() if tile.tokens == padded}
             found += hopper_candidates(kinds, tokens, outputs, gpu)
         kept = inputs * outputs * bits // 8 + 4 * (outputs if group is None else outputs * inputs // group)

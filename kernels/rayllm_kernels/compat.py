@@ -13,3 +13,5 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 copy_async = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 # (): wait for all threads of the warps that run this code. Triton 3.9 renamed it.
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+# (shared memory, dtype, shape, layout): the same bytes as another tensor. Triton 3.9 renamed it.
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret

@@ -27,6 +27,7 @@ from .cache.token_inputs import token_inputs
 from .collectives.all_reduce import PeerBuffers, all_gather_small, all_reduce, all_reduce_add_rms_norm
 from .dispatch import TritonModule
 from .experts.experts import ExpertRange, experts
+from .experts.pair_sum import PairSum
 from .experts.route import Routing, route
 from .gated_delta.causal_conv import causal_conv
 from .gated_delta.delta_rule import Gates, gated_delta_rule

@@ -9,6 +9,7 @@ import torch
 
 from rayllm.layers.layer import BuildContext, Layer
 from rayllm.layers.matrices.experts import ExpertPart, ExpertShapes, QuantisedExperts
+from rayllm.layers.norm import Summand
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels import ops
 
@@ -55,7 +56,7 @@ class Experts(Layer):
         if self.quantised is None:
             self.gate_up = context.parameter(count, 2 * self.shard, hidden_size)
             self.down = context.parameter(count, hidden_size, self.shard)
-            self.product: Callable[..., torch.Tensor] = partial(ops.experts, gate_up=self.gate_up, down=self.down)
+            self.product: Callable[..., Summand] = partial(ops.experts, gate_up=self.gate_up, down=self.down)
         else:
             self.product = partial(
                 ops.experts_quantised,
@@ -76,11 +77,17 @@ class Experts(Layer):
         return self.part.num_here * (3 * self.shard * self.hidden_size + of_biases)
 
     def forward(
-        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, onto: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        onto: torch.Tensor | None = None,
+        *,
+        summed: bool = True,
+    ) -> Summand:
         """The rank's summand of the output, plus `onto`: x, onto [T, hidden_size] -> [T, hidden_size].
 
-        weights, experts: of `Router`.
+        weights, experts: of `Router`. summed: False if it need not be added up yet.
         """
         return self.product(
             x,
@@ -92,6 +99,7 @@ class Experts(Layer):
             clamp=self.clamp,
             owned=self.owned,
             onto=onto,
+            summed=summed,
             deterministic=self.deterministic,
         )
 

@@ -18,7 +18,7 @@ from rayllm.layers.layer import BuildContext, Heads, Layer
 from rayllm.layers.lora import Adaptable, ProjectionAdapters
 from rayllm.layers.matrices.make import make_matrix
 from rayllm.layers.matrices.matrix import Activations, Piece
-from rayllm.layers.norm import RMSNorm
+from rayllm.layers.norm import RMSNorm, Summand
 from rayllm.layers.weights import Span, WeightSource
 from rayllm_kernels import ops
 
@@ -152,13 +152,13 @@ class ColumnLinear(Linear):
     def forward(self, x: Activations) -> Activations:
         return self.product(x, self.bias)
 
-    def after_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm) -> tuple[Any, torch.Tensor]:
+    def after_norm(self, x: Summand, residual: torch.Tensor | None, norm: RMSNorm) -> tuple[Any, torch.Tensor]:
         """(`forward` of norm(total), total), total = x + residual [T, in].
 
         The first is a tensor, but for what `feeds` another layer: that is for its consumer, in whatever form.
         x: the rank's summand of it (`RowLinear.partial`); the whole if residual is None.
         """
-        if self.fuses and self.is_one_pass:
+        if self.fuses and self.is_one_pass and isinstance(x, torch.Tensor):
             return self.matrix.multiply_normed(
                 x, residual, (norm.weight, norm.eps), self.bias, act=self.gate_act, wanted=self.wanted()
             )

@@ -12,6 +12,8 @@ from rayllm.layers.layer import BuildContext, Layer
 from rayllm.layers.weights import WeightSource
 from rayllm_kernels import ops
 
+Summand = torch.Tensor | ops.PairSum  # [T, size], of a sum that its reader makes
+
 
 class RMSNorm(Layer):
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension, of `size` entries (Zhang and Sennrich, 2019).
@@ -31,21 +33,28 @@ class RMSNorm(Layer):
         return ops.rms_norm(x, self.weight, self.eps)
 
     @overload
-    def add_partial(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def add_partial(self, x: Summand, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @overload
     def add_partial(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rounding: ops.Rounding | None
+        self, x: Summand, residual: torch.Tensor | None, rounding: ops.Rounding | None
     ) -> tuple[torch.Tensor | ops.Fp8Rows, torch.Tensor]: ...
 
     def add_partial(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rounding: ops.Rounding | None = None
+        self, x: Summand, residual: torch.Tensor | None, rounding: ops.Rounding | None = None
     ) -> tuple[torch.Tensor | ops.Fp8Rows, torch.Tensor]:
         """(norm(total), total), total = sum over the ranks of x + residual, in one pass; all [T, size].
 
-        x may be overwritten; residual is the same on all ranks. If it is None, x is the total.
+        x may be overwritten; residual is the same on all ranks. If it is None, x is the total. A `PairSum`, of one
+        rank and with a residual, is added up in the same pass.
         rounding: how the norm is to be rounded to fp8; None for not at all.
         """
+        if isinstance(x, ops.PairSum):
+            assert residual is not None
+            assert self.tp.size == 1
+            if rounding is not None:
+                return ops.rms_norm_fp8(x, residual, self.weight, self.eps, rounding)
+            return ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
         if rounding is not None:
             x = x if residual is None else self.tp.all_reduce(x)
             return ops.rms_norm_fp8(x, residual, self.weight, self.eps, rounding)

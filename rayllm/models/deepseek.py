@@ -12,7 +12,7 @@ from rayllm.layers.attention import AttentionPlan, LayerCache
 from rayllm.layers.latent_attention import NORM_EPS, LatentAttention
 from rayllm.layers.layer import BuildContext
 from rayllm.layers.linear import ColumnLinear, Part, RowLinear, column_part
-from rayllm.layers.norm import RMSNorm
+from rayllm.layers.norm import RMSNorm, Summand
 from rayllm.models.base import CausalLM
 from rayllm.models.llama import LlamaForCausalLM, end_attention
 from rayllm.models.sparse_mlp import SparseNames, sparse_mlps
@@ -68,7 +68,7 @@ class DeepseekAttention(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Summand,
         residual: torch.Tensor | None,
         norm: RMSNorm,
         kv_cache: LayerCache,

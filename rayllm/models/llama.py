@@ -30,7 +30,7 @@ from rayllm.layers.linear import (
     qkv_parts,
     stored_as_one,
 )
-from rayllm.layers.norm import RMSNorm
+from rayllm.layers.norm import RMSNorm, Summand
 from rayllm.layers.projection_norms import ProjectionNorms
 from rayllm.layers.rotary import cos_sin_table, query_scales
 from rayllm.models.base import CausalLM, heads_of
@@ -81,7 +81,7 @@ class LlamaAttention(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Summand,
         residual: torch.Tensor | None,
         norm: RMSNorm,
         kv_cache: LayerCache,
@@ -144,7 +144,7 @@ class LlamaMLP(nn.Module):
         self.post_norm = post_norm
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
+        self, x: Summand, residual: torch.Tensor | None, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """total + MLP of norm(total), total = x + residual: in two parts, as x and residual themselves."""
         inner, total = self.gate_up_proj.after_norm(x, residual, norm)
@@ -195,12 +195,12 @@ class LlamaLayer(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Summand,
         residual: torch.Tensor | None,
         kv_cache: LayerCache,
         plan: AttentionPlan,
         rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Summand, torch.Tensor | None]:
         """x: the rank's summand of what is not yet added to `residual`; both [T, hidden_size], and so returned.
 
         Without a residual, x is the whole sum, the same on all ranks. rows [N]: of the tokens to go on with after
@@ -252,7 +252,7 @@ class LlamaForCausalLM(CausalLM):
 
     def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> torch.Tensor:
         plan = AttentionPlan.of(batch, self.build)
-        x = self.embed_tokens(batch.input_ids)
+        x: Summand = self.embed_tokens(batch.input_ids)
         residual: torch.Tensor | None = None
         *layers, last = zip(self.layers, kv_caches, strict=False)
         for layer, kv_cache in layers:

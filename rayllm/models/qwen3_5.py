@@ -13,7 +13,7 @@ from rayllm.layers.attention import AttentionPlan
 from rayllm.layers.gated_delta import GatedDelta, LayerState, qkv_parts
 from rayllm.layers.layer import BuildContext
 from rayllm.layers.linear import ColumnLinear, Part, RowLinear, column_part, stored_as_one
-from rayllm.layers.norm import RMSNorm
+from rayllm.layers.norm import RMSNorm, Summand
 from rayllm.models.base import CausalLM
 from rayllm.models.llama import LlamaForCausalLM, full_attention
 from rayllm.models.sparse_mlp import SparseNames, sparse_mlps
@@ -37,7 +37,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Summand,
         residual: torch.Tensor | None,
         norm: RMSNorm,
         kv_cache: LayerState,

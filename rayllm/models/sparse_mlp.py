@@ -10,7 +10,7 @@ from torch import nn
 from rayllm.config.model_spec import ModelSpec
 from rayllm.layers.experts import Experts
 from rayllm.layers.layer import BuildContext
-from rayllm.layers.norm import RMSNorm
+from rayllm.layers.norm import RMSNorm, Summand
 from rayllm.layers.router import Router
 from rayllm.layers.shared_expert_gate import SharedExpertGate
 from rayllm.models.llama import LlamaMLP, MakeMLP, dense_mlp
@@ -38,7 +38,7 @@ class SparseMLP(nn.Module):
 
     def __init__(self, build: BuildContext, spec: ModelSpec, names: SparseNames):
         super().__init__()
-        sizes, hidden = spec.experts, spec.hidden_size
+        sizes, hidden, self.tp = spec.experts, spec.hidden_size, build.tp
         assert sizes is not None
 
         def within(name: str) -> tuple[str, ...]:
@@ -65,16 +65,14 @@ class SparseMLP(nn.Module):
         if sizes.shared_gate:
             self.shared_expert_gate = SharedExpertGate(block.at(names.shared_gate), hidden)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: Summand, residual: torch.Tensor | None, norm: RMSNorm) -> tuple[Summand, torch.Tensor | None]:
         """total + experts of norm(total), total = x + residual: in two parts, as x and residual themselves."""
         x, total = norm.add_partial(x, residual)
         weights, experts = self.router(x)
         shared = None if self.shared is None else self.shared.summand(x)
         if self.shared_expert_gate is not None:
             shared = self.shared_expert_gate(x, shared)
-        return self.experts(x, weights, experts, onto=shared), total
+        return self.experts(x, weights, experts, onto=shared, summed=self.tp.size > 1), total
 
 
 def sparse_mlps(names: SparseNames) -> MakeMLP:

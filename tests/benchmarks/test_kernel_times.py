@@ -37,6 +37,8 @@ def on_cpu(monkeypatch):
         lambda: bench.linear("", 3, 16, 24),
         lambda: bench.linear_fp8("", 3, 64, 24, 1, None, wide=False),
         lambda: bench.linear_fp8("", 3, 64, 24, 8, 32, wide=True),
+        lambda: bench.linear_fp8("", 1, 64, 24, 8, 32, wide=False),
+        lambda: bench.copy("", 64),
         lambda: bench.linear_int4("", 3, 64, 24, 32, symmetric=False),
         lambda: bench.experts("", 3, MIXTURE, bench.EXPERTS_FORMATS["bf16"]),
         lambda: bench.experts("", 3, MIXTURE, bench.EXPERTS_FORMATS["fp8 rows"]),
@@ -75,7 +77,7 @@ def test_floors():
         bench.linear_fp8("", 1, 64, 24, 1, None, wide=False),
         bench.linear_int4("", 1, 64, 24, 32, symmetric=True),
     )
-    assert fp8.bytes == 64 * 24 + 4 * 24 + 64 + 2 * 24
+    assert fp8.bytes == 64 * 24 + 4 * 24 + 2 * 64 + 2 * 24
     one, of_tokens = 3 * 96 * 64, 2 * 2 * 96  # numbers of an expert; x and y of a token
     plain, rows = (bench.experts("", 1, MIXTURE, bench.EXPERTS_FORMATS[each]) for each in ("bf16", "fp8 rows"))
     assert plain.bytes == 2 * (2 * one) + of_tokens  # a token goes through two

@@ -335,9 +335,10 @@ def test_running_requests_finish_and_new_ones_are_sent_away(server):
     wait_until_idle(server)
     lines = []
     streaming = threading.Event()
+    body = LONG | {"max_tokens": 800}  # some seconds more than until new ones are sent away
 
     def read():
-        with httpx.stream("POST", server.url + "/v1/completions", json=LONG, headers=AUTH, timeout=120) as response:
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, headers=AUTH, timeout=120) as response:
             for line in response.iter_lines():
                 lines.append(line)
                 streaming.set()

@@ -48,14 +48,15 @@ def run(llm: LLM, all_params: list[SamplingParams]) -> list[RequestOutput]:
     return llm.generate([PROMPT] * len(all_params), all_params, use_tqdm=False)
 
 
-def test_200_json_schemas_of_growing_complexity(llm):
-    schemas = [make_schema(seed) for seed in range(200)]
-    grammars = [StructuredOutputs(json=json.dumps(schema)) for schema in schemas]
-    outputs = run(llm, [params(grammar, seed, max_tokens=300) for seed, grammar in enumerate(grammars)])
+def test_200_json_schemas_of_growing_complexity(llm, full_matrix):
+    """Every fourth of them, unless with --full-matrix."""
+    schemas = {seed: make_schema(seed) for seed in range(0, 200, 1 if full_matrix else 4)}
+    grammars = {seed: StructuredOutputs(json=json.dumps(schema)) for seed, schema in schemas.items()}
+    outputs = run(llm, [params(grammar, seed, max_tokens=300) for seed, grammar in grammars.items()])
     reasons = Counter(output.outputs[0].finish_reason for output in outputs)
     assert set(reasons) <= {"stop", "length"}
-    assert reasons["stop"] >= 160, "most answers fit into max_tokens"
-    for schema, output in zip(schemas, outputs, strict=True):
+    assert reasons["stop"] >= 0.8 * len(schemas), "most answers fit into max_tokens"
+    for schema, output in zip(schemas.values(), outputs, strict=True):
         if output.outputs[0].finish_reason == "stop":
             answer = json.loads(output.outputs[0].text)
             jsonschema.validate(answer, schema, format_checker=jsonschema.FormatChecker())

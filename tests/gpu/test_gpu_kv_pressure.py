@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from e2e.test_kv_pressure import BLOCK_SIZE, NEEDED, PARAMS, PROMPTS
+from e2e.test_kv_pressure import BLOCK_SIZE, PARAMS, PROMPTS, needed
 
 from rayllm import LLM, SamplingParams
 from rayllm.api.types import EngineStats
@@ -39,7 +39,7 @@ def run(**options: object) -> tuple[list[list[list[int]]], EngineStats]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[list[int]]]:
-    tokens, stats = run(num_gpu_blocks_override=NEEDED)
+    tokens, stats = run(num_gpu_blocks_override=needed(1))
     assert stats.num_preemptions == 0
     return tokens
 
@@ -48,7 +48,7 @@ def expected() -> list[list[list[int]]]:
 @pytest.mark.parametrize("mode", ["recompute", "swap", "cost"])
 def test_a_fifth_of_the_room(mode, enforce_eager, expected):
     tokens, stats = run(
-        num_gpu_blocks_override=NEEDED // 5, preemption_mode=mode, swap_space=0.25, enforce_eager=enforce_eager
+        num_gpu_blocks_override=needed(1) // 5, preemption_mode=mode, swap_space=0.25, enforce_eager=enforce_eager
     )
     assert tokens == expected
     print(f"{mode}: {stats.num_preemptions} preemptions, {stats.num_swap_preemptions} of them by swap")

@@ -25,6 +25,8 @@ def test_tensor_copies_and_barriers_of_gluon():
     # The second name of each is that of Triton before 3.9, the third parameter of a copy that of the barrier.
     assert compat.copy_async.__name__ in ("async_load", "async_copy_global_to_shared")
     assert parameters(compat.copy_async)[:4] == ["tensor_desc", "coord", "barrier", "result"]
+    assert compat.reinterpret.__name__ in ("reinterpret", "_reinterpret")
+    assert parameters(compat.reinterpret)[:4] == ["self", "dtype", "shape", "layout"]
     assert compat.thread_barrier.__name__ in ("barrier", "thread_barrier")
     for name, parameter in inspect.signature(compat.thread_barrier).parameters.items():
         assert parameter.default is not parameter.empty, name

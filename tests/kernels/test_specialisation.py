@@ -15,12 +15,14 @@ import pkgutil
 
 import rayllm_kernels
 from rayllm_kernels.attention import prefill_hopper
-from rayllm_kernels.experts.group_kernel import group_in_chunks
+from rayllm_kernels.experts import hopper_kernel as experts_hopper_kernel
+from rayllm_kernels.experts.group_kernel import group, group_in_chunks, spread
+from rayllm_kernels.experts.plans import HOPPER_ROWS
 from rayllm_kernels.linear import gated_hopper_kernel, hopper_kernel
 from rayllm_kernels.linear.plans import NARROW
-from rayllm_kernels.quantised import fp8_rows_kernel, fp8_stream_kernel, int4_hopper_kernel
+from rayllm_kernels.quantised import fp8_rows_kernel, fp8_stream_kernel, int4_hopper_kernel, int4_stream_kernel
 from rayllm_kernels.quantised.int4_dequantise_kernel import linear_int4_dequantised
-from rayllm_kernels.quantised.plans import StreamPlan, choose_int4_hopper
+from rayllm_kernels.quantised.plans import Int4StreamPlan, StreamPlan, choose_int4_hopper
 from triton import JITFunction, knobs
 
 names = [module.name for module in pkgutil.walk_packages(rayllm_kernels.__path__, "rayllm_kernels.")]
@@ -93,6 +95,13 @@ def step(rows, begin):
     ops.experts(x, weights, experts, *projections)
     ops.experts(x[:1], weights[:1], experts[:1], *projections)
     group_in_chunks(experts, 16, 16, None, 16)
+    groups, gated = group(experts, 16, HOPPER_ROWS, places=True), ("silu", 0.0, 0.0)
+    placed = spread(x, groups.places, experts, None)
+    experts_hopper_kernel.multiply(placed, projections[0], None, groups, 4, gated, dtype=half)
+    fp8_rows_kernel.to_fp8_places(x, groups.places, experts, None)
+    pairs = PairSum(placed, weights, x)
+    ops.fused_add_rms_norm(pairs, x, x[0], 1e-6)
+    ops.rms_norm_fp8(pairs, x, x[0], 1e-6, Rounding())
     codes, scales = torch.zeros(16, 128, 64, dtype=torch.uint8), torch.ones(16, 128, 1)
     in_int4 = (ExpertWeight("int4", codes[:, :, :size], scales, None, 2 * size, None) for size in (64, 32))
     in_int4 = [each._replace(codes=each.codes.contiguous()) for each in in_int4]
@@ -118,6 +127,9 @@ def step(rows, begin):
     linear_int4_dequantised(x, four_bits, None)
     int4_hopper_kernel.linear_int4_hopper(x, four_bits, choose_int4_hopper(32, 256, 128, None, 132))
     ops.fused_linear_int4(x[:1], four_bits, norm=(x[0], 1e-6), residual=x[1:2])
+    wide = Int4Weight(torch.zeros(256, 128, dtype=torch.uint8), ones, None, 256, None)
+    before, stream_plan = (x[1:2].repeat(1, 2), x[0].repeat(2), 1e-6), Int4StreamPlan(8, 2, 264, 80)
+    int4_stream_kernel.linear_int4_stream(x[:1].repeat(1, 2), before, wide, None, None, plan=stream_plan)
     states = StateCache(torch.zeros(9, 3, 512, dtype=half), torch.zeros(9, 16, 16, 16), 16)
     for chunks in (Chunks(contexts), Chunks(contexts, starts, 100 + rows)):
         ops.causal_conv(tensor(512), torch.zeros(512, 4, dtype=half), states, chunks, tensor(512))

@@ -1,15 +1,16 @@
 """What engines compile fits every GPU that they may run on, though none of them is here: only the compiler is asked.
 
-Quick: steps of the most common shape. `--full-matrix`: all models of `gpu_targets` and all formats, in some minutes a
-GPU.
+Quick: few tokens of models with the largest tiles, where there is the least room, and of one of all kinds of layers, on
+Hopper. `--full-matrix`: all GPUs, all models of `gpu_targets` and all formats, in some minutes a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,11 @@ from rayllm_kernels.attention.schedule import choose_tiles as decode_tiles
 from rayllm_kernels.device import INTERPRETER, assumed, hardware
 
 SPILLED = 256  # bytes of a thread's stack that cost next to nothing: what is read once a tile, not once a key
+# (model, tokens of the largest step)
+QUICK = {
+    "L40S": [("qwen3-30b-a3b", 2048), ("heads-of-512", 32)],
+    "H200": [("llama-3.1-8b", 64), ("qwen3.5-35b-a3b", 32)],
+}
 FORMATS = (
     {"dtype": "bfloat16"},
     {"dtype": "bfloat16", "deterministic": True},
@@ -52,14 +58,8 @@ def compiled(cache: Path) -> Iterator[Compiled]:
 def engines(gpu: str, full: bool) -> Iterator[list[dict]]:
     """Arguments of `run_engine`, those of one model after the other."""
     if not full:
-        common = {"dtype": "bfloat16", "sampling": False}
-        yield [{"model": "llama-3.1-8b", "max_tokens": 64, "max_num_seqs": 8, **common}]
-        if gpu == "L40S":
-            yield [{"model": "qwen3-30b-a3b", "max_tokens": 2048, "max_num_seqs": 1, **common}]
-        if gpu == "H200":
-            yield [{"model": "qwen3.5-35b-a3b", "max_tokens": 32, "max_num_seqs": 1, **common}]
-        if gpu == "L40S":  # the largest tiles, where there is the least room
-            yield [{"model": "heads-of-512", "max_tokens": 32, "max_num_seqs": 1, **common}]
+        common = {"max_num_seqs": 1, "dtype": "bfloat16", "sampling": False}
+        yield [{"model": model, "max_tokens": tokens, **common} for model, tokens in QUICK[gpu]]
         return
     formats = [each for each in FORMATS if GPUS[gpu].has_e4m3 or "fp8_e4m3" not in each.values()]
     for model in MODELS:
@@ -68,13 +68,22 @@ def engines(gpu: str, full: bool) -> Iterator[list[dict]]:
         yield [{"model": model, **sizes, **each} for each in served]
 
 
+@pytest.fixture(scope="module")
+def cache_for(tmp_path_factory) -> Callable[[tuple[int, int]], Path]:
+    """Compute capability -> Triton's cache: GPUs of the same one share most of their kernels."""
+    return functools.cache(lambda capability: tmp_path_factory.mktemp("sm{}{}-".format(*capability)))
+
+
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("gpu", GPUS)
-def test_kernels_fit(gpu, full_matrix, run_compiler, tmp_path):
+def test_kernels_fit(gpu, full_matrix, run_compiler, cache_for):
+    if gpu not in QUICK and not full_matrix:
+        pytest.skip("only compiled with --full-matrix")
+    cache = cache_for(GPUS[gpu].capability)
     for arguments in engines(gpu, full_matrix):
         script = f"from support.gpu_targets import compile_engines\ncompile_engines({gpu!r}, {arguments})"
-        run_compiler(script, GPUS[gpu].capability, timeout=3600, TRITON_CACHE_DIR=str(tmp_path))
-    kernels = list(compiled(tmp_path))
+        run_compiler(script, GPUS[gpu].capability, timeout=3600, TRITON_CACHE_DIR=str(cache))
+    kernels = list(compiled(cache))
     prefill = "_hopper_kernel" if GPUS[gpu].is_hopper else "_prefill_kernel"
     assert {prefill, "_decode_kernel", "_linear_rows_kernel", "_shrink_kernel", "_expand_kernel"} <= {
         kernel.name for kernel in kernels

@@ -27,9 +27,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rayllm.config.model_folder import load_model_spec
 from rayllm.errors import ModelError
 
-OLDER = ("llama", "mistral", "qwen2", "qwen3", "opt", "bloom")
 PLAIN = (
-    *OLDER,
+    *("llama", "mistral", "qwen2", "qwen3", "opt", "bloom"),
     *(
         "phi3",
         "glm",
@@ -394,7 +393,7 @@ def test_same_mathematics_or_a_refusal(tmp_path, kind, full_matrix):
     config_class = transformers.CONFIG_MAPPING[text["model_type"]]
     changes = rope_changes(text) if "rope_parameters" in text else []
     changes += own_changes(text, config_class) if kind in OWN else []
-    if kind in OWN and kind not in OLDER and not full_matrix:  # which takes half of the time
+    if kind in OWN and not full_matrix:
         changes = changes[OWN.index(kind) % 4 :: 4]
     if text is not base:  # a part's own dtype counts only where transformers makes it without reading any weights
         changes = [(key, change) for key, change in changes if key not in ("dtype", "torch_dtype")]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "kernels" / "rayllm_kernels"
 TESTS = Path("tests/kernels")
 CPU_SECONDS = 120  # of one mistake's test, which takes a few
 
@@ -128,7 +129,7 @@ MISTAKES = {
         ("choice += tl.load(correction_ptr", "scores += tl.load(correction_ptr"),
     ],
     ("experts/group_kernel.py", "experts/test_experts.py::test_groups"): [
-        ("place += tl.sum(found", "place = tl.sum(found"),
+        ("first + tl.cumsum(found.to(tl.int32), 0) - 1", "first + tl.cumsum(found.to(tl.int32), 0)"),
         ("tiles_ptr + first_tile + tile", "tiles_ptr + first_tile + tile + mine // 2"),
         ("tl.where(chunk < mine, counts, 0)", "tl.where(chunk < mine - 1, counts, 0)"),
         ("in range(0, chunks, COUNTED)", "in range(0, COUNTED, COUNTED)"),
@@ -139,12 +140,19 @@ MISTAKES = {
         ("& (tile[:, None] < end_tile[None, :])", "& (tile[:, None] <= end_tile[None, :])"),
     ],
     ("experts/group_kernel.py", "experts/test_experts.py::test_groups_of_the_experts_that_are_here"): [
-        ("wanted += first_expert", "wanted += 0"),
+        ("expert -= first_expert", "expert -= 0"),
         ("tl.where(inside, expert, BINS)", "expert"),
     ],
     ("experts/device_functions.py", "experts/test_experts.py::test_values"): [
         ("source, target = place, pair", "source, target = pair, pair"),
         ("real = place < end", "real = place < end - 1"),
+    ],
+    ("experts/device_functions.py", "experts/test_experts.py::test_tokens_lie_at_the_places_of_their_pairs"): [
+        ("y_ptr + place * columns", "y_ptr + pair * columns")
+    ],
+    ("experts/device_functions.py", "experts/test_pair_sum.py::test_norms"): [
+        ("onto_ptr + token * stride_onto", "onto_ptr + token * columns"),
+        ("tl.load(weights_ptr + pair) * outputs", "tl.load(weights_ptr + pair) + outputs"),
     ],
     ("experts/products_kernel.py", "experts/test_experts.py::test_values"): [
         ("mask=real[:, None] & (at < inputs)", "mask=real[:, None] & (at < inputs - 1)")
@@ -268,15 +276,19 @@ MISTAKES = {
 MUTANTS = [Mutant(*where, *mistake) for where, mistakes in MISTAKES.items() for mistake in mistakes]
 
 
+def mutated(mutant: Mutant) -> str:
+    """The source of its module with the mistake."""
+    source = (KERNELS / mutant.file).read_text()
+    if source.count(mutant.code) != 1:
+        raise ValueError(f"{mutant.file} has {mutant.code!r} {source.count(mutant.code)} times")
+    return source.replace(mutant.code, mutant.becomes)
+
+
 def mutate(mutant: Mutant, folder: Path) -> None:
     """A copy of the kernels with the mistake, as `folder`/rayllm_kernels."""
     copy = folder / "rayllm_kernels"
-    shutil.copytree(ROOT / "kernels/rayllm_kernels", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    path = copy / mutant.file
-    source = path.read_text()
-    if source.count(mutant.code) != 1:
-        raise ValueError(f"{mutant.file} has {mutant.code!r} {source.count(mutant.code)} times")
-    path.write_text(source.replace(mutant.code, mutant.becomes))
+    shutil.copytree(KERNELS, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / mutant.file).write_text(mutated(mutant))
 
 
 def _test(mutant: Mutant, folder: Path) -> None:

@@ -41,7 +41,7 @@ def find_tile(groups, experts_ptr, owned, tile, most, FORM: tl.constexpr):
     """
     if FORM.grouped:
         # All at once, since a program begins with waiting for them; what is past the last tile is not used.
-        _, tiles_ptr, count_ptr = groups
+        _, tiles_ptr, count_ptr, _ = groups
         expert = tl.load(tiles_ptr + tile)
         first = tl.load(tiles_ptr + most + tile)
         end = tl.load(tiles_ptr + 2 * most + tile)
@@ -68,3 +68,45 @@ def find_rows(groups, first, end, FORM: tl.constexpr):
     else:
         source, target = place, pair
     return real, source, target
+
+
+@triton.jit
+def add_pairs(pairs, token, columns, column, TOP_K: tl.constexpr):
+    """fp32: what is to be added up of a token, in these columns, up to `columns`. pairs: of `pair_sum.of_kernels`."""
+    outputs_ptr, weights_ptr, experts_ptr, owned, onto_ptr, stride_onto = pairs
+    mask = column < columns
+    total = tl.zeros(column.shape, tl.float32)
+    if onto_ptr is not None:
+        total += tl.load(onto_ptr + token * stride_onto + column, mask=mask, other=0.0).to(tl.float32)
+    for i in tl.static_range(TOP_K):
+        pair = token * TOP_K + i
+        if owned is not None:
+            if is_owned(tl.load(experts_ptr + pair), owned):
+                total += _weighted(outputs_ptr, weights_ptr, pair, columns, column, mask)
+        else:
+            total += _weighted(outputs_ptr, weights_ptr, pair, columns, column, mask)
+    return total
+
+
+@triton.jit
+def _weighted(outputs_ptr, weights_ptr, pair, columns, column, mask):
+    outputs = tl.load(outputs_ptr + pair * columns + column, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(weights_ptr + pair) * outputs
+
+
+@triton.jit
+def store_at_places(values, y_ptr, routed, token, columns, column, TOP_K: tl.constexpr):
+    """Store a token's values at the places of its pairs, rows of `columns`; those of others' experts have none.
+
+    routed: (places, experts, owned as for `is_owned`).
+    """
+    places_ptr, experts_ptr, owned = routed
+    mask = column < columns
+    for i in range(TOP_K):
+        pair = token * TOP_K + i
+        here = pair >= 0
+        if owned is not None:
+            here = is_owned(tl.load(experts_ptr + pair), owned)
+        if here:
+            place = tl.load(places_ptr + pair).to(tl.int64)
+            tl.store(y_ptr + place * columns + column, values, mask=mask)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..checks import check_float, check_last_dim, check_like, fail
 from ..dispatch import TritonModule, on_triton
+from .pair_sum import PairSum
 
 _kernel = TritonModule("rayllm_kernels.experts.products_kernel")
 
@@ -78,8 +79,9 @@ def experts(
     clamp: tuple[float, float] | None = None,
     owned: ExpertRange | None = None,
     onto: Tensor | None = None,
+    summed: bool = True,
     deterministic: bool = False,
-) -> Tensor:
+) -> Tensor | PairSum:
     """The weighted sum of the tokens' experts, plus `onto` -> a new tensor [T, H].
 
     x, onto: [T, H]; weights: [T, k] fp32; experts: [T, k] int32, each below E, those of a token all different.
@@ -88,6 +90,7 @@ def experts(
     of ACTS. gate_up_bias: [E, 2 * I], down_bias: [E, H], each for an expert's own output.
     clamp: (alpha, limit) of gpt-oss's activation in place of act, (up + 1) * gate * sigmoid(alpha * gate), where gate
     is at most limit and up from -limit to limit.
+    summed: False if it need not be added up yet, in which case it may be a `PairSum`.
     deterministic: each row depends on its row of x, on its experts and on the weights alone, to the bit; on the CPU,
     rows are computed one by one.
     """
@@ -97,23 +100,18 @@ def experts(
     check_onto(onto, x)
     projections = Projections(gate_up, down, gate_up_bias, down_bias, act, clamp)
     if on_triton(x):
-        return _kernel.experts(x, weights, experts, projections, owned, onto, deterministic=deterministic)
-    if deterministic and x.shape[0]:
-        parts = [() if onto is None else (row.clone(),) for row in (x if onto is None else onto).split(1)]
-        pieces = zip(x.split(1), weights.split(1), experts.split(1), parts, strict=True)
-        return torch.cat([_experts(row.clone(), w, e, projections, owned, *part) for row, w, e, part in pieces])
-    return _experts(x, weights, experts, projections, owned, onto)
+        y = _kernel.experts(x, weights, experts, projections, owned, onto, deterministic=deterministic)
+    elif deterministic and x.shape[0]:
+        pieces = zip(x.split(1), experts.split(1), strict=True)
+        outputs = torch.cat([_experts(row.clone(), own, projections, owned) for row, own in pieces])
+        y = PairSum(outputs, weights, onto)
+    else:
+        y = PairSum(_experts(x, experts, projections, owned), weights, onto)
+    return y.total() if summed and isinstance(y, PairSum) else y
 
 
-def _experts(
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    projections: Projections,
-    owned: ExpertRange | None,
-    onto: Tensor | None = None,
-) -> Tensor:
-    """Expert by expert, each with all of its tokens."""
+def _experts(x: Tensor, experts: Tensor, projections: Projections, owned: ExpertRange | None) -> Tensor:
+    """The outputs of all pairs, expert by expert, each with all of its tokens; zeros of others' experts."""
     gate_up, down, gate_up_bias, down_bias, act, clamp = projections
     chosen, pair_expert = experts.shape[1], experts.flatten()
     out = x.new_empty(pair_expert.shape[0], down.shape[1])
@@ -129,18 +127,7 @@ def _experts(
         combine = ACTS[act]
         inner = combine(gate, up) if clamp is None else clamped(gate, up, *clamp)
         out[pairs] = F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
-    return weighted_sum(out.unflatten(0, (-1, chosen)), weights, onto)
-
-
-def weighted_sum(outputs: Tensor, weights: Tensor, onto: Tensor | None) -> Tensor:
-    """onto + sum over i of weights[:, i] * outputs[:, i] -> [T, H]: in fp32, in the order of i, rounded once.
-
-    outputs: [T, k, H]; onto: [T, H], None for zeros; weights: [T, k] fp32.
-    """
-    total = torch.zeros_like(outputs[:, 0], dtype=torch.float32) if onto is None else onto.float()
-    for i in range(outputs.shape[1]):
-        total = total + outputs[:, i].float() * weights[:, i, None]
-    return total.to(outputs.dtype)
+    return out
 
 
 def _check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, act: str) -> None:

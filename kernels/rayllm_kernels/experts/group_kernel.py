@@ -25,11 +25,12 @@ from torch import Tensor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
+from .device_functions import store_at_places
 from .experts import ExpertRange
-from .plans import choose_rows, is_unsorted
+from .plans import HOPPER_FROM, HOPPER_ROWS, choose_rows, is_unsorted
 
-AT_ONCE = 1024  # pairs that are read at once, of those that take one launch
-ONE_LAUNCH = 8192  # pairs, at most
+ONE_LAUNCH = 8192  # pairs, at most, that one launch takes, in which each program has all of them at once:
+LEAST_AT_ONCE = 256
 CHUNK = 512  # pairs of a program, of those that take two launches
 LARGE_CHUNK = 2048  # of so many that their chunks' counts would take longer to add up than a larger chunk to sort
 MANY_CHUNKS = 128
@@ -43,11 +44,14 @@ class Groups(NamedTuple):
     num_tiles: [1] int32.
 
     tiles: [3, most tiles] int32, of each its expert, its first place in `order`, and the end of its expert's places.
+
+    places: [P] int32, where each pair is in `order`, undefined for those that are left out; None if nobody asked.
     """
 
     order: Tensor
     tiles: Tensor
     num_tiles: Tensor
+    places: Tensor | None
 
 
 @triton.jit
@@ -68,6 +72,7 @@ def _group_kernel(
     order_ptr,
     tiles_ptr,
     count_ptr,
+    places_ptr,
     first_expert,
     pairs,
     most,
@@ -78,18 +83,13 @@ def _group_kernel(
 ):
     """first_expert: of those that are here, as many as programs; None if these are all.
 
-    most: tiles that there is room for. ROWS: of a tile. BINS: experts, to a power of two.
+    most: tiles that there is room for. ROWS: of a tile. BINS: experts, to a power of two. AT_ONCE: so, pairs.
     """
     wait_for_predecessor(OVERLAP)
     mine = tl.program_id(0)
-    wanted = mine
-    if first_expert is not None:
-        wanted += first_expert
-    lane, bin = tl.arange(0, AT_ONCE), tl.arange(0, BINS)
-    counts = tl.zeros([BINS], tl.int32)
-    for start in range(0, pairs, AT_ONCE):
-        expert, inside = _load_experts(experts_ptr, start + lane, pairs, first_expert, tl.num_programs(0))
-        counts += tl.histogram(expert, BINS, mask=inside)
+    pair, bin = tl.arange(0, AT_ONCE), tl.arange(0, BINS)
+    expert, inside = _load_experts(experts_ptr, pair, pairs, first_expert, tl.num_programs(0))
+    counts = tl.histogram(expert, BINS, mask=inside)
     tiles = (counts + (ROWS - 1)) // ROWS
     before = bin < mine
     first = tl.sum(tl.where(before, counts, 0), 0)
@@ -106,13 +106,11 @@ def _group_kernel(
         tl.store(target + most, first + tile * ROWS, mask=kept)
         tl.store(target + 2 * most, tl.zeros([TILES], tl.int32) + (first + count), mask=kept)
 
-    place = first
-    for start in range(0, pairs, AT_ONCE):
-        pair = start + lane
-        found = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == wanted
-        rank = tl.cumsum(found.to(tl.int32), 0)
-        tl.store(order_ptr + place + rank - 1, pair, mask=found)
-        place += tl.sum(found.to(tl.int32), 0)
+    found = inside & (expert == mine)
+    place = first + tl.cumsum(found.to(tl.int32), 0) - 1
+    tl.store(order_ptr + place, pair, mask=found)
+    if places_ptr is not None:
+        tl.store(places_ptr + pair, place, mask=found)
 
 
 @triton.jit(do_not_specialize=["first_expert", "pairs"])
@@ -142,6 +140,7 @@ def _place_kernel(
     order_ptr,
     tiles_ptr,
     count_ptr,
+    places_ptr,
     first_expert,
     num_experts,
     pairs,
@@ -182,6 +181,8 @@ def _place_kernel(
     inside = expert < BINS
     place = tl.load(shifts_ptr + mine * BINS + expert, mask=inside, other=0) + lane
     tl.store(order_ptr + place, pair, mask=inside)
+    if places_ptr is not None:
+        tl.store(places_ptr + pair, place, mask=inside)
 
     tiles = (count + (ROWS - 1)) // ROWS
     end_tile = tl.cumsum(tiles, 0)
@@ -204,21 +205,26 @@ def most_tiles(pairs: int, num_experts: int, rows: int) -> int:
     return pairs // rows + min(num_experts, pairs)
 
 
-def group(experts: Tensor, num_experts: int, rows: int, first_expert: int | None = None) -> Groups:
+def group(
+    experts: Tensor, num_experts: int, rows: int, first_expert: int | None = None, *, places: bool = False
+) -> Groups:
     """The groups of experts [T, k] int32, contiguous, in tiles of so many rows.
 
     first_expert: of num_experts that are here, out of more, None if there are no others; their groups count from it.
+    places: whether the groups are to have them.
     """
     pairs = experts.numel()
     if pairs <= ONE_LAUNCH:
-        return group_at_once(experts, num_experts, rows, first_expert)
+        return group_at_once(experts, num_experts, rows, first_expert, places=places)
     chunk = CHUNK if pairs <= MANY_CHUNKS * CHUNK else LARGE_CHUNK
-    return group_in_chunks(experts, num_experts, rows, first_expert, chunk)
+    return group_in_chunks(experts, num_experts, rows, first_expert, chunk, places=places)
 
 
-def group_at_once(experts: Tensor, num_experts: int, rows: int, first_expert: int | None) -> Groups:
+def group_at_once(
+    experts: Tensor, num_experts: int, rows: int, first_expert: int | None, *, places: bool = False
+) -> Groups:
     """`group` in one launch."""
-    groups, overlap = _new_groups(experts, num_experts, rows), hardware(experts.device).can_overlap
+    groups, overlap = _new_groups(experts, num_experts, rows, places), hardware(experts.device).can_overlap
     launch(_group_kernel, (num_experts,))(
         experts,
         *groups,
@@ -227,17 +233,19 @@ def group_at_once(experts: Tensor, num_experts: int, rows: int, first_expert: in
         groups.tiles.shape[1],
         ROWS=rows,
         BINS=triton.next_power_of_2(num_experts),
-        AT_ONCE=AT_ONCE,
+        AT_ONCE=max(LEAST_AT_ONCE, triton.next_power_of_2(experts.numel())),
         OVERLAP=overlap,
-        num_warps=4,
+        num_warps=8,
         launch_pdl=overlap,
     )
     return groups
 
 
-def group_in_chunks(experts: Tensor, num_experts: int, rows: int, first_expert: int | None, chunk: int) -> Groups:
+def group_in_chunks(
+    experts: Tensor, num_experts: int, rows: int, first_expert: int | None, chunk: int, *, places: bool = False
+) -> Groups:
     """`group` in two launches. chunk: pairs of a program, a power of two."""
-    groups, overlap = _new_groups(experts, num_experts, rows), hardware(experts.device).can_overlap
+    groups, overlap = _new_groups(experts, num_experts, rows, places), hardware(experts.device).can_overlap
     pairs, bins = experts.numel(), triton.next_power_of_2(num_experts)
     chunks = triton.cdiv(pairs, chunk)
     counts, shifts = (torch.empty((chunks, bins), dtype=torch.int32, device=experts.device) for _ in range(2))
@@ -273,11 +281,60 @@ def group_in_chunks(experts: Tensor, num_experts: int, rows: int, first_expert: 
     return groups
 
 
-def _new_groups(experts: Tensor, num_experts: int, rows: int) -> Groups:
+def _new_groups(experts: Tensor, num_experts: int, rows: int, places: bool) -> Groups:
     """Room for the groups of experts."""
     pairs = experts.numel()
-    shapes = pairs, (3, most_tiles(pairs, num_experts, rows)), 1
-    return Groups(*(torch.empty(shape, dtype=torch.int32, device=experts.device) for shape in shapes))
+    order, tiles, num_tiles = (
+        torch.empty(shape, dtype=torch.int32, device=experts.device)
+        for shape in ((pairs,), (3, most_tiles(pairs, num_experts, rows)), (1,))
+    )
+    return Groups(order, tiles, num_tiles, torch.empty_like(order) if places else None)
+
+
+@triton.jit
+def _spread_kernel(
+    x_ptr,
+    y_ptr,
+    places_ptr,
+    experts_ptr,
+    owned,
+    stride,
+    columns,
+    TOP_K: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_predecessor(OVERLAP)
+    token = tl.program_id(0)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < columns
+    row = tl.load(x_ptr + token.to(tl.int64) * stride + column, mask=mask)
+    store_at_places(row, y_ptr, (places_ptr, experts_ptr, owned), token, columns, column, TOP_K)
+
+
+def spread(x: Tensor, places: Tensor, experts: Tensor, owned: tuple[int, int] | None) -> Tensor:
+    """[P, K]: each row of x [T, K] at the places of its pairs, of experts [T, k]. owned: of `first_and_number`.
+
+    Rows of other places, of which there are some if the weights are of some experts alone, are undefined.
+    """
+    (tokens, columns), top_k = x.shape, experts.shape[1]
+    y = torch.empty((tokens * top_k, columns), dtype=x.dtype, device=x.device)
+    tile, overlap = min(2048, triton.next_power_of_2(columns)), hardware(x.device).can_overlap
+    bits = [each.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else each for each in (x, y)]
+    launch(_spread_kernel, (tokens, triton.cdiv(columns, tile)))(
+        *bits,
+        places,
+        experts,
+        owned,
+        x.stride(0),
+        columns,
+        TOP_K=top_k,
+        TILE=tile,
+        OVERLAP=overlap,
+        num_warps=4,
+        launch_pdl=overlap,
+    )
+    return y
 
 
 def arrange(
@@ -288,11 +345,13 @@ def arrange(
     *,
     most_rows: int | None = None,
     fixed_rows: int | None = None,
+    hopper: bool = False,
 ) -> tuple[int, Groups | None]:
     """(rows of a tile, the groups of experts [T, k] in tiles of so many; None where each pair is a tile of its own).
 
     num_here: of the experts whose weights are here. most_rows: that a tile may have, None for any number. fixed_rows:
-    of all tiles, for any number of tokens; None for what suits that number.
+    of all tiles, for any number of tokens; None for what suits that number. hopper: many pairs have tiles of
+    HOPPER_ROWS, for `hopper_kernel`, and their groups have places.
     """
     rows = fixed_rows
     if rows is None:
@@ -301,5 +360,8 @@ def arrange(
         rows = choose_rows(tokens * top_k, num_experts, dtype, unsorted=unsorted)
         if unsorted:
             return rows, None
+        if hopper and tokens * top_k > HOPPER_FROM * num_experts:
+            first = None if owned is None else owned.first
+            return HOPPER_ROWS, group(experts, num_here, HOPPER_ROWS, first, places=True)
     rows = rows if most_rows is None else min(rows, most_rows)
     return rows, group(experts, num_here, rows, None if owned is None else owned.first)

@@ -7,13 +7,17 @@ that the bits of a token do not depend on how many there are (`linear/invariant_
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from ..device import Hardware
 from ..linear.plans import Tiles
 
 PAIR_BYTES = 256  # of weights that a thread holds, at most, and a program of small outputs:
 PAIR_PROGRAM_BYTES = 8192
 CHUNK = 32  # vectors of 16 bytes of a row of 4-bit weights at a time: one a thread of a warp
 UNSORTED = 4  # experts a pair from which two pairs of one expert are rare
+HOPPER_ROWS, HOPPER_OUTPUTS = 192, 128  # of a tile of `hopper_kernel`, and outputs of a part of it
+HOPPER_FROM = 64  # pairs an expert, from which it is faster
 
 
 def is_unsorted(tokens: int, top_k: int, num_experts: int) -> bool:
@@ -47,6 +51,20 @@ def choose_rows(pairs: int, num_experts: int, dtype: torch.dtype, *, unsorted: b
         return 16
     mean = pairs / num_experts
     return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 64 else 128
+
+
+def hopper_takes(gate_up: Tensor, down: Tensor, gpu: Hardware) -> bool:
+    """Whether `hopper_kernel` can multiply with weights [E, 2 * I, H] and [E, H, I].
+
+    Tensor copies want rows at multiples of 16 bytes, of the weights and of what meets them.
+    """
+    weights = gate_up, down
+    dtypes = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+    return (
+        gpu.is_hopper
+        and all(each.dtype in dtypes and each.is_contiguous() and each.data_ptr() % 16 == 0 for each in weights)
+        and all(each.shape[2] * each.element_size() % 16 == 0 for each in weights)
+    )
 
 
 def choose_tiles(rows: int, dtype: torch.dtype, *, gated: bool) -> Tiles:

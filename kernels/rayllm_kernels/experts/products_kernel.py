@@ -29,16 +29,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
+from ..dispatch import TritonModule
 from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.invariant_kernel import can_copy
 from ..linear.plans import Tiles
-from .device_functions import activate_gated, find_rows, find_tile, is_owned
+from .device_functions import activate_gated, find_rows, find_tile
 from .experts import ExpertRange, Projections
-from .group_kernel import Groups, arrange, most_tiles
-from .pairs_kernel import PairWeight, sum_pairs
-from .plans import choose_tiles
+from .group_kernel import Groups, arrange, most_tiles, spread
+from .pair_sum import PairSum
+from .pairs_kernel import NO_ACTIVATION, PairWeight, sum_pairs
+from .plans import choose_tiles, hopper_takes
 
-COLUMNS = 1024  # of a token's output that a program of the last kernel adds up
+_hopper = TritonModule("rayllm_kernels.experts.hopper_kernel")
+
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}  # the others are gelu's approximation by tanh
 
 
@@ -136,43 +139,6 @@ def _experts_kernel(
     tl.store(target_ptr, y.to(y_ptr.dtype.element_ty), mask=real[:, None] & (column < outputs))
 
 
-@triton.jit
-def _weighted(z_ptr, weights_ptr, pair, columns, column, mask):
-    z = tl.load(z_ptr + pair * columns + column, mask=mask, other=0.0).to(tl.float32)
-    return tl.load(weights_ptr + pair) * z
-
-
-@triton.jit
-def _combine_kernel(
-    z_ptr,
-    weights_ptr,
-    experts_ptr,
-    owned,
-    onto_ptr,
-    y_ptr,
-    columns,
-    stride_onto,
-    TOP_K: tl.constexpr,
-    TILE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    wait_for_predecessor(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = column < columns
-    total = tl.zeros([TILE], tl.float32)
-    if onto_ptr is not None:
-        total += tl.load(onto_ptr + token * stride_onto + column, mask=mask, other=0.0).to(tl.float32)
-    for i in range(TOP_K):
-        pair = token * TOP_K + i
-        if owned is not None:
-            if is_owned(tl.load(experts_ptr + pair), owned):
-                total += _weighted(z_ptr, weights_ptr, pair, columns, column, mask)
-        else:
-            total += _weighted(z_ptr, weights_ptr, pair, columns, column, mask)
-    tl.store(y_ptr + token * columns + column, total.to(y_ptr.dtype.element_ty), mask=mask)
-
-
 def activation_of(act: str, clamp: tuple[float, float] | None, *, gated: bool) -> tuple[str | None, float, float]:
     """The fields act, alpha and limit of a `Form`; gated: of the first product."""
     if not gated:
@@ -232,19 +198,18 @@ def first_and_number(owned: ExpertRange | None, count: int) -> tuple[int, int] |
     return None if owned is None else (owned.first, count)
 
 
-def combine(
-    z: Tensor, weights: Tensor, onto: Tensor | None, experts: Tensor | None = None, owned: tuple[int, int] | None = None
+def _multiply_many(
+    x: Tensor, experts: Tensor, projections: Projections, groups: Groups, here: tuple[int, int] | None
 ) -> Tensor:
-    """y of z [P, H] and weights [T, k]. owned: of `first_and_number`, if z is of some of the experts [T, k] alone."""
-    experts = None if owned is None else experts
-    (tokens, top_k), columns = weights.shape, z.shape[1]
-    y = torch.empty((tokens, columns), dtype=z.dtype, device=z.device)
-    tile, overlap = min(COLUMNS, triton.next_power_of_2(columns)), hardware(z.device).can_overlap
-    stride_onto, options = 0 if onto is None else onto.stride(0), {"num_warps": 4, "launch_pdl": overlap}
-    launch(_combine_kernel, (tokens, triton.cdiv(columns, tile)))(
-        z, weights, experts, owned, onto, y, columns, stride_onto, TOP_K=top_k, TILE=tile, OVERLAP=overlap, **options
-    )
-    return y
+    """z of x [T, H] and experts [T, k], whose groups have places."""
+    assert groups.places is not None
+    gate_up, down, gate_up_bias, down_bias, act, clamp = projections
+    top_k, activation = experts.shape[1], activation_of(act, clamp, gated=True)
+    spread_x = spread(x, groups.places, experts, here)
+    h, _ = _hopper.multiply(spread_x, gate_up, gate_up_bias, groups, top_k, activation, dtype=x.dtype)
+    del spread_x  # z is as large
+    z: Tensor = _hopper.multiply(h, down, down_bias, groups, top_k, NO_ACTIVATION, dtype=x.dtype)[0]
+    return z
 
 
 def experts(
@@ -256,18 +221,23 @@ def experts(
     onto: Tensor | None,
     *,
     deterministic: bool,
-) -> Tensor:
+) -> Tensor | PairSum:
     """y of checked arguments."""
     if not x.numel():
         return torch.empty_like(x)
     num_here = projections.down.shape[0]
-    here, (rows, groups) = first_and_number(owned, num_here), arrange(experts, num_here, owned, x.dtype)
+    hopper = not deterministic and hopper_takes(projections.gate_up, projections.down, hardware(x.device))
+    here = first_and_number(owned, num_here)
+    rows, groups = arrange(experts, num_here, owned, x.dtype, hopper=hopper)
     if groups is None and not deterministic:
         operands = PairWeight(projections.gate_up), PairWeight(projections.down)
         biases = projections.gate_up_bias, projections.down_bias
         activation = activation_of(projections.act, projections.clamp, gated=True)
         return sum_pairs(x, weights, experts, operands, biases, activation, owned=here, onto=onto)
+    if groups is not None and groups.places is not None:
+        z = _multiply_many(x, experts, projections, groups, here)
+        return PairSum(z, weights, onto, experts, here)
     gate_up_tiles, down_tiles = (choose_tiles(rows, x.dtype, gated=gated) for gated in (True, False))
     h = multiply(x, projections, experts, groups, gate_up_tiles, gated=True, owned=owned)
     z = multiply(h, projections, experts, groups, down_tiles, gated=False, owned=owned)
-    return combine(z, weights, onto, experts, here)
+    return PairSum(z, weights, onto, experts, here)

@@ -132,17 +132,17 @@ def _multiply_fp8(use, count, last, place, scales, ring, CONSUMER: gl.constexpr,
     TOKENS: gl.constexpr = TILE.tokens
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
     w_smem, x_smem, full, free = ring
-    x_scales_ptr, weight_scales_ptr, groups = scales
+    x_scales_ptr, weight_scales_ptr, groups, x_scale_stride, x_group_stride = scales
     first, first_token, tokens, outputs = place
     token = gl.minimum(first_token + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, ACC)), tokens - 1)
     row = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC)), outputs - 1)
-    x_scales_ptr += token * groups
+    x_scales_ptr += token * x_scale_stride
     weight_scales_ptr += row // TILE.scale_rows * groups
     acc = gl.zeros([ROWS, TOKENS], gl.float32, layout=ACC)
     for i in range(count):
         stage = (use + i) % STAGES
         if TILE.scale_rows > 1:
-            x_scales = gl.load(x_scales_ptr + (last - i))
+            x_scales = gl.load(x_scales_ptr + (last - i) * x_group_stride)
             weight_scales = gl.load(weight_scales_ptr + (last - i))
         hopper.mbarrier.wait(full.index(stage), (use + i) // STAGES % 2)
         weights = w_smem.index(stage * TILE.consumers + CONSUMER)
@@ -207,7 +207,7 @@ def _store(part, y_smem, y_ptr, bias_ptr, scales, first_token, first, tokens, ou
     WIDTH: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     if TILE.scale_rows == 1:
-        x_scales_ptr, weight_scales_ptr, _ = scales
+        x_scales_ptr, weight_scales_ptr, _, _, _ = scales
         row = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LAYOUT))
         column = first_token + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, LAYOUT))
         part *= gl.load(weight_scales_ptr + row, mask=row < outputs, other=0.0)[:, None]
@@ -275,11 +275,12 @@ def _consume(y_ptr, bias_ptr, scales, shared, y_smem, ring, work, sizes, CONSUME
         stop = first_unit
 
 
-@gluon.jit(do_not_specialize=["tokens", "units", "steps", "token_tiles"])
+@gluon.jit(do_not_specialize=["x_scale_stride", "x_group_stride", "tokens", "units", "steps", "token_tiles"])
 def _linear_hopper_kernel(
-    w_desc, x_desc, y_ptr, bias_ptr, scales, shared, tokens, outputs, units, steps, token_tiles, TILE: gl.constexpr
-):
-    """scales: (of x, of W, how many a row of either has), None without. shared: pointers to (partial sums, flags).
+    w_desc, x_desc, y_ptr, bias_ptr, scales, x_scale_stride, x_group_stride, shared, tokens, outputs, units, steps,
+    token_tiles, TILE: gl.constexpr,
+):  # fmt: skip
+    """scales: (of x, of W, how many a row of W has), None without. shared: pointers to (partial sums, flags).
 
     units: of the whole product. steps: units of a tile.
     """
@@ -301,6 +302,8 @@ def _linear_hopper_kernel(
     y_smem = gl.allocate_shared_memory(OUT, [CONSUMERS, min(TILE.tokens, CHUNK), WIDTH], Y_LAYOUT)
     ring = (w_smem, x_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     hopper.fence_async_shared()
+    if scales is not None:
+        scales = (scales[0], scales[1], scales[2], x_scale_stride, x_group_stride)
     program = gl.program_id(0)
     start = program * units // gl.num_programs(0)
     end = (program + 1) * units // gl.num_programs(0)
@@ -391,7 +394,9 @@ def _launch(
     # One sum for each entry of a program's tile: every program leaves at most one tile to another.
     partial = torch.empty(programs * tile.rows * tile.tokens, dtype=torch.float32, device=x.device)
     shared = partial, flags(x.device)
+    scale_strides = (0, 0) if scales is None else scales[0].stride()
     options = {"num_warps": 4, "maxnreg": tile.registers, "launch_pdl": True}
     launch(_linear_hopper_kernel, (programs,))(
-        w_desc, x_desc, y, bias, scales, shared, tokens, outputs, units, steps, token_tiles, TILE=tile, **options
-    )
+        w_desc, x_desc, y, bias, scales, *scale_strides, shared, tokens, outputs, units, steps, token_tiles,
+        TILE=tile, **options,
+    )  # fmt: skip

@@ -91,13 +91,15 @@ BLOCK_ROWS = 64  # of the weights, by one instruction
 MAX_ROWS = 65536  # above are the heads of language models
 SMALL = 1 << 18  # weights that are read sooner than sums are handed over: those of routers
 FULL = 0.7  # of the multiprocessors: with so many tiles none is shared
+MORE_TOKENS = 256  # of e4m3 products of few outputs
+LONG_STEPS = 32  # of 128 inputs, from which two programs or more share a tile of those
 WELL_FULL = 0.8  # below, fewer or smaller tiles leave too much idle
 
 
 class HopperTile(NamedTuple):
     """What one program of `hopper_kernel` works with."""
 
-    tokens: int  # a power of two
+    tokens: int  # a power of two, or for 4 bits the sum of two
     consumers: int  # 1 or 2
     blocks: int  # of 64 weight rows for each consumer, 1 or 2
     stages: int  # of the ring
@@ -187,8 +189,8 @@ def plan_hopper(tokens: int, rows: int, inputs: int, gated: bool, multiprocessor
 
 def plan_hopper_fp8(tokens: int, rows: int, inputs: int, multiprocessors: int) -> HopperPlan | None:
     """The same for e4m3, whose stages are as many bytes and whose consumers hold a second tile of sums."""
-    if not 0 < tokens <= MAX_HOPPER_TOKENS:
-        return None
+    if tokens > MAX_HOPPER_TOKENS:
+        return _plan_more(tokens, rows, inputs, multiprocessors)
     tile_tokens = max(16, 1 << (tokens - 1).bit_length())
     if tokens > 64:
         # Sums of so many tokens take long to hand over, so that programs have 16 units at least.
@@ -201,6 +203,16 @@ def plan_hopper_fp8(tokens: int, rows: int, inputs: int, multiprocessors: int) -
     if rows > 2048 and rows * inputs >= 16 << 20:
         return _plan_wide(tile_tokens, rows, multiprocessors)
     return _plan_narrow(tokens, tile_tokens, rows, multiprocessors)
+
+
+def _plan_more(tokens: int, rows: int, inputs: int, multiprocessors: int) -> HopperPlan | None:
+    """Of 129 to 256 tokens and so few outputs that PyTorch's product leaves most multiprocessors idle."""
+    steps = -(-inputs // 128)
+    tile = NARROW[64 if steps < LONG_STEPS else 128]
+    tiles = -(-rows // BLOCK_ROWS) * -(-tokens // tile.tokens)
+    if tokens > MORE_TOKENS or tiles * (1 if steps < LONG_STEPS else 2) > multiprocessors:
+        return None
+    return tile, multiprocessors // tiles * tiles
 
 
 # ---- 512 tokens and more, gated, on Hopper: `gated_hopper_kernel` ----

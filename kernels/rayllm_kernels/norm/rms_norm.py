@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..checks import check_norm_weight, check_residual, check_rows
 from ..dispatch import TritonModule, on_triton
+from ..experts.pair_sum import PairSum
 
 _kernel = TritonModule("rayllm_kernels.norm.rms_norm_kernel")
 
@@ -33,11 +34,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype) if weight.dtype == x.dtype else (wide * weight).to(x.dtype)
 
 
-def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def fused_add_rms_norm(x: Tensor | PairSum, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), two new tensors; neither argument is changed.
 
     x, residual: [..., D] of one shape and dtype, strides as for `rms_norm`. The sum is rounded to x's dtype first.
+    A `PairSum` is added up in the same pass, and rounded before it is added to anything.
     """
+    if isinstance(x, PairSum):
+        check_norm_weight(weight, "weight", x.shape[1], x.outputs)
+        check_sum_residual(residual, x)
+        if on_triton(x.outputs):
+            return _kernel.rms_norm(x, residual, weight, eps, False)
+        x = x.total()
     check_rows(x, "x")
     check_norm_weight(weight, "weight", x.shape[-1], x)
     check_residual(residual, x)
@@ -45,6 +53,11 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
         return _kernel.rms_norm(x, residual, weight, eps, False)
     total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+def check_sum_residual(residual: Tensor, x: PairSum) -> None:
+    """As `check_residual`."""
+    check_residual(residual, x.outputs[: x.shape[0]])
 
 
 def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -18,16 +18,8 @@ from torch import Tensor
 
 from ..checks import check_float, check_last_dim, fail
 from ..dispatch import TritonModule, on_triton
-from ..experts.experts import (
-    ACTS,
-    ExpertRange,
-    check_biases,
-    check_onto,
-    check_owned,
-    check_pairs,
-    clamped,
-    weighted_sum,
-)
+from ..experts.experts import ACTS, ExpertRange, check_biases, check_onto, check_owned, check_pairs, clamped
+from ..experts.pair_sum import PairSum
 from .formats import E2M1
 from .fp8 import Rounding, to_fp8
 from .int4 import MIDDLE, half_of
@@ -114,8 +106,9 @@ def experts_quantised(
     owned: ExpertRange | None = None,
     onto: Tensor | None = None,
     fp8_tokens: bool = False,
+    summed: bool = True,
     deterministic: bool = False,
-) -> Tensor:
+) -> Tensor | PairSum:
     """As `experts`, gate_up [E, 2 * I, H] and down [E, H, I] being in fewer bits.
 
     fp8_tokens: tokens meet the weights, which are in fp8, as fp8 too. Needs a GPU with `Hardware.has_e4m3`, or the CPU.
@@ -130,22 +123,23 @@ def experts_quantised(
         fail("fp8_tokens", "needs weights in fp8", f"{gate_up.kind} and {down.kind}")
     if on_triton(x):
         kernel = _fp8_kernel if fp8_tokens else _kernel
-        return kernel.experts(x, weights, experts, projections, owned, onto, deterministic=deterministic)
-    return _experts(x, weights, experts, projections, owned, onto, fp8_tokens=fp8_tokens, deterministic=deterministic)
+        y = kernel.experts(x, weights, experts, projections, owned, onto, deterministic=deterministic)
+    else:
+        outputs = _experts(x, experts, projections, owned, fp8_tokens=fp8_tokens, deterministic=deterministic)
+        y = PairSum(outputs, weights, onto)
+    return y.total() if summed and isinstance(y, PairSum) else y
 
 
 def _experts(
     x: Tensor,
-    weights: Tensor,
     experts: Tensor,
     projections: QuantisedProjections,
     owned: ExpertRange | None,
-    onto: Tensor | None,
     *,
     fp8_tokens: bool,
     deterministic: bool,
 ) -> Tensor:
-    """Expert by expert, each with all of its tokens, or, if deterministic, these one by one."""
+    """The outputs of all pairs, expert by expert, with all of its tokens at once, or, if deterministic, one by one."""
     gate_up, down, gate_up_bias, down_bias, name, clamp = projections
 
     def numbers(tokens: Tensor, rounding: Rounding) -> Tensor:
@@ -166,7 +160,7 @@ def _experts(
             gate, up = F.linear(wide[some // chosen], first, biases[0]).chunk(2, dim=-1)
             inner = act(gate, up) if clamp is None else clamped(gate, up, *clamp)
             out[some] = F.linear(numbers(inner.to(x.dtype), inner_rounding), last, biases[1]).to(x.dtype)
-    return weighted_sum(out.unflatten(0, (-1, chosen)), weights, onto)
+    return out
 
 
 def _check(x: Tensor, weights: Tensor, experts: Tensor, gate_up: ExpertWeight, down: ExpertWeight, act: str) -> None:

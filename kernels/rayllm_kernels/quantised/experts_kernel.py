@@ -28,8 +28,9 @@ from ..device import hardware
 from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, arrange, most_tiles
+from ..experts.pair_sum import PairSum
 from ..experts.pairs_kernel import PairWeight, sum_pairs
-from ..experts.products_kernel import activation_of, combine, first_and_number
+from ..experts.products_kernel import activation_of, first_and_number
 from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.plans import Tiles
 from . import plans
@@ -382,26 +383,23 @@ def experts(
     onto: Tensor | None,
     *,
     deterministic: bool,
-) -> Tensor:
+) -> Tensor | PairSum:
     """y of checked arguments."""
     if not x.numel():
         return torch.empty_like(x)
     num_here = projections.down.codes.shape[0]
     rows, groups = arrange(experts, num_here, owned, x.dtype)
+    gpu, here = hardware(x.device), first_and_number(owned, num_here)
     if groups is None and not deterministic and plans.pairs_take(projections.gate_up, projections.down):
         operands = _pair_weight(projections.gate_up), _pair_weight(projections.down)
         biases = projections.gate_up_bias, projections.down_bias
-        activation, here = (
-            activation_of(projections.act, projections.clamp, gated=True),
-            first_and_number(owned, num_here),
-        )
+        activation = activation_of(projections.act, projections.clamp, gated=True)
         return sum_pairs(x, weights, experts, operands, biases, activation, owned=here, onto=onto)
-    gpu, of_products = hardware(x.device), ((projections.gate_up, True), (projections.down, False))
     y = x
-    for weight, gated in of_products:
+    for weight, gated in ((projections.gate_up, True), (projections.down, False)):
         joined = plans.joins_scales(weight.kind, x.dtype, gpu, deterministic=deterministic)
         tiles = plans.choose_expert_tiles(
             rows, weight.group, x.dtype, gpu, gated=gated, joined=joined, deterministic=deterministic
         )
         y = multiply(y, projections, experts, groups, tiles, gated=gated, joined=joined, owned=owned)
-    return combine(y, weights, onto, experts, first_and_number(owned, num_here))
+    return PairSum(y, weights, onto, experts, here)

@@ -18,8 +18,9 @@ from torch import Tensor
 from ..checks import check_norm_weight, check_residual, check_rows, check_vectors, fail
 from ..device import hardware
 from ..dispatch import TritonModule, on_triton
+from ..experts.pair_sum import PairSum
 from ..norm.act_and_mul import act_and_mul, kind_of
-from ..norm.rms_norm import fused_add_rms_norm, rms_norm
+from ..norm.rms_norm import check_sum_residual, fused_add_rms_norm, rms_norm
 from . import plans
 from .formats import E4M3_MAX, divided
 from .fp8_operands import Fp8Rows, Fp8Weight, Rounding
@@ -49,12 +50,21 @@ def act_and_mul_fp8(x: Tensor, how: Rounding, act: str) -> Fp8Rows:
 
 
 def rms_norm_fp8(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, how: Rounding
+    x: Tensor | PairSum, residual: Tensor | None, weight: Tensor, eps: float, how: Rounding
 ) -> tuple[Fp8Rows, Tensor]:
     """(`to_fp8` of the norm of total, total), total = x + residual, x itself if residual is None; in one pass.
 
-    x, residual: [T, K]; the rest as for `rms_norm`. The norm is rounded to x's dtype before it is to fp8.
+    x, residual: [T, K]; the rest as for `rms_norm`. The norm is rounded to x's dtype before it is to fp8. A `PairSum`,
+    which has a residual, is added up in the same pass.
     """
+    if isinstance(x, PairSum):
+        assert residual is not None
+        check_norm_weight(weight, "weight", x.shape[1], x.outputs)
+        check_sum_residual(residual, x)
+        if on_triton(x.outputs):
+            by_group = _by_group(x.outputs[: x.shape[0]], how)
+            return _rows_kernel.rms_norm_fp8(x, residual, weight, eps, how, by_group=by_group)
+        x = x.total()
     _check_matrix(x, how)
     check_norm_weight(weight, "weight", x.shape[1], x)
     if residual is not None:

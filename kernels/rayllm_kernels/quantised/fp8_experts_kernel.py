@@ -26,18 +26,23 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import Hardware, hardware
+from ..dispatch import TritonModule
 from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, arrange, most_tiles
-from ..experts.pairs_kernel import PairWeight, sum_pairs
-from ..experts.products_kernel import activation_of, combine, first_and_number
+from ..experts.pair_sum import PairSum
+from ..experts.pairs_kernel import NO_ACTIVATION, PairWeight, sum_pairs
+from ..experts.plans import HOPPER_OUTPUTS, hopper_takes
+from ..experts.products_kernel import activation_of, first_and_number
 from ..linear.device_functions import no_sums, sums
 from ..linear.invariant_kernel import can_copy
 from ..linear.plans import Tiles
 from . import plans
 from .experts import ExpertWeight, QuantisedProjections
 from .fp8_operands import Fp8Rows
-from .fp8_rows_kernel import codes_of, scales_of, to_fp8
+from .fp8_rows_kernel import codes_of, scales_of, to_fp8, to_fp8_places
+
+_hopper = TritonModule("rayllm_kernels.experts.hopper_kernel")
 
 
 class Form(NamedTuple):
@@ -322,6 +327,32 @@ def multiply(
     return y if y_scales is None else Fp8Rows(y.view(torch.float8_e4m3fn), y_scales, own_group)
 
 
+def _hopper_takes(projections: QuantisedProjections, dtype: torch.dtype, gpu: Hardware) -> bool:
+    """Whether `experts/hopper_kernel.py` can compute the products of many pairs: rows have a scale each."""
+    gate_up, down, *_ = projections
+    scaled = gate_up.group is None and down.group is None and gate_up.rows == down.rows == 1
+    first, last = (each.codes.view(torch.float8_e4m3fn) for each in (gate_up, down))
+    return scaled and dtype != torch.float32 and down.token_group == HOPPER_OUTPUTS and hopper_takes(first, last, gpu)
+
+
+def _multiply_many(
+    x: Tensor, experts: Tensor, projections: QuantisedProjections, groups: Groups, here: tuple[int, int] | None
+) -> Tensor:
+    """z of x [T, H] and experts [T, k], whose groups have places."""
+    assert groups.places is not None
+    gate_up, down, gate_up_bias, down_bias, act, clamp = projections
+    first, last = (each.codes.view(torch.float8_e4m3fn) for each in (gate_up, down))
+    top_k, activation = experts.shape[1], activation_of(act, clamp, gated=True)
+    rows, of_x = to_fp8_places(x, groups.places, experts, here)
+    scales = of_x, gate_up.scales
+    h, of_h = _hopper.multiply(
+        rows, first, gate_up_bias, groups, top_k, activation, scales=scales, dtype=x.dtype, rounded=True
+    )
+    scales = of_h, down.scales
+    z: Tensor = _hopper.multiply(h, last, down_bias, groups, top_k, NO_ACTIVATION, scales=scales, dtype=x.dtype)[0]
+    return z
+
+
 def experts(
     x: Tensor,
     weights: Tensor,
@@ -331,20 +362,23 @@ def experts(
     onto: Tensor | None,
     *,
     deterministic: bool,
-) -> Tensor:
+) -> Tensor | PairSum:
     """y of checked arguments."""
     if not x.numel():
         return torch.empty_like(x)
     num_here, gate_up, down = projections.down.codes.shape[0], *projections[:2]
     gpu, fixed = hardware(x.device), plans.FIXED_FP8_EXPERT_ROWS if deterministic else None
     most = most_rows(projections, gpu)
-    rows, groups = arrange(experts, num_here, owned, x.dtype, most_rows=most, fixed_rows=fixed)
+    hopper = not deterministic and _hopper_takes(projections, x.dtype, gpu)
+    rows, groups = arrange(experts, num_here, owned, x.dtype, most_rows=most, fixed_rows=fixed, hopper=hopper)
     here = first_and_number(owned, num_here)
     if groups is None:
         operands = _pair_weight(gate_up), _pair_weight(down)
         biases = projections.gate_up_bias, projections.down_bias
         activation = activation_of(projections.act, projections.clamp, gated=True)
         return sum_pairs(x, weights, experts, operands, biases, activation, owned=here, onto=onto)
+    if groups.places is not None:
+        return PairSum(_multiply_many(x, experts, projections, groups, here), weights, onto, experts, here)
     first, last = (
         plans.choose_fp8_expert_tiles(
             rows, weight.token_group, down.token_group, gpu, gated=gated, scaled=weight.group is not None
@@ -355,4 +389,4 @@ def experts(
     assert isinstance(h, Fp8Rows)
     z = multiply(h, projections, experts, groups, last, x.dtype, gated=False)
     assert isinstance(z, Tensor)
-    return combine(z, weights, onto, experts, here)
+    return PairSum(z, weights, onto, experts, here)

@@ -24,6 +24,8 @@ from ..cache.fp8 import encode_fp8
 from ..compile_ahead import launch
 from ..dependent_launch import announce_and_wait
 from ..device import hardware
+from ..experts.device_functions import add_pairs, store_at_places
+from ..experts.pair_sum import PairSum, of_kernels
 from . import formats, fp8
 from .fp8_operands import Fp8Rows, Rounding
 
@@ -39,6 +41,7 @@ class Form(NamedTuple):
     tile: int  # entries that are held at once, a power of two
     group: int  # entries that share a scale, a power of two that divides the tile, or the tile for a whole row
     act: str | None  # of a gate; None where there is none
+    top_k: int  # pairs of a token that x is the sum of; 0 if x is there
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -124,11 +127,26 @@ def _to_fp8_rows_kernel(x_ptr, codes_ptr, scales_ptr, static_ptr, x_stride, FORM
     tl.store(scales_ptr + row + tl.arange(0, 1)[:, None], scales)
 
 
+@triton.jit
+def _to_fp8_places_kernel(x_ptr, codes_ptr, scales_ptr, routed, x_stride, TOP_K: tl.constexpr, FORM: tl.constexpr):
+    """A program has a row, whose codes go to the places of its pairs. routed: as for `store_at_places`."""
+    announce_and_wait(FORM.overlap)
+    row = tl.program_id(0)
+    element = tl.arange(0, FORM.tile)
+    y = _load_activated(x_ptr + row.to(tl.int64) * x_stride, element, FORM)
+    scales = scales_of(_peaks(y, FORM), None)
+    codes = tl.reshape(codes_of(tl.reshape(y, [1, FORM.tile]), scales), [FORM.tile])
+    store_at_places(codes, codes_ptr, routed, row, FORM.dim, element, TOP_K)
+    tl.store(scales_ptr + row + tl.arange(0, 1)[:, None], scales)
+
+
 @triton.jit(do_not_specialize=["token_stride", "group_stride"])
 def _rms_norm_fp8_kernel(
-    x_ptr, residual_ptr, norm, outputs, static_ptr, strides, token_stride, group_stride, FORM: tl.constexpr
+    x_ptr, pairs, residual_ptr, norm, outputs, static_ptr, strides, token_stride, group_stride, FORM: tl.constexpr
 ):
     """A program has a row. norm: (weight, eps). outputs: (codes, scales, total).
+
+    pairs: what x is the sum of, as for `add_pairs`; None if x is there.
 
     strides: of x and residual. token_stride, group_stride: of scales.
     """
@@ -140,8 +158,12 @@ def _rms_norm_fp8_kernel(
     mask = element < FORM.dim
     weight = tl.load(weight_ptr + element, mask=mask, other=0.0).to(tl.float32)  # no kernel writes it
     announce_and_wait(FORM.overlap)
-    x = tl.load(x_ptr + row * x_stride + element, mask=mask, other=0.0)
-    dtype = x.dtype
+    if FORM.top_k > 0:
+        dtype = total_ptr.dtype.element_ty
+        x = add_pairs(pairs, row, FORM.dim, element, FORM.top_k).to(dtype)
+    else:
+        dtype = x_ptr.dtype.element_ty
+        x = tl.load(x_ptr + row * x_stride + element, mask=mask, other=0.0)
     wide = x.to(tl.float32)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + element, mask=mask, other=0.0)
@@ -178,13 +200,13 @@ def to_fp8(x: Tensor, how: Rounding, act: str | None, *, by_group: bool = False)
     overlap, padded = hardware(x.device).can_overlap, triton.next_power_of_2(max(dim, 1))
     if tokens and how.group is not None:
         tile = max(how.group, min(1024, padded))
-        form = Form(dim, tile, how.group, act, overlap)
+        form = Form(dim, tile, how.group, act, 0, overlap)
         launch(_to_fp8_groups_kernel, (tokens, triton.cdiv(dim, tile)))(
             x, codes, scales, how.scale, x.stride(0), *scales.stride(), FORM=form, num_warps=4, launch_pdl=overlap
         )
     elif tokens:
         tile = min(MAX_TILE, padded)
-        form = Form(dim, tile, tile, act, overlap)
+        form = Form(dim, tile, tile, act, 0, overlap)
         warps = min(16, max(4, tile // 512))
         launch(_to_fp8_rows_kernel, (tokens,))(
             x, codes, scales, how.scale, x.stride(0), FORM=form, num_warps=warps, launch_pdl=overlap
@@ -192,21 +214,58 @@ def to_fp8(x: Tensor, how: Rounding, act: str | None, *, by_group: bool = False)
     return Fp8Rows(codes.view(torch.float8_e4m3fn), scales, how.group)
 
 
+def to_fp8_places(x: Tensor, places: Tensor, experts: Tensor, owned: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
+    """(codes [P, K], scales [T, 1]) of x [T, K], each row at the places of its pairs, as by `spread`.
+
+    K is at most MAX_TILE.
+    """
+    (tokens, dim), top_k = x.shape, experts.shape[1]
+    codes = torch.empty((tokens * top_k, dim), dtype=torch.uint8, device=x.device)
+    scales = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
+    tile, overlap = triton.next_power_of_2(dim), hardware(x.device).can_overlap
+    form = Form(dim, tile, tile, None, 0, overlap)
+    launch(_to_fp8_places_kernel, (tokens,))(
+        x,
+        codes,
+        scales,
+        (places, experts, owned),
+        x.stride(0),
+        TOP_K=top_k,
+        FORM=form,
+        num_warps=min(16, max(4, tile // 512)),
+        launch_pdl=overlap,
+    )
+    return codes.view(torch.float8_e4m3fn), scales
+
+
 def rms_norm_fp8(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, how: Rounding, *, by_group: bool = False
+    x: Tensor | PairSum, residual: Tensor | None, weight: Tensor, eps: float, how: Rounding, *, by_group: bool = False
 ) -> tuple[Fp8Rows, Tensor]:
-    """(fp8 rows, total) of checked arguments. by_group: see `Fp8Rows`."""
+    """(fp8 rows, total) of checked arguments; a `PairSum` has a residual. by_group: see `Fp8Rows`."""
     tokens, dim = x.shape
     codes, scales = _allocate(tokens, dim, how, x.device, by_group)
-    total = x if residual is None else torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
+    if residual is None:
+        assert isinstance(x, Tensor)
+        total = x
+    else:
+        total = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
     tile = triton.next_power_of_2(dim)
     group, overlap = tile if how.group is None else how.group, hardware(x.device).can_overlap
-    form = Form(dim, max(tile, group), group, None, overlap)
-    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
+    form = Form(dim, max(tile, group), group, None, x.weights.shape[1] if isinstance(x, PairSum) else 0, overlap)
+    strides = (0 if isinstance(x, PairSum) else x.stride(0), 0 if residual is None else residual.stride(0))
     options = {"num_warps": min(16, max(4, tile // 512)), "launch_pdl": overlap}
     if tokens:
         outputs = (codes, scales, total)
         launch(_rms_norm_fp8_kernel, (tokens,))(
-            x, residual, (weight, eps), outputs, how.scale, strides, *scales.stride(), FORM=form, **options
+            None if isinstance(x, PairSum) else x,
+            of_kernels(x),
+            residual,
+            (weight, eps),
+            outputs,
+            how.scale,
+            strides,
+            *scales.stride(),
+            FORM=form,
+            **options,
         )
     return Fp8Rows(codes.view(torch.float8_e4m3fn), scales, how.group), total

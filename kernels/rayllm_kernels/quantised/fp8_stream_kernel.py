@@ -75,11 +75,18 @@ def _token(x_ptr, FORM: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _line_scales(scales_ptr, tile, chunk: gl.constexpr, FORM: gl.constexpr, LAYOUT: gl.constexpr):
-    """[1, LINES, 1]: of a tile's rows, which share them."""
+def _line_scales(scales_ptr, tile, FORM: gl.constexpr, LAYOUT: gl.constexpr):
+    """[1, LINES, 1] of each chunk: of a tile's rows, which share them."""
     COUNT: gl.constexpr = FORM.inputs // LINE
-    line = chunk * LINES + gl.arange(0, LINES, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    return gl.load(scales_ptr + tile * FORM.rows // FORM.weight_rows * COUNT + line, mask=line < COUNT, other=0.0)
+    CHUNKS: gl.constexpr = (FORM.inputs + LINES * LINE - 1) // (LINES * LINE)
+    lines = gl.arange(0, LINES, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    scales_ptr += tile * FORM.rows // FORM.weight_rows * COUNT
+    scales = ()
+    for chunk in gl.static_range(CHUNKS):
+        line = chunk * LINES + lines
+        found = gl.load(scales_ptr + line, mask=line < COUNT, other=0.0)
+        scales = scales + (found[None, :, None],)  # type: ignore[assignment]  # noqa: RUF005
+    return scales
 
 
 @gluon.jit
@@ -111,13 +118,15 @@ def _fp8_stream_kernel(w_desc, x_ptr, scales_ptr, bias_ptr, y_ptr, outputs, tile
         # Asked for before they are wanted.
         if FORM.weight_rows == 1:
             scales = gl.load(scales_ptr + output, mask=inside, other=0.0)
+        else:
+            line_scales = _line_scales(scales_ptr, tile, FORM, TILE)
         if bias_ptr is not None:
             bias = gl.load(bias_ptr + output, mask=inside, other=0.0).to(gl.float32)
         acc = gl.zeros([ROWS, LINES, LINE], gl.float32, layout=TILE)
         for chunk in gl.static_range(CHUNKS):
             x = chunks[chunk][None, :, :]
             if FORM.weight_rows > 1:
-                x *= _line_scales(scales_ptr, tile, chunk, FORM, TILE)
+                x *= line_scales[chunk]
             hopper.mbarrier.wait(ring[1].index(use % STAGES), use // STAGES % 2)
             codes = smem.index(use % STAGES).load(TILE)
             thread_barrier()

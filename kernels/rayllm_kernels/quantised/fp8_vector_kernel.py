@@ -41,6 +41,7 @@ class Form(NamedTuple):
     rows: int  # outputs of a program
     group: int  # inputs that share a scale; `padded` for all
     weight_rows: int  # outputs that share one
+    shared: bool  # whether all outputs of a program do, so that the token may be scaled instead of sums
     act: str | None  # of a gate; None where there is none
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
@@ -65,14 +66,28 @@ def _token(x_ptr, norm, total_ptr, depth, inside, FORM: tl.constexpr):
 
 
 @triton.jit
-def _multiply(codes, wide, scales_ptr, row, num_groups, FORM: tl.constexpr):
-    """[rows]: the scaled sums of codes [rows, padded] and the token."""
+def _scales(scales_ptr, first, row, num_groups, FORM: tl.constexpr):
+    """Of the rows from `first` on: of each input [padded], which all share, or of each row and group [rows, COUNT]."""
     COUNT: tl.constexpr = FORM.padded // FORM.group
-    products = tl.reshape(codes.to(tl.float32) * wide[None, :], [FORM.rows, COUNT, FORM.group])
-    group = tl.arange(0, COUNT)[None, :]
-    pointers = scales_ptr + (row // FORM.weight_rows * num_groups)[:, None] + group
-    scales = tl.load(pointers, mask=group * FORM.group < FORM.inputs, other=0.0)
-    return tl.sum(tl.sum(products, 2) * scales, 1)
+    group = tl.arange(0, COUNT)
+    inside = group * FORM.group < FORM.inputs
+    if FORM.shared:
+        scales = tl.load(scales_ptr + first // FORM.weight_rows * num_groups + group, mask=inside, other=0.0)
+        return tl.reshape(tl.broadcast_to(scales[:, None], [COUNT, FORM.group]), [FORM.padded])
+    else:
+        pointers = scales_ptr + (row // FORM.weight_rows * num_groups)[:, None] + group[None, :]
+        return tl.load(pointers, mask=inside[None, :], other=0.0)
+
+
+@triton.jit
+def _multiply(codes, wide, scales, FORM: tl.constexpr):
+    """[rows]: the scaled sums of codes [rows, padded] and the token."""
+    if FORM.shared:
+        return tl.sum(codes.to(tl.float32) * (wide * scales)[None, :], 1)
+    else:
+        products = codes.to(tl.float32) * wide[None, :]
+        parts = tl.reshape(products, [FORM.rows, FORM.padded // FORM.group, FORM.group])
+        return tl.sum(tl.sum(parts, 2) * scales, 1)
 
 
 @triton.jit
@@ -80,23 +95,26 @@ def _fp8_vector_kernel(x_ptr, norm, weight, bias_ptr, y_ptr, total_ptr, outputs,
     """norm: (residual or None, weight of the norm or None, eps). weight: (codes, scales), with so many groups a row."""
     codes_ptr, scales_ptr = weight
     ACT: tl.constexpr = FORM.act
-    output = tl.program_id(0) * FORM.rows + tl.arange(0, FORM.rows)
+    first = tl.program_id(0) * FORM.rows
+    output = first + tl.arange(0, FORM.rows)
     # Rows past the end repeat the last one and are not stored.
     row = tl.minimum(output, outputs - 1)
     depth = tl.arange(0, FORM.padded)
     inside = depth < FORM.inputs
     pointers = codes_ptr + row.to(tl.int64)[:, None] * FORM.inputs + depth[None, :]
     codes = tl.load(pointers, mask=inside[None, :], other=0.0)
-    up_codes = codes
+    scales = _scales(scales_ptr, first, row, num_groups, FORM)
+    up_codes, up_scales = codes, scales
     if ACT is not None:
         up_codes = tl.load(pointers + tl.cast(outputs, tl.int64) * FORM.inputs, mask=inside[None, :], other=0.0)
+        up_scales = _scales(scales_ptr, outputs + first, outputs + row, num_groups, FORM)
     wait_for_predecessor(FORM.overlap)
     wide, factor = _token(x_ptr, norm, total_ptr, depth, inside, FORM)
-    y = _multiply(codes, wide, scales_ptr, row, num_groups, FORM) * factor
+    y = _multiply(codes, wide, scales, FORM) * factor
     if bias_ptr is not None:
         y += tl.load(bias_ptr + row).to(tl.float32)
     if ACT is not None:
-        up = _multiply(up_codes, wide, scales_ptr, outputs + row, num_groups, FORM) * factor
+        up = _multiply(up_codes, wide, up_scales, FORM) * factor
         if bias_ptr is not None:
             up += tl.load(bias_ptr + outputs + row).to(tl.float32)
         y = activate(y, ACT) * up
@@ -129,7 +147,11 @@ def linear_fp8_vector(
     padded = padded_inputs(x, weight)
     program_rows, num_warps = choice or plans.choose_fp8_vector(padded, gated=act is not None)
     overlap = hardware(x.device).can_overlap
-    form = Form(inputs, padded, program_rows, weight.group or padded, weight.rows, act, overlap)
+    # Where programs, and those of up, begin at multiples of their rows.
+    shared = (
+        weight.group is not None and weight.rows % program_rows == 0 and (act is None or outputs % program_rows == 0)
+    )
+    form = Form(inputs, padded, program_rows, weight.group or padded, weight.rows, shared, act, overlap)
     launch(_fp8_vector_kernel, (triton.cdiv(outputs, program_rows),))(
         x,
         norm,

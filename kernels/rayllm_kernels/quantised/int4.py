@@ -27,6 +27,7 @@ _product_kernel = TritonModule("rayllm_kernels.quantised.int4_product_kernel")
 _hopper_kernel = TritonModule("rayllm_kernels.quantised.int4_hopper_kernel")
 _dequantise_kernel = TritonModule("rayllm_kernels.quantised.int4_dequantise_kernel")
 _vector_kernel = TritonModule("rayllm_kernels.quantised.int4_vector_kernel")
+_stream_kernel = TritonModule("rayllm_kernels.quantised.int4_stream_kernel")
 
 MIDDLE = 8  # the zero point of symmetric weights
 NO_NORM = (None, None, 0.0)
@@ -81,9 +82,8 @@ def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, de
     """
     _check(x, weight, bias)
     if on_triton(x):
-        if not deterministic and plans.int4_vector_takes(x, weight.codes):
-            y, _ = _vector_kernel.linear_int4_vector(x, NO_NORM, weight, bias, None)
-            return y
+        if not deterministic and (found := _one_token(x, NO_NORM, weight, bias, None)) is not None:
+            return found[0]
         if not deterministic and plans.int4_dequantised_takes(x, weight.codes):
             return _dequantise_kernel.linear_int4_dequantised(x, weight, bias)
         if not deterministic and (plan := _plan(x, weight, gated=False)) is not None:
@@ -109,7 +109,7 @@ def fused_linear_int4(
 
     norm: (weight, eps), None for none. residual: None for none, and without a norm. act: weight is [2 N, K], the rows
     of gate before those of up; the product is act(gate) * up then, and has no bias. On GPUs a single token takes one
-    launch, in which nothing is rounded in between.
+    launch, in which nothing is rounded in between, on Hopper GPUs but n to 16 bits.
     """
     _check(x, weight, bias)
     if act is not None and (weight.codes.shape[0] % 2 or bias is not None):
@@ -118,9 +118,9 @@ def fused_linear_int4(
         check_norm_weight(norm[0], "norm", x.shape[1], x)
     if residual is not None:
         check_residual(residual, x)
-    if on_triton(x) and plans.int4_vector_takes(x, weight.codes):
-        before = NO_NORM if norm is None else (residual, *norm)
-        return _vector_kernel.linear_int4_vector(x, before, weight, bias, None if act is None else kind_of(act))
+    before = NO_NORM if norm is None else (residual, *norm)
+    if on_triton(x) and (found := _one_token(x, before, weight, bias, act)) is not None:
+        return found
     total = x
     if norm is not None and residual is not None:
         x, total = fused_add_rms_norm(x, residual, *norm)
@@ -132,6 +132,22 @@ def fused_linear_int4(
             return _hopper_kernel.linear_int4_hopper(x, weight, plan, act=kind_of(act)), total
     y = linear_int4(x, weight, bias)
     return (y if act is None else act_and_mul(y, act)), total
+
+
+def _one_token(
+    x: Tensor,
+    before: tuple[Tensor | None, Tensor | None, float],
+    weight: Int4Weight,
+    bias: Tensor | None,
+    act: str | None,
+) -> tuple[Tensor, Tensor] | None:
+    """`fused_linear_int4` by a kernel for single tokens, None where there is none. before: residual and norm."""
+    kind = None if act is None else kind_of(act)
+    if plans.int4_stream_takes(x, weight.codes, hardware(x.device)):
+        return _stream_kernel.linear_int4_stream(x, before, weight, bias, kind)
+    if plans.int4_vector_takes(x, weight.codes):
+        return _vector_kernel.linear_int4_vector(x, before, weight, bias, kind)
+    return None
 
 
 def _plan(x: Tensor, weight: Int4Weight, *, gated: bool) -> HopperPlan | None:

@@ -139,75 +139,108 @@ def _load_groups(weight, places, first_input, halves, GROUP: gl.constexpr, DTYPE
         return low, high, (low_zeros.to(gl.float32) + POWER).to(DTYPE), (high_zeros.to(gl.float32) + POWER).to(DTYPE)
 
 
+@gluon.constexpr_function
+def _parts_of(tokens):
+    """A tile's tokens as powers of two, of which there are one or two."""
+    most = 1 << tokens.bit_length() - 1
+    return (most,) if most == tokens else (most, tokens - most)
+
+
+@gluon.constexpr_function
+def _sums_layout(tokens, tile):
+    """Of sums of so many tokens."""
+    return gl.NVMMADistributedLayout([3, 0], [4 * tile.consumers, 1], [16, tokens, 16])
+
+
+@gluon.jit
+def _zeros(TOKENS: gl.constexpr, TILE: gl.constexpr):
+    return gl.zeros([TILE.consumers * 64, TOKENS], gl.float32, layout=_sums_layout(TOKENS, TILE))
+
+
+@gluon.jit
+def _add_product(operand, tokens, acc):
+    """Start adding products of weights [rows, inputs] and tokens [tokens, inputs] in shared memory to their sums."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    operand = gl.convert_layout(operand, LAYOUT, assert_trivial=True)
+    return hopper.warpgroup_mma(operand, tokens.permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
+def _add_products(accs, operand, x_smems, x, BLOCK: gl.constexpr):
+    """The same of a block's weights and all tokens of a part of a stage, number x."""
+    COUNT: gl.constexpr = len(x_smems)
+    found = ()
+    for i in gl.static_range(len(accs)):
+        acc = _add_product(operand, x_smems[i % COUNT].index(x), accs[i]) if i // COUNT == BLOCK else accs[i]
+        found = found + (acc,)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no stars
+    return found
+
+
+@gluon.jit
+def _wait(accs, outstanding: gl.constexpr):
+    if len(accs) == 1:
+        return (hopper.warpgroup_mma_wait(outstanding, deps=accs),)
+    else:
+        return hopper.warpgroup_mma_wait(outstanding, deps=accs)
+
+
+@gluon.jit
+def _load_groups_of_blocks(
+    weight, first, first_input, halves, outputs, TILE: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr
+):
+    """`_load_groups` of each block."""
+    WIDTH: gl.constexpr = TILE.consumers * (32 if TILE.act is not None else 64)
+    BLOCKS: gl.constexpr = TILE.blocks
+    found = ()
+    for block in gl.static_range(BLOCKS):
+        places = _places_of(weight[2], first + block * WIDTH, outputs, TILE)
+        found = found + (_load_groups(weight, places, first_input, halves, GROUP, DTYPE),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
 @gluon.jit
 def _multiply(use, count, last, first, weight, halves, outputs, ring, TILE: gl.constexpr, GROUP: gl.constexpr):
-    """fp32 [rows, tokens] of one block or two, the products of `count` stages from use number `use` on, which end with
-    `last` of K; of one block the second is anything.
+    """fp32 [rows, tokens] of each block and, within one, each part of the tokens: the products of `count` stages from
+    use number `use` on, which end with `last` of K.
 
     first: output. weight: (scales, zeros or None, groups). halves: (half, inputs).
     """
     STAGES: gl.constexpr = TILE.stages
-    TOKENS: gl.constexpr = TILE.tokens
     BLOCKS: gl.constexpr = TILE.blocks
     ROWS: gl.constexpr = TILE.consumers * 64
     PARTS: gl.constexpr = TILE.depth // INPUTS
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * TILE.consumers, 1], [16, TOKENS, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    w_smem, x_smem, full, free = ring
-    DTYPE: gl.constexpr = x_smem.dtype
-    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout=ACC)
-    bottom = acc
-    places = _places_of(weight[2], first, outputs, TILE)
-    following = _load_groups(weight, places, last * TILE.depth, halves, GROUP, DTYPE)
-    if BLOCKS > 1:
-        bottom_places = _places_of(weight[2], first + (ROWS if TILE.act is None else ROWS // 2), outputs, TILE)
-        bottom_following = _load_groups(weight, bottom_places, last * TILE.depth, halves, GROUP, DTYPE)
+    SIZES: gl.constexpr = _parts_of(TILE.tokens)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, _sums_layout(SIZES[0], TILE), 2)
+    w_smem, x_smems, full, free = ring
+    DTYPE: gl.constexpr = x_smems[0].dtype
+    accs = ()
+    for i in gl.static_range(BLOCKS * len(SIZES)):
+        accs = accs + (_zeros(SIZES[i % len(SIZES)], TILE),)  # type: ignore[assignment]  # noqa: RUF005
+    following = _load_groups_of_blocks(weight, first, last * TILE.depth, halves, outputs, TILE, GROUP, DTYPE)
     for i in range(count):
         stage = (use + i) % STAGES
         before = gl.maximum(last - i - 1, 0) * TILE.depth
-        low, high, low_zeros, high_zeros = following
-        low, high = low.to(DTYPE), high.to(DTYPE)
-        following = _load_groups(weight, places, before, halves, GROUP, DTYPE)
-        if BLOCKS > 1:
-            other_low, other_high, other_low_zeros, other_high_zeros = bottom_following
-            other_low, other_high = other_low.to(DTYPE), other_high.to(DTYPE)
-            bottom_following = _load_groups(weight, bottom_places, before, halves, GROUP, DTYPE)
+        groups = ()
+        for block in gl.static_range(BLOCKS):
+            low, high, low_zeros, high_zeros = following[block]
+            groups = groups + ((low.to(DTYPE), high.to(DTYPE), low_zeros, high_zeros),)  # type: ignore[assignment]  # noqa: RUF005
+        following = _load_groups_of_blocks(weight, first, before, halves, outputs, TILE, GROUP, DTYPE)
         hopper.mbarrier.wait(full.index(stage), (use + i) // STAGES % 2)
         for part in gl.static_range(PARTS):
-            x = (stage * PARTS + part) * 2
-            low_x, high_x = x_smem.index(x).permute((1, 0)), x_smem.index(x + 1).permute((1, 0))
-            own = w_smem.index(stage * BLOCKS).reshape([ROWS, TILE.depth // 2])
-            codes = _load_codes(own, part)
-            operand = _decode(codes, low_zeros, low, 0, OPERAND, DTYPE)
-            acc = hopper.warpgroup_mma(operand, low_x, acc, is_async=True)
-            if BLOCKS > 1:
-                acc, bottom = hopper.warpgroup_mma_wait(1, deps=(acc, bottom))
-            else:
-                acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
-            if part == 0:  # the products of the stage before are done
-                hopper.mbarrier.arrive(free.index((use + i + STAGES - 1) % STAGES), pred=i > 0)
-            if BLOCKS > 1:
-                other = w_smem.index(stage * BLOCKS + 1).reshape([ROWS, TILE.depth // 2])
-                other_codes = _load_codes(other, part)
-                operand = _decode(other_codes, other_low_zeros, other_low, 0, OPERAND, DTYPE)
-                bottom = hopper.warpgroup_mma(operand, low_x, bottom, is_async=True)
-                acc, bottom = hopper.warpgroup_mma_wait(1, deps=(acc, bottom))
-            operand = _decode(codes, high_zeros, high, 1, OPERAND, DTYPE)
-            acc = hopper.warpgroup_mma(operand, high_x, acc, is_async=True)
-            if BLOCKS > 1:
-                acc, bottom = hopper.warpgroup_mma_wait(1, deps=(acc, bottom))
-                operand = _decode(other_codes, other_high_zeros, other_high, 1, OPERAND, DTYPE)
-                bottom = hopper.warpgroup_mma(operand, high_x, bottom, is_async=True)
-                acc, bottom = hopper.warpgroup_mma_wait(1, deps=(acc, bottom))
-            else:
-                acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
-    if BLOCKS > 1:
-        acc, bottom = hopper.warpgroup_mma_wait(0, deps=(acc, bottom))
-    else:
-        acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
-        bottom = acc
+            codes = ()
+            for half in gl.static_range(2):
+                for block in gl.static_range(BLOCKS):
+                    if half == 0:
+                        own = w_smem.index(stage * BLOCKS + block).reshape([ROWS, TILE.depth // 2])
+                        codes = codes + (_load_codes(own, part),)  # type: ignore[assignment]  # noqa: RUF005
+                    operand = _decode(codes[block], groups[block][2 + half], groups[block][half], half, OPERAND, DTYPE)
+                    accs = _add_products(accs, operand, x_smems, (stage * PARTS + part) * 2 + half, block)
+                    accs = _wait(accs, len(SIZES))
+                    if part + half + block == 0:  # the products of the stage before are done
+                        hopper.mbarrier.arrive(free.index((use + i + STAGES - 1) % STAGES), pred=i > 0)
+    accs = _wait(accs, 0)
     hopper.mbarrier.arrive(free.index((use + count - 1) % STAGES))
-    return acc, bottom
+    return accs
 
 
 @gluon.jit
@@ -232,6 +265,22 @@ def _places(acc):
     return token // 8 * (8 * acc.shape[0]) + row * 8 + token % 8
 
 
+@gluon.constexpr_function
+def _first_of(i, tile):
+    """Sums of a tile before those that `_multiply` gives as number i."""
+    sizes = _parts_of(tile.tokens)
+    return 64 * tile.consumers * (i // len(sizes) * tile.tokens + sum(sizes[: i % len(sizes)]))
+
+
+@gluon.jit
+def _add_partial(partial_ptr, accs, TILE: gl.constexpr):
+    found = ()
+    for i in gl.static_range(len(accs)):
+        part = gl.load(partial_ptr + _first_of(i, TILE) + _places(accs[i]), cache_modifier=".cg")
+        found = found + (accs[i] + part,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
 @gluon.jit
 def _store(acc, y_smem, y_ptr, bias_ptr, first_token, first, tokens, outputs, TILE: gl.constexpr):
     """Store outputs `first`... of tokens `first_token`...: through shared memory, so that threads write 16 bytes."""
@@ -248,11 +297,12 @@ def _store(acc, y_smem, y_ptr, bias_ptr, first_token, first, tokens, outputs, TI
         if ACT is not None:
             gate, up = part.reshape([ROWS // 16, 2, 8, part.shape[1]]).permute((0, 2, 3, 1)).split()
             part = (activate(gate, ACT) * up).reshape([WIDTH, part.shape[1]])
-        y_smem.store(part.to(y_smem.dtype).permute((1, 0)))
-        token = first_token + i * CHUNK + gl.arange(0, y_smem.shape[0], layout=gl.SliceLayout(1, WIDE))[:, None]
+        own = y_smem.slice(0, part.shape[1])
+        own.store(part.to(y_smem.dtype).permute((1, 0)))
+        token = first_token + i * CHUNK + gl.arange(0, part.shape[1], layout=gl.SliceLayout(1, WIDE))[:, None]
         output = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WIDE))[None, :]
         target = y_ptr + token.to(gl.int64) * outputs + output
-        gl.store(target, y_smem.load(WIDE), mask=(token < tokens) & (output < outputs))
+        gl.store(target, own.load(WIDE), mask=(token < tokens) & (output < outputs))
 
 
 @gluon.jit
@@ -268,17 +318,19 @@ def _copy_weights(desc, tile_row, step, full, w_smem, stage, TILE: gl.constexpr)
 
 
 @gluon.jit
-def _copy_tokens(low_desc, high_desc, token, step, full, x_smem, stage, TILE: gl.constexpr):
+def _copy_tokens(x_descs, token, step, full, x_smems, stage, TILE: gl.constexpr):
     PARTS: gl.constexpr = TILE.depth // INPUTS
     for part in gl.static_range(PARTS):
         at, x = step * TILE.depth + part * INPUTS, (stage * PARTS + part) * 2
-        copy_async(low_desc, [token, at], full, x_smem.index(x))
-        copy_async(high_desc, [token, at], full, x_smem.index(x + 1))
+        for i in gl.static_range(len(x_smems)):
+            first = token if i == 0 else token + x_smems[0].shape[1]
+            copy_async(x_descs[2 * i], [first, at], full, x_smems[i].index(x))
+            copy_async(x_descs[2 * i + 1], [first, at], full, x_smems[i].index(x + 1))
 
 
 @gluon.jit
-def _produce(w_desc, low_desc, high_desc, ring, work, TILE: gl.constexpr):
-    w_smem, x_smem, full, free = ring
+def _produce(w_desc, x_descs, ring, work, TILE: gl.constexpr):
+    w_smem, x_smems, full, free = ring
     start, end, steps, token_tiles = work
     TOKENS: gl.constexpr = TILE.tokens
     STAGES: gl.constexpr = TILE.stages
@@ -292,7 +344,7 @@ def _produce(w_desc, low_desc, high_desc, ring, work, TILE: gl.constexpr):
     for use in range(ahead):
         unit = end - 1 - use
         token = unit // steps % token_tiles * TOKENS
-        _copy_tokens(low_desc, high_desc, token, unit % steps, full.index(use), x_smem, use, TILE)
+        _copy_tokens(x_descs, token, unit % steps, full.index(use), x_smems, use, TILE)
     if end - start <= STAGES + LEAD:
         gdc_launch_dependents()
     for use in range(ahead, end - start):
@@ -303,7 +355,7 @@ def _produce(w_desc, low_desc, high_desc, ring, work, TILE: gl.constexpr):
         hopper.mbarrier.wait(free.index(stage), (use // STAGES + 1) % 2)
         hopper.mbarrier.expect(full.index(stage), BYTES)
         _copy_weights(w_desc, tile // token_tiles, step, full.index(stage), w_smem, stage, TILE)
-        _copy_tokens(low_desc, high_desc, tile % token_tiles * TOKENS, step, full.index(stage), x_smem, stage, TILE)
+        _copy_tokens(x_descs, tile % token_tiles * TOKENS, step, full.index(stage), x_smems, stage, TILE)
 
 
 @gluon.jit
@@ -315,8 +367,9 @@ def _consume(
     tokens, outputs, units = sizes
     ROWS: gl.constexpr = TILE.consumers * 64
     BLOCKS: gl.constexpr = TILE.blocks
+    COUNT: gl.constexpr = len(_parts_of(TILE.tokens))
     WIDTH: gl.constexpr = ROWS // 2 if TILE.act is not None else ROWS
-    SIZE: gl.constexpr = ROWS * TILE.tokens
+    SIZE: gl.constexpr = BLOCKS * ROWS * TILE.tokens
     program, programs = gl.program_id(0), gl.num_programs(0)
     stop = end
     while stop > start:
@@ -324,15 +377,13 @@ def _consume(
         tile_start, tile_end = tile * steps, (tile + 1) * steps
         first_unit = gl.maximum(start, tile_start)
         first_token, first = tile % token_tiles * TILE.tokens, tile // token_tiles * (BLOCKS * WIDTH)
-        acc, bottom = _multiply(
+        accs = _multiply(
             end - stop, stop - first_unit, (stop - 1) % steps, first, weight, halves, outputs, ring, TILE, GROUP
         )
-        places = _places(acc)
         if stop < tile_end:
-            own_ptr = partial_ptr + program * (BLOCKS * SIZE)
-            gl.store(own_ptr + places, acc, cache_modifier=".cg")
-            if BLOCKS > 1:
-                gl.store(own_ptr + SIZE + places, bottom, cache_modifier=".cg")
+            for i in gl.static_range(len(accs)):
+                own_ptr = partial_ptr + program * SIZE + _first_of(i, TILE)
+                gl.store(own_ptr + _places(accs[i]), accs[i], cache_modifier=".cg")
             owner = (tile_end * programs - 1) // units
             thread_barrier()
             gl.atomic_add(flags_ptr + owner, 1, sem="release")
@@ -343,33 +394,35 @@ def _consume(
                     pass
                 gl.atomic_xchg(flags_ptr + program, 0, sem="relaxed")
                 for other in range(helper, program):
-                    other_ptr = partial_ptr + other * (BLOCKS * SIZE)
-                    acc += gl.load(other_ptr + places, cache_modifier=".cg")
-                    if BLOCKS > 1:
-                        bottom += gl.load(other_ptr + SIZE + places, cache_modifier=".cg")
-            _store(acc, y_smem, y_ptr, bias_ptr, first_token, first, tokens, outputs, TILE)
-            if BLOCKS > 1:
-                _store(bottom, y_smem, y_ptr, bias_ptr, first_token, first + WIDTH, tokens, outputs, TILE)
+                    accs = _add_partial(partial_ptr + other * SIZE, accs, TILE)
+            for i in gl.static_range(len(accs)):
+                token, output = first_token + _first_of(i, TILE) // ROWS % TILE.tokens, first + i // COUNT * WIDTH
+                _store(accs[i], y_smem, y_ptr, bias_ptr, token, output, tokens, outputs, TILE)
         stop = first_unit
 
 
 @gluon.jit(do_not_specialize=["tokens", "units", "steps", "token_tiles"])
 def _int4_hopper_kernel(
-    w_desc, low_desc, high_desc, y_ptr, bias_ptr, weight, halves, shared, tokens, outputs, units, steps, token_tiles,
-    TILE: gl.constexpr, GROUP: gl.constexpr,
+    w_desc, low_desc, high_desc, low_rest_desc, high_rest_desc, y_ptr, bias_ptr, weight, halves, shared,
+    tokens, outputs, units, steps, token_tiles, TILE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """weight: (scales, zeros or None, groups of a row). halves: (bytes of a row, K).
+    """low, high: of a tile's tokens, or of the first part of them; rest: of the second part, None without one. weight:
+    (scales, zeros or None, groups of a row). halves: (bytes of a row, K).
 
     shared, units, steps: as in `linear/hopper_kernel.py`. GROUP: inputs that share a scale, 0 for all.
     """
     STAGES: gl.constexpr = TILE.stages
     DTYPE: gl.constexpr = low_desc.dtype
+    SIZES: gl.constexpr = _parts_of(TILE.tokens)
     WIDTH: gl.constexpr = TILE.consumers * (32 if TILE.act is not None else 64)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES * TILE.blocks] + w_desc.block_shape, w_desc.layout)  # noqa: RUF005 - Triton has no stars
-    x_smem = gl.allocate_shared_memory(DTYPE, [STAGES * (TILE.depth // 32), TILE.tokens, INPUTS], SHARED)
+    x_smems = ()
+    for i in gl.static_range(len(SIZES)):
+        own = gl.allocate_shared_memory(DTYPE, [STAGES * (TILE.depth // 32), SIZES[i], INPUTS], SHARED)
+        x_smems = x_smems + (own,)  # type: ignore[assignment]  # noqa: RUF005
     Y_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(128, WIDTH * 2), 16, 2)
-    y_smem = gl.allocate_shared_memory(DTYPE, [min(TILE.tokens, CHUNK), WIDTH], Y_LAYOUT)
-    ring = (w_smem, x_smem, barriers(STAGES, 1), barriers(STAGES, 1))
+    y_smem = gl.allocate_shared_memory(DTYPE, [min(SIZES[0], CHUNK), WIDTH], Y_LAYOUT)
+    ring = (w_smem, x_smems, barriers(STAGES, 1), barriers(STAGES, 1))
     hopper.fence_async_shared()
     program = gl.program_id(0)
     start = program * units // gl.num_programs(0)
@@ -378,7 +431,7 @@ def _int4_hopper_kernel(
     gl.warp_specialize(
         [
             (_consume, (y_ptr, bias_ptr, weight, halves, shared, y_smem, ring, work, sizes, TILE, GROUP)),
-            (_produce, (w_desc, low_desc, high_desc, ring, work, TILE)),
+            (_produce, (w_desc, (low_desc, high_desc, low_rest_desc, high_rest_desc), ring, work, TILE)),
         ],
         [1],
         [24],
@@ -402,10 +455,11 @@ def linear_int4_hopper(
     else:
         layout = gl.NVMMASharedLayout(tile.depth, 16, 2)
         w_desc = TensorDescriptor(pairs, [outputs, half // 2], [half // 2, 1], [own_rows, width], layout)
-    low_desc, high_desc = (
-        TensorDescriptor(part, list(part.shape), [x.stride(0), 1], [tile.tokens, INPUTS.value], SHARED.value)
+    x_descs = [
+        TensorDescriptor(part, list(part.shape), [x.stride(0), 1], [size, INPUTS.value], SHARED.value)
+        for size in _parts_of(tile.tokens)
         for part in (x[:, :half], x[:, half:])
-    )
+    ]
     steps, token_tiles = triton.cdiv(half, tile.depth), triton.cdiv(tokens, tile.tokens)
     units = triton.cdiv(rows, tile.rows) * token_tiles * steps
     programs = min(units, programs)
@@ -413,8 +467,7 @@ def linear_int4_hopper(
     options = {"num_warps": 4 * tile.consumers, "maxnreg": tile.registers, "launch_pdl": True}
     launch(_int4_hopper_kernel, (programs,))(
         w_desc,
-        low_desc,
-        high_desc,
+        *(x_descs if len(x_descs) == 4 else (*x_descs, None, None)),
         y,
         bias,
         (weight.scales, weight.zeros, weight.scales.shape[1]),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..device import Hardware, hardware
-from ..linear.plans import WELL_FULL, HopperPlan, HopperTile, Tiles, plan_hopper_fp8
+from ..linear.plans import MAX_HOPPER_TOKENS, WELL_FULL, HopperPlan, HopperTile, Tiles, plan_hopper_fp8
 from .fp8_operands import Fp8Rows, Fp8Weight
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ GROUPS = (32, 64, 128)  # inputs that share a scale of an fp8 weight
 
 LIBRARY_TOKENS = 65  # below, reading the weights is what takes long
 NARROW_LIBRARY_TOKENS = 193  # where outputs are too few for its tiles, and weights have a scale a row
+SHARED_OUTPUTS = 32  # a multiprocessor: with no more, `hopper_kernel` has two programs for each of its tiles
 # Compute capabilities for which PyTorch has a product of fp8 rows with scales.
 LIBRARY_CAPABILITIES = ((8, 9), (9, 0), (10, 0))
 LIBRARY_BLOCK = 128  # rows and inputs of a weight, and inputs of a token, that share a scale; on Hopper alone
@@ -51,7 +52,10 @@ def library_takes(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> bool:
         return False
     if x.group is not None:
         wanted = scales_by_group(tokens, inputs, x.group, dtype, gpu)
-        return wanted and x.by_group and weight.rows == LIBRARY_BLOCK
+        others_win = tokens <= MAX_HOPPER_TOKENS and outputs <= SHARED_OUTPUTS * gpu.multiprocessors
+        return wanted and not others_win and x.by_group and weight.rows == LIBRARY_BLOCK
+    if gpu.is_hopper and tokens > MAX_HOPPER_TOKENS and plan_hopper_fp8(tokens, outputs, inputs, gpu.multiprocessors):
+        return False
     narrow = gpu.is_hopper and is_narrow(outputs, gpu)
     return tokens >= (NARROW_LIBRARY_TOKENS if narrow else LIBRARY_TOKENS) and gpu.capability in LIBRARY_CAPABILITIES
 
@@ -64,7 +68,7 @@ def is_narrow(outputs: int, gpu: Hardware) -> bool:
 # ---- one token: `fp8_vector_kernel` ----
 
 MAX_VECTOR_INPUTS = 16384  # of which a program holds all
-VECTOR_BYTES = 256  # of weights that a thread holds; half as many of gate and up, whose programs do more
+VECTOR_BYTES = 128  # of weights that a thread holds
 
 
 def vector_takes(tokens: int, inputs: int) -> bool:
@@ -76,7 +80,7 @@ def choose_fp8_vector(padded: int, *, gated: bool) -> tuple[int, int]:
     """Outputs and warps of a program for so many inputs: small programs, so that none is waited for at the end."""
     num_warps = 2 if gated and padded <= 2048 else 4
     weights = 32 * num_warps * VECTOR_BYTES
-    return max(1, min(32, weights // padded // (4 if gated else 1))), num_warps
+    return max(1, min(32, weights // padded // (2 if gated else 1))), num_warps
 
 
 def vector_norms(padded: int, *, gated: bool) -> bool:
@@ -138,6 +142,35 @@ def choose_int4_vector(padded: int, *, gated: bool) -> tuple[int, int, int]:
     return rows // 2 if gated else rows, num_warps, 16 // num_warps
 
 
+# ---- one token on Hopper: `int4_stream_kernel` ----
+
+INT4_LINE = 128  # bytes of a row that a warp has of a stage
+INT4_STREAM_ROWS = 16  # of a stage
+
+
+class Int4StreamPlan(NamedTuple):
+    """What `int4_stream_kernel` works with."""
+
+    num_warps: int  # that multiply
+    stages: int  # of a program's ring
+    programs: int
+    registers: int  # of a thread when a program starts
+
+
+def int4_stream_takes(x: Tensor, codes: Tensor, gpu: Hardware) -> bool:
+    """Whether `int4_stream_kernel` is to multiply x [T, K] and codes [N, half] of a checked weight."""
+    half = codes.shape[1]
+    fits = x.shape[0] == 1 and 0 < half <= MAX_VECTOR_INPUTS // 2 and half % INT4_LINE == 0 and codes.shape[0] > 0
+    return gpu.is_hopper and fits and x.dtype != torch.float32 and codes.data_ptr() % 16 == 0
+
+
+def plan_int4_stream(gpu: Hardware) -> Int4StreamPlan:
+    """Two programs a multiprocessor, with 32 KiB on their way each. In layers of Llama-3.1-8B longer rings were slower,
+    and so were one program or three.
+    """
+    return Int4StreamPlan(8, 2, 2 * gpu.multiprocessors, 80)
+
+
 # ---- fp8 weights and tokens on Hopper: `linear/hopper_kernel` ----
 
 
@@ -146,7 +179,7 @@ def plan_fp8_hopper(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype, gpu: Hard
     values, _, rows, group = weight
     if not gpu.is_hopper or dtype == torch.float32 or not (group is None or (group == 128 and rows > 1)):
         return None
-    if x.by_group or any(each.data_ptr() % 16 or each.shape[1] % 16 or not each.numel() for each in (x.values, values)):
+    if any(each.data_ptr() % 16 or each.shape[1] % 16 or not each.numel() for each in (x.values, values)):
         return None  # tensor copies want rows at multiples of 16 bytes
     outputs, inputs = values.shape
     return plan_hopper_fp8(x.values.shape[0], outputs, inputs, gpu.multiprocessors)
@@ -241,7 +274,8 @@ def choose_int4_tiles(tokens: int, outputs: int, group: int | None, dtype: torch
 # Swept with the layers of Llama-3.1-8B for 1 to 8,192 tokens. What decides: with 128 bytes of a row a step there are
 # half the barriers; narrow tiles, two or three programs a multiprocessor, hide each other's waits; the larger a tile,
 # the less often its tokens are read from L2, and its weights decoded.
-INT4_HOPPER_TOKENS = 128  # of a tile at most
+INT4_HOPPER_TOKENS = (16, 32, 48, 64, 80, 96, 128)  # of a tile
+INT4_TILE_TOKENS = 132  # of which a tile's weights and sums take as long as a token does
 INT4_WIDE_UNITS = 4  # of a wide tile for each multiprocessor: with fewer, handing over its sums takes long
 INT4_HOPPER_MEMORY = 226 << 10  # bytes of a multiprocessor that programs share, each of which costs 1 KiB more
 
@@ -270,7 +304,8 @@ INT4_HOPPER_TILES = {
     int4_hopper_tile(tokens, kind, depth): kind
     for depth in (64, 128)
     for kind, sizes in (
-        (INT4_NARROWEST, (16,)), (INT4_NARROW, (32, 64)), (INT4_WIDE, (128,)), (INT4_WIDEST, (64, 128))
+        (INT4_NARROWEST, (16,)), (INT4_NARROW, (32, 48, 64, 80)), (INT4_WIDE, (96, 128)),
+        (INT4_WIDEST, (64, 80, 96, 128)),
     )
     for tokens in sizes
 }  # fmt: skip
@@ -292,19 +327,30 @@ def plan_int4_hopper(x: Tensor, codes: Tensor, group: int | None, gpu: Hardware,
     return choose_int4_hopper(x.shape[0], codes.shape[0], x.shape[1], group, gpu.multiprocessors)
 
 
+def int4_hopper_tokens(tokens: int) -> int:
+    """Of a tile, for so many altogether."""
+    for size in INT4_HOPPER_TOKENS:
+        if tokens <= size:
+            return size
+    # Of the larger ones, that with which all tiles take the least.
+    return min(reversed(INT4_HOPPER_TOKENS[-3:]), key=lambda size: -(-tokens // size) * (size + INT4_TILE_TOKENS))
+
+
 def choose_int4_hopper(tokens: int, rows: int, inputs: int, group: int | None, multiprocessors: int) -> HopperPlan:
     """Tile and number of programs for weights [rows, inputs]: all share the units evenly, or whole tiles if that leaves
     few multiprocessors idle.
     """
     depth = 128 if (group or 128) % 128 == 0 else 64
-    padded = min(INT4_HOPPER_TOKENS, max(16, 1 << (tokens - 1).bit_length()))
+    padded = int4_hopper_tokens(tokens)
     units = -(-rows // 128) * -(-tokens // padded) * -(-inputs // (2 * depth))
     if padded == 16:
         kind = INT4_NARROWEST
     elif padded >= 64 and -(-rows // 256) * -(-tokens // padded) >= WELL_FULL * multiprocessors:
         kind = INT4_WIDEST
-    elif padded <= 64 or units < INT4_WIDE_UNITS * multiprocessors:
-        kind, padded = INT4_NARROW, min(padded, 64)
+    elif padded <= 80:
+        kind = INT4_NARROW
+    elif units < INT4_WIDE_UNITS * multiprocessors:
+        kind, padded = INT4_NARROW, padded // 2
     else:
         kind = INT4_WIDE
     tile = int4_hopper_tile(padded, kind, depth)

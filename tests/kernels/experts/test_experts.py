@@ -120,6 +120,8 @@ def check_groups(groups, experts, num_experts, rows, first_expert=0):
     for expert, count in enumerate(of_pairs[here].bincount(minlength=num_experts).tolist()):
         first, end = end, end + count
         tiles += [[expert, place, end] for place in range(first, end, rows)]
+    if groups.places is not None:
+        assert groups.places[expected].tolist() == list(range(len(expected)))
     assert groups.num_tiles.tolist() == [len(tiles)]
     assert groups.tiles[:, : len(tiles)].T.tolist() == tiles
 
@@ -128,7 +130,9 @@ def group_by(chunk, *arguments):
     """In one launch, or in two with such chunks."""
     from rayllm_kernels.experts.group_kernel import group_at_once, group_in_chunks
 
-    return group_at_once(*arguments) if chunk is None else group_in_chunks(*arguments, chunk)
+    if chunk is None:
+        return group_at_once(*arguments, places=True)
+    return group_in_chunks(*arguments, chunk, places=True)
 
 
 @pytest.mark.parametrize("chunk", [None, 16])
@@ -136,6 +140,21 @@ def group_by(chunk, *arguments):
 def test_groups_of_the_experts_that_are_here(randn, rows, chunk):
     experts = randn(50, 9).topk(2).indices.to(torch.int32)
     check_groups(group_by(chunk, experts, 4, rows, 3), experts, 4, rows, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("owned", [None, (3, 4)])
+def test_tokens_lie_at_the_places_of_their_pairs(randn, owned, dtype):
+    from rayllm_kernels.experts.group_kernel import group, spread
+
+    experts = randn(50, 9).topk(2).indices.to(torch.int32)
+    x = randn(50, 33, dtype=torch.float16).to(dtype)[:, :30]
+    groups = group(experts, *((9, 16) if owned is None else (4, 16, 3)), places=True)
+    with dispatch.forced(triton=True):
+        rows = spread(x, groups.places, experts, owned)
+    count = int(groups.tiles[2, : int(groups.num_tiles)].max())
+    assert rows.shape == (100, 30)
+    assert torch.equal(rows[:count].float(), x.float()[groups.order[:count].long() // 2])
 
 
 def chosen_rows():
@@ -147,7 +166,7 @@ def chosen_rows():
 def test_every_tile_that_may_be_chosen(case, rows):
     """With experts that have no pair, and one that has most; filled by tensor copies or not, to the bit."""
     from rayllm_kernels.experts.group_kernel import group
-    from rayllm_kernels.experts.products_kernel import combine, multiply
+    from rayllm_kernels.experts.products_kernel import multiply
 
     arguments = case(rows + 9, 6, 2, 80, 72, torch.float16, skewed=True)
     x, weights, experts, gate_up, down = arguments
@@ -159,7 +178,7 @@ def test_every_tile_that_may_be_chosen(case, rows):
             first, last = (choose_tiles(rows, x.dtype, gated=gated)._replace(copied=copied) for gated in (True, False))
             h = multiply(x, projections, experts, groups, first, gated=True)
             z = multiply(h, projections, experts, groups, last, gated=False)
-            results.append(combine(z, weights, None))
+            results.append(ops.PairSum(z, weights).total())
     check_close(results[0], exact(*arguments), terms=300, slack=2)
     assert torch.equal(*results)
 
@@ -209,7 +228,12 @@ def test_bounds_of_the_ways_to_group(randn, monkeypatch):
     used = []
     for name in ("group_at_once", "group_in_chunks"):
         form = getattr(group_kernel, name)
-        monkeypatch.setattr(group_kernel, name, lambda *given, form=form: used.append(given[4:]) or form(*given))
+
+        def noted(*given, form=form, **named):
+            used.append(given[4:])
+            return form(*given, **named)
+
+        monkeypatch.setattr(group_kernel, name, noted)
     for pairs in (24, 25, 40, 41):
         experts = randn(pairs, 6).topk(1).indices.to(torch.int32)
         check_groups(group_kernel.group(experts, 6, 16), experts, 6, 16)

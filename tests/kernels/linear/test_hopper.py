@@ -9,7 +9,7 @@ import torch
 from support.closeness import check_close
 
 from rayllm_kernels import ops
-from rayllm_kernels.linear.plans import HOPPER_TILES, WIDEST, hopper_takes
+from rayllm_kernels.linear.plans import HOPPER_TILES, NARROW, WIDEST, hopper_takes, plan_hopper_fp8
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -119,6 +119,16 @@ for programs, call in (
     known.add(kernel)
     print(kernel.asm["ptx"].count("wgmma.mma"), kernel.metadata.shared, programs)
 """
+
+
+def test_plans_of_more_tokens_in_e4m3():
+    """Of few outputs only, and of long rows only if programs share them."""
+    for tokens in (129, 256):
+        assert plan_hopper_fp8(tokens, 2048, 4096, 132) == (NARROW[128], 128)
+        assert plan_hopper_fp8(tokens, 1024, 2048, 132)[0] == NARROW[64]
+        assert plan_hopper_fp8(tokens, 4096, 4096, 132) is None
+        assert plan_hopper_fp8(tokens, 5120, 2048, 132) is None
+    assert plan_hopper_fp8(257, 1024, 2048, 132) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from support.capabilities import HERE, needs_e4m3
 from support.closeness import check_close
 
-from rayllm_kernels import dispatch
+from rayllm_kernels import dispatch, ops
 from rayllm_kernels.device import INTERPRETER
 from rayllm_kernels.ops import ExpertRange, ExpertWeight, Rounding, to_fp8
 from rayllm_kernels.quantised import plans
@@ -209,7 +209,6 @@ def test_every_code_of_e2m1_becomes_its_number(kernels, device):
 @pytest.mark.parametrize("how", [("fp8", 128, 16), ("int4", 32, 2)], ids=str)
 def test_every_tile_that_may_be_chosen(case, rows, how):
     from rayllm_kernels.experts.group_kernel import group
-    from rayllm_kernels.experts.products_kernel import combine
     from rayllm_kernels.quantised.experts import QuantisedProjections
     from rayllm_kernels.quantised.experts_kernel import multiply
 
@@ -221,7 +220,7 @@ def test_every_tile_that_may_be_chosen(case, rows, how):
         groups = group(experts, 4, rows)
         h = multiply(x, projections, experts, groups, tiles[0], gated=True)
         z = multiply(h, projections, experts, groups, tiles[1], gated=False)
-        y = combine(z, weights, None)
+        y = ops.PairSum(z, weights).total()
     check_close(y, exact(*arguments), terms=300, slack=2)
 
 
@@ -232,7 +231,6 @@ def test_every_tile_that_may_be_chosen(case, rows, how):
 def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows, gpu, how):
     """The outputs of neither product are a multiple of the tile's."""
     from rayllm_kernels.experts.group_kernel import group
-    from rayllm_kernels.experts.products_kernel import combine
     from rayllm_kernels.quantised.experts import QuantisedProjections
     from rayllm_kernels.quantised.fp8_experts_kernel import multiply
 
@@ -250,7 +248,7 @@ def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows, gpu, how):
         groups, of_x = group(experts, 2, rows), to_fp8(x, gate_up.rounding)
         h = multiply(of_x, projections, experts, groups, tiles[0], x.dtype, gated=True)
         z = multiply(h, projections, experts, groups, tiles[1], x.dtype, gated=False)
-        y = combine(z, weights, None)
+        y = ops.PairSum(z, weights).total()
     check_rounded(y, exact(*arguments, fp8_tokens=True))
 
 

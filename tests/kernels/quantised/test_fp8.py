@@ -139,13 +139,14 @@ def test_scales_group_by_group(randn, scaled, kernels, dim, act):
 
 @pytest.mark.skipif(not HERE.is_hopper, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("tokens", [65, 66, 68, 127, 257, 1000])
-@pytest.mark.parametrize(("outputs", "inputs"), [(576, 1024), (6144, 512), (4096, 3584)])
-def test_blocks_and_many_tokens_by_the_library(randn, scaled, kernels, tokens, outputs, inputs):
-    """Any number of tokens, and outputs that end within a block; sums are fp32."""
+@pytest.mark.parametrize(("outputs", "inputs"), [(576, 1024), (6144, 512), (4096, 3584), (8960, 512)])
+def test_blocks_and_many_tokens(randn, scaled, kernels, tokens, outputs, inputs):
+    """Any number of tokens, and outputs that end within a block, by the library or streamed; sums are fp32."""
     weight, how = make_weight(scaled(outputs, inputs, torch.float32), 128, 128), Rounding(128)
     x, bias = 3 * randn(tokens, inputs, dtype=torch.bfloat16), randn(outputs, dtype=torch.bfloat16)
     for rows in (kernels.to_fp8(x, how), kernels.rms_norm_fp8(x, None, randn(inputs, dtype=x.dtype), 1e-5, how)[0]):
-        assert plans.library_takes(rows, weight, x.dtype)
+        assert rows.by_group
+        assert plans.library_takes(rows, weight, x.dtype) == (tokens > 128 or outputs > 32 * HERE.multiprocessors)
         expected = exact(rows, weight)
         for add in (None, bias):
             y = kernels.linear_fp8(rows, weight, add, x.dtype)
@@ -153,6 +154,19 @@ def test_blocks_and_many_tokens_by_the_library(randn, scaled, kernels, tokens, o
             assert y.is_contiguous()
             wanted = expected if add is None else expected + bias.double()
             check_close(y, wanted.to(x.dtype), terms=inputs, slack=4)
+
+
+@pytest.mark.skipif(not HERE.is_hopper, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("tokens", [129, 200, 256])
+@pytest.mark.parametrize(("outputs", "inputs"), [(592, 1040), (1040, 4224)])
+def test_few_outputs_of_more_tokens(randn, scaled, kernels, tokens, outputs, inputs):
+    """Short ones, whose tiles are whole, and long ones, that programs share."""
+    weight = make_weight(scaled(outputs, inputs, torch.float32), 1, None)
+    rows = kernels.to_fp8(3 * randn(tokens, inputs, dtype=torch.bfloat16), Rounding())
+    assert not plans.library_takes(rows, weight, torch.bfloat16)
+    assert plans.plan_fp8_hopper(rows, weight, torch.bfloat16, HERE) is not None
+    y = kernels.linear_fp8(rows, weight, None, torch.bfloat16)
+    check_close(y, exact(rows, weight).to(y.dtype), terms=inputs)
 
 
 @needs_e4m3
@@ -218,7 +232,15 @@ def test_every_tile_that_may_be_chosen(randn, scaled, reference, tiles: Tiles):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("outputs", "inputs", "rows", "group"),
-    [(33, 130, 1, None), (40, 300, 8, 128), (6, 64, 1, 32), (6, 4100, 1, None)],  # the norm of the last is found once
+    # The norm of rows of 4,000 and more is found once. Outputs of a program share their scales in the last two.
+    [
+        (33, 130, 1, None),
+        (40, 300, 8, 128),
+        (6, 64, 1, 32),
+        (6, 4100, 1, None),
+        (320, 300, 128, 128),
+        (72, 4000, 8, 128),
+    ],
 )
 def test_a_product_that_rounds_its_tokens(randn, scaled, kernels, reference, outputs, inputs, rows, group, dtype):
     """With a norm before it and the activation behind it: by one kernel for one token, which stays as it is, and by

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from support.closeness import check_close
+from support.int4 import random_weight
 
 from rayllm_kernels.device import Hardware
 from rayllm_kernels.ops import Int4Weight
 from rayllm_kernels.quantised import plans
-from rayllm_kernels.quantised.int4 import half_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -17,15 +17,6 @@ H200 = Hardware(132, 227 << 10, (9, 0))
 TILES = sorted(plans.INT4_HOPPER_TILES)
 # tokens, outputs, inputs, group: tails of every dimension, one unit in all, halves of which one is filled up
 SHAPES = [(3, 72, 320, 64), (16, 64, 256, 128), (61, 1040, 544, None), (130, 592, 2112, 64), (5, 6144, 4096, 128)]
-
-
-def random_weight(outputs, inputs, group, *, symmetric, device):
-    """Scales differ by a factor of 16 from group to group."""
-    groups = 1 if group is None else -(-inputs // group)
-    codes = torch.randint(256, (outputs, half_of(inputs, group)), dtype=torch.uint8, device=device)
-    scales = torch.exp2(4 * torch.rand(outputs, groups, device=device)) * inputs**-0.5 / 32
-    zeros = None if symmetric else torch.randint(16, scales.shape, dtype=torch.uint8, device=device)
-    return Int4Weight(codes, scales, zeros, inputs, group)
 
 
 def as_multiplied(weight, dtype):

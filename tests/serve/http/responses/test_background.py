@@ -184,9 +184,11 @@ def test_a_client_that_leaves_does_not_end_it(tmp_path):
 
     async def use():
         async with server.web() as web:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.1):
-                    await web.post("/v1/responses", json=BODY | {"stream": True})
+            posted = asyncio.create_task(web.post("/v1/responses", json=BODY | {"stream": True}))
+            await until(lambda: list(tmp_path.glob("*.events")))
+            posted.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await posted
             (log,) = tmp_path.glob("*.events")
             server.engine.allowed = 1000
             return await ended(web, f"/v1/responses/{log.stem}")
