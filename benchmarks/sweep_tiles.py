@@ -159,14 +159,15 @@ def candidates(
     stages: Sequence[int] = (2, 3, 4, 6),
     copied: Sequence[bool] = (False,),
     sums: int = 1,
+    either: bool = False,
 ) -> list[Choice]:
-    """Tiles that fit. sums: tiles of sums that a program holds."""
+    """Tiles that fit. sums: tiles of sums that a program holds. either: operand may be the first."""
     found: list[Choice] = []
     for out, depth, warps, count, copy in itertools.product(outputs, depths, (4, 8), stages, copied):
         # Hopper's instruction takes 64 rows or more of its first operand: weights, or tokens where there are as many.
         for first in (False, True):
             tiles = Tiles(tokens, out, depth, warps, count, first, copied=copy)
-            if first == (out < 64) if tokens < 64 else first and out < 64:
+            if (first and out < 64) or (not either and tokens < 64 and first == (out < 64)):
                 continue
             registers = sums * tokens * out / (32 * warps)
             too_small = warps == 8 and tokens * out < 64 * 128
@@ -406,13 +407,14 @@ def _experts_product(
     def stage_bytes(tiles: Tiles) -> int:
         return (of_x * tiles.tokens + of_weight * (2 if gated else 1) * tiles.outputs) * tiles.depth
 
-    joined = plans.joins_scales(found.kind, torch.bfloat16, gpu, deterministic=False)
+    joined = plans.joins_scales(found.kind, torch.bfloat16, gpu)
     deepest = 256 if found.kind == "bf16" and rows < 64 else 128 if joined else min(128, found.group or 128)
     depths = [depth for depth in (32, 64, 128, 256) if depth <= deepest]
     wide: tuple[int, ...] = (16, 32, 64, 128) if unsorted else (32, 64, 128, 256) if rows <= 32 else (64, 128, 256)
     options: dict[str, Any] = {"depths": depths[-2:], "stages": (2, 3, 4) if found.kind != "bf16" else (3, 4, 6)}
     if found.kind != "bf16" and not joined:
         tiles_of_sums += 1
+    options["either"] = joined
     if found.fp8_tokens:
         group = found.group or 128
         scaled = found.group is not None
@@ -493,7 +495,7 @@ def _experts_operands(
             groups[tiles.tokens] = made
         dtype, options = (x.dtype,) if found.fp8_tokens else (), {}
         if found.kind in ("int4", "mxfp4"):
-            options["joined"] = plans.joins_scales(found.kind, x.dtype, hardware(x.device), deterministic=False)
+            options["joined"] = plans.joins_scales(found.kind, x.dtype, hardware(x.device))
         return [
             partial(kernel.multiply, operand, projections, experts, group, tiles, *dtype, gated=gated, **options)
             for experts, group in zip(chosen, groups[tiles.tokens], strict=True)

@@ -117,7 +117,7 @@ def _quarters(x):
 
 @triton.jit
 def _load_words(values_ptr, row, real, chunk, FORM: tl.constexpr):
-    """Four of [rows, places, vectors]: the words of a chunk's vectors, zeros past the end. row, real: [rows * places]."""
+    """Four of [rows, places, vectors]: words of a chunk's vectors, zeros past the end. row, real: [rows * places]."""
     WORDS: tl.constexpr = FORM.padded * VECTOR
     word = chunk * WORDS + tl.arange(0, WORDS)
     inside = real[:, None] & (word < FORM.words)[None, :]

@@ -41,8 +41,10 @@ def choose_pairs(row_bytes: int, *, gated: bool) -> tuple[int, int]:
 
 
 def choose_code_pairs(places: int, *, gated: bool) -> tuple[int, int]:
-    """The same of weights of 4 bits: a warp an expert, of `places`."""
-    return 8 if gated else 4, places
+    """The same of weights of 4 bits: a warp an expert, of `places`; so few outputs of gate and up that both, and the
+    chunk that is asked for, leave registers for several programs.
+    """
+    return 2 if gated else max(4, min(8, places)), places
 
 
 def choose_rows(pairs: int, num_experts: int, dtype: torch.dtype, *, unsorted: bool) -> int:

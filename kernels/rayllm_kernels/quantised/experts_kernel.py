@@ -5,10 +5,10 @@ of pairs and sum over a token's experts these are, with weights that become floa
 
 A byte of 4-bit weights has two numbers, of inputs in the two halves of a row, so a tile of bytes is two products.
 
-Where scales are `Form.joined`, weights are multiplied with them before tensor cores add up all of K: of MXFP4 this is
-exact in bf16, whose exponents are those of fp32, and of int4 it is rounded, as in `int4_hopper_kernel.py`. Scales are
-asked for a step before they are used, since no asynchronous copy takes so few bytes. Else a tile's depth is a group of
-inputs that share a scale, or a part of one: its sum is scaled and added in fp32, in ascending order of K.
+A tile's depth is a group of inputs that share a scale, or a part of one: its sum is scaled and added in fp32, in
+ascending order of K. Where scales are `Form.joined`, weights are multiplied with them instead, before tensor cores add
+up all of K: of MXFP4 this is exact in bf16, whose exponents are those of fp32. Scales are asked for a step before they
+are used, since no asynchronous copy takes so few bytes.
 """
 
 # mypy: allow-incomplete-defs
@@ -41,9 +41,9 @@ from .int4_product_kernel import decode_int4
 
 SYMMETRIC_ZERO = tl.constexpr(MIDDLE)
 
-# Four bytes -> weights of their lower numbers, two in each of two registers, and of their upper ones; with scales of
-# all of these, and of int4 zero points. Each byte is spread to both bytes of 16 bits, so that shifts move its bits to
-# their places; e2m1 as of `decode_e2m1`, int4 as of `decode_int4`.
+# Four bytes -> weights of their lower numbers, two in each of two registers, and of their upper ones, times the scales
+# of all of these. Each byte is spread to both bytes of 16 bits, so that shifts move its bits to their places, which are
+# those of a bf16 number that is 2^126 times too small.
 DECODE_E2M1 = tl.constexpr(
     """{
 .reg .b32 a, b, c, none;
@@ -66,33 +66,10 @@ fma.rn.bf16x2 ${2 + i}, b, ${7 + i}, none;
     + "}"
 )
 
-
-def _decode_int4(power: int, dtype: str) -> str:
-    """power: bits of a power of two with the step 1, 16 bits twice."""
-    parts = [
-        f"""prmt.b32 a, $4, 0, {spread};
-lop3.b32 b, a, 0x000f000f, {power:#x}, 0xea;
-fma.rn.{dtype} b, b, one, ${9 + i};
-fma.rn.{dtype} ${i}, b, ${5 + i}, none;
-shr.u32 b, a, 4;
-lop3.b32 b, b, 0x000f000f, {power:#x}, 0xea;
-fma.rn.{dtype} b, b, one, ${11 + i};
-fma.rn.{dtype} ${2 + i}, b, ${7 + i}, none;
-"""
-        for i, spread in enumerate(("0x1100", "0x3322"))
-    ]
-    one = "0x3f803f80" if dtype == "bf16x2" else "0x3c003c00"
-    return f"{{\n.reg .b32 a, b, none, one;\nmov.b32 none, 0x80008000;\nmov.b32 one, {one};\n{''.join(parts)}}}"
-
-
-DECODE_INT4_BF16 = tl.constexpr(_decode_int4(0x43004300, "bf16x2"))
-DECODE_INT4_FP16 = tl.constexpr(_decode_int4(0x64006400, "f16x2"))
 E2M1_OPERANDS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
-INT4_OPERANDS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r")
-# What joined weights of MXFP4 are less than the true ones: a scale times what decoded numbers are too small by is to be
-# a bf16. It is one for scales of up to 2^33, as which larger ones are taken.
-LESS = tl.constexpr(2.0**-32)
-BIAS = tl.constexpr(126 - 32)  # of their exponents
+# Joined weights are 2^32 times too small, so that 2^126 less of that times a scale is a bf16: of scales up to 2^33, as
+# which larger ones are taken. BIAS: of exponents with this.
+MORE, BIAS = tl.constexpr(2.0**32), tl.constexpr(126 - 32)
 
 
 class Form(NamedTuple):
@@ -107,7 +84,7 @@ class Form(NamedTuple):
     kind: str  # of the weights
     group: int  # inputs that share a scale; 0 for all
     rows: int  # outputs that do
-    joined: bool  # weights are multiplied with their scales
+    joined: bool  # weights, of MXFP4, are multiplied with their scales; the depth is whole groups
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -160,79 +137,37 @@ def _add_bytes(acc, codes_ptr, row_pointers, x, second, start, inputs, half, dep
 
 
 @triton.jit
-def _load_scales(row_pointers, start, half, num_groups, FORM: tl.constexpr):
-    """(scales of the inputs of the first half at bytes from `start` on, of the second, zero points of both, which are
-    anything if there are none), all [outputs, groups of a tile]; past the end of K, where inputs are zero, those of
-    the last group.
+def _load_scales(scales_ptr, start, half, num_groups, FORM: tl.constexpr):
+    """(scales of the inputs of the first half at bytes from `start` on, of the second), both [outputs, groups of a
+    tile]; past the end of K, where inputs are zero, those of the last group.
     """
-    scales_ptr, zeros_ptr = row_pointers
     TILES: tl.constexpr = FORM.tiles
-    if FORM.group > 0:
-        place = tl.arange(0, max(1, TILES.depth // FORM.group))
-        low = tl.minimum(start // FORM.group + place, num_groups - 1)[None, :]
-        high = tl.minimum((half + start) // FORM.group + place, num_groups - 1)[None, :]
-    else:
-        low = tl.zeros([1, 1], tl.int32)
-        high = low
-    low_scales, high_scales = tl.load(scales_ptr[:, None] + low), tl.load(scales_ptr[:, None] + high)
-    low_zeros, high_zeros = low_scales, high_scales
-    if zeros_ptr is not None:
-        low_zeros, high_zeros = tl.load(zeros_ptr[:, None] + low), tl.load(zeros_ptr[:, None] + high)
-    return low_scales, high_scales, low_zeros, high_zeros
+    place = tl.arange(0, TILES.depth // FORM.group)
+    low = tl.minimum(start // FORM.group + place, num_groups - 1)[None, :]
+    high = tl.minimum((half + start) // FORM.group + place, num_groups - 1)[None, :]
+    return tl.load(scales_ptr[:, None] + low), tl.load(scales_ptr[:, None] + high)
 
 
 @triton.jit
-def _spread(of_groups, FORM: tl.constexpr):
-    """What groups have [outputs, groups of a tile], for each of their inputs."""
+def _factors(scales, FORM: tl.constexpr):
+    """What the number of each input is multiplied by, [outputs, depth]."""
     TILES: tl.constexpr = FORM.tiles
-    SHAPE: tl.constexpr = [TILES.outputs, TILES.depth]
-    if of_groups.shape[1] == 1:
-        return tl.broadcast_to(of_groups, SHAPE)
-    else:
-        return tl.reshape(tl.broadcast_to(of_groups[:, :, None], [TILES.outputs, of_groups.shape[1], FORM.group]), SHAPE)
+    GROUPS: tl.constexpr = TILES.depth // FORM.group
+    exponents = tl.minimum(scales.to(tl.int32) + BIAS, 254)
+    factors = (exponents << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    factors = tl.broadcast_to(factors[:, :, None], [TILES.outputs, GROUPS, FORM.group])
+    return tl.reshape(factors, [TILES.outputs, TILES.depth])
 
 
 @triton.jit
-def _factors(scales, FORM: tl.constexpr, DTYPE: tl.constexpr):
-    """What decoded numbers are multiplied by."""
-    if FORM.kind == "mxfp4":
-        exponents = tl.minimum(scales.to(tl.int32) + BIAS, 254)
-        return _spread((exponents << 7).to(tl.int16).to(tl.bfloat16, bitcast=True), FORM)
-    else:
-        return _spread(scales.to(DTYPE), FORM)
-
-
-@triton.jit
-def _zero_points(zeros, zeros_ptr, FORM: tl.constexpr, DTYPE: tl.constexpr):
-    """What is added to decoded numbers of int4."""
-    TILES: tl.constexpr = FORM.tiles
-    POWER: tl.constexpr = 1024.0 if tl.float16 == DTYPE else 128.0
-    if zeros_ptr is None:
-        return tl.full([TILES.outputs, TILES.depth], -POWER - SYMMETRIC_ZERO, DTYPE)
-    else:
-        return _spread((-POWER - zeros.to(tl.float32)).to(DTYPE), FORM)
-
-
-@triton.jit
-def _decode_joined(codes, scales, zeros_ptr, FORM: tl.constexpr, DTYPE: tl.constexpr):
-    """(weights of the first half, of the second), both [outputs, depth]. scales: of `_load_scales`."""
-    low_factors, high_factors = _factors(scales[0], FORM, DTYPE), _factors(scales[1], FORM, DTYPE)
-    operands = codes, low_factors, high_factors
-    if FORM.kind == "mxfp4":
-        return tl.inline_asm_elementwise(DECODE_E2M1, E2M1_OPERANDS, operands, (tl.bfloat16, tl.bfloat16), True, 4)
-    operands += _zero_points(scales[2], zeros_ptr, FORM, DTYPE), _zero_points(scales[3], zeros_ptr, FORM, DTYPE)
-    if tl.bfloat16 == DTYPE:
-        return tl.inline_asm_elementwise(DECODE_INT4_BF16, INT4_OPERANDS, operands, (tl.bfloat16, tl.bfloat16), True, 4)
-    else:
-        return tl.inline_asm_elementwise(DECODE_INT4_FP16, INT4_OPERANDS, operands, (tl.float16, tl.float16), True, 4)
-
-
-@triton.jit
-def _add_joined(acc, codes_ptr, scales, zeros_ptr, x, second, start, half, depth, FORM: tl.constexpr):
+def _add_joined(acc, codes_ptr, scales, x, second, start, half, depth, FORM: tl.constexpr):
     """acc plus what the bytes at `start` of rows give: two tiles, of which `second` are the other tokens."""
     TILES: tl.constexpr = FORM.tiles
     codes = tl.load(codes_ptr + start + depth, mask=start + depth < half, other=0)
-    weights, others = _decode_joined(codes, scales, zeros_ptr, FORM, x.dtype)
+    operands = codes, _factors(scales[0], FORM), _factors(scales[1], FORM)
+    weights, others = tl.inline_asm_elementwise(
+        DECODE_E2M1, E2M1_OPERANDS, operands, dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
     acc = add_products(acc, weights, x, TILES)
     return add_products(acc, others, second, TILES)
 
@@ -276,10 +211,10 @@ def _quantised_experts_kernel(
     acc = no_sums(TILES)
     up_acc = acc
     if FORM.joined:
-        scales = _load_scales(own_pointers, 0, half, num_groups, FORM)
+        scales = _load_scales(own_pointers[0], 0, half, num_groups, FORM)
         up_scales = scales
         if FORM.act is not None:
-            up_scales = _load_scales(up_pointers, 0, half, num_groups, FORM)
+            up_scales = _load_scales(up_pointers[0], 0, half, num_groups, FORM)
     for start in range(0, half, TILES.depth):
         at = start + depth
         x = tl.load(inputs_ptr + at, mask=real[:, None] & (at < half) & (at < inputs), other=0.0)
@@ -289,20 +224,20 @@ def _quantised_experts_kernel(
             second = tl.load(inputs_ptr + half + at, mask=there, other=0.0)
         if FORM.joined:
             following = start + TILES.depth
-            next_scales = _load_scales(own_pointers, following, half, num_groups, FORM)
-            acc = _add_joined(acc, own_codes, scales, zeros_ptr, x, second, start, half, depth, FORM)
+            next_scales = _load_scales(own_pointers[0], following, half, num_groups, FORM)
+            acc = _add_joined(acc, own_codes, scales, x, second, start, half, depth, FORM)
             scales = next_scales
             if FORM.act is not None:
-                next_scales = _load_scales(up_pointers, following, half, num_groups, FORM)
-                up_acc = _add_joined(up_acc, up_codes, up_scales, zeros_ptr, x, second, start, half, depth, FORM)
+                next_scales = _load_scales(up_pointers[0], following, half, num_groups, FORM)
+                up_acc = _add_joined(up_acc, up_codes, up_scales, x, second, start, half, depth, FORM)
                 up_scales = next_scales
         else:
             acc = _add_bytes(acc, own_codes, own_pointers, x, second, start, inputs, half, depth, FORM)
             if FORM.act is not None:
                 up_acc = _add_bytes(up_acc, up_codes, up_pointers, x, second, start, inputs, half, depth, FORM)
-    if FORM.joined and FORM.kind == "mxfp4":
-        acc *= 1 / LESS
-        up_acc *= 1 / LESS
+    if FORM.joined:
+        acc *= MORE
+        up_acc *= MORE
 
     column = output[None, :]
     if bias_ptr is not None:
@@ -390,14 +325,15 @@ def experts(
     num_here = projections.down.codes.shape[0]
     rows, groups = arrange(experts, num_here, owned, x.dtype)
     gpu, here = hardware(x.device), first_and_number(owned, num_here)
-    if groups is None and not deterministic and plans.pairs_take(projections.gate_up, projections.down):
+    few = groups is None and not deterministic
+    if few and all(plans.pairs_take(each.kind, each.codes.shape[2]) for each in projections[:2]):
         operands = _pair_weight(projections.gate_up), _pair_weight(projections.down)
         biases = projections.gate_up_bias, projections.down_bias
         activation = activation_of(projections.act, projections.clamp, gated=True)
         return sum_pairs(x, weights, experts, operands, biases, activation, owned=here, onto=onto)
     y = x
     for weight, gated in ((projections.gate_up, True), (projections.down, False)):
-        joined = plans.joins_scales(weight.kind, x.dtype, gpu, deterministic=deterministic)
+        joined = plans.joins_scales(weight.kind, x.dtype, gpu)
         tiles = plans.choose_expert_tiles(
             rows, weight.group, x.dtype, gpu, gated=gated, joined=joined, deterministic=deterministic
         )

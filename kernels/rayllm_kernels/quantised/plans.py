@@ -7,7 +7,7 @@ follow from what limits a product (docs/performance.md, "Weights in fewer bits")
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from torch import Tensor
 from ..device import Hardware, hardware
 from ..linear.plans import MAX_HOPPER_TOKENS, WELL_FULL, HopperPlan, HopperTile, Tiles, plan_hopper_fp8
 from .fp8_operands import Fp8Rows, Fp8Weight
-
-if TYPE_CHECKING:
-    from .experts import ExpertWeight
 
 GROUPS = (32, 64, 128)  # inputs that share a scale of an fp8 weight
 
@@ -387,22 +384,18 @@ def fixed_int4_tiles(group: int | None, dtype: torch.dtype) -> Tiles:
 # ---- experts: `experts_kernel`, and `fp8_experts_kernel` for tokens in fp8 ----
 
 
-def pairs_take(*weights: ExpertWeight) -> bool:
+def pairs_take(kind: str, row_bytes: int) -> bool:
     """Whether few pairs of a token and an expert are vector products with weights of 4 bits, 16 bytes of a row having
     one scale of each half.
     """
-    return all(each.kind != "fp8" and each.codes.shape[-1] % INT4_VECTOR_BYTES == 0 for each in weights)
+    return kind != "fp8" and row_bytes % INT4_VECTOR_BYTES == 0
 
 
-def joins_scales(kind: str, dtype: torch.dtype, gpu: Hardware, *, deterministic: bool) -> bool:
-    """Whether experts' weights are multiplied with their scales, and not the sums of their groups: where that is exact,
-    which MXFP4 is in bf16 alone, and where it may round. What does so is PTX.
+def joins_scales(kind: str, dtype: torch.dtype, gpu: Hardware) -> bool:
+    """Whether experts' weights are multiplied with their scales, and not the sums of their groups: in bf16 MXFP4 is
+    exact. The tiles have been swept on Hopper alone.
     """
-    if gpu.capability is None:
-        return False
-    if kind == "mxfp4":
-        return dtype == torch.bfloat16
-    return kind == "int4" and dtype in (torch.bfloat16, torch.float16) and not deterministic
+    return gpu.is_hopper and kind == "mxfp4" and dtype == torch.bfloat16
 
 
 def choose_expert_tiles(
@@ -436,12 +429,14 @@ def choose_expert_tiles(
 
 
 def choose_joined_tiles(rows: int, *, gated: bool, deterministic: bool) -> Tiles:
-    """Of weights of 4 bits that are multiplied with their scales; the depth is in bytes."""
+    """Of weights that are multiplied with their scales; swept with gpt-oss-20b's experts."""
     if deterministic:
         return Tiles(rows, 64, 64, 4, 3, True)
     if rows <= 32:
-        return Tiles(rows, 64, 128, 4, 3, True)
-    return Tiles(rows, 64 if gated else 128, 64, 8 if rows == 128 else 4, 3, True)
+        return Tiles(rows, 64, 64, 4, 4 if rows == 16 else 3, False)
+    if rows == 64:
+        return Tiles(64, 128, 64, 4, 3, False)
+    return Tiles(rows, 64, 64, 4, 3, True) if gated else Tiles(rows, 256, 64, 8, 3, False)
 
 
 FP8_DOWN_OUTPUTS = 128

@@ -224,33 +224,25 @@ def test_every_tile_that_may_be_chosen(case, rows, how):
     check_close(y, exact(*arguments), terms=300, slack=2)
 
 
-JOINED = [(("mxfp4", 32, 1), torch.bfloat16)]
-JOINED += [
-    (("int4", *how), dtype)
-    for how in ((32, 1), (64, 2), (128, 1), (None, 2))
-    for dtype in (torch.bfloat16, torch.float16)
-]
+JOINS = plans.joins_scales("mxfp4", torch.bfloat16, HERE)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="what decodes the numbers is PTX")
+@pytest.mark.skipif(not JOINS, reason="only Hopper joins scales, in PTX")
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("how", "dtype"), JOINED, ids=str)
-def test_every_tile_of_joined_scales(case, rows, deterministic, how, dtype):
+def test_every_tile_of_joined_scales(case, rows, deterministic):
     """Inputs and outputs of both products end within a tile; the second half of a row ends within a group."""
     from rayllm_kernels.experts.group_kernel import group
     from rayllm_kernels.experts.pair_sum import PairSum
     from rayllm_kernels.quantised.experts import QuantisedProjections
     from rayllm_kernels.quantised.experts_kernel import multiply
 
-    if deterministic and how[0] == "int4":
-        pytest.skip("rounds no weight")
-    arguments = case(rows + 9, 4, 2, 672, 352, dtype, how)
+    arguments = case(rows + 9, 4, 2, 672, 352, torch.bfloat16, ("mxfp4", 32, 1))
     x, weights, experts, gate_up, down = arguments
     projections = QuantisedProjections(gate_up, down, None, None, "silu", None)
     options = {"joined": True}
     tiles = [
-        plans.choose_expert_tiles(rows, how[1], dtype, HERE, gated=gated, deterministic=deterministic, **options)
+        plans.choose_expert_tiles(rows, 32, x.dtype, HERE, gated=gated, deterministic=deterministic, **options)
         for gated in (True, False)
     ]
     with dispatch.forced(triton=True):
@@ -261,7 +253,7 @@ def test_every_tile_of_joined_scales(case, rows, deterministic, how, dtype):
     check_close(y, exact(*arguments), terms=1400, slack=2)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="what decodes the numbers is PTX")
+@pytest.mark.skipif(not JOINS, reason="only Hopper joins scales, in PTX")
 def test_every_code_of_e2m1_is_exact_with_its_scale_in_bf16(device):
     """With every exponent of weights from 2^-100 to 2^33."""
     from rayllm_kernels.experts.group_kernel import group
