@@ -159,14 +159,15 @@ def candidates(
     stages: Sequence[int] = (2, 3, 4, 6),
     copied: Sequence[bool] = (False,),
     sums: int = 1,
+    either: bool = False,
 ) -> list[Choice]:
-    """Tiles that fit. sums: tiles of sums that a program holds."""
+    """Tiles that fit. sums: tiles of sums that a program holds. either: operand may be the first."""
     found: list[Choice] = []
     for out, depth, warps, count, copy in itertools.product(outputs, depths, (4, 8), stages, copied):
         # Hopper's instruction takes 64 rows or more of its first operand: weights, or tokens where there are as many.
         for first in (False, True):
             tiles = Tiles(tokens, out, depth, warps, count, first, copied=copy)
-            if first == (out < 64) if tokens < 64 else first and out < 64:
+            if (first and out < 64) or (not either and tokens < 64 and first == (out < 64)):
                 continue
             registers = sums * tokens * out / (32 * warps)
             too_small = warps == 8 and tokens * out < 64 * 128
@@ -406,12 +407,14 @@ def _experts_product(
     def stage_bytes(tiles: Tiles) -> int:
         return (of_x * tiles.tokens + of_weight * (2 if gated else 1) * tiles.outputs) * tiles.depth
 
-    deepest = 256 if found.kind == "bf16" and rows < 64 else min(128, found.group or 128)
+    joined = plans.joins_scales(found.kind, torch.bfloat16, gpu)
+    deepest = 256 if found.kind == "bf16" and rows < 64 else 128 if joined else min(128, found.group or 128)
     depths = [depth for depth in (32, 64, 128, 256) if depth <= deepest]
     wide: tuple[int, ...] = (16, 32, 64, 128) if unsorted else (32, 64, 128, 256) if rows <= 32 else (64, 128, 256)
     options: dict[str, Any] = {"depths": depths[-2:], "stages": (2, 3, 4) if found.kind != "bf16" else (3, 4, 6)}
-    if found.kind != "bf16":
+    if found.kind != "bf16" and not joined:
         tiles_of_sums += 1
+    options["either"] = joined
     if found.fp8_tokens:
         group = found.group or 128
         scaled = found.group is not None
@@ -422,13 +425,17 @@ def _experts_product(
     elif found.kind == "bf16":
         today = experts_plans.choose_tiles(rows, torch.bfloat16, gated=gated)
     else:
-        today = plans.choose_expert_tiles(rows, found.group, torch.bfloat16, gpu, gated=gated)
+        today = plans.choose_expert_tiles(rows, found.group, torch.bfloat16, gpu, gated=gated, joined=joined)
     if rows >= 64:
         options |= {"stages": (3, 4)}
     tiles = candidates(gpu, stage_bytes, tokens=rows, outputs=wide, sums=tiles_of_sums, **options)
     if unsorted and (found.kind == "bf16" or found.fp8_tokens):
         row_bytes = of_weight << (inputs - 1).bit_length() + (0 if gated else (top_k - 1).bit_length())
         today, tiles = experts_plans.choose_pairs(row_bytes, gated=gated), vector_candidates(row_bytes, gated=gated)
+    elif unsorted and found.kind in ("int4", "mxfp4"):
+        places = 1 if gated else 1 << (top_k - 1).bit_length()
+        today = experts_plans.choose_code_pairs(places, gated=gated)
+        tiles = [(wide, places) for wide in (1, 2, 4, 8)]
     bits = {"bf16": 16, "fp8": 8}.get(found.kind, 4)
     scales = {"bf16": 0.0, "mxfp4": inputs / 32}.get(found.kind, 4 * -(-inputs // (found.group or inputs)) / found.rows)
     chosen = count * (1 - (1 - top_k / count) ** tokens)  # that tokens go through, on average
@@ -466,7 +473,10 @@ def _experts_operands(
         own = bench.expert_weight(count, *((2 * inner, hidden) if gated else (hidden, inner)), found, device=device)
         projections = QuantisedProjections(own, own, None, None, "silu", None)
         kernel = _fp8_experts if found.fp8_tokens else _weights
-        if found.fp8_tokens and unsorted:
+        if unsorted and found.kind in ("int4", "mxfp4"):
+            codes = own.codes.view(torch.int32)
+            of_pairs = _pairs.PairWeight(codes, own.scales, own.group, 1, own.kind, own.zeros, own.inputs)
+        elif found.fp8_tokens and unsorted:
             codes = own.codes.view(torch.float8_e4m3fn)
             of_pairs = _pairs.PairWeight(codes, own.scales, own.group, own.rows)
         elif found.fp8_tokens:
@@ -483,9 +493,11 @@ def _experts_operands(
         if tiles.tokens not in groups:
             made = [None if unsorted else _group.group(experts, count, tiles.tokens) for experts in chosen]
             groups[tiles.tokens] = made
-        dtype = (x.dtype,) if found.fp8_tokens else ()
+        dtype, options = (x.dtype,) if found.fp8_tokens else (), {}
+        if found.kind in ("int4", "mxfp4"):
+            options["joined"] = plans.joins_scales(found.kind, x.dtype, hardware(x.device))
         return [
-            partial(kernel.multiply, operand, projections, experts, group, tiles, *dtype, gated=gated)
+            partial(kernel.multiply, operand, projections, experts, group, tiles, *dtype, gated=gated, **options)
             for experts, group in zip(chosen, groups[tiles.tokens], strict=True)
         ]
 

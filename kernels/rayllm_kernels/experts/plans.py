@@ -14,6 +14,7 @@ from ..linear.plans import Tiles
 
 PAIR_BYTES = 256  # of weights that a thread holds, at most, and a program of small outputs:
 PAIR_PROGRAM_BYTES = 8192
+CHUNK = 32  # vectors of 16 bytes of a row of 4-bit weights at a time: one a thread of a warp
 UNSORTED = 4  # experts a pair from which two pairs of one expert are rare
 HOPPER_ROWS, HOPPER_OUTPUTS = 192, 128  # of a tile of `hopper_kernel`, and outputs of a part of it
 HOPPER_FROM = 64  # pairs an expert, from which it is faster
@@ -38,6 +39,13 @@ def choose_pairs(row_bytes: int, *, gated: bool) -> tuple[int, int]:
     while num_warps < 16 and output_bytes > 32 * num_warps * PAIR_BYTES:
         num_warps *= 2
     return max(1, PAIR_PROGRAM_BYTES // output_bytes), num_warps
+
+
+def choose_code_pairs(places: int, *, gated: bool) -> tuple[int, int]:
+    """The same of weights of 4 bits: a warp an expert, of `places`; so few outputs of gate and up that both, and the
+    chunk that is asked for, leave registers for several programs.
+    """
+    return 2 if gated else max(4, min(8, places)), places
 
 
 def choose_rows(pairs: int, num_experts: int, dtype: torch.dtype, *, unsorted: bool) -> int:

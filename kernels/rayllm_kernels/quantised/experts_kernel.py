@@ -3,9 +3,12 @@ of pairs and sum over a token's experts these are, with weights that become floa
 
     h[p] = act(G_e x[t], U_e x[t]),   z[q] = round(D_e h[p])
 
+A byte of 4-bit weights has two numbers, of inputs in the two halves of a row, so a tile of bytes is two products.
+
 A tile's depth is a group of inputs that share a scale, or a part of one: its sum is scaled and added in fp32, in
-ascending order of K. A byte of 4-bit weights has two numbers, of inputs in the two halves of a row, so a tile of bytes
-is two products.
+ascending order of K. Where scales are `Form.joined`, weights are multiplied with them instead, before tensor cores add
+up all of K: of MXFP4 this is exact in bf16, whose exponents are those of fp32. Scales are asked for a step before they
+are used, since no asynchronous copy takes so few bytes.
 """
 
 # mypy: allow-incomplete-defs
@@ -26,16 +29,47 @@ from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, arrange, most_tiles
 from ..experts.pair_sum import PairSum
+from ..experts.pairs_kernel import PairWeight, sum_pairs
 from ..experts.products_kernel import activation_of, first_and_number
 from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.plans import Tiles
 from . import plans
-from .experts import QuantisedProjections
+from .experts import ExpertWeight, QuantisedProjections
 from .fp8_product_kernel import decode_e4m3
 from .int4 import MIDDLE
 from .int4_product_kernel import decode_int4
 
 SYMMETRIC_ZERO = tl.constexpr(MIDDLE)
+
+# Four bytes -> weights of their lower numbers, two in each of two registers, and of their upper ones, times the scales
+# of all of these. Each byte is spread to both bytes of 16 bits, so that shifts move its bits to their places, which are
+# those of a bf16 number that is 2^126 times too small.
+DECODE_E2M1 = tl.constexpr(
+    """{
+.reg .b32 a, b, c, none;
+mov.b32 none, 0x80008000;
+"""
+    + "".join(
+        f"""prmt.b32 a, $4, 0, {spread};
+shl.b32 b, a, 4;
+shl.b32 c, a, 6;
+and.b32 c, c, 0x01c001c0;
+lop3.b32 b, b, 0x80008000, c, 0xea;
+fma.rn.bf16x2 ${i}, b, ${5 + i}, none;
+shl.b32 c, a, 2;
+and.b32 c, c, 0x01c001c0;
+lop3.b32 b, a, 0x80008000, c, 0xea;
+fma.rn.bf16x2 ${2 + i}, b, ${7 + i}, none;
+"""
+        for i, spread in enumerate(("0x1100", "0x3322"))
+    )
+    + "}"
+)
+
+E2M1_OPERANDS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
+# Joined weights are 2^32 times too small, so that 2^126 less of that times a scale is a bf16: of scales up to 2^33, as
+# which larger ones are taken. BIAS: of exponents with this.
+MORE, BIAS = tl.constexpr(2.0**32), tl.constexpr(126 - 32)
 
 
 class Form(NamedTuple):
@@ -50,6 +84,7 @@ class Form(NamedTuple):
     kind: str  # of the weights
     group: int  # inputs that share a scale; 0 for all
     rows: int  # outputs that do
+    joined: bool  # weights, of MXFP4, are multiplied with their scales; the depth is whole groups
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -101,6 +136,42 @@ def _add_bytes(acc, codes_ptr, row_pointers, x, second, start, inputs, half, dep
         return _add_tile(acc, codes >> 4, second, scales_ptr, zeros_ptr, half + start, inputs, FORM)
 
 
+@triton.jit
+def _load_scales(scales_ptr, start, half, num_groups, FORM: tl.constexpr):
+    """(scales of the inputs of the first half at bytes from `start` on, of the second), both [outputs, groups of a
+    tile]; past the end of K, where inputs are zero, those of the last group.
+    """
+    TILES: tl.constexpr = FORM.tiles
+    place = tl.arange(0, TILES.depth // FORM.group)
+    low = tl.minimum(start // FORM.group + place, num_groups - 1)[None, :]
+    high = tl.minimum((half + start) // FORM.group + place, num_groups - 1)[None, :]
+    return tl.load(scales_ptr[:, None] + low), tl.load(scales_ptr[:, None] + high)
+
+
+@triton.jit
+def _factors(scales, FORM: tl.constexpr):
+    """What the number of each input is multiplied by, [outputs, depth]."""
+    TILES: tl.constexpr = FORM.tiles
+    GROUPS: tl.constexpr = TILES.depth // FORM.group
+    exponents = tl.minimum(scales.to(tl.int32) + BIAS, 254)
+    factors = (exponents << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    factors = tl.broadcast_to(factors[:, :, None], [TILES.outputs, GROUPS, FORM.group])
+    return tl.reshape(factors, [TILES.outputs, TILES.depth])
+
+
+@triton.jit
+def _add_joined(acc, codes_ptr, scales, x, second, start, half, depth, FORM: tl.constexpr):
+    """acc plus what the bytes at `start` of rows give: two tiles, of which `second` are the other tokens."""
+    TILES: tl.constexpr = FORM.tiles
+    codes = tl.load(codes_ptr + start + depth, mask=start + depth < half, other=0)
+    operands = codes, _factors(scales[0], FORM), _factors(scales[1], FORM)
+    weights, others = tl.inline_asm_elementwise(
+        DECODE_E2M1, E2M1_OPERANDS, operands, dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
+    acc = add_products(acc, weights, x, TILES)
+    return add_products(acc, others, second, TILES)
+
+
 @triton.jit(do_not_specialize=["most"])
 def _quantised_experts_kernel(
     x_ptr, weight, bias_ptr, y_ptr, experts_ptr, owned, groups, x_stride, sizes, most, FORM: tl.constexpr
@@ -139,6 +210,11 @@ def _quantised_experts_kernel(
     inputs_ptr = x_ptr + source.to(tl.int64)[:, None] * x_stride
     acc = no_sums(TILES)
     up_acc = acc
+    if FORM.joined:
+        scales = _load_scales(own_pointers[0], 0, half, num_groups, FORM)
+        up_scales = scales
+        if FORM.act is not None:
+            up_scales = _load_scales(up_pointers[0], 0, half, num_groups, FORM)
     for start in range(0, half, TILES.depth):
         at = start + depth
         x = tl.load(inputs_ptr + at, mask=real[:, None] & (at < half) & (at < inputs), other=0.0)
@@ -146,9 +222,22 @@ def _quantised_experts_kernel(
         if FORM.kind != "fp8":
             there = real[:, None] & (at < half) & (half + at < inputs)
             second = tl.load(inputs_ptr + half + at, mask=there, other=0.0)
-        acc = _add_bytes(acc, own_codes, own_pointers, x, second, start, inputs, half, depth, FORM)
-        if FORM.act is not None:
-            up_acc = _add_bytes(up_acc, up_codes, up_pointers, x, second, start, inputs, half, depth, FORM)
+        if FORM.joined:
+            following = start + TILES.depth
+            next_scales = _load_scales(own_pointers[0], following, half, num_groups, FORM)
+            acc = _add_joined(acc, own_codes, scales, x, second, start, half, depth, FORM)
+            scales = next_scales
+            if FORM.act is not None:
+                next_scales = _load_scales(up_pointers[0], following, half, num_groups, FORM)
+                up_acc = _add_joined(up_acc, up_codes, up_scales, x, second, start, half, depth, FORM)
+                up_scales = next_scales
+        else:
+            acc = _add_bytes(acc, own_codes, own_pointers, x, second, start, inputs, half, depth, FORM)
+            if FORM.act is not None:
+                up_acc = _add_bytes(up_acc, up_codes, up_pointers, x, second, start, inputs, half, depth, FORM)
+    if FORM.joined:
+        acc *= MORE
+        up_acc *= MORE
 
     column = output[None, :]
     if bias_ptr is not None:
@@ -170,11 +259,12 @@ def multiply(
     tiles: Tiles,
     *,
     gated: bool,
+    joined: bool = False,
     owned: ExpertRange | None = None,
 ) -> Tensor:
     """h of x [T, H] if `gated`, z of h [P, I] otherwise; experts [T, k] and their groups, if any.
 
-    tiles: its tokens are the rows of a tile of the groups.
+    tiles: its tokens are the rows of a tile of the groups. joined: as of `Form`.
     """
     weight, bias = (projections[0], projections[2]) if gated else (projections[1], projections[3])
     count, rows, num_bytes = weight.codes.shape
@@ -190,6 +280,7 @@ def multiply(
         weight.kind,
         weight.group or 0,
         weight.rows,
+        joined,
         gpu.can_overlap,
     )
     of_x = tiles.tokens * x.element_size() * (1 if weight.kind == "fp8" else 2)
@@ -213,6 +304,11 @@ def multiply(
     return y
 
 
+def _pair_weight(weight: ExpertWeight) -> PairWeight:
+    codes = weight.codes.view(torch.int32)
+    return PairWeight(codes, weight.scales, weight.group, 1, weight.kind, weight.zeros, weight.inputs)
+
+
 def experts(
     x: Tensor,
     weights: Tensor,
@@ -228,12 +324,18 @@ def experts(
         return torch.empty_like(x)
     num_here = projections.down.codes.shape[0]
     rows, groups = arrange(experts, num_here, owned, x.dtype)
-    first, last = (
-        plans.choose_expert_tiles(
-            rows, weight.group, x.dtype, hardware(x.device), gated=gated, deterministic=deterministic
+    gpu, here = hardware(x.device), first_and_number(owned, num_here)
+    few = groups is None and not deterministic
+    if few and all(plans.pairs_take(each.kind, each.codes.shape[2]) for each in projections[:2]):
+        operands = _pair_weight(projections.gate_up), _pair_weight(projections.down)
+        biases = projections.gate_up_bias, projections.down_bias
+        activation = activation_of(projections.act, projections.clamp, gated=True)
+        return sum_pairs(x, weights, experts, operands, biases, activation, owned=here, onto=onto)
+    y = x
+    for weight, gated in ((projections.gate_up, True), (projections.down, False)):
+        joined = plans.joins_scales(weight.kind, x.dtype, gpu)
+        tiles = plans.choose_expert_tiles(
+            rows, weight.group, x.dtype, gpu, gated=gated, joined=joined, deterministic=deterministic
         )
-        for weight, gated in ((projections.gate_up, True), (projections.down, False))
-    )
-    h = multiply(x, projections, experts, groups, first, gated=True, owned=owned)
-    z = multiply(h, projections, experts, groups, last, gated=False, owned=owned)
-    return PairSum(z, weights, onto, experts, first_and_number(owned, num_here))
+        y = multiply(y, projections, experts, groups, tiles, gated=gated, joined=joined, owned=owned)
+    return PairSum(y, weights, onto, experts, here)

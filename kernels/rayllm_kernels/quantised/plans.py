@@ -384,8 +384,29 @@ def fixed_int4_tiles(group: int | None, dtype: torch.dtype) -> Tiles:
 # ---- experts: `experts_kernel`, and `fp8_experts_kernel` for tokens in fp8 ----
 
 
+def pairs_take(kind: str, row_bytes: int) -> bool:
+    """Whether few pairs of a token and an expert are vector products with weights of 4 bits, 16 bytes of a row having
+    one scale of each half.
+    """
+    return kind != "fp8" and row_bytes % INT4_VECTOR_BYTES == 0
+
+
+def joins_scales(kind: str, dtype: torch.dtype, gpu: Hardware) -> bool:
+    """Whether experts' weights are multiplied with their scales, and not the sums of their groups: in bf16 MXFP4 is
+    exact. The tiles have been swept on Hopper alone.
+    """
+    return gpu.is_hopper and kind == "mxfp4" and dtype == torch.bfloat16
+
+
 def choose_expert_tiles(
-    rows: int, group: int | None, dtype: torch.dtype, gpu: Hardware, *, gated: bool, deterministic: bool = False
+    rows: int,
+    group: int | None,
+    dtype: torch.dtype,
+    gpu: Hardware,
+    *,
+    gated: bool,
+    joined: bool = False,
+    deterministic: bool = False,
 ) -> Tiles:
     """Of so many rows, for tokens that stay in `dtype`; the depth (of 4 bits: bytes) is of inputs that share a scale.
 
@@ -395,6 +416,8 @@ def choose_expert_tiles(
     """
     if dtype == torch.float32:  # no tensor cores in exact fp32
         return Tiles(rows, 32, 32, 4, 2, False)
+    if joined:
+        return choose_joined_tiles(rows, gated=gated, deterministic=deterministic)
     # Elsewhere than there and on 10.0, both operands and two sums of a gated product are in registers, and would spill.
     in_registers = gpu.capability is not None and gpu.capability[0] not in (9, 10)
     deepest = min(128, group or 128)
@@ -403,6 +426,17 @@ def choose_expert_tiles(
         return Tiles(rows, 64, depth if deterministic else deepest, 4, 3, True)
     num_warps = 8 if gated or rows == 128 else 4
     return Tiles(rows, 64 if gated or rows == 64 else 128, depth, num_warps, 3, True)
+
+
+def choose_joined_tiles(rows: int, *, gated: bool, deterministic: bool) -> Tiles:
+    """Of weights that are multiplied with their scales; swept with gpt-oss-20b's experts."""
+    if deterministic:
+        return Tiles(rows, 64, 64, 4, 3, True)
+    if rows <= 32:
+        return Tiles(rows, 64, 64, 4, 4 if rows == 16 else 3, False)
+    if rows == 64:
+        return Tiles(64, 128, 64, 4, 3, False)
+    return Tiles(rows, 64, 64, 4, 3, True) if gated else Tiles(rows, 256, 64, 8, 3, False)
 
 
 FP8_DOWN_OUTPUTS = 128

@@ -224,6 +224,77 @@ def test_every_tile_that_may_be_chosen(case, rows, how):
     check_close(y, exact(*arguments), terms=300, slack=2)
 
 
+JOINS = plans.joins_scales("mxfp4", torch.bfloat16, HERE)
+
+
+@pytest.mark.skipif(not JOINS, reason="only Hopper joins scales, in PTX")
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_tile_of_joined_scales(case, rows, deterministic):
+    """Inputs and outputs of both products end within a tile; the second half of a row ends within a group."""
+    from rayllm_kernels.experts.group_kernel import group
+    from rayllm_kernels.experts.pair_sum import PairSum
+    from rayllm_kernels.quantised.experts import QuantisedProjections
+    from rayllm_kernels.quantised.experts_kernel import multiply
+
+    arguments = case(rows + 9, 4, 2, 672, 352, torch.bfloat16, ("mxfp4", 32, 1))
+    x, weights, experts, gate_up, down = arguments
+    projections = QuantisedProjections(gate_up, down, None, None, "silu", None)
+    options = {"joined": True}
+    tiles = [
+        plans.choose_expert_tiles(rows, 32, x.dtype, HERE, gated=gated, deterministic=deterministic, **options)
+        for gated in (True, False)
+    ]
+    with dispatch.forced(triton=True):
+        groups = group(experts, 4, rows)
+        h = multiply(x, projections, experts, groups, tiles[0], gated=True, **options)
+        z = multiply(h, projections, experts, groups, tiles[1], gated=False, **options)
+        y = PairSum(z, weights).total()
+    check_close(y, exact(*arguments), terms=1400, slack=2)
+
+
+@pytest.mark.skipif(not JOINS, reason="only Hopper joins scales, in PTX")
+def test_every_code_of_e2m1_is_exact_with_its_scale_in_bf16(device):
+    """With every exponent of weights from 2^-100 to 2^33."""
+    from rayllm_kernels.experts.group_kernel import group
+    from rayllm_kernels.quantised.experts import QuantisedProjections
+    from rayllm_kernels.quantised.experts_kernel import multiply
+
+    exponents = torch.arange(27, 161, dtype=torch.uint8, device=device)
+    rows = exponents.numel()
+    codes = torch.arange(16, dtype=torch.uint8, device=device).repeat(4).view(1, 1, 64).repeat(1, rows, 1)
+    scales = exponents.view(1, rows, 1).repeat(1, 1, 2)
+    weight = ExpertWeight("mxfp4", pack_halves(codes, 32), scales, None, 64, 32)
+    projections = QuantisedProjections(weight, weight, None, None, "silu", None)
+    x, once = torch.eye(64, dtype=torch.bfloat16, device=device), torch.zeros(64, 1, dtype=torch.int32, device=device)
+    for tokens in (16, 32, 64, 128):
+        tiles = plans.choose_expert_tiles(tokens, 32, x.dtype, HERE, gated=False, joined=True)
+        y = multiply(x, projections, once, group(once, 1, tokens), tiles, gated=False, joined=True)
+        assert torch.equal(y.float(), weight.dequantised(0).t())
+
+
+@pytest.mark.parametrize("how", [("mxfp4", 32, 1), ("int4", 32, 2), ("int4", 128, 1), ("int4", None, 2)], ids=str)
+def test_few_pairs_of_4_bits(randn, how):
+    """Rows of several chunks, of which the last ends early, and whose second half ends before the first; a number of
+    outputs and of experts a token that is no power of two.
+    """
+    from rayllm_kernels.experts.pairs_kernel import NO_ACTIVATION, multiply_pairs
+    from rayllm_kernels.quantised.experts_kernel import _pair_weight
+
+    inputs, dtype = 1184, torch.bfloat16 if ON_GPU else torch.float16
+    weight, x = make_weight(randn(5, 22, inputs), *how), randn(6, inputs, dtype=dtype)
+    weights, experts = (part.contiguous() for part in randn(2, 5).softmax(-1).topk(3))
+    experts, onto, wide = experts.to(torch.int32), randn(2, 22, dtype=dtype), whole(weight).double()
+    with dispatch.forced(triton=True):
+        h = multiply_pairs(x[:2], _pair_weight(weight), None, experts, ("silu", 0.0, 0.0))
+        y = multiply_pairs(x, _pair_weight(weight), None, experts, NO_ACTIVATION, combined=(weights, onto))
+    of_pairs = wide[experts.flatten().long()]
+    gate, up = torch.einsum("pnk,pk->pn", of_pairs, x[:2].double().repeat_interleave(3, 0)).chunk(2, -1)
+    check_close(h, (F.silu(gate) * up).to(dtype), terms=2 * inputs, slack=2)
+    z = torch.einsum("pnk,pk->pn", of_pairs, x.double()).to(dtype).double().view(2, 3, 22)
+    check_close(y, ((weights[..., None] * z).sum(1) + onto.double()).to(dtype), terms=inputs, slack=2)
+
+
 @needs_e4m3
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("gpu", [INTERPRETER, INTERPRETER._replace(capability=(9, 0))], ids=["any", "Hopper"])
@@ -258,7 +329,8 @@ def test_every_tile_that_may_be_chosen_for_tokens_in_fp8(case, rows, gpu, how):
     ids=str,
 )
 def test_tokens_do_not_know_of_each_other(case, each, how, fp8_tokens):
-    x, weights, experts, *rest = case(9, 4, 2, 160 if fp8_tokens else 64, 32, torch.float16, how)
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    x, weights, experts, *rest = case(9, 4, 2, 160 if fp8_tokens else 64, 32, dtype, how)
     options = {"deterministic": True, "fp8_tokens": fp8_tokens}
     everything = each.experts_quantised(x, weights, experts, *rest, **options)
     for first, end in ((0, 1), (7, 8), (2, 8)):
