@@ -357,6 +357,7 @@ def multiply_pairs(
     onto = None if combined is None else combined[1]
     of_sum = None if combined is None else (*combined, 0 if onto is None else onto.stride(0))
     if weight.kind is not None:
+        assert weight.scales is not None
         words = weight.values.shape[2]
         padded = min(CHUNK, triton.next_power_of_2(words // VECTOR.value))
         program_rows, num_warps = choice or choose_code_pairs(places, gated=gated)
