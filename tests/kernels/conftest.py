@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rayllm_kernels import dispatch, ops
 from rayllm_kernels.cache.kv_cache import FP8_MAX
-from rayllm_kernels.ops import Contexts, DecodeSchedule, KVCache, KVScales, Scoring, latent_cache
+from rayllm_kernels.ops import AdapterSlots, Contexts, DecodeSchedule, KVCache, KVScales, Scoring, latent_cache
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
@@ -264,3 +264,21 @@ def run_compiler() -> Callable[..., str]:
         return result.stdout
 
     return run
+
+
+@pytest.fixture
+def make_slots(randn, device):
+    """(inputs, rows, ranks by slot and projection, largest rank, dtype); beyond a rank is NaN in A, 1e4 in B."""
+
+    def make(inputs: int, rows: tuple[int, ...], ranks: list[list[int]], most: int, dtype: torch.dtype) -> AdapterSlots:
+        a = (randn(len(ranks), len(rows), most, inputs) * inputs**-0.5).to(dtype)
+        b = randn(sum(rows), len(ranks), most, dtype=dtype)
+        for slot, own in enumerate(ranks):
+            first = 0
+            for number, (rank, width) in enumerate(zip(own, rows, strict=True)):
+                a[slot, number, rank:] = float("nan")
+                b[first : first + width, slot, rank:] = 1e4
+                first += width
+        return AdapterSlots(a, b, torch.tensor(ranks, dtype=torch.int32, device=device), rows)
+
+    return make

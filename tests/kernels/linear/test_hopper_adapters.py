@@ -8,7 +8,7 @@ from support.closeness import check_close
 
 from rayllm_kernels.linear import plans, shrink_kernel
 from rayllm_kernels.linear.plans import HOPPER_TILES, WIDE, hopper_takes_adapters
-from rayllm_kernels.lora.lora import AdapterSlots, TokenAdapters
+from rayllm_kernels.lora.lora import TokenAdapters
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -28,25 +28,14 @@ CASES = [
 
 
 @pytest.fixture
-def adapted(randn, device):
-    """(tokens, inputs, rows, ranks, largest rank, dtype) -> adapters of tokens in turn, of none too.
-
-    What lies beyond the ranks is NaN in A, and large in B, which must be finite.
-    """
+def adapted(make_slots, device):
+    """(tokens, inputs, rows, ranks, largest rank, dtype) -> those of `make_slots`, of tokens in turn, of none too."""
 
     def make(
         tokens: int, inputs: int, rows: tuple[int, ...], ranks: list[list[int]], most: int, dtype: torch.dtype = DTYPE
     ) -> TokenAdapters:
-        a = (randn(len(ranks), len(rows), most, inputs) * inputs**-0.5).to(dtype)
-        b = randn(sum(rows), len(ranks), most, dtype=dtype)
-        for slot, own in enumerate(ranks):
-            first = 0
-            for number, (rank, width) in enumerate(zip(own, rows, strict=True)):
-                a[slot, number, rank:] = float("nan")
-                b[first : first + width, slot, rank:] = 1e4
-                first += width
         slots = torch.arange(tokens, device=device, dtype=torch.int32) % (len(ranks) + 1) - 1
-        return TokenAdapters(slots, AdapterSlots(a, b, torch.tensor(ranks, dtype=torch.int32, device=device), rows))
+        return TokenAdapters(slots, make_slots(inputs, rows, ranks, most, dtype))
 
     return make
 

@@ -12,24 +12,6 @@ DTYPES = [torch.float32, torch.bfloat16 if torch.cuda.is_available() else torch.
 ON_GPU = torch.cuda.is_available()
 
 
-@pytest.fixture
-def make_slots(randn, device):
-    """(inputs, rows, ranks by slot and projection, largest rank, dtype); beyond a rank is NaN in A, 1e4 in B."""
-
-    def make(inputs: int, rows: tuple[int, ...], ranks: list[list[int]], most: int, dtype: torch.dtype) -> AdapterSlots:
-        a = (randn(len(ranks), len(rows), most, inputs) * inputs**-0.5).to(dtype)
-        b = randn(sum(rows), len(ranks), most, dtype=dtype)
-        for slot, own in enumerate(ranks):
-            first = 0
-            for number, (rank, width) in enumerate(zip(own, rows, strict=True)):
-                a[slot, number, rank:] = float("nan")
-                b[first : first + width, slot, rank:] = 1e4
-                first += width
-        return AdapterSlots(a, b, torch.tensor(ranks, dtype=torch.int32, device=device), rows)
-
-    return make
-
-
 def exact(x: torch.Tensor, y: torch.Tensor, slots: torch.Tensor, weights: AdapterSlots) -> torch.Tensor:
     """y + B A x of each token, in float64; what is shrunk is rounded."""
     total = y.double().clone()
