@@ -64,6 +64,15 @@ TAKE = gl.constexpr(
         for half in (0, 1)
     )
 )
+# 16 registers of codes as they are, once all of them have come. A thread loads four at a time, and needs one of each for
+# the condition, for which nothing but time is at stake.
+AWAIT = gl.constexpr(
+    "{.reg .b32 a; .reg .pred p; or.b32 a, $16, $20; or.b32 a, a, $24; or.b32 a, a, $28; setp.eq.u32 p, a, 0x5eadbeef;"
+    + "@p nanosleep.u32 1;"
+    + "".join(f"mov.b32 ${i}, ${16 + i};" for i in range(16))
+    + "}"
+)
+AWAIT_REGISTERS = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
 
 
 class Form(NamedTuple):
@@ -215,6 +224,17 @@ def _keep_token(x_ptr, norm, norm_weights, total_ptr, x_smem, sums_smem, FORM: g
 
 
 @gluon.jit
+def _load_codes(stage_smem, FORM: gl.constexpr):
+    """Codes of a stage, which may be copied over from then on.
+
+    A barrier does not wait for what threads load from shared memory: that is in order with what other threads store, but
+    not with tensor copies. Behind loads of scales that miss the caches it takes longer than the next copy does.
+    """
+    codes = stage_smem.reshape([FORM.num_warps, ROWS, 64]).load(_codes_layout(FORM.num_warps))
+    return gl.inline_asm_elementwise(AWAIT, AWAIT_REGISTERS, [codes], dtype=gl.int16, is_pure=False, pack=32)
+
+
+@gluon.jit
 def _numbers(codes, KIND: gl.constexpr, LAYOUT: gl.constexpr):
     """[warps, ROWS, 64] of one byte of each pair, and one half, times a power of two; by their places in the token."""
     found = gl.inline_asm_elementwise(TAKE[KIND], "=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=2)
@@ -293,7 +313,7 @@ def _consume(x_ptr, norm, weight, bias_ptr, y_ptr, total_ptr, outputs, token_sme
         for chunk in gl.static_range(CHUNKS):
             low_scales, high_scales, low_zeros, high_zeros = groups[chunk]  # type: ignore[var-annotated]
             hopper.mbarrier.wait(full.index(use % STAGES), use // STAGES % 2)
-            codes = smem.index(use % STAGES).reshape([W, ROWS, 64]).load(_codes_layout(W))
+            codes = _load_codes(smem.index(use % STAGES), FORM)
             hopper.mbarrier.arrive(free.index(use % STAGES))
             low = gl.zeros([W, ROWS, 8], gl.float32, layout=ACC)
             high = gl.zeros([W, ROWS, 8], gl.float32, layout=ACC)
