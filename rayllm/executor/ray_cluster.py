@@ -42,8 +42,6 @@ def connect_to_ray(starts_one: bool | None = None) -> bool:
         os.environ.setdefault("RAY_enable_metrics_collection", "0")
         # Nor the list of past calls, which only Ray's own tools read: the GCS keeps 100,000, some 200 MiB.
         os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-        # Ray gives its workers nice 15. Whatever else is busy on this machine, be it HAProxy, would starve the engine.
-        os.environ.setdefault("RAY_worker_niceness", "0")
     if starts_one and not any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         ensure_token(Path.home() / ".ray" / "auth_token")
     try:

@@ -35,7 +35,6 @@ def test_a_cluster_of_ours_has_a_token_and_no_dashboard(monkeypatch, variable):
     asked = {}
     made = []
     monkeypatch.delenv("RAY_task_events_report_interval_ms", raising=False)
-    monkeypatch.delenv("RAY_worker_niceness", raising=False)
     monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray_cluster.ray, "init", lambda **options: asked.update(options))
     monkeypatch.setattr(ray_cluster, "has_no_cluster", lambda: True)
@@ -50,7 +49,6 @@ def test_a_cluster_of_ours_has_a_token_and_no_dashboard(monkeypatch, variable):
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
     assert os.environ["RAY_enable_metrics_collection"] == "0"  # noqa: SIM112  (Ray spells it so)
     assert os.environ["RAY_task_events_report_interval_ms"] == "0"  # noqa: SIM112
-    assert os.environ["RAY_worker_niceness"] == "0"  # noqa: SIM112
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
