@@ -64,8 +64,8 @@ TAKE = gl.constexpr(
         for half in (0, 1)
     )
 )
-# 16 registers of codes as they are, once all of them have come. A thread loads four at a time, and needs one of each for
-# the condition, for which nothing but time is at stake.
+# 16 registers of codes as they are, once all of them have come. A thread loads four at a time, and needs one of each
+# four for the condition, whose outcome only costs time.
 AWAIT = gl.constexpr(
     "{.reg .b32 a; .reg .pred p; or.b32 a, $16, $20; or.b32 a, a, $24; or.b32 a, a, $28; setp.eq.u32 p, a, 0x5eadbeef;"
     + "@p nanosleep.u32 1;"
@@ -227,8 +227,8 @@ def _keep_token(x_ptr, norm, norm_weights, total_ptr, x_smem, sums_smem, FORM: g
 def _load_codes(stage_smem, FORM: gl.constexpr):
     """Codes of a stage, which may be copied over from then on.
 
-    A barrier does not wait for what threads load from shared memory: that is in order with what other threads store, but
-    not with tensor copies. Behind loads of scales that miss the caches it takes longer than the next copy does.
+    A barrier does not wait for what threads load from shared memory: that is in order with what other threads store
+    there, but not with tensor copies. Behind loads of scales that miss the caches it takes longer than the next copy.
     """
     codes = stage_smem.reshape([FORM.num_warps, ROWS, 64]).load(_codes_layout(FORM.num_warps))
     return gl.inline_asm_elementwise(AWAIT, AWAIT_REGISTERS, [codes], dtype=gl.int16, is_pure=False, pack=32)
