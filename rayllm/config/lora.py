@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rayllm.config.json_fields import read_json_object
-from rayllm.errors import ModelError
+from rayllm.errors import ModelError, RayllmError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # How the file came to be, or what matters while an adapter is trained. Which modules it has, its tensors say.
@@ -103,6 +105,15 @@ def read_lora_config(folder: str) -> LoraConfig:
         if key not in _HARMLESS and value:
             raise ModelError(f"{file}: {key} is not supported")
     return config
+
+
+@contextmanager
+def naming_adapter(name: str) -> Iterator[None]:
+    """What is wrong with an adapter of the option lora_modules says so, as a ModelError."""
+    try:
+        yield
+    except RayllmError as error:
+        raise ModelError(f"lora_modules: {name}: {error}") from error
 
 
 def adapter_digest(folder: str) -> str:

@@ -10,10 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from rayllm.api.types import Adapter
-from rayllm.config.lora import adapter_digest, read_lora_config
+from rayllm.config.lora import adapter_digest, naming_adapter, read_lora_config
 from rayllm.config.options import EngineConfig, check_adapter_name
 from rayllm.core.adapter_slots import AdapterSlots
-from rayllm.errors import InvalidRequestError, ModelError, RayllmError
+from rayllm.errors import InvalidRequestError
 from rayllm.executor.base import Executor
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,5 @@ class EngineAdapters:
 def load_adapters(modules: dict[str, str], adapters: EngineAdapters) -> None:
     """Load the adapters of the option lora_modules. Raises ModelError."""
     for name, path in modules.items():
-        try:
+        with naming_adapter(name):
             adapters.add(*adapters.prepare(name, path))
-        except RayllmError as error:
-            raise ModelError(f"lora_modules: {name}: {error}") from error

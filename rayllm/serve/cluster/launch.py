@@ -23,6 +23,7 @@ from ray.serve.schema import ApplicationStatusOverview
 import rayllm.errors
 from rayllm import timeouts
 from rayllm.api.types import DeviceMemory, EngineInfo, Phases, StartReport, timed
+from rayllm.config.lora import naming_adapter, read_lora_config
 from rayllm.config.options import ModelConfig, ServerConfig
 from rayllm.config.resolved import MAX_GPUS, NUM_SEQS, resolve
 from rayllm.errors import ConfigError, EngineDeadError, RayllmError, StartupError
@@ -167,6 +168,9 @@ def _check(models: list[ModelConfig]) -> None:
     """All that can be known before Ray runs. Raises ConfigError or ModelError."""
     for model in models:
         resolve(model.engine, MAX_GPUS)
+        for name, path in model.engine.adapters.items():
+            with naming_adapter(name):
+                read_lora_config(path)
 
 
 class Deployed(NamedTuple):
