@@ -206,6 +206,23 @@ def places() -> int:
 
 
 @pytest.fixture
+def repeated(device: torch.device) -> Callable[[Callable[[], Tensor]], Tensor]:
+    """What a function returns: on a GPU the same to the bit each time, though memory is slow as caches hold nothing of
+    its arguments. Who reads what has not come yet, or is overwritten already, does so then.
+    """
+    times, others = (10, torch.zeros(64 << 20, dtype=torch.int32, device=device)) if ON_GPU else (0, None)
+
+    def check(function: Callable[[], Tensor]) -> Tensor:
+        first = function()
+        for _ in range(times):
+            others.add_(1)
+            assert torch.equal(function(), first)
+        return first
+
+    return check
+
+
+@pytest.fixture
 def assert_rows_independent() -> Callable[..., None]:
     """(function, tensors): rows of its results are the same to the bit in batches of any size, at any place.
 

@@ -1,8 +1,9 @@
 """Every format against the product of the dequantised weights, and of tokens as they came: a row at a time, within what
 the tokens' format allows.
 
-The other tests of these products compare them with exact ones of the very numbers that are multiplied. Here tokens are
-not rounded beforehand. The bounds follow from how numbers are rounded (see `support.closeness`): e4m3 has four bits, so
+The other tests of these products compare them with exact ones of the very numbers that are multiplied, of few inputs
+and outputs. Here, on GPUs, they have the sizes that are served, caches hold nothing of them, and tokens are not rounded
+beforehand. The bounds follow from how numbers are rounded (see `support.closeness`): e4m3 has four bits, so
 a number is off by 2^-4 of it at most, or by half of the least step where that is more; 16-bit tokens are not rounded,
 but weights may become numbers of their dtype. What is off in a factor of a product is as far off in the product:
 
@@ -12,6 +13,7 @@ but weights may become numbers of their dtype. What is off in a factor of a prod
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -105,15 +107,18 @@ FP8 = {"row": (1, None), "tensor": (None, None), "block of 128 x 128": (128, 128
 INT4 = [(32, True), (32, False), (128, True), (128, False), (None, False)]
 # tokens, outputs, inputs
 SHAPES = [(1, 200, 384), (5, 136, 256), (33, 40, 160)]
-if ON_GPU:  # as many tokens as there are kernels for, of a layer of Llama-3.1-8B
-    SHAPES += [(tokens, 4096, 4096) for tokens in (1, 16, 128, 256, 2048)] + [(1, 4096, 14336), (32, 6144, 4096)]
+if ON_GPU:  # as many tokens as there are kernels for, of layers of Llama-3.1-8B
+    SHAPES += [(tokens, 4096, 4096) for tokens in (1, 16, 128, 256, 2048)]
+    SHAPES += [(tokens, 4096, 14336) for tokens in (1, 100)] + [(32, 6144, 4096), (1, 28672, 4096), (200, 28672, 4096)]
+# experts, of them for each token, hidden, inner; on GPUs those of Qwen3-30B-A3B and gpt-oss-20b, but not as many
+EXPERTS = [(4, 2, 256, 128), *([(32, 8, 2048, 768), (8, 4, 2880, 2880)] if ON_GPU else [])]
 
 
 @needs_e4m3
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", FP8)
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), SHAPES)
-def test_fp8(randn, scaled, each, tokens, outputs, inputs, scale, dtype):
+def test_fp8(randn, scaled, each, repeated, tokens, outputs, inputs, scale, dtype):
     """Tokens rounded by their own largest numbers, or by a scale that some are too large for; one, behind a norm."""
     weight = in_fp8(scaled(outputs, inputs, torch.float32), *FP8[scale])
     x, wide, group = tokens_of(randn, tokens, inputs, dtype), weight.dequantised(), weight.group
@@ -122,34 +127,34 @@ def test_fp8(randn, scaled, each, tokens, outputs, inputs, scale, dtype):
         ways.append(Rounding(None, (x.float().abs().max() / 500).view(1)))
     for how in ways:
         expected = multiplied(in_e4m3(known(x), how), wide, unit=0.0, fp8=True)
-        check_rows(each.linear_fp8(each.to_fp8(x, how), weight, None, dtype), expected)
-        check_rows(each.linear_rounding_fp8(x, how, weight)[0], expected)
+        check_rows(repeated(partial(each.linear_fp8, each.to_fp8(x, how), weight, None, dtype)), expected)
+        check_rows(repeated(lambda how=how: each.linear_rounding_fp8(x, how, weight)[0]), expected)
     norm = (randn(inputs, dtype=dtype), 1e-5)
     normed = x.double() * torch.rsqrt(x.double().square().mean(1, keepdim=True) + norm[1]) * norm[0].double()
     rounded = known(normed).plus(2 * unit_of(dtype) * normed.abs())
     expected = multiplied(in_e4m3(rounded, ways[0]), wide, unit=0.0, fp8=True)
-    check_rows(each.linear_rounding_fp8(x, ways[0], weight, norm=norm)[0], expected)
+    check_rows(repeated(lambda: each.linear_rounding_fp8(x, ways[0], weight, norm=norm)[0]), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", FP8)
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), SHAPES)
-def test_fp8_beside_tokens_as_they_are(randn, scaled, each, tokens, outputs, inputs, scale, dtype):
+def test_fp8_beside_tokens_as_they_are(randn, scaled, each, repeated, tokens, outputs, inputs, scale, dtype):
     weight = in_fp8(scaled(outputs, inputs, torch.float32), *FP8[scale])
     x = tokens_of(randn, tokens, inputs, dtype)
     expected = multiplied(known(x), weight.dequantised(), unit=unit_of(dtype), fp8=False)
-    check_rows(each.linear_fp8_weight(x, weight), expected)
+    check_rows(repeated(partial(each.linear_fp8_weight, x, weight)), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("group", "symmetric"), INT4)
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), SHAPES)
-def test_int4(randn, scaled, each, tokens, outputs, inputs, group, symmetric, dtype):
+def test_int4(randn, scaled, each, repeated, tokens, outputs, inputs, group, symmetric, dtype):
     """Weights, and before them their scales, may be rounded to the tokens' dtype."""
     weight = in_int4(scaled(outputs, inputs, torch.float32), group, symmetric=symmetric)
     x = tokens_of(randn, tokens, inputs, dtype)
     expected = multiplied(known(x), weight.dequantised(), unit=2 * unit_of(dtype), fp8=False)
-    check_rows(each.linear_int4(x, weight), expected)
+    check_rows(repeated(partial(each.linear_int4, x, weight)), expected)
 
 
 def halves(codes):
@@ -184,14 +189,15 @@ def gated(product: Inexact) -> Inexact:
 
 @pytest.mark.parametrize("dtype", DTYPES[1:] if not ON_GPU else DTYPES)
 @pytest.mark.parametrize("tokens", [1, 9, *([64, 500] if ON_GPU else [])])
+@pytest.mark.parametrize("sizes", EXPERTS, ids=str)
 @pytest.mark.parametrize(
     ("kind", "fp8_tokens"),
     [("mxfp4", False), ("int4", False), *((kind, False) for kind in ("row", "block of 16 x 32"))]
     + [pytest.param(kind, True, marks=needs_e4m3) for kind in ("row", "block of 16 x 32", "block of 128 x 128")],
 )
-def test_experts(randn, each, tokens, kind, fp8_tokens, dtype):
+def test_experts(randn, each, repeated, tokens, kind, fp8_tokens, sizes, dtype):
     """What is off in the first product goes through SiLU and the second one."""
-    count, top_k, hidden, inner = 4, 2, 256, 128
+    count, top_k, hidden, inner = sizes
     first = expert_weight(randn(count, 2 * inner, hidden) * 2 * hidden**-0.5, kind)
     last = expert_weight(randn(count, hidden, inner) * inner**-0.5, kind)
     x = tokens_of(randn, tokens, hidden, dtype)
@@ -209,8 +215,8 @@ def test_experts(randn, each, tokens, kind, fp8_tokens, dtype):
         out = Inexact(*(share * part for part in out.plus(unit * (out.values.abs() + out.most))))
         likely = (total.likely.square() + out.likely.square()).sqrt()
         total = Inexact(total.values + out.values, total.most + out.most, likely)
-    y = each.experts_quantised(x, weights, experts.to(torch.int32), first, last, fp8_tokens=fp8_tokens)
-    check_rows(y, total)
+    arguments = x, weights, experts.to(torch.int32), first, last
+    check_rows(repeated(partial(each.experts_quantised, *arguments, fp8_tokens=fp8_tokens)), total)
 
 
 def test_the_bounds_are_tight(randn, scaled, reference):
