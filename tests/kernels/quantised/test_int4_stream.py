@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+
 import pytest
 import torch
 from support.capabilities import HERE
@@ -139,6 +142,34 @@ def test_the_kernel_compiles_and_fits(run_compiler, tmp_path):
         products, shared, programs = map(int, line.split())
         assert products > 0
         assert programs * (shared + 1024) <= 228 << 10  # bytes of a multiprocessor, of which each program costs 1,024
+    waits = [wait for cubin in tmp_path.rglob("_int4_stream_kernel.cubin") for wait in stages_that_wait(cubin)]
+    assert len(waits) == 2 + 7  # stages of a tile
+    assert all(waits)
+
+
+def stages_that_wait(cubin):
+    """For each stage that consumers give free: whether whatever they loaded from it is used before their barrier, which
+    an instruction that reads the register has to wait for.
+    """
+    from triton import knobs
+
+    command = [knobs.nvidia.cuobjdump.path, "-sass", str(cubin)]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    loaded, used, barrier = [], set(), False
+    for line in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", code, re.MULTILINE):
+        if "SYNCS.PHASECHK" in line:
+            loaded, used, barrier = [], set(), False
+        elif load := re.match(r"LDS\.128 R(\d+),", line):
+            registers = set(range(int(load[1]), int(load[1]) + 4))
+            loaded.append(registers)
+            used -= registers
+        elif line.startswith("BAR.SYNC"):
+            barrier = True
+        elif "SYNCS.ARRIVE.TRANS64.A1T0" in line and loaded:
+            yield all(used & registers for registers in loaded)
+            loaded = []
+        elif not barrier:
+            used |= {int(register) for register in re.findall(r"R(\d+)", line.partition(",")[2])}
 
 
 @on_hopper
