@@ -109,7 +109,7 @@ def read_lora_config(folder: str) -> LoraConfig:
 
 @contextmanager
 def naming_adapter(name: str) -> Iterator[None]:
-    """What is wrong with an adapter of the option lora_modules says so, as a ModelError."""
+    """Turn errors into a ModelError that names the option lora_modules and this adapter of it."""
     try:
         yield
     except RayllmError as error:

@@ -207,8 +207,10 @@ def places() -> int:
 
 @pytest.fixture
 def repeated(device: torch.device) -> Callable[[Callable[[], Tensor]], Tensor]:
-    """What a function returns: on a GPU the same to the bit each time, though memory is slow as caches hold nothing of
-    its arguments. Who reads what has not come yet, or is overwritten already, does so then.
+    """Calls a function and returns its result.
+
+    On a GPU it calls it ten times more, with nothing of its arguments in the L2 cache, and asserts that the bits are
+    the same: kernels that read too early, or too late, differ when memory is slow.
     """
     times, others = (10, torch.zeros(64 << 20, dtype=torch.int32, device=device)) if ON_GPU else (0, None)
 

@@ -23,7 +23,7 @@ from . import plans
 from .int4 import MIDDLE, Int4Weight
 
 SYMMETRIC_ZERO = tl.constexpr(float(MIDDLE))
-POWER = tl.constexpr(2.0**23)  # its floats have the step 1
+POWER = tl.constexpr(2.0**23)  # from here on floats have the step 1: a number in their last bits is added to it
 POWER_BITS = tl.constexpr(0x4B000000)
 TILE = 4096  # bytes of a program
 NUM_WARPS = 4
@@ -54,8 +54,6 @@ def _dequantise_int4_kernel(
     start = (tl.program_id(0) % tiles * PARTS + tl.arange(0, PARTS)[None, :, None]) * BYTES
     at = start + tl.arange(0, BYTES)[None, None, :]
     inside = (row < rows) & (at < half)
-    # A number is put behind a power of two, from which the zero point is taken. As a difference of whole numbers ptxas
-    # 12.8 loses the zero point of some: it makes `add.s16x2` of constants into one of zeros.
     codes = tl.load(codes_ptr + (first_row + row) * half + at, mask=inside, other=0).to(tl.int32)
     wait_for_predecessor(OVERLAP)
     for upper in tl.static_range(2):
@@ -67,6 +65,7 @@ def _dequantise_int4_kernel(
         zeros = SYMMETRIC_ZERO
         if zeros_ptr is not None:
             zeros = tl.load(zeros_ptr + place, mask=mask, other=0).to(tl.float32)
+        # As floats: of differences of whole numbers LLVM makes `add.s16x2`, whose constants ptxas 12.8 loses in places.
         numbers = (((codes >> (4 * upper)) & 15) | POWER_BITS).to(tl.float32, bitcast=True)
         weights = (numbers - (zeros + POWER)) * scales
         k = upper * half + at

@@ -64,8 +64,8 @@ TAKE = gl.constexpr(
         for half in (0, 1)
     )
 )
-# 16 registers of codes as they are, once all of them have come. A thread loads four at a time, and needs one of each
-# four for the condition, whose outcome only costs time.
+# Copies 16 registers, and has the warp wait until all 16 are loaded: a branch needs one of each four that a thread
+# loads at once. Which way it goes does not matter; a warp that finds this number in its codes sleeps for a nanosecond.
 AWAIT = gl.constexpr(
     "{.reg .b32 a; .reg .pred p; or.b32 a, $16, $20; or.b32 a, a, $24; or.b32 a, a, $28; setp.eq.u32 p, a, 0x5eadbeef;"
     + "@p nanosleep.u32 1;"
@@ -225,10 +225,10 @@ def _keep_token(x_ptr, norm, norm_weights, total_ptr, x_smem, sums_smem, FORM: g
 
 @gluon.jit
 def _load_codes(stage_smem, FORM: gl.constexpr):
-    """Codes of a stage, which may be copied over from then on.
+    """Codes of a stage, all of which have been loaded: behind a barrier, the stage may be copied over.
 
-    A barrier does not wait for what threads load from shared memory: that is in order with what other threads store
-    there, but not with tensor copies. Behind loads of scales that miss the caches it takes longer than the next copy.
+    A barrier alone does not wait for loads from shared memory, and tensor copies are not ordered with them. Behind
+    loads of scales from memory they take longer than the next copy.
     """
     codes = stage_smem.reshape([FORM.num_warps, ROWS, 64]).load(_codes_layout(FORM.num_warps))
     return gl.inline_asm_elementwise(AWAIT, AWAIT_REGISTERS, [codes], dtype=gl.int16, is_pure=False, pack=32)

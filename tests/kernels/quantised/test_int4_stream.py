@@ -148,8 +148,9 @@ def test_the_kernel_compiles_and_fits(run_compiler, tmp_path):
 
 
 def stages_that_wait(cubin):
-    """For each stage that consumers give free: whether whatever they loaded from it is used before their barrier, which
-    an instruction that reads the register has to wait for.
+    """For each stage that consumers give free, whether instructions before their barrier read a register of each load.
+
+    Such an instruction waits for the load; a barrier does not.
     """
     from triton import knobs
 
@@ -175,10 +176,7 @@ def stages_that_wait(cubin):
 @on_hopper
 @pytest.mark.parametrize(("group", "symmetric"), [(32, False), (32, True), (128, True)])
 def test_slow_scales(randn, device, repeated, group, symmetric):
-    """What is loaded from memory takes long, so that weights wait in the ring behind it; bits are the same each time.
-
-    Stages were once copied over before all threads had read them: in a third of such runs with groups of 32.
-    """
+    """Loads of scales from memory delay the loads of codes behind them; no stage may be copied over before those."""
     from rayllm_kernels.quantised.int4_stream_kernel import linear_int4_stream
 
     weight = random_weight(4096, 14336, group, symmetric=symmetric, device=device)
