@@ -37,10 +37,6 @@ def run(monkeypatch, capsys):
         (["launch", "--config", "/no/such.yaml"], "/no/such.yaml"),
         (["launch", "a", "--model", "b"], "given twice"),
         (["launch", "/no/such/model"], "model folder /no/such/model does not exist"),
-        (
-            ["launch", "--enable-lora", "--lora-modules", "x=/no/such/adapter"],
-            "lora_modules: x: adapter folder /no/such/adapter does not exist",
-        ),
         (["generate", "hi", "--temperature", "-1"], "temperature"),
         (["generate", "hi", "--best-of", "2", "--temperature", "0"], "best_of must be 1 with temperature 0"),
         (["generate", "hi", "--use-beam-search"], "use_beam_search needs at least 2 beams; best_of, or else n"),

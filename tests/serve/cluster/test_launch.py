@@ -58,6 +58,17 @@ def wait(found, timeout=5.0, stop=None):
 # ---- the start
 
 
+def test_a_wrong_adapter_is_named_before_anything_starts(monkeypatch):
+    def nothing_starts(*_arguments):
+        raise AssertionError("started")
+
+    monkeypatch.setattr(module, "supervise", nothing_starts)
+    adapters = EngineConfig(device="cpu", enable_lora=True, lora_modules={"x": "/no/such/adapter"})
+    model = ModelConfig(adapters, ServerConfig())
+    with pytest.raises(ModelError, match=r"^lora_modules: x: adapter folder /no/such/adapter does not exist$"):
+        module.start_server([model], ServerConfig(), on_ready=print, report=print)
+
+
 def test_it_waits_and_says_what_takes_long():
     slow = app("DEPLOYING", engine=SLOW)
     assert wait(deployment(app("DEPLOYING"), slow, slow, app("RUNNING"))) == (True, [SLOW.splitlines()[0]])
