@@ -8,6 +8,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .compat import copy_async
+
+WHOLE_ROWS = 64  # of tokens, up to which a tile's are one copy: what is past the end then costs nothing
+ROW_BOX = 32  # rows of larger tiles that a copy takes: smaller ones take longer
+
+
+def row_box(tile_tokens: int) -> int:
+    """How many rows of a tile's tokens a tensor copy takes at a time, for `copy_rows`."""
+    return tile_tokens if tile_tokens <= WHOLE_ROWS else ROW_BOX
+
 
 @gluon.jit
 def activate(x, ACT: gl.constexpr):
@@ -27,3 +37,26 @@ def barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(found.index(i), count=arrivals)
     return found
+
+
+@gluon.jit
+def expect_rows(barrier, rows, descriptor, TILE_ROWS: gl.constexpr, MORE: gl.constexpr):
+    """Expect what `copy_rows` asks for, and MORE bytes. rows: of the tile or beyond it that there are, one at least."""
+    BOX: gl.constexpr = descriptor.block_type.shape[0]
+    BYTES: gl.constexpr = descriptor.block_type.nbytes
+    BOXES: gl.constexpr = TILE_ROWS // BOX
+    boxes = gl.minimum((rows + BOX - 1) // BOX, BOXES)
+    for count in gl.static_range(1, BOXES + 1):
+        mbarrier.expect(barrier, MORE + count * BYTES, pred=boxes == count)
+
+
+@gluon.jit
+def copy_rows(descriptor, row, column, rows, barrier, boxes, number, TILE_ROWS: gl.constexpr):
+    """Start copies of those boxes of a tile's rows that have any, of `rows` from `row` on.
+
+    The others keep what is in shared memory: a tensor copy takes far longer for rows past the end, which it fills with
+    zeros, than for those that it reads. boxes: shared memory, in which the tile's are number `number` and following.
+    """
+    BOX: gl.constexpr = descriptor.block_type.shape[0]
+    for i in gl.static_range(TILE_ROWS // BOX):
+        copy_async(descriptor, [row + i * BOX, column], barrier, boxes.index(number + i), pred=i * BOX < rows)

@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..compat import copy_async
+from ..hopper import copy_rows, expect_rows, row_box
 from .plans import BLOCK_ROWS, MAX_PROJECTIONS, HopperTile
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def count_met(tile_row, ends, TILE: gl.constexpr, PROJECTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _copy_rows(desc, tile_row, column, first_row, half, full, w_smem, stage, TILE: gl.constexpr):
+def _copy_weights(desc, tile_row, column, first_row, half, full, w_smem, stage, TILE: gl.constexpr):
     """Start copies of a tile's rows of W, or of B, whose first row is the product's row `first_row`."""
     ROWS: gl.constexpr = TILE.blocks * BLOCK
     CONSUMERS: gl.constexpr = TILE.consumers
@@ -107,9 +108,11 @@ def _copy_adapters(
     b_descs, u_desc, tile, use, present, tokens, ends, ring, token_tiles, TILE: gl.constexpr, PROJECTIONS: gl.constexpr
 ):
     """Start the copies of what adapters add to a tile, in uses of the ring from number `use` on; returns the next."""
-    w_smem, x_smem, full, free = ring
+    w_smem, x_boxes, full, free = ring
     STAGES: gl.constexpr = TILE.stages
-    BYTES: gl.constexpr = (TILE.consumers * TILE.blocks * BLOCK + TILE.tokens) * DEPTH_BYTES
+    TOKENS: gl.constexpr = TILE.tokens
+    WEIGHTS: gl.constexpr = TILE.consumers * TILE.blocks * BLOCK * DEPTH_BYTES
+    BOXES: gl.constexpr = TOKENS // u_desc.block_type.shape[0]
     tile_row, first_token = tile // token_tiles, tile % token_tiles * TILE.tokens
     for number in gl.static_range(PROJECTIONS):
         if _meets(number, tile_row, ends, TILE):
@@ -121,53 +124,61 @@ def _copy_adapters(
                 column, stage = _lowest(left) * TILE.depth, use % STAGES
                 barrier = full.index(stage)
                 hopper.mbarrier.wait(free.index(stage), (use // STAGES + 1) % 2)
-                hopper.mbarrier.expect(barrier, BYTES)
-                _copy_rows(b_descs[number], tile_row, column, first_row, -number, barrier, w_smem, stage, TILE)
-                copy_async(u_desc, [number * tokens + first_token, column], barrier, x_smem.index(stage))
+                rows, row = tokens - first_token, number * tokens + first_token
+                expect_rows(barrier, rows, u_desc, TOKENS, WEIGHTS)
+                _copy_weights(b_descs[number], tile_row, column, first_row, -number, barrier, w_smem, stage, TILE)
+                copy_rows(u_desc, row, column, rows, barrier, x_boxes, stage * BOXES, TOKENS)
                 use += 1
                 left &= left - 1
     return use
 
 
 @gluon.jit
-def _copy_units(descs, unit, count, use, start, place, ring, steps, TILE: gl.constexpr):
+def _copy_units(descs, unit, count, use, start, place, ring, steps, tokens, TILE: gl.constexpr):
     """Start the copies of `count` units of one tile, from `unit` down, in uses of the ring from number `use` on."""
-    w_smem, x_smem, full, free = ring
+    w_smem, x_boxes, full, free = ring
     tile_row, first_token = place
     STAGES: gl.constexpr = TILE.stages
-    BYTES: gl.constexpr = (TILE.consumers * TILE.blocks * BLOCK + TILE.tokens) * DEPTH_BYTES
+    TOKENS: gl.constexpr = TILE.tokens
+    WEIGHTS: gl.constexpr = TILE.consumers * TILE.blocks * BLOCK * DEPTH_BYTES
+    BOXES: gl.constexpr = TOKENS // descs[1].block_type.shape[0]
+    rows = tokens - first_token
     for i in range(count):
         if unit - i - start + 1 == LEAD:
             gdc_launch_dependents()
         column, stage = (unit - i) % steps * TILE.depth, (use + i) % STAGES
         hopper.mbarrier.wait(free.index(stage), ((use + i) // STAGES + 1) % 2)
-        hopper.mbarrier.expect(full.index(stage), BYTES)
-        _copy_rows(descs[0], tile_row, column, 0, 0, full.index(stage), w_smem, stage, TILE)
-        copy_async(descs[1], [first_token, column], full.index(stage), x_smem.index(stage))
+        barrier = full.index(stage)
+        expect_rows(barrier, rows, descs[1], TOKENS, WEIGHTS)
+        _copy_weights(descs[0], tile_row, column, 0, 0, barrier, w_smem, stage, TILE)
+        copy_rows(descs[1], first_token, column, rows, barrier, x_boxes, stage * BOXES, TOKENS)
 
 
 @gluon.jit
 def produce(descs, ring, work, adapters, tokens, TILE: gl.constexpr, PROJECTIONS: gl.constexpr):
     """`hopper_kernel._produce` where tokens have adapters. descs: of W, of x, of each projection's B, of u."""
     w_desc, x_desc, b_descs, u_desc = descs
-    w_smem, x_smem, full, _ = ring
+    w_smem, x_boxes, full, _ = ring
     start, end, steps, token_tiles = work
     ready_ptr, ends, words, told = adapters
     STAGES: gl.constexpr = TILE.stages
+    TOKENS: gl.constexpr = TILE.tokens
     DEPTH: gl.constexpr = TILE.depth
-    BYTES: gl.constexpr = (TILE.consumers * TILE.blocks * BLOCK + TILE.tokens) * DEPTH_BYTES
+    WEIGHTS: gl.constexpr = TILE.consumers * TILE.blocks * BLOCK * DEPTH_BYTES
+    BOXES: gl.constexpr = TOKENS // x_desc.block_type.shape[0]
     tile = (end - 1) // steps
     tile_row, first_token = tile // token_tiles, tile % token_tiles * TILE.tokens
     ahead = gl.minimum(end - gl.maximum(start, tile * steps), STAGES)  # units of the first tile
     for use in range(ahead):
-        hopper.mbarrier.expect(full.index(use), BYTES)
-        _copy_rows(w_desc, tile_row, (end - 1 - use) % steps * DEPTH, 0, 0, full.index(use), w_smem, use, TILE)
+        expect_rows(full.index(use), tokens - first_token, x_desc, TOKENS, WEIGHTS)
+        _copy_weights(w_desc, tile_row, (end - 1 - use) % steps * DEPTH, 0, 0, full.index(use), w_smem, use, TILE)
     ready_ptr += gl.program_id(0)
     present = gl.atomic_xchg(ready_ptr, 0, sem="acquire")
     while present == 0:
         present = gl.atomic_xchg(ready_ptr, 0, sem="acquire")
     for use in range(ahead):
-        copy_async(x_desc, [first_token, (end - 1 - use) % steps * DEPTH], full.index(use), x_smem.index(use))
+        column = (end - 1 - use) % steps * DEPTH
+        copy_rows(x_desc, first_token, column, tokens - first_token, full.index(use), x_boxes, use * BOXES, TOKENS)
     present &= 0x7FFFFFFF
     tell(present, words, told)
     if end - start - ahead < LEAD:
@@ -178,7 +189,7 @@ def produce(descs, ring, work, adapters, tokens, TILE: gl.constexpr, PROJECTIONS
         place = tile // token_tiles, tile % token_tiles * TILE.tokens
         first_unit = gl.maximum(start, tile * steps)
         count = unit + 1 - first_unit
-        _copy_units(descs, unit, count, use, start, place, ring, steps, TILE)
+        _copy_units(descs, unit, count, use, start, place, ring, steps, tokens, TILE)
         use += count
         if stop == (tile + 1) * steps:
             gdc_wait()
@@ -204,7 +215,7 @@ def descriptors(
         else:
             found.append(TensorDescriptor(base, [count, width], [width, 1], [rows, tile.depth], layouts[1]))
         first += count
-    of_u = TensorDescriptor(u, [u.shape[0] * u.shape[1], width], [width, 1], [tile.tokens, tile.depth], layouts[1])
+    of_u = TensorDescriptor(u, [u.shape[0] * u.shape[1], width], [width, 1], [row_box(tile.tokens), tile.depth], layouts[1])
     return (*found, *[None] * (MAX_PROJECTIONS - len(found))), of_u
 
 

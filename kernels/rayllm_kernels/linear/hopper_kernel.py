@@ -37,9 +37,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..compat import copy_async, thread_barrier
+from ..compat import copy_async, reinterpret, thread_barrier
 from ..compile_ahead import launch
-from ..hopper import activate, barriers
+from ..hopper import activate, barriers, copy_rows, expect_rows, row_box
 from . import shrink_kernel
 from .hopper_adapters import count_columns, count_met, descriptors, ends_of, produce
 from .plans import BLOCK_ROWS, MAX_GROUPS, HopperPlan, HopperTile
@@ -72,24 +72,25 @@ def _copy_weights(desc, tile_row, step, full, w_smem, stage, TILE: gl.constexpr)
 
 
 @gluon.jit
-def _produce(w_desc, x_desc, ring, work, TILE: gl.constexpr):
-    w_smem, x_smem, full, free = ring
+def _produce(w_desc, x_desc, ring, work, tokens, TILE: gl.constexpr):
+    w_smem, x_boxes, full, free = ring
     start, end, steps, token_tiles = work
     TOKENS: gl.constexpr = TILE.tokens
     STAGES: gl.constexpr = TILE.stages
     DEPTH: gl.constexpr = TILE.depth
-    BYTES: gl.constexpr = (TILE.consumers * TILE.blocks * BLOCK + TOKENS) * DEPTH_BYTES
+    WEIGHTS: gl.constexpr = TILE.consumers * TILE.blocks * BLOCK * DEPTH_BYTES
+    BOXES: gl.constexpr = TOKENS // x_desc.block_type.shape[0]
     ahead = gl.minimum(end - start, STAGES)
     for use in range(ahead):
         unit = end - 1 - use
-        hopper.mbarrier.expect(full.index(use), BYTES)
+        left = tokens - unit // steps % token_tiles * TOKENS
+        expect_rows(full.index(use), left, x_desc, TOKENS, WEIGHTS)
         _copy_weights(w_desc, unit // steps // token_tiles, unit % steps, full.index(use), w_smem, use, TILE)
     gdc_wait()
     for use in range(ahead):
         unit = end - 1 - use
-        copy_async(
-            x_desc, [unit // steps % token_tiles * TOKENS, unit % steps * DEPTH], full.index(use), x_smem.index(use)
-        )
+        first = unit // steps % token_tiles * TOKENS
+        copy_rows(x_desc, first, unit % steps * DEPTH, tokens - first, full.index(use), x_boxes, use * BOXES, TOKENS)
     if end - start <= STAGES + LEAD:
         gdc_launch_dependents()
     for use in range(ahead, end - start):
@@ -97,16 +98,17 @@ def _produce(w_desc, x_desc, ring, work, TILE: gl.constexpr):
             gdc_launch_dependents()
         unit = end - 1 - use
         tile, step, stage = unit // steps, unit % steps, use % STAGES
+        first = tile % token_tiles * TOKENS
         hopper.mbarrier.wait(free.index(stage), (use // STAGES + 1) % 2)
-        hopper.mbarrier.expect(full.index(stage), BYTES)
+        expect_rows(full.index(stage), tokens - first, x_desc, TOKENS, WEIGHTS)
         _copy_weights(w_desc, tile // token_tiles, step, full.index(stage), w_smem, stage, TILE)
-        copy_async(x_desc, [tile % token_tiles * TOKENS, step * DEPTH], full.index(stage), x_smem.index(stage))
+        copy_rows(x_desc, first, step * DEPTH, tokens - first, full.index(stage), x_boxes, stage * BOXES, TOKENS)
 
 
 @gluon.jit
 def _produce_all(descs, ring, work, adapters, tokens, TILE: gl.constexpr, PROJECTIONS: gl.constexpr):
     if PROJECTIONS == 0:
-        _produce(descs[0], descs[1], ring, work, TILE)
+        _produce(descs[0], descs[1], ring, work, tokens, TILE)
     else:
         produce(descs, ring, work, adapters, tokens, TILE, PROJECTIONS)
 
@@ -117,7 +119,7 @@ def _multiply(use, count, ring, CONSUMER: gl.constexpr, TILE: gl.constexpr):
     ROWS: gl.constexpr = TILE.blocks * BLOCK
     STAGES: gl.constexpr = TILE.stages
     TOKENS: gl.constexpr = TILE.tokens
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32 if TILE.scale_rows else 16])
     w_smem, x_smem, full, free = ring
     acc = gl.zeros([ROWS, TOKENS], gl.float32, layout=ACC)
     for i in range(count):
@@ -183,8 +185,11 @@ def _halves(tile):
 
 @gluon.jit
 def _columns(acc):
-    """Its parts of at most CHUNK columns."""
-    if acc.shape[1] > CHUNK:
+    """Its parts of at most CHUNK columns, of which there are four at most."""
+    if acc.shape[1] > 2 * CHUNK:
+        low, high = _halves(acc)
+        return _halves(low) + _halves(high)
+    elif acc.shape[1] > CHUNK:
         return _halves(acc)
     else:
         return (acc,)
@@ -269,7 +274,7 @@ def _consume(
         if PROJECTIONS > 0:  # noqa: SIM102, it is the compiler's
             if stop == tile_end:
                 count += columns * count_met(tile // token_tiles, adapters[1], TILE, PROJECTIONS)
-        if scales is None:
+        if scales is None or TILE.own_sums:
             acc = _multiply(use, count, ring, CONSUMER, TILE)
         else:
             place = (first, first_token, tokens, outputs)
@@ -321,10 +326,13 @@ def _linear_hopper_kernel(
         w_smem = gl.allocate_shared_memory(DTYPE, [STAGES * CONSUMERS, ROWS // 16, 2, 8, DEPTH], SHARED_GATED)
     else:
         w_smem = gl.allocate_shared_memory(DTYPE, [STAGES * CONSUMERS, ROWS, DEPTH], LAYOUT)
-    x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, TILE.tokens, DEPTH], LAYOUT)
+    BOX: gl.constexpr = x_desc.block_type.shape[0]
+    x_boxes = gl.allocate_shared_memory(DTYPE, [STAGES * (TILE.tokens // BOX), BOX, DEPTH], LAYOUT)
+    x_smem = reinterpret(x_boxes, DTYPE, [STAGES, TILE.tokens, DEPTH], LAYOUT)
     Y_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, 2)
     y_smem = gl.allocate_shared_memory(OUT, [CONSUMERS, min(TILE.tokens, CHUNK), WIDTH], Y_LAYOUT)
-    ring = (w_smem, x_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    full, free = barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
+    ring, filled = (w_smem, x_smem, full, free), (w_smem, x_boxes, full, free)
     added, b_descs = None, None
     if PROJECTIONS > 0:
         words = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -343,7 +351,7 @@ def _linear_hopper_kernel(
         gl.warp_specialize(
             [
                 (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, added, 0, TILE, PROJECTIONS)),
-                (_produce_all, (copied, ring, work, added, tokens, TILE, PROJECTIONS)),
+                (_produce_all, (copied, filled, work, added, tokens, TILE, PROJECTIONS)),
             ],
             [1],
             [PRODUCER],
@@ -354,7 +362,7 @@ def _linear_hopper_kernel(
             [
                 (_consume, (y_ptr, bias_ptr, scales, shared, y_0, ring, work, sizes, added, 0, TILE, PROJECTIONS)),
                 (_consume, (y_ptr, bias_ptr, scales, shared, y_1, ring, work, sizes, added, 1, TILE, PROJECTIONS)),
-                (_produce_all, (copied, ring, work, added, tokens, TILE, PROJECTIONS)),
+                (_produce_all, (copied, filled, work, added, tokens, TILE, PROJECTIONS)),
             ],
             [4, 1],
             [(3 * TILE.registers - PRODUCER) // 16 * 8, PRODUCER],
@@ -426,7 +434,7 @@ def _launch(
         w_desc = TensorDescriptor(weight, shape, strides, [rows // 16, 2, 8, depth], SHARED_GATED.value)
     else:
         w_desc = TensorDescriptor(weight, [outputs, inputs], [stride, 1], [rows, depth], layout)
-    x_desc = TensorDescriptor(x, [tokens, inputs], [x.stride(0), 1], [tile.tokens, depth], layout)
+    x_desc = TensorDescriptor(x, [tokens, inputs], [x.stride(0), 1], [row_box(tile.tokens), depth], layout)
     steps, token_tiles = triton.cdiv(inputs, depth), triton.cdiv(tokens, tile.tokens)
     units = triton.cdiv(weight.shape[0], tile.rows) * token_tiles * steps
     programs = min(units, programs)

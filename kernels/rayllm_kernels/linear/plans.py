@@ -107,6 +107,7 @@ class HopperTile(NamedTuple):
     act: str | None = None  # of a gate, whose rows and those of up take turns, eight by eight
     depth: int = 64  # of K, 128 bytes
     scale_rows: int = 0  # of e4m3 weights that share a scale, 1 for all of K, more for `depth` of K; 0 for no e4m3
+    own_sums: bool = False  # e4m3 products with a scale a row are added up by the tensor cores, with the bits they have
 
     @property
     def rows(self) -> int:
@@ -119,6 +120,7 @@ HopperPlan = tuple[HopperTile, int]  # and the number of programs
 NARROW = {tokens: HopperTile(tokens, 1, 1, stages, 128) for tokens, stages in ((16, 9), (32, 8), (64, 6), (128, 4))}
 WIDE = {tokens: HopperTile(tokens, 2, 1, stages, 168) for tokens, stages in ((16, 10), (32, 8), (64, 8), (128, 6))}
 WIDEST = HopperTile(128, 2, 2, 4, 168)
+WIDE_OWN_SUMS = WIDE[128]._replace(own_sums=True)
 HOPPER_TILES = (*NARROW.values(), *WIDE.values(), WIDEST)
 
 
@@ -212,10 +214,15 @@ def plan_hopper(
     return _plan_narrow(tokens, tile_tokens, rows, multiprocessors)
 
 
-def plan_hopper_fp8(tokens: int, rows: int, inputs: int, multiprocessors: int) -> HopperPlan | None:
-    """The same for e4m3, whose stages are as many bytes and whose consumers hold a second tile of sums."""
+def plan_hopper_fp8(
+    tokens: int, rows: int, inputs: int, multiprocessors: int, *, row_scales: bool
+) -> HopperPlan | None:
+    """The same for e4m3, whose stages are as many bytes and whose consumers hold a second tile of sums.
+
+    row_scales: a row of weights has one scale, so that the second tile can be spared.
+    """
     if tokens > MAX_HOPPER_TOKENS:
-        return _plan_more(tokens, rows, inputs, multiprocessors)
+        return _plan_more(tokens, rows, inputs, multiprocessors, row_scales)
     tile_tokens = max(16, 1 << (tokens - 1).bit_length())
     if tokens > 64:
         # Sums of so many tokens take long to hand over, so that programs have 16 units at least.
@@ -230,14 +237,16 @@ def plan_hopper_fp8(tokens: int, rows: int, inputs: int, multiprocessors: int) -
     return _plan_narrow(tokens, tile_tokens, rows, multiprocessors)
 
 
-def _plan_more(tokens: int, rows: int, inputs: int, multiprocessors: int) -> HopperPlan | None:
-    """Of 129 to 256 tokens and so few outputs that PyTorch's product leaves most multiprocessors idle."""
-    steps = -(-inputs // 128)
-    tile = NARROW[64 if steps < LONG_STEPS else 128]
-    tiles = -(-rows // BLOCK_ROWS) * -(-tokens // tile.tokens)
-    if tokens > MORE_TOKENS or tiles * (1 if steps < LONG_STEPS else 2) > multiprocessors:
+def _plan_more(tokens: int, rows: int, inputs: int, multiprocessors: int, row_scales: bool) -> HopperPlan | None:
+    """Of 129 to 256 tokens and so few outputs that PyTorch's product leaves many multiprocessors idle."""
+    if tokens > MORE_TOKENS:
         return None
-    return tile, multiprocessors // tiles * tiles
+    steps = -(-inputs // 128)
+    tile, least = (NARROW[64], 1) if steps < LONG_STEPS else (NARROW[128], 2)  # programs for each tile
+    if (tiles := -(-rows // tile.rows) * -(-tokens // tile.tokens)) * least > multiprocessors and row_scales:
+        tile, least = WIDE_OWN_SUMS, 2
+        tiles = -(-rows // tile.rows) * -(-tokens // tile.tokens)
+    return None if tiles * least > multiprocessors else (tile, multiprocessors // tiles * tiles)
 
 
 # ---- 512 tokens and more, gated, on Hopper: `gated_hopper_kernel` ----

@@ -21,7 +21,6 @@ GROUPS = (32, 64, 128)  # inputs that share a scale of an fp8 weight
 # ---- many tokens, and a scale a row or one a block of 128 x 128: PyTorch's product ----
 
 LIBRARY_TOKENS = 65  # below, reading the weights is what takes long
-NARROW_LIBRARY_TOKENS = 193  # where outputs are too few for its tiles, and weights have a scale a row
 SHARED_OUTPUTS = 32  # a multiprocessor: with no more, `hopper_kernel` has two programs for each of its tiles
 # Compute capabilities for which PyTorch has a product of fp8 rows with scales.
 LIBRARY_CAPABILITIES = ((8, 9), (9, 0), (10, 0))
@@ -51,10 +50,10 @@ def library_takes(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> bool:
         wanted = scales_by_group(tokens, inputs, x.group, dtype, gpu)
         others_win = tokens <= MAX_HOPPER_TOKENS and outputs <= SHARED_OUTPUTS * gpu.multiprocessors
         return wanted and not others_win and x.by_group and weight.rows == LIBRARY_BLOCK
-    if gpu.is_hopper and tokens > MAX_HOPPER_TOKENS and plan_hopper_fp8(tokens, outputs, inputs, gpu.multiprocessors):
-        return False
-    narrow = gpu.is_hopper and is_narrow(outputs, gpu)
-    return tokens >= (NARROW_LIBRARY_TOKENS if narrow else LIBRARY_TOKENS) and gpu.capability in LIBRARY_CAPABILITIES
+    if gpu.is_hopper and tokens > MAX_HOPPER_TOKENS:
+        return plan_hopper_fp8(tokens, outputs, inputs, gpu.multiprocessors, row_scales=True) is None
+    narrow = gpu.is_hopper and is_narrow(outputs, gpu)  # outputs are too few for its tiles
+    return tokens >= LIBRARY_TOKENS and not narrow and gpu.capability in LIBRARY_CAPABILITIES
 
 
 def is_narrow(outputs: int, gpu: Hardware) -> bool:
@@ -179,7 +178,7 @@ def plan_fp8_hopper(x: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype, gpu: Hard
     if any(each.data_ptr() % 16 or each.shape[1] % 16 or not each.numel() for each in (x.values, values)):
         return None  # tensor copies want rows at multiples of 16 bytes
     outputs, inputs = values.shape
-    return plan_hopper_fp8(x.values.shape[0], outputs, inputs, gpu.multiprocessors)
+    return plan_hopper_fp8(x.values.shape[0], outputs, inputs, gpu.multiprocessors, row_scales=group is None)
 
 
 # ---- fp8 weights: `fp8_product_kernel` ----
@@ -201,8 +200,6 @@ def choose_fp8_tiles(tokens: int, outputs: int, group: int | None, gpu: Hardware
         return Tiles(padded, 64, depth if group else 256, 4, 4 if group is None else 6, True)
     if padded <= 64:
         return Tiles(64, 64, depth, 4, 5, True)
-    if group is None and gpu.is_hopper and tokens < NARROW_LIBRARY_TOKENS and is_narrow(outputs, gpu):
-        return Tiles(64, 64, depth, 4, 5, False, copied=True)
     if group is None and -(-tokens // 128) * -(-outputs // 256) >= multiprocessors:
         return Tiles(128, 256, depth, 8, 4, False, copied=True)
     num_warps = 4 if group is None else 8  # for two sums

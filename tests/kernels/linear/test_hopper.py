@@ -9,7 +9,7 @@ import torch
 from support.closeness import check_close
 
 from rayllm_kernels import ops
-from rayllm_kernels.linear.plans import HOPPER_TILES, NARROW, WIDEST, hopper_takes, plan_hopper_fp8
+from rayllm_kernels.linear.plans import HOPPER_TILES, NARROW, WIDE_OWN_SUMS, WIDEST, hopper_takes, plan_hopper_fp8
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
@@ -62,10 +62,12 @@ def test_shared_tiles_give_the_same_sums_every_time(randn, scaled):
 @on_hopper
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("programs", [1, 7, 132, 264])
-@pytest.mark.parametrize("tile", [tile for tile in HOPPER_TILES if tile != WIDEST])
+@pytest.mark.parametrize("tile", [*(tile for tile in HOPPER_TILES if tile != WIDEST), WIDE_OWN_SUMS])
 def test_every_tile_of_fp8(randn, scaled, tile, programs, blocks):
     from rayllm_kernels.linear.hopper_kernel import linear_hopper_fp8
 
+    if blocks and tile.own_sums:
+        pytest.skip("their scales are for sums of a block")
     for tokens, outputs, inputs in [(3, 72, 48), (16, 64, 128), (61, 1040, 528), (130, 592, 2064), (5, 6144, 4096)]:
         if programs == 1 and outputs * inputs > 1 << 22:
             continue
@@ -96,7 +98,7 @@ def test_layouts_that_tensor_copies_cannot_take_go_elsewhere(randn, scaled, kern
 
 COMPILE = """
 from rayllm_kernels.linear import hopper_kernel
-from rayllm_kernels.linear.plans import NARROW, WIDE, WIDEST
+from rayllm_kernels.linear.plans import NARROW, WIDE, WIDE_OWN_SUMS, WIDEST
 
 # A CPU has no streams that might be captured.
 x, bias = torch.zeros(16, 128, dtype=torch.bfloat16), torch.zeros(256, dtype=torch.bfloat16)
@@ -112,6 +114,7 @@ for programs, call in (
     (1, lambda: linear(x, weight, (WIDEST, 132), bias, act=None)),
     (2, lambda: linear_fp8(rows, fp8, (NARROW[16], 264), bias, torch.bfloat16)),
     (1, lambda: linear_fp8(rows._replace(group=128), blocks, (WIDE[128], 132), None, torch.bfloat16)),
+    (1, lambda: linear_fp8(rows, fp8, (WIDE_OWN_SUMS, 132), None, torch.bfloat16)),
 ):
     with ops.compile_only():
         call()
@@ -124,11 +127,14 @@ for programs, call in (
 def test_plans_of_more_tokens_in_e4m3():
     """Of few outputs only, and of long rows only if programs share them."""
     for tokens in (129, 256):
-        assert plan_hopper_fp8(tokens, 2048, 4096, 132) == (NARROW[128], 128)
-        assert plan_hopper_fp8(tokens, 1024, 2048, 132)[0] == NARROW[64]
-        assert plan_hopper_fp8(tokens, 4096, 4096, 132) is None
-        assert plan_hopper_fp8(tokens, 5120, 2048, 132) is None
-    assert plan_hopper_fp8(257, 1024, 2048, 132) is None
+        for row_scales in (False, True):
+            assert plan_hopper_fp8(tokens, 2048, 4096, 132, row_scales=row_scales) == (NARROW[128], 128)
+            assert plan_hopper_fp8(tokens, 1024, 2048, 132, row_scales=row_scales)[0] == NARROW[64]
+        for outputs, programs in ((3072, 96), (4096, 128), (4224, 132)):
+            assert plan_hopper_fp8(tokens, outputs, 4096, 132, row_scales=True) == (WIDE_OWN_SUMS, programs)
+            assert plan_hopper_fp8(tokens, outputs, 4096, 132, row_scales=False) is None
+        assert plan_hopper_fp8(tokens, 4240, 4096, 132, row_scales=True) is None
+    assert plan_hopper_fp8(257, 1024, 2048, 132, row_scales=True) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernel itself")
