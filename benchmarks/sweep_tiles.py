@@ -212,7 +212,9 @@ def dense(family: str, gpu: Hardware, shapes: Shapes, group: int | None, *, wide
             today = plans.choose_wide_tiles(tokens, outputs, group, torch.bfloat16, gpu)
             deepest = group or 256
         else:
-            plan = plan_hopper_fp8(tokens, outputs, inputs, gpu.multiprocessors, row_scales=group is None) if gpu.is_hopper else None
+            plan = None
+            if gpu.is_hopper:
+                plan = plan_hopper_fp8(tokens, outputs, inputs, gpu.multiprocessors, row_scales=group is None)
             today, deepest = plan or plans.choose_fp8_tiles(tokens, outputs, group, gpu), group or 256
         depths = [depth for depth in (32, 64, 128, 256) if depth <= deepest]
         if tokens <= 64:

@@ -215,7 +215,8 @@ def descriptors(
         else:
             found.append(TensorDescriptor(base, [count, width], [width, 1], [rows, tile.depth], layouts[1]))
         first += count
-    of_u = TensorDescriptor(u, [u.shape[0] * u.shape[1], width], [width, 1], [row_box(tile.tokens), tile.depth], layouts[1])
+    box = [row_box(tile.tokens), tile.depth]
+    of_u = TensorDescriptor(u, [u.shape[0] * u.shape[1], width], [width, 1], box, layouts[1])
     return (*found, *[None] * (MAX_PROJECTIONS - len(found))), of_u
 
 
