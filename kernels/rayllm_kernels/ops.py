@@ -46,6 +46,7 @@ from .quantised.fp8 import (
     Fp8Weight,
     Rounding,
     act_and_mul_fp8,
+    fused_linear_fp8_weight,
     linear_fp8,
     linear_fp8_weight,
     linear_rounding_fp8,

@@ -193,6 +193,9 @@ def run_quantised(gpu: Hardware, dtype: torch.dtype, tokens: tuple[int, ...], *,
             scales = torch.empty(outputs // rows, inputs // (group or inputs), device=META)
             weight = ops.Fp8Weight(values, scales, rows, group)
             ops.linear_fp8_weight(x, weight, bias, deterministic=deterministic)
+            if not deterministic:
+                ops.fused_linear_fp8_weight(x, weight, bias, norm=(norm, 1e-5), residual=x)
+                ops.fused_linear_fp8_weight(x, weight, norm=(norm, 1e-5), residual=x, act="silu")
             if gpu.has_e4m3:
                 rounding = ops.Rounding(group)
                 ops.rms_norm_fp8(x, x, norm, 1e-5, rounding)

@@ -122,8 +122,7 @@ def linear_rounding_fp8(
     better found once, is not rounded, and its product is in x's dtype, unless deterministic.
     """
     _check_matrix(x, how)
-    if act is not None and (weight.values.shape[0] % 2 or bias is not None):
-        fail("weight", "must have an even number of rows, gate and up, and no bias", weight.values.shape)
+    _check_fused(x, weight, bias, norm, residual, act)
     if how.group != weight.group:
         fail("how.group", f"must be that of the weight, {weight.group}", how.group)
     if on_triton(x) and plans.vector_takes(*x.shape) and not deterministic:
@@ -146,15 +145,10 @@ def _one_token(
     residual: Tensor | None,
     act: str | None,
 ) -> tuple[Tensor, Tensor]:
-    _check_weight(weight, x.shape[1])
-    if bias is not None:
-        check_vectors(weight.values.shape[0], x.dtype, x.device, bias=bias)
+    """`fused_linear_fp8_weight` of a token that `plans.vector_takes`, of checked arguments."""
     before: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0)
     total = x
     if norm is not None:
-        check_norm_weight(norm[0], "norm", x.shape[1], x)
-        if residual is not None:
-            check_residual(residual, x)
         if plans.vector_norms(_vector_kernel.padded_inputs(x, weight), gated=act is not None):
             before = (residual, *norm)
         elif residual is None:
@@ -170,17 +164,49 @@ def _one_token(
 def linear_fp8_weight(
     x: Tensor, weight: Fp8Weight, bias: Tensor | None = None, *, deterministic: bool = False
 ) -> Tensor:
-    """x W^T + bias -> a new tensor [T, N] of x's dtype, x [T, K] as it is: for any GPU, e4m3 as x's dtype on the way.
+    """x W^T + bias -> a new tensor [T, N] of x's dtype; x [T, K] is not rounded to fp8. For any GPU.
 
-    Sums are fp32, scales are applied to sums, all is rounded once. The rest as for `linear_fp8`.
+    Sums are fp32 and rounded once. What is multiplied are the numbers in e4m3, which are exact in any dtype, and scales
+    are applied to sums, or to the token where it is a single one. bias: [N] of x's dtype. deterministic: each row
+    depends on its row of x and on W alone, to the bit.
     """
-    _check_weight(weight, x.shape[-1])
     _check_matrix(x, Rounding())
+    _check_weight(weight, x.shape[1])
     if bias is not None:
         check_vectors(weight.values.shape[0], x.dtype, x.device, bias=bias)
     if on_triton(x):
+        if not deterministic and plans.vector_takes(*x.shape):
+            return _one_token(x, weight, bias, None, None, None)[0]
         return _product_kernel.linear_fp8_weight(x, weight, bias, deterministic)
     return _multiply(x.float(), weight, bias, deterministic).to(x.dtype)
+
+
+def fused_linear_fp8_weight(
+    x: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    act: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(`linear_fp8_weight` of n, total), where n is the norm of total = x + residual, or x, with which total is x.
+
+    norm: (weight, eps), None for none. residual: None for none, and without a norm. act: weight is [2 N, K], the rows
+    of gate before those of up; the product is act(gate) * up then, and has no bias. On GPUs a single token takes one
+    launch, in which nothing is rounded in between, or two where its norm is better found once.
+    """
+    _check_matrix(x, Rounding())
+    _check_fused(x, weight, bias, norm, residual, act)
+    if on_triton(x) and plans.vector_takes(*x.shape):
+        return _one_token(x, weight, bias, norm, residual, act)
+    total = x
+    if norm is not None and residual is not None:
+        x, total = fused_add_rms_norm(x, residual, *norm)
+    elif norm is not None:
+        x = rms_norm(x, *norm)
+    y = linear_fp8_weight(x, weight, bias)
+    return (y if act is None else act_and_mul(y, act)), total
 
 
 def _by_group(x: Tensor, how: Rounding, inputs: int | None = None) -> bool:
@@ -258,6 +284,26 @@ def _check_weight(weight: Fp8Weight, inputs: int) -> None:
         fail("weight.group", f"must be one of {plans.GROUPS}", group)
     groups = 1 if group is None else -(-inputs // group)
     _check_scales(scales, "weight.scales", (-(-values.shape[0] // rows), groups))
+
+
+def _check_fused(
+    x: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    residual: Tensor | None,
+    act: str | None,
+) -> None:
+    """Check a product with what comes before it and behind it; x is checked."""
+    _check_weight(weight, x.shape[1])
+    if act is not None and (weight.values.shape[0] % 2 or bias is not None):
+        fail("weight", "must have an even number of rows, gate and up, and no bias", weight.values.shape)
+    if bias is not None:
+        check_vectors(weight.values.shape[0], x.dtype, x.device, bias=bias)
+    if norm is not None:
+        check_norm_weight(norm[0], "norm", x.shape[1], x)
+    if residual is not None:
+        check_residual(residual, x)
 
 
 def _check_scales(scales: Tensor, argument: str, shape: tuple[int, int], *, by_group: bool = False) -> None:

@@ -37,6 +37,8 @@ from .fp8_operands import Fp8Rows, Fp8Weight
 
 _hopper_kernel = TritonModule("rayllm_kernels.linear.hopper_kernel")
 
+SIGN_AND_NUMBER = tl.constexpr(0x87F00000 - (1 << 32))  # of a code whose sign was spread over the bits above it
+
 
 class Form(NamedTuple):
     """The compile-time argument of the kernels."""
@@ -51,12 +53,11 @@ class Form(NamedTuple):
 
 @triton.jit
 def decode_e4m3(codes, DTYPE: tl.constexpr):
-    """uint8 codes of e4m3 as exactly these numbers; codes of NaN are 480, which no weight has.
+    """Integer codes of e4m3 as exactly these numbers; codes of NaN are 480, which no weight has.
 
     The bits are those of a fp32 number that is 2^120 times too small, subnormal ones too.
     """
-    wide = codes.to(tl.int32)
-    bits = ((wide & 0x7F) << 20) | ((wide & 0x80) << 24)
+    bits = (codes.to(tl.int8).to(tl.int32) << 20) & SIGN_AND_NUMBER
     return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)
 
 

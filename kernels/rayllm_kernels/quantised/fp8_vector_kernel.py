@@ -6,7 +6,7 @@
 x, residual [1, K], W [N, K] (gated: [2 N, K]) with scales a row or a block, bias [N] -> y [1, N], total [1, K].
 
 The token is not rounded to fp8: that takes tensor cores to be of use, and every program would do it anew. What a norm
-multiplies all of it by is multiplied into the sums.
+multiplies all of it by is multiplied into the sums. GPUs that do not convert e4m3 decode its bits.
 
 One program owns some outputs and all of K. It asks for its weights before the previous kernel ends, all at once, so
 nothing is looped over, and the registers of several programs hold what is in flight.
@@ -29,6 +29,7 @@ from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
 from . import plans
 from .fp8_operands import Fp8Weight
+from .fp8_product_kernel import decode_e4m3
 
 Norm = tuple[Tensor | None, Tensor | None, float]  # (residual, weight, eps), none of them without a weight
 
@@ -81,11 +82,12 @@ def _scales(scales_ptr, first, row, num_groups, FORM: tl.constexpr):
 
 @triton.jit
 def _multiply(codes, wide, scales, FORM: tl.constexpr):
-    """[rows]: the scaled sums of codes [rows, padded] and the token."""
+    """[rows]: the scaled sums of codes [rows, padded], in e4m3 or the bytes of it, and the token."""
+    numbers = decode_e4m3(codes, tl.float32) if codes.dtype == tl.uint8 else codes.to(tl.float32)
     if FORM.shared:
-        return tl.sum(codes.to(tl.float32) * (wide * scales)[None, :], 1)
+        return tl.sum(numbers * (wide * scales)[None, :], 1)
     else:
-        products = codes.to(tl.float32) * wide[None, :]
+        products = numbers * wide[None, :]
         parts = tl.reshape(products, [FORM.rows, FORM.padded // FORM.group, FORM.group])
         return tl.sum(tl.sum(parts, 2) * scales, 1)
 
@@ -146,16 +148,17 @@ def linear_fp8_vector(
     total = x if norm[0] is None else torch.empty_like(x)
     padded = padded_inputs(x, weight)
     program_rows, num_warps = choice or plans.choose_fp8_vector(padded, gated=act is not None)
-    overlap = hardware(x.device).can_overlap
+    gpu = hardware(x.device)
+    values = weight.values if gpu.has_e4m3 else weight.values.view(torch.uint8)
     # Where programs, and those of up, begin at multiples of their rows.
     shared = (
         weight.group is not None and weight.rows % program_rows == 0 and (act is None or outputs % program_rows == 0)
     )
-    form = Form(inputs, padded, program_rows, weight.group or padded, weight.rows, shared, act, overlap)
+    form = Form(inputs, padded, program_rows, weight.group or padded, weight.rows, shared, act, gpu.can_overlap)
     launch(_fp8_vector_kernel, (triton.cdiv(outputs, program_rows),))(
         x,
         norm,
-        (weight.values, weight.scales),
+        (values, weight.scales),
         bias,
         y,
         total,
@@ -163,6 +166,6 @@ def linear_fp8_vector(
         weight.scales.shape[1],
         FORM=form,
         num_warps=num_warps,
-        launch_pdl=overlap,
+        launch_pdl=gpu.can_overlap,
     )
     return y, total

@@ -45,7 +45,7 @@ class Fp8Matrix(Matrix):
             self.input_scale = self.parameters["input_scale"] = context.parameter(1, dtype=torch.float32)
         if found.activations is not None and hardware(context.device).has_e4m3:
             self.takes = ops.Rounding(granule.group, self.input_scale)
-            self.fuses = not context.deterministic
+        self.fuses = not context.deterministic
         self._operand = ops.Fp8Weight(self.weight, self.weight_scale, *granule)
         self._dtype, self._deterministic = context.dtype, context.deterministic
 
@@ -80,7 +80,8 @@ class Fp8Matrix(Matrix):
 
     def multiply_gated(self, x: Activations, act: str, wanted: ops.Rounding | None) -> Activations:
         if isinstance(x, torch.Tensor):
-            assert self.takes is not None
+            if self.takes is None:
+                return ops.fused_linear_fp8_weight(x, self._operand, act=act)[0]
             return ops.linear_rounding_fp8(x, self.takes, self._operand, act=act, wanted=wanted)[0]
         y = ops.linear_fp8(x, self._operand, None, self._dtype)
         return ops.act_and_mul(y, act) if wanted is None else ops.act_and_mul_fp8(y, wanted, act)
@@ -95,7 +96,8 @@ class Fp8Matrix(Matrix):
         act: str | None,
         wanted: ops.Rounding | None,
     ) -> tuple[Activations, torch.Tensor]:
-        assert self.takes is not None
+        if self.takes is None:
+            return ops.fused_linear_fp8_weight(x, self._operand, bias, norm=norm, residual=residual, act=act)
         return ops.linear_rounding_fp8(
             x, self.takes, self._operand, bias, norm=norm, residual=residual, act=act, wanted=wanted
         )

@@ -7,6 +7,7 @@ import torch
 from support.capabilities import HERE, needs_e4m3
 from support.closeness import check_close
 
+from rayllm_kernels.device import assumed
 from rayllm_kernels.linear.plans import Tiles
 from rayllm_kernels.ops import Fp8Rows, Fp8Weight, Rounding
 from rayllm_kernels.quantised import plans
@@ -17,6 +18,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Hopper's tensor cores add fp8 products with fewer bits than fp32 has.
 PRODUCT_DTYPES = DTYPES[1:] if ON_GPU else DTYPES
 E4M3 = torch.float8_e4m3fn
+# With conversions of e4m3, if there are any here, and without.
+HARDWARE = [HERE] * HERE.has_e4m3 + [HERE._replace(capability=(8, 6))]
 
 
 def make_weight(weight, rows=1, group=None):
@@ -201,6 +204,66 @@ def test_every_code_becomes_its_number(kernels, device):
     ones = torch.ones(2, 1, device=device)
     y = kernels.linear_fp8_weight(torch.eye(127, device=device), Fp8Weight(codes, ones), None)
     assert torch.equal(y, codes.float().T)
+    beside_zeros = torch.zeros(254, 2, device=device).to(E4M3)
+    beside_zeros[:, 0] = codes.flatten()
+    alone = Fp8Weight(beside_zeros, torch.ones(254, 1, device=device))
+    for gpu in HARDWARE:
+        with assumed(device, gpu):
+            y = kernels.linear_fp8_weight(torch.tensor([[1.0, 0.0]], device=device), alone, None)
+        assert torch.equal(y, codes.float().view(1, -1))
+
+
+# outputs, inputs, outputs that share a scale, inputs that do. The norm of rows of 4,000 and more is found once. Outputs
+# of a program share their scales in the last two.
+ONE_TOKEN = [
+    (33, 130, 1, None),
+    (40, 300, 8, 128),
+    (6, 64, 1, 32),
+    (6, 4100, 1, None),
+    (320, 300, 128, 128),
+    (72, 4000, 8, 128),
+]
+
+
+@pytest.mark.parametrize("gpu", HARDWARE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU)
+@pytest.mark.parametrize(("outputs", "inputs", "rows", "group"), ONE_TOKEN)
+def test_one_token_as_it_is(
+    randn, scaled, kernels, reference, device, monkeypatch, outputs, inputs, rows, group, dtype, gpu
+):
+    """With a norm before it and the activation behind it, by the kernel for single tokens; several take several."""
+    chosen, choose = [], plans.choose_fp8_vector
+    monkeypatch.setattr(plans, "choose_fp8_vector", lambda *size, **how: chosen.append(how) or choose(*size, **how))
+    weight = make_weight(2 * scaled(outputs, inputs, torch.float32), rows, group)
+    wide, silu = weight.dequantised().double().T, torch.nn.functional.silu
+    bias, norm = randn(outputs, dtype=dtype), (randn(inputs, dtype=dtype), 1e-5)
+    for tokens in (1, 3):
+        x, residual = 3 * randn(tokens, inputs + 1, dtype=dtype)[:, 1:], randn(tokens, inputs, dtype=dtype)
+        for each in (reference, kernels):
+            chosen.clear()
+            alone = each is kernels and tokens == 1
+            with assumed(device, gpu):
+                y, total = each.fused_linear_fp8_weight(x, weight, bias)
+            assert chosen == [{"gated": False}] * alone
+            assert total is x
+            check_close(y, (x.double() @ wide + bias.double()).to(dtype), terms=inputs)
+            for before in (None, residual):
+                sum_ = x if before is None else x + before
+                whole = sum_.double()
+                normed = whole * torch.rsqrt(whole.square().mean(1, keepdim=True) + norm[1]) * norm[0].double()
+                expected = normed @ wide
+                with assumed(device, gpu):
+                    y, total = each.fused_linear_fp8_weight(x, weight, bias, norm=norm, residual=before)
+                check_close(y, (expected + bias.double()).to(dtype), terms=inputs)
+                assert total is x if before is None else torch.equal(total, sum_)
+                if outputs % 2 == 0:
+                    gate, up = expected.chunk(2, dim=1)
+                    with assumed(device, gpu):
+                        y, _ = each.fused_linear_fp8_weight(x, weight, norm=norm, residual=before, act="silu")
+                    assert ({"gated": True} in chosen) == alone
+                    # By several launches the norm, gate and up are rounded.
+                    slack = 1.0 if alone and inputs < 4000 else 3.0
+                    check_close(y, (silu(gate) * up).to(dtype), terms=inputs, slack=slack)
 
 
 TILES = {
@@ -230,18 +293,7 @@ def test_every_tile_that_may_be_chosen(randn, scaled, reference, tiles: Tiles):
 
 @needs_e4m3
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(
-    ("outputs", "inputs", "rows", "group"),
-    # The norm of rows of 4,000 and more is found once. Outputs of a program share their scales in the last two.
-    [
-        (33, 130, 1, None),
-        (40, 300, 8, 128),
-        (6, 64, 1, 32),
-        (6, 4100, 1, None),
-        (320, 300, 128, 128),
-        (72, 4000, 8, 128),
-    ],
-)
+@pytest.mark.parametrize(("outputs", "inputs", "rows", "group"), ONE_TOKEN)
 def test_a_product_that_rounds_its_tokens(randn, scaled, kernels, reference, outputs, inputs, rows, group, dtype):
     """With a norm before it and the activation behind it: by one kernel for one token, which stays as it is, and by
     several for more.
@@ -325,6 +377,12 @@ def test_errors(randn, each):
         ("weight", lambda: each.linear_rounding_fp8(randn(1, 64), Rounding(), weight, randn(16), act="silu")),
         ("bias", lambda: each.linear_rounding_fp8(randn(1, 64), Rounding(), weight, randn(15))),
         ("residual", lambda: each.linear_rounding_fp8(x32, Rounding(), weight, norm=(randn(64), 1.0), residual=x32[0])),
+        ("x", lambda: each.linear_fp8_weight(randn(64), weight)),
+        ("weight", lambda: each.fused_linear_fp8_weight(x32, weight, randn(16), act="silu")),
+        ("act", lambda: each.fused_linear_fp8_weight(x32, weight, act="none")),
+        ("bias", lambda: each.fused_linear_fp8_weight(x32, weight, randn(15))),
+        ("norm", lambda: each.fused_linear_fp8_weight(x32, weight, norm=(randn(32), 1.0))),
+        ("residual", lambda: each.fused_linear_fp8_weight(x32, weight, norm=(randn(64), 1.0), residual=x32[0])),
     ]
     for name, call in calls:
         with pytest.raises(ValueError, match=f"^{name} "):
