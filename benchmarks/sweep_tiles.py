@@ -198,8 +198,8 @@ def dense(family: str, gpu: Hardware, shapes: Shapes, group: int | None, *, wide
         return (of_x * tiles.tokens + tiles.outputs) * tiles.depth
 
     for tokens, (outputs, inputs) in itertools.product(DENSE_TOKENS, shapes.dense):
-        least = plans.LEAST_DEQUANTISED_TOKENS if bits == 4 else plans.LIBRARY_TOKENS
-        if tokens >= least and (bits == 4 or (not wide and (group is None or gpu.is_hopper))):
+        least = plans.LEAST_DEQUANTISED_TOKENS if wide else plans.LIBRARY_TOKENS
+        if tokens >= least and (wide or group is None or gpu.is_hopper):
             continue  # PyTorch's product
         today: Choice
         if bits == 4:

@@ -20,8 +20,8 @@ from rayllm_kernels.experts.group_kernel import group, group_in_chunks, spread
 from rayllm_kernels.experts.plans import HOPPER_ROWS
 from rayllm_kernels.linear import gated_hopper_kernel, hopper_kernel
 from rayllm_kernels.linear.plans import NARROW
-from rayllm_kernels.quantised import fp8_rows_kernel, fp8_stream_kernel, int4_hopper_kernel, int4_stream_kernel
-from rayllm_kernels.quantised.int4_dequantise_kernel import linear_int4_dequantised
+from rayllm_kernels.quantised import fp8_dequantise_kernel, fp8_rows_kernel, fp8_stream_kernel
+from rayllm_kernels.quantised import int4_dequantise_kernel, int4_hopper_kernel, int4_stream_kernel
 from rayllm_kernels.quantised.plans import Int4StreamPlan, StreamPlan, choose_int4_hopper
 from triton import JITFunction, knobs
 
@@ -120,11 +120,12 @@ def step(rows, begin):
     ops.linear_fp8(fp8_rows_kernel.to_fp8(x, Rounding(32), None, **by_group), blocks, None, half)
     fp8_rows_kernel.rms_norm_fp8(x, x, x[0], 1e-6, Rounding(32), **by_group)
     ops.linear_fp8_weight(x, Fp8Weight(numbers, ones))
+    fp8_dequantise_kernel.dequantise(Fp8Weight(numbers, ones), begin, torch.zeros(len(x), 128, dtype=half))
     ops.linear_rounding_fp8(x[:1], Rounding(), Fp8Weight(numbers, ones), norm=(x[0], 1e-6), residual=x[1:2])
     fp8_stream_kernel.linear_fp8_stream(x[:1], Fp8Weight(numbers, ones), None, plan=StreamPlan(4, 6, 8, 264))
     four_bits = Int4Weight(torch.zeros(256, 64, dtype=torch.uint8), ones, None, 128, None)
     ops.linear_int4(x, four_bits)
-    linear_int4_dequantised(x, four_bits, None)
+    int4_dequantise_kernel.dequantise(four_bits, begin, torch.zeros(len(x), 128, dtype=half))
     int4_hopper_kernel.linear_int4_hopper(x, four_bits, choose_int4_hopper(32, 256, 128, None, 132))
     ops.fused_linear_int4(x[:1], four_bits, norm=(x[0], 1e-6), residual=x[1:2])
     wide = Int4Weight(torch.zeros(256, 128, dtype=torch.uint8), ones, None, 256, None)

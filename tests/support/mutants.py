@@ -203,6 +203,13 @@ MISTAKES = {
         ("scales_ptr, outputs + first, outputs + row", "scales_ptr, first, row"),
         ("if codes.dtype == tl.uint8", "if codes.dtype == tl.int8"),
     ],
+    ("quantised/fp8_dequantise_kernel.py", "quantised/test_fp8.py::test_by_dequantised_weights"): [
+        ("(at < inputs)", "(at < inputs - 1)"),
+        ("row < rows, other=0.0", "row < rows - 1, other=0.0"),
+        ("(first_row + row) // WEIGHT_ROWS", "row // WEIGHT_ROWS"),
+        ("// WEIGHT_ROWS * groups + group", "// WEIGHT_ROWS * groups"),
+        ("% tiles * PARTS", "% tiles"),
+    ],
     ("quantised/int4_product_kernel.py", "quantised/test_int4.py::test_products"): [
         ("scales_ptr, zeros_ptr, half + start, inputs, FORM)", "scales_ptr, zeros_ptr, start, inputs, FORM)"),
         ("(half + at < inputs)", "(half + at < inputs - 1)"),

@@ -11,6 +11,8 @@ Rounding a row needs nothing of the others, so a token's numbers do not depend o
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,11 +24,13 @@ from ..experts.pair_sum import PairSum
 from ..norm.act_and_mul import act_and_mul, kind_of
 from ..norm.rms_norm import check_sum_residual, fused_add_rms_norm, rms_norm
 from . import plans
+from .dequantised_product import linear_dequantised
 from .formats import E4M3_MAX, divided
 from .fp8_operands import Fp8Rows, Fp8Weight, Rounding
 
 _rows_kernel = TritonModule("rayllm_kernels.quantised.fp8_rows_kernel")
 _product_kernel = TritonModule("rayllm_kernels.quantised.fp8_product_kernel")
+_dequantise_kernel = TritonModule("rayllm_kernels.quantised.fp8_dequantise_kernel")
 _vector_kernel = TritonModule("rayllm_kernels.quantised.fp8_vector_kernel")
 _stream_kernel = TritonModule("rayllm_kernels.quantised.fp8_stream_kernel")
 
@@ -167,8 +171,9 @@ def linear_fp8_weight(
     """x W^T + bias -> a new tensor [T, N] of x's dtype; x [T, K] is not rounded to fp8. For any GPU.
 
     Sums are fp32 and rounded once. What is multiplied are the numbers in e4m3, which are exact in any dtype, and scales
-    are applied to sums, or to the token where it is a single one. bias: [N] of x's dtype. deterministic: each row
-    depends on its row of x and on W alone, to the bit.
+    are applied to sums, or to the token where it is a single one. Of many tokens on GPUs in 16 bits, weights are
+    rounded to x's dtype once they are scaled: each is off by u at most, u being the dtype's unit roundoff. bias: [N] of
+    x's dtype. deterministic: each row depends on its row of x and on W alone, to the bit, and no weight is rounded.
     """
     _check_matrix(x, Rounding())
     _check_weight(weight, x.shape[1])
@@ -177,6 +182,9 @@ def linear_fp8_weight(
     if on_triton(x):
         if not deterministic and plans.vector_takes(*x.shape):
             return _one_token(x, weight, bias, None, None, None)[0]
+        if not deterministic and plans.dequantised_takes(x, weight.values.shape[0]):
+            dequantise = partial(_dequantise_kernel.dequantise, weight)
+            return linear_dequantised(x, weight.values.shape[0], bias, dequantise)
         return _product_kernel.linear_fp8_weight(x, weight, bias, deterministic)
     return _multiply(x.float(), weight, bias, deterministic).to(x.dtype)
 

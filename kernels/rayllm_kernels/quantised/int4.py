@@ -8,6 +8,7 @@ four bits, so that a tile of bytes is two tiles of weights, each of neighbouring
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from ..linear.plans import HopperPlan
 from ..norm.act_and_mul import act_and_mul, kind_of
 from ..norm.rms_norm import fused_add_rms_norm, rms_norm
 from . import plans
+from .dequantised_product import linear_dequantised
 from .formats import Numbers
 
 _product_kernel = TritonModule("rayllm_kernels.quantised.int4_product_kernel")
@@ -84,8 +86,9 @@ def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, de
     if on_triton(x):
         if not deterministic and (found := _one_token(x, NO_NORM, weight, bias, None)) is not None:
             return found[0]
-        if not deterministic and plans.int4_dequantised_takes(x, weight.codes):
-            return _dequantise_kernel.linear_int4_dequantised(x, weight, bias)
+        if not deterministic and plans.dequantised_takes(x, weight.codes.shape[0]):
+            dequantise = partial(_dequantise_kernel.dequantise, weight)
+            return linear_dequantised(x, weight.codes.shape[0], bias, dequantise)
         if not deterministic and (plan := _plan(x, weight, gated=False)) is not None:
             return _hopper_kernel.linear_int4_hopper(x, weight, plan, bias)
         return _product_kernel.linear_int4(x, weight, bias, deterministic)
@@ -126,7 +129,7 @@ def fused_linear_int4(
         x, total = fused_add_rms_norm(x, residual, *norm)
     elif norm is not None:
         x = rms_norm(x, *norm)
-    if act is not None and on_triton(x) and not plans.int4_dequantised_takes(x, weight.codes):
+    if act is not None and on_triton(x) and not plans.dequantised_takes(x, weight.codes.shape[0]):
         plan = _plan(x, weight, gated=True)
         if plan is not None:
             return _hopper_kernel.linear_int4_hopper(x, weight, plan, act=kind_of(act)), total

@@ -1,17 +1,12 @@
-"""Products of many tokens and weights of 4 bits (`int4.py` has the layout) by PyTorch's, of dequantised weights.
+"""Weights of 4 bits (`int4.py` has the layout) as 16-bit numbers, some rows at a time, for `dequantised_product.py`.
 
-    w[n, k] = round(scale[n, group of k] * (number[n, k] - zero[n, group of k])),   y = x W^T + bias
-
-x [M, K], codes [N, half of K], scales and zeros [N, groups], bias [N] -> y [M, N]. Some rows of W at a time are written
-to a buffer of a bounded size, and multiplied: 2 bytes a weight are written and read, which takes the less of the time
-the more tokens there are.
+out[n, k] = round(scale[n, group of k] * (number[n, k] - zero[n, group of k]))
 """
 
 # mypy: allow-incomplete-defs
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -96,20 +91,3 @@ def dequantise(
         num_warps=num_warps,
         launch_pdl=overlap,
     )
-
-
-def linear_int4_dequantised(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
-    """y of checked arguments."""
-    outputs, inputs = weight.codes.shape[0], weight.inputs
-    y = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
-    rows = plans.int4_rows_at_once(outputs, inputs)
-    buffer = torch.empty((rows, inputs), dtype=x.dtype, device=x.device)
-    for first in range(0, outputs, rows):
-        last = min(first + rows, outputs)
-        part = buffer[: last - first]
-        dequantise(weight, first, part)
-        if bias is None:
-            torch.mm(x, part.t(), out=y[:, first:last])
-        else:
-            torch.addmm(bias[first:last], x, part.t(), out=y[:, first:last])
-    return y

@@ -61,6 +61,24 @@ def is_narrow(outputs: int, gpu: Hardware) -> bool:
     return outputs <= 64 * gpu.multiprocessors
 
 
+# ---- weights in fewer bits and many tokens in 16: `dequantised_product` ----
+
+# Below, writing and reading 2 bytes a weight takes longer than the better product saves.
+LEAST_DEQUANTISED_TOKENS = 1536
+DEQUANTISED_BYTES = 64 << 20  # of memory that a product takes for it
+
+
+def dequantised_takes(x: Tensor, outputs: int) -> bool:
+    """Whether PyTorch's product of x [T, K] and a dequantised weight [outputs, K] is to compute theirs."""
+    return x.dtype != torch.float32 and x.shape[0] >= LEAST_DEQUANTISED_TOKENS and min(x.shape[1], outputs) > 0
+
+
+def rows_at_once(outputs: int, inputs: int) -> int:
+    """Rows of W [outputs, inputs] that are dequantised together: equal parts, whole tiles of PyTorch's products."""
+    parts = -(-outputs * inputs * 2 // DEQUANTISED_BYTES)
+    return min(outputs, -(-outputs // (parts * 128)) * 128)
+
+
 # ---- one token: `fp8_vector_kernel` ----
 
 MAX_VECTOR_INPUTS = 16384  # of which a program holds all
@@ -351,24 +369,6 @@ def choose_int4_hopper(tokens: int, rows: int, inputs: int, group: int | None, m
     tiles, most = -(-rows // tile.rows) * -(-tokens // tile.tokens), multiprocessors * kind.programs
     whole = tiles if tiles <= most < 2 * tiles else most // tiles * tiles
     return tile, whole if whole >= WELL_FULL * most else most
-
-
-# ---- weights of 4 bits and many tokens: `int4_dequantise_kernel` ----
-
-# Below, writing and reading 2 bytes a weight takes longer than the better product saves.
-LEAST_DEQUANTISED_TOKENS = 1536
-DEQUANTISED_BYTES = 64 << 20  # of memory that a product takes for it
-
-
-def int4_dequantised_takes(x: Tensor, codes: Tensor) -> bool:
-    """Whether PyTorch's product of x [T, K] and of what codes [N, half] stand for is to compute theirs."""
-    return x.dtype != torch.float32 and x.shape[0] >= LEAST_DEQUANTISED_TOKENS and min(*x.shape, *codes.shape) > 0
-
-
-def int4_rows_at_once(outputs: int, inputs: int) -> int:
-    """Rows of W [outputs, inputs] that are dequantised together: equal parts, whole tiles of PyTorch's products."""
-    parts = -(-outputs * inputs * 2 // DEQUANTISED_BYTES)
-    return min(outputs, -(-outputs // (parts * 128)) * 128)
 
 
 def fixed_int4_tiles(group: int | None, dtype: torch.dtype) -> Tiles:

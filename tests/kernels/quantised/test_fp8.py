@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from support.capabilities import HERE, needs_e4m3
@@ -11,6 +13,7 @@ from rayllm_kernels.device import assumed
 from rayllm_kernels.linear.plans import Tiles
 from rayllm_kernels.ops import Fp8Rows, Fp8Weight, Rounding
 from rayllm_kernels.quantised import plans
+from rayllm_kernels.quantised.dequantised_product import linear_dequantised
 from rayllm_kernels.quantised.formats import e4m3_numbers
 
 ON_GPU = torch.cuda.is_available()
@@ -264,6 +267,57 @@ def test_one_token_as_it_is(
                     # By several launches the norm, gate and up are rounded.
                     slack = 1.0 if alone and inputs < 4000 else 3.0
                     check_close(y, (silu(gate) * up).to(dtype), terms=inputs, slack=slack)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "rows", "group"),
+    [
+        (140, 96, 1, None),
+        (33, 1100, 1, None),
+        (9, 31, 1, None),
+        (33, 130, 16, 128),
+        (200, 700, 128, 128),
+        (40, 1200, 8, 64),
+        (21, 96, 1, 32),
+    ],
+)
+def test_by_dequantised_weights(randn, scaled, monkeypatch, outputs, inputs, rows, group, dtype):
+    """All at once, and in parts; each weight is rounded once."""
+    from rayllm_kernels.quantised.fp8_dequantise_kernel import dequantise
+
+    weight = make_weight(scaled(outputs, inputs, torch.float32), rows, group)
+    out = torch.full((outputs - 4, inputs + 9), 7.0, dtype=dtype, device=weight.values.device).flatten()
+    part = out[: (outputs - 5) * inputs].view(outputs - 5, inputs)
+    dequantise(weight, 4, part)
+    assert torch.equal(part, weight.dequantised()[4:-1].to(dtype))
+    assert (out[part.numel() :] == 7.0).all()
+    x, bias = randn(5, inputs, dtype=dtype), randn(outputs, dtype=dtype)
+    expected = x.double() @ weight.dequantised().double().T
+    for size in (plans.DEQUANTISED_BYTES, 1):
+        monkeypatch.setattr(plans, "DEQUANTISED_BYTES", size)
+        y = linear_dequantised(x, outputs, None, partial(dequantise, weight))
+        check_close(y, expected.to(dtype), terms=inputs)
+        y = linear_dequantised(x, outputs, bias, partial(dequantise, weight))
+        check_close(y, (expected + bias.double()).to(dtype), terms=inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "group"), [(1, None), (8, 32)])
+def test_how_many_tokens_choose_the_product(randn, scaled, kernels, monkeypatch, rows, group, dtype):
+    """But for the deterministic mode, in which a token has the same bits alone and among others."""
+    from rayllm_kernels.quantised.fp8_dequantise_kernel import dequantise
+
+    monkeypatch.setattr(plans, "LEAST_DEQUANTISED_TOKENS", 5)
+    weight = make_weight(scaled(200, 160, torch.float32), rows, group)
+    x, bias = randn(5, 160, dtype=dtype), randn(200, dtype=dtype)
+    dequantised = linear_dequantised(x, 200, bias, partial(dequantise, weight))
+    assert torch.equal(kernels.linear_fp8_weight(x, weight, bias), dequantised) == (dtype == torch.float16)
+    assert not torch.equal(kernels.linear_fp8_weight(x[:4], weight, bias), dequantised[:4])
+    fixed = kernels.linear_fp8_weight(x, weight, bias, deterministic=True)
+    for token in range(5):
+        alone = kernels.linear_fp8_weight(x[token : token + 1], weight, bias, deterministic=True)
+        assert torch.equal(alone, fixed[token : token + 1])
 
 
 TILES = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from support.capabilities import HERE
@@ -10,6 +12,7 @@ from support.closeness import check_close
 from rayllm_kernels.linear.plans import Tiles
 from rayllm_kernels.ops import Int4Weight
 from rayllm_kernels.quantised import plans
+from rayllm_kernels.quantised.dequantised_product import linear_dequantised
 from rayllm_kernels.quantised.formats import int4_numbers
 from rayllm_kernels.quantised.int4 import half_of, pack_int4
 
@@ -193,7 +196,7 @@ def test_errors(randn, each):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_by_dequantised_weights(randn, scaled, monkeypatch, outputs, inputs, group, symmetric, dtype):
     """All at once, and in parts."""
-    from rayllm_kernels.quantised.int4_dequantise_kernel import dequantise, linear_int4_dequantised
+    from rayllm_kernels.quantised.int4_dequantise_kernel import dequantise
 
     weight = make_weight(scaled(outputs, inputs, torch.float32), group, symmetric=symmetric)
     out = torch.empty(outputs - 4, inputs, dtype=dtype, device=weight.codes.device)
@@ -203,6 +206,7 @@ def test_by_dequantised_weights(randn, scaled, monkeypatch, outputs, inputs, gro
     expected = x.double() @ weight.dequantised().double().T
     for size in (plans.DEQUANTISED_BYTES, 1):
         monkeypatch.setattr(plans, "DEQUANTISED_BYTES", size)
-        check_close(linear_int4_dequantised(x, weight, None), expected.to(dtype), terms=inputs)
-        y = linear_int4_dequantised(x, weight, bias)
+        y = linear_dequantised(x, outputs, None, partial(dequantise, weight))
+        check_close(y, expected.to(dtype), terms=inputs)
+        y = linear_dequantised(x, outputs, bias, partial(dequantise, weight))
         check_close(y, (expected + bias.double()).to(dtype), terms=inputs)
