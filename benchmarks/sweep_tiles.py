@@ -198,7 +198,7 @@ def dense(family: str, gpu: Hardware, shapes: Shapes, group: int | None, *, wide
         return (of_x * tiles.tokens + tiles.outputs) * tiles.depth
 
     for tokens, (outputs, inputs) in itertools.product(DENSE_TOKENS, shapes.dense):
-        least = plans.LEAST_DEQUANTISED_TOKENS if wide else plans.LIBRARY_TOKENS
+        least = plans.LEAST_DEQUANTISED_TOKENS[bits] if wide else plans.LIBRARY_TOKENS
         if tokens >= least and (wide or group is None or gpu.is_hopper):
             continue  # PyTorch's product
         today: Choice
@@ -431,10 +431,10 @@ def _experts_product(
     if rows >= 64:
         options |= {"stages": (3, 4)}
     tiles = candidates(gpu, stage_bytes, tokens=rows, outputs=wide, sums=tiles_of_sums, **options)
-    if unsorted and (found.kind == "bf16" or found.fp8_tokens):
+    if unsorted and found.kind in ("bf16", "fp8"):
         row_bytes = of_weight << (inputs - 1).bit_length() + (0 if gated else (top_k - 1).bit_length())
         today, tiles = experts_plans.choose_pairs(row_bytes, gated=gated), vector_candidates(row_bytes, gated=gated)
-    elif unsorted and found.kind in ("int4", "mxfp4"):
+    elif unsorted:
         places = 1 if gated else 1 << (top_k - 1).bit_length()
         today = experts_plans.choose_code_pairs(places, gated=gated)
         tiles = [(wide, places) for wide in (1, 2, 4, 8)]
@@ -475,12 +475,8 @@ def _experts_operands(
         own = bench.expert_weight(count, *((2 * inner, hidden) if gated else (hidden, inner)), found, device=device)
         projections = QuantisedProjections(own, own, None, None, "silu", None)
         kernel = _fp8_experts if found.fp8_tokens else _weights
-        if unsorted and found.kind in ("int4", "mxfp4"):
-            codes = own.codes.view(torch.int32)
-            of_pairs = _pairs.PairWeight(codes, own.scales, own.group, 1, own.kind, own.zeros, own.inputs)
-        elif found.fp8_tokens and unsorted:
-            codes = own.codes.view(torch.float8_e4m3fn)
-            of_pairs = _pairs.PairWeight(codes, own.scales, own.group, own.rows)
+        if unsorted:
+            of_pairs = _weights.pair_weight(own, hardware(x.device))
         elif found.fp8_tokens:
             operand = ops.to_fp8(x, own.rounding)
             operand = operand._replace(scales=operand.scales.contiguous())

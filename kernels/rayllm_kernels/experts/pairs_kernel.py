@@ -29,6 +29,7 @@ from torch import Tensor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
+from ..quantised.fp8_product_kernel import decode_e4m3
 from .device_functions import activate_gated, is_owned
 from .plans import CHUNK, choose_code_pairs, choose_pairs
 
@@ -37,7 +38,9 @@ VECTOR = tl.constexpr(4)  # words of 4-bit weights that a thread loads at once
 
 
 class PairWeight(NamedTuple):
-    """One projection of all experts. values: [E, N, K], contiguous rows. scales: [E, ceil(N / rows), groups] fp32, None
+    """One projection of all experts.
+
+    values: [E, N, K], contiguous rows; uint8 are the bytes of e4m3. scales: [E, ceil(N / rows), groups] fp32, None
     without any. group: inputs that share a scale, None for all. rows: outputs that do.
 
     kind: of weights of 4 bits, whose values are int32 [E, N, half / 4], codes of `ExpertWeight` as words; else None.
@@ -76,7 +79,8 @@ def _multiply(weights, x, scales_ptr, expert, real, row, sizes, FORM: tl.constex
     """[places, rows]: the scaled sums of weights [places, rows, padded] and x [places, 1, padded]; sizes: as
     scale_sizes below.
     """
-    products = weights.to(tl.float32) * x
+    numbers = decode_e4m3(weights, tl.float32) if weights.dtype == tl.uint8 else weights.to(tl.float32)
+    products = numbers * x
     if scales_ptr is None:
         return tl.sum(products, 2)
     else:

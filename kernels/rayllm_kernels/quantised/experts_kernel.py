@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
-from ..device import hardware
+from ..device import Hardware, hardware
 from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, arrange, most_tiles
@@ -304,7 +304,11 @@ def multiply(
     return y
 
 
-def _pair_weight(weight: ExpertWeight) -> PairWeight:
+def pair_weight(weight: ExpertWeight, gpu: Hardware) -> PairWeight:
+    """For vector products of pairs; GPUs that do not convert e4m3 decode its bytes."""
+    if weight.kind == "fp8":
+        codes = weight.codes.view(torch.float8_e4m3fn) if gpu.has_e4m3 else weight.codes
+        return PairWeight(codes, weight.scales, weight.group, weight.rows)
     codes = weight.codes.view(torch.int32)
     return PairWeight(codes, weight.scales, weight.group, 1, weight.kind, weight.zeros, weight.inputs)
 
@@ -327,7 +331,7 @@ def experts(
     gpu, here = hardware(x.device), first_and_number(owned, num_here)
     few = groups is None and not deterministic
     if few and all(plans.pairs_take(each.kind, each.codes.shape[2]) for each in projections[:2]):
-        operands = _pair_weight(projections.gate_up), _pair_weight(projections.down)
+        operands = pair_weight(projections.gate_up, gpu), pair_weight(projections.down, gpu)
         biases = projections.gate_up_bias, projections.down_bias
         activation = activation_of(projections.act, projections.clamp, gated=True)
         return sum_pairs(x, weights, experts, operands, biases, activation, owned=here, onto=onto)

@@ -182,7 +182,7 @@ def linear_fp8_weight(
     if on_triton(x):
         if not deterministic and plans.vector_takes(*x.shape):
             return _one_token(x, weight, bias, None, None, None)[0]
-        if not deterministic and plans.dequantised_takes(x, weight.values.shape[0]):
+        if not deterministic and plans.dequantised_takes(x, weight.values.shape[0], bits=8):
             dequantise = partial(_dequantise_kernel.dequantise, weight)
             return linear_dequantised(x, weight.values.shape[0], bias, dequantise)
         return _product_kernel.linear_fp8_weight(x, weight, bias, deterministic)

@@ -31,7 +31,7 @@ from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, arrange, most_tiles
 from ..experts.pair_sum import PairSum
-from ..experts.pairs_kernel import NO_ACTIVATION, PairWeight, sum_pairs
+from ..experts.pairs_kernel import NO_ACTIVATION, sum_pairs
 from ..experts.plans import HOPPER_OUTPUTS, hopper_takes
 from ..experts.products_kernel import activation_of, first_and_number
 from ..linear.device_functions import no_sums, sums
@@ -39,6 +39,7 @@ from ..linear.invariant_kernel import can_copy
 from ..linear.plans import Tiles
 from . import plans
 from .experts import ExpertWeight, QuantisedProjections
+from .experts_kernel import pair_weight
 from .fp8_operands import Fp8Rows
 from .fp8_rows_kernel import codes_of, scales_of, to_fp8, to_fp8_places
 
@@ -245,10 +246,6 @@ def _share_scales(weight: ExpertWeight, outputs: int, *, gated: bool) -> bool:
     return weight.rows % outputs == 0 and (not gated or own % outputs == 0)
 
 
-def _pair_weight(weight: ExpertWeight) -> PairWeight:
-    return PairWeight(weight.codes.view(torch.float8_e4m3fn), weight.scales, weight.group, weight.rows)
-
-
 def most_rows(projections: QuantisedProjections, gpu: Hardware) -> int:
     """Of a tile, for both products."""
     gate_up, down, *_ = projections
@@ -373,7 +370,7 @@ def experts(
     rows, groups = arrange(experts, num_here, owned, x.dtype, most_rows=most, fixed_rows=fixed, hopper=hopper)
     here = first_and_number(owned, num_here)
     if groups is None:
-        operands = _pair_weight(gate_up), _pair_weight(down)
+        operands = pair_weight(gate_up, gpu), pair_weight(down, gpu)
         biases = projections.gate_up_bias, projections.down_bias
         activation = activation_of(projections.act, projections.clamp, gated=True)
         return sum_pairs(x, weights, experts, operands, biases, activation, owned=here, onto=onto)

@@ -86,7 +86,7 @@ def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, *, de
     if on_triton(x):
         if not deterministic and (found := _one_token(x, NO_NORM, weight, bias, None)) is not None:
             return found[0]
-        if not deterministic and plans.dequantised_takes(x, weight.codes.shape[0]):
+        if not deterministic and plans.dequantised_takes(x, weight.codes.shape[0], bits=4):
             dequantise = partial(_dequantise_kernel.dequantise, weight)
             return linear_dequantised(x, weight.codes.shape[0], bias, dequantise)
         if not deterministic and (plan := _plan(x, weight, gated=False)) is not None:
@@ -129,7 +129,7 @@ def fused_linear_int4(
         x, total = fused_add_rms_norm(x, residual, *norm)
     elif norm is not None:
         x = rms_norm(x, *norm)
-    if act is not None and on_triton(x) and not plans.dequantised_takes(x, weight.codes.shape[0]):
+    if act is not None and on_triton(x) and not plans.dequantised_takes(x, weight.codes.shape[0], bits=4):
         plan = _plan(x, weight, gated=True)
         if plan is not None:
             return _hopper_kernel.linear_int4_hopper(x, weight, plan, act=kind_of(act)), total

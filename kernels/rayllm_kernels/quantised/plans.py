@@ -64,13 +64,14 @@ def is_narrow(outputs: int, gpu: Hardware) -> bool:
 # ---- weights in fewer bits and many tokens in 16: `dequantised_product` ----
 
 # Below, writing and reading 2 bytes a weight takes longer than the better product saves.
-LEAST_DEQUANTISED_TOKENS = 1536
+LEAST_DEQUANTISED_TOKENS = {4: 1536, 8: 257}  # by a weight's bits
 DEQUANTISED_BYTES = 64 << 20  # of memory that a product takes for it
 
 
-def dequantised_takes(x: Tensor, outputs: int) -> bool:
+def dequantised_takes(x: Tensor, outputs: int, *, bits: int) -> bool:
     """Whether PyTorch's product of x [T, K] and a dequantised weight [outputs, K] is to compute theirs."""
-    return x.dtype != torch.float32 and x.shape[0] >= LEAST_DEQUANTISED_TOKENS and min(x.shape[1], outputs) > 0
+    enough = x.shape[0] >= LEAST_DEQUANTISED_TOKENS[bits]
+    return enough and x.dtype != torch.float32 and min(x.shape[1], outputs) > 0
 
 
 def rows_at_once(outputs: int, inputs: int) -> int:
@@ -236,10 +237,16 @@ def choose_wide_tiles(tokens: int, outputs: int, group: int | None, dtype: torch
     padded = max(16, 1 << (tokens - 1).bit_length())
     if padded <= 32 and is_narrow(outputs, gpu):
         return Tiles(padded, 16, 4 * depth, 4, 3, False, slices=4)
+    if gpu.is_hopper and padded == 16:  # this and those below were swept, with blocks of 128 x 128
+        return Tiles(16, 32, 4 * depth, 4, 2, False, slices=4)
     if padded <= 32:
         return Tiles(padded, 64, depth, 4, 4, True)
+    if gpu.is_hopper and padded == 64 and is_narrow(outputs, gpu):
+        return Tiles(64, 32, depth, 4, 4, False)
     if padded <= 64:
         return Tiles(64, 64, depth, 4, 3, True)
+    if gpu.is_hopper:
+        return Tiles(128, 64, depth, 4, 3, True)
     if gpu.capability is not None and gpu.capability >= (10, 0) and group is not None:
         return Tiles(64, 64, min(depth, 64), 4, 4, True)  # there, larger ones spill
     if -(-tokens // 128) * -(-outputs // 128) >= multiprocessors * 7 // 10:
@@ -382,10 +389,10 @@ def fixed_int4_tiles(group: int | None, dtype: torch.dtype) -> Tiles:
 
 
 def pairs_take(kind: str, row_bytes: int) -> bool:
-    """Whether few pairs of a token and an expert are vector products with weights of 4 bits, 16 bytes of a row having
-    one scale of each half.
+    """Whether few pairs of a token and an expert are vector products: of 4 bits, 16 bytes of a row must have one scale
+    of each half.
     """
-    return kind != "fp8" and row_bytes % INT4_VECTOR_BYTES == 0
+    return kind == "fp8" or row_bytes % INT4_VECTOR_BYTES == 0
 
 
 def joins_scales(kind: str, dtype: torch.dtype, gpu: Hardware) -> bool:

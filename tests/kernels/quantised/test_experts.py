@@ -9,7 +9,7 @@ from support.capabilities import HERE, needs_e4m3
 from support.closeness import check_close
 
 from rayllm_kernels import dispatch, ops
-from rayllm_kernels.device import INTERPRETER
+from rayllm_kernels.device import INTERPRETER, assumed
 from rayllm_kernels.ops import ExpertRange, ExpertWeight, Rounding, to_fp8
 from rayllm_kernels.quantised import plans
 from rayllm_kernels.quantised.formats import E2M1, e2m1_numbers, e4m3_numbers, int4_numbers
@@ -279,20 +279,32 @@ def test_few_pairs_of_4_bits(randn, how):
     outputs and of experts a token that is no power of two.
     """
     from rayllm_kernels.experts.pairs_kernel import NO_ACTIVATION, multiply_pairs
-    from rayllm_kernels.quantised.experts_kernel import _pair_weight
+    from rayllm_kernels.quantised.experts_kernel import pair_weight
 
     inputs, dtype = 1184, torch.bfloat16 if ON_GPU else torch.float16
     weight, x = make_weight(randn(5, 22, inputs), *how), randn(6, inputs, dtype=dtype)
     weights, experts = (part.contiguous() for part in randn(2, 5).softmax(-1).topk(3))
     experts, onto, wide = experts.to(torch.int32), randn(2, 22, dtype=dtype), whole(weight).double()
     with dispatch.forced(triton=True):
-        h = multiply_pairs(x[:2], _pair_weight(weight), None, experts, ("silu", 0.0, 0.0))
-        y = multiply_pairs(x, _pair_weight(weight), None, experts, NO_ACTIVATION, combined=(weights, onto))
+        h = multiply_pairs(x[:2], pair_weight(weight, HERE), None, experts, ("silu", 0.0, 0.0))
+        y = multiply_pairs(x, pair_weight(weight, HERE), None, experts, NO_ACTIVATION, combined=(weights, onto))
     of_pairs = wide[experts.flatten().long()]
     gate, up = torch.einsum("pnk,pk->pn", of_pairs, x[:2].double().repeat_interleave(3, 0)).chunk(2, -1)
     check_close(h, (F.silu(gate) * up).to(dtype), terms=2 * inputs, slack=2)
     z = torch.einsum("pnk,pk->pn", of_pairs, x.double()).to(dtype).double().view(2, 3, 22)
     check_close(y, ((weights[..., None] * z).sum(1) + onto.double()).to(dtype), terms=inputs, slack=2)
+
+
+@pytest.mark.parametrize("capability", [pytest.param(HERE.capability, marks=needs_e4m3), (8, 0)], ids=["here", "8.0"])
+@pytest.mark.parametrize("how", [("fp8", None, 1), ("fp8", 32, 16), ("fp8", 128, 128)], ids=str)
+def test_few_pairs_beside_weights_in_fp8(case, kernels, monkeypatch, how, capability):
+    """Vector products but for the deterministic mode, also where the bytes of e4m3 have to be decoded."""
+    arguments = case(1, 4, 2, 160, 96, torch.float16, how)
+    expected = exact(*arguments)
+    check_close(kernels.experts_quantised(*arguments, deterministic=True), expected, terms=352, slack=2)
+    monkeypatch.setattr(plans, "choose_expert_tiles", None)  # is not asked
+    with assumed(arguments[0].device, HERE._replace(capability=capability)):
+        check_close(kernels.experts_quantised(*arguments), expected, terms=352, slack=2)
 
 
 @needs_e4m3

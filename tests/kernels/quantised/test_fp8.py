@@ -308,7 +308,7 @@ def test_how_many_tokens_choose_the_product(randn, scaled, kernels, monkeypatch,
     """But for the deterministic mode, in which a token has the same bits alone and among others."""
     from rayllm_kernels.quantised.fp8_dequantise_kernel import dequantise
 
-    monkeypatch.setattr(plans, "LEAST_DEQUANTISED_TOKENS", 5)
+    monkeypatch.setitem(plans.LEAST_DEQUANTISED_TOKENS, 8, 5)
     weight = make_weight(scaled(200, 160, torch.float32), rows, group)
     x, bias = randn(5, 160, dtype=dtype), randn(200, dtype=dtype)
     dequantised = linear_dequantised(x, 200, bias, partial(dequantise, weight))

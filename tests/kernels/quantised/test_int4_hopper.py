@@ -62,7 +62,7 @@ def test_bias_and_strided_rows(randn, kernels, tokens, dtype):
     x, bias = randn(tokens, 1024 + 64, dtype=dtype)[:, 64:], randn(1536, dtype=dtype)
     weight = random_weight(1536, 1024, 128, symmetric=False, device=x.device)
     # The weights as they are multiplied: gates would carry their rounding over to large factors.
-    dequantised = tokens >= plans.LEAST_DEQUANTISED_TOKENS
+    dequantised = tokens >= plans.LEAST_DEQUANTISED_TOKENS[4]
     wide = weight.dequantised().to(dtype).double() if dequantised else as_multiplied(weight, dtype)
     expected = x.double() @ wide.T
     check_close(kernels.linear_int4(x, weight, bias), (expected + bias.double()).to(dtype), terms=1024)
