@@ -57,12 +57,12 @@ def _dequantise_fp8_kernel(
     tl.store(out_ptr + row * inputs + at, weights.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def dequantise(weight: Fp8Weight, first_row: int, out: Tensor, *, tile: int = TILE, num_warps: int = NUM_WARPS) -> None:
+def dequantise(weight: Fp8Weight, first_row: int, out: Tensor) -> None:
     """Write rows of W from `first_row` on to `out` [rows, K]."""
     rows, inputs = out.shape
     overlap, part = hardware(out.device).can_overlap, weight.group or ROW_PART
     parts = min(ROW_PART, triton.next_power_of_2(inputs)) // part or 1
-    own_rows = tile // (parts * part)
+    own_rows = TILE // (parts * part)
     launch(_dequantise_fp8_kernel, (triton.cdiv(rows, own_rows) * triton.cdiv(inputs, parts * part),))(
         (weight.values.view(torch.uint8), weight.scales),
         out,
@@ -75,6 +75,6 @@ def dequantise(weight: Fp8Weight, first_row: int, out: Tensor, *, tile: int = TI
         PARTS=parts,
         PART=part,
         OVERLAP=overlap,
-        num_warps=num_warps,
+        num_warps=NUM_WARPS,
         launch_pdl=overlap,
     )

@@ -1,6 +1,6 @@
 """Weights of 4 bits (`int4.py` has the layout) as 16-bit numbers, some rows at a time, for `dequantised_product.py`.
 
-out[n, k] = round(scale[n, group of k] * (number[n, k] - zero[n, group of k]))
+    out[n, k] = round(scale[n, group of k] * (number[n, k] - zero[n, group of k]))
 """
 
 # mypy: allow-incomplete-defs
@@ -67,14 +67,12 @@ def _dequantise_int4_kernel(
         tl.store(out_ptr + row * inputs + k, weights.to(out_ptr.dtype.element_ty), mask=inside & (k < inputs))
 
 
-def dequantise(
-    weight: Int4Weight, first_row: int, out: Tensor, *, tile: int = TILE, num_warps: int = NUM_WARPS
-) -> None:
+def dequantise(weight: Int4Weight, first_row: int, out: Tensor) -> None:
     """Write rows of W from `first_row` on to `out` [rows, K]."""
     (rows, inputs), half = out.shape, weight.codes.shape[1]
     overlap, own_bytes = hardware(out.device).can_overlap, plans.int4_depth(weight.group)
     parts = max(1, min(512 // own_bytes, triton.next_power_of_2(half) // own_bytes))
-    own_rows = tile // (parts * own_bytes)
+    own_rows = TILE // (parts * own_bytes)
     launch(_dequantise_int4_kernel, (triton.cdiv(rows, own_rows) * triton.cdiv(half, parts * own_bytes),))(
         (weight.codes, weight.scales, weight.zeros),
         out,
@@ -88,6 +86,6 @@ def dequantise(
         PARTS=parts,
         BYTES=own_bytes,
         OVERLAP=overlap,
-        num_warps=num_warps,
+        num_warps=NUM_WARPS,
         launch_pdl=overlap,
     )

@@ -244,7 +244,7 @@ def choose_wide_tiles(tokens: int, outputs: int, group: int | None, dtype: torch
     if gpu.is_hopper and padded == 64 and is_narrow(outputs, gpu):
         return Tiles(64, 32, depth, 4, 4, False)
     if padded <= 64:
-        return Tiles(64, 64, depth, 4, 3, True)
+        return Tiles(64, 64, depth, 4, 4 if gpu.is_hopper else 3, True)
     if gpu.is_hopper:
         return Tiles(128, 64, depth, 4, 3, True)
     if gpu.capability is not None and gpu.capability >= (10, 0) and group is not None:
