@@ -1,6 +1,6 @@
 """Weights of 4 bits (`int4.py` has the layout) as 16-bit numbers, some rows at a time, for `dequantised_product.py`.
 
-    out[n, k] = round(scale[n, group of k] * (number[n, k] - zero[n, group of k]))
+out[n, k] = round(scale[n, group of k] * (number[n, k] - zero[n, group of k]))
 """
 
 # mypy: allow-incomplete-defs
