@@ -113,7 +113,7 @@ def test_a_server_that_is_running():
     gate = threading.Barrier(4)  # nothing is answered unless four requests are in flight
 
     def answer(handler, body):
-        gate.wait(timeout=60)
+        gate.wait(timeout=200)
         handler.begin()
         handler.event({"choices": [{"text": "x"}], "usage": {"prompt_tokens": 6, "completion_tokens": 3}})
         handler.end()
