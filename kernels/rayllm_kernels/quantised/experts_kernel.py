@@ -313,6 +313,21 @@ def pair_weight(weight: ExpertWeight, gpu: Hardware) -> PairWeight:
     return PairWeight(codes, weight.scales, weight.group, 1, weight.kind, weight.zeros, weight.inputs)
 
 
+def sum_few(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    projections: QuantisedProjections,
+    owned: tuple[int, int] | None,
+    onto: Tensor | None,
+) -> Tensor:
+    """y of few pairs of a token and an expert, each a vector product. owned: of `first_and_number`."""
+    gpu, activation = hardware(x.device), activation_of(projections.act, projections.clamp, gated=True)
+    operands = pair_weight(projections.gate_up, gpu), pair_weight(projections.down, gpu)
+    biases = projections.gate_up_bias, projections.down_bias
+    return sum_pairs(x, weights, experts, operands, biases, activation, owned=owned, onto=onto)
+
+
 def experts(
     x: Tensor,
     weights: Tensor,
@@ -331,10 +346,7 @@ def experts(
     gpu, here = hardware(x.device), first_and_number(owned, num_here)
     few = groups is None and not deterministic
     if few and all(plans.pairs_take(each.kind, each.codes.shape[2]) for each in projections[:2]):
-        operands = pair_weight(projections.gate_up, gpu), pair_weight(projections.down, gpu)
-        biases = projections.gate_up_bias, projections.down_bias
-        activation = activation_of(projections.act, projections.clamp, gated=True)
-        return sum_pairs(x, weights, experts, operands, biases, activation, owned=here, onto=onto)
+        return sum_few(x, weights, experts, projections, here, onto)
     y = x
     for weight, gated in ((projections.gate_up, True), (projections.down, False)):
         joined = plans.joins_scales(weight.kind, x.dtype, gpu)

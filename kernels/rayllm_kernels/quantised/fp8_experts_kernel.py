@@ -31,7 +31,7 @@ from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, arrange, most_tiles
 from ..experts.pair_sum import PairSum
-from ..experts.pairs_kernel import NO_ACTIVATION, sum_pairs
+from ..experts.pairs_kernel import NO_ACTIVATION
 from ..experts.plans import HOPPER_OUTPUTS, hopper_takes
 from ..experts.products_kernel import activation_of, first_and_number
 from ..linear.device_functions import no_sums, sums
@@ -39,7 +39,7 @@ from ..linear.invariant_kernel import can_copy
 from ..linear.plans import Tiles
 from . import plans
 from .experts import ExpertWeight, QuantisedProjections
-from .experts_kernel import pair_weight
+from .experts_kernel import sum_few
 from .fp8_operands import Fp8Rows
 from .fp8_rows_kernel import codes_of, scales_of, to_fp8, to_fp8_places
 
@@ -370,10 +370,7 @@ def experts(
     rows, groups = arrange(experts, num_here, owned, x.dtype, most_rows=most, fixed_rows=fixed, hopper=hopper)
     here = first_and_number(owned, num_here)
     if groups is None:
-        operands = pair_weight(gate_up, gpu), pair_weight(down, gpu)
-        biases = projections.gate_up_bias, projections.down_bias
-        activation = activation_of(projections.act, projections.clamp, gated=True)
-        return sum_pairs(x, weights, experts, operands, biases, activation, owned=here, onto=onto)
+        return sum_few(x, weights, experts, projections, here, onto)
     if groups.places is not None:
         return PairSum(_multiply_many(x, experts, projections, groups, here), weights, onto, experts, here)
     first, last = (
