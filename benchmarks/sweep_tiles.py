@@ -105,7 +105,7 @@ OTHERS = Shapes(
         ("mixtral-8x7b", 4): bench.MIXTURES["mixtral-8x7b"],
     },
 )
-DENSE_TOKENS = [16, 32, 64, 256, 2048, 8192]
+DENSE_TOKENS = [16, 32, 64, 256, 144, 2048, 8192]  # 144 fill no tile, as most batches do not
 EXPERTS_TOKENS = [1, 256, 8192, 32, 64, 1024]
 
 Choice = Tiles | HopperPlan | tuple[int, ...]
