@@ -29,7 +29,7 @@ from torch import Tensor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
-from ..quantised.fp8_product_kernel import decode_e4m3
+from ..e4m3 import widen
 from .device_functions import activate_gated, is_owned
 from .plans import CHUNK, choose_code_pairs, choose_pairs
 
@@ -79,8 +79,7 @@ def _multiply(weights, x, scales_ptr, expert, real, row, sizes, FORM: tl.constex
     """[places, rows]: the scaled sums of weights [places, rows, padded] and x [places, 1, padded]; sizes: as
     scale_sizes below.
     """
-    numbers = decode_e4m3(weights, tl.float32) if weights.dtype == tl.uint8 else weights.to(tl.float32)
-    products = numbers * x
+    products = widen(weights) * x
     if scales_ptr is None:
         return tl.sum(products, 2)
     else:

@@ -25,6 +25,7 @@ from torch import Tensor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import Hardware, hardware
+from ..e4m3 import decode_e4m3
 from ..experts.device_functions import activate_gated, find_rows, find_tile
 from ..experts.experts import ExpertRange
 from ..experts.group_kernel import Groups, arrange, most_tiles
@@ -35,7 +36,6 @@ from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.plans import Tiles
 from . import plans
 from .experts import ExpertWeight, QuantisedProjections
-from .fp8_product_kernel import decode_e4m3
 from .int4 import MIDDLE
 from .int4_product_kernel import decode_int4
 

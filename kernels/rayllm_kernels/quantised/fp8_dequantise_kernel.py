@@ -17,8 +17,8 @@ from torch import Tensor
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
+from ..e4m3 import decode_e4m3
 from .fp8_operands import Fp8Weight
-from .fp8_product_kernel import decode_e4m3
 
 TILE = 4096  # numbers of a program
 ROW_PART = 512  # of them that lie side by side

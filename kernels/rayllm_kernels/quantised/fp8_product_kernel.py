@@ -29,6 +29,7 @@ from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
 from ..dispatch import TritonModule
+from ..e4m3 import decode_e4m3
 from ..linear.device_functions import add_products, no_sums, sums
 from ..linear.invariant_kernel import can_copy, program_tiles
 from ..linear.plans import Tiles
@@ -36,8 +37,6 @@ from . import plans
 from .fp8_operands import Fp8Rows, Fp8Weight
 
 _hopper_kernel = TritonModule("rayllm_kernels.linear.hopper_kernel")
-
-SIGN_AND_NUMBER = tl.constexpr(0x87F00000 - (1 << 32))  # of a code whose sign was spread over the bits above it
 
 
 class Form(NamedTuple):
@@ -49,16 +48,6 @@ class Form(NamedTuple):
     group: int  # inputs that share a scale; 0 for all
     wide: bool  # x is no fp8
     overlap: bool  # launches overlap (`dependent_launch.py`)
-
-
-@triton.jit
-def decode_e4m3(codes, DTYPE: tl.constexpr):
-    """Integer codes of e4m3 as exactly these numbers; codes of NaN are 480, which no weight has.
-
-    The bits are those of a fp32 number that is 2^120 times too small, subnormal ones too.
-    """
-    bits = (codes.to(tl.int8).to(tl.int32) << 20) & SIGN_AND_NUMBER
-    return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)
 
 
 @triton.jit

@@ -27,9 +27,9 @@ from ..activation import activate
 from ..compile_ahead import launch
 from ..dependent_launch import wait_for_predecessor
 from ..device import hardware
+from ..e4m3 import widen
 from . import plans
 from .fp8_operands import Fp8Weight
-from .fp8_product_kernel import decode_e4m3
 
 Norm = tuple[Tensor | None, Tensor | None, float]  # (residual, weight, eps), none of them without a weight
 
@@ -83,7 +83,7 @@ def _scales(scales_ptr, first, row, num_groups, FORM: tl.constexpr):
 @triton.jit
 def _multiply(codes, wide, scales, FORM: tl.constexpr):
     """[rows]: the scaled sums of codes [rows, padded], in e4m3 or the bytes of it, and the token."""
-    numbers = decode_e4m3(codes, tl.float32) if codes.dtype == tl.uint8 else codes.to(tl.float32)
+    numbers = widen(codes)
     if FORM.shared:
         return tl.sum(numbers * (wide * scales)[None, :], 1)
     else:
