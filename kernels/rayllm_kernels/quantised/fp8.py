@@ -86,9 +86,9 @@ def linear_fp8(
 ) -> Tensor:
     """x W^T + bias -> a new tensor [T, N] of `dtype`, rounded once.
 
-    x has groups of as many inputs as the weight. bias: [N] of `dtype`. Sums are fp32, but of more than 64 tokens, with a
-    scale a row, they may have the bits that tensor cores add with (see `_scaled_mm`). deterministic: each row depends on its row of x and on W alone, to the bit. Needs a GPU with
-    `Hardware.has_e4m3`, or the CPU.
+    x has groups of as many inputs as the weight. bias: [N] of `dtype`. Sums are fp32, but of more than 64 tokens, with
+    a scale a row, they may have the bits that tensor cores add with (see `_scaled_mm`). deterministic: each row depends
+    on its row of x and on W alone, to the bit. Needs a GPU with `Hardware.has_e4m3`, or the CPU.
     """
     values, scales, group = x
     _check_weight(weight, values.shape[1])
