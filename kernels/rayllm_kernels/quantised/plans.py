@@ -264,6 +264,7 @@ def fixed_fp8_tiles(group: int | None, *, wide: bool, dtype: torch.dtype) -> Til
 # ---- weights of 4 bits: `int4_product_kernel` ----
 
 LEAST_INT4_GROUP = 32  # inputs that share a scale: a product's depth is as many at least
+EXACT_INT4_TILES = Tiles(32, 32, 32, 8, 2, False)  # no tensor cores in exact fp32; four warps would spill on 12.0
 
 
 def int4_depth(group: int | None) -> int:
@@ -274,8 +275,8 @@ def int4_depth(group: int | None) -> int:
 def choose_int4_tiles(tokens: int, outputs: int, group: int | None, dtype: torch.dtype, gpu: Hardware) -> Tiles:
     """As for fp8 with half the bytes a weight, and two tiles of x, which are read again for every tile of outputs."""
     depth, multiprocessors = int4_depth(group), gpu.multiprocessors
-    if dtype == torch.float32:  # no tensor cores in exact fp32
-        return Tiles(32, 32, 32, 4, 2, False)
+    if dtype == torch.float32:
+        return EXACT_INT4_TILES
     padded = max(16, 1 << (tokens - 1).bit_length())
     if padded <= 16 and is_narrow(outputs, gpu):
         return Tiles(padded, 16, 4 * depth, 4, 3, False, slices=4)
@@ -381,7 +382,7 @@ def choose_int4_hopper(tokens: int, rows: int, inputs: int, group: int | None, m
 def fixed_int4_tiles(group: int | None, dtype: torch.dtype) -> Tiles:
     """For the deterministic mode: one tile for any number of tokens."""
     if dtype == torch.float32:
-        return Tiles(32, 32, 32, 4, 2, False)
+        return EXACT_INT4_TILES
     return Tiles(64, 64, min(int4_depth(group), 64), 4, 3, True)
 
 
