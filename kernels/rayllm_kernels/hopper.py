@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .compat import copy_async
 
-WHOLE_ROWS = 64  # of tokens, up to which a tile's are one copy: what is past the end then costs nothing
+WHOLE_ROWS = 64  # of tokens, up to which a tile's are one copy: two cost more than what is past the end mostly does
 ROW_BOX = 32  # rows of larger tiles that a copy takes: smaller ones take longer
 
 

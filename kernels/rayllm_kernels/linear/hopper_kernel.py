@@ -4,6 +4,7 @@
 
 x [M, K], W [N, K] (gated: [2 N, K]), bias [N] -> y [M, N]; fp32 sums, rounded once. x and W may both be e4m3 with
 scales, as in `quantised/fp8_product_kernel.py`: a token's and a row's for finished sums, or one for each block of K.
+Sums of e4m3 with a scale a row may have the bits that tensor cores add with (`HopperTile.own_sums`).
 
 The weights are the first operand of the products: 64 of their rows make a tile of a warp group, however few the tokens,
 which are the second operand. A gated tile interleaves eight rows of G and eight of U, so that a thread holds both
@@ -185,11 +186,8 @@ def _halves(tile):
 
 @gluon.jit
 def _columns(acc):
-    """Its parts of at most CHUNK columns, of which there are four at most."""
-    if acc.shape[1] > 2 * CHUNK:
-        low, high = _halves(acc)
-        return _halves(low) + _halves(high)
-    elif acc.shape[1] > CHUNK:
+    """Its parts of at most CHUNK columns."""
+    if acc.shape[1] > CHUNK:
         return _halves(acc)
     else:
         return (acc,)
@@ -332,7 +330,8 @@ def _linear_hopper_kernel(
     Y_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH * 2, 16, 2)
     y_smem = gl.allocate_shared_memory(OUT, [CONSUMERS, min(TILE.tokens, CHUNK), WIDTH], Y_LAYOUT)
     full, free = barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
-    ring, filled = (w_smem, x_smem, full, free), (w_smem, x_boxes, full, free)
+    ring = (w_smem, x_smem, full, free)
+    filled = (w_smem, x_boxes, full, free)  # the same, as the producer fills it
     added, b_descs = None, None
     if PROJECTIONS > 0:
         words = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))

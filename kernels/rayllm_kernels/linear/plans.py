@@ -241,11 +241,15 @@ def _plan_more(tokens: int, rows: int, inputs: int, multiprocessors: int, row_sc
     """Of 129 to 256 tokens and so few outputs that PyTorch's product leaves many multiprocessors idle."""
     if tokens > MORE_TOKENS:
         return None
-    steps = -(-inputs // 128)
-    tile, least = (NARROW[64], 1) if steps < LONG_STEPS else (NARROW[128], 2)  # programs for each tile
-    if (tiles := -(-rows // tile.rows) * -(-tokens // tile.tokens)) * least > multiprocessors and row_scales:
+
+    def count(tile: HopperTile) -> int:
+        return -(-rows // tile.rows) * -(-tokens // tile.tokens)
+
+    # A tile, and how many programs it must have at least.
+    tile, least = (NARROW[64], 1) if -(-inputs // 128) < LONG_STEPS else (NARROW[128], 2)
+    if row_scales and count(tile) * least > multiprocessors:
         tile, least = WIDE_OWN_SUMS, 2
-        tiles = -(-rows // tile.rows) * -(-tokens // tile.tokens)
+    tiles = count(tile)
     return None if tiles * least > multiprocessors else (tile, multiprocessors // tiles * tiles)
 
 

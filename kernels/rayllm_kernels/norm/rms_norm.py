@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import check_norm_weight, check_residual, check_rows
+from ..checks import check_norm_weight, check_residual, check_rows, fail
 from ..dispatch import TritonModule, on_triton
 from ..experts.pair_sum import PairSum
 
@@ -53,6 +53,25 @@ def fused_add_rms_norm(x: Tensor | PairSum, residual: Tensor, weight: Tensor, ep
         return _kernel.rms_norm(x, residual, weight, eps, False)
     total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+def check_norm(x: Tensor, norm: tuple[Tensor, float] | None, residual: Tensor | None) -> None:
+    """Check what `normed` takes; x is checked."""
+    if norm is not None:
+        check_norm_weight(norm[0], "norm", x.shape[-1], x)
+    if residual is not None:
+        if norm is None:
+            fail("residual", "needs a norm that it is added before", residual.shape)
+        check_residual(residual, x)
+
+
+def normed(x: Tensor, norm: tuple[Tensor, float] | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(the norm of total = x + residual, total), of checked arguments; (x, x) without a norm. norm: (weight, eps)."""
+    if norm is None:
+        return x, x
+    if residual is None:
+        return rms_norm(x, *norm), x
+    return fused_add_rms_norm(x, residual, *norm)
 
 
 def check_sum_residual(residual: Tensor, x: PairSum) -> None:

@@ -22,7 +22,7 @@ from ..device import hardware
 from ..dispatch import TritonModule, on_triton
 from ..experts.pair_sum import PairSum
 from ..norm.act_and_mul import act_and_mul, kind_of
-from ..norm.rms_norm import check_sum_residual, fused_add_rms_norm, rms_norm
+from ..norm.rms_norm import check_norm, check_sum_residual, normed
 from . import plans
 from .dequantised_product import linear_dequantised
 from .formats import E4M3_MAX, divided
@@ -75,10 +75,8 @@ def rms_norm_fp8(
         check_residual(residual, x)
     if on_triton(x):
         return _rows_kernel.rms_norm_fp8(x, residual, weight, eps, how, by_group=_by_group(x, how))
-    if residual is None:
-        return _round(rms_norm(x, weight, eps), how), x
-    normed, total = fused_add_rms_norm(x, residual, weight, eps)
-    return _round(normed, how), total
+    y, total = normed(x, (weight, eps), residual)
+    return _round(y, how), total
 
 
 def linear_fp8(
@@ -155,10 +153,8 @@ def _one_token(
     if norm is not None:
         if plans.vector_norms(_vector_kernel.padded_inputs(x, weight), gated=act is not None):
             before = (residual, *norm)
-        elif residual is None:
-            x = rms_norm(x, *norm)
         else:
-            x, total = fused_add_rms_norm(x, residual, *norm)
+            x, total = normed(x, norm, residual)
     if act is None and before[1] is None and plans.stream_takes(weight, hardware(x.device)):
         return _stream_kernel.linear_fp8_stream(x, weight, bias), total
     y, found = _vector_kernel.linear_fp8_vector(x, before, weight, bias, None if act is None else kind_of(act))
@@ -208,11 +204,7 @@ def fused_linear_fp8_weight(
     _check_fused(x, weight, bias, norm, residual, act)
     if on_triton(x) and plans.vector_takes(*x.shape):
         return _one_token(x, weight, bias, norm, residual, act)
-    total = x
-    if norm is not None and residual is not None:
-        x, total = fused_add_rms_norm(x, residual, *norm)
-    elif norm is not None:
-        x = rms_norm(x, *norm)
+    x, total = normed(x, norm, residual)
     y = linear_fp8_weight(x, weight, bias)
     return (y if act is None else act_and_mul(y, act)), total
 
@@ -308,10 +300,7 @@ def _check_fused(
         fail("weight", "must have an even number of rows, gate and up, and no bias", weight.values.shape)
     if bias is not None:
         check_vectors(weight.values.shape[0], x.dtype, x.device, bias=bias)
-    if norm is not None:
-        check_norm_weight(norm[0], "norm", x.shape[1], x)
-    if residual is not None:
-        check_residual(residual, x)
+    check_norm(x, norm, residual)
 
 
 def _check_scales(scales: Tensor, argument: str, shape: tuple[int, int], *, by_group: bool = False) -> None:

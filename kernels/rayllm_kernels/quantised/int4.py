@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_norm_weight, check_residual, check_rows, check_vectors, fail
+from ..checks import check_rows, check_vectors, fail
 from ..device import hardware
 from ..dispatch import TritonModule, on_triton
 from ..linear.plans import HopperPlan
 from ..norm.act_and_mul import act_and_mul, kind_of
-from ..norm.rms_norm import fused_add_rms_norm, rms_norm
+from ..norm.rms_norm import check_norm, normed
 from . import plans
 from .dequantised_product import linear_dequantised
 from .formats import Numbers
@@ -117,18 +117,11 @@ def fused_linear_int4(
     _check(x, weight, bias)
     if act is not None and (weight.codes.shape[0] % 2 or bias is not None):
         fail("weight", "must have an even number of rows, gate and up, and no bias", weight.codes.shape)
-    if norm is not None:
-        check_norm_weight(norm[0], "norm", x.shape[1], x)
-    if residual is not None:
-        check_residual(residual, x)
+    check_norm(x, norm, residual)
     before = NO_NORM if norm is None else (residual, *norm)
     if on_triton(x) and (found := _one_token(x, before, weight, bias, act)) is not None:
         return found
-    total = x
-    if norm is not None and residual is not None:
-        x, total = fused_add_rms_norm(x, residual, *norm)
-    elif norm is not None:
-        x = rms_norm(x, *norm)
+    x, total = normed(x, norm, residual)
     if act is not None and on_triton(x) and not plans.dequantised_takes(x, weight.codes.shape[0], bits=4):
         plan = _plan(x, weight, gated=True)
         if plan is not None:

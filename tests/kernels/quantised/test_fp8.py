@@ -437,6 +437,8 @@ def test_errors(randn, each):
         ("bias", lambda: each.fused_linear_fp8_weight(x32, weight, randn(15))),
         ("norm", lambda: each.fused_linear_fp8_weight(x32, weight, norm=(randn(32), 1.0))),
         ("residual", lambda: each.fused_linear_fp8_weight(x32, weight, norm=(randn(64), 1.0), residual=x32[0])),
+        ("residual", lambda: each.fused_linear_fp8_weight(x32, weight, residual=x32)),
+        ("residual", lambda: each.linear_rounding_fp8(x32, Rounding(), weight, residual=x32)),
     ]
     for name, call in calls:
         with pytest.raises(ValueError, match=f"^{name} "):

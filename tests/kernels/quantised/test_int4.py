@@ -186,6 +186,7 @@ def test_errors(randn, each):
         ("act", {"act": "none"}),
         ("norm", {"norm": (randn(32), 1e-5)}),
         ("residual", {"norm": (randn(64), 1e-5), "residual": x[:1]}),
+        ("residual", {"residual": x}),
     ):
         with pytest.raises(ValueError, match=f"^{name} "):
             each.fused_linear_int4(x, weight, **change)
