@@ -128,11 +128,11 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that may be in use, others' use included; not for CPUs"""
     max_num_seqs: int | None = Field(default=None, ge=1, le=2**20)
-    """Most sequences that run at once; if absent, 64 on CPUs, and on GPUs 1024, 512 or 256, as many as take little of
+    """Most sequences that run at once; if absent, 32 on CPUs, and on GPUs 1024, 512 or 256, as many as take little of
     the memory for the KV cache"""
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**24)
     """Most tokens computed in one step; more raise the throughput, and the pauses of running streams; if absent, 8192
-    on GPUs, and 256 on CPUs, which gain nothing by more. LLM and rayllm bench offline take 16384 then"""
+    on GPUs, and 128 on CPUs, where other streams wait for longer ones. LLM and rayllm bench offline take 16384 then"""
     target_itl_ms: float | None = Field(default=None, gt=0)
     """Milliseconds between the tokens of a running stream to aim at while prompts arrive; their chunks become as short
     as that takes, and their first tokens later"""

@@ -1,5 +1,7 @@
 """The option classes: each field is described, names of files and flags are sorted, errors name the option."""
 
+import re
+
 import pytest
 
 from rayllm.config.options import (
@@ -10,6 +12,7 @@ from rayllm.config.options import (
     make_config,
     make_models,
 )
+from rayllm.config.resolved import BATCHED_TOKENS, NUM_SEQS
 from rayllm.errors import ConfigError
 
 
@@ -74,5 +77,13 @@ def test_a_key_needs_its_certificate():
         make_models({"ssl_keyfile": "key.pem"})
 
 
-def test_the_default_of_offline_use_is_in_the_description():
-    assert str(OFFLINE_BATCHED_TOKENS) in EngineConfig.model_fields["max_num_batched_tokens"].description
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [
+        ("max_num_seqs", [number for numbers in NUM_SEQS.values() for number in numbers]),
+        ("max_num_batched_tokens", [*BATCHED_TOKENS.values(), OFFLINE_BATCHED_TOKENS]),
+    ],
+)
+def test_defaults_that_depend_on_the_device_are_in_the_description(name, defaults):
+    found = re.findall(r"\d+", EngineConfig.model_fields[name].description)
+    assert sorted(map(int, found)) == sorted(defaults)

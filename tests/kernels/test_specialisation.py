@@ -14,7 +14,7 @@ import importlib
 import pkgutil
 
 import rayllm_kernels
-from rayllm_kernels.attention import prefill_hopper
+from rayllm_kernels.attention import latent_hopper, prefill_hopper
 from rayllm_kernels.experts import hopper_kernel as experts_hopper_kernel
 from rayllm_kernels.experts.group_kernel import group, group_in_chunks, spread
 from rayllm_kernels.experts.plans import HOPPER_ROWS
@@ -62,6 +62,9 @@ def step(rows, begin):
     ops.qk_norm_rope_cache(tensor(16 * 64), None, array(), torch.zeros(9, 64), cache, array())
     scales = {"interleaved": True, "query_scale": torch.zeros(9)}
     ops.qk_norm_rope_cache(tensor(16 * 64), None, array(), torch.zeros(9, 64), cache, array(), **scales)
+    wide = ops.latent_cache(torch.zeros(9, 1, 16, 192, dtype=half), 128)
+    of_latents = ops.decode_schedule(tensor(8, 192), wide, contexts, scoring, num_ranges=3)
+    latent_hopper.decode(tensor(8, 192), wide, contexts, 0.1, of_latents, 16, tensor(8, 128))
     latents, queries = ops.latent_cache(torch.zeros(9, 1, 16, 80, dtype=half), 64), tensor(8, 80)
     angles = torch.zeros(9, 16)
     ops.latent_norm_rope_cache(

@@ -139,6 +139,6 @@ def test_h200_has_room_for_all_that_was_measured_there(paged_case, device, head_
         for cache_dtype in (None, torch.float8_e5m2):
             case = paged_case([20], heads=(heads, 1), head_dim=head_dim, dtype=dtype, cache_dtype=cache_dtype)
             with assumed(device, INTERPRETER):
-                unlimited = decode_tiles(case.q, case.cache)
+                unlimited = decode_tiles(case.q, case.cache, case.scoring())
             with assumed(device, GPUS["H200"]):
-                assert decode_tiles(case.q, case.cache) == unlimited
+                assert decode_tiles(case.q, case.cache, case.scoring()) == unlimited

@@ -37,6 +37,11 @@ class Scoring(NamedTuple):
     # neither scaled nor capped.
     sinks: Tensor | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are products times the scale, of all keys, and nothing else has weight."""
+        return all(part is None for part in self[1:])
+
 
 class Tiles(NamedTuple):
     """What one program of an attention kernel works with."""

@@ -36,7 +36,7 @@ def paged_decode_attention(
     """
     check_decodes(q, cache, contexts, scoring, out)
     if schedule is not None:
-        schedule.check(q, cache)
+        schedule.check(q, cache, scoring)
     if out is None:
         out = new_out(q, cache)
     if not on_triton(q):

@@ -37,18 +37,23 @@ from ..carveout import fit_carveout
 from ..compile_ahead import launch
 from ..dependent_launch import announce_and_wait, wait_for_predecessor
 from ..device import hardware
+from ..dispatch import TritonModule
 from .context import Contexts, Scoring
 from .device_functions import finish_scores, load_tile, score_unit, shape_of, sink_weights, slot_offsets
-from .schedule import DecodeSchedule, choose_tiles, head_tile, programs_a_range
+from .schedule import DecodeSchedule, choose_tiles, head_tile, hopper_takes, programs_a_range
 from .schedule_kernel import FIELDS, key_tiles
 
-# The merge's programs wait on the multiprocessors for the main kernel to end: the fewer warps, the less they are in the
-# way of it and of the next kernel.
-MERGE_WARPS = 1
+# Entries of a head that a warp of the merge takes. Its programs wait on the multiprocessors for the main kernel to end:
+# the fewer warps, the less they are in the way of it and of the next kernel.
+MERGE_WIDTH = 128
 MERGE_CHUNK = tl.constexpr(8)  # parts that a program of the merge takes at once
 # Batches whose next product may have small programs, several of which fit a multiprocessor: let in before attention has
 # ended everywhere, they crowd where it ended first (a layer of the 0.6B shape at 8 tokens: 41 us instead of 36).
 CROWDED = range(3, 17)
+
+
+# Imported only where it can run.
+_hopper = TritonModule("rayllm_kernels.attention.latent_hopper")
 
 
 @triton.jit
@@ -290,25 +295,27 @@ def decode(
     q: Tensor, cache: KVCache, contexts: Contexts, scoring: Scoring, schedule: DecodeSchedule, out: Tensor
 ) -> None:
     """Write attention to `out`; the arguments are checked, and B is at least 1."""
-    (batch, heads), (_, kv_heads, _, head_dim) = q.shape[:2], cache.v.shape
+    batch, heads = q.shape[:2]
     least_dim = 16 if cache.scales is None else 32
-    tiles, gpu = choose_tiles(q, cache), hardware(q.device)
-    overlap = gpu.can_overlap
-    tile = head_tile(heads, kv_heads, head_dim)
+    tiles, gpu = choose_tiles(q, cache, scoring), hardware(q.device)
+    overlap, tile = gpu.can_overlap, head_tile(q, cache, scoring)
     shape = shape_of(q, cache, tile, tiles.rows, tiles.keys, least_dim=least_dim, overlap=overlap)
-    if cache.scales is not None:
-        cache = cache._replace(v=cache.v.view(torch.int16))
-    strides = (*q.stride()[:2], *cache.k.stride()[:3], *out.stride()[:2], heads)
-    stride_table = contexts.block_tables.stride(0)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": overlap}
     num_ranges = schedule.ranges.shape[0]
-    kernel = launch(_decode_kernel, (programs_a_range(heads, kv_heads, head_dim), num_ranges))(
-        q, cache, *contexts, scoring, out, schedule, strides, stride_table, batch, SHAPE=shape, **options
-    )
-    fit_carveout(kernel, tiles.programs, gpu)
+    if hopper_takes(q, cache, scoring):
+        _hopper.decode(q, cache, contexts, scoring.scale, schedule, tiles.rows, out)
+    else:
+        if cache.scales is not None:
+            cache = cache._replace(v=cache.v.view(torch.int16))
+        strides = (*q.stride()[:2], *cache.k.stride()[:3], *out.stride()[:2], heads)
+        stride_table = contexts.block_tables.stride(0)
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": overlap}
+        kernel = launch(_decode_kernel, (programs_a_range(q, cache, scoring), num_ranges))(
+            q, cache, *contexts, scoring, out, schedule, strides, stride_table, batch, SHAPE=shape, **options
+        )
+        fit_carveout(kernel, tiles.programs, gpu)
     if num_ranges > 1:
         window, sinks, announce = scoring.sliding_window, scoring.sinks, batch not in CROWDED
-        options = {"num_warps": MERGE_WARPS, "launch_pdl": overlap}
+        options = {"num_warps": max(1, shape.padded_dim // MERGE_WIDTH), "launch_pdl": overlap}
         launch(_merge_kernel, (heads, num_ranges - 1))(
             schedule, out, out.stride(), window, sinks, heads, SHAPE=shape, ANNOUNCE=announce, **options
         )

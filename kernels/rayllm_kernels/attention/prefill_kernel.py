@@ -83,16 +83,14 @@ def _fastest_tiles(head_dim: int, itemsize: int, rows: int) -> Tiles:
 
 
 def choose_expanded_tiles(head_dim: int, rest: int, value_dim: int, itemsize: int, rows: int, gpu: Hardware) -> Tiles:
-    """For `rows` queries over expanded keys; not measured, but what registers and shared memory have room for."""
+    """For `rows` queries over expanded keys: as measured on an H200, less what smaller GPUs have no room for."""
     widest = max(head_dim, value_dim)
     if itemsize == 4:
         tiles = _fastest_tiles(widest, itemsize, rows)
-    elif widest > 128:
-        tiles = Tiles(64, 32, 8, 2)
     elif gpu.shared_memory < 200 << 10:  # these multiply out of registers, which hold the queries too
-        tiles = Tiles(64, 64, 8, 3)
+        tiles = Tiles(64, 32, 8, 2) if widest > 128 else Tiles(64, 64, 8, 3)
     else:
-        tiles = Tiles(128, 64, 8, 4)
+        tiles = Tiles(128, 64, 8, 2 if widest > 128 else 4)
     tiles = tiles._replace(rows=min(tiles.rows, max(16, triton.next_power_of_2(rows))))
     return tiles.fitted(head_dim, itemsize, itemsize, gpu, queries_move=False, rest=rest, value_dim=value_dim)
 
@@ -326,11 +324,9 @@ def prefill(
     """Write attention to `out`; the arguments are checked."""
     batch, heads, (_, kv_heads, _, head_dim) = contexts.seq_lens.shape[0], q.shape[1], cache.v.shape
     group, gpu = heads // kv_heads, hardware(q.device)
-    scale, window, slopes, softcap, sinks = scoring
-    plain = batch > 0 and window is None and slopes is None and softcap is None and sinks is None
     tall = deterministic or max_query_len * group > SHORT_CHUNK_ROWS
-    if gpu.is_hopper and plain and tall and hopper_takes(q, cache):
-        _hopper.prefill(q, cache, contexts, scale, query_start_loc, out)
+    if gpu.is_hopper and batch > 0 and scoring.is_plain and tall and hopper_takes(q, cache):
+        _hopper.prefill(q, cache, contexts, scoring.scale, query_start_loc, out)
         return
     rows = DETERMINISTIC_ROWS if deterministic else max_query_len * group
     tiles = choose_tiles(head_dim, q.element_size(), rows, gpu, rest=q.shape[2] - head_dim)

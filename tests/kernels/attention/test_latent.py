@@ -6,6 +6,8 @@ import pytest
 import torch
 from support.closeness import check_close
 
+from rayllm_kernels.attention import schedule as schedules
+from rayllm_kernels.device import Hardware, assumed
 from rayllm_kernels.ops import KVCache, latent_cache
 
 ON_GPU = torch.cuda.is_available()
@@ -24,6 +26,9 @@ if ON_GPU:
     DECODES += [
         ([4096, 1, 1777, 0, 333], 16, 576, 512, 16, torch.bfloat16),
         ([4096, 1, 1777, 0, 333], 128, 576, 512, 64, torch.bfloat16),
+        ([4096, 64, 1777, 0, 65, 128], 20, 576, 512, 16, torch.float16),
+        ([1200] * 256, 20, 576, 512, 24, torch.bfloat16),
+        ([100, 1000], 5, 192, 128, 8, torch.bfloat16),
         ([700] * 300, 32, 320, 256, 16, torch.bfloat16),
         ([900, 20], 128, 576, 512, 16, torch.float32),
     ]
@@ -41,6 +46,60 @@ def test_decodes(paged_case, kernels, reference, seq_lens, heads, width, value_d
     check_close(out, case.decode(reference), terms=case.terms)
     for row, length in enumerate(seq_lens):
         assert length > 0 or not out[row].any()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter runs programs one by one, in order")
+def test_decodes_have_the_same_bits_each_time(paged_case, kernels):
+    case = paged_case(
+        [1 + 211 * i % 1700 for i in range(60)], heads=(20, 1), head_dim=576, value_dim=512, dtype=torch.bfloat16
+    )
+    schedule, first = case.schedule(kernels), case.decode(kernels)
+    for _ in range(50):
+        assert torch.equal(case.decode(kernels, schedule), first)
+
+
+@pytest.mark.parametrize("other", [{"softcap": 20.0}, {"sliding_window": 40}])
+def test_what_scores_are_not_plain(paged_case, kernels, reference, other):
+    """Another kernel than that of plain ones on a Hopper GPU, and other tiles."""
+    case = paged_case([200, 3, 0, 90], heads=(20, 1), head_dim=576, value_dim=512, dtype=BRAIN, spread=2.0)
+    check_close(case.decode(kernels, **other), case.decode(reference, **other), terms=case.terms)
+
+
+def test_a_schedule_of_other_tiles_is_refused(paged_case, device):
+    case = paged_case([20], heads=(20, 1), head_dim=576, value_dim=512, dtype=torch.bfloat16)
+    with assumed(device, Hardware(132, 227 << 10, (9, 0))):
+        plain, capped = case.scoring(), case.scoring(softcap=20.0)
+        assert schedules.hopper_takes(case.q, case.cache, plain)
+        assert not schedules.hopper_takes(case.q, case.cache, capped)
+        keys = schedules.choose_tiles(case.q, case.cache, plain).keys
+        assert schedules.choose_tiles(case.q, case.cache, capped).keys != keys
+        made = schedules.DecodeSchedule(*torch.empty(2, 1, 20, 512), *torch.empty(2, 1, 20, 512), keys)
+        made.check(case.q, case.cache, plain)
+        with pytest.raises(ValueError, match=r"^schedule must be made for such a cache and such scoring"):
+            made.check(case.q, case.cache, capped)
+
+
+COMPILE = """
+from rayllm_kernels.attention.latent_hopper import _latent_hopper_kernel, decode
+from rayllm_kernels.attention.schedule import DecodeSchedule
+
+heads = 20
+q, lens = torch.zeros(3, heads, 576, dtype=torch.bfloat16), torch.ones(3, dtype=torch.int32)
+parts = torch.zeros(14, heads, 512), torch.zeros(14, heads)
+schedule = DecodeSchedule(torch.zeros(3, 2, dtype=torch.int32), torch.zeros(7, 8, dtype=torch.int32), *parts, 64)
+contexts = Contexts(torch.zeros(3, 5, dtype=torch.int32), lens)
+cache = latent_cache(torch.zeros(4, 1, 16, 576, dtype=torch.bfloat16), 512)
+with ops.compile_only():
+    decode(q, cache, contexts, 0.1, schedule, 32, torch.empty(3, heads, 512, dtype=torch.bfloat16))
+[kernel] = _latent_hopper_kernel.device_caches[0][0].values()
+print(kernel.asm["ptx"].count("wgmma.mma"))
+"""
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs the kernel itself")
+def test_hopper_kernel_compiles(run_compiler, tmp_path):
+    """36 steps of 16 entries of keys, and four of 16 keys for each 64 entries of values."""
+    assert int(run_compiler(COMPILE, TRITON_CACHE_DIR=str(tmp_path))) == 36 + 4 * 8
 
 
 # (context lengths, chunk lengths, query heads, width of keys, of values, dtype)

@@ -31,7 +31,7 @@ def test_every_tile_falls_to_one_range(paged_case, kernels, seq_lens, num_ranges
     padding = [(row, 0) for row, length in enumerate(seq_lens) if length == 0]
     assert list(map(tuple, schedule.contexts.tolist())) == used + padding
 
-    keys = choose_tiles(case.q, case.cache).keys
+    keys = choose_tiles(case.q, case.cache, case.scoring()).keys
     # (sequence, tiles of its own before it) of every tile, in order
     firsts = [0 if window is None else max(length - window, 0) // keys for length in seq_lens]
     counts = [-(-length // keys) - first for length, first in zip(seq_lens, firsts, strict=True)]
