@@ -40,6 +40,7 @@ from .norm.act_and_mul import act_and_mul
 from .norm.latent_norm_rope_cache import latent_norm_rope_cache
 from .norm.qk_norm_rope_cache import HeadNorms, qk_norm_rope_cache
 from .norm.rms_norm import fused_add_rms_norm, rms_norm, rms_norm_add
+from .norm.token_gate import token_gate
 from .quantised.experts import ExpertWeight, experts_quantised
 from .quantised.fp8 import (
     Fp8Rows,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from rayllm.layers.activation import activation
 from rayllm.layers.layer import BuildContext, Layer
 from rayllm_kernels import ops
 
@@ -15,10 +14,9 @@ class SharedExpertGate(Layer):
     def __init__(self, context: BuildContext, hidden_size: int):
         super().__init__(context)
         self.weight = context.parameter(1, hidden_size)
-        self.product = ops.linear_invariant if context.deterministic else ops.linear
-        self.act = activation("sigmoid", context)
+        self.deterministic = context.deterministic
 
     def forward(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """x: [T, hidden_size], the block's input. shared: the rank's summand of the shared expert's output, as large,
         and so is the result."""
-        return self.act(self.product(x, self.weight)) * shared
+        return ops.token_gate(x, self.weight[0], shared, deterministic=self.deterministic)

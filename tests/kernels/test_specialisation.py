@@ -87,6 +87,7 @@ def step(rows, begin):
     ops.rms_norm(q[:, 2:], q[0, 0], 1e-6)
     ops.rms_norm_add(x, x, x[0], 1e-6)
     ops.act_and_mul(x, "silu")
+    ops.token_gate(x, x[0], x)
     ops.linear(x, weight)
     ops.linear(x[:1], weight)
     ops.linear_invariant(x, weight)
