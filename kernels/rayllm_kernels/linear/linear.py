@@ -102,11 +102,14 @@ def linear_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def linear_wide(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
     """x W^T + bias -> a new tensor [T, out] in fp32, not rounded to x's dtype; arguments as for `linear`.
 
-    deterministic: on the CPU, rows are multiplied one by one, so that none depends on the others to the bit; on GPUs
-    none ever does.
+    deterministic: no row depends on the others to the bit, as for `linear_invariant`; slower for very few tokens.
     """
     _check_projection(x, weight, bias)
     if on_triton(x):
+        if not deterministic and plans.rows_take(x, weight, norm=False):
+            wide = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
+            tiles = plans.choose_rows(*x.shape, gated=False, norm=False)
+            return _rows_kernel.linear_rows(x, weight, tiles, bias, NO_NORM, None, wide)[0]
         return _invariant_kernel.linear_invariant(x, weight, bias, wide=True)
     wide = x.float(), weight.float(), None if bias is None else bias.float()
     return linear_invariant(*wide) if deterministic else F.linear(*wide)

@@ -92,6 +92,30 @@ def test_in_steps_as_at_once(randn, each, device):
             torch.testing.assert_close(recurrent[5 - block].double(), after, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter runs programs one by one, in order")
+def test_long_chunks_have_the_same_bits_each_time(randn, kernels, device):
+    """Of a served size, beside a state token by token: what is pipelined must not be read too early."""
+    heads, size, length, block = 32, 128, 1000, 528
+    qkv = randn(4 * length, 2 * 16 * size + heads * size, dtype=torch.bfloat16)
+    both = randn(4 * length, 2 * heads, dtype=torch.bfloat16)
+    gates = Gates(both[:, :heads], both[:, heads:], randn(heads), randn(heads))
+    tables = torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
+    lens = torch.full((4,), length, dtype=torch.int32, device=device)
+    starts = torch.arange(5, dtype=torch.int32, device=device) * length
+    chunks, found = Chunks(Contexts(tables, lens), starts, length), []
+    for deterministic in [True] + [False] * 20:
+        cache = StateCache(torch.empty(0), torch.zeros(8, heads, size, size, device=device), block)
+        out = torch.empty(4 * length, heads, size, dtype=torch.bfloat16, device=device)
+        kernels.gated_delta_rule(qkv, gates, cache, chunks, out, deterministic=deterministic)
+        found.append((cache.recurrent, out))
+    exact, first, *others = found
+    off = (first[0] - exact[0]).square().mean().sqrt() / exact[0].square().mean().sqrt()
+    assert off < 2.0**-11
+    for other in others:
+        assert torch.equal(other[0], first[0])
+        assert torch.equal(other[1], first[1])
+
+
 def test_a_deterministic_call_gives_a_token_the_same_bits_in_any_chunk(randn, each, state_case):
     whole, parts = (state_case([0], [30], 8) for _ in range(2))
     qkv, gates = randn(30, CHANNELS), gates_of(randn, 30)
