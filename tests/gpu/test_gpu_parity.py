@@ -51,6 +51,8 @@ def make_case(folder: Path, kind: str) -> Case:
     if kind in LATENT:
         size = {"hidden_size": 512, "kv_lora_rank": 192, "qk_rope_head_dim": 32, "qk_nope_head_dim": 48}
         size |= {"v_head_dim": 64}
+    if kind == "glm4_moe_lite":  # as served: decodes on Hopper have a kernel of their own for such latents
+        size |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256}
     if kind in DELTA:
         size |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
         size |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
