@@ -17,14 +17,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def gates_of(randn, rows: int, dtype: torch.dtype = torch.float32) -> Gates:
     """Of which some keep nearly all, and some nearly nothing."""
     both = 3.0 * randn(rows, 2 * HEADS, dtype=dtype)
+    if dtype == torch.bfloat16:  # strengths of 0, 1/2 and 1, since the interpreter truncates where a GPU rounds
+        both[:, HEADS:] = both[:, HEADS:].sign() * 200.0 * (both[:, HEADS:].abs() > 1.0)
     return Gates(both[:, :HEADS], both[:, HEADS:], randn(HEADS), randn(HEADS))
 
 
-TF32 = 2.0**-11  # unit roundoff
+# Unit roundoff of what is multiplied in long chunks: of tf32, and of two numbers of bf16 that are truncated.
+FACTORS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-14}
 
 
-# The interpreter truncates to bf16, and a token's strength is rounded.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("step", STEPS)
 def test_gated_delta_rule(randn, kernels, reference, state_case, step, dtype):
     from rayllm_kernels.gated_delta.delta_rule_kernel import LONG
@@ -40,9 +42,9 @@ def test_gated_delta_rule(randn, kernels, reference, state_case, step, dtype):
     check_close(*results, terms=KEY, slack=4)
     written = ~theirs.cache.recurrent.isnan()
     assert torch.equal(written, ~ours.cache.recurrent.isnan())
-    # States are in fp32, and so are all sums; what is multiplied in long chunks of fp16 is rounded to tf32.
-    in_tf32 = dtype != torch.float32 and ours.chunks.longest >= LONG
-    slack = TF32 / UNIT[torch.float32] if in_tf32 else 4
+    # States are in fp32, and so are all sums.
+    in_parts = dtype != torch.float32 and ours.chunks.longest >= LONG
+    slack = FACTORS[dtype] / UNIT[torch.float32] if in_parts else 4
     check_close(ours.cache.recurrent[written], theirs.cache.recurrent[written], terms=KEY, slack=slack)
     if ours.chunks.starts is None:
         padding = ours.chunks.contexts.seq_lens == 0
