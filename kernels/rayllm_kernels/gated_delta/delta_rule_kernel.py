@@ -42,15 +42,9 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def norm_factor(x):
-    """What makes rows [.., K] in fp32 ones of length 1."""
-    return tl.rsqrt(tl.sum(x * x, len(x.shape) - 1) + EPS)
-
-
-@triton.jit
 def normed(x):
-    """A row [K] in fp32 of length 1."""
-    return x * norm_factor(x)
+    """fp32 rows [.., K] of length 1."""
+    return x * tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) + EPS)
 
 
 @triton.jit

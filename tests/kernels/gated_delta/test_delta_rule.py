@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rayllm_kernels.ops import Chunks, Contexts, Gates, StateCache
 
+ON_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 
@@ -20,15 +21,20 @@ def gates_of(randn, rows: int, dtype: torch.dtype = torch.float32) -> Gates:
     return Gates(both[:, :HEADS], both[:, HEADS:], randn(HEADS), randn(HEADS))
 
 
-TF32 = 2.0**-11  # unit roundoff
+TF32, PAIR = 2.0**-11, 2.0**-15  # unit roundoff of what is multiplied in long chunks
 
 
-# The interpreter truncates to bf16, and a token's strength is rounded.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+# The interpreter multiplies bf16 bit patterns as integers: there, pairs are of fp16, whose exponents are enough here.
+@pytest.mark.parametrize(
+    ("dtype", "in_pairs"),
+    [(torch.float32, False), (torch.float16, False), (torch.bfloat16 if ON_GPU else torch.float16, True)],
+)
 @pytest.mark.parametrize("step", STEPS)
-def test_gated_delta_rule(randn, kernels, reference, state_case, step, dtype):
+def test_gated_delta_rule(randn, kernels, reference, state_case, monkeypatch, step, dtype, in_pairs):
+    from rayllm_kernels.gated_delta import chunk_kernel
     from rayllm_kernels.gated_delta.delta_rule_kernel import LONG
 
+    monkeypatch.setattr(chunk_kernel, "are_pairs", lambda _dtype: in_pairs)
     ours = state_case(*step, dtype=dtype)
     theirs = ours.copy()
     qkv, gates = randn(ours.num_rows, CHANNELS, dtype=dtype), gates_of(randn, ours.num_rows, dtype)
@@ -40,9 +46,9 @@ def test_gated_delta_rule(randn, kernels, reference, state_case, step, dtype):
     check_close(*results, terms=KEY, slack=4)
     written = ~theirs.cache.recurrent.isnan()
     assert torch.equal(written, ~ours.cache.recurrent.isnan())
-    # States are in fp32, and so are all sums; what is multiplied in long chunks of fp16 is rounded to tf32.
-    in_tf32 = dtype != torch.float32 and ours.chunks.longest >= LONG
-    slack = TF32 / UNIT[torch.float32] if in_tf32 else 4
+    # States are in fp32, and so are all sums.
+    is_rounded = dtype != torch.float32 and ours.chunks.longest >= LONG
+    slack = (PAIR if in_pairs else TF32) / UNIT[torch.float32] if is_rounded else 4
     check_close(ours.cache.recurrent[written], theirs.cache.recurrent[written], terms=KEY, slack=slack)
     if ours.chunks.starts is None:
         padding = ours.chunks.contexts.seq_lens == 0
@@ -92,7 +98,7 @@ def test_in_steps_as_at_once(randn, each, device):
             torch.testing.assert_close(recurrent[5 - block].double(), after, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter runs programs one by one, in order")
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter runs programs one by one, in order")
 def test_long_chunks_have_the_same_bits_each_time(randn, kernels, device):
     """Of a served size, beside a state token by token: what is pipelined must not be read too early."""
     heads, size, length, block = 32, 128, 1000, 528
@@ -110,7 +116,7 @@ def test_long_chunks_have_the_same_bits_each_time(randn, kernels, device):
         found.append((cache.recurrent, out))
     exact, first, *others = found
     off = (first[0] - exact[0]).square().mean().sqrt() / exact[0].square().mean().sqrt()
-    assert off < 2.0**-11
+    assert off < PAIR
     for other in others:
         assert torch.equal(other[0], first[0])
         assert torch.equal(other[1], first[1])
