@@ -107,9 +107,9 @@ def linear_wide(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, determ
     _check_projection(x, weight, bias)
     if on_triton(x):
         if not deterministic and plans.rows_take(x, weight, norm=False):
-            wide = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
+            y = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
             tiles = plans.choose_rows(*x.shape, gated=False, norm=False)
-            return _rows_kernel.linear_rows(x, weight, tiles, bias, NO_NORM, None, wide)[0]
+            return _rows_kernel.linear_rows(x, weight, tiles, bias, NO_NORM, None, y)[0]
         return _invariant_kernel.linear_invariant(x, weight, bias, wide=True)
     wide = x.float(), weight.float(), None if bias is None else bias.float()
     return linear_invariant(*wide) if deterministic else F.linear(*wide)
