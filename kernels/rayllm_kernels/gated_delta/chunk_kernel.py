@@ -12,9 +12,9 @@ and "Gated Delta Networks" (2024). What does not depend on S is computed for all
 L, A and factors of the tokens, by a second one (1 + L)^-1. A third one takes the tiles of a sequence one after the
 other, as `delta_rule_kernel.py` takes tokens.
 
-q and k are multiplied as they are; what is to make them 1 long is a factor of their tokens. So only what is in fp32 is
-rounded for tensor cores: in bf16 to pairs, high and low, of which all products but that of two low ones are summed, and
-in fp16 to tf32, whose 11 bits are those of fp16. With qkv in fp32 products are exact. Sums and states are fp32.
+q and k are multiplied as they are, and their norms are factors of rows of products. So only what is in fp32 is rounded
+for tensor cores: in bf16 to pairs, high and low, of which all products but that of two low ones are summed, and in fp16
+to tf32, whose 11 bits are those of fp16. With qkv in fp32 products are exact. Sums and states are fp32.
 
 The state is held as [V, K]: each product then has as its left side what the one before it left in registers, and as its
 right side what was loaded. So no warp waits for another one, but for tiles to come, which are loaded ahead.
@@ -393,7 +393,7 @@ def gated_delta_rule(qkv: Tensor, gates: Gates, cache: StateCache, chunks: Chunk
     )
     if not batch:
         return
-    # Together as large as qkv, for tiles of 64 tokens and heads of 128 numbers of which two share a key head.
+    # Together half as large as qkv, for tiles of 32 tokens and heads of 128 numbers of which two share a key head.
     lower, scores = (
         torch.empty(value_heads, rows, tile.tokens, dtype=torch.float32, device=qkv.device) for _ in range(2)
     )

@@ -4,7 +4,8 @@ q' = q / |q| / sqrt(K);  k' = k / |k|;  decay = exp(-exp(a_log) * softplus(a + d
 S_t = decay_t S_(t-1) + k'_t (beta_t (v_t - decay_t k'_t^T S_(t-1)))^T;  o_t = S_t^T q'_t
 
 |x| is sqrt(sum x^2 + 1e-6). S is [K, V] of a value head, in fp32; Hv / Hk value heads in a row share a key head.
-Everything is fp32, except that long chunks of fp16 and bf16 may multiply numbers rounded to tf32 (`chunk_kernel.py`).
+Everything is fp32, except that long chunks may multiply numbers rounded to tf32 in fp16, and to pairs of bf16 in bf16
+(`chunk_kernel.py`).
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def gated_delta_rule(
     check_state(cache.recurrent, "cache.recurrent", (value_heads, key_dim, value_dim), torch.float32, qkv.device)
     check_chunks(chunks, qkv.shape[0], qkv.device)
     check_out(out, torch.Size((qkv.shape[0], value_heads, value_dim)), qkv, "qkv")
+    if not out.is_contiguous():
+        fail("out", "must be contiguous", out.stride())
     if on_triton(qkv):
         _kernel.gated_delta_rule(qkv, gates, cache, chunks, out, deterministic)
         return

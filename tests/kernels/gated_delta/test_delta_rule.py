@@ -135,3 +135,14 @@ def test_a_deterministic_call_gives_a_token_the_same_bits_in_any_chunk(randn, ea
         each.gated_delta_rule(qkv[first:end], own, parts.cache, chunks, out[first:end], deterministic=True)
     assert torch.equal(out, expected)
     torch.testing.assert_close(parts.cache.recurrent, whole.cache.recurrent, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_that_lie_apart_are_refused(randn, each, state_case):
+    case = state_case([0], [20], 8)
+    qkv, gates = randn(20, CHANNELS), gates_of(randn, 20)
+    out = torch.empty(20, HEADS + 1, VALUE, device=qkv.device)
+    with pytest.raises(ValueError, match=r"^out must be contiguous"):
+        each.gated_delta_rule(qkv, gates, case.cache, case.chunks, out[:, 1:])
+    wide = torch.empty(20, CHANNELS + 1, device=qkv.device)
+    with pytest.raises(ValueError, match=r"^qkv must be contiguous"):
+        each.gated_delta_rule(wide[:, 1:], gates, case.cache, case.chunks, out[:, 1:].contiguous())
