@@ -299,7 +299,7 @@ MISTAKES = {
     ],
     ("gated_delta/chunk_kernel.py", "gated_delta/test_delta_rule.py::test_gated_delta_rule"): [
         (" + (1 << 12)) & -(1 << 13)", ") & -(1 << 13)"),  # what tensor cores do to fp32 that nobody rounds
-        ("(x - high.to(tl.float32)).to(tl.bfloat16)", "(x - x).to(tl.bfloat16)"),
+        ("(x - high.to(tl.float32)).to(dtype)", "(x - x).to(dtype)"),
         ("tl.dot(high, a_low, tl.dot(low, a_high, total))", "tl.dot(high, a_low, total)"),
         ("for level in tl.static_range(4)", "for level in tl.static_range(3)"),
         ("-corner, tile_ptr", "corner, tile_ptr"),
