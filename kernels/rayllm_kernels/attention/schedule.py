@@ -21,7 +21,7 @@ from ..dispatch import TritonModule, on_triton
 from .context import Contexts, Scoring, Tiles, check_decodes
 
 RANGE_FIELDS = 8
-# Of `latent_hopper.py`, whose tiles all kernels over such a cache have there: keys of a tile, and heads of a program.
+# Of `latent_hopper.py`: keys of a tile, and heads of a program, at most.
 LATENT_KEYS = 64
 LATENT_HEADS = 32
 

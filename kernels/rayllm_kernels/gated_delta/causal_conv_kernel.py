@@ -20,7 +20,6 @@ from .state import Chunks, StateCache
 
 ROWS = 32  # tokens of a program
 COLUMNS = 256  # channels of a program
-WARPS = 4  # of a program of a chunk
 # What differs from step to step.
 VARYING = [*Contexts._fields, "starts_ptr", "stride_table"]
 
@@ -161,7 +160,7 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, chunks: Chunks, ou
         )
         return
     launch(_conv_chunk_kernel, (triton.cdiv(longest, ROWS), column_tiles, batch))(
-        x, weight, cache.conv, tables, seq_lens, starts, out, strides, stride_table, FORM=form, num_warps=WARPS
+        x, weight, cache.conv, tables, seq_lens, starts, out, strides, stride_table, FORM=form
     )
     launch(_conv_state_kernel, (column_tiles, batch))(
         x, cache.conv, tables, seq_lens, starts, x.stride(0), stride_block, stride_table, FORM=form

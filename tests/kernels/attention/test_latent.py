@@ -59,7 +59,7 @@ def test_decodes_have_the_same_bits_each_time(paged_case, kernels):
 
 
 @pytest.mark.parametrize("other", [{"softcap": 20.0}, {"sliding_window": 40}])
-def test_what_scores_are_not_plain(paged_case, kernels, reference, other):
+def test_scores_that_are_not_plain(paged_case, kernels, reference, other):
     """Another kernel than that of plain ones on a Hopper GPU, and other tiles."""
     case = paged_case([200, 3, 0, 90], heads=(20, 1), head_dim=576, value_dim=512, dtype=BRAIN, spread=2.0)
     check_close(case.decode(kernels, **other), case.decode(reference, **other), terms=case.terms)

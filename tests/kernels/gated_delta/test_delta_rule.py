@@ -34,7 +34,9 @@ def test_gated_delta_rule(randn, kernels, reference, state_case, monkeypatch, st
     from rayllm_kernels.gated_delta import chunk_kernel
     from rayllm_kernels.gated_delta.delta_rule_kernel import LONG
 
-    monkeypatch.setattr(chunk_kernel, "are_pairs", lambda _dtype: in_pairs)
+    if chunk_kernel.are_pairs(dtype) != in_pairs:
+        assert (dtype, in_pairs) == (torch.float16, True)
+        monkeypatch.setattr(chunk_kernel, "are_pairs", lambda _dtype: True)
     ours = state_case(*step, dtype=dtype)
     theirs = ours.copy()
     qkv, gates = randn(ours.num_rows, CHANNELS, dtype=dtype), gates_of(randn, ours.num_rows, dtype)
@@ -135,6 +137,12 @@ def test_a_deterministic_call_gives_a_token_the_same_bits_in_any_chunk(randn, ea
         each.gated_delta_rule(qkv[first:end], own, parts.cache, chunks, out[first:end], deterministic=True)
     assert torch.equal(out, expected)
     torch.testing.assert_close(parts.cache.recurrent, whole.cache.recurrent, rtol=0, atol=0, equal_nan=True)
+
+
+def test_pairs_are_of_bf16_alone():
+    from rayllm_kernels.gated_delta.chunk_kernel import are_pairs
+
+    assert [are_pairs(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)] == [False, False, True]
 
 
 def test_rows_that_lie_apart_are_refused(randn, each, state_case):
