@@ -46,7 +46,7 @@ class GatedDelta(Layer):
         self.parts = qkv_parts(context, spec)
         heads = context.shard(spec.value_heads, "linear_num_value_heads")
         wide = replace(context, dtype=torch.float32)
-        self.conv = context.parameter(sum(part.rows for part in self.parts), spec.conv_width)
+        self.conv = context.parameter(spec.conv_width, sum(part.rows for part in self.parts))
         self.a_log, self.dt_bias = wide.parameter(heads), wide.parameter(heads)
         self.norm = context.parameter(spec.value_dim)
 
@@ -97,7 +97,7 @@ class GatedDelta(Layer):
             stored = source.slice(
                 self.prefix + part.name, (part.total, 1, width), 0, part.start, part.start + part.rows
             )
-            source.write(self.conv[offset : offset + part.rows], stored[:, 0])
+            source.write(self.conv[:, offset : offset + part.rows], stored[:, 0].T)
             offset += part.rows
         (count,), first = self.a_log.shape, self.tp.rank * self.a_log.shape[0]
         for name, parameter in (("A_log", self.a_log), ("dt_bias", self.dt_bias)):

@@ -31,7 +31,7 @@ class GatedDeltaNet(nn.Module):
         parts = _grouped_parts(build, delta) if delta.grouped else _plain_parts(build, delta)
         self.in_proj = ColumnLinear(build, hidden, parts, bias=False)
         self.delta = GatedDelta(build, delta, spec.norm_eps)
-        channels, heads = self.delta.conv.shape[0], self.delta.a_log.shape[0]
+        channels, heads = self.delta.conv.shape[1], self.delta.a_log.shape[0]
         self.sizes = [channels, heads * delta.value_dim, heads, heads]
         self.out_proj = RowLinear(build.at("out_proj"), delta.value_heads * delta.value_dim, hidden, bias=False)
 

@@ -137,7 +137,7 @@ def step(rows, begin):
     int4_stream_kernel.linear_int4_stream(x[:1].repeat(1, 2), before, wide, None, None, plan=stream_plan)
     states = StateCache(torch.zeros(9, 3, 512, dtype=half), torch.zeros(9, 16, 16, 16), 16)
     for chunks in (Chunks(contexts), Chunks(contexts, starts, 100 + rows)):
-        ops.causal_conv(tensor(512), torch.zeros(512, 4, dtype=half), states, chunks, tensor(512))
+        ops.causal_conv(tensor(512), torch.zeros(4, 512, dtype=half), states, chunks, tensor(512))
         gates = Gates(tensor(16), tensor(16), torch.zeros(16), torch.zeros(16))
         ops.gated_delta_rule(tensor(512), gates, states, chunks, tensor(16, 16))
     ops.rms_norm_gated(tensor(16, 16), tensor(256), torch.zeros(16, dtype=half), 1e-6)

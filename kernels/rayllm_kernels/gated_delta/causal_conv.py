@@ -1,6 +1,6 @@
 """The causal convolution before a recurrent layer, each channel by itself, and the inputs that it keeps between steps.
 
-y[t, c] = silu(round(sum_i weight[c, i] * x[t - width + 1 + i, c]))
+y[t, c] = silu(round(sum_i weight[i, c] * x[t - width + 1 + i, c]))
 
 Inputs before a sequence's first are zero, those before a step's first come from the cache.
 """
@@ -22,7 +22,7 @@ def causal_conv(
 ) -> None:
     """As above, and the cache's inputs brought up to these tokens (`state.py`).
 
-    x: [T, C] of any row stride. weight: [C, width] in x's dtype, contiguous. out: [T, C], where y goes; rows outside of
+    x: [T, C] of any row stride. weight: [width, C] in x's dtype, contiguous. out: [T, C], where y goes; rows outside of
     every sequence keep what it held. Sums are fp32, in the order of the inputs.
     deterministic: a token's bits depend on its inputs alone. On CUDA they always do.
     """
@@ -31,9 +31,9 @@ def causal_conv(
         fail("x", "must be [T, C]", x.shape)
     check_last_dim(x, "x")
     check_like(weight, "weight", x, "x")
-    if weight.dim() != 2 or weight.shape[0] != x.shape[1] or not weight.is_contiguous():
-        fail("weight", f"must be [{x.shape[1]}, width], contiguous", weight.shape)
-    width = weight.shape[1]
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1] or not weight.is_contiguous():
+        fail("weight", f"must be [width, {x.shape[1]}], contiguous", weight.shape)
+    width = weight.shape[0]
     check_state(cache.conv, "cache.conv", (width - 1, x.shape[1]), x.dtype, x.device)
     check_chunks(chunks, x.shape[0], x.device)
     check_out(out, x.shape, x, "x")
@@ -44,9 +44,9 @@ def causal_conv(
         before = cache.conv[source] if source is not None else x.new_zeros(width - 1, x.shape[1])
         inputs = torch.cat((before, x[rows]))
         count = inputs.shape[0] - (width - 1)
-        total = inputs[:count].float() * weight[:, 0].float()
+        total = inputs[:count].float() * weight[0].float()
         for i in range(1, width):
-            total += inputs[i : i + count].float() * weight[:, i].float()
+            total += inputs[i : i + count].float() * weight[i].float()
         total = total.to(x.dtype)
         # An exponential's last bit may follow from the place in a tensor, see `layers.activation`.
         parts = [part.clone() for part in total.split(1)] if deterministic else [total]

@@ -18,8 +18,9 @@ from ..attention.context import Contexts
 from ..compile_ahead import launch
 from .state import Chunks, StateCache
 
-ROWS = 32  # tokens of a program
 COLUMNS = 256  # channels of a program
+# Of a chunk; a thread takes 16 bytes of each token's inputs.
+CHUNK_ROWS, CHUNK_COLUMNS = 4, 1024
 # What differs from step to step.
 VARYING = [*Contexts._fields, "starts_ptr", "stride_table"]
 
@@ -37,7 +38,9 @@ class Form(NamedTuple):
 @triton.jit
 def _silu(total, dtype):
     rounded = total.to(dtype).to(tl.float32)
-    return (rounded / (1.0 + tl.exp(-rounded))).to(dtype)
+    # A sigmoid by two instructions of the unit for special functions; a division takes eight more.
+    root = tl.rsqrt(1.0 + tl.exp2(rounded * -1.4426950408889634))
+    return (rounded * root * root).to(dtype)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -62,12 +65,14 @@ def _conv_step_kernel(
     total = tl.zeros([COLUMNS], tl.float32)
     for i in tl.static_range(WIDTH - 1):
         kept = tl.load(conv_ptr + source + i * FORM.channels + channel, mask=known, other=0.0)
-        total += kept.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + i, mask=mask, other=0.0).to(tl.float32)
+        total += kept.to(tl.float32) * tl.load(weight_ptr + i * FORM.channels + channel, mask=mask, other=0.0).to(
+            tl.float32
+        )
         if i > 0:  # read before, so that it may be where the one after it was
             tl.store(conv_ptr + target + (i - 1) * FORM.channels + channel, kept, mask=mask)
-    total += newest.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(
-        tl.float32
-    )
+    total += newest.to(tl.float32) * tl.load(
+        weight_ptr + (WIDTH - 1) * FORM.channels + channel, mask=mask, other=0.0
+    ).to(tl.float32)
     tl.store(conv_ptr + target + (WIDTH - 2) * FORM.channels + channel, newest, mask=mask)
     tl.store(y_ptr + row * stride_y + channel, _silu(total, y_ptr.dtype.element_ty), mask=mask)
 
@@ -86,28 +91,33 @@ def _conv_chunk_kernel(
     if (first >= count) | (length == 0):
         return
     WIDTH: tl.constexpr = FORM.width
+    ROWS: tl.constexpr = FORM.rows  # fields as ranges do not compile in every version of Triton
     begin = length - count
     channel = tl.program_id(1) * FORM.columns + tl.arange(0, FORM.columns)
     mask = channel < FORM.channels
-    token = first + tl.arange(0, FORM.rows)
     table = block_tables + sequence.to(tl.int64) * stride_table
     source = tl.load(table + tl.maximum(begin - 1, 0) // FORM.block_size).to(tl.int64) * stride_block
-    ROWS: tl.constexpr = FORM.rows  # a list of fields does not compile in every version of Triton
-    COLUMNS: tl.constexpr = FORM.columns
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    weights = ()
     for i in tl.static_range(WIDTH):
-        place = token - (WIDTH - 1) + i
-        of_step = ((place >= 0) & (token < count))[:, None] & mask[None, :]
-        x_ptrs = x_ptr + (first_row + place)[:, None] * stride_x + channel[None, :]
-        values = tl.load(x_ptrs, mask=of_step, other=0.0).to(tl.float32)
-        if first < WIDTH - 1:
-            kept = ((place < 0) & (place + begin >= 0))[:, None] & mask[None, :]
-            old_ptrs = conv_ptr + source + (place + WIDTH - 1)[:, None] * FORM.channels + channel[None, :]
-            values += tl.load(old_ptrs, mask=kept, other=0.0).to(tl.float32)
-        weight = tl.load(weight_ptr + channel * WIDTH + i, mask=mask, other=0.0).to(tl.float32)
-        total += values * weight[None, :]
-    y_ptrs = y_ptr + (first_row + token)[:, None] * stride_y + channel[None, :]
-    tl.store(y_ptrs, _silu(total, y_ptr.dtype.element_ty), mask=(token < count)[:, None] & mask[None, :])
+        weights += (tl.load(weight_ptr + i * FORM.channels + channel, mask=mask, other=0.0),)
+    # All inputs are asked for before the first output is stored, since a store may not be overtaken by loads.
+    inputs = ()
+    for i in tl.static_range(WIDTH - 1 + ROWS):
+        place = first - (WIDTH - 1) + i
+        of_step = channel < tl.where((place >= 0) & (place < count), FORM.channels, 0)
+        values = tl.load(x_ptr + (first_row + place) * stride_x + channel, mask=of_step, other=0.0)
+        if i < WIDTH - 1:
+            kept = channel < tl.where((place < 0) & (place + begin >= 0), FORM.channels, 0)
+            old_ptrs = conv_ptr + source + (place + WIDTH - 1) * FORM.channels + channel
+            values = tl.where(kept, tl.load(old_ptrs, mask=kept, other=0.0), values)
+        inputs += (values,)
+    for row in tl.static_range(ROWS):
+        total = inputs[row].to(tl.float32) * weights[0].to(tl.float32)
+        for i in tl.static_range(1, WIDTH):
+            total += inputs[row + i].to(tl.float32) * weights[i].to(tl.float32)
+        stored = channel < tl.where(first + row < count, FORM.channels, 0)
+        y_ptrs = y_ptr + (first_row + first + row) * stride_y + channel
+        tl.store(y_ptrs, _silu(total, y_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -147,21 +157,21 @@ def _conv_state_kernel(
 def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, chunks: Chunks, out: Tensor) -> None:
     """Write the convolution to `out` and its inputs to the cache; the arguments are checked."""
     (tables, seq_lens), starts, longest = chunks
-    batch, (channels, width) = seq_lens.shape[0], weight.shape
-    columns = min(COLUMNS, triton.next_power_of_2(channels))
-    form, stride_block = Form(width, channels, cache.block_size, ROWS, columns), cache.conv.stride(0)
-    strides, column_tiles = (x.stride(0), out.stride(0), stride_block), triton.cdiv(channels, columns)
-    stride_table = tables.stride(0)
+    batch, (width, channels) = seq_lens.shape[0], weight.shape
     if not batch:
         return
+    strides, stride_table = (x.stride(0), out.stride(0), cache.conv.stride(0)), tables.stride(0)
+    columns = min(COLUMNS, triton.next_power_of_2(channels))
+    grid = (triton.cdiv(channels, columns), batch)
+    form = Form(width, channels, cache.block_size, 1, columns)
     if starts is None:
-        launch(_conv_step_kernel, (column_tiles, batch))(
-            x, weight, cache.conv, tables, seq_lens, out, strides, stride_table, FORM=form
-        )
+        launch(_conv_step_kernel, grid)(x, weight, cache.conv, tables, seq_lens, out, strides, stride_table, FORM=form)
         return
-    launch(_conv_chunk_kernel, (triton.cdiv(longest, ROWS), column_tiles, batch))(
-        x, weight, cache.conv, tables, seq_lens, starts, out, strides, stride_table, FORM=form
+    wide = min(CHUNK_COLUMNS, triton.next_power_of_2(channels))
+    of_chunks = form._replace(rows=CHUNK_ROWS, columns=wide)
+    launch(_conv_chunk_kernel, (triton.cdiv(longest, CHUNK_ROWS), triton.cdiv(channels, wide), batch))(
+        x, weight, cache.conv, tables, seq_lens, starts, out, strides, stride_table, FORM=of_chunks
     )
-    launch(_conv_state_kernel, (column_tiles, batch))(
-        x, cache.conv, tables, seq_lens, starts, x.stride(0), stride_block, stride_table, FORM=form
+    launch(_conv_state_kernel, grid)(
+        x, cache.conv, tables, seq_lens, starts, x.stride(0), cache.conv.stride(0), stride_table, FORM=form
     )

@@ -73,7 +73,7 @@ def test_a_schedule_of_other_tiles_is_refused(paged_case, device):
         assert not schedules.hopper_takes(case.q, case.cache, capped)
         keys = schedules.choose_tiles(case.q, case.cache, plain).keys
         assert schedules.choose_tiles(case.q, case.cache, capped).keys != keys
-        made = schedules.DecodeSchedule(*torch.empty(2, 1, 20, 512), *torch.empty(2, 1, 20, 512), keys)
+        made = schedules.DecodeSchedule(*torch.empty(4, 1, 20, 512, device=device), keys)
         made.check(case.q, case.cache, plain)
         with pytest.raises(ValueError, match=r"^schedule must be made for such a cache and such scoring"):
             made.check(case.q, case.cache, capped)

@@ -19,7 +19,7 @@ def test_causal_conv(randn, kernels, reference, state_case, step, dtype):
     ours = state_case(*step, dtype=dtype)
     theirs = ours.copy()
     x = randn(ours.num_rows, CHANNELS + 8, dtype=dtype)[:, :CHANNELS]
-    weight = randn(CHANNELS, WIDTH, dtype=dtype)
+    weight = randn(WIDTH, CHANNELS, dtype=dtype)
     results = []
     for case, module in ((ours, kernels), (theirs, reference)):
         out = torch.full_like(x, 7.0).contiguous()
@@ -31,9 +31,9 @@ def test_causal_conv(randn, kernels, reference, state_case, step, dtype):
 
 def test_in_steps_as_at_once(randn, each, device):
     """However a sequence is cut into steps; the blocks hold the inputs before their ends."""
-    x, weight, size = randn(23, CHANNELS), randn(CHANNELS, WIDTH), 4
+    x, weight, size = randn(23, CHANNELS), randn(WIDTH, CHANNELS), 4
     padded = F.pad(x.T[None].double(), (WIDTH - 1, 0))
-    expected = F.silu(F.conv1d(padded, weight[:, None].double(), groups=CHANNELS))[0].T.float()
+    expected = F.silu(F.conv1d(padded, weight.T[:, None].double(), groups=CHANNELS))[0].T.float()
     for steps in ([23], [1] * 23, [2, 9, 1, 11], [3, 1, 4, 15]):
         cache = StateCache(torch.full((6, WIDTH - 1, CHANNELS), float("nan"), device=device), torch.empty(0), size)
         tables, out, done = torch.arange(5, -1, -1, dtype=torch.int32, device=device)[None], torch.empty_like(x), 0
