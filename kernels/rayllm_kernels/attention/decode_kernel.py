@@ -41,7 +41,7 @@ from ..dispatch import TritonModule
 from .context import Contexts, Scoring
 from .device_functions import finish_scores, load_tile, score_unit, shape_of, sink_weights, slot_offsets
 from .schedule import DecodeSchedule, choose_tiles, head_tile, hopper_takes, programs_a_range
-from .schedule_kernel import FIELDS, key_tiles
+from .schedule_kernel import CUTS, FIELDS, key_tiles
 
 # Entries of a head that a warp of the merge takes. Its programs wait on the multiprocessors for the main kernel to end:
 # the fewer warps, the less they are in the way of it and of the next kernel.
@@ -118,7 +118,6 @@ def _decode_kernel(
     q_ptr, cache, block_tables, seq_lens, scoring, out_ptr, schedule, strides, stride_table, batch, SHAPE: tl.constexpr
 ):
     """strides: of q, the cache, out, and `schedule.lse`, of the last dimensions none."""
-    wait_for_predecessor(SHAPE.overlap)
     stride_qb, stride_qh, stride_block, stride_kv_head, stride_slot, stride_ob, stride_oh, num_heads = strides
     q_strides = (stride_qb, stride_qh)
     window = scoring.sliding_window
@@ -149,7 +148,13 @@ def _decode_kernel(
     if LATENT:
         rest_dims = tl.arange(0, SHAPE.rest_padded)
         rest_mask = row_valid[:, None] & (rest_dims[None, :] < SHAPE.rest)
-    if tl.load(record + 7) > 0:
+    has_padding = tl.load(record + 6) > 0
+    first_key, first_tile, tiles = key_tiles(seq_len, window, KEYS)
+    tile = first_tile + range_first - origin
+    block = _load_blocks(block_tables, sequence, stride_table, tile, seq_len, KEYS, BLOCK_SIZE)
+    next_sequence, next_len = _load_context(schedule.contexts, context + 1, batch)
+    wait_for_predecessor(SHAPE.overlap)
+    if has_padding:
         offsets = head[:, None] * stride_oh + dims[None, :]
         _zero_padding_rows(seq_lens, out_ptr, batch, stride_ob, offsets, mask)
 
@@ -161,10 +166,6 @@ def _decode_kernel(
         v_scale = tl.load(cache.scales.v + kv_head)
     softcap = scoring.softcap
     unit = score_unit(scale, softcap, ALIBI)
-    first_key, first_tile, tiles = key_tiles(seq_len, window, KEYS)
-    tile = first_tile + range_first - origin
-    block = _load_blocks(block_tables, sequence, stride_table, tile, seq_len, KEYS, BLOCK_SIZE)
-    next_sequence, next_len = _load_context(schedule.contexts, context + 1, batch)
     totals = tl.zeros([ROWS, KEYS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     ACC_WIDTH: tl.constexpr = PADDED // 2 if FP8 else PADDED
@@ -240,33 +241,24 @@ def _decode_kernel(
 
 
 @triton.jit
-def _merge_kernel(
-    schedule, out_ptr, out_strides, window, sinks, num_heads, SHAPE: tl.constexpr, ANNOUNCE: tl.constexpr
-):
-    """out = sum_i w_i partial_i / sum_i w_i with w_i = 2^(lse_i - max lse): one head of the sequence cut by one border.
+def _merge_kernel(schedule, out_ptr, out_strides, sinks, num_heads, SHAPE: tl.constexpr, ANNOUNCE: tl.constexpr):
+    """out = sum_i w_i partial_i / sum_i w_i with w_i = 2^(lse_i - max lse): one head of a sequence that borders cut.
 
     With a sink, e^sink is one more term of the lower sum.
-
-    Program (h, i) sees to the border between ranges i and i + 1, if it is the first one inside its sequence.
     """
     stride_ob, stride_oh, _ = out_strides
     head = tl.program_id(0)
-    first_range = tl.program_id(1)
     # The schedule is older than the attention kernel, and may be read before that is done.
-    record = schedule.ranges + (first_range + 1) * FIELDS
-    sequence = tl.load(record + 1).to(tl.int64)
-    origin = tl.load(record + 3)
-    border = tl.load(record + 4)
-    range_end = tl.load(record + 5)
-    quota = tl.load(record + 6)
-    _, _, tiles = key_tiles(tl.load(record + 2), window, SHAPE.keys)
+    cut = schedule.cuts + tl.program_id(1) * CUTS
+    sequence = tl.load(cut).to(tl.int64)
+    first_range = tl.load(cut + 1)
+    parts = tl.load(cut + 2)
     if ANNOUNCE:
         announce_and_wait(SHAPE.overlap)
     else:
         wait_for_predecessor(SHAPE.overlap)
-    if (origin >= border) | (origin < border - quota) | (border >= range_end):
+    if parts == 0:
         return
-    parts = (origin + tiles - 1) // quota - first_range + 1
     PADDED: tl.constexpr = SHAPE.padded_dim
     dims = tl.arange(0, PADDED)
     total = 0.0
@@ -300,7 +292,6 @@ def decode(
     tiles, gpu = choose_tiles(q, cache, scoring), hardware(q.device)
     overlap, tile = gpu.can_overlap, head_tile(q, cache, scoring)
     shape = shape_of(q, cache, tile, tiles.rows, tiles.keys, least_dim=least_dim, overlap=overlap)
-    num_ranges = schedule.ranges.shape[0]
     if hopper_takes(q, cache, scoring):
         _hopper.decode(q, cache, contexts, scoring.scale, schedule, tiles.rows, out)
     else:
@@ -309,13 +300,14 @@ def decode(
         strides = (*q.stride()[:2], *cache.k.stride()[:3], *out.stride()[:2], heads)
         stride_table = contexts.block_tables.stride(0)
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": overlap}
-        kernel = launch(_decode_kernel, (programs_a_range(q, cache, scoring), num_ranges))(
+        kernel = launch(_decode_kernel, (programs_a_range(q, cache, scoring), schedule.ranges.shape[0]))(
             q, cache, *contexts, scoring, out, schedule, strides, stride_table, batch, SHAPE=shape, **options
         )
         fit_carveout(kernel, tiles.programs, gpu)
-    if num_ranges > 1:
-        window, sinks, announce = scoring.sliding_window, scoring.sinks, batch not in CROWDED
+    cuts = schedule.cuts.shape[0]
+    if cuts:
+        announce = batch not in CROWDED
         options = {"num_warps": max(1, shape.padded_dim // MERGE_WIDTH), "launch_pdl": overlap}
-        launch(_merge_kernel, (heads, num_ranges - 1))(
-            schedule, out, out.stride(), window, sinks, heads, SHAPE=shape, ANNOUNCE=announce, **options
+        launch(_merge_kernel, (heads, cuts))(
+            schedule, out, out.stride(), scoring.sinks, heads, SHAPE=shape, ANNOUNCE=announce, **options
         )

@@ -63,7 +63,7 @@ def _load_range(schedule):
     """
     record = schedule.ranges + gl.program_id(1) * FIELDS
     place = (gl.load(record), gl.load(record + 4), gl.load(record + 5))
-    return place, (gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)), gl.load(record + 7)
+    return place, (gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)), gl.load(record + 6)
 
 
 @gluon.jit

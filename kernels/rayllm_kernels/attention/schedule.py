@@ -20,7 +20,8 @@ from ..device import hardware
 from ..dispatch import TritonModule, on_triton
 from .context import Contexts, Scoring, Tiles, check_decodes
 
-RANGE_FIELDS = 8
+RANGE_FIELDS = 7
+CUT_FIELDS = 3
 # Of `latent_hopper.py`: keys of a tile, and heads of a program, at most.
 LATENT_KEYS = 64
 LATENT_HEADS = 32
@@ -32,9 +33,12 @@ class DecodeSchedule(NamedTuple):
     """The work of one decode step, cut into ranges of equal size. It serves all layers."""
 
     contexts: Tensor  # [B, 2] int32: (sequence, its length), in order, padding rows last
-    # [num_ranges, 8] int32: row of `contexts` in which the range begins, that sequence, its length, the position of its
-    # first tile, the range's first tile, its end, tiles a range, whether the range has padding rows to zero.
+    # [num_ranges, 7] int32: row of `contexts` in which the range begins, that sequence, its length, the position of its
+    # first tile, the range's first tile, its end, whether the range has padding rows to zero.
     ranges: Tensor
+    # [min(B, num_ranges - 1), 3] int32: (sequence, first of its ranges, number of its ranges) of sequences that borders
+    # cut, then zeros.
+    cuts: Tensor
     partials: Tensor  # [2 * num_ranges, Hq, D] fp32, scratch for sequences that borders cut
     lse: Tensor  # [2 * num_ranges, Hq] fp32, scratch too
     keys: int  # of a tile
@@ -131,6 +135,8 @@ def decode_schedule(
 ) -> DecodeSchedule | None:
     """Cut the work of `paged_decode_attention` on these arguments into equal ranges, once for all layers of one shape.
 
+    The contexts may not change until attention is done: it reads them and the schedule before it waits for the kernel
+    before it (`dependent_launch.py`).
     Any layer's queries, cache and scoring will do: of them, only shapes, the sliding window and, over latents, whether
     the scoring is plain are used. num_ranges: None fills the device once. Returns None where the reference attends,
     which needs no schedule.
@@ -148,6 +154,7 @@ def decode_schedule(
     schedule = DecodeSchedule(
         contexts=torch.empty((batch, 2), dtype=torch.int32, device=q.device),
         ranges=torch.empty((num_ranges, RANGE_FIELDS), dtype=torch.int32, device=q.device),
+        cuts=torch.empty((min(batch, num_ranges - 1), CUT_FIELDS), dtype=torch.int32, device=q.device),
         partials=torch.empty((2 * num_ranges, heads, head_dim), dtype=torch.float32, device=q.device),
         lse=torch.empty((2 * num_ranges, heads), dtype=torch.float32, device=q.device),
         keys=tiles.keys,

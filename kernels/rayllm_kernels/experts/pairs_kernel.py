@@ -75,22 +75,27 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def _multiply(weights, x, scales_ptr, expert, real, row, sizes, FORM: tl.constexpr):
-    """[places, rows]: the scaled sums of weights [places, rows, padded] and x [places, 1, padded]; sizes: as
-    scale_sizes below.
-    """
-    products = widen(weights) * x
+def _load_scales(scales_ptr, expert, real, row, sizes, FORM: tl.constexpr):
+    """[places, rows, groups] of a row, or 1 without scales; sizes: as scale_sizes below."""
     if scales_ptr is None:
-        return tl.sum(products, 2)
+        return 1.0
     else:
-        COUNT: tl.constexpr = FORM.padded // FORM.group
         scale_rows, num_groups = sizes
-        products = tl.sum(tl.reshape(products, [FORM.places, FORM.rows, COUNT, FORM.group]), 3)
-        group = tl.arange(0, COUNT)[None, None, :]
+        group = tl.arange(0, FORM.padded // FORM.group)[None, None, :]
         scale_row = (expert * scale_rows)[:, None] + (row // FORM.weight_rows)[None, :]
         pointers = scales_ptr + (scale_row * num_groups)[:, :, None] + group
         inside = real[:, None, None] & (group * FORM.group < FORM.inputs)
-        return tl.sum(products * tl.load(pointers, mask=inside, other=0.0), 2)
+        return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def _multiply(weights, x, scales, SCALED: tl.constexpr, FORM: tl.constexpr):
+    """[places, rows]: the scaled sums of weights [places, rows, padded] and x [places, 1, padded]."""
+    products = widen(weights) * x
+    if SCALED:
+        COUNT: tl.constexpr = FORM.padded // FORM.group
+        products = tl.sum(tl.reshape(products, [FORM.places, FORM.rows, COUNT, FORM.group]), 3) * scales
+    return tl.sum(products, 2)
 
 
 @triton.jit
@@ -207,34 +212,38 @@ def _sums_of_half(words, parts, total, of_groups, first_group, chunk, groups, HA
 
 
 @triton.jit
-def _add_bias(y, bias_ptr, expert, real, outputs, row, FORM: tl.constexpr):
-    if bias_ptr is None:
-        return y
-    else:
+def _load_last(bias_ptr, combined, item, pair, expert, real, output, outputs, FORM: tl.constexpr):
+    """What the sums meet, none of it of the kernel before: (bias, that of up, pairs' weights, onto), 0 for what is not
+    there. Asked for before the products, which else would end with memory's latency. Arguments as in `_pairs_kernel`.
+    """
+    bias, up_bias, weights, onto = 0.0, 0.0, 0.0, 0.0
+    if bias_ptr is not None:
+        row = tl.minimum(output, outputs - 1)
         own_rows = outputs * (2 if FORM.act is not None else 1)
         pointers = bias_ptr + (expert * own_rows)[:, None] + row[None, :]
-        return y + tl.load(pointers, mask=real[:, None], other=0.0).to(tl.float32)
+        bias = tl.load(pointers, mask=real[:, None], other=0.0)
+        if FORM.act is not None:
+            up_bias = tl.load(pointers + outputs, mask=real[:, None], other=0.0)
+    if FORM.act is None:
+        weights_ptr, onto_ptr, stride_onto = combined
+        weights = tl.load(weights_ptr + pair, mask=real, other=0.0)
+        if onto_ptr is not None:
+            onto = tl.load(onto_ptr + item.to(tl.int64) * stride_onto + output, mask=output < outputs, other=0.0)
+    return bias, up_bias, weights, onto
 
 
 @triton.jit
-def _store(result, up, bias_ptr, y_ptr, combined, item, pair, expert, real, output, outputs, FORM: tl.constexpr):
-    """result, up: sums [places, rows]. The rest as in `_pairs_kernel`."""
-    ACT: tl.constexpr = FORM.act
-    row = tl.minimum(output, outputs - 1)
-    result = _add_bias(result, bias_ptr, expert, real, outputs, row, FORM)
-    if ACT is not None:
-        up = _add_bias(up, bias_ptr, expert, real, outputs, outputs + row, FORM)
-        result = activate_gated(result, up, FORM)
+def _store(result, up, last, y_ptr, item, pair, real, output, outputs, FORM: tl.constexpr):
+    """result, up: sums [places, rows]. last: of `_load_last`. The rest as in `_pairs_kernel`."""
+    bias, up_bias, weights, onto = last
+    result += bias
+    if FORM.act is not None:
+        result = activate_gated(result, up + up_bias, FORM)
         target = y_ptr + pair.to(tl.int64)[:, None] * outputs + output[None, :]
         tl.store(target, result.to(y_ptr.dtype.element_ty), mask=real[:, None] & (output < outputs)[None, :])
     else:
-        weights_ptr, onto_ptr, stride_onto = combined
-        weights = tl.load(weights_ptr + pair, mask=real, other=0.0)
         result = result.to(y_ptr.dtype.element_ty).to(tl.float32)
-        total = tl.sum(weights[:, None] * result, 0)
-        if onto_ptr is not None:
-            onto = tl.load(onto_ptr + item.to(tl.int64) * stride_onto + output, mask=output < outputs, other=0.0)
-            total += onto.to(tl.float32)
+        total = tl.sum(weights[:, None] * result, 0) + onto
         tl.store(y_ptr + item.to(tl.int64) * outputs + output, total.to(y_ptr.dtype.element_ty), mask=output < outputs)
 
 
@@ -262,19 +271,24 @@ def _pairs_kernel(
     depth = tl.arange(0, FORM.padded)[None, None, :]
     inside = real[:, None, None] & (depth < FORM.inputs)
     values = tl.load(pointers + depth, mask=inside, other=0.0)
+    scales = _load_scales(scales_ptr, wide_expert, real, row, scale_sizes, FORM)
     if ACT is not None:
         up_pointers = pointers + tl.cast(outputs, tl.int64) * stride_weight
         up_values = tl.load(up_pointers + depth, mask=inside, other=0.0)
+        up_scales = _load_scales(scales_ptr, wide_expert, real, outputs + row, scale_sizes, FORM)
         x_row = x_ptr + (pair // FORM.top_k).to(tl.int64)[:, None, None] * stride_x
     else:
-        wait_for_predecessor(FORM.overlap)
         x_row = x_ptr + pair.to(tl.int64)[:, None, None] * stride_x
+    last = _load_last(bias_ptr, combined, item, pair, wide_expert, real, output, outputs, FORM)
+    if ACT is None:
+        wait_for_predecessor(FORM.overlap)
     x = tl.load(x_row + depth, mask=inside, other=0.0).to(tl.float32)
-    result = _multiply(values, x, scales_ptr, wide_expert, real, row, scale_sizes, FORM)
+    SCALED: tl.constexpr = scales_ptr is not None
+    result = _multiply(values, x, scales, SCALED, FORM)
     up = result
     if ACT is not None:
-        up = _multiply(up_values, x, scales_ptr, wide_expert, real, outputs + row, scale_sizes, FORM)
-    _store(result, up, bias_ptr, y_ptr, combined, item, pair, wide_expert, real, output, outputs, FORM)
+        up = _multiply(up_values, x, up_scales, SCALED, FORM)
+    _store(result, up, last, y_ptr, item, pair, real, output, outputs, FORM)
 
 
 @triton.jit
@@ -307,6 +321,8 @@ def _code_pairs_kernel(
     place = tl.arange(0, FORM.rows * FORM.places * FORM.padded) // FORM.padded
     _, scale_expert, scale_real = _find_experts(item, place % FORM.places, experts_ptr, owned, FORM)
     scale_row = scale_expert * (PARTS * outputs) + tl.minimum(first_output + place // FORM.places, outputs - 1)
+    output = first_output + tl.arange(0, FORM.rows)
+    last = _load_last(bias_ptr, combined, item, pair, expert, real, output, outputs, FORM)
     first_group = tl.where(scale_real, scale_row * groups, -1)
     up_group = tl.where(scale_real, (scale_row + outputs) * groups, -1)
 
@@ -326,12 +342,11 @@ def _code_pairs_kernel(
             if ACT is not None:
                 up_acc += _sums_of_half(up_words, parts, total, of_groups, up_group, chunk, groups, half, FORM)
         words, up_words = following, up_following
-    output = first_output + tl.arange(0, FORM.rows)
     result = tl.trans(tl.sum(acc, 2))
     up = result
     if ACT is not None:
         up = tl.trans(tl.sum(up_acc, 2))
-    _store(result, up, bias_ptr, y_ptr, combined, item, pair, expert, real, output, outputs, FORM)
+    _store(result, up, last, y_ptr, item, pair, real, output, outputs, FORM)
 
 
 def multiply_pairs(
@@ -347,7 +362,8 @@ def multiply_pairs(
 ) -> Tensor:
     """h [P, I] of x [T, H]; or y [T, H] of h, if there are `combined`, the experts' weights [T, k] and onto.
 
-    experts: [T, k], those of the second product from before the kernel that h is of. activation: of `activation_of`.
+    experts: [T, k]; these and `combined` of the second product are from before the kernel that h is of. activation: of
+    `activation_of`.
     owned: of `first_and_number`. choice: outputs and warps of a program; None for those of the plan.
     """
     (tokens, top_k), (_, rows, inputs) = experts.shape, weight.values.shape

@@ -49,64 +49,80 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def _scale_part(x, scale, weight_ptr, dims, valid):
-    """weight * round(x * scale), rounded to x's dtype and widened again; an fp32 weight meets what is not rounded."""
-    weight = tl.load(weight_ptr + dims, mask=valid, other=0.0).to(tl.float32)
-    normed = x.to(tl.float32) * scale
-    if weight_ptr.dtype.element_ty == x.dtype:
-        normed = normed.to(x.dtype).to(tl.float32)
-    return (normed * weight).to(x.dtype).to(tl.float32)
+def _entries(FORM: tl.constexpr):
+    """Of a head: (first and second entry of each pair, whether there are those; entries past the pairs, whether)."""
+    pair = tl.arange(0, FORM.half_padded)[None, :]
+    one = 2 * pair if FORM.interleaved else pair
+    other = 2 * pair + 1 if FORM.interleaved else FORM.half + pair
+    past = 2 * FORM.half + tl.arange(0, FORM.rest_padded if FORM.rest_padded > 0 else 1)[None, :]
+    return one, other, pair < FORM.half, past, past < FORM.dim
 
 
 @triton.jit
-def _times(x, factors_ptr, position):
-    """x times the factor of `position`, both in x's dtype; x itself if factors_ptr is None."""
-    if factors_ptr is not None:
-        x = (x.to(tl.float32) * tl.load(factors_ptr + position).to(x.dtype).to(tl.float32)).to(x.dtype)
+def _load_factors(weight_ptr, cos_sin_ptr, query_scale_ptr, FORM: tl.constexpr):
+    """What heads of one position are multiplied with: cos, sin, the norm's weights of each part of a head, the scale."""
+    one, other, in_pair, past, in_rest = _entries(FORM)
+    pair = tl.arange(0, FORM.half_padded)[None, :]
+    cos = tl.load(cos_sin_ptr + pair, mask=in_pair, other=0.0)
+    sin = tl.load(cos_sin_ptr + FORM.half + pair, mask=in_pair, other=0.0)
+    first, second, rest, scale = 1.0, 1.0, 1.0, 1.0
+    if weight_ptr is not None:
+        first = tl.load(weight_ptr + one, mask=in_pair, other=0.0)
+        second = tl.load(weight_ptr + other, mask=in_pair, other=0.0)
+        rest = tl.load(weight_ptr + past, mask=in_rest, other=0.0)
+    if query_scale_ptr is not None:
+        scale = tl.load(query_scale_ptr)
+    return cos, sin, first, second, rest, scale
+
+
+@triton.jit
+def _scale_part(x, scale, weight):
+    """weight * round(x * scale), rounded to x's dtype and widened again; an fp32 weight meets what is not rounded."""
+    normed = x.to(tl.float32) * scale
+    if weight.dtype == x.dtype:
+        normed = normed.to(x.dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(x.dtype).to(tl.float32)
+
+
+@triton.jit
+def _times(x, scale, SCALED: tl.constexpr):
+    """x times a scale, both in x's dtype."""
+    if SCALED:
+        x = (x.to(tl.float32) * scale.to(x.dtype).to(tl.float32)).to(x.dtype)
     return x
 
 
 @triton.jit
-def _norm_rotate(source, target, scale, valid, weight_ptr, eps, angles, position, FORM: tl.constexpr):
+def _norm_rotate(source, target, cache_scale, valid, factors, eps, WITH: tl.constexpr, FORM: tl.constexpr):
     """Heads at pointers `source` [N, 1] -> heads at `target` [N, 1]: the pairs that are rotated, and what is past them.
 
-    scale: [N, 1], or anything if `target` is not in fp8. weight_ptr: None if heads are not normalised. angles: of
-    all positions (cos_sin, the stride of its rows, factors of the results by position, or None).
+    cache_scale: [N, 1], or anything if `target` is not in fp8. factors: of `_load_factors`. WITH: whether heads are
+    normalised, and whether they are scaled.
     """
-    pair = tl.arange(0, FORM.half_padded)[None, :]
-    in_pair = pair < FORM.half
-    if FORM.interleaved:
-        one = 2 * pair
-        other = 2 * pair + 1
-    else:
-        one = pair
-        other = FORM.half + pair
+    NORMED: tl.constexpr = WITH[0]
+    SCALED: tl.constexpr = WITH[1]
+    one, other, in_pair, past, in_rest = _entries(FORM)
+    cos, sin, first_weight, second_weight, rest_weight, scale = factors
     mask = valid & in_pair
-    cos_sin_ptr, stride_cos_sin, factors_ptr = angles
-    angle_ptr = cos_sin_ptr + position * stride_cos_sin
-    cos = tl.load(angle_ptr + pair, mask=in_pair, other=0.0)
-    sin = tl.load(angle_ptr + FORM.half + pair, mask=in_pair, other=0.0)
     first = tl.load(source + one, mask=mask, other=0.0)
     second = tl.load(source + other, mask=mask, other=0.0)
     dtype = first.dtype
     a, b = first.to(tl.float32), second.to(tl.float32)
     if FORM.rest_padded > 0:
-        past = 2 * FORM.half + tl.arange(0, FORM.rest_padded)[None, :]
-        in_rest = past < FORM.dim
         rest = tl.load(source + past, mask=valid & in_rest, other=0.0)
-    if weight_ptr is not None:
+    if NORMED:
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         if FORM.rest_padded > 0:
             squares += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), 1)
         norm = tl.rsqrt(squares / FORM.dim + eps)[:, None]
-        a = _scale_part(first, norm, weight_ptr, one, in_pair)
-        b = _scale_part(second, norm, weight_ptr, other, in_pair)
+        a = _scale_part(first, norm, first_weight)
+        b = _scale_part(second, norm, second_weight)
         if FORM.rest_padded > 0:
-            rest = _scale_part(rest, norm, weight_ptr, past, in_rest).to(dtype)
-    store_rows(target + one, _times((a * cos - b * sin).to(dtype), factors_ptr, position), scale, mask)
-    store_rows(target + other, _times((b * cos + a * sin).to(dtype), factors_ptr, position), scale, mask)
+            rest = _scale_part(rest, norm, rest_weight).to(dtype)
+    store_rows(target + one, _times((a * cos - b * sin).to(dtype), scale, SCALED), cache_scale, mask)
+    store_rows(target + other, _times((b * cos + a * sin).to(dtype), scale, SCALED), cache_scale, mask)
     if FORM.rest_padded > 0:
-        store_rows(target + past, _times(rest, factors_ptr, position), scale, valid & in_rest)
+        store_rows(target + past, _times(rest, scale, SCALED), cache_scale, valid & in_rest)
 
 
 @triton.jit(do_not_specialize=["positions_ptr", "slots_ptr"])
@@ -129,38 +145,41 @@ def _qk_norm_rope_cache_kernel(
     kv_tiles = tl.cdiv(num_kv_heads, HEADS)
     row = qkv_ptr + token * stride_token
     lane = tl.arange(0, HEADS)[:, None]
-    wait_for_predecessor(FORM.overlap)
+    position = tl.load(positions_ptr + token)
+    angle_ptr = cos_sin_ptr + position * stride_cos_sin
     if tile < q_tiles:
         head = tile * HEADS + lane
-        position = tl.load(positions_ptr + token)
-        target = q_ptr + (token * num_heads + head) * FORM.dim
-        q_angles = cos_sin_ptr, stride_cos_sin, query_scale_ptr
-        _norm_rotate(row + head * FORM.dim, target, 1.0, head < num_heads, q_weight, eps, q_angles, position, FORM)
+        scale_ptr = query_scale_ptr + position if query_scale_ptr is not None else None
+        q_factors = _load_factors(q_weight, angle_ptr, scale_ptr, FORM)
+        wait_for_predecessor(FORM.overlap)
+        queries = q_ptr + (token * num_heads + head) * FORM.dim
+        WITH: tl.constexpr = (q_weight is not None, query_scale_ptr is not None)
+        _norm_rotate(row + head * FORM.dim, queries, 1.0, head < num_heads, q_factors, eps, WITH, FORM)
     elif slots_ptr is not None:
         slot = tl.load(slots_ptr + token)
-        if slot >= 0:
-            target = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_slot
-            if tile < q_tiles + kv_tiles:
-                head = (tile - q_tiles) * HEADS + lane
-                position = tl.load(positions_ptr + token)
-                source = row + (num_heads + head) * FORM.dim
-                valid = head < num_kv_heads
-                scale = tl.load(cache.scales.k + head, mask=valid, other=1.0) if cache.scales is not None else 1.0
-                place = cache.k + target + head * stride_cache_head
-                k_angles = cos_sin_ptr, stride_cos_sin, None
-                _norm_rotate(source, place, scale, valid, k_weight, eps, k_angles, position, FORM)
-            else:
-                head = (tile - q_tiles - kv_tiles) * HEADS + lane
-                dims = tl.arange(0, FORM.dim_padded)[None, :]
-                mask = (head < num_kv_heads) & (dims < FORM.dim)
-                v = tl.load(row + (num_heads + num_kv_heads + head) * FORM.dim + dims, mask=mask)
-                if FORM.norm_values:
-                    wide = tl.where(mask, v, 0.0).to(tl.float32)
-                    norm = tl.rsqrt(tl.sum(wide * wide, 1) / FORM.dim + eps)[:, None]
-                    v = (wide * norm).to(v.dtype)
-                valid = head < num_kv_heads
-                scale = tl.load(cache.scales.v + head, mask=valid, other=1.0) if cache.scales is not None else 1.0
-                store_rows(cache.v + target + head * stride_cache_head + dims, v, scale, mask)
+        target = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_slot
+        if tile < q_tiles + kv_tiles:
+            head = (tile - q_tiles) * HEADS + lane
+            valid = head < tl.where(slot >= 0, num_kv_heads, 0)
+            scale = tl.load(cache.scales.k + head, mask=valid, other=1.0) if cache.scales is not None else 1.0
+            k_factors = _load_factors(k_weight, angle_ptr, None, FORM)
+            wait_for_predecessor(FORM.overlap)
+            source = row + (num_heads + head) * FORM.dim
+            place = cache.k + target + head * stride_cache_head
+            _norm_rotate(source, place, scale, valid, k_factors, eps, (k_weight is not None, False), FORM)
+        else:
+            head = (tile - q_tiles - kv_tiles) * HEADS + lane
+            valid = head < tl.where(slot >= 0, num_kv_heads, 0)
+            scale = tl.load(cache.scales.v + head, mask=valid, other=1.0) if cache.scales is not None else 1.0
+            wait_for_predecessor(FORM.overlap)
+            dims = tl.arange(0, FORM.dim_padded)[None, :]
+            mask = valid & (dims < FORM.dim)
+            v = tl.load(row + (num_heads + num_kv_heads + head) * FORM.dim + dims, mask=mask)
+            if FORM.norm_values:
+                wide = tl.where(mask, v, 0.0).to(tl.float32)
+                norm = tl.rsqrt(tl.sum(wide * wide, 1) / FORM.dim + eps)[:, None]
+                v = (wide * norm).to(v.dtype)
+            store_rows(cache.v + target + head * stride_cache_head + dims, v, scale, mask)
 
 
 def qk_norm_rope_cache(

@@ -185,3 +185,15 @@ def test_replays_in_a_cuda_graph(paged_case, kernels, reference):
         out.fill_(float("nan"))
         graph.replay()
         check_close(out, case.decode(reference), terms=case.terms)
+
+
+def test_every_schedule_is_there_in_time(paged_case, kernels, reference):
+    """Attention reads it before it waits for the kernel before it: never what the memory held until then."""
+    cases = [
+        paged_case(lens, heads=(8, 2), head_dim=64, dtype=BRAIN)
+        for lens in ([700, 3, 0, 90], [5, 64, 300, 1], [0, 0, 0, 2])
+    ]
+    expected = [case.decode(reference) for case in cases]
+    for turn in range(300 if ON_GPU else 3):
+        case = turn % len(cases)
+        check_close(cases[case].decode(kernels), expected[case], terms=cases[case].terms)

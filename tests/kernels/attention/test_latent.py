@@ -73,7 +73,7 @@ def test_a_schedule_of_other_tiles_is_refused(paged_case, device):
         assert not schedules.hopper_takes(case.q, case.cache, capped)
         keys = schedules.choose_tiles(case.q, case.cache, plain).keys
         assert schedules.choose_tiles(case.q, case.cache, capped).keys != keys
-        made = schedules.DecodeSchedule(*torch.empty(4, 1, 20, 512, device=device), keys)
+        made = schedules.DecodeSchedule(*torch.empty(5, 1, 20, 512, device=device), keys)
         made.check(case.q, case.cache, plain)
         with pytest.raises(ValueError, match=r"^schedule must be made for such a cache and such scoring"):
             made.check(case.q, case.cache, capped)
@@ -86,7 +86,8 @@ from rayllm_kernels.attention.schedule import DecodeSchedule
 heads = 20
 q, lens = torch.zeros(3, heads, 576, dtype=torch.bfloat16), torch.ones(3, dtype=torch.int32)
 parts = torch.zeros(14, heads, 512), torch.zeros(14, heads)
-schedule = DecodeSchedule(torch.zeros(3, 2, dtype=torch.int32), torch.zeros(7, 8, dtype=torch.int32), *parts, 64)
+cuts = torch.zeros(3, 3, dtype=torch.int32)
+schedule = DecodeSchedule(torch.zeros(3, 2, dtype=torch.int32), torch.zeros(7, 7, dtype=torch.int32), cuts, *parts, 64)
 contexts = Contexts(torch.zeros(3, 5, dtype=torch.int32), lens)
 cache = latent_cache(torch.zeros(4, 1, 16, 576, dtype=torch.bfloat16), 512)
 with ops.compile_only():

@@ -26,7 +26,7 @@ CASES = [
 def test_every_tile_falls_to_one_range(paged_case, kernels, seq_lens, num_ranges, window):
     case = paged_case(seq_lens, heads=(6, 3), head_dim=16)
     schedule = case.schedule(kernels, sliding_window=window, num_ranges=num_ranges)
-    assert schedule.ranges.shape == (num_ranges, 8)
+    assert schedule.ranges.shape == (num_ranges, 7)
     used = [(row, length) for row, length in enumerate(seq_lens) if length > 0]
     padding = [(row, 0) for row, length in enumerate(seq_lens) if length == 0]
     assert list(map(tuple, schedule.contexts.tolist())) == used + padding
@@ -39,14 +39,20 @@ def test_every_tile_falls_to_one_range(paged_case, kernels, seq_lens, num_ranges
     quota = max(1, -(-len(tiles) // num_ranges))
     zeroed = []
     for index, record in enumerate(schedule.ranges.tolist()):
-        context, sequence, length, origin, first, end, size, has_empty = record
-        assert (first, end, size) == (index * quota, min((index + 1) * quota, len(tiles)), quota)
+        context, sequence, length, origin, first, end, has_empty = record
+        assert (first, end) == (index * quota, min((index + 1) * quota, len(tiles)))
         if first < end:
             assert used[context] == (sequence, length)
             assert tiles[first] == (sequence, firsts[sequence] + first - origin)
         mine = [row for row in range(index, len(seq_lens), num_ranges) if seq_lens[row] == 0]
         assert has_empty == bool(mine)
         zeroed += mine
+    ranges_of = {row: sorted({at // quota for at, tile in enumerate(tiles) if tile[0] == row}) for row, _ in used}
+    cuts = [(row, ranges[0], len(ranges)) for row, ranges in ranges_of.items() if len(ranges) > 1]
+    rest = min(len(seq_lens), num_ranges - 1) - len(cuts)
+    assert schedule.cuts.shape[0] == len(cuts) + rest
+    assert list(map(tuple, schedule.cuts.tolist()))[: len(cuts)] == cuts
+    assert not schedule.cuts[len(cuts) :, 2].any()
     assert sorted(zeroed) == [row for row, length in enumerate(seq_lens) if length == 0]
 
 
