@@ -5,10 +5,13 @@ so, and read what no other kernel writes (the weights), before its predecessor i
 holds it until all earlier results are visible.
 
 Every program waits exactly once, before it reads a result and before it writes anything. It lets the next kernel start
-after that. Short kernels between two long ones (norms, the merge of attention) do so before: the second may then read
-its weights while the first still runs. It waits for the short one, which waits for the first, so nothing else of the
-three overlaps. What is read early must have been written before the first of the three began; results of the kernel
-just before are not even visible to one that starts after its end, unless it waits.
+after that. Short kernels between two long ones (norms, the rotation of heads, the router's choice, the merge of
+attention) do so before: the second may then read its weights while the first still runs. It waits for the short one,
+which waits for the first, so nothing else of the three overlaps.
+
+Of what kernels write, too, a program may read before it waits what was written before the first of the three began:
+the inputs of the step, attention's schedule, the experts of the pairs that a second product adds up. Results of the
+kernel just before are not even visible to one that starts after its end, unless it waits.
 
 `Hardware.can_overlap` says which devices can do so. Kernels get its answer at compile time, as OVERLAP.
 """

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_ahead import launch
-from ..dependent_launch import wait_for_predecessor
+from ..dependent_launch import announce_and_wait
 from ..device import hardware
 from .route import TINY, Routing
 
@@ -82,7 +82,7 @@ def _in_best_groups(choice, expert, FORM: tl.constexpr):
 @triton.jit
 def _route_kernel(logits_ptr, correction_ptr, factors_ptr, weights_ptr, experts_ptr, stride, FORM: tl.constexpr):
     EXPERTS: tl.constexpr = FORM.experts
-    wait_for_predecessor(FORM.overlap)
+    announce_and_wait(FORM.overlap)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, FORM.experts_padded)
     real = expert < EXPERTS

@@ -57,6 +57,8 @@ def qk_norm_rope_cache(
     as for `reshape_and_cache`; None for qkv [T, Hq D] of queries alone, of which nothing is stored. interleaved: as for
     `rotate`. query_scale: [max_pos] fp32, by which the queries of a position are multiplied at last.
     deterministic: a token's bits do not depend on the number of tokens. Slower for few.
+    positions and slot_mapping must be older than the kernel that qkv is of: they are read before that has ended
+    (`dependent_launch.py`).
     """
     cache.check(qkv, "qkv")
     head_dim, num_kv_heads = cache.k.shape[3], 0 if slot_mapping is None else cache.k.shape[1]

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..cache.fp8 import store_rows
 from ..cache.kv_cache import KVCache
 from ..compile_ahead import launch
-from ..dependent_launch import wait_for_predecessor
+from ..dependent_launch import announce_and_wait
 from ..device import hardware
 from .qk_norm_rope_cache import HeadNorms
 
@@ -60,7 +60,7 @@ def _entries(FORM: tl.constexpr):
 
 @triton.jit
 def _load_factors(weight_ptr, cos_sin_ptr, query_scale_ptr, FORM: tl.constexpr):
-    """What heads of one position are multiplied with: cos, sin, the norm's weights of each part of a head, the scale."""
+    """What heads of one position are multiplied with: cos, sin, the norm's weights by parts of a head, the scale."""
     one, other, in_pair, past, in_rest = _entries(FORM)
     pair = tl.arange(0, FORM.half_padded)[None, :]
     cos = tl.load(cos_sin_ptr + pair, mask=in_pair, other=0.0)
@@ -151,7 +151,7 @@ def _qk_norm_rope_cache_kernel(
         head = tile * HEADS + lane
         scale_ptr = query_scale_ptr + position if query_scale_ptr is not None else None
         q_factors = _load_factors(q_weight, angle_ptr, scale_ptr, FORM)
-        wait_for_predecessor(FORM.overlap)
+        announce_and_wait(FORM.overlap)
         queries = q_ptr + (token * num_heads + head) * FORM.dim
         WITH: tl.constexpr = (q_weight is not None, query_scale_ptr is not None)
         _norm_rotate(row + head * FORM.dim, queries, 1.0, head < num_heads, q_factors, eps, WITH, FORM)
@@ -163,7 +163,7 @@ def _qk_norm_rope_cache_kernel(
             valid = head < tl.where(slot >= 0, num_kv_heads, 0)
             scale = tl.load(cache.scales.k + head, mask=valid, other=1.0) if cache.scales is not None else 1.0
             k_factors = _load_factors(k_weight, angle_ptr, None, FORM)
-            wait_for_predecessor(FORM.overlap)
+            announce_and_wait(FORM.overlap)
             source = row + (num_heads + head) * FORM.dim
             place = cache.k + target + head * stride_cache_head
             _norm_rotate(source, place, scale, valid, k_factors, eps, (k_weight is not None, False), FORM)
@@ -171,7 +171,7 @@ def _qk_norm_rope_cache_kernel(
             head = (tile - q_tiles - kv_tiles) * HEADS + lane
             valid = head < tl.where(slot >= 0, num_kv_heads, 0)
             scale = tl.load(cache.scales.v + head, mask=valid, other=1.0) if cache.scales is not None else 1.0
-            wait_for_predecessor(FORM.overlap)
+            announce_and_wait(FORM.overlap)
             dims = tl.arange(0, FORM.dim_padded)[None, :]
             mask = valid & (dims < FORM.dim)
             v = tl.load(row + (num_heads + num_kv_heads + head) * FORM.dim + dims, mask=mask)
