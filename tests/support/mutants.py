@@ -55,7 +55,8 @@ MISTAKES = {
         ("sink * LOG2E - peak", "sink - peak"),
     ],
     ("attention/schedule_kernel.py", "attention/test_decode.py::test_borders_of_ranges"): [
-        ("tl.minimum(first + quota, total)", "tl.minimum(first + quota, total - 1)")
+        ("tl.minimum(first + quota, total)", "tl.minimum(first + quota, total - 1)"),
+        ("(end - 1) // quota - first_range + 1", "(end - 1) // quota - first_range"),
     ],
     ("attention/prefill_kernel.py", "attention/test_prefill.py::test_edges_of_tiles"): [
         ("visible = (distance <= 0)", "visible = (distance < 0)"),
@@ -175,7 +176,7 @@ MISTAKES = {
         ("tl.where(real, expert - owned[0], 0)", "tl.where(real, expert, 0)")
     ],
     ("experts/pairs_kernel.py", "experts/test_experts.py::test_biases_and_the_clamped_activation"): [
-        ("real, outputs, outputs + row, FORM)", "real, outputs, row, FORM)")
+        ("up_bias = tl.load(pointers + outputs,", "up_bias = tl.load(pointers,")
     ],
     ("experts/device_functions.py", "experts/test_experts.py::test_biases_and_the_clamped_activation"): [
         ("(up + 1.0) * (gate", "up * (gate")
@@ -247,11 +248,16 @@ MISTAKES = {
     ("norm/qk_norm_rope_cache_kernel.py", "norm/test_qk_norm_rope_cache.py::test_equals_the_sequence"): [
         ("b * cos + a * sin", "b * cos - a * sin"),
         ("squares += tl.sum(rest", "squares -= tl.sum(rest"),
-        ("other = FORM.half + pair", "other = FORM.half - pair"),
+        ("else FORM.half + pair", "else FORM.half - pair"),
         (
-            "                valid = head < num_kv_heads\n                scale = tl.load(cache.scales.k",
-            "                valid = head < num_kv_heads - 1\n                scale = tl.load(cache.scales.k",
+            "tl.where(slot >= 0, num_kv_heads, 0)\n            scale = tl.load(cache.scales.k",
+            "tl.where(slot >= 0, num_kv_heads - 1, 0)\n            scale = tl.load(cache.scales.k",
         ),
+    ],
+    ("gated_delta/causal_conv_kernel.py", "gated_delta/test_causal_conv.py::test_causal_conv"): [
+        ("(place + begin >= 0)", "(place + begin > 0)"),
+        ("inputs[row + i]", "inputs[row + i - 1]"),
+        ("tl.where(first + row < count", "tl.where(first + row < count - 1"),
     ],
     ("norm/latent_norm_rope_cache_kernel.py", "norm/test_latent_norm_rope_cache.py::test_kernel_and_reference"): [
         ("mask = dims < FORM.rank", "mask = dims < FORM.rank - 1"),
