@@ -59,10 +59,10 @@ def test_steps_with_chunks(case):
     eager = model_factory.PagedRunner(model, dtype=torch.float16)
     padded = model_factory.PagedRunner(model, dtype=torch.float16, num_blocks=128, num_groups=2)
     context, room = model_factory.run_context(model, padded.caches, 6, split_decodes=not deterministic, num_groups=2)
-    graphs = step_graphs(context, max_tokens=128, logits_room=room)
+    graphs = step_graphs(context, max_tokens=64, logits_room=room)
     steps = [
-        ([("a", tokens(70, 1)), ("b", tokens(20, 2)), ("c", tokens(1, 3))], 0),
-        ([("b", tokens(1, 5)), ("a", tokens(1, 6)), ("e", tokens(33, 7)), ("c", tokens(9, 8))], 2),
+        ([("a", tokens(35, 1)), ("b", tokens(10, 2)), ("c", tokens(1, 3))], 0),
+        ([("b", tokens(1, 5)), ("a", tokens(1, 6)), ("e", tokens(21, 7)), ("c", tokens(9, 8))], 2),
         ([("e", tokens(1, 9)), ("d", tokens(5, 10))], 1),
     ]
     for work, decodes in steps:

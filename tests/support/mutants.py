@@ -237,9 +237,9 @@ MISTAKES = {
         ("tl.sum(x * x, 1) / DIM", "tl.sum(x * x, 1) / FORM.dim_padded"),
     ],
     ("norm/token_gate_kernel.py", "norm/test_token_gate.py::test_token_gate"): [
-        ("mask = first + place < INPUTS", "mask = place < INPUTS"),
+        ("mask = first + place < INPUTS", "mask = first + place < INPUTS - 1"),
         ("strides[1] + first + place", "strides[0] + first + place"),
-        ("y_ptr + row * DIM + first", "y_ptr + row * INPUTS + first"),
+        ("y_ptr + row * DIM + first", "y_ptr + row * (DIM - 1) + first"),
     ],
     ("norm/act_and_mul_kernel.py", "norm/test_act_and_mul.py::test_act_and_mul"): [
         ("mask = element < DIM", "mask = element < DIM - 1"),
