@@ -99,7 +99,7 @@ def _conv_chunk_kernel(
     source = tl.load(table + tl.maximum(begin - 1, 0) // FORM.block_size).to(tl.int64) * stride_block
     weights = ()
     for i in tl.static_range(WIDTH):
-        weights += (tl.load(weight_ptr + i * FORM.channels + channel, mask=mask, other=0.0),)
+        weights += (tl.load(weight_ptr + i * FORM.channels + channel, mask=mask, other=0.0),)  # type: ignore[assignment]
     # All inputs are asked for before the first output is stored, since a store may not be overtaken by loads.
     inputs = ()
     for i in tl.static_range(WIDTH - 1 + ROWS):
@@ -110,9 +110,9 @@ def _conv_chunk_kernel(
             kept = channel < tl.where((place < 0) & (place + begin >= 0), FORM.channels, 0)
             old_ptrs = conv_ptr + source + (place + WIDTH - 1) * FORM.channels + channel
             values = tl.where(kept, tl.load(old_ptrs, mask=kept, other=0.0), values)
-        inputs += (values,)
+        inputs += (values,)  # type: ignore[assignment]
     for row in tl.static_range(ROWS):
-        total = inputs[row].to(tl.float32) * weights[0].to(tl.float32)
+        total = inputs[row].to(tl.float32) * weights[0].to(tl.float32)  # type: ignore[misc]
         for i in tl.static_range(1, WIDTH):
             total += inputs[row + i].to(tl.float32) * weights[i].to(tl.float32)
         stored = channel < tl.where(first + row < count, FORM.channels, 0)
