@@ -363,8 +363,7 @@ def multiply_pairs(
     """h [P, I] of x [T, H]; or y [T, H] of h, if there are `combined`, the experts' weights [T, k] and onto.
 
     experts: [T, k]; these and `combined` of the second product are from before the kernel that h is of. activation: of
-    `activation_of`.
-    owned: of `first_and_number`. choice: outputs and warps of a program; None for those of the plan.
+    `activation_of`. owned: of `first_and_number`. choice: outputs and warps of a program; None for those of the plan.
     """
     (tokens, top_k), (_, rows, inputs) = experts.shape, weight.values.shape
     inputs = inputs if weight.inputs is None else weight.inputs
