@@ -24,7 +24,10 @@ from rayllm_kernels.device import INTERPRETER, assumed, hardware
 
 SPILLED = 256  # bytes of a thread's stack that cost next to nothing: what is read once a tile, not once a key
 # (model, tokens of the largest step)
-QUICK = {"L40S": [("qwen3-30b-a3b", 2048), ("heads-of-512", 32)], "H200": [("llama-3.1-8b", 64), ("qwen3.5-35b-a3b", 32)]}
+QUICK = {
+    "L40S": [("qwen3-30b-a3b", 2048), ("heads-of-512", 32)],
+    "H200": [("llama-3.1-8b", 64), ("qwen3.5-35b-a3b", 32)],
+}
 FORMATS = (
     {"dtype": "bfloat16"},
     {"dtype": "bfloat16", "deterministic": True},
