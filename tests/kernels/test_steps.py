@@ -52,17 +52,18 @@ def assert_near(actual, expected):
 
 
 @torch.inference_mode()
-def test_steps_with_chunks(case):
+def test_steps_with_chunks(case, full_matrix):
+    """Prompts twice as long, over several tiles of keys, with --full-matrix."""
     from support import model_factory
 
-    model, deterministic = case
+    (model, deterministic), times = case, 2 if full_matrix else 1
     eager = model_factory.PagedRunner(model, dtype=torch.float16)
     padded = model_factory.PagedRunner(model, dtype=torch.float16, num_blocks=128, num_groups=2)
     context, room = model_factory.run_context(model, padded.caches, 6, split_decodes=not deterministic, num_groups=2)
-    graphs = step_graphs(context, max_tokens=64, logits_room=room)
+    graphs = step_graphs(context, max_tokens=64 * times, logits_room=room)
     steps = [
-        ([("a", tokens(35, 1)), ("b", tokens(10, 2)), ("c", tokens(1, 3))], 0),
-        ([("b", tokens(1, 5)), ("a", tokens(1, 6)), ("e", tokens(21, 7)), ("c", tokens(9, 8))], 2),
+        ([("a", tokens(35 * times, 1)), ("b", tokens(10 * times, 2)), ("c", tokens(1, 3))], 0),
+        ([("b", tokens(1, 5)), ("a", tokens(1, 6)), ("e", tokens(21 * times, 7)), ("c", tokens(9, 8))], 2),
         ([("e", tokens(1, 9)), ("d", tokens(5, 10))], 1),
     ]
     for work, decodes in steps:
