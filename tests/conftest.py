@@ -35,6 +35,13 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full-matrix"):
+        left_out = [item for item in items if item.get_closest_marker("full_matrix")]
+        items[:] = [item for item in items if not item.get_closest_marker("full_matrix")]
+        config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(scope="session")
 def full_matrix(request) -> bool:
     return request.config.getoption("--full-matrix")

@@ -8,14 +8,15 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import ray
 
 from rayllm import timeouts
 from rayllm.errors import StartupError
-from rayllm.executor.ray_compat import ask_cluster, noted_cluster
+from rayllm.executor.ray_compat import ask_cluster, gave_up_on_node, noted_cluster
 
 NAMESPACE = "rayllm"  # of our named actors; what Ray calls so keeps their names apart from others'
 
@@ -45,20 +46,51 @@ def connect_to_ray(starts_one: bool | None = None) -> bool:
     if starts_one and not any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         ensure_token(Path.home() / ".ray" / "auth_token")
     try:
-        # Without an address, Ray looks for the cluster itself, and finds the token that it wants.
-        with private_files() if starts_one else nullcontext():
-            ray.init(
-                address="local" if starts_one else None,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+        if starts_one:
+            _start_ray()
+        else:  # without an address, Ray looks for the cluster itself, and finds the token that it wants
+            _init(None)
     except StartupError:
         raise
     except Exception as error:
         raise StartupError(f"Ray cannot be started or reached: {error}") from error
     logging.getLogger("ray").setLevel(logging.WARNING)
     return starts_one
+
+
+def _init(address: str | None) -> None:
+    ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _start_ray() -> None:
+    """Start Ray on this machine; a start that fails leaves no process.
+
+    Ray waits 30 s for its node, and longer is not to be had. The node waits for its agents, which import hundreds of
+    modules: from a cold disk, or beside others that compute, that may take longer. So it is tried twice.
+    """
+    there = set(_processes_of_ray())
+    for is_last in (False, True):
+        try:
+            with private_files():
+                return _init("local")
+        except Exception as error:
+            started = [each for each in _processes_of_ray() if each not in there]
+            for each in started:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            psutil.wait_procs(started, timeout=timeouts.DIE_S)
+            if is_last or not gave_up_on_node(error):
+                raise
+            logger.warning("Ray was not up after 30 s; it is started once more")
+
+
+def _processes_of_ray() -> Iterator[psutil.Process]:
+    """Those that this process has started, and theirs."""
+    folder = str(Path(ray.__file__).parent)
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if any(each.startswith(folder) for each in child.cmdline()):
+                yield from (child, *child.children(recursive=True))
 
 
 @contextmanager

@@ -40,6 +40,11 @@ def raylet_socket() -> str | None:
     return None if node is None else str(node.raylet_socket_name)
 
 
+def gave_up_on_node(error: Exception) -> bool:
+    """Whether `ray.init` says that the node which it had started was not up in time."""
+    return "The current node timed out during startup" in str(error)
+
+
 def ask_cluster(address: str, timeout_s: float, use_token: bool) -> None:
     """Return if a Ray cluster is at "host:port", and takes this process's token, if that has one.
 

@@ -58,7 +58,13 @@ def expected() -> dict[int, list[list[list[int]]]]:
 
 
 @pytest.mark.parametrize(
-    ("tp", "mode", "caching"), [(1, "recompute", True), (1, "swap", True), (1, "cost", False), (2, "swap", True)]
+    ("tp", "mode", "caching"),
+    [
+        (1, "recompute", True),
+        (1, "swap", True),
+        (1, "cost", False),
+        pytest.param(2, "swap", True, marks=pytest.mark.full_matrix),
+    ],
 )
 def test_a_fifth_of_the_room(tp, mode, caching, expected, request):
     if tp > 1:

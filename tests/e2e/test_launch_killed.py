@@ -112,11 +112,9 @@ def test_a_killed_launch_leaves_nothing_behind(server):
     server.check_that_nothing_is_left(processes)
 
 
-@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-def test_a_server_that_loses_ray_says_so_and_ends(tmp_path, port, name, full_matrix):
-    """All processes of Ray are watched by the same code: one, unless with --full-matrix."""
-    if name != "gcs_server" and not full_matrix:
-        pytest.skip("only with --full-matrix")
+# The same code watches all processes of Ray.
+@pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.full_matrix)])
+def test_a_server_that_loses_ray_says_so_and_ends(tmp_path, port, name):
     launched = Server(tmp_path, port)
     try:
         launched.wait_for("\nready ")

@@ -46,7 +46,7 @@ EVERY_OPTION = "qwen3"  # has all combinations of OPTIONS in the quick half too
 QUICK = {
     "test_options": [(kind, 1) for kind in KINDS],
     "test_small_pools": [("mistral", 1), ("deepseek_v3", 2)],
-    "test_over_ray": [("mistral", 2), ("qwen3_next", 4)],
+    "test_over_ray": [("mistral", 2), ("qwen3_next", 2)],
 }
 RANKS = {"test_options": (1, 2, 4), "test_small_pools": (1, 2, 4), "test_over_ray": (2, 4)}
 

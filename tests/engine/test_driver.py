@@ -49,17 +49,19 @@ def test_an_idle_engine_sleeps_and_wakes_at_once():
     core = FakeCore()
     with running(core) as (driver, front):
         wait_for(lambda: core.num_polls)
-        before, cpu = core.num_polls, time.process_time()
+        (thread,) = engine_threads()
+        clock = time.pthread_getcpuclockid(thread.ident)
+        before, cpu = core.num_polls, time.clock_gettime(clock)
         time.sleep(0.2)
         assert core.num_polls == before, "it polls while idle"
-        assert time.process_time() - cpu < 0.1
+        assert time.clock_gettime(clock) - cpu < 0.1
         delays = []
         for i in range(30):
             started = time.monotonic()
             driver.add(front, fake_request(f"r{i}", max_tokens=1))
             wait_for(lambda n=i: len(front.ends()) == n + 1)
             delays.append(front.times[-1] - started)
-        assert statistics.median(delays) < 0.005
+        assert statistics.median(delays) < 0.02
 
 
 def test_those_that_run_go_on_while_many_requests_are_taken_in(monkeypatch):

@@ -6,9 +6,11 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import ray
+from support.processes import is_running
 
 from rayllm.errors import StartupError
 from rayllm.executor import ray_cluster
@@ -85,6 +87,29 @@ def test_files_of_a_cluster_of_ours_are_private(monkeypatch, tmp_path, is_ours):
             assert seen["folder"] == os.environ["RAY_TMPDIR"] == "/elsewhere"
     finally:
         os.umask(before)
+
+
+@pytest.mark.parametrize(("text", "starts"), [("... node timed out during startup.", 2), ("no room", 1)])
+def test_a_node_that_is_not_up_in_time_is_started_once_more(monkeypatch, text, starts):
+    """And nothing is left of what has failed, nor is anything else ended."""
+    ours = []
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
+
+        def init(**_options):
+            ours.append(subprocess.Popen([*command, str(Path(ray.__file__).with_name("x"))], stdin=subprocess.PIPE))
+            raise RuntimeError(f"The current{text[3:]}" if starts == 2 else text)
+
+        monkeypatch.setattr(ray_cluster.ray, "is_initialized", lambda: False)
+        monkeypatch.setattr(ray_cluster.ray, "init", init)
+        monkeypatch.setattr(ray_cluster, "has_no_cluster", lambda: True)
+        monkeypatch.setattr(ray_cluster, "ensure_token", lambda _: None)
+        with pytest.raises(StartupError, match=f"Ray cannot be started or reached: .*{text[4:]}"):
+            ray_cluster.connect_to_ray()
+        assert len(ours) == starts
+        assert not any(is_running(each.pid) for each in ours)
+        assert other.poll() is None
+        other.communicate(b"\n")
 
 
 JOIN = """

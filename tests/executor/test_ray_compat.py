@@ -33,6 +33,32 @@ def test_the_socket_of_the_raylet(ray_cluster):
     assert Path(raylet_socket()).is_socket()
 
 
+NEVER_UP = """
+import itertools, time, types
+import ray
+from ray._private import node
+from rayllm.executor.ray_compat import gave_up_on_node
+
+def not_there(*_):
+    raise RuntimeError
+
+node.Node.start_head_processes = node.Node.start_ray_processes = lambda self: None
+node.Node.gcs_address = "127.0.0.1:1"
+node.ray._private.services.get_node = not_there
+node.time = types.SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=itertools.count(step=31).__next__)
+try:
+    ray.init(address="local", include_dashboard=False)
+except Exception as error:
+    print(gave_up_on_node(error), gave_up_on_node(RuntimeError("else")))
+"""
+
+
+def test_a_node_that_is_not_up_in_time():
+    """Ray's own 30 s, which no option changes."""
+    done = subprocess.run([sys.executable, "-c", NEVER_UP], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
 def test_clusters_that_answer_and_others(ray_cluster):
     ask_cluster(ray.get_runtime_context().gcs_address, 30, use_token=False)
     with pytest.raises(ConnectionError):

@@ -20,6 +20,7 @@ from rayllm.executor.placement import actor_environment
 from rayllm.executor.ray import RayExecutor
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+full_matrix = pytest.mark.full_matrix  # of cases that differ little from others, as each starts processes with torch
 SOON = 10.0  # seconds in which any failure has to show
 
 
@@ -101,9 +102,12 @@ def test_results_come_in_order_and_equal_the_local_ones():
     ("rank", "where", "how", "error", "message"),
     [
         (1, "load", "raise", StartupError, "worker rank 1 on node .* failed to load the model: ValueError: made to"),
-        (1, "load", "kill", StartupError, "worker rank 1 on node .* failed to load the model: its process died"),
         (0, "load", "model", ModelError, "^made to fail in load$"),
         (0, "build", "config", ConfigError, "^made to fail in build$"),
+        pytest.param(
+            *(1, "load", "kill", StartupError, "worker rank 1 on node .* failed to load the model: its process died"),
+            marks=full_matrix,
+        ),
     ],
 )
 def test_a_start_that_fails(rank, where, how, error, message):
@@ -118,7 +122,9 @@ def test_a_start_that_fails(rank, where, how, error, message):
         executor.submit(make_plan(0))
 
 
-@pytest.mark.parametrize(("where", "purpose"), [("load", "load the model"), ("build", "get ready")])
+@pytest.mark.parametrize(
+    ("where", "purpose"), [("load", "load the model"), pytest.param("build", "get ready", marks=full_matrix)]
+)
 def test_a_rank_that_stops_while_it_starts(monkeypatch, where, purpose):
     monkeypatch.setattr(timeouts, "RANK_START_SILENCE_S", 3.0)
     monkeypatch.setattr(timeouts, "RANK_SILENCE_S", 0.5)
@@ -143,13 +149,18 @@ def test_a_rank_may_be_silent_for_longer_while_it_starts(started, monkeypatch):
 @pytest.mark.parametrize(
     ("rank", "where", "how", "message"),
     [
-        (1, "submit", "raise", "worker rank 1 on node .* failed: ValueError: made to fail in submit"),
         (1, "collect", "raise", "worker rank 1 on node .* failed: ValueError: made to fail in collect"),
         (1, "submit", "kill", "worker rank 1 on node .* failed: its process died"),
-        (0, "collect", "kill", "worker rank 0 on node .* failed: its process died"),
-        (1, "submit", "stop", "worker rank 1 on node .* has not answered for 3 s; the last finished step was [23]"),
         # Its other threads stop a moment after the one that asks for it.
         (0, "collect", "stop", "worker rank 0 on node .* has not answered for 3 s; the last finished step was [23]"),
+        *(
+            pytest.param(*others, marks=full_matrix)
+            for others in [
+                (1, "submit", "raise", "worker rank 1 on node .* failed: ValueError: made to fail in submit"),
+                (0, "collect", "kill", "worker rank 0 on node .* failed: its process died"),
+                (1, "submit", "stop", "worker rank 1 on node .* has not answered for 3 s; .* finished step was [23]"),
+            ]
+        ),
     ],
 )
 def test_a_step_that_fails(started, rank, where, how, message):
@@ -185,7 +196,7 @@ def check_that_new_ranks_take_over(executor):
     assert [executor.collect() for _ in plans] == local_results(plans)
 
 
-@pytest.mark.parametrize(("where", "deadly_starts"), [("load", (1, 2)), ("build", (1,))])
+@pytest.mark.parametrize(("where", "deadly_starts"), [pytest.param("load", (1, 2), marks=full_matrix), ("build", (1,))])
 def test_a_rank_that_dies_while_it_takes_over(started, tmp_path, where, deadly_starts):
     executor = started(partial(StumblingRank, folder=tmp_path, deadly_starts=deadly_starts, where=where))
     os.kill(pids_of(executor)[0], signal.SIGKILL)

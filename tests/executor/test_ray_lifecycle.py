@@ -68,7 +68,7 @@ def test_a_ray_of_its_own_ends_with_the_engine_or_the_process(end):
     process, pids = start(end, "local")
     assert len(pids) >= 4  # gcs_server, raylet, its agents, the worker
     assert process.wait(timeout=30) == 0
-    assert not wait_until_gone(pids, 10)
+    assert not wait_until_gone(pids, 30)
 
 
 def test_workers_in_a_cluster_end_when_their_driver_is_killed(ray_cluster):
@@ -77,4 +77,4 @@ def test_workers_in_a_cluster_end_when_their_driver_is_killed(ray_cluster):
     assert all(is_running(pid) for pid in pids)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not wait_until_gone(pids, 10)
+    assert not wait_until_gone(pids, 30)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,43 @@ if not ON_GPU:
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("triton was imported before tests/kernels: set TRITON_INTERPRET=1 for the whole run")
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def choices(item: pytest.Item) -> set[tuple[object, ...]]:
+    """What is particular to a case: what each `parametrize` and each fixture gave it, by implementation."""
+    given = dict(item.callspec.params)
+    which = given.pop("each", None)
+    found = set()
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        found.add((which, *names, repr([given.pop(name) for name in names])))
+    return found | {(which, name, repr(value)) for name, value in given.items()}
+
+
+def few_of(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Of one test's cases as few as have all choices among them, and each choice about as often as others."""
+    left = {case: choices(case) for case in cases}
+    used = dict.fromkeys(set().union(*left.values()), 0)
+    few = []
+    while missing := {choice for choice, times in used.items() if times == 0}:
+        few.append(max(left, key=lambda case: (len(left[case] & missing), -sum(map(used.get, left[case])))))
+        for choice in left.pop(few[-1]):
+            used[choice] += 1
+    return few
+
+
+@pytest.hookimpl(trylast=True)  # after -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The interpreter is slow: there, each choice once instead of all combinations, unless with --full-matrix."""
+    if ON_GPU or config.getoption("--full-matrix"):
+        return
+    tests = defaultdict(list)  # its cases
+    for item in items:
+        if hasattr(item, "callspec") and item.path.is_relative_to(Path(__file__).parent):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    left_out = {case for cases in tests.values() for case in set(cases).difference(few_of(cases))}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
 
 
 class Implementation:

@@ -14,7 +14,7 @@ import pytest
 from support import mutants
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the copies run in the interpreter")
-QUICK = 40  # every so many
+QUICK = 70  # every so many
 
 
 @pytest.mark.timeout(3600)

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,10 +24,7 @@ from rayllm_kernels.device import INTERPRETER, assumed, hardware
 
 SPILLED = 256  # bytes of a thread's stack that cost next to nothing: what is read once a tile, not once a key
 # (model, tokens of the largest step)
-QUICK = {
-    "L40S": [("qwen3-30b-a3b", 2048), ("heads-of-512", 32)],
-    "H200": [("llama-3.1-8b", 64), ("qwen3.5-35b-a3b", 32)],
-}
+QUICK = {"L40S": [("heads-of-512", 32)], "H200": [("llama-3.1-8b", 64), ("qwen3.5-35b-a3b", 32)]}
 FORMATS = (
     {"dtype": "bfloat16"},
     {"dtype": "bfloat16", "deterministic": True},
@@ -36,6 +33,11 @@ FORMATS = (
     {"dtype": "float16"},
     {"dtype": "float32"},
 )
+
+
+def those(quick: Collection[str]) -> list[pytest.ParameterSet]:
+    """All GPUs, of which only the quick ones are compiled for without --full-matrix."""
+    return [pytest.param(gpu, marks=() if gpu in quick else pytest.mark.full_matrix) for gpu in GPUS]
 
 
 class Compiled(NamedTuple):
@@ -75,10 +77,8 @@ def cache_for(tmp_path_factory) -> Callable[[tuple[int, int]], Path]:
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("gpu", those(QUICK))
 def test_kernels_fit(gpu, full_matrix, run_compiler, cache_for):
-    if gpu not in QUICK and not full_matrix:
-        pytest.skip("only compiled with --full-matrix")
     cache = cache_for(GPUS[gpu].capability)
     for arguments in engines(gpu, full_matrix):
         script = f"from support.gpu_targets import compile_engines\ncompile_engines({gpu!r}, {arguments})"
@@ -94,11 +94,9 @@ def test_kernels_fit(gpu, full_matrix, run_compiler, cache_for):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("gpu", those(["H200"]))
 def test_products_in_fewer_bits_fit(gpu, full_matrix, run_compiler, tmp_path):
     """Of one token for one GPU; of many sizes, in all dtypes and for all GPUs with --full-matrix."""
-    if not full_matrix and gpu != "H200":
-        pytest.skip("only compiled with --full-matrix")
     # Token counts, dtypes, and whether deterministic.
     quick, full = (
         ((1,), ("bfloat16",), (False,)),

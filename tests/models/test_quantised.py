@@ -295,11 +295,10 @@ LINEARS = (
 FORMATS = ("fp8-32", "ct-fp8-token", "ct-fp8-row", "ct-int4", "gptq", "awq")
 
 
+@pytest.mark.full_matrix
 @pytest.mark.parametrize("kind", factory.KINDS)
-def test_every_kind_in_every_format(tmp_path, kind, full_matrix):
+def test_every_kind_in_every_format(tmp_path, kind):
     """The stored numbers to the bit on ranks of one and of two, and logits of whole models."""
-    if not full_matrix:
-        pytest.skip("with --full-matrix")
     ids = list(range(3, 240, 8))
     for case in FORMATS:
         folder, plain = make(tmp_path / case, case, kind, LINEARS)

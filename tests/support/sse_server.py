@@ -14,6 +14,7 @@ class FakeServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # of socketserver's five, connections of clients that all begin at once were lost
 
     def __init__(self, answer, port=0, pages={}.get):
         super().__init__(("127.0.0.1", port), Handler)

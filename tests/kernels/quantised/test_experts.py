@@ -273,7 +273,15 @@ def test_every_code_of_e2m1_is_exact_with_its_scale_in_bf16(device):
         assert torch.equal(y.float(), weight.dequantised(0).t())
 
 
-@pytest.mark.parametrize("how", [("mxfp4", 32, 1), ("int4", 32, 2), ("int4", 128, 1), ("int4", None, 2)], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("mxfp4", 32, 1),
+        ("int4", 32, 2),
+        *(pytest.param(each, marks=pytest.mark.full_matrix) for each in [("int4", 128, 1), ("int4", None, 2)]),
+    ],
+    ids=str,
+)
 def test_few_pairs_of_4_bits(randn, how):
     """Rows of several chunks, of which the last ends early, and whose second half ends before the first; a number of
     outputs and of experts a token that is no power of two.

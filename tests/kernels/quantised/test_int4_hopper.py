@@ -127,9 +127,9 @@ for i, (tile, kind) in list(enumerate(plans.INT4_HOPPER_TILES.items()))[::EVERY]
 def test_the_kernel_compiles_and_fits(run_compiler, tmp_path, full_matrix):
     """Gluon has no interpreter, and its API moves: at least, every version of Triton must build the kernel.
 
-    A third of its tiles, unless with --full-matrix.
+    A sixth of its tiles, unless with --full-matrix.
     """
-    script = COMPILE.replace("EVERY", "1" if full_matrix else "3")
+    script = COMPILE.replace("EVERY", "1" if full_matrix else "6")
     for line in run_compiler(script, TRITON_CACHE_DIR=str(tmp_path)).splitlines():
         products, shared, programs = map(int, line.split())
         assert products > 0
