@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """The interpreter is slow: there, each choice once instead of all combinations, unless with --full-matrix."""
     if ON_GPU or config.getoption("--full-matrix"):
         return
-    tests = defaultdict(list)  # its cases
+    tests = defaultdict(list)  # name -> cases
     for item in items:
         if hasattr(item, "callspec") and item.path.is_relative_to(Path(__file__).parent):
             tests[item.nodeid.partition("[")[0]].append(item)
