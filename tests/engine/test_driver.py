@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 
@@ -61,7 +60,7 @@ def test_an_idle_engine_sleeps_and_wakes_at_once():
             driver.add(front, fake_request(f"r{i}", max_tokens=1))
             wait_for(lambda n=i: len(front.ends()) == n + 1)
             delays.append(front.times[-1] - started)
-        assert statistics.median(delays) < 0.02
+        assert min(delays) < 0.005  # a loop that sleeps between two looks would sleep each time
 
 
 def test_those_that_run_go_on_while_many_requests_are_taken_in(monkeypatch):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.few_cases import few_of
 from torch import Tensor
 
 from rayllm_kernels import dispatch, ops
@@ -25,29 +26,6 @@ if not ON_GPU:
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("triton was imported before tests/kernels: set TRITON_INTERPRET=1 for the whole run")
     os.environ["TRITON_INTERPRET"] = "1"
-
-
-def choices(item: pytest.Item) -> set[tuple[object, ...]]:
-    """What is particular to a case: what each `parametrize` and each fixture gave it, by implementation."""
-    given = dict(item.callspec.params)
-    which = given.pop("each", None)
-    found = set()
-    for mark in item.iter_markers("parametrize"):
-        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        found.add((which, *names, repr([given.pop(name) for name in names])))
-    return found | {(which, name, repr(value)) for name, value in given.items()}
-
-
-def few_of(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Of one test's cases as few as have all choices among them, and each choice about as often as others."""
-    left = {case: choices(case) for case in cases}
-    used = dict.fromkeys(set().union(*left.values()), 0)
-    few = []
-    while missing := {choice for choice, times in used.items() if times == 0}:
-        few.append(max(left, key=lambda case: (len(left[case] & missing), -sum(map(used.get, left[case])))))
-        for choice in left.pop(few[-1]):
-            used[choice] += 1
-    return few
 
 
 @pytest.hookimpl(trylast=True)  # after -k

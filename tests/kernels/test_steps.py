@@ -123,12 +123,14 @@ INT4 = {
 
 @pytest.mark.parametrize("how", ["blocks", "int4"])
 @torch.inference_mode()
-def test_steps_with_weights_in_fewer_bits(how, tmp_path):
-    """Of one token and of several. A number between two of fp8 may fall to either side, which shows in what follows."""
+def test_steps_with_weights_in_fewer_bits(how, tmp_path, full_matrix):
+    """Of one token and of several, by one layer, or two with --full-matrix. A number between two of fp8 may fall to
+    either side, which shows in what follows.
+    """
     from support import model_factory, quantised
 
     folder = tmp_path / "model"
-    model_factory.make_model(folder, "qwen3_moe", num_hidden_layers=1)
+    model_factory.make_model(folder, "qwen3_moe", num_hidden_layers=2 if full_matrix else 1)
     if how == "blocks":
         quantised.quantise(folder, FP8_BLOCKS, lambda weight: quantised.fp8(weight, (32, 32)))
     else:

@@ -15,7 +15,7 @@ from rayllm_kernels.sampling.truncation import cutoff, weights
 
 ON_GPU = torch.cuda.is_available()
 INF = float("inf")
-VOCABS = [151_936, 128_256, 50_257] if ON_GPU else [3_000]
+VOCABS = [151_936, 128_256, 50_257] if ON_GPU else [5_000]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = ["flat", "peaked", "ties", "equal", "ascending", "mostly banned", "one token", "one group", "huge"]
 # (top_k, top_p, min_p); a top_k beyond what is listed on chip too

@@ -11,7 +11,7 @@ SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", API.app)
 
 
 @SCHEMA.parametrize()
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_app_answers_as_the_document_says(case):
     """No answer is a 5xx; status, media type and form are the documented ones."""
     case.call_and_validate(
