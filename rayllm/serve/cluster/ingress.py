@@ -17,7 +17,8 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -438,11 +439,35 @@ class Ingress:
 
 def listen(server: ServerConfig) -> socket.socket:
     """A socket that listens where the server is to; port 0 is a free one. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    try:
+    with _naming_address(server):
         return socket.create_server(
-            (server.host, server.port), family=family, backlog=BACKLOG, dualstack_ipv6=server.host == "::"
+            (server.host, server.port), family=_family(server), backlog=BACKLOG, dualstack_ipv6=server.host == "::"
         )
+
+
+def hold_for_serve(server: ServerConfig) -> socket.socket:
+    """A socket that has the server's port and does not listen, for as long as it is open. Raises ConfigError.
+
+    Ray Serve's proxy listens seconds later, on a socket that may share the port with this one. Until then no outgoing
+    connection of this machine is given the port.
+    """
+    holder = socket.socket(_family(server))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    with _naming_address(server):
+        holder.bind((server.host, server.port))
+    return holder
+
+
+def _family(server: ServerConfig) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in server.host else socket.AF_INET
+
+
+@contextmanager
+def _naming_address(server: ServerConfig) -> Iterator[None]:
+    """Raises ConfigError for an OSError within."""
+    try:
+        yield
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while")[0]
         raise ConfigError(f"cannot listen on {server.host} port {server.port}: {reason}") from None

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import psutil
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatusOverview
 
@@ -34,7 +35,15 @@ from rayllm.serve.cluster.application import ResolvedModel, cores_by_host, make_
 from rayllm.serve.cluster.capacity import Capacity, cluster_capacity
 from rayllm.serve.cluster.directory import DirectoryLink, LaunchMember, address
 from rayllm.serve.cluster.download import local_models
-from rayllm.serve.cluster.ingress import ClusterIngress, Ingress, allow_files, haproxy_binary, listen, max_files
+from rayllm.serve.cluster.ingress import (
+    ClusterIngress,
+    Ingress,
+    allow_files,
+    haproxy_binary,
+    hold_for_serve,
+    listen,
+    max_files,
+)
 from rayllm.serve.cluster.processes import Orders, ignore_signals, supervise, watch_processes
 from rayllm.serve.cluster.serve_compat import serve_http_options
 from rayllm.serve.http.auth import KEY_VARIABLES, ApiKey, load_api_keys
@@ -245,6 +254,7 @@ class Deployment:
                 self._ingress.start()
             else:
                 listener.close()
+                self._undo.callback(hold_for_serve(self._server).close)
         self._undo.callback(ray.shutdown)
         connect_to_ray(self._owned)
         lost = "Ray is lost on this host" if self._owned else "this host has lost the Ray cluster"
@@ -272,10 +282,13 @@ class Deployment:
         tls: dict[str, Any] = {}
         if server.ssl_certfile is not None and not has_ingress:
             tls = {"ssl_certfile": server.ssl_certfile, "ssl_keyfile": server.ssl_keyfile or server.ssl_certfile}
-        serve.start(
-            proxy_location=ProxyLocation.Disabled if has_ingress else location,
-            http_options=HTTPOptions(host=server.host, port=server.port, **tls),
-        )
+        try:
+            serve.start(
+                proxy_location=ProxyLocation.Disabled if has_ingress else location,
+                http_options=HTTPOptions(host=server.host, port=server.port, **tls),
+            )
+        except RayError as error:  # of its controller or its proxy
+            raise StartupError(f"Ray Serve cannot be started: {_last_line(str(error))}") from None
         if not self._owned:
             self._end_application = partial(self._remove, serve.delete if running.keys() - {APP_NAME} else None)
             if not takes_over:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 import resource
+import socket
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayTaskError
 from support.serve import LocalDirectory, engine_member
 
 from rayllm import timeouts
@@ -146,6 +148,41 @@ def test_ports(monkeypatch):
         listen(ServerConfig(host="203.0.113.9"))
     with pytest.raises(ConfigError, match="cannot listen on a b port"):
         listen(ServerConfig(host="a b"))
+
+
+def test_the_port_of_ray_serves_proxy_is_held_until_the_end(monkeypatch):
+    """The proxy listens once Ray is up; until then no connection that is made here may be given the port."""
+    monkeypatch.setattr(module, "has_no_cluster", lambda: True)
+    monkeypatch.setattr(module, "connect_to_ray", lambda _starts_one: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = deployment(None, ingress="serve", port=0)
+    found.join([MODEL], lambda _: None)
+    where = ("127.0.0.1", found._server.port)
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind(where)
+    with socket.socket() as proxy:  # as Ray Serve makes it (tests/e2e/test_server_starts.py starts one)
+        proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        proxy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        proxy.bind(where)
+        proxy.listen()
+        with socket.create_connection(where):
+            proxy.accept()[0].close()
+    found.leave()
+    with socket.create_server(where):
+        pass
+
+
+def test_a_serve_that_does_not_start_is_one_error(monkeypatch):
+    def start(**_):
+        raise RayTaskError("ready", "ray::ProxyActor\nRuntimeError: Failed to bind to address '127.0.0.1:81'.", None)
+
+    monkeypatch.setattr(module.serve, "start", start)
+    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    found = deployment(None, ingress="serve", port=81)
+    found._owned = True
+    monkeypatch.setattr(found, "_resolved", lambda _models: [])
+    with pytest.raises(StartupError, match=r"^Ray Serve cannot be started: RuntimeError: Failed to bind to .*:81'\.$"):
+        found.start([MODEL], [], lambda _: None)
 
 
 @pytest.mark.parametrize(
