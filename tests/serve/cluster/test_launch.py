@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import resource
 import socket
@@ -172,7 +173,9 @@ def test_the_port_of_ray_serves_proxy_is_held_until_the_end(monkeypatch):
         pass
 
 
-def test_a_serve_that_does_not_start_is_one_error(monkeypatch):
+def test_a_serve_that_does_not_start_is_one_error(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "ray.serve")  # which `start` changes, and this takes back at the end
+
     def start(**_):
         raise RayTaskError("ready", "ray::ProxyActor\nRuntimeError: Failed to bind to address '127.0.0.1:81'.", None)
 

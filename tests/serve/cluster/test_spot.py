@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,6 +98,7 @@ def test_a_notice_of_compute_engine():
 
 
 def test_a_host_is_drained_once_also_if_asking_and_telling_fail_at_first(caplog):
+    caplog.set_level(logging.WARNING, "ray.serve")
     said = iter([None, OSError("no route"), OSError("no route"), 60.0, 50.0])
     drains = []
 
