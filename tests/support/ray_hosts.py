@@ -276,7 +276,7 @@ class GrowingCluster:
         )
 
 
-def wait_for(found: Callable[[], object], what: object, limit: float = 90.0) -> float:
+def wait_for(found: Callable[[], object], what: object, limit: float = 180.0) -> float:
     """Seconds until found() is true. Fails after the limit, with what is missing; if that is a path, with its text."""
     start = time.monotonic()
     while not found():
