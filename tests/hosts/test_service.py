@@ -129,9 +129,7 @@ def test_an_update_loses_no_stream(cluster, hosts, laptop, texts, phases):
     where = urls(cluster)
     # Several on each engine at any time: those on the old ones must not all be near their ends when these are drained.
     # The last ones wait for others' ends, 44 s on two slow cores.
-    running = Streams(
-        laptop, urls=where, count=8, max_tokens=400, interval=1.0, silence=120, repeat=True, wait=False
-    )
+    running = Streams(laptop, urls=where, count=8, max_tokens=400, interval=1.0, silence=120, repeat=True, wait=False)
     with Resumed(laptop, where[0]) as resumed:
         with phases.timed("update under load, a host for it included"):
             assert update(cluster, num_replicas=2, max_model_len=2000, model=folder) == "updated"
