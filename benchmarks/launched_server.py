@@ -50,7 +50,7 @@ def free_port() -> int:
     """A port for a server that starts seconds later; of those that no outgoing connection is given meanwhile."""
     first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        port = random.randrange(20_000, max(first_outgoing, 21_000))  # Ray's workers have those below
+        port = random.SystemRandom().randrange(20_000, max(first_outgoing, 21_000))  # Ray's workers have those below
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
