@@ -31,6 +31,11 @@ class Hardware(NamedTuple):
         """Whether Triton can convert float8_e4m3fn there, and tensor cores multiply it."""
         return self.capability is None or self.capability >= (8, 9)
 
+    @property
+    def rounds_to_e4m3(self) -> bool:
+        """Whether it has an instruction that rounds to float8_e4m3fn; Triton's interpreter drops carries."""
+        return self.capability is not None and self.capability >= (8, 9)
+
     def stages(self, wanted: int, stage_bytes: int) -> int:
         """Stages of a pipeline: as many as wanted, or as fit; 1 at least."""
         return max(1, min(wanted, self.shared_memory // stage_bytes))

@@ -32,7 +32,7 @@ from .plans import HOPPER_FROM, HOPPER_ROWS, choose_rows, is_unsorted
 ONE_LAUNCH = 8192  # pairs, at most, that one launch takes, in which each program has all of them at once:
 LEAST_AT_ONCE = 256
 CHUNK = 512  # pairs of a program, of those that take two launches
-LARGE_CHUNK = 2048  # of so many that their chunks' counts would take longer to add up than a larger chunk to sort
+LARGE_CHUNK = 1024  # of so many that their chunks' counts would take longer to add up than a larger chunk to sort
 MANY_CHUNKS = 128
 COUNTS = 8192  # that are added up at once
 TILES = tl.constexpr(32)  # that are stored at once

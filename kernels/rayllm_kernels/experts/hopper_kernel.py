@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..compat import copy_async
 from ..compile_ahead import launch
 from ..device import hardware
-from ..hopper import activate, barriers
+from ..hopper import activate, barriers, sigmoid
 from .group_kernel import Groups
 from .plans import HOPPER_OUTPUTS, HOPPER_ROWS
 
@@ -44,6 +44,10 @@ OUTPUTS = gl.constexpr(HOPPER_OUTPUTS)  # of a part
 LINE = gl.constexpr(128)  # bytes of a row in a stage, the widest swizzle
 TOGETHER = gl.constexpr(8)  # tiles of rows that go through all tiles of outputs at a time
 E4M3_MAX = gl.constexpr(448.0)
+# Two numbers of fp32 to bf16 and back: single ones would take a unit that makes 16 a clock.
+TO_BF16 = gl.constexpr(
+    "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }"
+)
 LEAST_PEAK = gl.constexpr(1e-12)  # as in `quantised/fp8.py`
 RESERVED = 2560  # bytes for barriers and for what threads exchange
 REGISTERS = 128  # of a thread when a program starts: the consumers take the producer's
@@ -55,6 +59,7 @@ class Form(NamedTuple):
     parts: int  # of OUTPUTS rows of the weights, in a tile
     stages: int  # of the ring
     depth: int  # inputs of a stage
+    even: bool  # tiles of outputs end where the outputs end
     act: str | None  # of the first product; None makes it the second
     alpha: float  # these of the activation "clamped"
     limit: float
@@ -123,43 +128,58 @@ def _pass(use, steps, ring, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(use, steps, ring, CONSUMER: gl.constexpr, FORM: gl.constexpr):
-    """fp32 [BLOCK, OUTPUTS] of each of two parts: the products of `steps` stages from use number `use` on."""
+def _begin(use, ring, CONSUMER: gl.constexpr, FORM: gl.constexpr):
+    """The products of the stage of use number `use`, on their way: fp32 [BLOCK, OUTPUTS] of each part."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, FORM.depth // 4])
-    STAGES: gl.constexpr = FORM.stages
-    x_smem, w_smem, full, free = ring
+    x_smem, w_smem, full, _ = ring
+    stage = use % FORM.stages
     first = gl.zeros([BLOCK, OUTPUTS], gl.float32, layout=ACC)
     second = gl.zeros([BLOCK, OUTPUTS], gl.float32, layout=ACC)
-    for i in range(steps):
+    hopper.mbarrier.wait(full.index(stage), use // FORM.stages % 2)
+    x = x_smem.index(stage * CONSUMERS + CONSUMER)
+    weights = w_smem.index(stage * FORM.parts).permute((1, 0))
+    first = hopper.warpgroup_mma(x, weights, first, use_acc=False, is_async=True)
+    if FORM.parts == 2:
+        weights = w_smem.index(stage * FORM.parts + 1).permute((1, 0))
+        second = hopper.warpgroup_mma(x, weights, second, use_acc=False, is_async=True)
+    return first, second
+
+
+@gluon.jit
+def _multiply(first, second, use, steps, ring, CONSUMER: gl.constexpr, FORM: gl.constexpr):
+    """fp32 [BLOCK, OUTPUTS] of each of two parts: the products of `steps` stages, of which `_begin` began the first."""
+    STAGES: gl.constexpr = FORM.stages
+    x_smem, w_smem, full, free = ring
+    first, second = hopper.warpgroup_mma_wait(2, deps=(first, second))
+    for i in range(1, steps):
         stage = (use + i) % STAGES
         hopper.mbarrier.wait(full.index(stage), (use + i) // STAGES % 2)
         x = x_smem.index(stage * CONSUMERS + CONSUMER)
         first = hopper.warpgroup_mma(x, w_smem.index(stage * 2).permute((1, 0)), first, is_async=True)
         second = hopper.warpgroup_mma(x, w_smem.index(stage * 2 + 1).permute((1, 0)), second, is_async=True)
         first, second = hopper.warpgroup_mma_wait(2, deps=(first, second))
-        hopper.mbarrier.arrive(free.index((use + i + STAGES - 1) % STAGES), pred=i > 0)
+        hopper.mbarrier.arrive(free.index((use + i + STAGES - 1) % STAGES))
     first, second = hopper.warpgroup_mma_wait(0, deps=(first, second))
     hopper.mbarrier.arrive(free.index((use + steps - 1) % STAGES))
     return first, second
 
 
 @gluon.jit
-def _multiply_scaled(use, steps, x_scales_ptr, place, end, ring, CONSUMER: gl.constexpr, FORM: gl.constexpr):
+def _multiply_scaled(sums, use, steps, x_scales_ptr, ring, CONSUMER: gl.constexpr, FORM: gl.constexpr):
     """The same of one part, each stage's sums times the scales of its rows of x, of which a row has `steps`."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 32])
     STAGES: gl.constexpr = FORM.stages
     x_smem, w_smem, full, free = ring
-    row = gl.minimum(place + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, ACC)), end - 1)
-    x_scales_ptr += row * steps
-    acc = gl.zeros([BLOCK, OUTPUTS], gl.float32, layout=ACC)
-    following = gl.load(x_scales_ptr)
-    for i in range(steps):
+    scales = gl.load(x_scales_ptr)
+    following = gl.load(x_scales_ptr + gl.minimum(1, steps - 1))
+    sums = hopper.warpgroup_mma_wait(0, deps=(sums,))
+    hopper.mbarrier.arrive(free.index(use % STAGES))
+    acc = sums * scales[:, None]
+    for i in range(1, steps):
         stage = (use + i) % STAGES
         scales = following
         following = gl.load(x_scales_ptr + gl.minimum(i + 1, steps - 1))
         hopper.mbarrier.wait(full.index(stage), (use + i) // STAGES % 2)
         x = x_smem.index(stage * CONSUMERS + CONSUMER)
-        sums = gl.zeros([BLOCK, OUTPUTS], gl.float32, layout=ACC)
         sums = hopper.warpgroup_mma(x, w_smem.index(stage).permute((1, 0)), sums, use_acc=False, is_async=True)
         sums = hopper.warpgroup_mma_wait(0, deps=(sums,))
         hopper.mbarrier.arrive(free.index(stage))
@@ -168,14 +188,17 @@ def _multiply_scaled(use, steps, x_scales_ptr, place, end, ring, CONSUMER: gl.co
 
 
 @gluon.jit
-def _load_columns(pointer, first_output, outputs):
+def _load_columns(pointer, first_output, outputs, FORM: gl.constexpr):
     """What belongs to a part's outputs, of the weights' scales or the bias.
 
     Before the products, which take longer than memory: each thread has one output's.
     """
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     column = first_output + gl.arange(0, OUTPUTS, layout=FLAT)
-    return gl.load(pointer + column, mask=column < outputs, other=0.0)
+    if FORM.even:
+        return gl.load(pointer + column)
+    else:
+        return gl.load(pointer + column, mask=column < outputs, other=0.0)
 
 
 @gluon.jit
@@ -198,20 +221,23 @@ def _activate_gated(gate, up, FORM: gl.constexpr):
     if ACT == "clamped":
         gate = gl.minimum(gate, FORM.limit)
         up = gl.minimum(gl.maximum(up, -FORM.limit), FORM.limit)
-        return (up + 1.0) * (gate / (1.0 + gl.exp(-gate * FORM.alpha)))
+        return (up + 1.0) * (gate * sigmoid(gate * FORM.alpha))
     else:
         return activate(gate, ACT) * up
 
 
 @gluon.jit
-def _store(y, y_ptr, rows, first_output, outputs):
+def _store(y, y_ptr, rows, first_output, outputs, FORM: gl.constexpr):
     """A part [BLOCK, OUTPUTS]; rows: (of y, whether there is one)."""
     row, real = rows
     LAYOUT: gl.constexpr = row.type.layout.parent
     y = gl.convert_layout(y, LAYOUT)
     column = first_output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, LAYOUT))
     target = y_ptr + row.to(gl.int64)[:, None] * outputs + column[None, :]
-    gl.store(target, y, mask=real[:, None] & (column < outputs)[None, :])
+    if FORM.even:
+        gl.store(target, y, mask=real[:, None])
+    else:
+        gl.store(target, y, mask=real[:, None] & (column < outputs)[None, :])
 
 
 @gluon.jit
@@ -219,15 +245,16 @@ def _store_rounded(y, y_ptr, y_scales_ptr, rows, place, end, column, outputs, FO
     """A part in e4m3, which is a group that shares a scale."""
     LAYOUT: gl.constexpr = y.type.layout
     if FORM.dtype == "bfloat16":
-        y = y.to(gl.bfloat16).to(gl.float32)
+        y = gl.inline_asm_elementwise(TO_BF16, "=f,=f,f,f", [y], dtype=gl.float32, is_pure=True, pack=2)
     else:
         y = y.to(gl.float16).to(gl.float32)
-    inside = column * OUTPUTS + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, LAYOUT)) < outputs
-    y = gl.where(inside[None, :], y, 0.0)
+    if not FORM.even:
+        inside = column * OUTPUTS + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, LAYOUT)) < outputs
+        y = gl.where(inside[None, :], y, 0.0)
     peaks = gl.maximum(gl.max(gl.abs(y), 1), LEAST_PEAK)
     scales = gl.div_rn(peaks, gl.full_like(peaks, E4M3_MAX))
     codes = (y * gl.div_rn(gl.full_like(scales, 1.0), scales)[:, None]).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
-    _store(codes, y_ptr, rows, column * OUTPUTS, outputs)
+    _store(codes, y_ptr, rows, column * OUTPUTS, outputs, FORM)
     row = place + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, LAYOUT))
     target = y_scales_ptr + row.to(gl.int64) * gl.cdiv(outputs, OUTPUTS) + column
     gl.store(target, scales, mask=row < end)
@@ -258,9 +285,11 @@ def _consume(y, bias_ptr, scales, ring, groups, sizes, CONSUMER: gl.constexpr, F
     following = _find_tile(gl.program_id(0), groups, grid)
     for index in range(gl.program_id(0), row_tiles * columns, programs):
         expert, column, place, end = following
-        following = _find_tile(index + programs, groups, grid)
         place += CONSUMER * BLOCK
         if place < end:
+            first, other = _begin(use, ring, CONSUMER, FORM)
+            # While the first products are made.
+            following = _find_tile(index + programs, groups, grid)
             row = place + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, WIDE))
             real = row < end
             if not GATED:
@@ -271,36 +300,38 @@ def _consume(y, bias_ptr, scales, ring, groups, sizes, CONSUMER: gl.constexpr, F
             other_output = first_output if GATED else first_output + OUTPUTS
             x_scales, first_scales, first_bias, other_scales, other_bias = None, None, None, None, None
             if w_scales_ptr is not None:
-                first_scales = _load_columns(w_scales_ptr + of_expert, first_output, outputs)
+                first_scales = _load_columns(w_scales_ptr + of_expert, first_output, outputs, FORM)
                 if FORM.parts == 2:
                     pointer = w_scales_ptr + of_expert + (outputs if GATED else 0)
-                    other_scales = _load_columns(pointer, other_output, outputs)
+                    other_scales = _load_columns(pointer, other_output, outputs, FORM)
             if bias_ptr is not None:
-                first_bias = _load_columns(bias_ptr + of_expert, first_output, outputs)
+                first_bias = _load_columns(bias_ptr + of_expert, first_output, outputs, FORM)
                 if FORM.parts == 2:
                     pointer = bias_ptr + of_expert + (outputs if GATED else 0)
-                    other_bias = _load_columns(pointer, other_output, outputs)
+                    other_bias = _load_columns(pointer, other_output, outputs, FORM)
             if FORM.scaled == "groups":
-                first = _multiply_scaled(use, steps, x_scales_ptr, place, end, ring, CONSUMER, FORM)
+                at = gl.minimum(place + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, ACC)), end - 1)
+                first = _multiply_scaled(first, use, steps, x_scales_ptr + at * steps, ring, CONSUMER, FORM)
                 first = _finish(first, None, first_scales, first_bias)
-                _store(first.to(OUT), y_ptr, rows, first_output, outputs)
+                _store(first.to(OUT), y_ptr, rows, first_output, outputs, FORM)
             else:
                 if FORM.scaled == "rows":
                     at = gl.minimum(place + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, ACC)), end - 1)
                     x_scales = gl.load(x_scales_ptr + gl.load(order_ptr + at) // FORM.top_k)
-                first, other = _multiply(use, steps, ring, CONSUMER, FORM)
+                first, other = _multiply(first, other, use, steps, ring, CONSUMER, FORM)
                 first = _finish(first, x_scales, first_scales, first_bias)
                 if GATED:
                     h = _activate_gated(first, _finish(other, x_scales, other_scales, other_bias), FORM)
                     if y_scales_ptr is not None:
                         _store_rounded(h, y_ptr, y_scales_ptr, rows, place, end, column, outputs, FORM)
                     else:
-                        _store(h.to(OUT), y_ptr, rows, first_output, outputs)
+                        _store(h.to(OUT), y_ptr, rows, first_output, outputs, FORM)
                 else:
-                    _store(first.to(OUT), y_ptr, rows, first_output, outputs)
+                    _store(first.to(OUT), y_ptr, rows, first_output, outputs, FORM)
                     other = _finish(other, x_scales, other_scales, other_bias)
-                    _store(other.to(OUT), y_ptr, rows, other_output, outputs)
+                    _store(other.to(OUT), y_ptr, rows, other_output, outputs, FORM)
         else:
+            following = _find_tile(index + programs, groups, grid)
             _pass(use, steps, ring, FORM)
         use += steps
 
@@ -359,7 +390,9 @@ def multiply(
     depth = LINE.value // weight.element_size()
     room = gpu.shared_memory - RESERVED
     stages = min(5, room // ((HOPPER_ROWS + parts * HOPPER_OUTPUTS) * LINE.value))
-    form = Form(parts, stages, depth, *activation, top_k, scaled, str(dtype).removeprefix("torch."))
+    columns = triton.cdiv(outputs, HOPPER_OUTPUTS * (1 if gated else parts))
+    even = outputs % (HOPPER_OUTPUTS * (1 if gated else parts)) == 0
+    form = Form(parts, stages, depth, even, *activation, top_k, scaled, str(dtype).removeprefix("torch."))
     y = torch.empty((pairs, outputs), dtype=torch.uint8 if rounded else dtype, device=x.device)
     y_scales = None
     if rounded:
@@ -368,7 +401,6 @@ def multiply(
     flat = weight.view(-1, inputs)
     x_desc = TensorDescriptor(x, [pairs, inputs], [inputs, 1], [BLOCK.value, depth], layout)
     w_desc = TensorDescriptor(flat, list(flat.shape), [inputs, 1], [HOPPER_OUTPUTS, depth], layout)
-    columns = triton.cdiv(outputs, HOPPER_OUTPUTS * (1 if gated else parts))
     launch(_experts_hopper_kernel, (min(gpu.multiprocessors, most * columns),))(
         x_desc,
         w_desc,

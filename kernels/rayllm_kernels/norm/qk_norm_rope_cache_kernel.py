@@ -45,6 +45,7 @@ class Form(NamedTuple):
     heads: int  # of one program
     block_size: int
     norm_values: bool
+    many: bool  # tokens, so that bandwidth counts: heads are asked for before what their position is looked up for
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -93,8 +94,34 @@ def _times(x, scale, SCALED: tl.constexpr):
 
 
 @triton.jit
-def _norm_rotate(source, target, cache_scale, valid, factors, eps, WITH: tl.constexpr, FORM: tl.constexpr):
-    """Heads at pointers `source` [N, 1] -> heads at `target` [N, 1]: the pairs that are rotated, and what is past them.
+def _load_heads(source, valid, FORM: tl.constexpr):
+    """Heads at pointers `source` [N, 1]: the first and the second entries of the pairs, and what is past them."""
+    one, other, in_pair, past, in_rest = _entries(FORM)
+    first = tl.load(source + one, mask=valid & in_pair, other=0.0)
+    second = tl.load(source + other, mask=valid & in_pair, other=0.0)
+    rest = first
+    if FORM.rest_padded > 0:
+        rest = tl.load(source + past, mask=valid & in_rest, other=0.0)
+    return first, second, rest
+
+
+@triton.jit
+def _read(source, valid, weight_ptr, angle_ptr, scale_ptr, FORM: tl.constexpr):
+    """(Heads at `source`, which the predecessor writes; their factors)."""
+    if FORM.many:
+        announce_and_wait(FORM.overlap)
+        heads = _load_heads(source, valid, FORM)
+        factors = _load_factors(weight_ptr, angle_ptr, scale_ptr, FORM)
+    else:
+        factors = _load_factors(weight_ptr, angle_ptr, scale_ptr, FORM)
+        announce_and_wait(FORM.overlap)
+        heads = _load_heads(source, valid, FORM)
+    return heads, factors
+
+
+@triton.jit
+def _norm_rotate(heads, target, cache_scale, valid, factors, eps, WITH: tl.constexpr, FORM: tl.constexpr):
+    """Heads, of `_load_heads`, -> heads at `target` [N, 1]: the pairs that are rotated, and what is past them.
 
     cache_scale: [N, 1], or anything if `target` is not in fp8. factors: of `_load_factors`. WITH: whether heads are
     normalised, and whether they are scaled.
@@ -104,12 +131,9 @@ def _norm_rotate(source, target, cache_scale, valid, factors, eps, WITH: tl.cons
     one, other, in_pair, past, in_rest = _entries(FORM)
     cos, sin, first_weight, second_weight, rest_weight, scale = factors
     mask = valid & in_pair
-    first = tl.load(source + one, mask=mask, other=0.0)
-    second = tl.load(source + other, mask=mask, other=0.0)
+    first, second, rest = heads
     dtype = first.dtype
     a, b = first.to(tl.float32), second.to(tl.float32)
-    if FORM.rest_padded > 0:
-        rest = tl.load(source + past, mask=valid & in_rest, other=0.0)
     if NORMED:
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         if FORM.rest_padded > 0:
@@ -149,12 +173,11 @@ def _qk_norm_rope_cache_kernel(
     angle_ptr = cos_sin_ptr + position * stride_cos_sin
     if tile < q_tiles:
         head = tile * HEADS + lane
-        scale_ptr = query_scale_ptr + position if query_scale_ptr is not None else None
-        q_factors = _load_factors(q_weight, angle_ptr, scale_ptr, FORM)
-        announce_and_wait(FORM.overlap)
         queries = q_ptr + (token * num_heads + head) * FORM.dim
+        scale_ptr = query_scale_ptr + position if query_scale_ptr is not None else None
         WITH: tl.constexpr = (q_weight is not None, query_scale_ptr is not None)
-        _norm_rotate(row + head * FORM.dim, queries, 1.0, head < num_heads, q_factors, eps, WITH, FORM)
+        heads, factors = _read(row + head * FORM.dim, head < num_heads, q_weight, angle_ptr, scale_ptr, FORM)
+        _norm_rotate(heads, queries, 1.0, head < num_heads, factors, eps, WITH, FORM)
     elif slots_ptr is not None:
         slot = tl.load(slots_ptr + token)
         target = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_slot
@@ -162,11 +185,10 @@ def _qk_norm_rope_cache_kernel(
             head = (tile - q_tiles) * HEADS + lane
             valid = head < tl.where(slot >= 0, num_kv_heads, 0)
             scale = tl.load(cache.scales.k + head, mask=valid, other=1.0) if cache.scales is not None else 1.0
-            k_factors = _load_factors(k_weight, angle_ptr, None, FORM)
-            announce_and_wait(FORM.overlap)
             source = row + (num_heads + head) * FORM.dim
+            heads, factors = _read(source, valid, k_weight, angle_ptr, None, FORM)
             place = cache.k + target + head * stride_cache_head
-            _norm_rotate(source, place, scale, valid, k_factors, eps, (k_weight is not None, False), FORM)
+            _norm_rotate(heads, place, scale, valid, factors, eps, (k_weight is not None, False), FORM)
         else:
             head = (tile - q_tiles - kv_tiles) * HEADS + lane
             valid = head < tl.where(slot >= 0, num_kv_heads, 0)
@@ -203,16 +225,18 @@ def qk_norm_rope_cache(
     half = cos_sin_cache.shape[1] // 2
     rest = head_dim - 2 * half
     padded = triton.next_power_of_2(head_dim)
-    # How many heads a tile holds decides how their squares are added up.
-    few = tokens <= FEW_TOKENS and not deterministic
-    elements = FEW_TOKENS_TILE_ELEMENTS if few else TILE_ELEMENTS
+    # How many heads a tile holds decides how their squares are added up, and the order of loads which of two products
+    # is rounded before they are added: the compiler fuses the other with the sum.
+    many = tokens > FEW_TOKENS and not deterministic
+    elements = TILE_ELEMENTS if many or deterministic else FEW_TOKENS_TILE_ELEMENTS
     heads = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), max(1, elements // padded))
     tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     overlap = hardware(qkv.device).can_overlap
     rest_padded = triton.next_power_of_2(rest) if rest else 0
     half_padded = triton.next_power_of_2(half)
     norm_values = norms is not None and norms.values
-    form = Form(head_dim, padded, half, half_padded, rest_padded, interleaved, heads, block_size, norm_values, overlap)
+    parts = head_dim, padded, half, half_padded, rest_padded, interleaved
+    form = Form(*parts, heads, block_size, norm_values, many, overlap)
     norm = (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
     angles = cos_sin_cache, query_scale
     strides = (qkv.stride(0), cos_sin_cache.stride(0), *cache.k.stride()[:3])

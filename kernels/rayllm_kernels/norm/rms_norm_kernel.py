@@ -101,7 +101,9 @@ def rms_norm(
     top_k = x.weights.shape[1] if isinstance(x, PairSum) else 0
     form = Form(dim, dim_padded, rows_per_program, adds_before, adds_after, top_k, overlap)
     strides = (x_strides, residual_strides)
-    options = {"num_warps": min(16, max(4, dim_padded // 512)), "launch_pdl": overlap}
+    # A sum of pairs asks for more bytes of an entry: 16 of a pair a thread.
+    warps = min(16, max(4, dim_padded // (256 if top_k else 512)))
+    options = {"num_warps": warps, "launch_pdl": overlap}
     launch(_rms_norm_kernel, (triton.cdiv(rows, rows_per_program),))(
         None if isinstance(x, PairSum) else x,
         of_kernels(x),

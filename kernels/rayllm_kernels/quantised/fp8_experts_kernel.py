@@ -62,6 +62,7 @@ class Form(NamedTuple):
     chained: bool  # x and the weights have a scale a row, with which the sum over all of K is multiplied
     own_group: int  # outputs that share a scale of y; 0 if y is in the model's dtype
     dtype: str  # of the model
+    native: bool  # the hardware rounds to e4m3
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -177,7 +178,7 @@ def _store_rounded(y, codes_ptr, scales_ptr, target, real, column_tile, outputs,
     y = tl.where(column < outputs, _round_to_dtype(y, FORM), 0.0)
     parts = tl.reshape(y, [TOKENS, COUNT, GROUP])
     scales = scales_of(tl.max(tl.abs(parts), 2, keep_dims=True), None)
-    codes = tl.reshape(codes_of(parts, scales), [TOKENS, OUTPUTS])
+    codes = tl.reshape(codes_of(parts, scales, FORM.native), [TOKENS, OUTPUTS])
     row = target.to(tl.int64)[:, None]
     tl.store(codes_ptr + row * outputs + column, codes, mask=real[:, None] & (column < outputs))
     part = (column_tile * COUNT + tl.arange(0, COUNT))[None, :]
@@ -296,6 +297,7 @@ def multiply(
         x.group is None,
         own_group or 0,
         str(dtype).removeprefix("torch."),
+        gpu.rounds_to_e4m3,
         gpu.can_overlap,
     )
     stage_bytes = (tiles.tokens + (2 if gated else 1) * tiles.outputs) * tiles.depth

@@ -42,6 +42,7 @@ class Form(NamedTuple):
     group: int  # entries that share a scale, a power of two that divides the tile, or the tile for a whole row
     act: str | None  # of a gate; None where there is none
     top_k: int  # pairs of a token that x is the sum of; 0 if x is there
+    native: bool  # the hardware rounds to e4m3
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -61,15 +62,20 @@ def scales_of(peaks, static_ptr):
 
 
 @triton.jit
-def codes_of(y, scales):
-    """y / scales as the bytes of e4m3 numbers."""
-    return encode_fp8(y * tl.div_rn(tl.zeros_like(scales) + 1.0, scales), 1.0, False)
+def codes_of(y, scales, NATIVE: tl.constexpr):
+    """y / scales as the bytes of e4m3 numbers. NATIVE: the hardware rounds to them, and saturates."""
+    y *= tl.div_rn(tl.zeros_like(scales) + 1.0, scales)
+    if NATIVE:
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return encode_fp8(y, 1.0, False)
 
 
 @triton.jit
 def _store_codes(y, scales, codes_ptr, element, FORM: tl.constexpr):
     """A tile of one row, whose groups have these scales."""
-    codes = tl.reshape(codes_of(tl.reshape(y, [FORM.tile // FORM.group, FORM.group]), scales), [FORM.tile])
+    groups = tl.reshape(y, [FORM.tile // FORM.group, FORM.group])
+    codes = tl.reshape(codes_of(groups, scales, FORM.native), [FORM.tile])
     tl.store(codes_ptr + element, codes, mask=element < FORM.dim)
 
 
@@ -135,7 +141,7 @@ def _to_fp8_places_kernel(x_ptr, codes_ptr, scales_ptr, routed, x_stride, TOP_K:
     element = tl.arange(0, FORM.tile)
     y = _load_activated(x_ptr + row.to(tl.int64) * x_stride, element, FORM)
     scales = scales_of(_peaks(y, FORM), None)
-    codes = tl.reshape(codes_of(tl.reshape(y, [1, FORM.tile]), scales), [FORM.tile])
+    codes = tl.reshape(codes_of(tl.reshape(y, [1, FORM.tile]), scales, FORM.native), [FORM.tile])
     store_at_places(codes, codes_ptr, routed, row, FORM.dim, element, TOP_K)
     tl.store(scales_ptr + row + tl.arange(0, 1)[:, None], scales)
 
@@ -197,19 +203,20 @@ def to_fp8(x: Tensor, how: Rounding, act: str | None, *, by_group: bool = False)
     """x [T, K], or, with an act, [T, 2 K], activated, as fp8; the arguments are checked. by_group: see `Fp8Rows`."""
     tokens, dim = x.shape[0], x.shape[1] // 2 if act else x.shape[1]
     codes, scales = _allocate(tokens, dim, how, x.device, by_group)
-    overlap, padded = hardware(x.device).can_overlap, triton.next_power_of_2(max(dim, 1))
+    gpu, padded = hardware(x.device), triton.next_power_of_2(max(dim, 1))
+    in_hardware = gpu.rounds_to_e4m3, gpu.can_overlap
     if tokens and how.group is not None:
         tile = max(how.group, min(1024, padded))
-        form = Form(dim, tile, how.group, act, 0, overlap)
+        form = Form(dim, tile, how.group, act, 0, *in_hardware)
         launch(_to_fp8_groups_kernel, (tokens, triton.cdiv(dim, tile)))(
-            x, codes, scales, how.scale, x.stride(0), *scales.stride(), FORM=form, num_warps=4, launch_pdl=overlap
+            x, codes, scales, how.scale, x.stride(0), *scales.stride(), FORM=form, num_warps=4, launch_pdl=form.overlap
         )
     elif tokens:
         tile = min(MAX_TILE, padded)
-        form = Form(dim, tile, tile, act, 0, overlap)
+        form = Form(dim, tile, tile, act, 0, *in_hardware)
         warps = min(16, max(4, tile // 512))
         launch(_to_fp8_rows_kernel, (tokens,))(
-            x, codes, scales, how.scale, x.stride(0), FORM=form, num_warps=warps, launch_pdl=overlap
+            x, codes, scales, how.scale, x.stride(0), FORM=form, num_warps=warps, launch_pdl=form.overlap
         )
     return Fp8Rows(codes.view(torch.float8_e4m3fn), scales, how.group)
 
@@ -222,8 +229,8 @@ def to_fp8_places(x: Tensor, places: Tensor, experts: Tensor, owned: tuple[int, 
     (tokens, dim), top_k = x.shape, experts.shape[1]
     codes = torch.empty((tokens * top_k, dim), dtype=torch.uint8, device=x.device)
     scales = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
-    tile, overlap = triton.next_power_of_2(dim), hardware(x.device).can_overlap
-    form = Form(dim, tile, tile, None, 0, overlap)
+    tile, gpu = triton.next_power_of_2(dim), hardware(x.device)
+    form = Form(dim, tile, tile, None, 0, gpu.rounds_to_e4m3, gpu.can_overlap)
     launch(_to_fp8_places_kernel, (tokens,))(
         x,
         codes,
@@ -233,7 +240,7 @@ def to_fp8_places(x: Tensor, places: Tensor, experts: Tensor, owned: tuple[int, 
         TOP_K=top_k,
         FORM=form,
         num_warps=min(16, max(4, tile // 512)),
-        launch_pdl=overlap,
+        launch_pdl=form.overlap,
     )
     return codes.view(torch.float8_e4m3fn), scales
 
@@ -250,10 +257,12 @@ def rms_norm_fp8(
     else:
         total = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
     tile = triton.next_power_of_2(dim)
-    group, overlap = tile if how.group is None else how.group, hardware(x.device).can_overlap
-    form = Form(dim, max(tile, group), group, None, x.weights.shape[1] if isinstance(x, PairSum) else 0, overlap)
+    group, gpu = tile if how.group is None else how.group, hardware(x.device)
+    top_k = x.weights.shape[1] if isinstance(x, PairSum) else 0
+    form = Form(dim, max(tile, group), group, None, top_k, gpu.rounds_to_e4m3, gpu.can_overlap)
     strides = (0 if isinstance(x, PairSum) else x.stride(0), 0 if residual is None else residual.stride(0))
-    options = {"num_warps": min(16, max(4, tile // 512)), "launch_pdl": overlap}
+    # As in `norm/rms_norm_kernel.py`.
+    options = {"num_warps": min(16, max(4, tile // (256 if top_k else 512))), "launch_pdl": form.overlap}
     if tokens:
         outputs = (codes, scales, total)
         launch(_rms_norm_fp8_kernel, (tokens,))(

@@ -269,6 +269,23 @@ def test_forms_compile(run_compiler, tmp_path):
     assert run_compiler(FORMS, TRITON_CACHE_DIR=str(tmp_path)).strip() == "compiled"
 
 
+ONE_FORM = """
+from rayllm_kernels.norm.qk_norm_rope_cache_kernel import _qk_norm_rope_cache_kernel
+norm, pool = torch.ones(128, dtype=torch.bfloat16), torch.zeros(2, 30, 2, 16, 128, dtype=torch.bfloat16)
+with dispatch.forced(triton=True), ops.compile_only():
+    for tokens in (4, 300):
+        qkv, positions = torch.ones(tokens, 8 * 128, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int64)
+        cache, norms = KVCache(*pool), HeadNorms(norm, norm, 1e-6)
+        ops.qk_norm_rope_cache(qkv, norms, positions, torch.zeros(50, 96), cache, positions, deterministic=True)
+print(len(_qk_norm_rope_cache_kernel.device_caches[0][0]))
+"""
+
+
+def test_the_deterministic_form_is_one_for_any_number_of_tokens(run_compiler, tmp_path):
+    """Two would have different bits: compilers fuse multiplications with sums as they find them."""
+    assert run_compiler(ONE_FORM, TRITON_CACHE_DIR=str(tmp_path)).strip() == "1"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_norms_in_fp32(randn, device, kernels, reference, dtype):
     """Their weights multiply what is not rounded yet."""
