@@ -15,7 +15,8 @@ def encode_fp8(x, scale, E5M2: tl.constexpr):
     """The nearest fp8 number to x / scale, saturated, as its 8 bits in a uint8; NaN is NaN.
 
     On the bits of fp32, a few integer operations an element: e4m3 has no conversion instruction before compute
-    capability 8.9, and Triton's interpreter drops carries when it converts. Kernels that write are bound by memory.
+    capability 8.9, and Triton's interpreter drops carries when it converts. Kernels that write the cache are bound by
+    memory; those that round all of a prompt's activations take the instruction (`quantised/fp8_rows_kernel.py`).
     """
     MANTISSA: tl.constexpr = 2 if E5M2 else 3
     BIAS: tl.constexpr = 15 if E5M2 else 7

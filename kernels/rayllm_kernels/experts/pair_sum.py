@@ -57,6 +57,13 @@ def of_kernels(x: Tensor | PairSum) -> tuple[Any, ...] | None:
     return outputs, weights, None if owned is None else experts, owned, onto, 0 if onto is None else onto.stride(0)
 
 
+def row_warps(x: Tensor | PairSum, entries: int) -> int:
+    """Warps of a program that has a row of x, so many entries: 16 of them a thread, or 8 that are sums of pairs, as it
+    reads 16 bytes of each pair.
+    """
+    return min(16, max(4, entries // (256 if isinstance(x, PairSum) else 512)))
+
+
 def weighted_sum(outputs: Tensor, weights: Tensor, onto: Tensor | None) -> Tensor:
     """onto + sum over i of weights[:, i] * outputs[:, i] -> [T, H]: in fp32, in the order of i, rounded once.
 

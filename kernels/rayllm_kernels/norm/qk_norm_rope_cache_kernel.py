@@ -45,7 +45,7 @@ class Form(NamedTuple):
     heads: int  # of one program
     block_size: int
     norm_values: bool
-    many: bool  # tokens, so that bandwidth counts: heads are asked for before what their position is looked up for
+    heads_first: bool  # heads are loaded before the angles of their position, not while the predecessor still runs
     overlap: bool  # launches overlap (`dependent_launch.py`)
 
 
@@ -107,8 +107,8 @@ def _load_heads(source, valid, FORM: tl.constexpr):
 
 @triton.jit
 def _read(source, valid, weight_ptr, angle_ptr, scale_ptr, FORM: tl.constexpr):
-    """(Heads at `source`, which the predecessor writes; their factors)."""
-    if FORM.many:
+    """(heads at `source`, which the predecessor writes; their factors)."""
+    if FORM.heads_first:
         announce_and_wait(FORM.overlap)
         heads = _load_heads(source, valid, FORM)
         factors = _load_factors(weight_ptr, angle_ptr, scale_ptr, FORM)
@@ -225,10 +225,11 @@ def qk_norm_rope_cache(
     half = cos_sin_cache.shape[1] // 2
     rest = head_dim - 2 * half
     padded = triton.next_power_of_2(head_dim)
-    # How many heads a tile holds decides how their squares are added up, and the order of loads which of two products
-    # is rounded before they are added: the compiler fuses the other with the sum.
-    many = tokens > FEW_TOKENS and not deterministic
+    # A token's bits depend on both choices. How many heads a tile holds decides how their squares are added up. The
+    # order of loads decides which of two products the compiler fuses with their sum, and so which one is rounded.
+    many = tokens > FEW_TOKENS
     elements = TILE_ELEMENTS if many or deterministic else FEW_TOKENS_TILE_ELEMENTS
+    heads_first = many and not deterministic
     heads = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), max(1, elements // padded))
     tiles = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     overlap = hardware(qkv.device).can_overlap
@@ -236,7 +237,7 @@ def qk_norm_rope_cache(
     half_padded = triton.next_power_of_2(half)
     norm_values = norms is not None and norms.values
     parts = head_dim, padded, half, half_padded, rest_padded, interleaved
-    form = Form(*parts, heads, block_size, norm_values, many, overlap)
+    form = Form(*parts, heads, block_size, norm_values, heads_first, overlap)
     norm = (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
     angles = cos_sin_cache, query_scale
     strides = (qkv.stride(0), cos_sin_cache.stride(0), *cache.k.stride()[:3])

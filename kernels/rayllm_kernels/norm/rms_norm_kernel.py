@@ -23,7 +23,7 @@ from ..compile_ahead import launch
 from ..dependent_launch import announce_and_wait
 from ..device import hardware
 from ..experts.device_functions import add_pairs
-from ..experts.pair_sum import PairSum, of_kernels
+from ..experts.pair_sum import PairSum, of_kernels, row_warps
 from .rows import row_layout
 
 TILE_ELEMENTS = 1024  # short rows (the heads of a q/k norm) share a program
@@ -101,9 +101,7 @@ def rms_norm(
     top_k = x.weights.shape[1] if isinstance(x, PairSum) else 0
     form = Form(dim, dim_padded, rows_per_program, adds_before, adds_after, top_k, overlap)
     strides = (x_strides, residual_strides)
-    # A sum of pairs asks for more bytes of an entry: 16 of a pair a thread.
-    warps = min(16, max(4, dim_padded // (256 if top_k else 512)))
-    options = {"num_warps": warps, "launch_pdl": overlap}
+    options = {"num_warps": row_warps(x, dim_padded), "launch_pdl": overlap}
     launch(_rms_norm_kernel, (triton.cdiv(rows, rows_per_program),))(
         None if isinstance(x, PairSum) else x,
         of_kernels(x),

@@ -25,7 +25,7 @@ from ..compile_ahead import launch
 from ..dependent_launch import announce_and_wait
 from ..device import hardware
 from ..experts.device_functions import add_pairs, store_at_places
-from ..experts.pair_sum import PairSum, of_kernels
+from ..experts.pair_sum import PairSum, of_kernels, row_warps
 from . import formats, fp8
 from .fp8_operands import Fp8Rows, Rounding
 
@@ -214,7 +214,7 @@ def to_fp8(x: Tensor, how: Rounding, act: str | None, *, by_group: bool = False)
     elif tokens:
         tile = min(MAX_TILE, padded)
         form = Form(dim, tile, tile, act, 0, *in_hardware)
-        warps = min(16, max(4, tile // 512))
+        warps = row_warps(x, tile)
         launch(_to_fp8_rows_kernel, (tokens,))(
             x, codes, scales, how.scale, x.stride(0), FORM=form, num_warps=warps, launch_pdl=form.overlap
         )
@@ -239,7 +239,7 @@ def to_fp8_places(x: Tensor, places: Tensor, experts: Tensor, owned: tuple[int, 
         x.stride(0),
         TOP_K=top_k,
         FORM=form,
-        num_warps=min(16, max(4, tile // 512)),
+        num_warps=row_warps(x, tile),
         launch_pdl=form.overlap,
     )
     return codes.view(torch.float8_e4m3fn), scales
@@ -261,8 +261,7 @@ def rms_norm_fp8(
     top_k = x.weights.shape[1] if isinstance(x, PairSum) else 0
     form = Form(dim, max(tile, group), group, None, top_k, gpu.rounds_to_e4m3, gpu.can_overlap)
     strides = (0 if isinstance(x, PairSum) else x.stride(0), 0 if residual is None else residual.stride(0))
-    # As in `norm/rms_norm_kernel.py`.
-    options = {"num_warps": min(16, max(4, tile // (256 if top_k else 512))), "launch_pdl": form.overlap}
+    options = {"num_warps": row_warps(x, tile), "launch_pdl": form.overlap}
     if tokens:
         outputs = (codes, scales, total)
         launch(_rms_norm_fp8_kernel, (tokens,))(
