@@ -14,8 +14,12 @@ group the product weights x values of one tile runs under the softmax of the nex
 A task is 128 rows, queries x the query heads of one KV head, against all keys they see, from the diagonal down to the
 first key. Tasks are numbered so that a ragged batch leaves at most one empty task per sequence and KV head: those of
 sequence s begin at query_start_loc[s] // queries + s. Rows before the first chunk and sequences after the last one, the
-padding of captured steps, have no tasks. Programs stay resident and draw tasks from a counter: the producer fetches the
-next task's keys while the consumers finish the last one, and long tasks balance out.
+padding of captured steps, have no tasks. Programs stay resident and draw tasks from a counter, so long tasks balance
+out. The producer draws and announces the next task when it has copied the first keys of this one, and goes on to its
+keys; consumers load its queries and start its first product before they write this one's rows.
+
+What consumers run is a straight line of some 1,600 instructions a task, for each of the two, which do not all fit the
+caches of instructions: one more copy of a part costs time even where it runs seldom.
 
 Barriers come in pairs: `full` says that a stage holds data, `free` that both consumers are done with it. The n-th use
 of a stage completes phase n, and a wait names the parity of the phase.
@@ -46,9 +50,40 @@ ROWS = gl.constexpr(128)
 KEYS = gl.constexpr(128)
 STAGES = gl.constexpr(3)
 HALF = gl.constexpr(64)  # columns that a tensor copy takes: 128 bytes, the widest swizzle
-FIELDS = gl.constexpr(5)  # of a task: seq_len, query_len, first_query, first_row, kv_head
+FIELDS = gl.constexpr(6)  # of a task: seq_len, query_len, first_query, first_row, kv_head, sequence
 SLOTS = gl.constexpr(2)  # tasks announced ahead
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+# Two numbers in one register, the first one in the lower half.
+PAIR_OF_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+PAIR_OF_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+# In assembly, as compilers would compare ahead of the product and keep what they find as bits in registers.
+HIDE = gl.constexpr("{ .reg .pred seen; setp.le.s32 seen, $2, $3; selp.f32 $0, $1, 0fFF800000, seen; }")
+# Of 4 x 4 registers, four in each of four threads, the transpose.
+TRANSPOSE = gl.constexpr("""{
+    .reg .pred odd, high;
+    .reg .b32 bit, a, b;
+    mov.u32 a, %laneid;
+    and.b32 bit, a, 1;
+    setp.ne.u32 odd, bit, 0;
+    and.b32 bit, a, 2;
+    setp.ne.u32 high, bit, 0;
+    selp.b32 a, $4, $5, odd;
+    selp.b32 b, $6, $7, odd;
+    shfl.sync.bfly.b32 a, a, 1, 31, -1;
+    shfl.sync.bfly.b32 b, b, 1, 31, -1;
+    selp.b32 $0, a, $4, odd;
+    selp.b32 $1, $5, a, odd;
+    selp.b32 $2, b, $6, odd;
+    selp.b32 $3, $7, b, odd;
+    selp.b32 a, $0, $2, high;
+    selp.b32 b, $1, $3, high;
+    shfl.sync.bfly.b32 a, a, 2, 31, -1;
+    shfl.sync.bfly.b32 b, b, 2, 31, -1;
+    selp.b32 $0, a, $0, high;
+    selp.b32 $1, b, $1, high;
+    selp.b32 $2, $2, a, high;
+    selp.b32 $3, $3, b, high;
+}""")
 
 
 class Shape(NamedTuple):
@@ -78,22 +113,25 @@ def _count_tiles(batch, starts_ptr, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def _find_task(index, first, tiles, batch, seq_lens_ptr, starts_ptr, QUERIES: gl.constexpr):
-    """Task `index` as (sequence, seq_len, query_len, first_query, first_row, kv_head); first_query < 0 if empty."""
-    tile = first + index % tiles
+def _find_task(index, tiles, contexts, SHAPE: gl.constexpr):
+    """The FIELDS of task `index`; first_query < 0 if it is empty. tiles: as `_count_tiles` returns it."""
+    _, seq_lens_ptr, starts_ptr = contexts
+    sequences, first_tile, count = tiles
+    tile = first_tile + index % count
     sequence = index * 0
-    end = sequence + batch
+    end = sequence + sequences
     while end - sequence > 1:
         middle = (sequence + end) // 2
-        before = gl.load(starts_ptr + middle) // QUERIES + middle > tile
+        before = gl.load(starts_ptr + middle) // SHAPE.queries + middle > tile
         sequence = gl.where(before, sequence, middle)
         end = gl.where(before, middle, end)
     first_row = gl.load(starts_ptr + sequence)
     query_len = gl.load(starts_ptr + sequence + 1) - first_row
     seq_len = gl.load(seq_lens_ptr + sequence)
     # The last tile of a chunk has the longest context: it comes first.
-    first_query = (gl.cdiv(query_len, QUERIES) - 1 - (tile - first_row // QUERIES - sequence)) * QUERIES
-    return sequence, seq_len, query_len, first_query, first_row, index // tiles
+    number = tile - first_row // SHAPE.queries - sequence
+    first_query = (gl.cdiv(query_len, SHAPE.queries) - 1 - number) * SHAPE.queries
+    return seq_len, query_len, first_query, first_row, index // count, sequence
 
 
 @gluon.jit
@@ -127,65 +165,89 @@ def _copy_tile(desc, rows, tile, full, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _copy_keys(base, high, k_desc, v_desc, ring, table_ptr, seq_len, head_row, rows_per_block, SHAPE: gl.constexpr):
-    """Key tiles high - 1 down to 0 of one task, into the ring from its use number `base` on."""
-    k_smem, v_smem, k_full, k_free, v_full, v_free = ring
-    for i in range(high):
-        rows = ()
-        for box in gl.static_range(KEYS // SHAPE.box):
-            # Table entries past the end hold no valid block: there, the last one is copied again.
-            key = gl.minimum((high - 1 - i) * KEYS + box * SHAPE.box, (seq_len - 1) // SHAPE.box * SHAPE.box)
-            block = gl.load(table_ptr + key // SHAPE.block_size)
-            rows += (block * rows_per_block + head_row + key % SHAPE.block_size,)  # type: ignore[assignment]
-        stage = (base + i) % STAGES
-        parity = ((base + i) // STAGES + 1) % 2
-        hopper.mbarrier.wait(k_free.index(stage), parity)
-        _copy_tile(k_desc, rows, k_smem.index(stage), k_full.index(stage), SHAPE)
-        hopper.mbarrier.wait(v_free.index(stage), parity)
-        _copy_tile(v_desc, rows, v_smem.index(stage), v_full.index(stage), SHAPE)
+def _find_rows(tile, table_ptr, seq_len, head_row, rows_per_block, SHAPE: gl.constexpr):
+    """Rows of the pool where the boxes of a key tile begin; of the first tile also if `tile` is before it."""
+    rows = ()
+    for box in gl.static_range(KEYS // SHAPE.box):
+        # Table entries past the end hold no valid block: there, the last one is copied again.
+        key = gl.minimum(gl.maximum(tile, 0) * KEYS + box * SHAPE.box, (seq_len - 1) // SHAPE.box * SHAPE.box)
+        block = gl.load(table_ptr + key // SHAPE.block_size)
+        rows += (block * rows_per_block + head_row + key % SHAPE.block_size,)  # type: ignore[assignment]
+    return rows
+
+
+@gluon.jit
+def _announce(index, turn, mailbox, counter_ptr, tiles, contexts, SHAPE: gl.constexpr):
+    """Post, as number `turn`, the first task from `index` on that is not empty; after the last one, one of length 0."""
+    mail, mail_full, mail_free = mailbox
+    slot = turn % SLOTS
+    hopper.mbarrier.wait(mail_free.index(slot), (turn // SLOTS + 1) % 2)
+    searching = True
+    while searching:
+        if index < tiles[2] * SHAPE.kv_heads:
+            task = _find_task(index, tiles, contexts, SHAPE)
+            seq_len, first_query = task[0], task[2]
+            if (first_query >= 0) & (seq_len > 0):  # a sequence of length 0 is padding
+                for field in gl.static_range(FIELDS):
+                    _post(mail, slot, field, task[field])
+                searching = False
+            else:
+                index = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
+        else:
+            _post(mail, slot, 0, 0)
+            searching = False
+    hopper.mbarrier.arrive(mail_full.index(slot))
+
+
+@gluon.jit
+def _read_task(turn, mailbox):
+    """Wait for the announcement of task number `turn`: its FIELDS, of which seq_len alone counts if it is 0."""
+    mail, mail_full, _ = mailbox
+    slot = turn % SLOTS
+    hopper.mbarrier.wait(mail_full.index(slot), turn // SLOTS % 2)
+    seq_len, query_len, first_query = _read(mail, slot, 0), _read(mail, slot, 1), _read(mail, slot, 2)
+    return seq_len, query_len, first_query, _read(mail, slot, 3), _read(mail, slot, 4), _read(mail, slot, 5)
 
 
 @gluon.jit
 def _produce(k_desc, v_desc, ring, mailbox, counter_ptr, contexts, batch, pool, stride_table, SHAPE: gl.constexpr):
-    tables_ptr, seq_lens_ptr, starts_ptr = contexts
+    """Announce tasks, and copy the keys and values of each from the last tile to the first."""
+    tables_ptr, _, starts_ptr = contexts
     rows_per_block, rows_per_head = pool
-    QUERIES: gl.constexpr = SHAPE.queries
-    mail, mail_full, mail_free = mailbox
-    index = gl.program_id(0)
-    base = index * 0
-    turn = index * 0
-    sequences, first_tile, tiles = _count_tiles(batch, starts_ptr, QUERIES)
-    while index < tiles * SHAPE.kv_heads:
-        sequence, seq_len, query_len, first_query, first_row, kv_head = _find_task(
-            index, first_tile, tiles, sequences, seq_lens_ptr, starts_ptr, QUERIES
-        )
-        if (first_query >= 0) & (seq_len > 0):  # a sequence of length 0 is padding
-            slot = turn % SLOTS
-            hopper.mbarrier.wait(mail_free.index(slot), (turn // SLOTS + 1) % 2)
-            task = (seq_len, query_len, first_query, first_row, kv_head)
-            for field in gl.static_range(FIELDS):
-                _post(mail, slot, field, task[field])
-            hopper.mbarrier.arrive(mail_full.index(slot))
-            _, high = _key_tiles(seq_len, query_len, first_query, QUERIES)
-            table_ptr = tables_ptr + sequence.to(gl.int64) * stride_table
-            head_row = kv_head * rows_per_head
-            _copy_keys(base, high, k_desc, v_desc, ring, table_ptr, seq_len, head_row, rows_per_block, SHAPE)
-            base += high
-            turn += 1
-        index = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
-    # A task with an empty context is the end.
-    slot = turn % SLOTS
-    hopper.mbarrier.wait(mail_free.index(slot), (turn // SLOTS + 1) % 2)
-    _post(mail, slot, 0, 0)
-    hopper.mbarrier.arrive(mail_full.index(slot))
+    k_smem, v_smem, k_full, k_free, v_full, v_free = ring
+    use = gl.program_id(0) * 0
+    turn = use
+    tiles = _count_tiles(batch, starts_ptr, SHAPE.queries)
+    _announce(gl.program_id(0), turn, mailbox, counter_ptr, tiles, contexts, SHAPE)
+    seq_len, query_len, first_query, _, kv_head, sequence = _read_task(turn, mailbox)
+    while seq_len > 0:
+        _, high = _key_tiles(seq_len, query_len, first_query, SHAPE.queries)
+        table_ptr = tables_ptr + sequence.to(gl.int64) * stride_table
+        head_row = kv_head * rows_per_head
+        rows = _find_rows(high - 1, table_ptr, seq_len, head_row, rows_per_block, SHAPE)
+        for i in range(high):
+            stage, parity = use % STAGES, (use // STAGES + 1) % 2
+            hopper.mbarrier.wait(k_free.index(stage), parity)
+            _copy_tile(k_desc, rows, k_smem.index(stage), k_full.index(stage), SHAPE)
+            next_rows = _find_rows(high - 2 - i, table_ptr, seq_len, head_row, rows_per_block, SHAPE)
+            hopper.mbarrier.wait(v_free.index(stage), parity)
+            _copy_tile(v_desc, rows, v_smem.index(stage), v_full.index(stage), SHAPE)
+            rows = next_rows
+            use += 1
+            if i == 0:
+                index = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
+                _announce(index, turn + 1, mailbox, counter_ptr, tiles, contexts, SHAPE)
+        turn += 1
+        seq_len, query_len, first_query, _, kv_head, sequence = _read_task(turn, mailbox)
 
 
 @gluon.jit
 def _weigh(scores, total, peak, unit, q_pos, first_key, MASKED: gl.constexpr):
     """A step of the online softmax: (weights, decay of what came before, total, peak)."""
     if MASKED:
-        key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
-        scores = gl.where(key[None, :] <= q_pos[:, None], scores, float("-inf"))
+        key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
+        inputs = [scores, key[None, :], (q_pos - first_key)[:, None]]
+        scores = gl.inline_asm_elementwise(HIDE, "=f,f,r,r", inputs, dtype=gl.float32, is_pure=True, pack=1)
     new_peak = gl.maximum(peak, gl.max(scores, 1) * unit)
     # A row may see nothing yet: subtracting an infinite peak would turn its zeros into NaN.
     shift = gl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
@@ -195,120 +257,192 @@ def _weigh(scores, total, peak, unit, q_pos, first_key, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(q_smem, k_tile):
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    zeros = gl.zeros([ROWS // 2, KEYS], gl.float32, layout=LAYOUT)
-    return hopper.warpgroup_mma(q_smem, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+def _pack(x, DTYPE: gl.constexpr):
+    """fp32 [rows, columns] in DTYPE, as pairs of columns: int32 [rows, columns / 2].
+
+    Single numbers of 16 bits that are kept from step to step are taken apart and joined again in each.
+    """
+    low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    PAIR: gl.constexpr = PAIR_OF_FP16 if DTYPE.is_fp16() else PAIR_OF_BF16
+    return gl.inline_asm_elementwise(PAIR, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _step(use, last, acc, weights, total, peak, q_smem, ring, unit, q_pos, first_key, MASKED: gl.constexpr):
+def _unpack(pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """What `_pack` returned, in DTYPE and LAYOUT. Not pure, as it must not be moved between two products."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=False, pack=1
+    )
+    codes = gl.reshape(gl.join(low, high), [pairs.shape[0], pairs.shape[1] * 2])
+    return gl.convert_layout(codes.to(DTYPE, bitcast=True), LAYOUT)
+
+
+@gluon.jit
+def _new_scores():
+    """Zeros, for a product that overwrites them: they must be there before any product starts that runs beside it."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    zeros = gl.zeros([ROWS // 2, KEYS], gl.int32, layout=LAYOUT)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,r", [zeros], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _start_scores(q_smem, k_tile, scores):
+    return hopper.warpgroup_mma(q_smem, k_tile.permute((1, 0)), scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _step(use, last, acc, pairs, total, peak, q_smem, ring, unit, q_pos, first_key, MASKED: gl.constexpr):
     """Fold in the values of the tile before ring use `use`, whose keys are there, under the softmax of this one."""
     k_smem, v_smem, k_full, k_free, v_full, v_free = ring
     stage, before = use % STAGES, (use - 1) % STAGES
-    scores = _start_scores(q_smem, k_smem.index(stage))
+    weights = _unpack(pairs, q_smem.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
+    scores = _start_scores(q_smem, k_smem.index(stage), _new_scores())
     hopper.mbarrier.wait(v_full.index(before), (use - 1) // STAGES % 2)
     acc = hopper.warpgroup_mma(weights, v_smem.index(before), acc, is_async=True)
     scores = hopper.warpgroup_mma_wait(1, deps=(scores,))
     hopper.mbarrier.arrive(k_free.index(stage))
     next_weights, decay, total, peak = _weigh(scores, total, peak, unit, q_pos, first_key, MASKED)
-    next_weights = gl.convert_layout(next_weights.to(q_smem.dtype), weights.type.layout)
+    next_pairs = _pack(next_weights, q_smem.dtype)
     # This spins, which keeps the assembler from moving the wait for the product above the exponentials.
     hopper.mbarrier.wait(k_full.index((use + 1) % STAGES), (use + 1) // STAGES % 2, pred=use < last)
     acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
     hopper.mbarrier.arrive(v_free.index(before))
     acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, next_weights, total, peak
+    return acc, next_pairs, total, peak
 
 
 @gluon.jit
-def _attend(base, q_smem, ring, seq_len, whole, high, unit, q_pos, WIDE: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Attention of the 64 queries in q_smem, at q_pos, over key tiles high - 1 down to 0: fp32 [64, HEAD_DIM]."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    k_smem, v_smem, k_full, k_free, v_full, v_free = ring
-    total = gl.zeros_like(q_pos).to(gl.float32)
-    peak = total + float("-inf")
-    acc = gl.zeros([ROWS // 2, HEAD_DIM], gl.float32, layout=ACC)
+def _take_task(turn, mailbox):
+    """`_read_task` of a consumer, which then gives its slot free: without the sequence."""
+    seq_len, query_len, first_query, first_row, kv_head, _ = _read_task(turn, mailbox)
+    hopper.mbarrier.arrive(mailbox[2].index(turn % SLOTS))
+    return seq_len, query_len, first_query, first_row, kv_head
 
-    stage, parity = base % STAGES, base // STAGES % 2
-    last = base + high - 1
-    hopper.mbarrier.wait(k_full.index(stage), parity)
-    scores = hopper.warpgroup_mma_wait(0, deps=(_start_scores(q_smem, k_smem.index(stage)),))
-    hopper.mbarrier.arrive(k_free.index(stage))
-    weights, _, total, peak = _weigh(scores, total, peak, unit, q_pos, (high - 1) * KEYS, True)
-    weights = gl.convert_layout(weights.to(q_smem.dtype), gl.DotOperandLayout(0, ACC, 2))
-    if high * KEYS > seq_len:
-        # Unwritten slots can hold NaN, which a weight of zero does not hide. Both consumers write the same zeros.
-        hopper.mbarrier.wait(v_full.index(stage), parity)
-        values = v_smem.index(stage).load(WIDE)
-        key = (high - 1) * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, WIDE))
-        v_smem.index(stage).store(gl.where((key < seq_len)[:, None], values, gl.zeros_like(values)))
-        hopper.fence_async_shared()
-    hopper.mbarrier.wait(k_full.index((base + 1) % STAGES), (base + 1) // STAGES % 2, pred=high > 1)
 
-    first_whole = gl.maximum(high - whole, 1)
-    for i in range(1, first_whole):
-        acc, weights, total, peak = _step(
-            base + i, last, acc, weights, total, peak, q_smem, ring, unit, q_pos, (high - 1 - i) * KEYS, True
-        )
-    for i in range(first_whole, high):
-        acc, weights, total, peak = _step(
-            base + i, last, acc, weights, total, peak, q_smem, ring, unit, q_pos, 0, False
-        )
-    stage = last % STAGES
-    hopper.mbarrier.wait(v_full.index(stage), last // STAGES % 2)
-    acc = hopper.warpgroup_mma_wait(0, deps=(hopper.warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True),))
-    hopper.mbarrier.arrive(v_free.index(stage))
-    # Rows of padding have a total too: they see the keys that the last query sees.
-    return acc / gl.convert_layout(total, gl.SliceLayout(1, ACC))[:, None]
+@gluon.jit
+def _find_queries(task, strides, row, SHAPE: gl.constexpr):
+    """(offsets, which there are) of a task's rows in q or out."""
+    seq_len, query_len, first_query, first_row, kv_head = task
+    stride_t, stride_h, _ = strides
+    query = first_query + row // SHAPE.group
+    there = (row < SHAPE.queries * SHAPE.group) & (query < query_len) & (seq_len > 0)
+    head = kv_head * SHAPE.group + row % SHAPE.group
+    return (first_row + query).to(gl.int64) * stride_t + head * stride_h, there
+
+
+@gluon.jit
+def _load_queries(q_ptr, task, strides, first_row, SHAPE: gl.constexpr):
+    """Half a task's rows, from `first_row` of it on: [64, head_dim]."""
+    HEAD_DIM: gl.constexpr = SHAPE.head_dim
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    row = first_row + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, WIDE))
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
+    offsets, there = _find_queries(task, strides, row, SHAPE)
+    mask = there[:, None] & (dims[None, :] < HEAD_DIM)
+    return gl.load(q_ptr + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+
+
+@gluon.jit
+def _store(out_ptr, acc, task, strides, first_row, SHAPE: gl.constexpr):
+    """Write half a task's rows.
+
+    In `acc` a thread has two numbers in each eight of a row. Four threads exchange theirs, so that each has whole
+    eights: 16 bytes, which it stores at once. Shared memory has no room left for that.
+    """
+    PAIRS: gl.constexpr = SHAPE.head_dim // 2
+    COLUMNS: gl.constexpr = [[0, 4], [0, 8], [8, 0], [0, 16], [0, 32]]
+    OWN: gl.constexpr = gl.DistributedLinearLayout(
+        COLUMNS if PAIRS == 64 else COLUMNS[:4],
+        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [ROWS // 2, PAIRS],
+    )
+    pairs = gl.convert_layout(_pack(acc, out_ptr.dtype.element_ty), OWN)
+    pairs = gl.inline_asm_elementwise(
+        TRANSPOSE, "=&r,=&r,=&r,=&r,r,r,r,r", [pairs], dtype=gl.int32, is_pure=True, pack=4
+    )
+    # Now a register's number says which pair of four it is, and the thread's number which four.
+    fours = gl.permute(gl.reshape(pairs, [ROWS // 2, PAIRS // 16, 4, 4]), (0, 1, 3, 2))
+    pairs = gl.reshape(fours, [ROWS // 2, PAIRS])
+    LAYOUT: gl.constexpr = pairs.type.layout
+    row = first_row + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, LAYOUT))
+    offsets, there = _find_queries(task, strides, row, SHAPE)
+    target = out_ptr.to(gl.pointer_type(gl.int32)) + (offsets // 2)[:, None] + column[None, :]
+    gl.store(target, pairs, mask=there[:, None] & (column[None, :] < PAIRS))
 
 
 @gluon.jit
 def _consume(
     q_ptr, out_ptr, q_smem, ring, mailbox, unit, q_strides, out_strides, CONSUMER: gl.constexpr, SHAPE: gl.constexpr
 ):
-    stride_qt, stride_qh, _ = q_strides
-    stride_ot, stride_oh, _ = out_strides
-    GROUP: gl.constexpr = SHAPE.group
-    QUERIES: gl.constexpr = SHAPE.queries
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
+    FIRST_ROW: gl.constexpr = CONSUMER * (ROWS // 2)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    mail, mail_full, mail_free = mailbox
-    row = CONSUMER * (ROWS // 2) + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, WIDE))
-    score_row = CONSUMER * (ROWS // 2) + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, SCORES))
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
-    base = gl.program_id(0) * 0
+    k_smem, v_smem, k_full, k_free, v_full, v_free = ring
+    row = FIRST_ROW + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, SCORES))
+    base = gl.program_id(0) * 0  # the ring's use by the first tile of a task
     turn = base
-    hopper.mbarrier.wait(mail_full.index(0), 0)
-    seq_len = _read(mail, 0, 0)
+    seq_len, query_len, first_query, first_row, kv_head = _take_task(turn, mailbox)
+    task = (seq_len, query_len, first_query, first_row, kv_head)
+    q_smem.store(_load_queries(q_ptr, task, q_strides, FIRST_ROW, SHAPE))
+    hopper.fence_async_shared()
+    hopper.mbarrier.wait(k_full.index(0), 0, pred=seq_len > 0)
+    scores = hopper.warpgroup_mma_wait(0, deps=(_start_scores(q_smem, k_smem.index(0), _new_scores()),))
     while seq_len > 0:
-        slot = turn % SLOTS
-        query_len = _read(mail, slot, 1)
-        first_query = _read(mail, slot, 2)
-        first_row = _read(mail, slot, 3)
-        kv_head = _read(mail, slot, 4)
-        hopper.mbarrier.arrive(mail_free.index(slot))
+        task = (seq_len, query_len, first_query, first_row, kv_head)
+        whole, high = _key_tiles(seq_len, query_len, first_query, SHAPE.queries)
+        q_pos = seq_len - query_len + first_query + row // SHAPE.group
+        stage, last = base % STAGES, base + high - 1
+        hopper.mbarrier.arrive(k_free.index(stage))
+        total = gl.zeros_like(q_pos).to(gl.float32)
+        peak = total + float("-inf")
+        weights, _, total, peak = _weigh(scores, total, peak, unit, q_pos, (high - 1) * KEYS, True)
+        pairs = _pack(weights, q_smem.dtype)
+        if high * KEYS > seq_len:
+            # Unwritten slots can hold NaN, which a weight of zero does not hide. Both consumers write the same zeros.
+            hopper.mbarrier.wait(v_full.index(stage), base // STAGES % 2)
+            values = v_smem.index(stage).load(WIDE)
+            key = (high - 1) * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, WIDE))
+            v_smem.index(stage).store(gl.where((key < seq_len)[:, None], values, gl.zeros_like(values)))
+            hopper.fence_async_shared()
+        hopper.mbarrier.wait(k_full.index((base + 1) % STAGES), (base + 1) // STAGES % 2, pred=high > 1)
 
-        query = first_query + row // GROUP
-        mask = ((row < QUERIES * GROUP) & (query < query_len))[:, None] & (dims[None, :] < HEAD_DIM)
-        q_row = (first_row + query).to(gl.int64)
-        head = kv_head * GROUP + row % GROUP
-        q_ptrs = q_ptr + (q_row * stride_qt + head * stride_qh)[:, None] + dims[None, :]
-        q_smem.store(gl.load(q_ptrs, mask=mask, other=0.0))
-        hopper.fence_async_shared()
-        whole, high = _key_tiles(seq_len, query_len, first_query, QUERIES)
-        q_pos = seq_len - query_len + first_query + score_row // GROUP
-        acc = _attend(base, q_smem, ring, seq_len, whole, high, unit, q_pos, WIDE, HEAD_DIM)
-        # Through shared memory, so that each row is stored in whole cache lines.
-        q_smem.store(acc.to(q_smem.dtype))
-        out_ptrs = out_ptr + (q_row * stride_ot + head * stride_oh)[:, None] + dims[None, :]
-        gl.store(out_ptrs, q_smem.load(WIDE), mask=mask)
+        acc = gl.zeros([ROWS // 2, HEAD_DIM], gl.float32, layout=ACC)
+        first_whole = gl.maximum(high - whole, 1)
+        for i in range(1, first_whole):
+            acc, pairs, total, peak = _step(
+                base + i, last, acc, pairs, total, peak, q_smem, ring, unit, q_pos, (high - 1 - i) * KEYS, True
+            )
+        for i in range(first_whole, high):
+            acc, pairs, total, peak = _step(
+                base + i, last, acc, pairs, total, peak, q_smem, ring, unit, q_pos, 0, False
+            )
 
-        base += high
+        # The last values of this task, and under them the first scores of the next one.
         turn += 1
-        hopper.mbarrier.wait(mail_full.index(turn % SLOTS), turn // SLOTS % 2)
-        seq_len = _read(mail, turn % SLOTS, 0)
+        seq_len, query_len, first_query, first_row, kv_head = _take_task(turn, mailbox)
+        next_task = (seq_len, query_len, first_query, first_row, kv_head)
+        queries = _load_queries(q_ptr, next_task, q_strides, FIRST_ROW, SHAPE)
+        stage = last % STAGES
+        hopper.mbarrier.wait(v_full.index(stage), last // STAGES % 2)
+        weights = _unpack(pairs, q_smem.dtype, gl.DotOperandLayout(0, ACC, 2))
+        scores = _new_scores()
+        acc = hopper.warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
+        q_smem.store(queries)
+        hopper.fence_async_shared()
+        base = last + 1
+        hopper.mbarrier.wait(k_full.index(base % STAGES), base // STAGES % 2, pred=seq_len > 0)
+        scores = _start_scores(q_smem, k_smem.index(base % STAGES), scores)
+        acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
+        hopper.mbarrier.arrive(v_free.index(stage))
+        # Rows of padding have a total too: they see the keys that the last query sees.
+        share = 1.0 / gl.convert_layout(total, gl.SliceLayout(1, ACC))
+        _store(out_ptr, acc * share[:, None], task, out_strides, FIRST_ROW, SHAPE)
+        scores = hopper.warpgroup_mma_wait(0, deps=(scores,))
 
 
 @gluon.jit(do_not_specialize=[*Contexts._fields, "starts", "batch", "stride_table"])

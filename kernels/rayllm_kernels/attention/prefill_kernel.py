@@ -287,11 +287,11 @@ def _prefill_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_done[:, None] & (value_dims[None, :] < SHAPE.value_dim))
 
 
-def hopper_takes(q: Tensor, cache: KVCache) -> bool:
+def hopper_takes(q: Tensor, cache: KVCache, out: Tensor) -> bool:
     """Whether the Hopper kernel can run these checked tensors: its products and tensor copies have fixed shapes.
 
     A copy moves a power of two of slots, at least the 8 after which the layout of shared memory repeats; heads and
-    blocks must lie whole slots apart, at addresses that are multiples of 16 bytes.
+    blocks must lie whole slots apart, at addresses that are multiples of 16 bytes. The result is stored in pairs.
     """
     num_blocks, kv_heads, block_size, head_dim = cache.k.shape
     stride_block, stride_head, stride_slot, _ = cache.k.stride()
@@ -308,6 +308,8 @@ def hopper_takes(q: Tensor, cache: KVCache) -> bool:
         and stride_block % stride_slot == 0
         and 0 < num_blocks * (stride_block // stride_slot) < 1 << 31
         and (cache.k.data_ptr() | cache.v.data_ptr()) % 16 == 0
+        and (out.stride(0) | out.stride(1)) % 2 == 0
+        and out.data_ptr() % 4 == 0
     )
 
 
@@ -325,7 +327,7 @@ def prefill(
     batch, heads, (_, kv_heads, _, head_dim) = contexts.seq_lens.shape[0], q.shape[1], cache.v.shape
     group, gpu = heads // kv_heads, hardware(q.device)
     tall = deterministic or max_query_len * group > SHORT_CHUNK_ROWS
-    if gpu.is_hopper and batch > 0 and scoring.is_plain and tall and hopper_takes(q, cache):
+    if gpu.is_hopper and batch > 0 and scoring.is_plain and tall and hopper_takes(q, cache, out):
         _hopper.prefill(q, cache, contexts, scoring.scale, query_start_loc, out)
         return
     rows = DETERMINISTIC_ROWS if deterministic else max_query_len * group

@@ -128,8 +128,8 @@ def test_the_hopper_kernel_takes_no_fp8(paged_case):
     from rayllm_kernels.attention.prefill_kernel import hopper_takes
 
     case = paged_case([40], [40], heads=(8, 2), head_dim=128, dtype=torch.float16)
-    assert hopper_takes(case.q, case.cache)
-    assert not hopper_takes(case.q, KVCache(case.cache.k.to(E4M3), case.cache.v.to(E4M3)))
+    assert hopper_takes(case.q, case.cache, case.q)
+    assert not hopper_takes(case.q, KVCache(case.cache.k.to(E4M3), case.cache.v.to(E4M3)), case.q)
 
 
 @needs_e4m3

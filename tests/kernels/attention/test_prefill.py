@@ -197,7 +197,7 @@ def test_layouts_that_the_hopper_kernel_takes(paged_case):
 
     def takes(heads=(8, 2), head_dim=128, block_size=16, dtype=torch.bfloat16):
         case = paged_case([40], [40], heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
-        return hopper_takes(case.q, case.cache)
+        return hopper_takes(case.q, case.cache, torch.empty_like(case.q))
 
     assert takes()
     assert takes(head_dim=64, block_size=24, dtype=torch.float16)
@@ -206,9 +206,18 @@ def test_layouts_that_the_hopper_kernel_takes(paged_case):
     assert not takes(block_size=20)  # a copy would take 4 rows; the swizzle repeats every 8
     assert not takes(heads=(130, 1))
     slots_outside_heads = torch.empty(9, 16, 2, 128, dtype=torch.bfloat16).transpose(1, 2)
-    assert not hopper_takes(
-        torch.empty(3, 8, 128, dtype=torch.bfloat16), KVCache(slots_outside_heads, slots_outside_heads)
-    )
+    q = torch.empty(3, 8, 128, dtype=torch.bfloat16)
+    assert not hopper_takes(q, KVCache(slots_outside_heads, slots_outside_heads), torch.empty_like(q))
+
+
+def test_the_hopper_kernel_stores_pairs(paged_case):
+    from rayllm_kernels.attention.prefill_kernel import hopper_takes
+
+    case = paged_case([40], [40], heads=(8, 2), head_dim=128, dtype=torch.bfloat16)
+    rows = torch.empty(40, 8 * 128 + 3, dtype=torch.bfloat16)
+    for columns, row, takes in ((0, 1026, True), (2, 1026, True), (1, 1026, False), (0, 1027, False)):
+        out = rows.as_strided((39, 8, 128), (row, 128, 1), columns)
+        assert hopper_takes(case.q[:39], case.cache, out) == takes
 
 
 COMPILE = """
