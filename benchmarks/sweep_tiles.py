@@ -427,7 +427,9 @@ def _experts_product(
     elif found.kind == "bf16":
         today = experts_plans.choose_tiles(rows, torch.bfloat16, gated=gated)
     else:
-        today = plans.choose_expert_tiles(rows, found.group, torch.bfloat16, gpu, gated=gated, joined=joined)
+        today = plans.choose_expert_tiles(
+            rows, found.kind, found.group, torch.bfloat16, gpu, gated=gated, joined=joined
+        )
     if rows >= 64:
         options |= {"stages": (3, 4)}
     tiles = candidates(gpu, stage_bytes, tokens=rows, outputs=wide, sums=tiles_of_sums, **options)

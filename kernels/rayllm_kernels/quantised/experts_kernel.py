@@ -351,7 +351,7 @@ def experts(
     for weight, gated in ((projections.gate_up, True), (projections.down, False)):
         joined = plans.joins_scales(weight.kind, x.dtype, gpu)
         tiles = plans.choose_expert_tiles(
-            rows, weight.group, x.dtype, gpu, gated=gated, joined=joined, deterministic=deterministic
+            rows, weight.kind, weight.group, x.dtype, gpu, gated=gated, joined=joined, deterministic=deterministic
         )
         y = multiply(y, projections, experts, groups, tiles, gated=gated, joined=joined, owned=owned)
     return PairSum(y, weights, onto, experts, here)

@@ -405,6 +405,7 @@ def joins_scales(kind: str, dtype: torch.dtype, gpu: Hardware) -> bool:
 
 def choose_expert_tiles(
     rows: int,
+    kind: str,
     group: int | None,
     dtype: torch.dtype,
     gpu: Hardware,
@@ -414,6 +415,7 @@ def choose_expert_tiles(
     deterministic: bool = False,
 ) -> Tiles:
     """Of so many rows, for tokens that stay in `dtype`; the depth (of 4 bits: bytes) is of inputs that share a scale.
+    kind: of the weights.
 
     Weights come first: Hopper's instruction takes them from the registers in which they become floats. gated: a program
     has so many outputs of gate and as many of up. deterministic: one depth for any number of rows, as scales meet a
@@ -427,6 +429,8 @@ def choose_expert_tiles(
     in_registers = gpu.capability is not None and gpu.capability[0] not in (9, 10)
     deepest = min(128, group or 128)
     depth = min(deepest, 32 if gated and in_registers else 64)
+    if gpu.is_hopper and kind == "int4":  # swept with four models' experts in groups of 128
+        return Tiles(rows, 64, depth, 8 if gated and rows == 128 else 4, 3, True)
     if rows <= 32:
         return Tiles(rows, 64, depth if deterministic else deepest, 4, 3, True)
     num_warps = 8 if gated or rows == 128 else 4

@@ -199,7 +199,7 @@ def test_every_code_of_e2m1_becomes_its_number(kernels, device):
         scales = torch.full((1, 1, 1), exponent, dtype=torch.uint8, device=device)
         weight = ExpertWeight("mxfp4", packed, scales, None, 32, 32)
         projections = QuantisedProjections(weight, weight, None, None, "silu", None)
-        tiles = plans.choose_expert_tiles(16, 32, torch.float32, HERE, gated=False)
+        tiles = plans.choose_expert_tiles(16, "mxfp4", 32, torch.float32, HERE, gated=False)
         with dispatch.forced(triton=True):
             y = multiply(x, projections, once[1], group(once[1], 1, tiles.tokens), tiles, gated=False)
         assert torch.equal(y[:, 0], torch.ldexp(expected, torch.tensor(exponent - 127, device=device)))
@@ -215,7 +215,7 @@ def test_every_tile_that_may_be_chosen(case, rows, how):
     arguments = case(rows + 9, 4, 2, 160, 64, torch.float16, how)
     x, weights, experts, gate_up, down = arguments
     projections = QuantisedProjections(gate_up, down, None, None, "silu", None)
-    tiles = [plans.choose_expert_tiles(rows, how[1], x.dtype, HERE, gated=gated) for gated in (True, False)]
+    tiles = [plans.choose_expert_tiles(rows, *how[:2], x.dtype, HERE, gated=gated) for gated in (True, False)]
     with dispatch.forced(triton=True):
         groups = group(experts, 4, rows)
         h = multiply(x, projections, experts, groups, tiles[0], gated=True)
@@ -242,7 +242,7 @@ def test_every_tile_of_joined_scales(case, rows, deterministic):
     projections = QuantisedProjections(gate_up, down, None, None, "silu", None)
     options = {"joined": True}
     tiles = [
-        plans.choose_expert_tiles(rows, 32, x.dtype, HERE, gated=gated, deterministic=deterministic, **options)
+        plans.choose_expert_tiles(rows, "mxfp4", 32, x.dtype, HERE, gated=gated, deterministic=deterministic, **options)
         for gated in (True, False)
     ]
     with dispatch.forced(triton=True):
@@ -268,7 +268,7 @@ def test_every_code_of_e2m1_is_exact_with_its_scale_in_bf16(device):
     projections = QuantisedProjections(weight, weight, None, None, "silu", None)
     x, once = torch.eye(64, dtype=torch.bfloat16, device=device), torch.zeros(64, 1, dtype=torch.int32, device=device)
     for tokens in (16, 32, 64, 128):
-        tiles = plans.choose_expert_tiles(tokens, 32, x.dtype, HERE, gated=False, joined=True)
+        tiles = plans.choose_expert_tiles(tokens, "mxfp4", 32, x.dtype, HERE, gated=False, joined=True)
         y = multiply(x, projections, once, group(once, 1, tokens), tiles, gated=False, joined=True)
         assert torch.equal(y.float(), weight.dequantised(0).t())
 
@@ -362,10 +362,10 @@ def test_the_deterministic_mode_has_one_depth():
     """Scales meet a sum at the end of a tile's depth, which must not follow the number of rows."""
     for capability in ((8, 0), (9, 0)):
         gpu = HERE._replace(capability=capability)
-        for group in (None, 32, 64, 128):
+        for kind, group in (("fp8", None), ("fp8", 128), ("int4", 32), ("int4", 64), ("int4", 128), ("mxfp4", 32)):
             for gated in (True, False):
                 tiles = [
-                    plans.choose_expert_tiles(rows, group, torch.bfloat16, gpu, gated=gated, deterministic=True)
+                    plans.choose_expert_tiles(rows, kind, group, torch.bfloat16, gpu, gated=gated, deterministic=True)
                     for rows in (16, 32, 64, 128)
                 ]
                 assert len({each.depth for each in tiles}) == 1
