@@ -115,8 +115,10 @@ def _end(store: ResponseStore, stored: StoredResponse, status: Literal["cancelle
         return
     error = why and {"code": "server_error", "message": why}
     ended = msgspec.structs.replace(stored, response=response | {"status": status, "error": error})
-    if store.finish(ended) and (logged := store.cut_log(response["id"])):
-        store.log(response["id"], lines([_last_event(ended, orjson.loads(logged[-1])["sequence_number"] + 1)]))
+    last = b""
+    if logged := store.cut_log(response["id"]):
+        last = lines([_last_event(ended, orjson.loads(logged[-1])["sequence_number"] + 1)])
+    store.finish(ended, last=last)
 
 
 def _last_event(stored: StoredResponse, number: int) -> Json:
@@ -221,15 +223,9 @@ class _Run:
         return "cancelled" if self._store.is_cancelled(self._id) else None
 
     async def _finish(self, last: Sequence[Json]) -> None:
-        """Store the end. Who follows the log finds the response ended when it ends."""
         self._stored.response = self._reply.response()
         new = [*self._new, *last] if self._is_streamed else []
-
-        def finish() -> None:
-            if self._store.finish(self._stored) and new:
-                self._store.log(self._id, lines(new))
-
-        await asyncio.to_thread(finish)
+        await asyncio.to_thread(self._store.finish, self._stored, lines(new[:-1]), lines(new[-1:]))
         for request in self._job.requests:  # the store has all that came of it
             if request.key is not None:
                 self._context.target.engine.forget(request.key.id)
@@ -301,7 +297,7 @@ async def follow(context: RequestContext, stored: StoredResponse, after: int) ->
             yield _gone(response_id, last + 1)
             return
         offset, events = found.offset, [orjson.loads(line) for line in found.lines]
-        if has_ended and not events:  # its API server died between the two last things that it does
+        if has_ended and not events:  # its API server died before it wrote the last one
             events = [_last_event(stored, last + 1)]
         last = events[-1]["sequence_number"] if events else last
         if frames := b"".join(sse(event, event["type"]) for event in events if event["sequence_number"] > after):
@@ -317,7 +313,9 @@ async def follow(context: RequestContext, stored: StoredResponse, after: int) ->
                 yield _gone(response_id, last + 1)
                 return
             stored = await take_over(context, now)
-            if has_ended := stored.has_ended:
+            # While somebody runs it, its last event may be about to be written.
+            silence = await asyncio.to_thread(store.silence, response_id)
+            if has_ended := stored.has_ended and silence > timeouts.RESPONSE_SILENCE_S:
                 continue
         await asyncio.sleep(timeouts.RESPONSE_POLL_S)
 

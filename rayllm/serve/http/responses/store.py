@@ -141,13 +141,21 @@ class ResponseStore:
             return False
         return True
 
-    def finish(self, stored: StoredResponse) -> bool:
-        """Store what came of it, and run it no more; False if it is deleted, or another API server runs it."""
+    def finish(self, stored: StoredResponse, events: bytes = b"", last: bytes = b"") -> bool:
+        """Store what came of it, and run it no more; False if it is deleted, or another API server runs it.
+
+        events: what its log lacks, if it has one, but for the `last` one. Who finds the last event finds the response
+        ended, and who finds that it has ended and that nobody runs it any more finds all events.
+        """
         response_id = stored.response["id"]
         with self._locked():
             if not self.beat(response_id):
                 return False
+            if events:
+                self.log(response_id, events)
             self.write(stored)
+            if last:
+                self.log(response_id, last)
             for kind in (RUN, CANCEL):
                 self._path(response_id, kind).unlink(missing_ok=True)
             return True

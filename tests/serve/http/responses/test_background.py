@@ -275,7 +275,7 @@ def test_another_api_server_takes_it_over(tmp_path, stream, is_killed, made):
     engine = KeptEngine(step=4)
     server, other = Server(tmp_path, engine), Server(tmp_path, engine)
     if made == 1000:
-        server.state.response_store.finish = lambda _: False  # it dies before it has said that it is done
+        server.state.response_store.finish = lambda *_: False  # it dies before it has said that it is done
 
     async def use():
         async with server.web() as web, other.web() as elsewhere:
@@ -311,6 +311,41 @@ def test_another_api_server_takes_it_over(tmp_path, stream, is_killed, made):
         assert len(kinds) == len(set(kinds)), "nothing is said twice"
         assert events[-1]["response"] == response
         assert len(events) >= len(before.lines)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_the_last_events_may_take_a_while(tmp_path, monkeypatch, dies):
+    """A follower that finds the response ended waits for them, as long as its API server lives."""
+    monkeypatch.setattr(timeouts, "RESPONSE_SILENCE_S", 0.3)
+    server = Server(tmp_path)
+    store = server.state.response_store
+    log = store.log
+
+    def log_late(response_id, events):
+        if b"response.completed" in events:
+            time.sleep(0.1)
+            if dies:
+                raise OSError("no space left")
+        log(response_id, events)
+
+    store.log = log_late
+
+    async def use():
+        async with server.web() as web:
+            posted = asyncio.create_task(web.post("/v1/responses", json=BODY | {"stream": True}))
+            await until(lambda: list(tmp_path.glob("*.events")))
+            path = f"/v1/responses/{next(tmp_path.glob('*.events')).stem}"
+            server.engine.allowed = 1000
+            response = await ended(web, path)
+            events = events_of((await web.get(f"{path}?stream=true")).text)
+            posted.cancel()
+            return response, events
+
+    response, events = asyncio.run(use())
+    assert "".join(event["delta"] for event in events if "delta" in event) == TEXT
+    assert events[-1]["type"] == "response.completed" and events[-1]["response"] == response
+    numbers = [event["sequence_number"] for event in events]
+    assert numbers == list(range(len(numbers)))
 
 
 def test_who_follows_a_stream_takes_it_over(tmp_path):
