@@ -18,8 +18,8 @@ padding of captured steps, have no tasks. Programs stay resident and draw tasks 
 out. The producer draws and announces the next task when it has copied the first keys of this one, and goes on to its
 keys; consumers load its queries and start its first product before they write this one's rows.
 
-What consumers run is a straight line of some 1,600 instructions a task, for each of the two, which do not all fit the
-caches of instructions: one more copy of a part costs time even where it runs seldom.
+Each of the two consumers has its own copy of some 1,600 instructions a task, probably more than the caches of
+instructions hold: one more copy of a part costs time even where it runs seldom (docs/performance.md).
 
 Barriers come in pairs: `full` says that a stage holds data, `free` that both consumers are done with it. The n-th use
 of a stage completes phase n, and a wait names the parity of the phase.

@@ -429,7 +429,7 @@ def choose_expert_tiles(
     in_registers = gpu.capability is not None and gpu.capability[0] not in (9, 10)
     deepest = min(128, group or 128)
     depth = min(deepest, 32 if gated and in_registers else 64)
-    if gpu.is_hopper and kind == "int4":  # swept with four models' experts in groups of 128
+    if gpu.is_hopper and kind == "int4":  # swept with three models' experts in groups of 128
         return Tiles(rows, 64, depth, 8 if gated and rows == 128 else 4, 3, True)
     if rows <= 32:
         return Tiles(rows, 64, depth if deterministic else deepest, 4, 3, True)

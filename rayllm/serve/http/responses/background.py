@@ -223,6 +223,7 @@ class _Run:
         return "cancelled" if self._store.is_cancelled(self._id) else None
 
     async def _finish(self, last: Sequence[Json]) -> None:
+        """Store the end; the engine need not keep the tokens any more."""
         self._stored.response = self._reply.response()
         new = [*self._new, *last] if self._is_streamed else []
         await asyncio.to_thread(self._store.finish, self._stored, lines(new[:-1]), lines(new[-1:]))
@@ -297,7 +298,7 @@ async def follow(context: RequestContext, stored: StoredResponse, after: int) ->
             yield _gone(response_id, last + 1)
             return
         offset, events = found.offset, [orjson.loads(line) for line in found.lines]
-        if has_ended and not events:  # its API server died before it wrote the last one
+        if has_ended and not events:  # the last one is about to be written, or never was: it follows from the response
             events = [_last_event(stored, last + 1)]
         last = events[-1]["sequence_number"] if events else last
         if frames := b"".join(sse(event, event["type"]) for event in events if event["sequence_number"] > after):
@@ -313,9 +314,7 @@ async def follow(context: RequestContext, stored: StoredResponse, after: int) ->
                 yield _gone(response_id, last + 1)
                 return
             stored = await take_over(context, now)
-            # While somebody runs it, its last event may be about to be written.
-            silence = await asyncio.to_thread(store.silence, response_id)
-            if has_ended := stored.has_ended and silence > timeouts.RESPONSE_SILENCE_S:
+            if has_ended := stored.has_ended:
                 continue
         await asyncio.sleep(timeouts.RESPONSE_POLL_S)
 

@@ -144,8 +144,8 @@ class ResponseStore:
     def finish(self, stored: StoredResponse, events: bytes = b"", last: bytes = b"") -> bool:
         """Store what came of it, and run it no more; False if it is deleted, or another API server runs it.
 
-        events: what its log lacks, if it has one, but for the `last` one. Who finds the last event finds the response
-        ended, and who finds that it has ended and that nobody runs it any more finds all events.
+        events: what its log lacks, if it has one, but for the `last` one. Who finds that the response has ended finds
+        these, and who finds the last event finds that it has ended.
         """
         response_id = stored.response["id"]
         with self._locked():
