@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from inspect import Parameter, Signature
+from types import FrameType
 from typing import Any, cast
 
 import msgspec
@@ -236,12 +239,13 @@ class LLM:
                 compiled.clear()
             with tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar:
                 while core.has_work():
-                    deltas = core.step()
-                    if deltas and deltas[0].bad_param is not None and not started:
-                        raise InvalidRequestError(str(deltas[0].stop_reason), deltas[0].bad_param)
-                    started = True
-                    outputs, to_abort = processor.process(buffer.merge(deltas))
-                    core.abort(to_abort)
+                    with _uninterrupted():
+                        deltas = core.step()
+                        if deltas and deltas[0].bad_param is not None and not started:
+                            raise InvalidRequestError(str(deltas[0].stop_reason), deltas[0].bad_param)
+                        started = True
+                        outputs, to_abort = processor.process(buffer.merge(deltas))
+                        core.abort(to_abort)
                     for output in outputs:
                         accumulate(totals[output.request_id], output)
                         bar.update(output.finished)
@@ -251,6 +255,33 @@ class LLM:
         if missing := [request_id for request_id, total in totals.items() if not total.finished]:
             raise RuntimeError(f"requests {missing} ended without an answer")
         return list(totals.values())
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block; the second one does not.
+
+    In the middle of a step a plan or its result would be lost for good.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            before(number, frame)
+        came = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        before(signal.SIGINT, None)
 
 
 def _signature() -> Signature:

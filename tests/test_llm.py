@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shutil
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,18 @@ def test_outputs_come_in_order_with_their_own_parameters(llm):
     assert [output.prompt for output in outputs] == prompts
     assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+
+
+def test_ctrl_c_ends_a_call_and_the_next_one_is_answered(llm):
+    before = generate(llm, PROMPT)[0].outputs[0].token_ids
+    for _ in range(4):  # wherever it comes
+        timer = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, [PROMPT] * 64, SamplingParams(max_tokens=None, ignore_eos=True))
+        timer.join()
+        assert generate(llm, PROMPT)[0].outputs[0].token_ids == before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_outputs_come_in_order_where_only_some_have_a_grammar(llm):
