@@ -39,6 +39,7 @@ class EngineAdapters:
         self._by_name: dict[str, Adapter] = {}
         self._leaving: dict[int, Adapter] = {}  # unloaded, while requests have them
         self._lock = threading.Lock()  # of `prepare`
+        self._prepared: set[int] = set()  # ids of those that `add` has not taken yet
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._workers = 0  # how often there were new workers
         self._coming: dict[Future[None], Adapter] = {}  # those that new workers read
@@ -80,17 +81,19 @@ class EngineAdapters:
         with self._lock:
             if name in self._by_name:
                 raise InvalidRequestError(f"an adapter {name!r} is loaded already; unload it first", "lora_name")
-            if len(self._by_name) + len(self._leaving) >= self._limit:
+            if len(self._by_name) + len(self._leaving) + len(self._prepared) >= self._limit:
                 raise InvalidRequestError(
                     f"{self._limit} adapters are loaded, as many as max_cpu_loras allows; unload one first", "lora_name"
                 )
             read_lora_config(path)
             adapter, workers = Adapter(next(self._ids), name, path, adapter_digest(path)), self._workers
             self._executor.load_adapter(adapter)
+            self._prepared.add(adapter.id)
             return PreparedAdapter(adapter, workers)
 
     def add(self, adapter: Adapter, workers: int) -> None:
         """Let requests ask for an adapter that was prepared. Raises InvalidRequestError."""
+        self._prepared.discard(adapter.id)
         if adapter.name in self._by_name:  # another one came first
             self._slots.forget(adapter.id)
             raise InvalidRequestError(f"an adapter {adapter.name!r} is loaded already; unload it first", "lora_name")
@@ -107,13 +110,19 @@ class EngineAdapters:
         adapter = self._by_name.pop(name)
         self._leaving[adapter.id] = adapter
 
-    def drop_unused(self, used: Callable[[], set[int | None]]) -> None:
-        """Forget adapters that were removed and that no request has. used: the ids of those that one has."""
-        if not self._leaving:
-            return
-        for adapter_id in self._leaving.keys() - used():
-            del self._leaving[adapter_id]
-            self._slots.forget(adapter_id)
+    def drop_unused(self, used: Callable[[], set[int | None]], *, idle: bool) -> None:
+        """Forget adapters that were removed and that no request has. used: the ids of those that one has.
+
+        idle: no plan is in flight, and perhaps none comes for long, with which the workers would hear of it.
+        """
+        if self._leaving:
+            for adapter_id in self._leaving.keys() - used():
+                del self._leaving[adapter_id]
+                self._slots.forget(adapter_id)
+        if idle:
+            drops, self._slots.drops = self._slots.drops, []
+            for adapter_id in drops:
+                self._executor.drop_adapter(adapter_id)
 
     def restart(self) -> None:
         """There are new workers, which have no adapters yet: they read them, and requests that have one wait."""
@@ -131,7 +140,10 @@ class EngineAdapters:
                 continue
             del self._coming[future]
             if (error := future.exception()) is None:
-                self._slots.loaded.add(adapter.id)
+                if self._by_name.get(adapter.name) is adapter or adapter.id in self._leaving:
+                    self._slots.loaded.add(adapter.id)
+                else:  # removed meanwhile: the plan that said so may have come before the workers had it
+                    self._slots.forget(adapter.id)
                 continue
             logger.error("adapter %s is lost: new workers cannot read it: %s", adapter.name, error)
             lost.add(adapter.id)

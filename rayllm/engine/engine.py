@@ -113,7 +113,7 @@ class EngineCore:
                 if all(grammar is not other.grammar for other in self._compiling.values()):
                     grammar.cancel()
             self.scheduler.abort(abort.request_id, abort.index)
-        self._adapters.drop_unused(self._used_adapters)
+        self._drop_adapters()
 
     def has_work(self) -> bool:
         """True while `step` has something to do."""
@@ -139,12 +139,15 @@ class EngineCore:
 
     def add_adapter(self, prepared: PreparedAdapter) -> None:
         """Let requests ask for an adapter. Raises InvalidRequestError."""
-        self._adapters.add(*prepared)
+        try:
+            self._adapters.add(*prepared)
+        finally:
+            self._drop_adapters()
 
     def remove_adapter(self, name: str) -> None:
         """Let no request ask for an adapter any more; those that have it go on. Raises InvalidRequestError."""
         self._adapters.remove(name)
-        self._adapters.drop_unused(self._used_adapters)
+        self._drop_adapters()
 
     def step(self) -> list[TokenDelta]:
         """Schedule and submit one plan, take in the oldest result if enough are in flight. Blocks for at most one step.
@@ -167,7 +170,7 @@ class EngineCore:
             return deltas + self._recover(error)
         if result is not None:
             deltas = deltas + self.scheduler.update(result)
-            self._adapters.drop_unused(self._used_adapters)
+            self._drop_adapters()
             return deltas
         if self.scheduler.state.awaiting_mask:
             assert self._grammars is not None  # who made the constraints
@@ -229,6 +232,10 @@ class EngineCore:
             return grammar
         return TokenRules(request, self.info.vocab_size, self.info.eos_token_ids, grammar)
 
+    def _drop_adapters(self) -> None:
+        """Have the workers forget adapters that nobody needs any more."""
+        self._adapters.drop_unused(self._used_adapters, idle=not self.scheduler.in_flight)
+
     def _used_adapters(self) -> set[int | None]:
         """Those of all requests that live."""
         live = {group.adapter for group in self.scheduler.state.groups.values()}
@@ -236,8 +243,10 @@ class EngineCore:
 
     def _take_adapters(self) -> list[TokenDelta]:
         """Take the adapters that new workers have read, and end requests whose adapter they cannot read."""
-        if not self._adapters.is_ready or not (lost := self._adapters.take_ready()):
+        if not self._adapters.is_ready:
             return []
+        lost = self._adapters.take_ready()
+        self._drop_adapters()
         requests = [group.request for group in self.scheduler.state.groups.values() if group.adapter in lost]
         requests += [waiting.request for waiting in self._compiling.values() if waiting.adapter in lost]
         self.abort(Abort(request.request_id) for request in requests)

@@ -50,6 +50,10 @@ class Executor(ABC):
         Raises ModelError if a worker cannot read it; then none has it. EngineDeadError if a worker failed.
         """
 
+    @abstractmethod
+    def drop_adapter(self, adapter_id: int) -> None:
+        """Have all workers forget an adapter, which no plan in flight names. Does not wait until they have."""
+
     def recover(self) -> None:
         """Replace workers that failed by new ones, which hold nothing; plans in flight are forgotten. Blocks.
 

@@ -53,6 +53,10 @@ class LocalExecutor(Executor):
         assert self._worker.adapters is not None
         self._worker.adapters.load(adapter)
 
+    def drop_adapter(self, adapter_id: int) -> None:
+        if self._worker is not None and self._worker.adapters is not None:
+            self._worker.adapters.drop(adapter_id)
+
     def shutdown(self) -> None:
         worker, self._worker = self._worker, None
         self._dead = self._dead or "the engine was shut down"

@@ -145,12 +145,16 @@ class RankActors:
         try:
             ray.get(calls, timeout=seconds)
         except Exception as error:
-            for actor in self._actors:  # behind what they still load
-                actor.drop_adapter.options(concurrency_group=_ADAPTERS).remote(adapter.id)
+            self.drop_adapter(adapter.id)
             cause = getattr(error, "cause", None)
             if isinstance(cause, ModelError):
                 raise cause from error
             raise EngineDeadError(f"adapter {adapter.name} could not be loaded: {_explain(error)}") from error
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """Have all ranks forget an adapter, behind what they still load."""
+        for actor in self._actors:
+            actor.drop_adapter.options(concurrency_group=_ADAPTERS).remote(adapter_id)
 
     def failure(self, wait_seconds: float = 0.0) -> tuple[str, Exception] | None:
         """Which rank failed or went silent, where and why, and the error behind it; None if none did. Cheap then.

@@ -233,6 +233,9 @@ class RayExecutor(Executor):
             spread_adapter(adapter.path, self._ranks.node_ids, timeouts.ADAPTER_S)
         self._ranks.load_adapter(adapter, timeouts.RANK_START_S)
 
+    def drop_adapter(self, adapter_id: int) -> None:
+        self._ranks.drop_adapter(adapter_id)
+
     def check_health(self) -> None:
         super().check_health()
         self._watch()

@@ -171,7 +171,7 @@ class WorkerActor:
         self._worker.adapters.load(adapter)
 
     def drop_adapter(self, adapter_id: int) -> None:
-        """Forget an adapter that no plan has named; called in a thread of its own."""
+        """Forget an adapter that no plan in flight names; called in a thread of its own."""
         assert self._worker.adapters is not None
         self._worker.adapters.drop(adapter_id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import msgspec
 import pytest
@@ -36,7 +37,7 @@ def request(name, adapter="", **options):
     return msgspec.structs.replace(engine_request(name, **options), adapter=adapter)
 
 
-def test_plans_say_which_adapters_go_where_and_which_are_dropped(folders):
+def test_plans_say_which_adapters_go_where_and_those_removed_are_dropped(folders):
     core, executor = fake_core(enable_lora=True, max_loras=1)
     load(core, "x", folders("x"))
     load(core, "y", folders("y"))
@@ -45,10 +46,10 @@ def test_plans_say_which_adapters_go_where_and_which_are_dropped(folders):
     core.add(request("b", "y"))
     core.step()
     core.remove_adapter("x")
+    assert len(executor.adapters) == 2
     run_all(core)
     assert [put for plan in executor.plans for put in plan.adapters] == [(0, 0), (0, 1)]
-    dropped = [adapter for plan in executor.plans for adapter in plan.dropped_adapters]
-    assert dropped == [0], "once its request has ended"
+    assert [adapter.name for adapter in executor.adapters] == ["y"], "once its request has ended"
     with pytest.raises(InvalidRequestError, match="the adapter 'x' is not loaded"):
         core.add(request("c", "x"))
 
@@ -120,3 +121,44 @@ def test_the_driver_loads_beside_requests(folders):
     with pytest.raises(EngineDeadError):
         driver.load_adapter("x", path)
     assert executor.num_shutdowns == 1
+
+
+def test_an_engine_without_work_lets_adapters_go_too(folders):
+    core, executor = fake_core(enable_lora=True, max_cpu_loras=1)
+    path = folders("x")
+    for _ in range(3):
+        load(core, "x", path)
+        core.remove_adapter("x")
+        assert executor.adapters == []
+
+
+def test_adapters_that_are_being_loaded_count(folders):
+    core, _executor = fake_core(enable_lora=True, max_cpu_loras=1)
+    first = core.prepare_adapter("x", folders("x"))
+    with pytest.raises(InvalidRequestError, match="max_cpu_loras"):
+        core.prepare_adapter("y", folders("y"))
+    core.add_adapter(first)
+    core.remove_adapter("x")
+    load(core, "z", folders("z"))
+
+
+def test_an_adapter_that_is_removed_while_new_workers_read_it_does_not_stay(folders):
+    core, executor = fake_core(enable_lora=True)
+    executor.can_recover = True
+    load(core, "x", folders("x"))
+    core.add(request("a", max_tokens=3))
+    core.step()
+    gate, read = threading.Event(), executor.load_adapter
+    executor.load_adapter = lambda adapter: (gate.wait(30), read(adapter))
+    executor.adapters = []  # the new workers have none
+    fails = iter([True])
+    executor.fails = lambda _plan: next(fails, False)
+    while not executor.num_recoveries:
+        core.step()
+    core.remove_adapter("x")
+    run_all(core)
+    gate.set()
+    while not executor.adapters:
+        time.sleep(0.01)
+    run_all(core)
+    assert executor.adapters == []

@@ -85,10 +85,15 @@ class FakeExecutor(Executor):
             raise ModelError(f"{adapter.path} is bad")
         self.adapters.append(adapter)
 
+    def drop_adapter(self, adapter_id: int) -> None:
+        self.adapters = [each for each in self.adapters if each.id != adapter_id]
+
     def submit(self, plan: StepPlan) -> None:
         assert len(self._in_flight) < self.max_in_flight
         self.plans.append(plan)
         self._in_flight.append(plan)
+        for adapter_id in plan.dropped_adapters:
+            self.drop_adapter(adapter_id)
 
     def collect(self):
         if self.fails(self._in_flight[0]):

@@ -46,6 +46,9 @@ class ThreadExecutor(Executor):
     def load_adapter(self, adapter: Adapter) -> None:
         self._on_each(lambda rank: self._workers[rank].adapters.load(adapter))
 
+    def drop_adapter(self, adapter_id: int) -> None:
+        self._on_each(lambda rank: self._workers[rank].adapters.drop(adapter_id))
+
     def shutdown(self) -> None:
         self._dead = self._dead or "the engine was shut down"
         workers, self._workers = self._workers, []
