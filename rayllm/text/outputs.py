@@ -222,7 +222,8 @@ class RequestState:
         if delta.alone:
             self._alone = True
             return None
-        self._begun = True
+        # That it was scheduled is no beginning: an engine that goes on with it would not tell what first deltas tell.
+        self._begun = self._begun or bool(delta.token_ids) or delta.finish_reason is not None
         if delta.token_ids:
             self._alone, self._num_deaths = False, 0
         if delta.finish_reason is not None:

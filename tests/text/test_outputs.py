@@ -494,3 +494,15 @@ def test_a_request_whose_beginning_is_not_known_is_not_kept_by_the_next_engine(w
     state.advance(delta("z"))
     assert state.running[0].token_ids == expected + ids("z"), "the next engine goes on"
     assert state.to_send().key is None
+
+
+def test_a_request_that_moves_before_its_first_token_begins_again():
+    """What came says only that it was scheduled. What first deltas tell, the next engine would not tell otherwise."""
+    state = keyed_state(logprobs=0)
+    for each in (delta("", created=1700), delta("", times=RequestTimes(1.0, 2.0))):
+        state.advance(each)
+    state.lose_engine()
+    assert state.to_send().emitted is None
+    state.advance(delta("a", logprobs=[entry("a", -1.0, 1)]))
+    state.lose_engine()
+    assert state.to_send().emitted == {0: ids("a")}
