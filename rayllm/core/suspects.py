@@ -28,9 +28,10 @@ class Suspects:
 
     def died(self, computed: Iterable[str]) -> list[str]:
         """Note that workers died while they computed these; returns those among them that are the cause."""
+        computed = set(computed)
         for request_id in computed:
             self._deaths[request_id] = self._deaths.get(request_id, 0) + 1
-        guilty = [request_id for request_id, deaths in self._deaths.items() if deaths >= FATAL_DEATHS]
+        guilty = [each for each, deaths in self._deaths.items() if each in computed and deaths >= FATAL_DEATHS]
         self.got_results(guilty)
         return guilty
 

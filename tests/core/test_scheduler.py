@@ -431,3 +431,15 @@ def test_an_embedding_that_is_missing_is_an_error():
     plan = harness.scheduler.schedule()
     with pytest.raises(RuntimeError, match="does not belong"):
         harness.scheduler.update(StepResult(plan.step_id, []))
+
+
+def test_a_suspect_that_was_not_computed_is_not_ended_for_the_death_of_workers():
+    harness = Harness(num_blocks=16, block_size=4)
+    for name, deaths in (("computed", 2), ("waits", 3)):  # so many engines have died while they had it
+        params = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+        harness.scheduler.add(
+            GenerationRequest(request_id=name, prompt_token_ids=[1, 2, 3], num_deaths=deaths, params=params)
+        )
+    harness.scheduler.schedule()
+    assert [delta.request_id for delta in harness.scheduler.new_deltas] == ["computed"]
+    assert [delta.request_id for delta in harness.scheduler.restart(1.0)] == ["computed"]
