@@ -754,9 +754,12 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """A snapshot of queues, pools and counters."""
         state, memory = self.state, self.state.memory
+        waiting = len(state.waiting)
+        if memory.num_swapped:  # of which beams that await their group's choice are in no queue
+            waiting -= sum(bool(seq.pinned) for seq in state.waiting)
         return EngineStats(
             num_running=len(state.running),
-            num_waiting=len(state.waiting) + len(state.forks) - memory.num_swapped,
+            num_waiting=waiting + len(state.forks),
             num_swapped=memory.num_swapped,
             num_used_blocks=memory.gpu.num_blocks - memory.gpu.num_free,
             num_total_blocks=memory.gpu.num_blocks,

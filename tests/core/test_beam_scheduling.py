@@ -136,3 +136,25 @@ def test_logits_that_are_no_numbers_end_the_search():
     harness.run()
     assert harness.reasons == {("a", 0): "error", ("a", 1): "error"}
     assert "fewer sequences" in harness.last_deltas["a", 0].stop_reason
+
+
+def test_no_fewer_than_no_request_waits():
+    """Beams that are swapped out while they await their group's choice are in no queue."""
+    least = []
+    for seed in range(40):
+        rng = random.Random(seed)
+        harness = Harness(
+            num_blocks=rng.randint(8, 12),
+            block_size=rng.choice([1, 2, 4]),
+            depth=rng.choice([1, 2]),
+            max_num_seqs=4,
+            num_cpu_blocks=40,
+            preemption_mode="swap",
+            growth_blocks=0,
+            max_num_batched_tokens=16,
+        )
+        harness.add("a", [1, 2, 3], max_tokens=rng.randint(4, 5), seed=1, best_of=4, **BEAMS)
+        while harness.step():
+            stats = harness.scheduler.stats()
+            least.append(stats.num_waiting)
+    assert min(least) == 0
